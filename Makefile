@@ -1,0 +1,96 @@
+# The few things anybody does with this repository. `make` lists them.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell command -v python3.11 >/dev/null && python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3)
+# What an installation depends on; Python sources are seen at once, they need none.
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/src/*)
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: help
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: venv
+venv: $(VENV)/created ## make the environment .venv
+
+$(VENV)/created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Tidegate needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Set PYTHON=..." >&2; exit 1; }
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || \
+	  { echo "Tidegate builds a C++ extension and found no compiler: install g++ (Debian: apt-get install g++)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "$(PYTHON) cannot make an environment: install its venv module (Debian: apt-get install python3-venv)" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@touch $@
+
+# The environment for the tests holds all that the demo needs, so it counts for both.
+$(VENV)/demo: $(VENV)/created $(SOURCES)
+	$(BIN)/pip install --quiet -e '.[demo]'
+	@touch $@
+
+$(VENV)/test: $(VENV)/created $(SOURCES)
+	$(BIN)/pip install --quiet -e '.[test]'
+	@touch $@ $(VENV)/demo
+
+.PHONY: demo
+demo: $(VENV)/demo ## train a small model on this machine and watch it (DEMO_ARGS=...)
+	$(BIN)/tidegate demo $(DEMO_ARGS)
+
+.PHONY: test
+test: $(VENV)/test system ## run the tests (PYTEST_ARGS=...)
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+.PHONY: check
+check: $(VENV)/test ## lint, format, types and import contracts
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy tidegate
+	$(BIN)/lint-imports
+
+.PHONY: bench
+bench: $(VENV)/test ## measure what the README claims (BENCH_ARGS=...)
+	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
+
+.PHONY: torture soak
+torture: MARK := torture
+torture: $(VENV)/test system ## kill it, fill its disks, corrupt its files; minutes
+	@$(run_marked)
+soak: MARK := soak
+soak: $(VENV)/test system ## train for a long time and look for leaks
+	@$(run_marked)
+
+# pytest ends with 5 when it has collected no test.
+define run_marked
+status=0; $(BIN)/pytest -m $(MARK) --timeout 0 $(PYTEST_ARGS) || status=$$?; \
+if [ $$status = 5 ]; then echo "no test is marked $(MARK)" >&2; fi; exit $$status
+endef
+
+# The tests use a real Prometheus, a real Alertmanager and a real browser. RUNLEVEL=1 keeps Debian from starting them.
+.PHONY: system
+system:
+	@missing=; \
+	command -v prometheus >/dev/null && command -v promtool >/dev/null || missing="$$missing prometheus"; \
+	command -v alertmanager >/dev/null || command -v prometheus-alertmanager >/dev/null || \
+	  missing="$$missing prometheus-alertmanager"; \
+	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing$$missing"; \
+	  export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1; \
+	  { apt-get -qq update && apt-get -qq install -y --no-install-recommends $$missing >/dev/null; } || \
+	    echo "could not install$$missing; the tests that need them will fail" >&2; \
+	else \
+	  echo "missing:$$missing. Install them, or the tests that need them will fail." >&2; \
+	fi
+
+.PHONY: clean
+clean: ## remove the environment and everything that was built
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,278 @@
+"""`tidegate.attach`: phases from hooks on the model, metrics, the link to the daemon, and knobs at step boundaries."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+
+from tidegate.agent.engine.engine import StepResult
+from tidegate.agent.link import AgentLink, Committed
+from tidegate.agent.optimizer import AdamW
+from tidegate.agent.telemetry.exporter import Exporter, StepCollector
+from tidegate.agent.telemetry.recorder import Recorder
+from tidegate.client import find_token
+from tidegate.errors import MemoryBudgetError
+from tidegate.knobs import AUTO, Knobs
+from tidegate.model.tuner import StrideTuner
+from tidegate.wire import (
+    MAX_SPANS,
+    AgentHello,
+    AgentReport,
+    PhaseRow,
+    Rates,
+    SpanRow,
+    SubgroupSizes,
+    TimelineView,
+)
+
+log = logging.getLogger("tidegate")
+
+
+class Attachment:
+    """What `attach` started; `close()` it, or let `optimizer.close()` do so.
+
+    `recorder` holds the figures of every step, `metrics_address` is where /metrics is served, `generation` is the
+    newest generation of knobs that runs.
+    """
+
+    def __init__(
+        self,
+        optimizer: AdamW,
+        model: torch.nn.Module | None = None,
+        *,
+        run: str,
+        daemon: str | None = None,
+        token: str | None = None,
+        metrics_bind: str = "127.0.0.1",
+        metrics_port: int = 0,
+        advertise_host: str | None = None,
+        reset_knobs: bool = False,
+    ) -> None:
+        self.run, self.rank, self.world_size = run, *_rank_and_world()
+        self.generation = 0
+        self.applied_at: list[tuple[int, int]] = [(0, 1)]
+        """(generation, first step that ran with it), oldest first."""
+        self._optimizer = optimizer
+        self._agent = uuid.uuid4().hex
+        self._tuner = StrideTuner()
+        self._handles = list(_watch_phases(optimizer, model)) if model is not None else []
+        self.recorder = Recorder(optimizer)
+        self._collector = StepCollector(optimizer, self.recorder)
+        self._exporter = Exporter(self._collector, metrics_bind, metrics_port)
+        self.metrics_address = f"{advertise_host or metrics_bind}:{self._exporter.port}"
+        self.link: AgentLink | None = None
+        try:
+            if daemon is not None:
+                self.link = self._connect(daemon, token or find_token("agent"), reset_knobs)
+            self._apply_committed(1)
+        except BaseException:
+            self._exporter.close()
+            raise
+        optimizer.observers.append(self._on_step)
+        optimizer.attachment = self
+
+    @property
+    def overhead_seconds(self) -> float:
+        """CPU seconds that recording, exporting and reporting have cost so far."""
+        return self.recorder.cpu_seconds + sum(self._overhead().values())
+
+    def close(self) -> None:
+        """Says goodbye to the daemon and stops serving /metrics. Idempotent."""
+        if self._on_step in self._optimizer.observers:
+            self._optimizer.observers.remove(self._on_step)
+            for handle in self._handles:
+                handle.remove()
+            if self.link is not None:
+                self.link.close()
+            self._exporter.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- at every step's end
+
+    def _on_step(self, result: StepResult) -> None:
+        self.recorder.record(result)
+        self._apply_committed(self.recorder.totals.steps + 1)
+        self._tune()
+        self._collector.overhead.update(self._overhead())
+
+    def _apply_committed(self, next_step: int) -> None:
+        """Applies what the daemon committed, on all ranks before the same step or on none."""
+        committed = self.link.committed if self.link is not None else None
+        generation = _agreed(committed.generation if committed is not None else 0)
+        if committed is None or generation != committed.generation or generation == self.generation and next_step > 1:
+            return
+        if committed.knobs != self._optimizer.knobs and not self._apply(committed):
+            return
+        self.generation = self._collector.generation = generation
+        if generation != self.applied_at[-1][0]:
+            self.applied_at.append((generation, next_step))
+        if self.link is not None:
+            self.link.applied(generation, next_step)
+
+    def _apply(self, committed: Committed) -> bool:
+        try:
+            self._optimizer.check_knobs(committed.knobs)
+        except MemoryBudgetError as refusal:
+            log.error("generation %d kept from the run, last good knobs stay: %s", committed.generation, refusal)
+            return False
+        self._optimizer.apply_knobs(committed.knobs)
+        log.info("generation %d applied: %s", committed.generation, committed.knobs.as_dict())
+        return True
+
+    def _tune(self) -> None:
+        """Lets the tuner move what is `auto`."""
+        rates, engine = self.recorder.rates, self._optimizer.engine
+        if self._optimizer.knobs.stride != AUTO or rates is None or self.world_size > 1:
+            return
+        ratio = engine.effective.static_ratio
+        stride = self._tuner.propose(engine.effective.stride, engine.subgroups, ratio, engine.num_slots, rates)
+        if stride is not None:
+            self._optimizer.apply_knobs(self._optimizer.knobs, auto_stride=stride)
+
+    def _overhead(self) -> dict[str, float]:
+        return {
+            "exporter": self._collector.overhead["exporter"],
+            "link": self.link.cpu_seconds if self.link is not None else 0.0,
+        }
+
+    # ---- what the daemon hears
+
+    def _connect(self, daemon: str, token: str | None, reset_knobs: bool) -> AgentLink:
+        engine = self._optimizer.engine
+        sizes = Counter((s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in engine.subgroups)
+        hello = AgentHello(
+            agent=self._agent,
+            run=self.run,
+            rank=self.rank,
+            world_size=self.world_size,
+            host=socket.gethostname()[:64],
+            pid=os.getpid(),
+            device_kind=self._optimizer.device.kind,
+            metrics_address=self.metrics_address,
+            knobs=self._optimizer.knobs.as_dict(),
+            reset_knobs=reset_knobs,
+            subgroups=tuple(
+                SubgroupSizes(numel=numel, count=count, weight_bytes=weight, grad_bytes=grad, state_bytes=state)
+                for (numel, weight, grad, state), count in sizes.items()
+            ),
+            num_slots=engine.num_slots,
+            started_at=time.time(),
+        )
+        return AgentLink(
+            daemon,
+            token,
+            hello,
+            make_report=self._report,
+            undelivered=lambda report: self.recorder.give_back(report.steps),
+            check=self._optimizer.check_knobs,
+        )
+
+    def _report(self) -> AgentReport:
+        recorder = self.recorder
+        rates = recorder.rates
+        return AgentReport(
+            timestamp=time.time(),
+            step=recorder.totals.steps,
+            phase=self._optimizer.phases.current,
+            generation=self.generation,
+            effective=self._optimizer.effective_knobs(),
+            rates=None if rates is None else Rates(**rates.to_dict()),
+            steps=recorder.take_unreported(),
+            timeline=self._timeline(),
+            predicted_update_seconds=recorder.totals.predicted_update_seconds,
+        )
+
+    def _timeline(self) -> TimelineView | None:
+        timeline = self.recorder.timeline
+        if timeline is None:
+            return None
+        return TimelineView(
+            step=timeline.step,
+            source=timeline.source,
+            origin=timeline.origin,
+            phases=tuple(PhaseRow(phase=p.phase, start=p.start, end=p.end) for p in timeline.phases),
+            spans=tuple(
+                SpanRow(
+                    op=s.op, kind=s.kind.value, lane=s.lane, subgroup=s.subgroup, start=s.start, end=s.end,
+                    nbytes=s.nbytes, numel=s.numel, slot=s.slot,
+                )
+                for s in timeline.spans[:MAX_SPANS]
+            ),
+            num_spans=len(timeline.spans),
+            deps={op: deps for op, deps in timeline.deps.items() if deps},
+        )  # fmt: skip
+
+
+def attach(optimizer: AdamW, model: torch.nn.Module | None = None, **settings: Any) -> Attachment:
+    """Makes a run visible and tunable: see `Attachment` for the settings.
+
+    model: its forward and backward become phases; without it only backward and update are told apart.
+    run: the run's name; ranks of one run share it.
+    daemon: address of the control daemon; None runs without one (metrics are still served).
+    token: agent token; by default TIDEGATE_AGENT_TOKEN, TIDEGATE_TOKEN or the file that the daemon wrote.
+    metrics_bind, metrics_port: where /metrics listens; port 0 takes a free one. advertise_host: how others reach it.
+    reset_knobs: the start-up settings win over the knobs that the run had before.
+
+    Raises RankTaken when another live agent holds this run and rank, NotAuthorized for a wrong token.
+    """
+    return Attachment(optimizer, model, **settings)
+
+
+def _watch_phases(optimizer: AdamW, model: torch.nn.Module) -> Iterator[Any]:
+    phases = optimizer.phases
+
+    def before(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            phases.enter("forward")
+
+    def after(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        if phases.current == "forward":
+            phases.enter("other")
+            for tensor in _tensors(output):
+                # The gradient of an output comes first in a backward pass.
+                tensor.register_hook(optimizer.backward_began)
+                break
+
+    yield model.register_forward_pre_hook(before)
+    yield model.register_forward_hook(after)
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        if output.requires_grad:
+            yield output
+    elif isinstance(output, dict):
+        yield from (t for value in output.values() for t in _tensors(value))
+    elif isinstance(output, (tuple, list)):
+        yield from (t for value in output for t in _tensors(value))
+
+
+def _rank_and_world() -> tuple[int, int]:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def _agreed(generation: int) -> int:
+    """The generation that every rank knows, or -1 when some have heard of a newer one than others."""
+    if _rank_and_world()[1] == 1:
+        return generation
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    ends = torch.tensor([generation, -generation], dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MIN)
+    low, high = int(ends[0]), -int(ends[1])
+    return low if low == high else -1

@@ -1,0 +1,1 @@
+"""Devices: where weights and gradients live, behind one protocol of streams and events."""

@@ -1,0 +1,199 @@
+"""The emulated device: a home for the whole engine without a GPU. Its rates are stated, never a performance claim.
+
+Weights and gradients are the framework's CPU tensors, adopted as device memory. State on the device lives in an arena
+whose unfilled and freed bytes are NaN. An op that takes a host address for a device address, or the other way round,
+raises, so that code which would crash on a GPU crashes here too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tidegate.agent.devices.base import Copy, DoneEvent, Event, GradRef, UpdateRun
+from tidegate.errors import DeviceAccessError, MemoryBudgetError
+from tidegate.kernels import ThreadPool, copy, fill, sum_of_squares
+from tidegate.plan.ops import D2H, H2D
+from tidegate.wire import DeviceKind
+
+POISON = 0xFF
+"""Every byte of unfilled memory: NaN in fp32, bf16 and fp16."""
+
+GRANULE = 256
+
+
+@dataclass(kw_only=True)
+class EmulatedRates:
+    """What the emulated lanes pace themselves to. May be changed while a run goes on, to rehearse a slow link."""
+
+    h2d_bytes_per_second: float = 4e9
+    d2h_bytes_per_second: float = 4e9
+    update_params_per_second: float = 2e9
+
+
+class Arena:
+    """Device memory with a capacity: first-fit allocation, poisoned when handed out and when freed."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.memory = torch.empty(capacity_bytes, dtype=torch.uint8)
+        self.base = self.memory.data_ptr()
+        self.capacity_bytes = capacity_bytes
+        self.blocks: list[tuple[int, int]] = []
+        """Allocated (offset, size), sorted."""
+
+    def alloc(self, nbytes: int) -> int | None:
+        size = -(-max(nbytes, 1) // GRANULE) * GRANULE
+        offset = 0
+        for start, taken in self.blocks:
+            if start - offset >= size:
+                break
+            offset = start + taken
+        if offset + size > self.capacity_bytes:
+            return None
+        insort(self.blocks, (offset, size))
+        fill(self.base + offset, POISON, size)
+        return self.base + offset
+
+    def free(self, address: int) -> None:
+        offset = address - self.base
+        index = next((i for i, (start, _) in enumerate(self.blocks) if start == offset), None)
+        if index is None:
+            raise DeviceAccessError(f"Address {address:#x} was not allocated on this device, or is freed already.")
+        _, size = self.blocks.pop(index)
+        fill(address, POISON, size)
+
+    @property
+    def in_use_bytes(self) -> int:
+        return sum(size for _, size in self.blocks)
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        offset = address - self.base
+        index = bisect_right(self.blocks, (offset, self.capacity_bytes)) - 1
+        return index >= 0 and offset + nbytes <= sum(self.blocks[index])
+
+    def covers(self, address: int) -> bool:
+        return self.base <= address < self.base + self.capacity_bytes
+
+
+class EmulatedDevice:
+    """See the module. `capacity_bytes` bounds arena and adopted tensors together."""
+
+    def __init__(self, capacity_bytes: int, rates: EmulatedRates | None = None) -> None:
+        self.rates = rates or EmulatedRates()
+        self.capacity_bytes = capacity_bytes
+        self._arena = Arena(capacity_bytes)
+        self._adopted: dict[object, torch.Tensor] = {}
+        self._pool = ThreadPool(1)
+        self._peak = 0
+        self._lock = threading.Lock()
+
+    @property
+    def kind(self) -> DeviceKind:
+        return "emulated"
+
+    @property
+    def in_use_bytes(self) -> int:
+        return self._arena.in_use_bytes + sum(t.numel() * t.element_size() for t in self._adopted.values())
+
+    def take_peak_bytes(self) -> int:
+        with self._lock:
+            peak, self._peak = self._peak, self.in_use_bytes
+            return max(peak, self._peak)
+
+    def alloc(self, nbytes: int) -> int:
+        with self._lock:
+            free = self.capacity_bytes - self.in_use_bytes
+            address = self._arena.alloc(nbytes) if nbytes <= free else None
+            if address is None:
+                raise MemoryBudgetError(
+                    f"{nbytes:,} bytes do not fit in device memory: {max(free, 0):,} of {self.capacity_bytes:,} are "
+                    "free. Lower static_ratio, use smaller subgroups or fewer slots.",
+                    nbytes, free,
+                )  # fmt: skip
+            self._note_peak()
+            return address
+
+    def free(self, address: int) -> None:
+        with self._lock:
+            self._arena.free(address)
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def adopt(self, key: object, tensor: torch.Tensor) -> None:
+        with self._lock:
+            self._adopted[key] = tensor
+            self._note_peak()
+
+    def disown(self, key: object) -> None:
+        with self._lock:
+            self._adopted.pop(key, None)
+
+    def wait(self, lane: str, event: Event) -> None:
+        event.wait()
+
+    def copy(self, lane: str, copies: Sequence[Copy]) -> Event:
+        start = time.monotonic()
+        for one in copies:
+            on_device, on_host = (one.dst, one.src) if lane == H2D else (one.src, one.dst)
+            self._require_device(on_device, one.nbytes, lane)
+            self._require_host(on_host, lane)
+            copy(one.dst, one.src, one.nbytes)
+        rate = self.rates.d2h_bytes_per_second if lane == D2H else self.rates.h2d_bytes_per_second
+        return self._pace(start, sum(one.nbytes for one in copies) / rate)
+
+    def update(self, runs: Sequence[UpdateRun]) -> Event:
+        start = time.monotonic()
+        for run in runs:
+            itemsize = 4 if run.weight_format.name == "F32" else 2
+            for address, nbytes in (
+                (run.weight, run.numel * itemsize),
+                (run.exp_avg, run.numel * 4),
+                (run.exp_avg_sq, run.numel * 4),
+                (run.aux, 2 * run.numel if run.aux else 0),
+                (run.grad, 2 * run.numel),
+            ):
+                if nbytes:
+                    self._require_device(address, nbytes, "device")
+            run.apply(self._pool)
+        return self._pace(start, sum(run.numel for run in runs) / self.rates.update_params_per_second)
+
+    def norms(self, grads: Sequence[GradRef]) -> tuple[Event, list[tuple[float, int]]]:
+        start = time.monotonic()
+        for grad in grads:
+            if grad.numel:
+                self._require_device(grad.address, 2 * grad.numel, "device")
+        found = [sum_of_squares(self._pool, g.address, g.numel, g.dtype) for g in grads]
+        return DoneEvent(start, time.monotonic()), found
+
+    def close(self) -> None:
+        self._pool.close()
+        self._adopted.clear()
+
+    def _note_peak(self) -> None:
+        self._peak = max(self._peak, self.in_use_bytes)
+
+    def _pace(self, start: float, seconds: float) -> Event:
+        remaining = start + seconds - time.monotonic()
+        if remaining > 0:
+            time.sleep(remaining)
+        return DoneEvent(start, time.monotonic())
+
+    def _require_device(self, address: int, nbytes: int, lane: str) -> None:
+        with self._lock:
+            if self._arena.holds(address, nbytes):
+                return
+            for tensor in self._adopted.values():
+                begin = tensor.data_ptr()
+                if begin <= address and address + nbytes <= begin + tensor.numel() * tensor.element_size():
+                    return
+        raise DeviceAccessError(f"Lane {lane}: {nbytes} bytes at {address:#x} are not (or no longer) on the device.")
+
+    def _require_host(self, address: int, lane: str) -> None:
+        if self._arena.covers(address):
+            raise DeviceAccessError(f"Lane {lane}: {address:#x} is on the device where a host address is needed.")

@@ -1,0 +1,1 @@
+"""The engine: executes plans over lanes."""

@@ -1,0 +1,96 @@
+"""The executor's clock: where lane threads wait and what time it is. Real here; a virtual one drives the null device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """One lock, one time. All waiting of the executor goes through it."""
+
+    @property
+    def lock(self) -> threading.Condition: ...
+
+    def now(self) -> float:
+        """Seconds."""
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """With `lock` held: waits until the predicate holds; False when `timeout` seconds passed first."""
+
+    def notify(self) -> None:
+        """With `lock` held: predicates may have changed."""
+
+
+class MonotonicClock:
+    """The host's monotonic clock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        return self.lock.wait_for(predicate, timeout)
+
+    def notify(self) -> None:
+        self.lock.notify_all()
+
+
+class VirtualClock:
+    """Time that passes only while every participant waits: then it jumps to the earliest sleeper.
+
+    `participants` threads take part (lanes and the one that drives them). Deterministic as long as each of them is
+    always either computing, sleeping or waiting here.
+    """
+
+    def __init__(self, participants: int) -> None:
+        self.lock = threading.Condition()
+        self._time = 0.0
+        self._running = participants
+        self._waiting: set[int] = set()
+        self._sleeping: dict[int, float] = {}
+
+    def now(self) -> float:
+        return self._time
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        me = threading.get_ident()
+        while not predicate():
+            self._waiting.add(me)
+            self._running -= 1
+            self._advance()
+            self.lock.wait_for(lambda: me not in self._waiting)
+        return True
+
+    def sleep(self, seconds: float) -> None:
+        with self.lock:
+            me = threading.get_ident()
+            self._sleeping[me] = self._time + seconds
+            self._running -= 1
+            self._advance()
+            self.lock.wait_for(lambda: me not in self._sleeping)
+
+    def notify(self) -> None:
+        self._running += len(self._waiting)
+        self._waiting.clear()
+        self.lock.notify_all()
+
+    def leave(self) -> None:
+        """The calling thread takes part no longer."""
+        with self.lock:
+            self._running -= 1
+            self._advance()
+
+    def _advance(self) -> None:
+        if self._running or not self._sleeping:
+            return
+        self._time = min(self._sleeping.values())
+        due = [thread for thread, wake in self._sleeping.items() if wake <= self._time]
+        for thread in due:
+            del self._sleeping[thread]
+        self._running += len(due)
+        self.lock.notify_all()

@@ -1,0 +1,248 @@
+"""Executes a plan: one thread a lane, each in order, waiting on dependencies, gates and nothing else.
+
+Before the gate `step` opens, ops only copy into scratch: they may be repeated (a gradient changed after it was
+copied) or dropped (`cancel`) at no cost but time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tidegate.agent.devices.base import Event
+from tidegate.agent.engine.clock import Clock
+from tidegate.errors import EngineError, LaneStuckError
+from tidegate.plan.ops import LANES, Op, OpKind
+from tidegate.plan.plan import Plan
+from tidegate.timeline import Span
+
+
+class StepSkipped(Exception):
+    """Raised by the runner of NORM: the gradients are not finite, the rest of the plan is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """An op that was handed to its lane, and what it really moved."""
+
+    event: Event
+    nbytes: int
+    numel: int
+
+
+class OpRunner(Protocol):
+    """How ops are carried out. `wait` makes a lane wait for an event, `run` enqueues the op on its lane."""
+
+    def wait(self, lane: str, event: Event) -> None: ...
+
+    def run(self, op: Op) -> Issued: ...
+
+
+@dataclass
+class _Progress:
+    """All mutable state of one plan in flight; guarded by the clock's lock."""
+
+    plan: Plan
+    pending: dict[str, deque[Op]]
+    issued: dict[int, Issued] = field(default_factory=dict)
+    history: list[tuple[Op, Issued]] = field(default_factory=list)
+    running: dict[str, tuple[Op, float]] = field(default_factory=dict)
+    gradients: set[int] = field(default_factory=set)
+    stepping: bool = False
+    skipped: bool = False
+    error: BaseException | None = None
+
+    def gate_open(self, op: Op) -> bool:
+        match op.gate:
+            case "gradient":
+                return self.stepping or op.subgroup in self.gradients
+            case "step":
+                return self.stepping
+        return True
+
+    def may_run(self, op: Op) -> bool:
+        return self.gate_open(op) and all(dep in self.issued for dep in op.deps)
+
+
+class Executor:
+    """Runs one plan at a time on persistent lane threads. Not re-entrant: one thread drives it."""
+
+    def __init__(
+        self,
+        runner: OpRunner,
+        clock: Clock,
+        *,
+        watchdog_seconds: float = 120.0,
+        on_thread_end: Callable[[], None] | None = None,
+    ) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._watchdog_seconds = watchdog_seconds
+        self._on_thread_end = on_thread_end
+        self._progress: _Progress | None = None
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._lane, args=(lane,), name=f"tidegate-{lane}", daemon=True) for lane in LANES
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """A plan was started and not yet finished or cancelled."""
+        return self._progress is not None
+
+    def start(self, plan: Plan) -> None:
+        """Hands `plan` to the lanes: ops without a gate begin."""
+        with self._clock.lock:
+            if self._closed:
+                raise EngineError("This optimizer is closed.")
+            assert self._progress is None, "one plan at a time"
+            self._progress = _Progress(plan, {lane: deque(ops) for lane, ops in plan.lanes.items()})
+            self._clock.notify()
+
+    def gradient_ready(self, subgroups: Iterable[int]) -> None:
+        """Opens the gate `gradient` of these subgroups."""
+        with self._clock.lock:
+            if self._progress is not None:
+                self._progress.gradients.update(subgroups)
+                self._clock.notify()
+
+    def done_early(self) -> tuple[Op, ...]:
+        """GRAD_D2H ops that were issued so far: the candidates for `step(repeat=…)`. No such op is running after this
+        returns unless its gate opens meanwhile."""
+        with self._clock.lock:
+            progress = self._current()
+            return tuple(
+                op for op in progress.plan.of_kind(OpKind.GRAD_D2H)
+                if op.id in progress.issued or progress.running.get(op.lane, (None, 0))[0] is op
+            )  # fmt: skip
+
+    def step(self, repeat: Collection[int] = ()) -> None:
+        """Opens all gates. Ops in `repeat` copied gradients that have changed since: they run again, first."""
+        with self._clock.lock:
+            progress = self._current()
+            self._clock.wait_for(lambda: progress.error is not None or not self._running(repeat))
+            for op_id in sorted(repeat, reverse=True):
+                op = progress.plan.by_id[op_id]
+                if progress.issued.pop(op_id, None) is not None:
+                    progress.pending[op.lane].appendleft(op)
+            progress.stepping = True
+            self._clock.notify()
+
+    def finish(self) -> tuple[tuple[Span, ...], bool]:
+        """Waits for the last op. Returns the spans on the clock's time, and whether the step was skipped.
+
+        Raises what a lane raised, or LaneStuckError naming lane and op when nothing moved for the watchdog's time.
+        """
+        with self._clock.lock:
+            progress = self._current()
+            while not self._clock.wait_for(lambda: self._at_rest(progress), timeout=1.0):
+                self._check_watchdog(progress)
+            self._progress = None
+            if progress.error is not None:
+                raise progress.error
+            history = progress.history
+        return tuple(_span(op, issued) for op, issued in history), progress.skipped
+
+    def cancel(self) -> None:
+        """Drops what has not begun and waits for what has. Only before `step`."""
+        with self._clock.lock:
+            progress = self._progress
+            if progress is None:
+                return
+            _drop(progress)
+            self._clock.wait_for(lambda: not progress.running)
+            self._progress = None
+        for _, issued in progress.history:
+            issued.event.wait()
+
+    def close(self) -> None:
+        """Ends the lane threads. Idempotent."""
+        if not self._closed:
+            self.cancel()
+            with self._clock.lock:
+                self._closed = True
+                self._clock.notify()
+            if self._on_thread_end is None:
+                for thread in self._threads:
+                    thread.join(timeout=5.0)
+
+    def _current(self) -> _Progress:
+        assert self._progress is not None, "no plan was started"
+        return self._progress
+
+    def _running(self, ids: Collection[int]) -> bool:
+        return any(op.id in ids for op, _ in self._current().running.values())
+
+    def _at_rest(self, progress: _Progress) -> bool:
+        return not progress.running and (progress.error is not None or not any(progress.pending.values()))
+
+    def _check_watchdog(self, progress: _Progress) -> None:
+        now = self._clock.now()
+        for lane, (op, since) in progress.running.items():
+            if now - since > self._watchdog_seconds:
+                raise LaneStuckError(
+                    f"Lane {lane} is stuck: {op.name} runs for {now - since:.0f} s "
+                    f"(watchdog_seconds={self._watchdog_seconds:g})."
+                )
+
+    def _lane(self, lane: str) -> None:
+        try:
+            while True:
+                with self._clock.lock:
+                    self._clock.wait_for(lambda: self._closed or self._next(lane) is not None)
+                    if self._closed:
+                        return
+                    progress, op = self._current(), self._current().pending[lane].popleft()
+                    waits = [progress.issued[dep].event for dep in op.deps]
+                    progress.running[lane] = (op, self._clock.now())
+                self._run(progress, lane, op, waits)
+        finally:
+            if self._on_thread_end is not None:
+                self._on_thread_end()
+
+    def _next(self, lane: str) -> Op | None:
+        progress = self._progress
+        if progress is None or progress.error is not None or not progress.pending[lane]:
+            return None
+        op = progress.pending[lane][0]
+        return op if progress.may_run(op) else None
+
+    def _run(self, progress: _Progress, lane: str, op: Op, waits: list[Event]) -> None:
+        issued: Issued | None = None
+        error: BaseException | None = None
+        try:
+            for event in waits:
+                self._runner.wait(lane, event)
+            issued = self._runner.run(op)
+        except BaseException as raised:  # noqa: BLE001 - carried to the thread that drives the executor
+            error = raised
+        with self._clock.lock:
+            del progress.running[lane]
+            if issued is not None:
+                progress.issued[op.id] = issued
+                progress.history.append((op, issued))
+            elif isinstance(error, StepSkipped):
+                progress.skipped = True
+                _drop(progress)
+            else:
+                progress.error = error
+            self._clock.notify()
+
+
+def _drop(progress: _Progress) -> None:
+    for queue in progress.pending.values():
+        queue.clear()
+
+
+def _span(op: Op, issued: Issued) -> Span:
+    issued.event.wait()
+    start, end = issued.event.span()
+    return Span(
+        op=op.id, kind=op.kind, lane=op.lane, subgroup=op.subgroup, start=start, end=end,
+        nbytes=issued.nbytes, numel=issued.numel, content=op.content, slot=op.slot,
+    )  # fmt: skip

@@ -1,0 +1,186 @@
+"""Binds ops to memory: which addresses an op copies or updates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRun
+from tidegate.agent.engine.executor import Issued, StepSkipped
+from tidegate.agent.engine.memory import StateMemory, state_addresses
+from tidegate.agent.gradients import Gradients, Stamp
+from tidegate.agent.subgroups import Layout, Segment, flat
+from tidegate.kernels import Scalars, ThreadPool
+from tidegate.plan.ops import Op, OpKind
+
+
+@dataclass
+class StepInputs:
+    """What a step's updates read besides memory; complete when `step()` has begun.
+
+    `scalars(group, step, grad_scale)`; `steps[param]` is the number of this update for that parameter (from 1).
+    `clip(total_norm)` is the factor for all gradients.
+    """
+
+    steps: list[int]
+    scalars: Callable[[int, int, float], Scalars]
+    clip: Callable[[float], float]
+    grad_scale: float = 1.0
+    grad_norm: float | None = None
+    has_grad: list[bool] = field(default_factory=list)
+
+
+class MemoryRunner:
+    """Runs ops against device and state memory. One op a lane at a time, lanes at once."""
+
+    def __init__(
+        self,
+        device: Device,
+        memory: StateMemory,
+        gradients: Gradients,
+        params: Sequence[torch.nn.Parameter],
+        pool: ThreadPool,
+    ) -> None:
+        self._device = device
+        self._memory = memory
+        self._gradients = gradients
+        self._params = params
+        self._pool = pool
+        self.stamps: dict[int, Stamp] = {}
+        """What the gradients of a subgroup were when they were copied to the host."""
+        self.inputs: StepInputs | None = None
+
+    def wait(self, lane: str, event: Event) -> None:
+        if lane == "cpu":
+            event.wait()
+        else:
+            self._device.wait(lane, event)
+
+    def run(self, op: Op) -> Issued:
+        match op.kind:
+            case OpKind.NORM:
+                return self._norm()
+            case OpKind.CPU_UPDATE:
+                return self._cpu_update(self._memory.layouts[op.subgroup])
+            case OpKind.DEVICE_UPDATE:
+                return self._device_update(self._memory.layouts[op.subgroup], op.slot)
+        copies = list(self._copies(op, self._memory.layouts[op.subgroup]))
+        return Issued(self._device.copy(op.lane, copies), sum(copy.nbytes for copy in copies), 0)
+
+    # ---- copies
+
+    def _copies(self, op: Op, layout: Layout) -> Iterator[Copy]:
+        s, memory = layout.id, self._memory
+        match op.kind:
+            case OpKind.GRAD_D2H:
+                yield from self._gradient_copies(layout)
+            case OpKind.WEIGHT_D2H:
+                for weight, mirror, nbytes in self._weight_pieces(layout):
+                    yield Copy(mirror, weight, nbytes)
+            case OpKind.WEIGHT_H2D:
+                for weight, mirror, nbytes in self._weight_pieces(layout):
+                    yield Copy(weight, mirror, nbytes)
+            case OpKind.STATE_H2D:
+                yield Copy(memory.on_device(s, op.slot), memory.host_state(s), op.nbytes)
+            case OpKind.STATE_D2H:
+                yield Copy(memory.host_state(s), memory.on_device(s, op.slot), op.nbytes)
+
+    def _gradient_copies(self, layout: Layout) -> Iterator[Copy]:
+        size = layout.format.weight_bytes
+        # Stamped before the copy: a gradient that changes meanwhile has a later version, and is copied again.
+        self.stamps[layout.id] = self._gradients.stamp(layout)
+        base = self._memory.gradient(layout.id)
+        for segment in layout.segments:
+            grad = self._gradients.flat(segment.param)
+            if grad is not None:
+                yield Copy(base + segment.start * size, grad.data_ptr() + segment.offset * size, segment.numel * size)
+
+    def _weight_pieces(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
+        size, mirror = layout.format.weight_bytes, self._memory.mirror(layout.id)
+        for segment in layout.segments:
+            yield self._weight(segment, size), mirror + segment.start * size, segment.numel * size
+
+    def _weight(self, segment: Segment, size: int) -> int:
+        return flat(self._params[segment.param]).data_ptr() + segment.offset * size
+
+    # ---- compute
+
+    def _norm(self) -> Issued:
+        inputs = self._step_inputs()
+        references = [self._gradients.reference(i) for i in range(len(self._params))]
+        inputs.has_grad = [reference is not None for reference in references]
+        present = [reference for reference in references if reference is not None]
+        event, found = self._device.norms(present)
+        event.wait()
+        inputs.grad_norm = sum((squares for squares, _ in found), 0.0) ** 0.5
+        if any(bad for _, bad in found):
+            raise StepSkipped
+        inputs.grad_scale = inputs.clip(inputs.grad_norm)
+        return Issued(event, 0, sum(reference.numel for reference in present))
+
+    def _cpu_update(self, layout: Layout) -> Issued:
+        size, start = layout.format.weight_bytes, time.monotonic()
+        weight, grad = self._memory.mirror(layout.id), self._memory.gradient(layout.id)
+        updated = 0
+        for first, numel, step in self._joined(layout):
+            run = self._run(
+                layout, self._memory.host_state(layout.id), weight + first * size, grad + first * size, first, numel, step
+            )
+            run.apply(self._pool)
+            updated += numel
+        return Issued(DoneEvent(start, time.monotonic()), 0, updated)
+
+    def _device_update(self, layout: Layout, slot: int | None) -> Issued:
+        size, block, runs = layout.format.weight_bytes, self._memory.on_device(layout.id, slot), []
+        for segment in layout.segments:
+            grad = self._gradients.flat(segment.param) if self._has_grad(segment) else None
+            if grad is not None:
+                address = grad.data_ptr() + segment.offset * size
+                step = self._step_inputs().steps[segment.param]
+                weight = self._weight(segment, size)
+                runs.append(self._run(layout, block, weight, address, segment.start, segment.numel, step))
+        return Issued(self._device.update(runs), 0, sum(run.numel for run in runs))
+
+    def _run(
+        self, layout: Layout, block: int, weight: int, grad: int, first: int, numel: int, step: int
+    ) -> UpdateRun:
+        """Elements `first` to `first + numel` of the subgroup whose state begins at `block`."""
+        state, inputs = state_addresses(layout, block), self._step_inputs()
+        return UpdateRun(
+            numel=numel,
+            weight=weight,
+            weight_format=layout.format.weight,
+            aux=state.aux + first * layout.format.aux_bytes if state.aux else 0,
+            exp_avg=state.exp_avg + 4 * first,
+            exp_avg_sq=state.exp_avg_sq + 4 * first,
+            grad=grad,
+            grad_dtype=layout.format.grad,
+            scalars=inputs.scalars(layout.group, step, inputs.grad_scale),
+        )
+
+    def _joined(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
+        """Runs of neighbouring segments with a gradient and the same step number: (first, numel, step)."""
+        steps = self._step_inputs().steps
+        open_run: tuple[int, int, int] | None = None
+        for segment in layout.segments:
+            if not self._has_grad(segment):
+                continue
+            step = steps[segment.param]
+            if open_run and open_run[0] + open_run[1] == segment.start and open_run[2] == step:
+                open_run = (open_run[0], open_run[1] + segment.numel, step)
+                continue
+            if open_run:
+                yield open_run
+            open_run = (segment.start, segment.numel, step)
+        if open_run:
+            yield open_run
+
+    def _has_grad(self, segment: Segment) -> bool:
+        return self._step_inputs().has_grad[segment.param]
+
+    def _step_inputs(self) -> StepInputs:
+        assert self.inputs is not None, "updates begin after step()"
+        return self.inputs

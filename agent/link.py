@@ -1,0 +1,181 @@
+"""The agent's link to the daemon: reports once a second, listens for knobs. Training never waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tidegate.client import DaemonClient
+from tidegate.errors import DaemonError, KnobError, MemoryBudgetError, NotAuthorized, NotFound, RankTaken
+from tidegate.knobs import Knobs
+from tidegate.wire import AgentHello, AgentReport, Applied, Directive, Vote
+
+log = logging.getLogger("tidegate.link")
+
+REPORT_SECONDS = 1.0
+POLL_SECONDS = 20.0
+MAX_BACKOFF_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Knobs that all live ranks said yes to."""
+
+    generation: int
+    knobs: Knobs
+
+
+class AgentLink:
+    """Two threads: one reports, one listens. Both go on through any outage of the daemon, with back-off.
+
+    `make_report()` gives the next report, `undelivered(report)` takes back one that did not arrive, `check(knobs)`
+    raises when they cannot work here. `committed` is the newest decision; the training thread applies it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        hello: AgentHello,
+        *,
+        make_report: Callable[[], AgentReport],
+        undelivered: Callable[[AgentReport], None],
+        check: Callable[[Knobs], None],
+    ) -> None:
+        self.committed: Committed | None = None
+        self.connected = False
+        self.cpu_seconds = 0.0
+        self._hello, self._make_report, self._undelivered, self._check = hello, make_report, undelivered, check
+        self._client = DaemonClient(url, token)
+        self._listener_client = DaemonClient(url, token)
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._voted: int | None = None
+        self._applied: Applied | None = None
+        self._cpu: dict[str, float] = {}
+        self._register()
+        self._threads = [
+            threading.Thread(target=target, name=f"tidegate-link-{name}", daemon=True)
+            for name, target in (("report", self._report_forever), ("listen", self._listen_forever))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def applied(self, generation: int, step: int) -> None:
+        """The training thread runs `generation` from `step` on; told to the daemon with the next report."""
+        with self._lock:
+            self._applied = Applied(generation=generation, step=step)
+
+    def close(self) -> None:
+        """A last report and goodbye, as far as the daemon can be reached."""
+        self._stop.set()
+        with contextlib.suppress(DaemonError):
+            if self.connected:
+                self._deliver(final=True)
+                self._client.goodbye(self._hello.agent)
+        # Closing its client ends the listener's long poll at once.
+        self._listener_client.close()
+        self._threads[0].join(timeout=10.0)
+        self._client.close()
+
+    def _register(self) -> None:
+        """The first hello. A daemon that is away is no error: training begins, the link retries. Others raise."""
+        try:
+            self._take(self._client.hello(self._hello).directive)
+            self.connected = True
+        except (RankTaken, NotAuthorized):
+            self._client.close()
+            self._listener_client.close()
+            raise
+        except DaemonError as error:
+            log.warning("daemon away, training goes on: %s", error)
+
+    def _take(self, directive: Directive) -> None:
+        with self._lock:
+            if self.committed is None or directive.committed > self.committed.generation:
+                self.committed = Committed(directive.committed, Knobs(**directive.committed_knobs))  # type: ignore[arg-type]
+
+    # ---- reporting
+
+    def _report_forever(self) -> None:
+        failures = 0
+        while not self._stop.wait(REPORT_SECONDS if not failures else _backoff(failures)):
+            try:
+                self._deliver()
+                failures = 0
+            except DaemonError as error:
+                failures += 1
+                self._lost(error)
+            self._count("report")
+
+    def _deliver(self, final: bool = False) -> None:
+        if not self.connected:
+            self._take(self._client.hello(self._hello.model_copy(update={"reset_knobs": False})).directive)
+            self.connected = True
+            log.info("daemon is back")
+        with self._lock:
+            applied, self._applied = self._applied, None
+        report = self._make_report()
+        try:
+            if applied is not None:
+                self._client.applied(self._hello.agent, applied)
+            lease = self._client.report(self._hello.agent, report.model_copy(update={"finished": final}))
+        except DaemonError as error:
+            self._undelivered(report)
+            with self._lock:
+                self._applied = self._applied or applied
+            if isinstance(error, NotFound):
+                self.connected = False
+            raise
+        self._take(lease.directive)
+
+    def _lost(self, error: DaemonError) -> None:
+        if self.connected:
+            log.warning("daemon lost, training goes on with its last knobs: %s", error)
+        self.connected = False
+
+    # ---- listening
+
+    def _listen_forever(self) -> None:
+        failures = 0
+        while not self._stop.is_set():
+            if not self.connected:
+                self._stop.wait(0.2)
+                continue
+            try:
+                self._listen_once()
+                failures = 0
+            except (DaemonError, RuntimeError):
+                # The reporter says hello again; a closed client ends this thread through `_stop`.
+                failures += 1
+                self._stop.wait(_backoff(failures))
+            self._count("listen")
+
+    def _listen_once(self) -> None:
+        known = self.committed.generation if self.committed is not None else 0
+        directive = self._listener_client.directive(self._hello.agent, known, self._voted, POLL_SECONDS)
+        self._take(directive)
+        if directive.proposed is not None and directive.proposed != self._voted:
+            self._listener_client.vote(self._hello.agent, self._vote(directive))
+            self._voted = directive.proposed
+
+    def _vote(self, directive: Directive) -> Vote:
+        assert directive.proposed is not None
+        try:
+            self._check(Knobs(**(directive.proposed_knobs or {})))  # type: ignore[arg-type]
+        except (KnobError, MemoryBudgetError) as refusal:
+            return Vote(generation=directive.proposed, can=False, reason=str(refusal))
+        return Vote(generation=directive.proposed, can=True)
+
+    def _count(self, thread: str) -> None:
+        self._cpu[thread] = time.thread_time()
+        self.cpu_seconds = sum(self._cpu.values())
+
+
+def _backoff(failures: int) -> float:
+    return random.uniform(0.5, 1.0) * min(MAX_BACKOFF_SECONDS, 0.25 * 2 ** min(failures, 10))

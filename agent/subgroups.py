@@ -1,0 +1,127 @@
+"""Cuts parameter groups into subgroups: flat runs of parameters that move together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tidegate.errors import ParameterError
+from tidegate.kernels import GradDtype, WeightFormat
+from tidegate.plan.ops import Subgroup
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How weight and state of one dtype are stored. `aux` is what makes the 16-bit weight an fp32 one.
+
+    State of n parameters lies in one block: exp_avg (4n bytes), exp_avg_sq (4n), aux (`aux_bytes` · n).
+    """
+
+    weight: WeightFormat
+    grad: GradDtype
+    weight_bytes: int
+    aux_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        return 8 + self.aux_bytes
+
+
+FORMATS: dict[torch.dtype, Format] = {
+    torch.float32: Format(WeightFormat.F32, GradDtype.F32, 4, 0),
+    torch.bfloat16: Format(WeightFormat.BF16_REMAINDER, GradDtype.BF16, 2, 2),
+    torch.float16: Format(WeightFormat.F16_MASTER, GradDtype.F16, 2, 4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Part of a parameter in a subgroup: `numel` elements from `offset` in the parameter, at `start` in the subgroup.
+
+    `param` counts the parameters of all groups in order.
+    """
+
+    param: int
+    offset: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One subgroup: which parameters it holds, in which format, of which param group."""
+
+    id: int
+    group: int
+    format: Format
+    segments: tuple[Segment, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(segment.numel for segment in self.segments)
+
+    def subgroup(self) -> Subgroup:
+        fmt = self.format
+        return Subgroup(self.id, self.numel, fmt.weight_bytes, fmt.weight_bytes, fmt.state_bytes)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as one dimension in the order of its storage, without a copy; it must be dense."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Every element of the storage's range belongs to exactly one index."""
+    expected = 1
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def check_param(param: torch.Tensor, index: int) -> None:
+    """ParameterError when this parameter cannot be offloaded."""
+    if param.dtype not in FORMATS:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMATS)
+        raise ParameterError(f"Parameter {index} has dtype {param.dtype}; supported are {known}.")
+    if param.layout != torch.strided:
+        raise ParameterError(f"Parameter {index} is {param.layout}; only dense parameters are supported.")
+    if not is_dense(param):
+        raise ParameterError(
+            f"Parameter {index} (shape {tuple(param.shape)}, strides {param.stride()}) has gaps in memory; "
+            "make it contiguous before the optimizer is built."
+        )
+
+
+def cut(groups: Sequence[Sequence[torch.Tensor]], subgroup_numel: int) -> tuple[Layout, ...]:
+    """Subgroups of at most `subgroup_numel` parameters, in order; none spans a group or a dtype."""
+    layouts: list[Layout] = []
+    segments: list[Segment] = []
+    key: tuple[int, torch.dtype] | None = None
+    filled = 0
+
+    def close() -> None:
+        nonlocal segments, filled
+        if segments and key is not None:
+            layouts.append(Layout(len(layouts), key[0], FORMATS[key[1]], tuple(segments)))
+        segments, filled = [], 0
+
+    index = 0
+    for group, params in enumerate(groups):
+        for param in params:
+            if key != (group, param.dtype):
+                close()
+                key = (group, param.dtype)
+            offset = 0
+            while offset < param.numel():
+                take = min(param.numel() - offset, subgroup_numel - filled)
+                segments.append(Segment(index, offset, filled, take))
+                offset, filled = offset + take, filled + take
+                if filled == subgroup_numel:
+                    close()
+            index += 1
+    close()
+    return tuple(layouts)

@@ -1,0 +1,1 @@
+"""What the agent says about itself: phases, steps, metrics."""

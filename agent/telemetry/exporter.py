@@ -1,0 +1,142 @@
+"""One rank's /metrics: a collector over the recorder's totals, on a port of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from tidegate.agent.optimizer import AdamW
+from tidegate.agent.telemetry.recorder import Histogram, Recorder
+from tidegate.catalogue import BY_NAME, SECONDS_BUCKETS
+from tidegate.errors import ConfigError
+from tidegate.knobs import KnobValue, device_share
+from tidegate.timeline import STALL_CAUSES
+
+Labels = tuple[str, ...]
+
+
+class StepCollector:
+    """Makes families from totals when Prometheus asks; nothing is done between scrapes."""
+
+    def __init__(self, optimizer: AdamW, recorder: Recorder) -> None:
+        self._optimizer = optimizer
+        self._recorder = recorder
+        self.generation = 0
+        self.overhead: dict[str, float] = {"exporter": 0.0, "link": 0.0}
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        began = time.thread_time()
+        with self._recorder.lock:
+            families = [*self._counters(), *self._gauges(), *self._control()]
+        self.overhead["exporter"] += time.thread_time() - began
+        yield from families
+
+    def _counters(self) -> Iterator[Metric]:
+        t = self._recorder.totals
+        yield _histogram("tidegate_phase_seconds", {(phase,): h for phase, h in t.phases.items()})
+        yield _counter("tidegate_exposed_seconds_total", {(phase,): v for phase, v in t.exposed.items()})
+        yield _counter("tidegate_steps_total", {(): t.steps})
+        yield _counter("tidegate_skipped_steps_total", {(): t.skipped})
+        yield _counter("tidegate_tokens_total", {(): t.tokens})
+        yield _counter("tidegate_link_bytes_total", t.link_bytes)
+        yield _counter("tidegate_link_busy_seconds_total", t.link_busy)
+        known = {("update", cause): 0.0 for cause in STALL_CAUSES if cause not in ("lock", "collective")}
+        yield _counter("tidegate_stall_seconds_total", {**known, **t.stalls})
+        yield _counter("tidegate_cpu_seconds_total", {(phase,): v for phase, v in t.cpu.items()})
+        yield _counter("tidegate_update_params_total", {(where,): v for where, v in t.updated.items()})
+        overhead = {"recorder": self._recorder.cpu_seconds, **self.overhead}
+        yield _counter("tidegate_agent_overhead_seconds_total", {(part,): v for part, v in overhead.items()})
+
+    def _gauges(self) -> Iterator[Metric]:
+        t = self._recorder.totals
+        if (last := t.last) is None:
+            return
+        yield _gauge("tidegate_step_timestamp_seconds", {(): last.timestamp})
+        for name, value in (("tidegate_loss", last.loss), ("tidegate_grad_norm", last.grad_norm)):
+            if value is not None:
+                yield _gauge(name, {(): value})
+        for name, rows in (
+            ("tidegate_device_memory_peak_bytes", last.device_memory_peak_bytes),
+            ("tidegate_host_memory_bytes", last.host_memory_bytes),
+            ("tidegate_subgroups", last.subgroups),
+        ):
+            yield _gauge(name, {(label,): value for label, value in rows.items()})
+        for name, value in (
+            ("tidegate_predicted_phase_seconds", t.predicted_update_seconds),
+            ("tidegate_prediction_error_ratio", t.prediction_error),
+        ):
+            if value is not None:
+                yield _gauge(name, {("update",): value})
+
+    def _control(self) -> Iterator[Metric]:
+        rows: dict[Labels, float] = {}
+        desired, effective = self._optimizer.knobs.as_dict(), self._optimizer.effective_knobs()
+        for state, knobs in (("desired", desired), ("effective", effective)):
+            for name, number in _as_numbers(knobs).items():
+                rows[name, state] = number
+        yield _gauge("tidegate_knob", rows)
+        yield _gauge("tidegate_generation", {(): self.generation})
+
+
+class Exporter:
+    """Serves /metrics of one rank at `bind`:`port`; port 0 takes a free one."""
+
+    def __init__(self, collector: StepCollector, bind: str, port: int) -> None:
+        registry = CollectorRegistry()
+        registry.register(collector)  # type: ignore[arg-type]
+        try:
+            self._server, self._thread = start_http_server(port, addr=bind, registry=registry)
+        except OSError as error:
+            raise ConfigError(
+                f"/metrics cannot listen on {bind}:{port}: {error.strerror}. Choose another metrics_port, or 0 for any."
+            ) from error
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5.0)
+
+
+def _as_numbers(knobs: Mapping[str, KnobValue]) -> dict[str, float]:
+    numbers = {"static_ratio": float(knobs["static_ratio"])}
+    if knobs["stride"] != "auto":
+        numbers["device_share"] = device_share(knobs["stride"])  # type: ignore[arg-type]
+    return numbers
+
+
+def _family(kind: type[Any], name: str) -> Any:
+    metric = BY_NAME[name]
+    return kind(name, metric.help, labels=list(metric.labels))
+
+
+def _counter(name: str, rows: Mapping[Any, float]) -> Metric:
+    family: CounterMetricFamily = _family(CounterMetricFamily, name)
+    for labels, value in rows.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _gauge(name: str, rows: Mapping[Labels, float]) -> Metric:
+    family: GaugeMetricFamily = _family(GaugeMetricFamily, name)
+    for labels, value in rows.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _histogram(name: str, rows: Mapping[Labels, Histogram]) -> Metric:
+    family: HistogramMetricFamily = _family(HistogramMetricFamily, name)
+    for labels, histogram in rows.items():
+        seen, buckets = 0, []
+        for bound, count in zip((*map(str, SECONDS_BUCKETS), "+Inf"), histogram.counts, strict=True):
+            seen += count
+            buckets.append((bound, float(seen)))
+        family.add_metric(labels, buckets, histogram.total)
+    return family

@@ -1,0 +1,84 @@
+"""Which phase the training thread is in. Phases partition wall time: one ends where the next begins."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tidegate.timeline import Phase, PhaseSpan
+
+
+@dataclass(frozen=True)
+class StepPhases:
+    """The phases of one step, on the monotonic clock, with what was measured at their boundaries."""
+
+    spans: tuple[PhaseSpan, ...]
+    cpu_seconds: dict[Phase, float]
+    device_peak_bytes: dict[Phase, int]
+    exposed_seconds: dict[Phase, float]
+
+    def seconds(self) -> dict[Phase, float]:
+        total: dict[Phase, float] = defaultdict(float)
+        for span in self.spans:
+            total[span.phase] += span.end - span.start
+        return dict(total)
+
+
+class PhaseClock:
+    """Driven by hooks of one training thread; `current` may be read from any thread."""
+
+    def __init__(self, take_peak_bytes: Callable[[], int]) -> None:
+        self.current: Phase = "other"
+        self._take_peak_bytes = take_peak_bytes
+        self._since = time.monotonic()
+        self._cpu = time.process_time()
+        self._reset()
+
+    def enter(self, phase: Phase) -> None:
+        """The phase begins now; nothing happens when it is the current one."""
+        if phase != self.current:
+            self._close()
+            self.current = phase
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """`phase` for a while, then back to what was."""
+        before = self.current
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        """The training thread is blocked by the engine inside this block."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._exposed[self.current] += time.monotonic() - start
+
+    def cut(self) -> StepPhases:
+        """Ends the step now: what was measured since the last cut."""
+        self._close()
+        done = StepPhases(tuple(self._spans), dict(self._cpu_by_phase), dict(self._peaks), dict(self._exposed))
+        self._reset()
+        return done
+
+    def _reset(self) -> None:
+        self._spans: list[PhaseSpan] = []
+        self._cpu_by_phase: dict[Phase, float] = defaultdict(float)
+        self._peaks: dict[Phase, int] = {}
+        self._exposed: dict[Phase, float] = defaultdict(float)
+
+    def _close(self) -> None:
+        now, cpu = time.monotonic(), time.process_time()
+        if now > self._since:
+            self._spans.append(PhaseSpan(self.current, self._since, now))
+        self._cpu_by_phase[self.current] += cpu - self._cpu
+        self._peaks[self.current] = max(self._peaks.get(self.current, 0), self._take_peak_bytes())
+        self._since, self._cpu = now, cpu

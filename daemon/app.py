@@ -1,0 +1,84 @@
+"""The application factory: settings in, ASGI application out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from tidegate.daemon import problems
+from tidegate.daemon.auth import Tokens, ensure_files
+from tidegate.daemon.control.plane import ControlPlane
+from tidegate.daemon.gate import Gate
+from tidegate.daemon.metrics import Measured, Requests, RunCollector
+from tidegate.daemon.routes import agents, events, health, knobs, runs, sd
+from tidegate.daemon.settings import Settings
+from tidegate.daemon.store import Store
+
+TICK_SECONDS: Final = 0.1
+log = logging.getLogger(__name__)
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The daemon as an application. Opens the store and writes the token files; DaemonError when it cannot."""
+    settings.make_state_dir()
+    store = Store(settings.url)
+    ensure_files(store, settings.state_dir)
+    plane = ControlPlane(store, lease_seconds=settings.lease_seconds, proposal_seconds=settings.proposal_seconds)
+    app = FastAPI(
+        title="Tidegate",
+        version=_version(),
+        openapi_url="/v1/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=_lifespan,
+        redirect_slashes=False,
+    )
+    app.state.plane = plane
+    app.state.registry = registry = CollectorRegistry()
+    registry.register(RunCollector(plane))
+    problems.install(app)
+    for part in (agents, runs, knobs, events, sd, health):
+        app.include_router(part.router)
+    if settings.metrics:
+        app.include_router(health.metrics_router)
+    app.add_middleware(Gate, tokens=Tokens(store), hosts=settings.hosts, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Measured, requests=Requests(registry))
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    plane: ControlPlane = app.state.plane
+    ticker = asyncio.create_task(_tick(plane))
+    try:
+        yield
+    finally:
+        plane.close()
+        ticker.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await ticker
+        plane.save_all()
+        plane.store.close()
+
+
+async def _tick(plane: ControlPlane) -> None:
+    while True:
+        try:
+            plane.tick()
+        except Exception:  # a full disk must not end deadlines and leases for good
+            log.exception("the control plane's tick failed")
+        await asyncio.sleep(TICK_SECONDS)
+
+
+def _version() -> str:
+    try:
+        return version("tidegate")
+    except PackageNotFoundError:
+        return "0"

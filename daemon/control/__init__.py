@@ -1,0 +1,1 @@
+"""Control: the life of knob generations and of the ranks that must agree to them."""

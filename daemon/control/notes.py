@@ -1,0 +1,46 @@
+"""The rows of the audit log: who, what, before, after, why, effect."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tidegate.daemon.control.generations import Control, Decision, Generation
+from tidegate.daemon.store import AuditNote
+from tidegate.wire import KnobChanges
+
+AUDITED: Final = frozenset({"proposed", "committed", "refused", "aborted", "superseded", "applied"})
+TEXT: Final = 2_000
+
+
+def decision_note(run: str, before: Control, decision: Decision, at: float) -> AuditNote:
+    """The row of one decision about a generation."""
+    made = decision.generation
+    effect = made.outcome
+    if decision.what == "applied":
+        effect = "first step with it: " + ", ".join(f"rank {r} {s}" for r, s in sorted(made.applied.items())[:32])
+    actor = made.author if decision.what == "proposed" else "daemon"
+    return note(run, at, actor, decision.what, made, before=before.committed.knobs, effect=effect)
+
+
+def note(
+    run: str,
+    at: float,
+    actor: str,
+    action: str,
+    made: Generation | None = None,
+    *,
+    before: KnobChanges | None = None,
+    reason: str = "",
+    effect: str = "",
+) -> AuditNote:
+    return AuditNote(
+        timestamp=at,
+        actor=actor,
+        action=action,
+        run=run,
+        generation=made.number if made else None,
+        before=before,
+        after=made.knobs if made else None,
+        reason=(reason or (made.reason if made else ""))[:TEXT],
+        effect=effect[:TEXT],
+    )

@@ -1,0 +1,280 @@
+"""The control plane: takes what agents and operators say, decides, stores the decision, then tells.
+
+All of it runs on one event loop and nothing here awaits, so every method is atomic. What is decided is stored before
+it is visible: an exception of the store leaves the memory as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Final
+
+from tidegate.daemon import views
+from tidegate.daemon.control.effect import WINDOW_STEPS, measure
+from tidegate.daemon.control.generations import (
+    Apply,
+    Cast,
+    Control,
+    Generation,
+    Happening,
+    Join,
+    Leave,
+    Propose,
+    Tick,
+    decide,
+)
+from tidegate.daemon.control.notes import AUDITED, decision_note, note
+from tidegate.daemon.control.restore import restore
+from tidegate.daemon.control.roster import Roster
+from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.store import AgentRecord, AuditNote, Store
+from tidegate.knobs import Knobs
+from tidegate.wire import AgentHello, AgentReport, KnobChanges, Lease, Vote
+
+FLUSH_SECONDS: Final = 30.0
+GONE_RANKS_KEPT: Final = 64
+"""Ranks that are gone and whose steps are still in memory."""
+
+
+class ControlPlane:
+    """Everything the daemon decides. Durations are seconds."""
+
+    def __init__(
+        self, store: Store, *, lease_seconds: float = 10.0, proposal_seconds: float = 5.0, clock: Clock | None = None
+    ) -> None:
+        self.store = store
+        self._lease_seconds = lease_seconds
+        self.closing = False
+        self._proposal_seconds = proposal_seconds
+        self._clock = clock or Clock()
+        self._flushed = self._clock.mono()
+        self.roster = Roster(*restore(store, lease_seconds, self._clock), lease_seconds, self._clock)
+
+    # ---- agents
+
+    def hello(self, hello: AgentHello, knobs: Knobs) -> Lease:
+        """Registers a rank. `knobs` are its start-up settings, complete."""
+        run, now = self.roster.runs.get(hello.run), self._clock.wall()
+        held = run.members.get(hello.rank) if run else None
+        self.roster.check_free(hello)
+        same = held is not None and held.hello.agent == hello.agent
+        member = held if held and same else Member(hello=hello, seen=0.0, last_seen=now)
+        member.hello, member.finished = hello, False
+        self._see(member)
+        if run is None:
+            run = self._new_run(hello, knobs, member, now)
+        else:
+            self.store.save(run.name, agents=[self._record(member)])
+        if held is not None:
+            self.roster.agents.pop(held.hello.agent, None)
+        run.members[hello.rank] = member
+        self.roster.agents[hello.agent] = (run.name, hello.rank)
+        self._advance(run, Join(hello.rank, fresh=not same))
+        if hello.reset_knobs and not same and knobs.as_dict() != run.control.committed.knobs:
+            self._reset(run, hello, knobs, now)
+        self.roster.tell_agent(run, member)
+        return self._lease(run, member)
+
+    def report(self, agent: str, report: AgentReport) -> Lease:
+        run, member = self.roster.member(agent)
+        self._revive(run, member)
+        member.take(report)
+        rank = member.hello.rank
+        if report.generation == member.reported_generation:  # told twice: its own word on the step is not coming
+            self._applied(run, member, report.generation, report.step)
+        member.reported_generation = report.generation
+        self._measure_effect(run, rank)
+        data = {"rank": rank, "step": report.step, "phase": report.phase, "generation": report.generation}
+        self.roster.publish(run, "report", data)
+        if report.finished:
+            self.goodbye(agent)
+        return self._lease(run, member)
+
+    def vote(self, agent: str, vote: Vote) -> None:
+        run, member = self.roster.member(agent)
+        self._revive(run, member)
+        self._advance(run, Cast(member.hello.rank, vote.generation, vote.can, vote.reason, self._clock.wall()))
+
+    def applied(self, agent: str, generation: int, step: int) -> None:
+        run, member = self.roster.member(agent)
+        self._revive(run, member)
+        self._applied(run, member, generation, step)
+
+    def goodbye(self, agent: str) -> None:
+        """The rank ends on purpose. Saying it again is fine."""
+        name, rank = self.roster.agents.get(agent, ("", -1))
+        if not name:
+            self.roster.member(agent)  # raises
+        run = self.roster.runs[name]
+        member = run.members[rank]
+        if member.finished:
+            return
+        record = replace(self._record(member), liveness="finished")
+        self.store.save(name, agents=[record], notes=[note(run.name, self._clock.wall(), f"rank {rank}", "goodbye")])
+        member.finished, member.announced = True, "finished"
+        self._advance(run, Leave(rank, self._clock.wall()))
+        self.roster.tell_agent(run, member)
+
+    # ---- operators
+
+    def patch(self, run: Run, knobs: Knobs, changes: KnobChanges, author: str, reason: str) -> Generation:
+        """Makes the next generation on top of whatever is newest; the caller has checked If-Match."""
+        at, deadline = self._clock.wall(), self._clock.mono() + self._proposal_seconds
+        self._advance(
+            run,
+            Propose(knobs=knobs.as_dict(), changes=changes, author=author, reason=reason, at=at, deadline=deadline),
+        )
+        return run.latest
+
+    # ---- time
+
+    def tick(self) -> None:
+        """Deadlines and leases; to be called several times a second."""
+        now, at = self._clock.mono(), self._clock.wall()
+        flush = now - self._flushed >= FLUSH_SECONDS
+        for run in self.roster.runs.values():
+            self._advance(run, Tick(now, at))
+            for member in run.members.values():
+                self._watch(run, member, at)
+            present = [run.members[rank] for rank in run.control.present]
+            if flush and present:
+                self.store.save(run.name, agents=[self._record(member) for member in present])
+        if flush:
+            self._flushed = now
+            self._forget_gone()
+
+    def close(self) -> None:
+        """Wakes everyone who waits, for good."""
+        self.closing = True
+        for run in self.roster.runs.values():
+            run.bell.ring()
+
+    def save_all(self) -> None:
+        for run in self.roster.runs.values():
+            self.store.save(run.name, agents=[self._record(m) for m in run.members.values()])
+
+    # ---- inside
+
+    def _lease(self, run: Run, member: Member) -> Lease:
+        return Lease(lease_seconds=self._lease_seconds, directive=views.directive(run, member.hello.rank))
+
+    def _new_run(self, hello: AgentHello, knobs: Knobs, member: Member, now: float) -> Run:
+        first = Generation(
+            number=0,
+            state="committed",
+            knobs=knobs.as_dict(),
+            changes={},
+            author=f"rank {hello.rank}@{hello.host}"[:64],
+            reason="start-up settings",
+            created_at=now,
+            decided_at=now,
+        )
+        self.store.add_run(hello.run, now, first, self._record(member))
+        control = Control(newest=0, committed=first)
+        self.roster.runs[hello.run] = run = Run(name=hello.run, created_at=now, control=control, latest=first)
+        return run
+
+    def _reset(self, run: Run, hello: AgentHello, knobs: Knobs, now: float) -> None:
+        before, after = run.control.committed.knobs, knobs.as_dict()
+        author = f"rank {hello.rank}@{hello.host}"[:64]
+        self._advance(
+            run,
+            Propose(
+                knobs=after,
+                changes={name: value for name, value in after.items() if before.get(name) != value},
+                author=author,
+                reason="reset_knobs at start-up",
+                at=now,
+                deadline=math.inf,
+                commit=True,
+            ),
+        )
+        self.store.save(run.name, notes=[note(run.name, now, author, "reset", run.latest, before=before)])
+
+    def _applied(self, run: Run, member: Member, generation: int, step: int) -> None:
+        member.applied.setdefault(generation, step)
+        member.applied_generation = max(member.applied_generation, generation)
+        self._advance(run, Apply(member.hello.rank, generation, step))
+
+    def _revive(self, run: Run, member: Member) -> None:
+        was = self.roster.liveness(member)
+        self._see(member)
+        if member.hello.rank not in run.control.present:
+            self._advance(run, Join(member.hello.rank, fresh=False))
+        if was != "live":
+            self.roster.tell_agent(run, member)
+
+    def _see(self, member: Member) -> None:
+        member.seen, member.last_seen, member.announced = self._clock.mono(), self._clock.wall(), "live"
+
+    def _watch(self, run: Run, member: Member, at: float) -> None:
+        state = self.roster.liveness(member)
+        if state == member.announced:
+            return
+        if state == "lost":
+            rank, silent = member.hello.rank, self._lease_seconds * 3
+            lost = note(run.name, at, "daemon", "lost", reason=f"Rank {rank} said nothing for {silent:g} s.")
+            self.store.save(run.name, agents=[self._record(member)], notes=[lost])
+            self._advance(run, Leave(rank, at))
+        member.announced = state
+        self.roster.tell_agent(run, member)
+
+    def _measure_effect(self, run: Run, rank: int) -> None:
+        committed = run.control.committed
+        if (
+            run.lead is None
+            or run.lead[0] != rank
+            or (committed.effect and committed.effect.steps_after >= WINDOW_STEPS)
+        ):
+            return
+        member = run.members[rank]
+        effect = measure(member.steps, member.applied, committed.number)
+        if effect is None or effect == committed.effect:
+            return
+        measured = replace(committed, effect=effect)
+        before, after = effect.update_seconds_before, effect.update_seconds_after
+        text = f"update {before:.3f} s before, {after:.3f} s after (median of {effect.steps_after} steps)"
+        notes = (
+            [] if committed.effect else [note(run.name, self._clock.wall(), "daemon", "effect", measured, effect=text)]
+        )
+        self._store_and_tell(run, replace(run.control, committed=measured), [measured], notes)
+
+    def _advance(self, run: Run, event: Happening) -> None:
+        """Decides, stores what was decided, and tells."""
+        before = run.control
+        control, decisions = decide(before, event)
+        notes = [decision_note(run.name, before, d, self._clock.wall()) for d in decisions if d.what in AUDITED]
+        kept = any(d.what != "voted" for d in decisions)  # a vote alone is void after a restart
+        self._store_and_tell(run, control, [d.generation for d in decisions], notes, keep=kept)
+
+    def _store_and_tell(
+        self,
+        run: Run,
+        control: Control,
+        generations: list[Generation],
+        notes: list[AuditNote],
+        keep: bool = True,
+    ) -> None:
+        newest = {g.number: g for g in generations}
+        if newest and keep:
+            self.store.save(run.name, newest.values(), notes)
+        run.control = control
+        run.latest = newest.get(control.newest, run.latest)
+        for generation in newest.values():
+            self.roster.publish(run, "generation", views.generation_view(run.name, generation).model_dump(mode="json"))
+
+    def _record(self, member: Member) -> AgentRecord:
+        return AgentRecord(
+            hello=member.hello,
+            liveness=self.roster.liveness(member),
+            last_seen=member.last_seen,
+            step=member.step,
+            applied_generation=member.applied_generation,
+        )
+
+    def _forget_gone(self) -> None:
+        gone = [m for run in self.roster.runs.values() for r, m in run.members.items() if r not in run.control.present]
+        gone.sort(key=lambda member: member.last_seen, reverse=True)
+        for member in gone[GONE_RANKS_KEPT:]:
+            member.forget()

@@ -1,0 +1,53 @@
+"""What a daemon knows when it starts again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from tidegate.daemon.control.generations import Control
+from tidegate.daemon.control.notes import note
+from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.store import AgentRecord, Store
+
+
+def restore(store: Store, lease_seconds: float, clock: Clock) -> tuple[dict[str, Run], dict[str, tuple[str, int]]]:
+    """The stored runs, and the run and rank of each agent. What was proposed is aborted.
+
+    Ranks that were there may still be: they are stale until they speak, so that a change waits for their vote.
+    """
+    runs = {name: _run(store, name, created_at, clock) for name, created_at in store.runs().items()}
+    agents: dict[str, tuple[str, int]] = {}
+    for record in store.agents():
+        run, rank = runs[record.hello.run], record.hello.rank
+        run.members[rank] = member = _member(record, lease_seconds, clock)
+        agents[record.hello.agent] = (run.name, rank)
+        if member.announced == "stale":
+            run.control = replace(run.control, present=run.control.present | {rank})
+    return runs, agents
+
+
+def _run(store: Store, name: str, created_at: float, clock: Clock) -> Run:
+    generations = store.generations(name)
+    committed = max((g for g in generations if g.state in ("committed", "applied")), key=lambda g: g.number)
+    latest = generations[-1]
+    control = Control(newest=latest.number, committed=committed)
+    if latest.state == "proposed":
+        why = "The daemon restarted before all ranks had answered: nothing was changed."
+        latest = replace(latest, state="aborted", decided_at=clock.wall(), outcome=why)
+        row = note(name, clock.wall(), "daemon", "aborted", latest, before=committed.knobs, effect=why)
+        store.save(name, [latest], [row])
+    return Run(name=name, created_at=created_at, control=control, latest=latest)
+
+
+def _member(record: AgentRecord, lease_seconds: float, clock: Clock) -> Member:
+    here = record.liveness in ("live", "stale")
+    return Member(
+        hello=record.hello,
+        seen=clock.mono() - lease_seconds * 1.001 if here else -math.inf,
+        last_seen=record.last_seen,
+        finished=record.liveness == "finished",
+        announced="stale" if here else record.liveness,
+        step=record.step,
+        applied_generation=record.applied_generation,
+    )

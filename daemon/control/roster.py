@@ -1,0 +1,81 @@
+"""Who is there: every run, every rank, every agent, and how alive each is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.problems import ProblemError
+from tidegate.wire import AgentHello, Liveness
+
+
+class Roster:
+    """Looks things up, and ends the request with a problem that lists what there is when they are not there."""
+
+    def __init__(
+        self, runs: dict[str, Run], agents: dict[str, tuple[str, int]], lease_seconds: float, clock: Clock
+    ) -> None:
+        self.runs = runs
+        self.agents = agents
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._event_id = int(clock.wall() * 1000)  # larger than any id of an earlier daemon
+
+    def run(self, name: str) -> Run:
+        if name not in self.runs:
+            known = ", ".join(sorted(self.runs)[:10]) or "none yet"
+            raise ProblemError(404, "unknown-run", f"There is no run {name!r}. Runs: {known}.")
+        return self.runs[name]
+
+    def rank(self, name: str, rank: int) -> Member:
+        run = self.run(name)
+        if rank not in run.members:
+            known = ", ".join(map(str, sorted(run.members))) or "none"
+            raise ProblemError(404, "unknown-rank", f"Run {name!r} has no rank {rank}. Its ranks: {known}.")
+        return run.members[rank]
+
+    def member(self, agent: str, *, finished: bool = False) -> tuple[Run, Member]:
+        """The run and rank that the agent holds. One that has finished is unknown, unless asked for."""
+        if seat := self.agents.get(agent):
+            run = self.runs[seat[0]]
+            member = run.members[seat[1]]
+            if finished or not member.finished:
+                return run, member
+        raise ProblemError(404, "unknown-agent", f"The daemon does not know agent {agent!r}: say hello first.")
+
+    def check_free(self, hello: AgentHello) -> None:
+        """A rank is taken while another agent that is live holds it; an agent is one rank for its whole life."""
+        run = self.runs.get(hello.run)
+        held = run.members.get(hello.rank) if run else None
+        if held and held.hello.agent != hello.agent and self.liveness(held) == "live":
+            raise ProblemError(
+                409,
+                "rank-taken",
+                f"Rank {hello.rank} of run {hello.run!r} is held by process {held.hello.pid} on {held.hello.host}, "
+                f"which is live. Stop it, wait {self._lease_seconds:g} s if it died, or choose another run name.",
+                rank=hello.rank,
+            )
+        if self.agents.get(hello.agent, (hello.run, hello.rank)) != (hello.run, hello.rank):
+            raise ProblemError(409, "agent-taken", f"Agent {hello.agent!r} already is another rank: make a new id.")
+
+    def liveness(self, member: Member) -> Liveness:
+        return member.liveness(self._clock.mono(), self._lease_seconds)
+
+    def states(self, run: Run) -> dict[int, Liveness]:
+        return {rank: self.liveness(member) for rank, member in run.members.items()}
+
+    def reachable(self) -> Iterator[Member]:
+        """Ranks with metrics to scrape: those that are live or stale."""
+        for run in self.runs.values():
+            for member in run.members.values():
+                if member.hello.metrics_address and self.liveness(member) in ("live", "stale"):
+                    yield member
+
+    def publish(self, run: Run, kind: str, data: dict[str, Any]) -> None:
+        self._event_id += 1
+        run.publish(self._event_id, kind, self._clock.wall(), data)
+
+    def tell_agent(self, run: Run, member: Member) -> None:
+        data = {"rank": member.hello.rank, "agent": member.hello.agent, "liveness": self.liveness(member)}
+        self.publish(run, "agent", data)

@@ -1,0 +1,29 @@
+"""What routes are given: the control plane and who asks."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Query, Request
+
+from tidegate.daemon.auth import Caller
+from tidegate.daemon.control.plane import ControlPlane
+
+MAX_WAIT_SECONDS = 60.0
+
+
+def _plane(request: Request) -> ControlPlane:
+    plane: ControlPlane = request.app.state.plane
+    return plane
+
+
+def _author(request: Request) -> str:
+    """Whose token it is, and who the holder says to be: `alice@node1 (operate)`."""
+    caller: Caller = request.state.caller
+    claim = "".join(c for c in request.headers.get("tidegate-actor", "") if c.isprintable())
+    return f"{claim[:40]} ({caller.name[:20]})" if claim else caller.name[:64]
+
+
+Plane = Annotated[ControlPlane, Depends(_plane)]
+Author = Annotated[str, Depends(_author)]
+Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds")]

@@ -1,0 +1,124 @@
+"""Runs the daemon: takes the port, says where it is, and ends promptly."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from tidegate.daemon.app import create_app
+from tidegate.daemon.settings import Settings
+from tidegate.errors import DaemonError
+
+
+class Server(uvicorn.Server):
+    """Wakes long polls and event streams before it waits for them to end."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        app: Any = self.config.app
+        app.state.plane.close()
+        await super().shutdown(sockets)
+
+
+def serve(settings: Settings) -> int:
+    """Runs until SIGTERM or SIGINT. Returns the exit code; what went wrong is told on stderr."""
+    try:
+        settings.make_state_dir()
+        with _exclusive(settings.state_dir), _listen(settings.bind, settings.port) as listener:
+            server = make_server(create_app(settings))
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it has shut down
+            with _announced(settings, listener):
+                server.run(sockets=[listener])
+    except DaemonError as error:
+        print(f"tidegate: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def make_server(app: FastAPI) -> Server:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    return Server(
+        uvicorn.Config(
+            app,
+            lifespan="on",
+            ws="none",
+            access_log=False,
+            log_level="warning",
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=75,  # longer than the client's, so that it never writes to a closing connection
+            timeout_graceful_shutdown=2,
+        )
+    )
+
+
+def _listen(bind: str, port: int) -> socket.socket:
+    """The listening socket, taken before anything else so that a taken port is told at once."""
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((bind, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            why = (
+                f"Port {port} on {bind} is taken, perhaps by another daemon: choose another with --port, or 0 for any."
+            )
+        else:
+            why = f"The daemon cannot listen on {bind} port {port}: {error.strerror or error}."
+        raise DaemonError(why) from error
+    return listener
+
+
+@contextlib.contextmanager
+def _exclusive(state_dir: Path) -> Iterator[None]:
+    """Holds the state directory: two daemons on one would decide against each other. Freed at death."""
+    try:
+        descriptor = os.open(state_dir / "daemon.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise DaemonError(f"The state directory {state_dir} cannot be used: {error.strerror}.") from error
+    with open(descriptor, "r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            why = f"Another daemon (process {lock.read().strip() or 'unknown'}) uses {state_dir}."
+            raise DaemonError(f"{why} Stop it, or choose another --state-dir.") from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+@contextlib.contextmanager
+def _announced(settings: Settings, listener: socket.socket) -> Iterator[None]:
+    """Writes and prints the actual address; the file goes with the daemon."""
+    host, port = listener.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    path = settings.state_dir / "daemon.json"
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps({"url": url, "pid": os.getpid(), "bind": host, "port": port}) + "\n")
+    draft.replace(path)
+    print(f"Tidegate daemon at {url}, state in {settings.state_dir}.", flush=True)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,69 @@
+"""Problems (RFC 9457): the one form of every error that the daemon answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+TITLES = {
+    400: "Bad request",
+    401: "Not authorized",
+    403: "Not allowed",
+    404: "Not found",
+    405: "Method not allowed",
+    409: "Conflict",
+    412: "Precondition failed",
+    413: "Too large",
+    422: "Invalid",
+    428: "Precondition required",
+    500: "Internal error",
+    503: "Not ready",
+}
+
+
+class ProblemError(Exception):
+    """Ends a request with a problem; `more` are extension members."""
+
+    def __init__(self, status: int, type: str, detail: str, **more: Any) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.type = type
+        self.detail = detail
+        self.more = more
+
+
+def problem(status: int, type: str, detail: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
+    title = TITLES.get(status, "Error")
+    body = {"type": type, "title": title, "status": status, "detail": detail, **more}
+    return JSONResponse(body, status, headers=headers, media_type="application/problem+json")
+
+
+def install(app: FastAPI) -> None:
+    """Answers every error of `app` with a problem."""
+
+    app.add_exception_handler(Exception, _on_error)
+    for kind in (ProblemError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, _on_error)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    match error:
+        case ProblemError():
+            return problem(error.status, error.type, error.detail, **error.more)
+        case RequestValidationError():
+            found = [{"at": ".".join(str(part) for part in e["loc"]), "message": e["msg"]} for e in error.errors()]
+            shown = "; ".join(f"{e['at']}: {e['message']}" for e in found[:3])
+            return problem(422, "invalid-message", f"The message is not valid: {shown}.", errors=found[:20])
+        case HTTPException(status_code=404):
+            return problem(404, "not-found", f"There is nothing at {request.url.path}.")
+        case HTTPException(status_code=405):
+            detail = f"{request.url.path} does not accept {request.method}."
+            return problem(405, "method-not-allowed", detail, headers=dict(error.headers or {}))
+        case HTTPException():
+            return problem(error.status_code, "about:blank", str(error.detail))
+    detail = f"{request.method} {request.url.path} failed with {type(error).__name__}; the daemon's log says more."
+    return problem(500, "internal", detail)

@@ -1,0 +1,71 @@
+"""/v1/agents: what training processes say, and what they are told."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+
+from tidegate.daemon import views
+from tidegate.daemon.control.plane import ControlPlane
+from tidegate.daemon.deps import Plane, Wait
+from tidegate.daemon.problems import ProblemError
+from tidegate.errors import KnobError
+from tidegate.knobs import Knobs
+from tidegate.wire import PROTOCOL_VERSION, AgentHello, AgentReport, Applied, Directive, Lease, Vote
+
+router = APIRouter(prefix="/v1/agents", tags=["agents"])
+
+
+@router.post("", status_code=201)
+async def hello(plane: Plane, message: AgentHello) -> Lease:
+    if message.protocol != PROTOCOL_VERSION:
+        detail = (
+            f"The agent speaks protocol {message.protocol}, the daemon {PROTOCOL_VERSION}: install the same version."
+        )
+        raise ProblemError(400, "wrong-protocol", detail)
+    try:
+        knobs = Knobs().changed(message.knobs)
+    except KnobError as error:
+        raise ProblemError(422, "invalid-knob", str(error), knob=error.knob) from error
+    return plane.hello(message, knobs)
+
+
+@router.post("/{agent}/reports")
+async def report(plane: Plane, agent: str, message: AgentReport) -> Lease:
+    return plane.report(agent, message)
+
+
+@router.get("/{agent}/directive")
+async def directive(
+    plane: Plane, agent: str, committed: int = -1, proposed: int | None = None, wait: Wait = 0.0
+) -> Directive:
+    """At once when there is something newer than the caller knows, else after `wait` seconds."""
+    deadline = time.monotonic() + wait
+    while True:
+        found = _directive(plane, agent)
+        asked = found.proposed is not None and found.proposed > (-1 if proposed is None else proposed)
+        left = deadline - time.monotonic()
+        if found.committed > committed or asked or left <= 0 or plane.closing:
+            return found
+        await plane.roster.member(agent)[0].bell.wait(left)
+
+
+@router.post("/{agent}/votes", status_code=204)
+async def vote(plane: Plane, agent: str, message: Vote) -> None:
+    plane.vote(agent, message)
+
+
+@router.post("/{agent}/applied", status_code=204)
+async def applied(plane: Plane, agent: str, message: Applied) -> None:
+    plane.applied(agent, message.generation, message.step)
+
+
+@router.delete("/{agent}", status_code=204)
+async def goodbye(plane: Plane, agent: str) -> None:
+    plane.goodbye(agent)
+
+
+def _directive(plane: ControlPlane, agent: str) -> Directive:
+    run, member = plane.roster.member(agent)
+    return views.directive(run, member.hello.rank)

@@ -1,0 +1,40 @@
+"""/v1/runs/{run}/events: what happens in a run as server-sent events; Last-Event-ID takes up where one left off."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Header
+from fastapi.responses import StreamingResponse
+
+from tidegate.daemon.control.plane import ControlPlane
+from tidegate.daemon.control.run import Run
+from tidegate.daemon.deps import Plane
+
+router = APIRouter(prefix="/v1/runs/{run}/events", tags=["events"])
+KEEP_ALIVE_SECONDS = 15.0
+
+
+@router.get("", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {}}}})
+async def events(plane: Plane, run: str, last_event_id: Annotated[int | None, Header()] = None) -> StreamingResponse:
+    """Without Last-Event-ID only what comes; with it, the kept events after that one first."""
+    found = plane.roster.run(run)
+    newest = found.events[-1].id if found.events else 0
+    last = newest if last_event_id is None else last_event_id
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_stream(plane, found, last), media_type="text/event-stream", headers=headers)
+
+
+async def _stream(plane: ControlPlane, run: Run, last: int) -> AsyncIterator[str]:
+    yield ": welcome\n\n"  # sends the headers at once
+    while not plane.closing:
+        fresh = [event for event in run.events if event.id > last]
+        for event in fresh:
+            last = event.id
+            yield f"id: {event.id}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"
+        if not fresh:
+            seen = run.events[-1].id if run.events else last
+            await run.bell.wait(KEEP_ALIVE_SECONDS)
+            if not run.events or run.events[-1].id == seen:
+                yield ": still here\n\n"

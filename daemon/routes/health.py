@@ -1,0 +1,38 @@
+"""/healthz, /readyz and /metrics: what watches the daemon itself."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
+
+from tidegate.daemon.deps import Plane
+from tidegate.daemon.problems import ProblemError
+
+router = APIRouter(tags=["health"])
+metrics_router = APIRouter(tags=["prometheus"])
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """The process answers."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz")
+async def readyz(plane: Plane) -> dict[str, str]:
+    """The database answers too."""
+    try:
+        with plane.store.engine.connect() as connection:
+            connection.execute(text("SELECT 1"))
+    except SQLAlchemyError as error:
+        raise ProblemError(503, "not-ready", "The database does not answer.") from error
+    if plane.closing:
+        raise ProblemError(503, "not-ready", "The daemon is shutting down.")
+    return {"status": "ready"}
+
+
+@metrics_router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)

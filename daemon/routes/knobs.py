@@ -1,0 +1,93 @@
+"""/v1/runs/{run}/knobs: what an operator may change while training runs. Every change is a generation."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Response
+
+from tidegate.daemon import views
+from tidegate.daemon.control.preview import preview
+from tidegate.daemon.control.run import Run
+from tidegate.daemon.deps import Author, Plane, Wait
+from tidegate.daemon.problems import ProblemError
+from tidegate.errors import KnobError
+from tidegate.knobs import SPECS, Knobs, KnobValue
+from tidegate.wire import GenerationView, KnobPatch, KnobPreview, KnobsView
+
+router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
+
+
+@router.get("/knobs")
+async def knobs(plane: Plane, run: str, response: Response) -> KnobsView:
+    found = plane.roster.run(run)
+    response.headers["ETag"] = f'"{found.control.newest}"'
+    return views.knobs_view(found, plane.roster.states(found))
+
+
+@router.patch("/knobs", response_model=GenerationView | KnobPreview)
+async def change(
+    plane: Plane,
+    author: Author,
+    run: str,
+    patch: KnobPatch,
+    response: Response,
+    if_match: Annotated[str | None, Header()] = None,
+    dry_run: Annotated[bool, Query()] = False,
+    wait: Wait = 0.0,
+) -> GenerationView | KnobPreview:
+    """Makes a generation on top of the one that If-Match names. 202 while the ranks vote, 200 when it is decided."""
+    found = plane.roster.run(run)
+    _check_match(found, if_match)
+    before = Knobs(**found.control.committed.knobs)  # type: ignore[arg-type]
+    try:
+        after = before.changed(patch.changes)
+    except KnobError as error:
+        bounds = {"bounds": SPECS[error.knob].bounds} if error.knob in SPECS else {"knobs": list(SPECS)}
+        raise ProblemError(422, "invalid-knob", str(error), knob=error.knob, **bounds) from error
+    changes = {name: after.as_dict()[name] for name in patch.changes}
+    if dry_run:
+        return preview(found, before, after)
+    made = plane.patch(found, after, changes, author, patch.reason)
+    number, deadline = made.number, time.monotonic() + wait
+    while (left := deadline - time.monotonic()) > 0 and _undecided(found, number) and not plane.closing:
+        await found.bell.wait(left)
+    response.status_code = 202 if _undecided(found, number) else 200
+    response.headers["ETag"] = f'"{found.control.newest}"'
+    current = found.latest if found.latest.number == number else plane.store.generation(run, number)
+    return views.generation_view(run, current)
+
+
+@router.get("/generations")
+async def generations(plane: Plane, run: str) -> list[GenerationView]:
+    """All generations, oldest first."""
+    found = plane.roster.run(run)
+    return [views.generation_view(run, generation) for generation in plane.store.generations(found.name)]
+
+
+def _undecided(run: Run, number: int) -> bool:
+    return run.control.pending is not None and run.control.pending.number == number
+
+
+def _shown(value: KnobValue) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def _check_match(run: Run, header: str | None) -> None:
+    newest = run.control.newest
+    if header is None:
+        detail = f'Say which generation you have seen: send If-Match with the ETag of GET, now "{newest}".'
+        raise ProblemError(428, "if-match-required", detail, generation=newest)
+    tags = [tag.strip() for tag in header.split(",")]
+    if "*" in tags or any(re.fullmatch(rf'"?{newest}"?', tag) for tag in tags):
+        return
+    made = run.latest
+    at = time.strftime("%H:%M:%S", time.localtime(made.created_at))
+    what = ", ".join(f"{name}={_shown(value)}" for name, value in made.changes.items()) or "all knobs"
+    detail = (
+        f"The knobs of run {run.name!r} are at generation {newest}, not {header}: "
+        f"{made.author} changed {what} at {at} ({made.state}). Read them again and decide anew."
+    )
+    raise ProblemError(412, "stale-knobs", detail, generation=newest)

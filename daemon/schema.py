@@ -1,0 +1,93 @@
+"""The tables: what must survive a restart of the daemon."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sqlalchemy import DDL, JSON, BigInteger, Float, Index, Integer, String, Text, event
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+SCHEMA_VERSION: Final = 1
+
+
+class Base(DeclarativeBase):
+    """Base of all tables; dicts are stored as JSON."""
+
+    type_annotation_map = {dict[str, Any]: JSON, float: Float, str: String(300)}  # noqa: RUF012
+
+
+class SchemaRow(Base):
+    __tablename__ = "schema_version"
+    version: Mapped[int] = mapped_column(primary_key=True)
+
+
+class TokenRow(Base):
+    """A token's SHA-256 in hex; the token itself is nowhere but with its holder."""
+
+    __tablename__ = "tokens"
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str]
+    scope: Mapped[str]
+    created_at: Mapped[float]
+
+
+class RunRow(Base):
+    __tablename__ = "runs"
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    created_at: Mapped[float]
+
+
+class GenerationRow(Base):
+    __tablename__ = "generations"
+    run: Mapped[str] = mapped_column(String(64), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    state: Mapped[str]
+    knobs: Mapped[dict[str, Any]]
+    changes: Mapped[dict[str, Any]]
+    author: Mapped[str]
+    reason: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[float]
+    decided_at: Mapped[float | None]
+    outcome: Mapped[str] = mapped_column(Text)
+    votes: Mapped[dict[str, Any]]
+    applied: Mapped[dict[str, Any]]
+    effect: Mapped[dict[str, Any] | None]
+
+
+class AgentRow(Base):
+    """The agent that holds a rank, or held it last."""
+
+    __tablename__ = "agents"
+    run: Mapped[str] = mapped_column(String(64), primary_key=True)
+    rank: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    agent: Mapped[str]
+    hello: Mapped[dict[str, Any]]
+    liveness: Mapped[str]
+    last_seen: Mapped[float]
+    step: Mapped[int] = mapped_column(BigInteger)
+    applied_generation: Mapped[int]
+
+
+class AuditEntry(Base):
+    """Append-only: SQLite refuses updates and deletions by trigger."""
+
+    __tablename__ = "audit"
+    __table_args__ = (Index("audit_by_run", "run", "id"),)
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    timestamp: Mapped[float]
+    actor: Mapped[str]
+    action: Mapped[str]
+    run: Mapped[str]
+    generation: Mapped[int | None]
+    before: Mapped[dict[str, Any]]
+    after: Mapped[dict[str, Any]]
+    reason: Mapped[str] = mapped_column(Text)
+    effect: Mapped[str] = mapped_column(Text)
+
+
+for _verb in ("UPDATE", "DELETE"):
+    _ddl = DDL(  # type: ignore[no-untyped-call]
+        f"CREATE TRIGGER IF NOT EXISTS audit_no_{_verb.lower()} BEFORE {_verb} ON audit "
+        "BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END"
+    )
+    event.listen(AuditEntry.__table__, "after_create", _ddl.execute_if(dialect="sqlite"))

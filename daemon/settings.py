@@ -1,0 +1,59 @@
+"""What an administrator may set about the daemon."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tidegate.client import MAX_BODY_BYTES, state_dir
+from tidegate.errors import DaemonError
+
+
+class Settings(BaseModel):
+    """Settings of one daemon. Durations are seconds, sizes are bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    state_dir: Path = Field(default_factory=state_dir)
+    database_url: str | None = None
+    """Any SQLAlchemy URL; None is an SQLite file in `state_dir`."""
+    bind: str = "127.0.0.1"
+    port: int = Field(default=8790, ge=0, le=65_535)
+    """0 takes a free one."""
+    advertise_address: str | None = None
+    """Name or address by which other machines reach this daemon."""
+    allowed_hosts: tuple[str, ...] = ()
+    """More values of the Host header to accept; `*` accepts any."""
+    metrics: bool = True
+    lease_seconds: float = Field(default=10.0, gt=0)
+    proposal_seconds: float = Field(default=5.0, gt=0)
+    max_body_bytes: int = Field(default=MAX_BODY_BYTES, gt=0)
+
+    @property
+    def url(self) -> str:
+        """The database's URL."""
+        return self.database_url or f"sqlite:///{self.state_dir / 'tidegate.db'}"
+
+    def make_state_dir(self) -> None:
+        """Makes the state directory, private; DaemonError when that cannot be."""
+        try:
+            self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise DaemonError(f"The state directory {self.state_dir} cannot be made: {error.strerror}.") from error
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Values of the Host header that are this daemon; others are a web page that plays tricks with DNS."""
+        own = {"127.0.0.1", "localhost", "::1", socket.gethostname(), socket.getfqdn(), self.bind}
+        if self.advertise_address:
+            own.add(_hostname(self.advertise_address))
+        return frozenset(host.lower() for host in own | set(self.allowed_hosts))
+
+
+def _hostname(address: str) -> str:
+    """The host of `host`, `host:port`, `[v6]` or `[v6]:port`."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address.rpartition(":")[0] if address.count(":") == 1 else address

@@ -1,0 +1,229 @@
+"""What the daemon remembers across restarts, in SQLite or any database that SQLAlchemy speaks to.
+
+A method has committed when it returns: what the daemon acknowledges, it keeps.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import create_engine, event, func, select
+from sqlalchemy.engine import Engine
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session, sessionmaker
+
+from tidegate.daemon.control.generations import Ballot, Generation
+from tidegate.daemon.schema import (
+    SCHEMA_VERSION,
+    AgentRow,
+    AuditEntry,
+    Base,
+    GenerationRow,
+    RunRow,
+    SchemaRow,
+    TokenRow,
+)
+from tidegate.errors import DaemonError
+from tidegate.wire import AgentHello, AuditRow, KnobChanges, Liveness, MeasuredEffect
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentRecord:
+    """One rank's agent as it is stored."""
+
+    hello: AgentHello
+    liveness: Liveness
+    last_seen: float
+    step: int
+    applied_generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditNote:
+    """A row of the audit log before it has its number."""
+
+    timestamp: float
+    actor: str
+    action: str
+    run: str
+    generation: int | None = None
+    before: KnobChanges | None = None
+    after: KnobChanges | None = None
+    reason: str = ""
+    effect: str = ""
+
+
+class Store:
+    """Opens the database at `url` and makes its tables; a database of a newer version is refused."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._engine = create_engine(url)
+            if self._engine.dialect.name == "sqlite":
+                event.listen(self._engine, "connect", _use_wal)
+            Base.metadata.create_all(self._engine)
+            self._session = sessionmaker(self._engine, expire_on_commit=False)
+            _check_version(self._session)
+        except (SQLAlchemyError, ImportError) as error:
+            why = str(getattr(error, "orig", None) or error).splitlines()[0]
+            shown = url if "@" not in url else url.partition("://")[0]
+            raise DaemonError(f"The database {shown} cannot be opened: {why}.") from error
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    # ---- runs and generations
+
+    def runs(self) -> dict[str, float]:
+        """Every run with its time of creation."""
+        with self._session() as session:
+            return {row.name: row.created_at for row in session.scalars(select(RunRow).order_by(RunRow.created_at))}
+
+    def add_run(self, name: str, created_at: float, first: Generation, agent: AgentRecord) -> None:
+        with self._session.begin() as session:
+            session.add(RunRow(name=name, created_at=created_at))
+            session.merge(_generation_row(name, first))
+            session.merge(_agent_row(agent))
+
+    def save(
+        self,
+        run: str,
+        generations: Iterable[Generation] = (),
+        notes: Iterable[AuditNote] = (),
+        agents: Iterable[AgentRecord] = (),
+    ) -> None:
+        """Stores all of it or nothing."""
+        with self._session.begin() as session:
+            for generation in generations:
+                session.merge(_generation_row(run, generation))
+            for agent in agents:
+                session.merge(_agent_row(agent))
+            session.add_all(_audit_entry(note) for note in notes)
+
+    def generations(self, run: str) -> list[Generation]:
+        """All generations of the run, oldest first."""
+        query = select(GenerationRow).where(GenerationRow.run == run).order_by(GenerationRow.number)
+        with self._session() as session:
+            return [_generation(row) for row in session.scalars(query)]
+
+    def generation(self, run: str, number: int) -> Generation:
+        with self._session() as session:
+            return _generation(session.get_one(GenerationRow, (run, number)))
+
+    # ---- agents, audit, tokens
+
+    def agents(self) -> list[AgentRecord]:
+        with self._session() as session:
+            return [
+                AgentRecord(
+                    hello=AgentHello.model_validate(row.hello),
+                    liveness=row.liveness,  # type: ignore[arg-type]
+                    last_seen=row.last_seen,
+                    step=row.step,
+                    applied_generation=row.applied_generation,
+                )
+                for row in session.scalars(select(AgentRow))
+            ]
+
+    def audit(self, run: str, limit: int) -> list[AuditRow]:
+        """The newest `limit` rows of the run, oldest first."""
+        query = select(AuditEntry).where(AuditEntry.run == run).order_by(AuditEntry.id.desc()).limit(limit)
+        with self._session() as session:
+            rows = list(session.scalars(query))
+        return [AuditRow(**{name: getattr(row, name) for name in AuditRow.model_fields}) for row in reversed(rows)]
+
+    def tokens(self) -> list[tuple[str, str, str]]:
+        """(digest, name, scope) of every token."""
+        with self._session() as session:
+            return [(row.digest, row.name, row.scope) for row in session.scalars(select(TokenRow))]
+
+    def add_token(self, digest: str, name: str, scope: str, created_at: float) -> None:
+        with self._session.begin() as session:
+            session.merge(TokenRow(digest=digest, name=name, scope=scope, created_at=created_at))
+
+
+def _use_wal(connection: Any, _: Any) -> None:
+    if isinstance(connection, sqlite3.Connection):
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute("PRAGMA busy_timeout=5000")
+
+
+def _check_version(sessions: sessionmaker[Session]) -> None:
+    with sessions.begin() as session:
+        found = session.scalar(select(func.max(SchemaRow.version)))
+        if found is None:
+            session.add(SchemaRow(version=SCHEMA_VERSION))
+        elif found > SCHEMA_VERSION:
+            raise DaemonError(
+                f"The database is of version {found}, this Tidegate knows {SCHEMA_VERSION}: install a newer Tidegate."
+            )
+
+
+def _generation_row(run: str, g: Generation) -> GenerationRow:
+    return GenerationRow(
+        run=run,
+        number=g.number,
+        state=g.state,
+        knobs=dict(g.knobs),
+        changes=dict(g.changes),
+        author=g.author,
+        reason=g.reason,
+        created_at=g.created_at,
+        decided_at=g.decided_at,
+        outcome=g.outcome,
+        votes={str(rank): [ballot.can, ballot.reason] for rank, ballot in g.votes.items()},
+        applied={str(rank): step for rank, step in g.applied.items()},
+        effect=g.effect.model_dump() if g.effect else None,
+    )
+
+
+def _generation(row: GenerationRow) -> Generation:
+    return Generation(
+        number=row.number,
+        state=row.state,  # type: ignore[arg-type]
+        knobs=row.knobs,
+        changes=row.changes,
+        author=row.author,
+        reason=row.reason,
+        created_at=row.created_at,
+        decided_at=row.decided_at,
+        outcome=row.outcome,
+        votes={int(rank): Ballot(*ballot) for rank, ballot in row.votes.items()},
+        applied={int(rank): step for rank, step in row.applied.items()},
+        effect=MeasuredEffect.model_validate(row.effect) if row.effect else None,
+    )
+
+
+def _agent_row(agent: AgentRecord) -> AgentRow:
+    return AgentRow(
+        run=agent.hello.run,
+        rank=agent.hello.rank,
+        agent=agent.hello.agent,
+        hello=agent.hello.model_dump(mode="json"),
+        liveness=agent.liveness,
+        last_seen=agent.last_seen,
+        step=agent.step,
+        applied_generation=agent.applied_generation,
+    )
+
+
+def _audit_entry(note: AuditNote) -> AuditEntry:
+    return AuditEntry(
+        timestamp=note.timestamp,
+        actor=note.actor,
+        action=note.action,
+        run=note.run,
+        generation=note.generation,
+        before=note.before or {},
+        after=note.after or {},
+        reason=note.reason,
+        effect=note.effect,
+    )

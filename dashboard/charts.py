@@ -1,0 +1,225 @@
+"""Figures of the live view: data in, a Plotly figure out. The Gantt is in `gantt.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+
+from tidegate.dashboard import palette, units
+from tidegate.dashboard.digest import WINDOW
+from tidegate.timeline import PHASES
+from tidegate.wire import StepReport
+
+MAX_POINTS = 120
+SMALL = 170
+
+
+def frame(figure: go.Figure, height: int = SMALL, *, legend: bool = False) -> go.Figure:
+    """The look that all figures share; colours of text and grid come from Streamlit's theme."""
+    figure.update_layout(
+        height=height,
+        margin={"l": 4, "r": 8, "t": 24 if legend else 6, "b": 4},
+        showlegend=legend,
+        legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 11}, "title": None},
+        hoverlabel={"align": "left", "font": {"size": 12}},
+        font={"size": 11},
+        dragmode=False,
+        transition={"duration": 0},
+        uirevision="keep",
+    )
+    figure.update_xaxes(automargin=True, title={"font": {"size": 11}}, tickfont={"size": 10.5}, zeroline=False)
+    figure.update_yaxes(automargin=True, title={"font": {"size": 11}}, tickfont={"size": 10.5}, zeroline=False)
+    return figure
+
+
+def empty(message: str, height: int = SMALL) -> go.Figure:
+    """A figure that says why there is nothing to show."""
+    figure = go.Figure()
+    figure.add_annotation(
+        text=message,
+        showarrow=False,
+        x=0.5,
+        y=0.5,
+        xref="paper",
+        yref="paper",
+        font={"size": 12, "color": palette.GREY},
+    )
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(visible=False)
+    return frame(figure, height)
+
+
+def phase_history(steps: Sequence[StepReport]) -> go.Figure:
+    """Seconds of each phase, stacked, step by step."""
+    recent = list(steps)[-60:]
+    if not recent:
+        return empty("No step has finished yet.")
+    longest = max(sum(step.phase_seconds.values()) for step in recent)
+    scale, unit = time_scale(longest)
+    figure = go.Figure()
+    for phase in PHASES:
+        values = [step.phase_seconds.get(phase, 0.0) for step in recent]
+        if not any(values):
+            continue
+        figure.add_bar(
+            x=[step.step for step in recent],
+            y=[value * scale for value in values],
+            name=phase,
+            marker={"color": palette.PHASE[phase], "line": {"width": 0}},
+            customdata=[units.seconds(value) for value in values],
+            hovertemplate="step %{x}, " + phase + ": %{customdata}<extra></extra>",
+        )
+    figure.update_layout(barmode="stack", bargap=0.15)
+    figure.update_yaxes(title=unit, rangemode="tozero", nticks=5)
+    figure.update_xaxes(title="step", nticks=6, tickformat="d", showgrid=False)
+    return frame(figure, 214)
+
+
+def stalls_by_cause(steps: Sequence[StepReport]) -> go.Figure:
+    """Mean stall seconds a step by cause, coloured by the phase that waited."""
+    recent = list(steps)[-WINDOW:]
+    totals: dict[tuple[str, str], float] = {}
+    for row in (row for step in recent for row in step.stalls if row.seconds > 0):
+        totals[row.cause, row.phase] = totals.get((row.cause, row.phase), 0.0) + row.seconds / len(recent)
+    if not totals:
+        return empty("No stalls: nothing waited." if recent else "No step has finished yet.")
+    scale, unit = time_scale(max(totals.values()))
+    causes = sorted({cause for cause, _ in totals}, key=lambda c: sum(v for (k, _), v in totals.items() if k == c))
+    figure = go.Figure()
+    for phase in (phase for phase in PHASES if any(p == phase for _, p in totals)):
+        values = [totals.get((cause, phase), 0.0) for cause in causes]
+        figure.add_bar(
+            y=causes,
+            x=[value * scale for value in values],
+            name=phase,
+            orientation="h",
+            marker=hatched(palette.PHASE[phase]),
+            customdata=[units.seconds(value) for value in values],
+            hovertemplate="%{y} held up the " + phase + ": %{customdata} a step<extra></extra>",
+        )
+    ends = [sum(value for (cause, _), value in totals.items() if cause == name) for name in causes]
+    _label_ends(figure, causes, [end * scale for end in ends], [units.seconds(end) for end in ends])
+    figure.update_layout(barmode="stack", bargap=0.35)
+    figure.update_xaxes(title=f"{unit} a step", rangemode="tozero", nticks=5)
+    figure.update_yaxes(type="category", showgrid=False)
+    return frame(figure, legend=True)
+
+
+def link_bytes(steps: Sequence[StepReport]) -> go.Figure:
+    """Mean bytes a step over the link, by direction and content, coloured by the phase in which they moved."""
+    recent = list(steps)[-WINDOW:]
+    totals: dict[tuple[str, str], list[float]] = {}
+    for row in (row for step in recent for row in step.links if row.bytes):
+        entry = totals.setdefault((f"{row.direction} {row.content}", row.phase), [0.0, 0.0])
+        entry[0] += row.bytes / len(recent)
+        entry[1] += row.busy_seconds / len(recent)
+    if not totals:
+        return empty("Nothing has crossed the link." if recent else "No step has finished yet.")
+    names = sorted({name for name, _ in totals}, reverse=True)
+    scale, unit = byte_scale(max(moved for moved, _ in totals.values()))
+    figure = go.Figure()
+    for phase in (phase for phase in PHASES if any(p == phase for _, p in totals)):
+        entries = [totals.get((name, phase), [0.0, 0.0]) for name in names]
+        figure.add_bar(
+            y=names,
+            x=[moved * scale for moved, _ in entries],
+            name=phase,
+            orientation="h",
+            marker={"color": palette.PHASE[phase]},
+            customdata=[
+                f"{units.nbytes(moved)} a step at {units.rate(moved / busy if busy > 0 else None)} while busy"
+                for moved, busy in entries
+            ],
+            hovertemplate="%{y} in the " + phase + ": %{customdata}<extra></extra>",
+        )
+    ends = [sum(moved for (row, _), (moved, _) in totals.items() if row == name) for name in names]
+    _label_ends(figure, names, [end * scale for end in ends], [units.nbytes(end) for end in ends])
+    figure.update_layout(barmode="stack", bargap=0.35)
+    figure.update_xaxes(title=f"{unit} a step", rangemode="tozero", nticks=5)
+    figure.update_yaxes(type="category", showgrid=False)
+    return frame(figure, legend=True)
+
+
+def memory(steps: Sequence[StepReport]) -> go.Figure:
+    """Device memory peak of each phase, and host memory that the engine holds, at the last step."""
+    last = steps[-1] if steps else None
+    device = {p: last.device_memory_peak_bytes[p] for p in PHASES if p in last.device_memory_peak_bytes} if last else {}
+    host = dict(last.host_memory_bytes) if last else {}
+    if not device and not host:
+        return empty("No memory figures were reported.")
+    rows = [(f"host {kind}", value, palette.GREY) for kind, value in reversed(host.items())]
+    rows += [(f"device, {phase}", value, palette.PHASE[phase]) for phase, value in reversed(device.items())]
+    scale, unit = byte_scale(max(value for _, value, _ in rows))
+    figure = go.Figure()
+    figure.add_bar(
+        y=[name for name, _, _ in rows],
+        x=[value * scale for _, value, _ in rows],
+        orientation="h",
+        marker={"color": [color for _, _, color in rows]},
+        customdata=[units.nbytes(value) for _, value, _ in rows],
+        hovertemplate="%{y}: %{customdata}<extra></extra>",
+    )
+    names = [name for name, _, _ in rows]
+    _label_ends(figure, names, [value * scale for _, value, _ in rows], [units.nbytes(value) for _, value, _ in rows])
+    figure.update_layout(bargap=0.3)
+    figure.update_xaxes(title=unit, rangemode="tozero", nticks=5)
+    figure.update_yaxes(type="category", showgrid=False)
+    return frame(figure)
+
+
+def series(points: tuple[list[int], list[float]], title: str, nothing: str, color: str) -> go.Figure:
+    """One number of each step as a line: step numbers and values; `nothing` is said when there are none."""
+    numbers, values = points
+    if not values:
+        return empty(nothing)
+    stride = -(-len(values) // MAX_POINTS)
+    figure = go.Figure()
+    figure.add_scatter(
+        x=numbers[::stride],
+        y=values[::stride],
+        mode="lines" if len(values) > 1 else "markers",
+        line={"color": color, "width": 2},
+        marker={"color": color},
+        hovertemplate="step %{x}: %{y:.4g}<extra></extra>",
+    )
+    figure.update_yaxes(title=title, nticks=5)
+    figure.update_xaxes(title="step", nticks=6, tickformat="d", showgrid=False)
+    return frame(figure)
+
+
+def hatched(color: str) -> dict[str, object]:
+    """The marker of a stall: stripes of `color` on a tint that shows on light and dark."""
+    return {
+        "color": "rgba(128,128,128,0.18)",
+        "line": {"color": color, "width": 1},
+        "pattern": {"shape": "/", "fgcolor": color, "size": 6, "solidity": 0.45, "fillmode": "overlay"},
+    }
+
+
+def _label_ends(figure: go.Figure, names: Sequence[str], ends: Sequence[float], labels: Sequence[str]) -> None:
+    """Writes each row's total after its bar, with room for it."""
+    figure.add_scatter(
+        x=list(ends),
+        y=list(names),
+        text=[f" {label}" for label in labels],
+        mode="text",
+        textposition="middle right",
+        textfont={"size": 11},
+        cliponaxis=False,
+        hoverinfo="skip",
+        showlegend=False,
+    )
+    figure.update_xaxes(range=[0, max(ends) * 1.22])
+
+
+def time_scale(longest: float) -> tuple[float, str]:
+    """Factor and unit for an axis of durations up to `longest` seconds."""
+    return (1.0, "s") if longest >= 2.0 else (1e3, "ms")
+
+
+def byte_scale(largest: float) -> tuple[float, str]:
+    """Factor and unit for an axis of sizes up to `largest` bytes."""
+    return next(
+        ((1 / size, unit) for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if largest >= size), (1.0, "B")
+    )

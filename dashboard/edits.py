@@ -1,0 +1,107 @@
+"""The knob form's rules, without a screen: what was edited, what it means, what a conflict leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tidegate.dashboard import units
+from tidegate.errors import KnobError
+from tidegate.knobs import KnobSpec, KnobValue
+from tidegate.wire import GenerationView, KnobBound, KnobsView
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """The form's fields as typed, against the knobs that were shown when it was filled."""
+
+    generation: int
+    desired: Mapping[str, KnobValue]
+    fields: Mapping[str, str]
+
+    def edited(self) -> set[str]:
+        """Knobs whose field no longer reads as it was filled."""
+        return {name for name, text in self.fields.items() if text.strip() != units.knob(self.desired.get(name))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parsed:
+    """Values to send, and what is wrong with those that cannot be sent, by knob."""
+
+    changes: dict[str, KnobValue] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+def accepted(bound: KnobBound) -> str:
+    """What a field takes, in words: `auto, off or 1 to 1 000 000 subgroups`."""
+    numbers = f"{_number(bound.minimum)} to {_number(bound.maximum)} {bound.unit}"
+    return f"{', '.join(bound.words)} or {numbers}" if bound.words else numbers
+
+
+def _number(value: float) -> str:
+    return units.integer(int(value)) if value == int(value) else f"{value:g}"
+
+
+def parse(draft: Draft, bounds: Mapping[str, KnobBound]) -> Parsed:
+    """Edited fields as values within the bounds that the daemon gave."""
+    parsed = Parsed()
+    for name in sorted(draft.edited()):
+        bound = bounds[name]
+        spec = KnobSpec(
+            name=name, minimum=bound.minimum, maximum=bound.maximum, words=bound.words, unit=bound.unit, help=bound.help
+        )
+        try:
+            value = spec.parse(draft.fields[name].strip())
+        except KnobError as error:
+            parsed.errors[name] = str(error)
+            continue
+        if value != draft.desired.get(name):
+            parsed.changes[name] = value
+    return parsed
+
+
+def rebase(draft: Draft, now: KnobsView) -> Draft:
+    """The draft on top of newer knobs: edited fields stay as typed, the others take the new values."""
+    edited = draft.edited()
+    fields = {
+        name: draft.fields[name] if name in edited else units.knob(now.desired.get(name)) for name in draft.fields
+    }
+    return Draft(generation=now.generation, desired=dict(now.desired), fields=fields)
+
+
+def describe(changes: Mapping[str, KnobValue], before: Mapping[str, KnobValue] | None = None) -> str:
+    """`stride auto → 3, static_ratio 0.5`."""
+    known = before or {}
+    parts = [
+        f"{name} {units.knob(known[name])} → {units.knob(value)}" if name in known else f"{name} = {units.knob(value)}"
+        for name, value in changes.items()
+    ]
+    return ", ".join(parts) or "nothing"
+
+
+def conflict(draft: Draft, generations: tuple[GenerationView, ...]) -> str:
+    """What others did since the draft was filled, and what the viewer can do."""
+    newer = [view for view in generations if view.generation > draft.generation]
+    if not newer:
+        return "Not set: the knobs changed since this form was filled. Your edit is kept. Submit again to set it now."
+    last = newer[-1]
+    reason = f" (“{last.reason}”)" if last.reason else ""
+    others = f" {len(newer)} changes were made since; the newest:" if len(newer) > 1 else ""
+    return (
+        f"Not set: someone else was faster.{others} {last.author} made generation {last.generation}, "
+        f"{describe(last.changes, draft.desired)}{reason}; it is {last.state}. "
+        f"Your edit is kept. Submit again to set it on top of generation {last.generation}, or reset the form."
+    )
+
+
+def outcome(view: GenerationView) -> tuple[bool, str]:
+    """Whether a generation went well so far, and that as a sentence."""
+    what = f"Generation {view.generation} ({describe(view.changes)})"
+    match view.state:
+        case "applied":
+            return True, f"{what} is applied on all ranks."
+        case "committed":
+            return True, f"{what} is accepted by all ranks; each applies it before its next step."
+        case "proposed":
+            return True, f"{what} is proposed; the ranks have not all answered yet."
+    return False, f"{what} was {view.state}: {view.outcome or 'no reason was given'} The last good knobs stay."

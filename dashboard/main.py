@@ -1,0 +1,5 @@
+"""What `streamlit run` runs."""
+
+from tidegate.dashboard.page import page
+
+page()

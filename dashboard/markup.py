@@ -1,0 +1,135 @@
+"""Small pieces of HTML and the one style sheet. Every text that comes from outside is escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from tidegate.dashboard import palette
+
+STYLE = """
+<style>
+.stMainBlockContainer { padding: 0.9rem 1.6rem 2rem; max-width: 1800px; }
+.stApp [data-testid="stHeader"] { display: none; }
+.stApp [data-testid="stVerticalBlock"] { gap: 0.45rem; }
+.stApp .stHtml { line-height: 1.35; }
+.tg-muted { opacity: 0.66; }
+.tg-head { display: flex; flex-wrap: wrap; align-items: baseline; gap: 0.75rem; font-size: 0.84rem; }
+.stApp .st-key-pickers { position: absolute; top: 0.7rem; right: 1.6rem; width: auto; z-index: 10; }
+.stApp .st-key-pickers [data-baseweb="select"] > div { min-height: 1.9rem; }
+.stApp:has(.st-key-pickers) .tg-head { padding-right: 24rem; }
+.tg-run { font-size: 1.3rem; font-weight: 650; letter-spacing: -0.01em; overflow-wrap: anywhere; }
+.tg-pill { border: 1px solid; border-radius: 999px; padding: 0 0.6rem; font-size: 0.78rem; font-weight: 600; }
+.tg-verdict { font-size: 1.02rem; margin: 0.1rem 0 0.5rem; }
+.tg-banner { border-left: 4px solid; padding: 0.2rem 0.7rem; border-radius: 3px; font-size: 0.82rem;
+  background: color-mix(in srgb, currentColor 7%, transparent); }
+.tg-kpis { display: grid; grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)); gap: 0.5rem; }
+.tg-kpi { border: 1px solid color-mix(in srgb, currentColor 16%, transparent); border-radius: 6px;
+  padding: 0.3rem 0.65rem; min-width: 0; }
+.tg-kpi b { display: block; font-size: 1.12rem; font-weight: 620; font-variant-numeric: tabular-nums;
+  white-space: nowrap; line-height: 1.25; }
+.tg-kpi span { font-size: 0.72rem; opacity: 0.7; white-space: nowrap; }
+.tg-title { font-size: 0.8rem; font-weight: 650; margin-top: 0.15rem; }
+.tg-title span { font-weight: 400; opacity: 0.66; margin-left: 0.4rem; }
+.tg-scroll { overflow-x: auto; }
+table.tg { border-collapse: collapse; width: 100%; font-size: 0.78rem; font-variant-numeric: tabular-nums; }
+.stApp table.tg th, .stApp table.tg td { border: 0; padding: 0.16rem 0.45rem 0.16rem 0; text-align: right;
+  border-bottom: 1px solid color-mix(in srgb, currentColor 10%, transparent); white-space: nowrap; }
+.stApp table.tg th { font-weight: 500; opacity: 0.62; }
+.stApp table.tg .l { text-align: left; }
+.stApp table.tg th:last-child, .stApp table.tg td:last-child { padding-right: 2px; }
+.stApp table.tg .w { white-space: normal; min-width: 9rem; overflow-wrap: anywhere; }
+.tg-dot { display: inline-block; width: 0.68em; height: 0.68em; border-radius: 2px; margin-right: 0.45em; }
+.tg-bar { display: inline-block; width: 2.6rem; height: 0.5em; border-radius: 2px; margin-right: 0.4em;
+  background: color-mix(in srgb, currentColor 12%, transparent); overflow: hidden; vertical-align: 0.05em; }
+.tg-num { display: inline-block; min-width: 2.7em; }
+.stApp [data-testid="stButtonGroup"] button { min-height: 1.7rem; height: 1.7rem; padding: 0 0.6rem; }
+.stApp [data-testid="stButtonGroup"] button p { font-size: 0.8rem; }
+.tg-bar i { display: block; height: 100%; }
+.tg-chain { font-size: 0.82rem; display: flex; flex-wrap: wrap; gap: 0.4rem; align-items: center; }
+.tg-chip { border-radius: 4px; padding: 0.05rem 0.5rem;
+  border: 1px solid color-mix(in srgb, currentColor 30%, transparent); }
+.tg-chip.off { opacity: 0.45; border-style: dashed; }
+</style>
+"""
+
+
+def head(run: str, liveness: str, details: Sequence[str]) -> str:
+    color = palette.LIVENESS.get(liveness, palette.GREY)
+    pill = f'<span class="tg-pill" style="color:{color};border-color:{color}">{escape(liveness)}</span>'
+    rest = " · ".join(escape(detail) for detail in details)
+    name = f'<span class="tg-run">{escape(run)}</span>'
+    return f'<div class="tg-head">{name}{pill}<span class="tg-muted">{rest}</span></div>'
+
+
+def verdict(sentence: str) -> str:
+    return f'<div class="tg-verdict">{escape(sentence)}</div>'
+
+
+def banner(sentence: str, color: str) -> str:
+    return f'<div class="tg-banner" style="border-color:{color}">{escape(sentence)}</div>'
+
+
+def kpis(items: Iterable[tuple[str, str, str]]) -> str:
+    """Name, figure and footnote of each."""
+    cells = (
+        f'<div class="tg-kpi"><span>{escape(name)}</span><b>{escape(figure)}</b>'
+        f"<span>{escape(note) or '&nbsp;'}</span></div>"
+        for name, figure, note in items
+    )
+    return f'<div class="tg-kpis">{"".join(cells)}</div>'
+
+
+def title(text: str, note: str = "") -> str:
+    return f'<div class="tg-title">{escape(text)}<span>{escape(note)}</span></div>'
+
+
+class Raw(str):
+    """A cell that is HTML already."""
+
+    __slots__ = ()
+
+
+def dot(text: str, color: str) -> Raw:
+    return Raw(f'<span class="tg-dot" style="background:{color}"></span>{escape(text)}')
+
+
+def bar(share: float, text: str, color: str) -> Raw:
+    width = max(0.0, min(1.0, share)) * 100
+    filled = f'<span class="tg-bar"><i style="width:{width:.0f}%;background:{color}"></i></span>'
+    return Raw(f'{filled}<span class="tg-num">{escape(text)}</span>')
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,), wide: Sequence[int] = ()
+) -> str:
+    """Columns in `left` are aligned left, those in `wide` may break their lines."""
+
+    def css(index: int) -> str:
+        return " ".join(name for name, chosen in (("l", left), ("w", wide)) if index in chosen)
+
+    header = "".join(f'<th class="{css(i)}">{escape(name)}</th>' for i, name in enumerate(columns))
+    body = "".join(
+        "<tr>"
+        + "".join(f'<td class="{css(i)}">{c if isinstance(c, Raw) else escape(c)}</td>' for i, c in enumerate(row))
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="tg-scroll"><table class="tg"><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+Station = tuple[str, bool, str | None]
+"""Text, whether it was reached, and a colour to mark it with."""
+
+
+def chain(stations: Sequence[Station], more: str = "") -> str:
+    """Stations on a way, and what is to be said at its end."""
+    chips = (
+        f'<span class="tg-chip{"" if reached else " off"}"'
+        f'{f""" style="color:{color};border-color:{color}" """ if color else ""}>{escape(text)}</span>'
+        for text, reached, color in stations
+    )
+    rest = f"<span>{escape(more)}</span>" if more else ""
+    return f'<div class="tg-chain">{" → ".join(chips)}{rest}</div>'

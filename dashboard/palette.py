@@ -1,0 +1,44 @@
+"""One fixed colour for each phase, lane and kind of op (Okabe and Ito's set): told apart by colour-blind people too."""
+
+from __future__ import annotations
+
+from typing import Final
+
+GREY: Final = "#8C8C8C"
+
+PHASE: Final = {
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "update": "#E69F00",
+    "checkpoint": "#F0E442",
+    "other": GREY,
+}
+
+LANE: Final = {"h2d": "#D55E00", "d2h": "#CC79A7", "cpu": "#009E73", "device": "#56B4E9"}
+
+KIND: Final = {
+    "state_h2d": "#D55E00",
+    "weight_h2d": "#F0A878",
+    "state_d2h": "#CC79A7",
+    "weight_d2h": "#E8C2D6",
+    "grad_d2h": "#8E4F73",
+    "cpu_update": "#009E73",
+    "device_update": "#56B4E9",
+    "norm": "#0072B2",
+}
+"""Kinds are shades of their lane's colour."""
+
+CAUSE: Final = {**LANE, "lock": "#F0E442", "collective": "#0072B2", "scheduler": GREY}
+
+LIVENESS: Final = {"live": "#009E73", "stale": "#E69F00", "lost": "#D55E00", "finished": GREY}
+
+KIND_NAME: Final = {
+    "state_h2d": "state in",
+    "weight_h2d": "weight in",
+    "state_d2h": "state out",
+    "weight_d2h": "weight out",
+    "grad_d2h": "gradient out",
+    "cpu_update": "CPU update",
+    "device_update": "device update",
+    "norm": "norm",
+}

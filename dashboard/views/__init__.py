@@ -1,0 +1,1 @@
+"""The parts of the page, from top to bottom: header, phases, update, resources, control, form."""

@@ -1,0 +1,88 @@
+"""The first lines: which run, how it is, one sentence, and the figures that matter most."""
+
+from __future__ import annotations
+
+import time
+
+import streamlit as st
+
+from tidegate.dashboard import markup, palette, units
+from tidegate.dashboard.digest import Digest, verdict
+from tidegate.dashboard.feed import Look, Snapshot
+
+EMULATED = "Emulated device: rates are simulated, no performance claim"
+
+
+def header(look: Look, snapshot: Snapshot, figures: Digest) -> None:
+    """Everything above the charts."""
+    now = time.time()
+    st.html(
+        markup.head(snapshot.run.run, "unknown" if look.problem else snapshot.run.liveness, _details(snapshot, now))
+    )
+    if look.problem:
+        kept = (
+            f"{look.problem} What follows is {units.age(now - snapshot.read_at)} old; this page reconnects by itself."
+        )
+        st.html(markup.banner(kept, palette.LIVENESS["lost"]))
+    if snapshot.run.device_kind == "emulated":
+        st.html(markup.banner(EMULATED, palette.PHASE["update"]))
+    st.html(markup.verdict(verdict(snapshot.run, figures, now)) + markup.kpis(_figures(snapshot, figures)))
+
+
+def _details(snapshot: Snapshot, now: float) -> list[str]:
+    run, rank = snapshot.run, snapshot.rank
+    device = {"cuda": "CUDA", "emulated": "emulated device"}[rank.device_kind]
+    details = [f"rank {rank.rank} of {run.world_size}", device, rank.host, f"step {units.integer(rank.step)}"]
+    if run.liveness == "finished":
+        return [*details, f"finished {units.age(now - rank.last_seen)} ago"]
+    details += [f"in {rank.phase}", f"heard of {units.age(now - rank.last_seen)} ago"]
+    if snapshot.steps:
+        details.append(f"last step ended {units.age(now - snapshot.steps[-1].timestamp)} ago")
+    return details
+
+
+def _figures(snapshot: Snapshot, figures: Digest) -> list[tuple[str, str, str]]:
+    update = figures.phase_seconds.get("update")
+    exposed, total = figures.exposed_seconds, figures.step_seconds
+    tokens = figures.tokens_per_second
+    applied = snapshot.rank.applied_generation
+    predicted = snapshot.predicted_update_seconds
+    return [
+        (
+            "pace",
+            f"{units.seconds(figures.pace)}/step" if figures.pace else units.NONE,
+            f"median of {figures.steps} steps",
+        ),
+        ("update", units.seconds(update), f"{units.share(figures.update_share)} of the step"),
+        ("exposed", units.seconds(exposed), _part(exposed, total, "of the step blocked")),
+        ("tokens", f"{units.count(tokens)}/s" if tokens is not None else units.NONE, f"mean of {figures.steps} steps"),
+        ("loss", units.significant(figures.loss, 4) if figures.loss is not None else units.NONE, "last step"),
+        (
+            "gradient norm",
+            units.significant(figures.grad_norm) if figures.grad_norm is not None else units.NONE,
+            f"{figures.skipped} skipped of {len(snapshot.steps)}",
+        ),
+        ("predicted update", units.seconds(predicted), prediction_note(predicted, update)),
+        ("generation", str(applied), _generation_note(snapshot)),
+    ]
+
+
+def _generation_note(snapshot: Snapshot) -> str:
+    """What the run wants, next to what this rank has applied."""
+    good = [view.generation for view in snapshot.generations if view.state in ("committed", "applied")]
+    desired = max(good, default=0)
+    if snapshot.knobs.pending is not None:
+        return f"{snapshot.knobs.pending.generation} is proposed"
+    return "applied, as desired" if snapshot.rank.applied_generation >= desired else f"applied; desired is {desired}"
+
+
+def prediction_note(predicted: float | None, measured: float | None) -> str:
+    """How far the simulator is from what was measured: |predicted - measured| / measured."""
+    if predicted is None or not measured:
+        return "no prediction yet"
+    error = abs(predicted - measured) / measured
+    return f"{units.share(error)} {'above' if predicted > measured else 'below'} measured"
+
+
+def _part(value: float | None, total: float, what: str) -> str:
+    return f"{units.share(value / total)} {what}" if value is not None and total > 0 else "not reported"

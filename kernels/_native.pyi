@@ -1,0 +1,44 @@
+# Types of the extension module that kernels/src/module.cpp defines. Use tidegate.kernels, which adds names to numbers.
+class ThreadPool:
+    def __init__(self, num_threads: int, cpus: list[int]) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    def close(self) -> None: ...
+
+def adamw_update(
+    pool: ThreadPool,
+    numel: int,
+    weight: int,
+    weight_format: int,
+    aux: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    grad: int,
+    grad_dtype: int,
+    grad_scale: float,
+    l2: float,
+    decay: float,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+    step_size: float,
+    bias_correction2_sqrt: float,
+    eps: float,
+    /,
+) -> None: ...
+def stream_like(
+    pool: ThreadPool,
+    numel: int,
+    weight: int,
+    weight_format: int,
+    aux: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    grad: int,
+    grad_dtype: int,
+    /,
+) -> None: ...
+def sum_of_squares(pool: ThreadPool, address: int, numel: int, dtype: int, /) -> tuple[float, int]: ...
+def copy(dst: int, src: int, nbytes: int, /) -> None: ...
+def fill(dst: int, byte: int, nbytes: int, /) -> None: ...
+def instruction_set() -> str: ...

@@ -1,0 +1,105 @@
+"""The values a kernel call carries besides its arrays: formats, and scalars rounded once to fp32."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class WeightFormat(IntEnum):
+    """How a weight and what stands beside it (`aux`) are stored. The numbers are those of kernels/src/formats.h."""
+
+    F32 = 0
+    """fp32, its own master; no aux."""
+    BF16_REMAINDER = 1
+    """bf16 and a signed 16-bit remainder: together the fp32 master."""
+    F16_MASTER = 2
+    """fp16, rounded to nearest even from an fp32 master."""
+    BF16_MASTER = 3
+    """bf16, rounded to nearest with ties away from zero from an fp32 master."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 if self is WeightFormat.F32 else 2
+
+    @property
+    def aux_bytes(self) -> int:
+        return (0, 2, 4, 4)[self]
+
+
+class GradDtype(IntEnum):
+    """The dtype of a gradient."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+
+    @property
+    def nbytes(self) -> int:
+        return 4 if self is GradDtype.F32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """Scalars of one AdamW or Adam update; each is exactly an fp32 value. Build them with `scalars`."""
+
+    grad_scale: float
+    l2: float
+    decay: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    step_size: float
+    bias_correction2_sqrt: float
+    eps: float
+
+    def as_tuple(self) -> tuple[float, ...]:
+        """In the order the native update takes them (dataclasses.astuple would copy each, at 10 µs a call)."""
+        return (
+            self.grad_scale,
+            self.l2,
+            self.decay,
+            self.one_minus_beta1,
+            self.beta2,
+            self.one_minus_beta2,
+            self.step_size,
+            self.bias_correction2_sqrt,
+            self.eps,
+        )
+
+
+def scalars(
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    decoupled: bool = True,
+    grad_scale: float = 1.0,
+) -> Scalars:
+    """Scalars of update number `step` (from 1), computed in double precision and then rounded once.
+
+    `decoupled`: AdamW, where the weight decays by lr × weight_decay; otherwise Adam, where weight_decay × weight is
+    added to the gradient. `grad_scale` multiplies the gradient first: clip factor over loss scale, negative to
+    maximize.
+    """
+    if step < 1:
+        raise ValueError(f"step is {step}, the first one is 1")
+    return Scalars(
+        grad_scale=to_f32(grad_scale),
+        l2=0.0 if decoupled else to_f32(weight_decay),
+        decay=to_f32(1.0 - lr * weight_decay) if decoupled else 1.0,
+        one_minus_beta1=to_f32(1.0 - beta1),
+        beta2=to_f32(beta2),
+        one_minus_beta2=to_f32(1.0 - beta2),
+        step_size=to_f32(lr / (1.0 - beta1**step)),
+        bias_correction2_sqrt=to_f32((1.0 - beta2**step) ** 0.5),
+        eps=to_f32(eps),
+    )
+
+
+def to_f32(value: float) -> float:
+    """The fp32 value nearest to `value`; infinite when it is out of range."""
+    return ctypes.c_float(value).value

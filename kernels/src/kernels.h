@@ -1,0 +1,48 @@
+// What the kernels offer to the module: plain functions over raw memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "formats.h"
+#include "thread_pool.h"
+
+namespace tidegate {
+
+// Each is one fp32 value; kernels/scalars.py says what it stands for.
+struct Scalars {
+  float grad_scale;
+  float l2;
+  float decay;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float step_size;
+  float bias_correction2_sqrt;
+  float eps;
+};
+
+// The arrays of one update, `numel` elements each.
+struct Arrays {
+  size_t numel;
+  void* weight;
+  void* aux;
+  float* exp_avg;
+  float* exp_avg_sq;
+  const void* grad;
+};
+
+struct NormParts {
+  double sum;         // of the squares of all finite elements
+  int64_t nonfinite;  // how many elements are NaN or infinite
+};
+
+void adamw_update(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype, const Scalars& scalars);
+
+// The memory traffic of adamw_update with no arithmetic: the yardstick of the benchmark.
+// Changes nothing where weights agree with their masters.
+void stream_like(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype);
+
+NormParts sum_of_squares(ThreadPool& pool, const void* elements, size_t numel, GradDtype dtype);
+
+}  // namespace tidegate

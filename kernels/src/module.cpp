@@ -1,0 +1,115 @@
+// What Python sees of the kernels: addresses are checked here, the interpreter lock is let go.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.h"
+#include "kernels.h"
+
+namespace nb = nanobind;
+using namespace tidegate;
+
+namespace {
+
+constexpr size_t kWeightBytes[] = {4, 2, 2, 2};
+constexpr size_t kAuxBytes[] = {0, 2, 4, 4};
+constexpr size_t kGradBytes[] = {4, 2, 2};
+
+// A wrong address would be a crash far away from its cause: refuse null and misaligned ones.
+void* at(uintptr_t address, size_t alignment, const char* name) {
+  if (address == 0 || address % alignment != 0)
+    throw std::invalid_argument(std::string(name) + " is at address " + std::to_string(address) +
+                                ", must be a multiple of " + std::to_string(alignment) + " and not 0");
+  return reinterpret_cast<void*>(address);
+}
+
+int checked(int value, int count, const char* name) {
+  if (value < 0 || value >= count)
+    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", must be 0.." +
+                                std::to_string(count - 1));
+  return value;
+}
+
+struct Call {
+  Arrays arrays;
+  WeightFormat format;
+  GradDtype dtype;
+};
+
+Call call_of(size_t numel, uintptr_t weight, int format, uintptr_t aux, uintptr_t exp_avg, uintptr_t exp_avg_sq,
+             uintptr_t grad, int dtype) {
+  checked(format, 4, "weight_format");
+  checked(dtype, 3, "grad_dtype");
+  if (kAuxBytes[format] == 0 && aux != 0) throw std::invalid_argument("aux must be 0 for fp32 weights");
+  if (numel == 0) return {{}, WeightFormat(format), GradDtype(dtype)};
+  const Arrays arrays{numel,
+                      at(weight, kWeightBytes[format], "weight"),
+                      kAuxBytes[format] == 0 ? nullptr : at(aux, kAuxBytes[format], "aux"),
+                      static_cast<float*>(at(exp_avg, 4, "exp_avg")),
+                      static_cast<float*>(at(exp_avg_sq, 4, "exp_avg_sq")),
+                      at(grad, kGradBytes[dtype], "grad")};
+  return {arrays, WeightFormat(format), GradDtype(dtype)};
+}
+
+void py_adamw_update(ThreadPool& pool, size_t numel, uintptr_t weight, int weight_format, uintptr_t aux,
+                     uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype, float grad_scale, float l2,
+                     float decay, float one_minus_beta1, float beta2, float one_minus_beta2, float step_size,
+                     float bias_correction2_sqrt, float eps) {
+  const Call call = call_of(numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype);
+  const Scalars scalars{grad_scale,      l2,        decay, one_minus_beta1, beta2,
+                        one_minus_beta2, step_size, bias_correction2_sqrt, eps};
+  const nb::gil_scoped_release released;
+  adamw_update(pool, call.arrays, call.format, call.dtype, scalars);
+}
+
+void py_stream_like(ThreadPool& pool, size_t numel, uintptr_t weight, int weight_format, uintptr_t aux,
+                    uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype) {
+  const Call call = call_of(numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype);
+  const nb::gil_scoped_release released;
+  stream_like(pool, call.arrays, call.format, call.dtype);
+}
+
+std::pair<double, int64_t> py_sum_of_squares(ThreadPool& pool, uintptr_t address, size_t numel, int dtype) {
+  checked(dtype, 3, "dtype");
+  const void* elements = numel == 0 ? nullptr : at(address, kGradBytes[dtype], "address");
+  const nb::gil_scoped_release released;
+  const NormParts parts = sum_of_squares(pool, elements, numel, GradDtype(dtype));
+  return {parts.sum, parts.nonfinite};
+}
+
+void py_copy(uintptr_t dst, uintptr_t src, size_t nbytes) {
+  if (nbytes == 0) return;
+  void* to = at(dst, 1, "dst");
+  const void* from = at(src, 1, "src");
+  const nb::gil_scoped_release released;
+  std::memcpy(to, from, nbytes);
+}
+
+void py_fill(uintptr_t dst, int byte, size_t nbytes) {
+  checked(byte, 256, "byte");
+  if (nbytes == 0) return;
+  void* to = at(dst, 1, "dst");
+  const nb::gil_scoped_release released;
+  std::memset(to, byte, nbytes);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // a pool that lives until the interpreter ends is no leak
+  using nb::arg;
+  nb::class_<ThreadPool>(m, "ThreadPool")
+      .def(nb::init<int, const std::vector<int>&>(), arg("num_threads"), arg("cpus"))
+      .def_prop_ro("num_threads", &ThreadPool::num_threads)
+      .def("close", &ThreadPool::close, nb::call_guard<nb::gil_scoped_release>());
+  m.def("adamw_update", &py_adamw_update);
+  m.def("stream_like", &py_stream_like);
+  m.def("sum_of_squares", &py_sum_of_squares);
+  m.def("copy", &py_copy);
+  m.def("fill", &py_fill);
+  m.def("instruction_set", &instruction_set);
+}

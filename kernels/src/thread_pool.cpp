@@ -1,0 +1,153 @@
+// Persistent threads: one job at a time, its ranges handed out by an atomic counter.
+#include "thread_pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace tidegate {
+
+struct ThreadPool::Shared {
+  std::mutex one_job;  // held for a whole job: callers from several threads take turns
+  std::mutex mutex;    // guards what follows
+  std::condition_variable wake;
+  std::condition_variable done;
+  const Range* task = nullptr;
+  size_t size = 0;
+  size_t step = 1;
+  unsigned long job = 0;
+  size_t busy = 0;
+  bool stop = false;
+  std::atomic<size_t> next{0};
+  std::vector<std::thread> workers;
+
+  void drain(const Range& run, size_t total, size_t by) {
+    const DefaultFpMode mode;
+    for (size_t begin = next.fetch_add(by); begin < total; begin = next.fetch_add(by))
+      run(begin, std::min(begin + by, total));
+  }
+
+  void work() {
+    unsigned long seen = 0;
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+      wake.wait(lock, [&] { return stop || job != seen; });
+      if (stop) return;
+      seen = job;
+      const Range* run = task;
+      const size_t total = size, by = step;
+      lock.unlock();
+      drain(*run, total, by);
+      lock.lock();
+      if (--busy == 0) done.notify_one();
+    }
+  }
+
+  void run_job(size_t total, size_t by, const Range& run) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      task = &run;
+      size = total;
+      step = by;
+      next = 0;
+      busy = workers.size();
+      ++job;
+    }
+    wake.notify_all();
+    drain(run, total, by);
+    std::unique_lock<std::mutex> lock(mutex);
+    done.wait(lock, [&] { return busy == 0; });  // a worker may still use `run`
+  }
+
+  void join() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      stop = true;
+    }
+    wake.notify_all();
+    for (std::thread& worker : workers) worker.join();
+    workers.clear();
+  }
+};
+
+namespace {
+
+cpu_set_t cpu_set_of(const std::vector<int>& cpus) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int cpu : cpus) {
+    if (cpu < 0 || cpu >= CPU_SETSIZE)
+      throw std::invalid_argument("cpu " + std::to_string(cpu) + " is not in 0.." + std::to_string(CPU_SETSIZE - 1));
+    CPU_SET(cpu, &set);
+  }
+  return set;
+}
+
+// Signals are for the thread that Python runs in; workers inherit the mask of the thread that starts them.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &saved_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &saved_, nullptr); }
+
+ private:
+  sigset_t saved_;
+};
+
+}  // namespace
+
+ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus)
+    : num_threads_(num_threads), owner_(getpid()), shared_(new Shared) {
+  if (num_threads < 1) throw std::invalid_argument("num_threads is " + std::to_string(num_threads) + ", must be 1 or more");
+  const cpu_set_t set = cpu_set_of(cpus);
+  const SignalsBlocked blocked;
+  try {
+    for (int i = 1; i < num_threads; ++i) {
+      std::thread& worker = shared_->workers.emplace_back([shared = shared_.get()] { shared->work(); });
+      pthread_setname_np(worker.native_handle(), "tidegate-cpu");
+      if (!cpus.empty() && pthread_setaffinity_np(worker.native_handle(), sizeof set, &set) != 0)
+        throw std::invalid_argument("none of the given cpus may be used by this process");
+    }
+  } catch (...) {
+    shared_->join();  // a joinable std::thread must not be destroyed
+    throw;
+  }
+}
+
+ThreadPool::~ThreadPool() {
+  if (is_owner())
+    close();
+  else
+    static_cast<void>(shared_.release());
+}
+
+bool ThreadPool::is_owner() const { return getpid() == owner_; }
+
+void ThreadPool::for_ranges(size_t size, size_t step, const Range& task) {
+  if (is_owner() && size > step) {
+    const std::lock_guard<std::mutex> turn(shared_->one_job);
+    if (!shared_->workers.empty()) return shared_->run_job(size, step, task);
+  }
+  const DefaultFpMode mode;
+  for (size_t begin = 0; begin < size; begin += step) task(begin, std::min(begin + step, size));
+}
+
+void ThreadPool::close() {
+  if (!is_owner()) return;
+  const std::lock_guard<std::mutex> turn(shared_->one_job);
+  shared_->join();
+}
+
+}  // namespace tidegate

@@ -1,0 +1,86 @@
+"""The live view in a real browser."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from playwright.sync_api import Page, expect, sync_playwright
+
+from tidegate.dashboard import command, environment
+
+CHROMIUM = Path("/usr/bin/chromium")
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-default-apps",
+    "--disable-dev-shm-usage",
+    "--disable-domain-reliability",
+    "--disable-extensions",
+    "--disable-sync",
+    "--no-first-run",
+    "--no-pings",
+]
+PATIENCE_MS = 20_000
+DRAWN = """() => {
+  const charts = [...document.querySelectorAll('[data-testid="stPlotlyChart"]')];
+  const titles = [...document.querySelectorAll('.tg-title')].map(title => title.textContent);
+  const whole = document.querySelector("code") || titles.some(text => text.startsWith('Generations'));
+  return whole && charts.every(chart => chart.querySelector('.main-svg'));
+}"""
+
+
+@contextlib.contextmanager
+def open_page(url: str, *, dark: bool = False, height: int = 800) -> Iterator[tuple[Page, list[str]]]:
+    """The page at 1280 pixels, drawn; and the console errors so far, those of the network left out."""
+    errors: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), headless=True, args=ARGUMENTS)
+        try:
+            context = browser.new_context(
+                viewport={"width": 1280, "height": height}, color_scheme="dark" if dark else "light"
+            )
+            page = context.new_page()
+            page.set_default_timeout(PATIENCE_MS)
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+            page.goto(url)
+            settle(page)
+            yield page, errors
+        finally:
+            browser.close()
+
+
+def settle(page: Page) -> None:
+    """Waits until the page shows a run down to its last table, or says why not, and every chart is drawn."""
+    expect(page.locator(".tg-verdict").first).to_be_visible(timeout=PATIENCE_MS)
+    page.wait_for_function(DRAWN)
+    expect(page.locator('[data-testid="stSkeleton"]')).to_have_count(0, timeout=PATIENCE_MS)
+
+
+def screenshot(url: str, path: str | Path, *, dark: bool = False, full: bool = False) -> None:
+    """Writes a PNG of the live view at 1280 × 800, or of all of it."""
+    with open_page(url, dark=dark, height=2000 if full else 800) as (page, _):
+        page.wait_for_function(DRAWN)
+        page.screenshot(path=str(path))
+
+
+@contextlib.contextmanager
+def serve(daemon_url: str) -> Iterator[str]:
+    """The live view as users get it, on a free port; its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        command(port, daemon_url), env=environment(daemon_url), stdout=sys.stderr, stderr=subprocess.STDOUT
+    )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(15)

@@ -1,0 +1,27 @@
+"""A real daemon for each test that wants one, and agents that report what a script says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = str(Path(__file__).parents[2])
+if ROOT not in sys.path:
+    sys.path.append(ROOT)
+
+from tests.dashboard.scripted import Daemon, start_daemon  # noqa: E402
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    """A daemon on a free port with its state in a temporary directory; the page under test finds both."""
+    state = tmp_path / "state"
+    monkeypatch.setenv("TIDEGATE_STATE_DIR", str(state))
+    for name in ("TIDEGATE_TOKEN", "TIDEGATE_READ_TOKEN", "TIDEGATE_OPERATE_TOKEN", "TIDEGATE_AGENT_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with start_daemon(state) as running:
+        monkeypatch.setenv("TIDEGATE_DAEMON", running.url)
+        yield running

@@ -1,0 +1,196 @@
+"""Figures, figures' words and the form's rules: pure functions, no screen, no daemon."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import plotly.graph_objects as go
+import pytest
+
+from tests.dashboard.scripted import SUBGROUPS, step_report, timeline
+from tidegate.analysis import stalls
+from tidegate.catalogue import METRICS
+from tidegate.dashboard import charts, edits, gantt, palette, units
+from tidegate.dashboard.digest import digest, pace, verdict
+from tidegate.dashboard.lanes import lane_use
+from tidegate.knobs import SPECS
+from tidegate.plan.ops import LANE_OF, LANES, OpKind
+from tidegate.timeline import PHASES, STALL_CAUSES
+from tidegate.wire import GenerationView, KnobBound, KnobsView, Liveness, RankView, RunView, StallRow, StepReport
+
+STEPS = tuple(step_report(step, 1000.0 + 3.5 * step) for step in range(1, 61))
+BOUNDS = {
+    spec.name: KnobBound(minimum=spec.minimum, maximum=spec.maximum, words=spec.words, unit=spec.unit, help=spec.help)
+    for spec in SPECS.values()
+}
+
+
+def run_view(liveness: Liveness = "live", last_seen: float = 100.0) -> RunView:
+    rank = RankView(
+        rank=0, agent="a", host="h", pid=1, device_kind="cuda", metrics_address="", liveness=liveness,
+        last_seen=last_seen, started_at=0.0, phase="update", step=60, applied_generation=0, effective={},
+    )  # fmt: skip
+    return RunView(
+        run="r", liveness=liveness, device_kind="cuda", world_size=1, step=60, generation=0, started_at=0.0,
+        last_seen=last_seen, ranks=(rank,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"), (0.0, "0 ms"), (0.0000031, "3 µs"), (0.00123, "1.23 ms"), (0.0456, "45.6 ms"), (0.99996, "1.00 s"),
+        (1.234, "1.23 s"), (59.96, "60.0 s"), (125.0, "2 min 5 s"), (7800.0, "2 h 10 min"),
+    ],
+)  # fmt: skip
+def test_seconds(value: float | None, text: str) -> None:
+    assert units.seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 B"), (999, "999 B"), (48_000_000, "48.0 MB"), (14_530_000_000, "14.5 GB"), (1e12, "1.00 TB")]
+)
+def test_bytes(value: float, text: str) -> None:
+    assert units.nbytes(value) == text
+
+
+def test_shares_knobs_and_counts() -> None:
+    assert [units.share(v) for v in (None, 0.0, 0.004, 0.12, 1.0)] == ["–", "0 %", "0.4 %", "12 %", "100 %"]
+    assert [units.knob(v) for v in (None, "auto", 3.0, 2.5)] == ["–", "auto", "3", "2.5"]
+    assert [units.count(v) for v in (12, 4096, 1.1e9)] == ["12", "4.10 k", "1.10 G"]
+
+
+def test_every_phase_lane_kind_and_cause_has_one_colour_of_its_own() -> None:
+    assert set(palette.PHASE) == set(PHASES)
+    assert set(palette.LANE) == set(LANES)
+    assert set(palette.KIND) == set(palette.KIND_NAME) == set(OpKind)
+    assert set(palette.CAUSE) == set(STALL_CAUSES)
+    for colours in (palette.PHASE, palette.LANE, palette.KIND, palette.CAUSE):
+        assert len(set(colours.values())) == len(colours)
+
+
+def test_the_digest_is_of_the_newest_steps() -> None:
+    figures = digest(STEPS)
+    assert figures.steps == 20
+    assert figures.pace == pytest.approx(3.5)
+    assert figures.update_share == pytest.approx(1.46 / (0.61 + 1.34 + 1.46 + 0.04), rel=0.03)
+    assert figures.stall_share == pytest.approx({"h2d": 0.31, "d2h": 0.06})
+    assert digest(()).pace is None
+    assert pace(STEPS[:1]) == pytest.approx(sum(STEPS[0].phase_seconds.values()))
+
+
+def test_the_verdict_says_what_the_update_waits_for() -> None:
+    assert verdict(run_view(), digest(STEPS), 100.0) == (
+        "The update is 42 % of the step; it waits 31 % of its time on h2d, 6 % on the rest."
+    )
+    calm = tuple(step.model_copy(update={"stalls": ()}) for step in STEPS)
+    assert verdict(run_view(), digest(calm), 100.0) == "The update is 42 % of the step; hardly anything held it up."
+    assert verdict(run_view(), digest(()), 100.0) == "Waiting for the first step to finish."
+    assert verdict(run_view("lost"), digest(STEPS), 142.0) == "Lost: no word from rank 0 for 42 s."
+    assert verdict(run_view("stale"), digest(STEPS), 105.0) == "Late: no word from rank 0 for 5.0 s."
+    assert verdict(run_view("finished"), digest(STEPS), 1.0).startswith("Finished after 60 steps: the update was 42 %")
+
+
+def test_the_gantt_has_every_op_of_the_update_on_its_lane() -> None:
+    view = timeline(7)
+    figure = gantt.gantt(view, stalls(gantt.as_timeline(view)))
+    drawn = {(trace.name, lane) for trace in figure.data for lane in trace.y}
+    in_update = {OpKind(s.kind) for s in view.spans if s.kind != "grad_d2h"}
+    assert {(palette.KIND_NAME[kind], LANE_OF[kind]) for kind in in_update} <= drawn
+    assert ("waits for h2d", gantt.WAITS) in drawn
+    hatched = [trace for trace in figure.data if trace.name.startswith("waits")]
+    assert all(trace.marker.pattern.shape == "/" for trace in hatched)
+    assert sum(len(trace.y) for trace in figure.data if trace.name == "CPU update") == SUBGROUPS // 2
+    state_in = next(trace for trace in figure.data if trace.name == "state in")
+    assert "1.00 GB at 10.2 GB/s" in state_in.customdata[0]
+    low, high = figure.layout.xaxis.range
+    assert low == 0
+    assert high == pytest.approx(max(s.end for s in view.spans if s.end) * 1e3 - 1950)
+
+
+def test_the_whole_step_shows_early_gradients_too() -> None:
+    view = timeline(7)
+    assert "gradient out" not in {trace.name for trace in gantt.gantt(view, ()).data}
+    assert "gradient out" in {trace.name for trace in gantt.gantt(view, (), "step").data}
+
+
+def test_thousands_of_ops_become_hundreds_of_bars_and_lose_no_byte() -> None:
+    view = timeline(7)
+    one = view.spans[0]
+    many = [one.model_copy(update={"op": n, "start": n * 1e-3, "end": n * 1e-3 + 9e-4}) for n in range(4000)]
+    joined = gantt.bars(many, finest=4.0 / gantt.MAX_BARS)
+    assert len(joined) <= gantt.MAX_BARS
+    assert sum(bar.nbytes for bar in joined) == sum(row.nbytes for row in many)
+    assert all(a.end <= b.start for a, b in itertools.pairwise(joined))
+
+
+def test_lane_use_counts_what_lies_inside_the_update() -> None:
+    view = timeline(7)
+    use = {row.lane: row for row in lane_use(view, *gantt.window(view, "update"))}
+    assert use["h2d"].nbytes == 8 * 1000_000_000 + 8 * 200_000_000
+    assert use["h2d"].busy_seconds == pytest.approx(8 * 0.098 + 8 * 0.011)
+    assert use["cpu"].params_per_second == pytest.approx(100e6 / 0.092, rel=1e-6)
+    assert all(0 < row.busy_share <= 1 for row in use.values())
+
+
+@pytest.mark.parametrize("steps", [(), STEPS[:1], STEPS], ids=["none", "one", "many"])
+def test_every_chart_can_be_drawn(steps: tuple[StepReport, ...]) -> None:
+    figures: list[go.Figure] = [
+        charts.phase_history(steps),
+        charts.stalls_by_cause(steps),
+        charts.link_bytes(steps),
+        charts.memory(steps),
+        charts.series(([s.step for s in steps], [s.loss or 0.0 for s in steps]), "loss", "none", "#000000"),
+    ]
+    for figure in figures:
+        assert figure.to_json()
+        assert len(figure.layout.annotations) == (0 if steps else 1)
+
+
+def test_no_stalls_is_good_news_and_not_an_empty_chart() -> None:
+    calm = STEPS[0].model_copy(update={"stalls": (StallRow(phase="update", cause="h2d", seconds=0.0),)})
+    assert "No stalls" in charts.stalls_by_cause((calm,)).layout.annotations[0].text
+
+
+def draft(**fields: str) -> edits.Draft:
+    desired = {"stride": "auto", "static_ratio": 0.0}
+    return edits.Draft(generation=3, desired=desired, fields={"stride": "auto", "static_ratio": "0", **fields})
+
+
+def test_only_edited_fields_are_sent_and_bounds_are_the_daemons() -> None:
+    assert edits.parse(draft(), BOUNDS).changes == {}
+    assert edits.parse(draft(stride=" 3 "), BOUNDS).changes == {"stride": 3.0}
+    assert edits.parse(draft(stride="OFF"), BOUNDS).changes == {"stride": "off"}
+    assert edits.parse(draft(static_ratio="0.0"), BOUNDS).changes == {}
+    wrong = edits.parse(draft(static_ratio="1.5", stride="2"), BOUNDS)
+    assert wrong.changes == {"stride": 2.0}
+    assert "0 to 1" in wrong.errors["static_ratio"]
+
+
+def test_a_conflict_keeps_the_edit_takes_the_others_change_and_names_it() -> None:
+    mine = draft(static_ratio="0.25")
+    other = GenerationView(
+        run="r", generation=4, state="applied", knobs={"stride": 3.0, "static_ratio": 0.0}, changes={"stride": 3.0},
+        author="ana", reason="fewer crossings", created_at=time.time(),
+    )  # fmt: skip
+    now = KnobsView(run="r", generation=4, desired=other.knobs, bounds=BOUNDS, ranks=())
+    sentence = edits.conflict(mine, (other,))
+    assert "ana made generation 4, stride auto → 3 (“fewer crossings”)" in sentence
+    rebased = edits.rebase(mine, now)
+    assert rebased.fields == {"stride": "3", "static_ratio": "0.25"}
+    assert edits.parse(rebased, BOUNDS).changes == {"static_ratio": 0.25}
+
+
+def test_the_outcome_of_a_refusal_has_its_figures() -> None:
+    refused = GenerationView(
+        run="r", generation=5, state="refused", knobs={}, changes={"static_ratio": 0.5}, author="ana", created_at=0.0,
+        outcome="rank 0 needs 21.3 GB, 14.0 GB are free.",
+    )  # fmt: skip
+    good, sentence = edits.outcome(refused)
+    assert not good
+    assert "21.3 GB, 14.0 GB" in sentence
+
+
+def test_the_catalogues_screens_are_known() -> None:
+    assert {metric.screen for metric in METRICS} <= {"now", "update", "links", "knobs", "prometheus"}

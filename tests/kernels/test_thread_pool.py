@@ -1,0 +1,143 @@
+"""The threads: as many as asked for, where they may run, gone after close, and harmless in a forked child."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tidegate import kernels
+from tidegate.kernels import GradDtype, ThreadPool, oracle
+
+TASKS = Path("/proc/self/task")
+ELEMENTS = np.arange(1_000_000, dtype=np.float32)
+
+
+def workers() -> list[Path]:
+    return [task for task in TASKS.iterdir() if (task / "comm").read_text().strip() == "tidegate-cpu"]
+
+
+def total(pool: ThreadPool) -> float:
+    return kernels.sum_of_squares(pool, ELEMENTS.ctypes.data, len(ELEMENTS), GradDtype.F32)[0]
+
+
+def in_child(work: Callable[[], bool]) -> bool:
+    """Whether `work` is true in a forked child."""
+    pid = os.fork()
+    if pid == 0:
+        ok = False
+        try:
+            ok = work()
+        finally:
+            os._exit(0 if ok else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> None:
+    assert workers() == []
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_close_ends_the_threads(num_threads: int) -> None:
+    pool = ThreadPool(num_threads)
+    assert len(workers()) == num_threads - 1
+    expected = total(pool)
+    pool.close()
+    pool.close()
+    assert workers() == []
+    assert total(pool) == expected, "a closed pool works on the calling thread"
+    assert pool.num_threads == num_threads
+
+
+def test_a_pool_that_nobody_holds_ends_its_threads() -> None:
+    pool = ThreadPool(3)
+    del pool
+    assert workers() == []
+
+
+def test_started_threads_run_on_the_given_cpus() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    before = os.sched_getaffinity(0)
+    with ThreadPool(3, cpus=[cpu]):
+        assert [os.sched_getaffinity(int(task.name)) for task in workers()] == [{cpu}] * 2
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(("num_threads", "cpus"), [(0, None), (-1, None), (2, [-1]), (2, [100_000]), (3, [1023])])
+def test_bad_arguments_leave_no_thread(num_threads: int, cpus: list[int] | None) -> None:
+    with pytest.raises(ValueError, match=r"num_threads|cpu"):
+        ThreadPool(num_threads, cpus)
+    assert workers() == []
+
+
+def test_a_forked_child_works_alone() -> None:
+    with ThreadPool(3) as pool:
+        expected = total(pool)
+
+        def child() -> bool:
+            same = total(pool) == expected and workers() == []
+            pool.close()
+            with ThreadPool(2) as own:
+                return same and total(own) == expected
+
+        assert in_child(child)
+        assert total(pool) == expected, "the parent's threads are still there"
+
+
+def test_fork_while_a_job_runs() -> None:
+    """A lock that another thread holds at the fork stays locked for ever in the child."""
+    stop = threading.Event()
+    with ThreadPool(2) as pool:
+        expected = total(pool)
+
+        def busy() -> None:
+            while not stop.is_set():
+                total(pool)
+
+        thread = threading.Thread(target=busy)
+        thread.start()
+        try:
+            assert all(in_child(lambda: total(pool) == expected) for _ in range(20))
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_the_child_may_drop_the_pool() -> None:
+    pools = [ThreadPool(3)]
+
+    def drop() -> bool:
+        pools.clear()
+        return True
+
+    assert in_child(drop)
+
+
+def test_copy_and_fill() -> None:
+    source, target = (np.arange(1001) % 251).astype(np.uint8), np.zeros(1001, np.uint8)
+    kernels.copy(target.ctypes.data + 1, source.ctypes.data, 1000)
+    np.testing.assert_array_equal(target[1:], source[:1000])
+    kernels.fill(target.ctypes.data, 0xA5, 10)
+    assert target[:10].tolist() == [0xA5] * 10
+    assert target[10] == source[9]
+    kernels.copy(0, 0, 0)
+    with pytest.raises(ValueError, match="byte"):
+        kernels.fill(target.ctypes.data, 256, 1)
+    with pytest.raises(ValueError, match="dst"):
+        kernels.copy(0, source.ctypes.data, 1)
+
+
+def test_instruction_set_is_what_the_cpu_has() -> None:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    wanted = "avx512" if "avx512vl" in flags else "avx2" if "avx2" in flags else "baseline"
+    assert kernels.instruction_set() in {wanted, "baseline"}
+
+
+def test_the_oracle_says_the_same() -> None:
+    with ThreadPool(4) as pool:
+        assert total(pool) == oracle.sum_of_squares(ELEMENTS, GradDtype.F32)[0]

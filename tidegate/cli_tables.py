@@ -1,0 +1,121 @@
+"""What the command line shows people, as tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from tidegate.knobs import KnobValue
+from tidegate.wire import GenerationView, KnobPreview, KnobsView, RankKnobs, RankView, RunView
+
+_console = Console(highlight=False)
+
+
+def print_runs(runs: Sequence[RunView]) -> None:
+    if not runs:
+        print("No runs yet: train with tidegate.attach(optimizer, model, run=…), or try `tidegate demo`.")
+        return
+    rows = [_rank_row(run, rank) for run in runs for rank in run.ranks]
+    _table(("run", "rank", "state", "step", "phase", "update", "exposed", "loss", "device", "host", "knobs"), rows)
+    if any(run.device_kind == "emulated" and run.liveness in ("live", "stale") for run in runs):
+        print("Emulated devices copy and compute at stated rates: their speeds are no measurement.")
+
+
+def _rank_row(run: RunView, rank: RankView) -> tuple[str, ...]:
+    last = rank.last_step
+    silent = f" {max(0.0, time.time() - rank.last_seen):.0f} s" if rank.liveness in ("stale", "lost") else ""
+    return (
+        run.run,
+        f"{rank.rank} of {run.world_size}",
+        rank.liveness + silent,
+        str(rank.step),
+        rank.phase if rank.liveness == "live" else "",
+        _seconds(last.phase_seconds.get("update")) if last else "",
+        _seconds(sum(last.exposed_seconds.values())) if last else "",
+        f"{last.loss:.4f}" if last and last.loss is not None else "",
+        rank.device_kind,
+        rank.host,
+        f"#{rank.applied_generation} " + shown(rank.effective),
+    )
+
+
+def print_knobs(view: KnobsView) -> None:
+    rows = [
+        (
+            name,
+            shown_value(value),
+            f"{bound.minimum:g} to {bound.maximum:g}" + "".join(f", {w}" for w in bound.words),
+            bound.help,
+        )
+        for name, value in view.desired.items()
+        if (bound := view.bounds.get(name))
+    ]
+    print(f"Run {view.run}, newest generation {view.generation}")
+    _table(("knob", "desired", "bounds", "what it does"), rows)
+    if view.pending:
+        print(f"Generation {view.pending.generation} waits for the ranks: {shown(view.pending.changes)}")
+    print_ranks(view.ranks)
+
+
+def print_ranks(ranks: Iterable[RankKnobs]) -> None:
+    rows = [(str(r.rank), r.liveness, str(r.applied_generation), shown(r.effective), r.refused or "") for r in ranks]
+    if rows:
+        _table(("rank", "state", "applied", "effective", "refused because"), rows)
+
+
+def print_generation(made: GenerationView, ranks: Iterable[RankKnobs]) -> None:
+    if made.state == "proposed":
+        print(f"Generation {made.generation} is still being voted on: see `tidegate generations`.")
+    else:
+        print(f"Generation {made.generation} {made.state}: {shown(made.knobs)}. {made.outcome}")
+    print_ranks(ranks)
+
+
+def print_preview(preview: KnobPreview) -> None:
+    if not preview.changed:
+        print("Nothing would change.")
+    rows = [(name, shown_value(preview.before[name]), shown_value(value)) for name, value in preview.changed.items()]
+    before, after = preview.predicted_update_seconds_before, preview.predicted_update_seconds_after
+    if before is not None and after is not None:
+        rows.append(("update, predicted", _seconds(before), _seconds(after)))
+    _table(("", "now", "then"), rows)
+    if before is None or after is None:
+        print("No prediction yet: it needs the rates of a few steps.")
+
+
+def print_generations(found: Iterable[GenerationView]) -> None:
+    rows = []
+    for made in found:
+        effect = made.measured_effect
+        measured = (
+            f"{_seconds(effect.update_seconds_before)} → {_seconds(effect.update_seconds_after)}" if effect else ""
+        )
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.created_at))
+        what = shown(made.changes) or shown(made.knobs)
+        told = " ".join(part for part in (made.outcome, made.reason and f"({made.reason})") if part)
+        rows.append((str(made.generation), made.state, what, made.author, when, measured, told))
+    _table(("#", "state", "change", "who", "when", "update", "outcome"), rows)
+
+
+def shown(knobs: dict[str, KnobValue]) -> str:
+    return " ".join(f"{name}={shown_value(value)}" for name, value in knobs.items())
+
+
+def shown_value(value: KnobValue) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    _console.print(table, markup=False) if table.row_count else None

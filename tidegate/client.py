@@ -1,0 +1,305 @@
+"""The one HTTP client of the daemon: command line, agent and screens all speak through it."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, Self, TypeVar, get_args
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from tidegate.errors import (
+    DaemonError,
+    DaemonUnreachable,
+    KnobError,
+    NotAuthorized,
+    NotFound,
+    RankTaken,
+    StaleKnobs,
+)
+from tidegate.knobs import KnobValue
+from tidegate.wire import (
+    AgentHello,
+    AgentReport,
+    Applied,
+    AuditRow,
+    Directive,
+    Event,
+    GenerationView,
+    KnobPatch,
+    KnobPreview,
+    KnobsView,
+    Lease,
+    RunView,
+    StepsView,
+    TimelineView,
+    Vote,
+)
+
+Scope = Literal["read", "operate", "agent", "alert"]
+SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
+DEFAULT_URL: Final = "http://127.0.0.1:8790"
+MAX_BODY_BYTES: Final = 1 << 20
+"""What the daemon accepts in one request."""
+
+_T = TypeVar("_T")
+_Query = Mapping[str, str | int | float | bool]
+_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+def state_dir() -> Path:
+    """Where the daemon of this user keeps its state, unless told otherwise."""
+    if given := os.environ.get("TIDEGATE_STATE_DIR"):
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "tidegate"
+
+
+def find_token(scope: Scope) -> str | None:
+    """The token for `scope`: TIDEGATE_<SCOPE>_TOKEN, else TIDEGATE_TOKEN, else the file that the daemon wrote."""
+    for name in (f"TIDEGATE_{scope.upper()}_TOKEN", "TIDEGATE_TOKEN"):
+        if given := os.environ.get(name, "").strip():
+            return given
+    names = ("read", "operate", "agent") if scope == "read" else (scope,)
+    for name in names:
+        with contextlib.suppress(OSError):
+            if token := (state_dir() / f"{name}.token").read_text().strip():
+                return token
+    return None
+
+
+def find_daemon() -> str:
+    """The daemon's address: TIDEGATE_DAEMON, else what the local daemon wrote to daemon.json, else the default."""
+    if given := os.environ.get("TIDEGATE_DAEMON"):
+        return given
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((state_dir() / "daemon.json").read_text())["url"])
+    return DEFAULT_URL
+
+
+class DaemonClient:
+    """Speaks with the daemon at `url`. May be shared by threads; `close()` it or use it as a context manager.
+
+    token: bearer token; None sends none (only health() works then).
+    timeout: seconds for one answer; long polls add what they wait for.
+    Every method raises DaemonUnreachable, NotAuthorized, NotFound, StaleKnobs, RankTaken, KnobError or DaemonError.
+    """
+
+    def __init__(self, url: str, token: str | None = None, timeout: float = 5.0) -> None:
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise DaemonError(f"{url!r} is not an address of a daemon: say http://host:port.")
+        headers = {"Tidegate-Actor": _actor()}
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        self._timeout = timeout
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=timeout,
+            trust_env=parts.hostname not in _LOOPBACK,  # a proxy cannot reach our loopback
+            limits=httpx.Limits(keepalive_expiry=30.0),  # less than the daemon's, or it closes under our request
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    # ---- agents
+
+    def hello(self, message: AgentHello) -> Lease:
+        """Registers one rank. RankTaken while another live agent holds it."""
+        return self._ask(Lease, "POST", "/v1/agents", body=message)
+
+    def report(self, agent: str, message: AgentReport) -> Lease:
+        """Renews the lease. NotFound: the daemon does not know this agent, say hello again."""
+        return self._ask(Lease, "POST", f"/v1/agents/{agent}/reports", body=_fit(message))
+
+    def directive(self, agent: str, after_committed: int, after_proposed: int | None, wait: float) -> Directive:
+        """What the daemon wants, as soon as it is newer than what is named here, or after `wait` seconds."""
+        query: dict[str, str | int | float | bool] = {"committed": after_committed, "wait": wait}
+        if after_proposed is not None:
+            query["proposed"] = after_proposed
+        return self._ask(Directive, "GET", f"/v1/agents/{agent}/directive", query=query, wait=wait)
+
+    def vote(self, agent: str, message: Vote) -> None:
+        self._send("POST", f"/v1/agents/{agent}/votes", body=message)
+
+    def applied(self, agent: str, message: Applied) -> None:
+        self._send("POST", f"/v1/agents/{agent}/applied", body=message)
+
+    def goodbye(self, agent: str) -> None:
+        self._send("DELETE", f"/v1/agents/{agent}")
+
+    # ---- operators
+
+    def runs(self) -> list[RunView]:
+        return self._ask(list[RunView], "GET", "/v1/runs")
+
+    def run(self, run: str) -> RunView:
+        return self._ask(RunView, "GET", f"/v1/runs/{run}")
+
+    def knobs(self, run: str) -> KnobsView:
+        return self._ask(KnobsView, "GET", f"/v1/runs/{run}/knobs")
+
+    def preview_knobs(
+        self, run: str, changes: Mapping[str, KnobValue], etag_generation: int | None = None
+    ) -> KnobPreview:
+        """What `changes` would do. None reads the newest generation first."""
+        etag = self.knobs(run).generation if etag_generation is None else etag_generation
+        body = KnobPatch(changes=dict(changes))
+        return self._ask(
+            KnobPreview, "PATCH", f"/v1/runs/{run}/knobs", body=body, query={"dry_run": True}, generation=etag
+        )
+
+    def set_knobs(
+        self,
+        run: str,
+        changes: Mapping[str, KnobValue],
+        *,
+        generation: int | None = None,
+        reason: str = "",
+        wait: float = 10.0,
+    ) -> GenerationView:
+        """Makes a new generation on top of `generation` and waits up to `wait` seconds for what becomes of it.
+
+        generation: the newest one that the caller has seen; StaleKnobs when there is a newer one. None reads it first.
+        """
+        etag = self.knobs(run).generation if generation is None else generation
+        body = KnobPatch(changes=dict(changes), reason=reason)
+        query = {"wait": wait}
+        return self._ask(
+            GenerationView, "PATCH", f"/v1/runs/{run}/knobs", body=body, query=query, generation=etag, wait=wait
+        )
+
+    def generations(self, run: str) -> list[GenerationView]:
+        """All generations of the run, oldest first."""
+        return self._ask(list[GenerationView], "GET", f"/v1/runs/{run}/generations")
+
+    def timeline(self, run: str, rank: int) -> TimelineView | None:
+        """The last measured update of the rank; None before the first."""
+        answer = self._send("GET", f"/v1/runs/{run}/ranks/{rank}/timeline")
+        return None if answer.status_code == 204 else _parse(TimelineView, answer)
+
+    def steps(self, run: str, rank: int, limit: int = 200) -> StepsView:
+        return self._ask(StepsView, "GET", f"/v1/runs/{run}/ranks/{rank}/steps", query={"limit": limit})
+
+    def audit(self, run: str) -> list[AuditRow]:
+        """The newest rows of the run's audit log, oldest first."""
+        return self._ask(list[AuditRow], "GET", f"/v1/runs/{run}/audit")
+
+    def events(self, run: str, last_event_id: int | None = None) -> Iterator[Event]:
+        """The run's events as they come, those after `last_event_id` first. Ends when the daemon closes the stream."""
+        headers = {"Last-Event-ID": str(last_event_id)} if last_event_id is not None else {}
+        quiet = httpx.Timeout(self._timeout, read=60.0)  # the daemon sends a comment every 15 s
+        try:
+            with self._http.stream("GET", f"/v1/runs/{run}/events", headers=headers, timeout=quiet) as answer:
+                if answer.is_error:
+                    answer.read()
+                    raise _error(answer)
+                for line in answer.iter_lines():
+                    if line.startswith("data:"):
+                        yield Event.model_validate_json(line[5:])
+        except httpx.RemoteProtocolError:
+            return
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def health(self) -> bool:
+        """Whether a ready daemon answers."""
+        try:
+            return self._http.get("/readyz").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    # ---- transport
+
+    def _ask(self, kind: type[_T], method: str, path: str, **more: Any) -> _T:
+        return _parse(kind, self._send(method, path, **more))
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: BaseModel | None = None,
+        query: _Query | None = None,
+        generation: int | None = None,
+        wait: float = 0.0,
+    ) -> httpx.Response:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if generation is not None:
+            headers["If-Match"] = f'"{generation}"'
+        content = body.model_dump_json() if body is not None else None
+        try:
+            answer = self._http.request(
+                method, path, content=content, params=query, headers=headers, timeout=self._timeout + wait
+            )
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if answer.is_error:
+            raise _error(answer)
+        return answer
+
+    def _unreachable(self, error: httpx.HTTPError) -> DaemonUnreachable:
+        if isinstance(error, httpx.ConnectError):
+            return DaemonUnreachable(f"No daemon answers at {self.url}. Start one with `tidegate daemon`.")
+        why = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
+        return DaemonUnreachable(f"The daemon at {self.url} did not answer: {why}.")
+
+
+def _actor() -> str:
+    """Who asks, for the audit log; a claim, not a proof."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()[:48]
+
+
+def _fit(report: AgentReport) -> AgentReport:
+    """The report in a size that the daemon accepts: the timeline goes first, then the older steps."""
+    if len(report.model_dump_json()) <= MAX_BODY_BYTES:
+        return report
+    if report.timeline is not None:
+        return _fit(report.model_copy(update={"timeline": None}))
+    if len(report.steps) > 1:
+        return _fit(report.model_copy(update={"steps": report.steps[-(len(report.steps) // 2) :]}))
+    return report
+
+
+def _parse(kind: type[_T], answer: httpx.Response) -> _T:
+    try:
+        return TypeAdapter(kind).validate_json(answer.content)
+    except ValidationError as error:
+        where = f"{answer.request.method} {answer.request.url.path}"
+        raise DaemonError(f"What answers {where} is not a Tidegate daemon of this version.", 502) from error
+
+
+def _error(answer: httpx.Response) -> DaemonError | KnobError:
+    """The problem as the error that callers catch."""
+    try:
+        problem: dict[str, Any] = answer.json()
+        detail = str(problem.get("detail") or problem.get("title") or "")
+        kind = str(problem.get("type", ""))
+    except (ValueError, AttributeError):
+        problem, detail, kind = {}, f"The daemon answered {answer.status_code} without saying why.", ""
+    if kind == "invalid-knob":
+        return KnobError(detail, str(problem.get("knob", "")))
+    by_status = {401: NotAuthorized, 403: NotAuthorized, 404: NotFound, 412: StaleKnobs}
+    found = RankTaken if kind == "rank-taken" else by_status.get(answer.status_code, DaemonError)
+    return found(detail, answer.status_code)

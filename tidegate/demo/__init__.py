@@ -1,0 +1,40 @@
+"""`tidegate demo`: trains a real model on real text with everything on, and shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What `tidegate demo` and `tidegate train` take.
+
+    text: a folder of text to train on; None for the standard library's own source files.
+    run: name of the run; None makes one from the time. seconds: stop after this many, 0 for no limit.
+    headless: no live view, and no waiting at the end; None decides by whether a terminal is attached.
+    port, dashboard_port: of daemon and live view; a daemon that answers at `port` is used as it is.
+    emulated: use the emulated device even where there is a GPU.
+    view: start the live view at all (`train` does not).
+    """
+
+    text: Path | None = None
+    steps: int = 150
+    run: str | None = None
+    seconds: float = 0.0
+    headless: bool | None = None
+    port: int = 8790
+    dashboard_port: int = 8501
+    emulated: bool = False
+    stride: float | str = "auto"
+    static_ratio: float = 0.125
+    subgroup_numel: int = 200_000
+    reset_knobs: bool = False
+    view: bool = True
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Runs it; the exit status. Errors a user can meet are raised as TidegateError."""
+    from tidegate.demo.session import Session
+
+    return Session(options).run()

@@ -1,0 +1,110 @@
+"""Daemon and live view as child processes that never outlive the demo."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tidegate.client import DaemonClient, find_token, state_dir
+from tidegate.errors import ConfigError
+
+START_SECONDS = 60.0
+PR_SET_PDEATHSIG = 1
+
+
+class Service:
+    """One child process in a session of its own, so that Ctrl-C reaches it through us and in our order."""
+
+    def __init__(self, name: str, command: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        self.name, self.log = name, log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                start_new_session=True, env=dict(env or os.environ), preexec_fn=_die_with_parent,
+            )  # fmt: skip
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """ConfigError with the end of its log when the service ends, or is not ready in time."""
+        deadline = time.monotonic() + START_SECONDS
+        while not ready():
+            if self.process.poll() is not None:
+                raise ConfigError(f"{self.name} did not start: {_last_line(self.log)}")
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{self.name} was not ready within {START_SECONDS:.0f} s; see {self.log}.")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def start_daemon(port: int, log: Path) -> tuple[str, Service | None]:
+    """Address of a daemon at `port`: one that answers and knows our token, or a new one (then also the service)."""
+    url = f"http://127.0.0.1:{port}"
+    if _is_ours(url):
+        return url, None
+    command = [sys.executable, "-m", "tidegate", "daemon", "--port", str(port), "--state-dir", str(state_dir())]
+    service = Service("The daemon", command, log)
+    try:
+        service.wait_until(lambda: _answers(f"{url}/readyz"))
+    except BaseException:
+        service.stop()
+        raise
+    return url, service
+
+
+def start_view(port: int, daemon_url: str, log: Path) -> tuple[str, Service]:
+    from tidegate import dashboard
+
+    problem = dashboard.port_problem(port, "127.0.0.1")
+    if problem:
+        raise ConfigError(problem)
+    url = f"http://127.0.0.1:{port}"
+    service = Service("The live view", dashboard.command(port, daemon_url), log, dashboard.environment(daemon_url))
+    try:
+        service.wait_until(lambda: _answers(f"{url}/_stcore/health"))
+    except BaseException:
+        service.stop()
+        raise
+    return url, service
+
+
+def _is_ours(url: str) -> bool:
+    with DaemonClient(url, find_token("operate"), timeout=2.0) as client:
+        try:
+            client.runs()
+        except Exception:  # noqa: BLE001 - whatever answers there is not a daemon that we may use
+            return False
+    return True
+
+
+def _answers(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=2.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else f"it said nothing (see {log})"
+
+
+def _die_with_parent() -> None:
+    """Linux: when the demo is killed with no chance to clean up, the kernel ends its children."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,171 @@
+"""One demo: services up, training, summary, services down. Ctrl-C at any moment ends it cleanly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import tidegate
+from tidegate.agent.attach import Attachment
+from tidegate.agent.optimizer import AdamW
+from tidegate.demo import DemoOptions
+from tidegate.demo.services import start_daemon, start_view
+from tidegate.demo.summary import Summary
+from tidegate.demo.text import batch, read_text
+
+WINDOW = 128
+BATCH = 8
+HIDDEN = 256
+LAYERS = 4
+LEARNING_RATE = 2e-3
+WARMUP_STEPS = 10
+RATES = dict(h2d_bytes_per_second=1.0e9, d2h_bytes_per_second=1.0e9, update_params_per_second=4.0e8)
+"""The emulated device of the demo: slow enough that the update is worth looking at."""
+
+INTERRUPTED = 130
+
+
+class Session:
+    """See the module. `run()` once."""
+
+    def __init__(self, options: DemoOptions) -> None:
+        self.options = options
+        self.console = Console(soft_wrap=True)
+        self.interactive = sys.stdout.isatty() and sys.stdin.isatty()
+        self.headless = not self.interactive if options.headless is None else options.headless
+        self.name = options.run or time.strftime("demo-%Y%m%d-%H%M%S")
+        self.folder = Path("runs") / self.name
+
+    def run(self) -> int:
+        signal.signal(signal.SIGTERM, _interrupt)
+        with ExitStack() as stack:
+            try:
+                return self._run(stack)
+            except KeyboardInterrupt:
+                # A second Ctrl-C must not cut the cleaning up short.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                self.console.print("\nInterrupted: stopping daemon and live view.")
+                return INTERRUPTED
+
+    def _run(self, stack: ExitStack) -> int:
+        text = read_text(self.options.text, WINDOW)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.console.print(f"[bold]Tidegate demo[/bold]  run [bold]{self.name}[/bold]")
+        url, daemon = start_daemon(self.options.port, self.folder / "daemon.log")
+        if daemon is not None:
+            stack.callback(daemon.stop)
+        view = None
+        if self.options.view:
+            view, service = start_view(self.options.dashboard_port, url, self.folder / "live-view.log")
+            stack.callback(service.stop)
+        optimizer, model = self._build()
+        stack.callback(optimizer.close)
+        attachment = tidegate.attach(
+            optimizer, model, run=self.name, daemon=url, reset_knobs=self.options.reset_knobs
+        )
+        self._announce(model, optimizer, attachment, url, view)
+        summary = Summary(self.name, optimizer, attachment)
+        self._train(model, optimizer, attachment, text, summary)
+        summary.write(self.folder)
+        summary.show(self.console, self.folder)
+        attachment.close()
+        if view is not None and not self.headless:
+            self.console.print(f"\nThe live view stays up at {view} until Ctrl-C.")
+            with suppress(KeyboardInterrupt):
+                signal.pause()
+        return 0
+
+    def _build(self) -> tuple[AdamW, torch.nn.Module]:
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        # One core for the model, the others for the CPU lane and the emulated device.
+        torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=256, hidden_size=HIDDEN, intermediate_size=688, num_hidden_layers=LAYERS,
+                num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=WINDOW, use_cache=False,
+            )
+        )  # fmt: skip
+        optimizer = tidegate.AdamW(
+            model.parameters(),
+            lr=LEARNING_RATE,
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            offload=tidegate.Offload(
+                stride=self.options.stride,
+                static_ratio=self.options.static_ratio,
+                subgroup_numel=self.options.subgroup_numel,
+                device="emulated" if self.options.emulated else "auto",
+                emulated=tidegate.EmulatedRates(**RATES),
+            ),
+        )
+        return optimizer, model
+
+    def _announce(
+        self, model: torch.nn.Module, optimizer: AdamW, attachment: Attachment, url: str, view: str | None
+    ) -> None:
+        params = sum(p.numel() for p in model.parameters())
+        say = self.console.print
+        say(f"  model      Llama architecture, {params:,} parameters, byte-level, {len(optimizer.engine.layouts)} subgroups")
+        if optimizer.device.kind == "emulated":
+            say("  device     [yellow]emulated[/yellow]: paced to stated rates, no performance claim is made from it")
+        if view is not None:
+            say(f"  live view  {view}")
+        say(f"  REST docs  {url}/docs")
+        say(f"  metrics    http://{attachment.metrics_address}/metrics")
+        say("  try        tidegate status    tidegate knobs set stride=3 static_ratio=0.25\n")
+
+    def _train(
+        self, model: torch.nn.Module, optimizer: AdamW, attachment: Attachment, text: torch.Tensor, summary: Summary
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
+        optimizer.observers.append(summary.planned)
+        deadline = time.monotonic() + self.options.seconds if self.options.seconds else float("inf")
+        with self._progress() as progress:
+            task = progress.add_task("training", total=self.options.steps, loss=float("nan"), knobs="")
+            for step in range(self.options.steps):
+                tokens = batch(text, BATCH, WINDOW, generator)
+                optimizer.zero_grad()
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.log(loss=loss.item(), tokens=tokens.numel())
+                optimizer.step()
+                scheduler.step()
+                summary.stepped(loss.item(), tokens.numel())
+                self._tell(progress, task, step + 1, loss.item(), optimizer, attachment)
+                if time.monotonic() > deadline:
+                    break
+
+    def _progress(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("{task.fields[knobs]}"), TimeRemainingColumn(), console=self.console, disable=not self.interactive,
+        )  # fmt: skip
+
+    def _tell(
+        self, progress: Progress, task: Any, step: int, loss: float, optimizer: AdamW, attachment: Attachment
+    ) -> None:
+        """A bar on a terminal; elsewhere a line every tenth of the way."""
+        effective = optimizer.effective_knobs()
+        knobs = f"stride {effective['stride']} static {effective['static_ratio']} generation {attachment.generation}"
+        progress.update(task, completed=step, loss=loss, knobs=knobs)
+        if not self.interactive and (step == 1 or step % max(1, self.options.steps // 10) == 0):
+            self.console.print(f"  step {step}/{self.options.steps}  loss {loss:.3f}  {knobs}")
+            sys.stdout.flush()
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

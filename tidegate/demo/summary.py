@@ -1,0 +1,108 @@
+"""What a run came to: phases, stalls, bytes, who updated what; as a table, as summary.json and as trace.json."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tidegate.agent.attach import Attachment
+from tidegate.agent.engine.engine import StepResult
+from tidegate.agent.optimizer import AdamW
+from tidegate.timeline import Timeline
+from tidegate.trace import write_trace
+
+TRACED_STEPS = 5
+LOSS_WINDOW = 5
+
+
+class Summary:
+    """Collects while training goes on; `planned` counts come from plans, the others from what was measured."""
+
+    def __init__(self, run: str, optimizer: AdamW, attachment: Attachment) -> None:
+        self.run = run
+        self._optimizer = optimizer
+        self._attachment = attachment
+        self._started = time.monotonic()
+        self._losses: list[float] = []
+        self._tokens = 0
+        self._planned_params: Counter[str] = Counter()
+        self._planned_bytes: Counter[str] = Counter()
+        self._timelines: deque[Timeline] = deque(maxlen=TRACED_STEPS)
+
+    def planned(self, result: StepResult) -> None:
+        if result.skipped:
+            return
+        for processor in ("cpu", "device"):
+            self._planned_params[processor] += result.plan.updated_params(processor)  # type: ignore[arg-type]
+        for lane in ("h2d", "d2h"):
+            self._planned_bytes[lane] += result.plan.link_bytes(lane)
+
+    def stepped(self, loss: float, tokens: int) -> None:
+        self._losses.append(loss)
+        self._tokens += tokens
+        timeline = self._attachment.recorder.timeline
+        if timeline is not None:
+            self._timelines.append(timeline)
+
+    def as_dict(self) -> dict[str, Any]:
+        totals = self._attachment.recorder.totals
+        wall = time.monotonic() - self._started
+        link: Counter[str] = Counter()
+        for (direction, _, _), nbytes in totals.link_bytes.items():
+            link[direction] += nbytes
+        return {
+            "run": self.run,
+            "steps": totals.steps,
+            "tokens": self._tokens,
+            "loss_first": self._losses[0] if self._losses else None,
+            "loss_last": sum(self._losses[-LOSS_WINDOW:]) / max(1, len(self._losses[-LOSS_WINDOW:])),
+            "device": self._optimizer.device.kind,
+            "seconds": wall,
+            "phase_seconds": {phase: histogram.total for phase, histogram in totals.phases.items()},
+            "stall_seconds": _nested(totals.stalls),
+            "exposed_seconds": dict(totals.exposed),
+            "generations": [{"generation": g, "first_step": step} for g, step in self._attachment.applied_at],
+            "knobs": self._optimizer.knobs.as_dict(),
+            "effective": self._optimizer.effective_knobs(),
+            "agent_overhead_ratio": self._attachment.overhead_seconds / wall if wall else 0.0,
+            "update_params": dict(totals.updated),
+            "planned_update_params": dict(self._planned_params),
+            "link_bytes": dict(link),
+            "planned_link_bytes": dict(self._planned_bytes),
+        }
+
+    def write(self, folder: Path) -> None:
+        (folder / "summary.json").write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        write_trace(folder / "trace.json", list(self._timelines), rank=self._attachment.rank, process_name=self.run)
+
+    def show(self, console: Console, folder: Path) -> None:
+        result = self.as_dict()
+        table = Table(title=f"{result['steps']} steps in {result['seconds']:.1f} s", title_justify="left")
+        for column in ("phase", "seconds", "share", "exposed"):
+            table.add_column(column, justify="left" if column == "phase" else "right")
+        total = sum(result["phase_seconds"].values()) or 1.0
+        for phase, seconds in result["phase_seconds"].items():
+            exposed = result["exposed_seconds"].get(phase, 0.0)
+            table.add_row(phase, f"{seconds:.2f}", f"{seconds / total:.1%}", f"{exposed:.2f}")
+        console.print(table)
+        stalls = {cause: s for cause, s in result["stall_seconds"].get("update", {}).items() if s >= 0.01}
+        waits = ", ".join(f"{cause} {s:.2f} s" for cause, s in sorted(stalls.items(), key=lambda row: -row[1]))
+        params = result["update_params"]
+        console.print(f"update waited for: {waits or 'nothing'}")
+        console.print(f"updated: {params['cpu']:,} parameters on the CPU, {params['device']:,} on the device")
+        console.print("link: " + ", ".join(f"{lane} {n / 1e6:,.0f} MB" for lane, n in result["link_bytes"].items()))
+        console.print(f"loss {result['loss_first']:.3f} → {result['loss_last']:.3f}")
+        console.print(f"wrote {folder / 'summary.json'} and {folder / 'trace.json'} (open it in ui.perfetto.dev)")
+
+
+def _nested(stalls: dict[tuple[str, str], float]) -> dict[str, dict[str, float]]:
+    nested: dict[str, dict[str, float]] = {}
+    for (phase, cause), seconds in stalls.items():
+        nested.setdefault(phase, {})[cause] = seconds
+    return nested

@@ -1,0 +1,16 @@
+"""The performance model: measured rates, the papers' closed forms, and the simulator."""
+
+from tidegate.model.equations import cpu_to_device_ratio, ratio_from_stride, stride_from_ratio
+from tidegate.model.rates import RateCard
+from tidegate.model.simulate import Prediction, best_stride, simulate, what_if
+
+__all__ = [
+    "Prediction",
+    "RateCard",
+    "best_stride",
+    "cpu_to_device_ratio",
+    "ratio_from_stride",
+    "simulate",
+    "stride_from_ratio",
+    "what_if",
+]

@@ -1,0 +1,46 @@
+"""Closed forms of the papers, with the letters of the papers.
+
+DOS: Maurya et al., "Deep Optimizer States", Middleware '24, https://doi.org/10.1145/3652892.3700781.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tidegate.errors import ConfigError
+
+
+def cpu_to_device_ratio(B: float, U_c: float, U_g: float, D_c: float = math.inf) -> float:
+    """Subgroups updated on the CPU for each one on the device (DOS Eq. 1):
+
+        k = (3/B + 1/U_g) / (1/U_c + 1/D_c - 1/(2B))
+
+    All in parameters per second: `B` the link, one way, in fp32 words; `U_c` and `U_g` updates on CPU and device; `D_c`
+    the CPU's conversion of new weights to 16 bits (infinite when the update itself writes them). The state is taken as
+    three fp32 words a parameter, the weight as half a word.
+
+    Infinite when the denominator is not positive: then the CPU updates a subgroup faster than its weight crosses the
+    link, and no share on the device makes the update shorter.
+    """
+    for name, value in {"B": B, "U_c": U_c, "U_g": U_g, "D_c": D_c}.items():
+        if not value > 0:
+            raise ConfigError(f"{name}={value!r} must be a positive number of parameters per second.")
+    cpu_seconds = 1 / U_c + 1 / D_c - 1 / (2 * B)
+    return (3 / B + 1 / U_g) / cpu_seconds if cpu_seconds > 0 else math.inf
+
+
+def stride_from_ratio(ratio: float) -> float:
+    """Stride (DOS Algorithm 1: device share = 1/stride) of a CPU-to-device ratio (DOS Eq. 1: 1/(ratio + 1)).
+
+    DOS writes k for both; they differ by one.
+    """
+    if not ratio >= 0:
+        raise ConfigError(f"ratio={ratio!r} must not be negative.")
+    return ratio + 1
+
+
+def ratio_from_stride(stride: float) -> float:
+    """CPU-to-device ratio (DOS Eq. 1) of a stride (DOS Algorithm 1)."""
+    if not stride >= 1:
+        raise ConfigError(f"stride={stride!r} must be at least 1.")
+    return stride - 1

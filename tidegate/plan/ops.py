@@ -1,0 +1,146 @@
+"""What a plan is made of: ops, the lanes they run on, and the places they read and write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Literal
+
+Processor = Literal["cpu", "device"]
+Residence = Literal["device", "host"]
+Gate = Literal["none", "gradient", "step"]
+Content = Literal["gradient", "weight", "state"]
+Place = tuple[str, int]
+
+H2D: Final = "h2d"
+D2H: Final = "d2h"
+CPU: Final = "cpu"
+DEVICE: Final = "device"
+LANES: Final = (H2D, D2H, CPU, DEVICE)
+COMPUTE_LANES: Final = frozenset({CPU, DEVICE})
+LINK_LANES: Final = frozenset({H2D, D2H})
+
+SCALE: Final[Place] = ("scale", 0)
+
+
+class OpKind(StrEnum):
+    """The kinds of op. Everything before the gate `step` only copies, so it can be repeated or dropped."""
+
+    GRAD_D2H = "grad_d2h"
+    """Gradient of a subgroup to the host, as soon as it is there (gate: gradient)."""
+    WEIGHT_D2H = "weight_d2h"
+    """Weight of a subgroup to its host mirror, when the mirror is missing or stale."""
+    STATE_H2D = "state_h2d"
+    """State of a subgroup into a staging slot, or into the place of a resident."""
+    STATE_D2H = "state_d2h"
+    """State of a subgroup from a staging slot, or from the place of a resident, to the host."""
+    WEIGHT_H2D = "weight_h2d"
+    """Weight that the CPU has updated to the device."""
+    NORM = "norm"
+    """Norm and non-finite count of all gradients, and from them the clip factor (gate: step)."""
+    CPU_UPDATE = "cpu_update"
+    DEVICE_UPDATE = "device_update"
+
+
+LANE_OF: Final[dict[OpKind, str]] = {
+    OpKind.GRAD_D2H: D2H,
+    OpKind.WEIGHT_D2H: D2H,
+    OpKind.STATE_D2H: D2H,
+    OpKind.STATE_H2D: H2D,
+    OpKind.WEIGHT_H2D: H2D,
+    OpKind.NORM: DEVICE,
+    OpKind.CPU_UPDATE: CPU,
+    OpKind.DEVICE_UPDATE: DEVICE,
+}
+
+CONTENT_OF: Final[dict[OpKind, Content]] = {
+    OpKind.GRAD_D2H: "gradient",
+    OpKind.WEIGHT_D2H: "weight",
+    OpKind.WEIGHT_H2D: "weight",
+    OpKind.STATE_H2D: "state",
+    OpKind.STATE_D2H: "state",
+}
+
+GATE_OF: Final[dict[OpKind, Gate]] = {OpKind.GRAD_D2H: "gradient", OpKind.NORM: "step"}
+
+
+@dataclass(frozen=True, slots=True)
+class Subgroup:
+    """What a plan needs to know of a subgroup: its size, and its bytes per parameter of each content."""
+
+    id: int
+    numel: int
+    weight_bytes: int
+    """Bytes per parameter of the weight on the device."""
+    grad_bytes: int
+    state_bytes: int
+    """Bytes per parameter of what is stored between steps: moments, and remainder or fp32 master."""
+
+    def nbytes(self, content: Content) -> int:
+        per_param = {"gradient": self.grad_bytes, "weight": self.weight_bytes, "state": self.state_bytes}
+        return self.numel * per_param[content]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One unit of work on one lane.
+
+    `deps` are ids of ops that must be done first, beyond the order of the lane. `slot` is the staging slot on the
+    device that the op uses; None for a resident, or for ops that use no slot. `nbytes` crosses the link;
+    `numel` is updated (or read, for NORM). `subgroup` is -1 for NORM.
+    """
+
+    id: int
+    kind: OpKind
+    subgroup: int
+    nbytes: int
+    numel: int
+    deps: tuple[int, ...] = ()
+    slot: int | None = None
+
+    @property
+    def lane(self) -> str:
+        return LANE_OF[self.kind]
+
+    @property
+    def gate(self) -> Gate:
+        return GATE_OF.get(self.kind, "none")
+
+    @property
+    def content(self) -> Content | None:
+        return CONTENT_OF.get(self.kind)
+
+    @property
+    def buffer(self) -> Place:
+        """Where on the device the state is while this op works on it."""
+        return ("resident", self.subgroup) if self.slot is None else ("slot", self.slot)
+
+    @property
+    def name(self) -> str:
+        where = "" if self.slot is None else f" slot {self.slot}"
+        return f"{self.kind.value} {self.subgroup}{where}" if self.subgroup >= 0 else self.kind.value
+
+
+def effects(op: Op, num_subgroups: int) -> tuple[frozenset[Place], frozenset[Place]]:
+    """The places that `op` reads and writes. Two ops that meet in a place, one of them writing, must be ordered."""
+    s = op.subgroup
+    match op.kind:
+        case OpKind.GRAD_D2H:
+            reads, writes = {("device_grad", s)}, {("host_grad", s)}
+        case OpKind.WEIGHT_D2H:
+            reads, writes = {("device_weight", s)}, {("host_weight", s)}
+        case OpKind.STATE_H2D:
+            reads, writes = {("host_state", s)}, {op.buffer}
+        case OpKind.STATE_D2H:
+            reads, writes = {op.buffer}, {("host_state", s)}
+        case OpKind.WEIGHT_H2D:
+            reads, writes = {("host_weight", s)}, {("device_weight", s)}
+        case OpKind.NORM:
+            reads, writes = {("device_grad", i) for i in range(num_subgroups)}, {SCALE}
+        case OpKind.CPU_UPDATE:
+            writes = {("host_state", s), ("host_weight", s)}
+            reads = {("host_grad", s), SCALE} | writes
+        case OpKind.DEVICE_UPDATE:
+            writes = {op.buffer, ("device_weight", s)}
+            reads = {("device_grad", s), SCALE} | writes
+    return frozenset(reads), frozenset(writes)

@@ -1,0 +1,74 @@
+"""What happened, or would happen, in one step: spans on lanes. Executor and simulator both give this type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from tidegate.plan.ops import Content, OpKind
+
+Phase = Literal["forward", "backward", "update", "checkpoint", "other"]
+PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "update", "checkpoint", "other")
+Source = Literal["measured", "simulated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One run of one op on its lane. Seconds since the timeline's origin. An op that was repeated has two spans."""
+
+    op: int
+    kind: OpKind
+    lane: str
+    subgroup: int
+    start: float
+    end: float
+    nbytes: int
+    numel: int
+    content: Content | None = None
+    slot: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpan:
+    """A stretch of wall time of one phase, in seconds since the timeline's origin."""
+
+    phase: Phase
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one step. `deps[op]` are the ids that op waited for besides its lane's order.
+
+    `origin` is the wall-clock time (seconds since the epoch) of second 0; 0.0 for a simulated one.
+    """
+
+    step: int
+    source: Source
+    spans: tuple[Span, ...]
+    phases: tuple[PhaseSpan, ...]
+    deps: dict[int, tuple[int, ...]]
+    origin: float = 0.0
+
+    def window(self, phase: Phase) -> tuple[float, float] | None:
+        """First start and last end of a phase; None when the step has none."""
+        found = [p for p in self.phases if p.phase == phase]
+        return (min(p.start for p in found), max(p.end for p in found)) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Wall time of a phase in which the step could not proceed; `cause` is a lane or one of STALL_CAUSES."""
+
+    phase: Phase
+    cause: str
+    start: float
+    end: float
+
+
+STALL_CAUSES: Final = ("h2d", "d2h", "cpu", "device", "lock", "collective", "scheduler")

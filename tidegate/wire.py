@@ -1,0 +1,371 @@
+"""What travels between agent, daemon, command line and screens: one pydantic model for each message.
+
+Times are seconds since the epoch, durations are seconds, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tidegate.knobs import KnobValue
+
+PROTOCOL_VERSION = 1
+
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Rank = Annotated[int, Field(ge=0, lt=1_000_000)]
+Label = Annotated[str, Field(max_length=64)]
+Text = Annotated[str, Field(max_length=2000)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+DeviceKind = Literal["cuda", "emulated"]
+GenerationState = Literal["proposed", "committed", "applied", "refused", "aborted", "superseded"]
+Liveness = Literal["live", "stale", "lost", "finished"]
+KnobChanges = dict[str, KnobValue]
+
+
+class Message(BaseModel):
+    """Base of all messages: unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+# ---- agent → daemon
+
+
+class SubgroupSizes(Message):
+    """What the simulator needs of a rank's subgroups, grouped by equal size."""
+
+    numel: Count
+    count: Count
+    weight_bytes: Count
+    grad_bytes: Count
+    state_bytes: Count
+
+
+class Rates(Message):
+    """The rank's live rate card: bytes per second and parameters per second; None where nothing was measured yet."""
+
+    h2d_bytes_per_second: float | None = None
+    d2h_bytes_per_second: float | None = None
+    cpu_params_per_second: float | None = None
+    device_params_per_second: float | None = None
+    norm_params_per_second: float | None = None
+    overhead_seconds: float = 0.0
+
+
+class AgentHello(Message):
+    """Registers one rank of a run."""
+
+    protocol: int = PROTOCOL_VERSION
+    agent: Label
+    """A random id that the agent made; the same for its whole life, reconnections included."""
+    run: RunName
+    rank: Rank
+    world_size: Annotated[int, Field(ge=1, le=1_000_000)]
+    host: Label
+    pid: Count
+    device_kind: DeviceKind
+    metrics_address: Annotated[str, Field(max_length=300)]
+    """host:port of this rank's /metrics, as other machines reach it; empty when it exports none."""
+    knobs: KnobChanges
+    """Start-up settings: generation 0 of a new run."""
+    reset_knobs: bool = False
+    """Start-up settings win over the desired knobs that the run has from before."""
+    subgroups: tuple[SubgroupSizes, ...] = ()
+    num_slots: Annotated[int, Field(ge=1, le=64)] = 2
+    started_at: float
+
+
+class StepReport(Message):
+    """One finished step. Keys of `phase_seconds` are phases; the others are lists of rows."""
+
+    step: Count
+    timestamp: float
+    phase_seconds: dict[Label, Seconds]
+    exposed_seconds: dict[Label, Seconds] = {}
+    stalls: tuple[StallRow, ...] = ()
+    links: tuple[LinkRow, ...] = ()
+    device_memory_peak_bytes: dict[Label, Count] = {}
+    host_memory_bytes: dict[Label, Count] = {}
+    cpu_seconds: dict[Label, Seconds] = {}
+    update_params: dict[Label, Count] = {}
+    """By processor: cpu, device."""
+    subgroups: dict[Label, Count] = {}
+    """By residence: host, device."""
+    loss: float | None = None
+    tokens: Count | None = None
+    grad_norm: float | None = None
+    skipped: bool = False
+
+
+class StallRow(Message):
+    phase: Label
+    cause: Label
+    seconds: Seconds
+
+
+class LinkRow(Message):
+    direction: Label
+    phase: Label
+    content: Label
+    bytes: Count
+    busy_seconds: Seconds
+
+
+class SpanRow(Message):
+    """One span of the last update on its lane, seconds since the timeline's origin."""
+
+    op: Count
+    kind: Label
+    lane: Label
+    subgroup: int
+    start: float
+    end: float
+    nbytes: Count
+    numel: Count
+    slot: int | None = None
+
+
+class PhaseRow(Message):
+    phase: Label
+    start: float
+    end: float
+
+
+class TimelineView(Message):
+    """A timeline on the wire. Long ones are cut to their first `MAX_SPANS` spans; `num_spans` tells how many there were."""
+
+    step: Count
+    source: Literal["measured", "simulated"]
+    origin: float
+    phases: Annotated[tuple[PhaseRow, ...], Field(max_length=10_000)]
+    spans: Annotated[tuple[SpanRow, ...], Field(max_length=4_000)]
+    num_spans: Count
+    deps: dict[int, tuple[int, ...]] = {}
+
+
+MAX_SPANS = 4_000
+
+
+class AgentReport(Message):
+    """What a rank says about itself, at most once a second; also renews its lease."""
+
+    timestamp: float
+    step: Count
+    phase: Label
+    """The phase the rank is in now."""
+    generation: Count
+    """The newest generation that this rank has applied."""
+    effective: KnobChanges
+    """What `auto` stands for at present; pinned knobs as they are."""
+    rates: Rates | None = None
+    steps: Annotated[tuple[StepReport, ...], Field(max_length=256)] = ()
+    """The steps finished since the last report (the newest 256)."""
+    timeline: TimelineView | None = None
+    predicted_update_seconds: Seconds | None = None
+    finished: bool = False
+
+
+class Vote(Message):
+    """A rank's answer to a proposed generation."""
+
+    generation: Count
+    can: bool
+    reason: Text = ""
+    """Why not, with figures."""
+
+
+class Applied(Message):
+    """A rank has applied a generation; `step` is the first step that ran with it."""
+
+    generation: Count
+    step: Count
+
+
+# ---- daemon → agent
+
+
+class Directive(Message):
+    """What the daemon wants of a rank now.
+
+    `committed` is the newest generation that all live ranks said yes to, with its knobs: apply it at the next step
+    boundary. `proposed`, when set, wants a vote.
+    """
+
+    committed: Count
+    committed_knobs: KnobChanges
+    proposed: Count | None = None
+    proposed_knobs: KnobChanges | None = None
+
+
+class Lease(Message):
+    """Answer to AgentHello and to every report: how long the daemon believes in this rank without a word from it."""
+
+    lease_seconds: float
+    directive: Directive
+
+
+# ---- operators
+
+
+class KnobBound(Message):
+    minimum: float
+    maximum: float
+    words: tuple[str, ...]
+    unit: str
+    help: str
+
+
+class RankKnobs(Message):
+    """One rank's view of the knobs."""
+
+    rank: Rank
+    liveness: Liveness
+    applied_generation: Count
+    effective: KnobChanges
+    refused: str | None = None
+    """Why this rank refused the newest generation, if it did."""
+
+
+class KnobsView(Message):
+    """`GET /v1/runs/{run}/knobs`; its ETag is the newest generation's number."""
+
+    run: RunName
+    generation: Count
+    desired: KnobChanges
+    """The knobs of the newest committed generation: what the run has, or will have at its next step."""
+    bounds: dict[str, KnobBound]
+    ranks: tuple[RankKnobs, ...]
+    pending: GenerationView | None = None
+
+
+class GenerationView(Message):
+    """One generation of a run: what was asked, by whom, and what became of it."""
+
+    run: RunName
+    generation: Count
+    state: GenerationState
+    knobs: KnobChanges
+    changes: KnobChanges
+    author: Label
+    reason: Text = ""
+    created_at: float
+    decided_at: float | None = None
+    outcome: Text = ""
+    """Why it was refused, aborted or superseded, with figures and the rank."""
+    applied: dict[int, int] = {}
+    """First step that ran with it, by rank."""
+    measured_effect: MeasuredEffect | None = None
+
+
+class MeasuredEffect(Message):
+    """Median update seconds over the steps before and after a generation was applied, on rank 0."""
+
+    steps_before: Count
+    steps_after: Count
+    update_seconds_before: Seconds
+    update_seconds_after: Seconds
+
+
+class KnobPatch(Message):
+    """Body of `PATCH /v1/runs/{run}/knobs`."""
+
+    changes: Annotated[KnobChanges, Field(min_length=1, max_length=16)]
+    reason: Text = ""
+
+
+class KnobPreview(Message):
+    """Answer to a PATCH with `dry_run=true`. Predictions are None until the run has measured its rates."""
+
+    run: RunName
+    generation: Count
+    before: KnobChanges
+    after: KnobChanges
+    changed: KnobChanges
+    predicted_update_seconds_before: Seconds | None = None
+    predicted_update_seconds_after: Seconds | None = None
+
+
+class RankView(Message):
+    rank: Rank
+    agent: Label
+    host: Label
+    pid: Count
+    device_kind: DeviceKind
+    metrics_address: str
+    liveness: Liveness
+    last_seen: float
+    started_at: float
+    phase: Label
+    step: Count
+    applied_generation: Count
+    effective: KnobChanges
+    last_step: StepReport | None = None
+
+
+class RunView(Message):
+    run: RunName
+    liveness: Liveness
+    """The worst of its ranks; finished when all said goodbye."""
+    device_kind: DeviceKind
+    world_size: Count
+    step: Count
+    generation: Count
+    started_at: float
+    last_seen: float
+    ranks: tuple[RankView, ...]
+
+
+class StepsView(Message):
+    """The newest steps of one rank, oldest first."""
+
+    run: RunName
+    rank: Rank
+    steps: tuple[StepReport, ...]
+
+
+class AuditRow(Message):
+    id: Count
+    timestamp: float
+    actor: Label
+    action: Label
+    run: str
+    generation: Count | None = None
+    before: KnobChanges = {}
+    after: KnobChanges = {}
+    reason: Text = ""
+    effect: Text = ""
+
+
+class Event(Message):
+    """One server-sent event of a run: `kind` is report, generation, agent."""
+
+    id: Count
+    kind: Label
+    run: RunName
+    timestamp: float
+    data: dict[str, Any]
+
+
+class Problem(BaseModel):
+    """RFC 9457 problem details; `knob`, `rank` and `bounds` where they apply."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str = ""
+
+
+class SdTarget(Message):
+    """One entry of Prometheus HTTP service discovery."""
+
+    targets: tuple[str, ...]
+    labels: dict[str, str]
+
+
+for _model in (StepReport, KnobsView, GenerationView):
+    _model.model_rebuild()
