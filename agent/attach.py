@@ -20,7 +20,7 @@ from tidegate.agent.telemetry.exporter import Exporter, StepCollector
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.client import find_token
 from tidegate.errors import MemoryBudgetError
-from tidegate.knobs import AUTO, Knobs
+from tidegate.knobs import AUTO
 from tidegate.model.tuner import StrideTuner
 from tidegate.wire import (
     MAX_SPANS,
@@ -112,7 +112,7 @@ class Attachment:
         """Applies what the daemon committed, on all ranks before the same step or on none."""
         committed = self.link.committed if self.link is not None else None
         generation = _agreed(committed.generation if committed is not None else 0)
-        if committed is None or generation != committed.generation or generation == self.generation and next_step > 1:
+        if committed is None or generation != committed.generation or (generation == self.generation and next_step > 1):
             return
         if committed.knobs != self._optimizer.knobs and not self._apply(committed):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -35,31 +36,23 @@ class Gradients:
             for segment in layout.segments:
                 self._subgroups_of[segment.param].append(layout)
         self._dense: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}
+        self._lock = threading.Lock()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def watch(self, on_gradient: Callable[[int], None]) -> None:
         """Calls `on_gradient(param)` whenever autograd has accumulated into a parameter."""
         for index, param in enumerate(self._params):
             if param.requires_grad:
-                self._hooks.append(
-                    param.register_post_accumulate_grad_hook(lambda _, index=index: on_gradient(index))  # type: ignore[misc]
-                )
+                self._hooks.append(param.register_post_accumulate_grad_hook(lambda _, index=index: on_gradient(index)))
 
     def accumulated(self, param: int) -> tuple[int, ...]:
         """Notes one accumulation; the subgroups whose gradients are all there now, as far as last step tells."""
-        grad = self._params[param].grad
-        if grad is not None and grad.layout != torch.strided:
-            raise ParameterError(
-                f"Parameter {param} has a {grad.layout} gradient; only dense gradients are supported. "
-                "Use sparse=False in nn.Embedding."
-            )
+        self.flat(param)
         self._readiness[param].count += 1
         return tuple(layout.id for layout in self._subgroups_of[param] if self._is_ready(layout))
 
     def _is_ready(self, layout: Layout) -> bool:
-        return all(
-            self._readiness[s.param].count >= self._readiness[s.param].expected for s in layout.segments
-        )
+        return all(self._readiness[s.param].count >= self._readiness[s.param].expected for s in layout.segments)
 
     def step_done(self) -> None:
         """What was seen this step is expected of the next."""
@@ -84,11 +77,18 @@ class Gradients:
         if grad is None:
             return None
         if grad.layout != torch.strided:
-            raise ParameterError(f"Parameter {param} has a {grad.layout} gradient; only dense ones are supported.")
+            raise ParameterError(
+                f"Parameter {param} has a {grad.layout} gradient; only dense gradients are supported. "
+                "Use sparse=False in nn.Embedding."
+            )
         if grad.dtype != weight.dtype:
-            raise ParameterError(f"Parameter {param} is {weight.dtype} but its gradient is {grad.dtype}; they must match.")
-        dense = self._as_stored(param, weight, grad)
-        self._device.adopt(("grad", param), dense)
+            raise ParameterError(
+                f"Parameter {param} is {weight.dtype} but its gradient is {grad.dtype}; they must match."
+            )
+        # Several lanes may ask at once; one copy in storage order must serve them all.
+        with self._lock:
+            dense = self._as_stored(param, weight, grad)
+            self._device.adopt(("grad", param), dense)
         return dense
 
     def _as_stored(self, param: int, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,7 @@ class AgentLink:
         self._client = DaemonClient(url, token)
         self._listener_client = DaemonClient(url, token)
         self._stop = threading.Event()
+        self._wake = threading.Event()
         self._lock = threading.Lock()
         self._voted: int | None = None
         self._applied: Applied | None = None
@@ -70,30 +71,38 @@ class AgentLink:
         """The training thread runs `generation` from `step` on; told to the daemon with the next report."""
         with self._lock:
             self._applied = Applied(generation=generation, step=step)
+        self._wake.set()
 
     def close(self) -> None:
         """A last report and goodbye, as far as the daemon can be reached."""
         self._stop.set()
+        self._wake.set()
+        self._threads[0].join(timeout=10.0)
         with contextlib.suppress(DaemonError):
             if self.connected:
                 self._deliver(final=True)
                 self._client.goodbye(self._hello.agent)
-        # Closing its client ends the listener's long poll at once.
+        # The listener may sit in a long poll: its client is closed under it, and the thread is a daemon.
         self._listener_client.close()
-        self._threads[0].join(timeout=10.0)
         self._client.close()
 
     def _register(self) -> None:
         """The first hello. A daemon that is away is no error: training begins, the link retries. Others raise."""
         try:
-            self._take(self._client.hello(self._hello).directive)
-            self.connected = True
+            self._greet()
         except (RankTaken, NotAuthorized):
             self._client.close()
             self._listener_client.close()
             raise
         except DaemonError as error:
             log.warning("daemon away, training goes on: %s", error)
+
+    def _greet(self) -> None:
+        lease = self._client.hello(self._hello)
+        # Start-up settings win once; what operators set since then stays.
+        self._hello = self._hello.model_copy(update={"reset_knobs": False})
+        self._take(lease.directive)
+        self.connected = True
 
     def _take(self, directive: Directive) -> None:
         with self._lock:
@@ -104,7 +113,11 @@ class AgentLink:
 
     def _report_forever(self) -> None:
         failures = 0
-        while not self._stop.wait(REPORT_SECONDS if not failures else _backoff(failures)):
+        while not self._stop.is_set():
+            self._wake.wait(REPORT_SECONDS if not failures else _backoff(failures))
+            self._wake.clear()
+            if self._stop.is_set():
+                return
             try:
                 self._deliver()
                 failures = 0
@@ -115,9 +128,8 @@ class AgentLink:
 
     def _deliver(self, final: bool = False) -> None:
         if not self.connected:
-            self._take(self._client.hello(self._hello.model_copy(update={"reset_knobs": False})).directive)
-            self.connected = True
-            log.info("daemon is back")
+            self._greet()
+            log.info("the daemon is there again")
         with self._lock:
             applied, self._applied = self._applied, None
         report = self._make_report()
@@ -178,4 +190,5 @@ class AgentLink:
 
 
 def _backoff(failures: int) -> float:
-    return random.uniform(0.5, 1.0) * min(MAX_BACKOFF_SECONDS, 0.25 * 2 ** min(failures, 10))
+    """Seconds to wait before the next try: doubled each time, spread so that ranks do not come back all at once."""
+    return random.uniform(0.5, 1.0) * min(MAX_BACKOFF_SECONDS, 0.25 * 2.0 ** min(failures, 10))

@@ -20,7 +20,7 @@ from tidegate.agent.telemetry.phases import PhaseClock
 from tidegate.errors import ConfigError, ParameterError
 from tidegate.kernels import Scalars, scalars
 from tidegate.kernels.oracle import clip_scale
-from tidegate.knobs import AUTO, KnobValue, Knobs
+from tidegate.knobs import AUTO, Knobs, KnobValue
 from tidegate.plan import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -105,7 +105,7 @@ class AdamW(torch.optim.Optimizer):
         params = list(params)
         if not params:
             raise ParameterError("The optimizer got no parameters: pass model.parameters().")
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.offload = offload or Offload()
         self.max_grad_norm = max_grad_norm
         self._decoupled = decoupled
@@ -241,7 +241,7 @@ class AdamW(torch.optim.Optimizer):
         return packed
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state of ours or of `torch.optim.AdamW`. Weights are taken as they are: load them first."""
         self.engine.quiesce()
         state = state_dict["state"]
@@ -309,7 +309,9 @@ class AdamW(torch.optim.Optimizer):
         self.close()
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("A Tidegate optimizer owns threads and buffers and cannot be copied or pickled; use state_dict().")
+        raise TypeError(
+            "A Tidegate optimizer owns threads and buffers and cannot be copied or pickled; use state_dict()."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()

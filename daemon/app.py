@@ -22,6 +22,7 @@ from tidegate.daemon.settings import Settings
 from tidegate.daemon.store import Store
 
 TICK_SECONDS: Final = 0.1
+RETRY_SECONDS: Final = 2.0
 log = logging.getLogger(__name__)
 
 
@@ -74,6 +75,7 @@ async def _tick(plane: ControlPlane) -> None:
             plane.tick()
         except Exception:  # a full disk must not end deadlines and leases for good
             log.exception("the control plane's tick failed")
+            await asyncio.sleep(RETRY_SECONDS)
         await asyncio.sleep(TICK_SECONDS)
 
 

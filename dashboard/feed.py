@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from dataclasses import dataclass
@@ -49,7 +48,18 @@ class Look:
 
 _last_runs: dict[str, tuple[RunView, ...]] = {}
 _last_snapshots: dict[tuple[str, str, int], Snapshot] = {}
+_clients: dict[tuple[str, str | None], DaemonClient] = {}
 _lock = threading.Lock()
+
+
+def forget() -> None:
+    """Drops everything that is kept, and closes the clients."""
+    st.cache_data.clear()
+    with _lock:
+        for client in _clients.values():
+            client.close()
+        for kept in (_clients, _last_runs, _last_snapshots):
+            kept.clear()
 
 
 def runs(url: str) -> Runs:
@@ -94,9 +104,12 @@ def _reader(url: str) -> DaemonClient:
     return _client(url, find_token("read"))
 
 
-@functools.lru_cache(maxsize=4)
 def _client(url: str, token: str | None) -> DaemonClient:
-    return DaemonClient(url, token, timeout=TIMEOUT_SECONDS)
+    """The one client for an address and the token that this process reads with."""
+    with _lock:
+        if (url, token) not in _clients:
+            _clients[url, token] = DaemonClient(url, token, timeout=TIMEOUT_SECONDS)
+        return _clients[url, token]
 
 
 @st.cache_data(ttl=1.0, max_entries=8, show_spinner=False)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tidegate.analysis import busy_seconds
-from tidegate.plan.ops import LANES
+from tidegate.plan.ops import LANES, OpKind
 from tidegate.wire import TimelineView
+
+UPDATES = (OpKind.CPU_UPDATE, OpKind.DEVICE_UPDATE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ def lane_use(view: TimelineView, first: float, last: float) -> list[LaneUse]:
                 busy_seconds=inside,
                 busy_share=inside / (last - first) if last > first else 0.0,
                 nbytes=round(sum(row.nbytes for row in rows) * share_inside),
-                numel=round(sum(row.numel for row in rows) * share_inside),
+                numel=round(sum(row.numel for row in rows if row.kind in UPDATES) * share_inside),
             )
         )
     return found

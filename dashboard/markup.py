@@ -13,6 +13,11 @@ STYLE = """
 .stApp [data-testid="stHeader"] { display: none; }
 .stApp [data-testid="stVerticalBlock"] { gap: 0.45rem; }
 .stApp .stHtml { line-height: 1.35; }
+.stApp [data-stale="true"] { opacity: 1 !important; transition: none !important; }
+.st-key-gantt { min-height: 330px; }
+.st-key-phase_history { min-height: 214px; }
+:is(.st-key-stalls, .st-key-link_bytes, .st-key-memory, .st-key-loss, .st-key-grad_norm, .st-key-tokens) {
+  min-height: 170px; }
 .tg-muted { opacity: 0.66; }
 .tg-head { display: flex; flex-wrap: wrap; align-items: baseline; gap: 0.75rem; font-size: 0.84rem; }
 .stApp .st-key-pickers { position: absolute; top: 0.7rem; right: 1.6rem; width: auto; z-index: 10; }

@@ -11,6 +11,7 @@ def significant(value: float, digits: int = 3) -> str:
     """`value` with `digits` significant digits and no exponent: 0.0123, 1.23, 12.3, 123, 1230."""
     if value == 0:
         return "0"
+    value = float(f"{value:.{digits - 1}e}")
     whole = len(str(int(abs(value)))) if abs(value) >= 1 else _leading_zeros(value)
     return f"{value:.{min(9, max(0, digits - whole))}f}"
 

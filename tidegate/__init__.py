@@ -22,7 +22,7 @@ _HOME = {
     "attach": "tidegate.agent.attach",
 }
 
-__all__ = ["AdamW", "Attachment", "EmulatedRates", "Offload", "attach"]  # noqa: F822 - loaded on first use
+__all__ = ["AdamW", "Attachment", "EmulatedRates", "Offload", "attach"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from pydantic import BaseModel, ValidationError
 
+from tidegate.cli_training import needs, training_command
 from tidegate.client import SCOPES, DaemonClient, find_daemon, find_token, state_dir
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.knobs import KnobValue
@@ -30,12 +29,6 @@ app = typer.Typer(
 )
 knobs_app = typer.Typer(help="Read and turn the knobs of a run.", no_args_is_help=True)
 app.add_typer(knobs_app, name="knobs")
-
-_EXTRAS: Final = {
-    "daemon": ("fastapi", "uvicorn", "sqlalchemy", "prometheus_client"),
-    "dashboard": ("streamlit", "plotly", "pandas", "altair"),
-    "agent": ("torch", "numpy", "psutil"),
-}
 
 Daemon = Annotated[str | None, typer.Option("--daemon", help="Address of the daemon; default: the one of this user.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
@@ -70,7 +63,7 @@ def daemon(
     metrics: Annotated[bool, typer.Option(help="Serve /metrics.")] = True,
 ) -> None:
     """Run the control daemon until it is told to stop."""
-    with _extra():
+    with needs():
         from tidegate.daemon.main import serve
         from tidegate.daemon.settings import Settings
     try:
@@ -99,7 +92,7 @@ def token(
     found = next((known for known in SCOPES if known == scope), None)
     if found is None:
         raise ConfigError(f"There is no scope {scope!r}. The scopes are: {', '.join(SCOPES)}.")
-    with _extra():
+    with needs():
         from tidegate.daemon.auth import make_token
         from tidegate.daemon.settings import Settings
     settings = Settings(state_dir=(state or state_dir()).expanduser().absolute(), database_url=database_url)
@@ -113,7 +106,7 @@ def dashboard(
     url: Daemon = None,
 ) -> None:
     """Serve the live view."""
-    with _extra("dashboard"):
+    with needs("dashboard"):
         import streamlit  # noqa: F401
 
         from tidegate.dashboard import launch
@@ -205,14 +198,14 @@ def trace(
     url: Daemon = None,
 ) -> None:
     """Write the last update of a rank as a trace file, for Perfetto or chrome://tracing."""
-    from tidegate.cli_trace import write_trace
+    from tidegate.cli_trace import write
 
     with _client("read", url) as client:
         name = _choose(client, run).run
         view = client.timeline(name, rank)
     if view is None:
         raise TidegateError(f"Rank {rank} of run {name!r} has not sent a timeline yet: wait for its next step.")
-    write_trace(view, name, rank, output)
+    write(view, name, rank, output)
     print(f"Step {view.step} of run {name!r}, rank {rank}: {len(view.spans)} of {view.num_spans} spans in {output}.")
 
 
@@ -233,66 +226,11 @@ def doctor(url: Daemon = None, as_json: Json = False) -> None:
 # ---- training
 
 
-def _training(kind: Literal["demo", "train"], help: str) -> Callable[..., None]:
-    def command(
-        text: Annotated[Path | None, typer.Option(help="Folder or file with text to train on.")] = None,
-        steps: Annotated[int, typer.Option(help="Optimizer steps.", min=1)] = 60,
-        run: Annotated[str, typer.Option(help="Name of the run.")] = kind,
-        seconds: Annotated[float | None, typer.Option(help="End after so many seconds.", min=0)] = None,
-        headless: Annotated[
-            bool | None, typer.Option(help="Without live view; default: when not on a terminal.")
-        ] = None,
-        port: Annotated[int, typer.Option(help="Port of the daemon; 0 takes a free one.", min=0, max=65_535)] = 8790,
-        dashboard_port: Annotated[int, typer.Option(help="Port of the live view.", min=0, max=65_535)] = 8501,
-        emulated: Annotated[bool, typer.Option("--emulated", help="Use the emulated device even with a GPU.")] = False,
-        stride: Annotated[str, typer.Option(help="auto, off, or a number of at least 1.")] = "auto",
-        static_ratio: Annotated[float, typer.Option(help="Share of subgroups that stay on the device.")] = 0.0,
-        subgroup_numel: Annotated[int | None, typer.Option(help="Parameters per subgroup.", min=1)] = None,
-        reset_knobs: Annotated[bool, typer.Option("--reset-knobs", help="Forget the run's earlier knobs.")] = False,
-    ) -> None:
-        chosen = {
-            "stride": knob_spec("stride").parse(stride),
-            "static_ratio": knob_spec("static_ratio").parse(static_ratio),
-        }
-        with _extra():
-            from tidegate.demo import DemoOptions, run_demo
-        options = DemoOptions(
-            text=text,
-            steps=steps,
-            run=run,
-            seconds=seconds,
-            headless=(kind == "train" or not sys.stdout.isatty()) if headless is None else headless,
-            port=port,
-            dashboard_port=dashboard_port,
-            emulated=emulated,
-            subgroup_numel=subgroup_numel,
-            reset_knobs=reset_knobs,
-            **chosen,
-        )
-        sys.exit(run_demo(options))
-
-    command.__doc__ = help
-    return command
-
-
-app.command("demo")(_training("demo", "Train a small model with daemon and live view, to see all of it at once."))
-app.command("train")(_training("train", "Train a small model without the live view."))
+train = app.command("train")(training_command(view=False))
+demo = app.command("demo")(training_command(view=True))
 
 
 # ---- what the commands share
-
-
-@contextlib.contextmanager
-def _extra(extra: str = "") -> Iterator[None]:
-    """Turns a missing package into a sentence that names the extra to install."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        named = extra or next((name for name, modules in _EXTRAS.items() if missing in modules), "")
-        if not named or missing == "tidegate":
-            raise
-        raise TidegateError(f"This needs {missing}: pip install 'tidegate[{named}]'.") from error
 
 
 def _client(scope: Literal["read", "operate"], url: str | None) -> DaemonClient:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +13,8 @@ from rich.table import Table
 from tidegate.knobs import KnobValue
 from tidegate.wire import GenerationView, KnobPreview, KnobsView, RankKnobs, RankView, RunView
 
-_console = Console(highlight=False)
+# A pipe has no width: columns are not squeezed into a terminal that is not there.
+console: Final = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
 
 
 def print_runs(runs: Sequence[RunView]) -> None:
@@ -29,7 +32,7 @@ def _rank_row(run: RunView, rank: RankView) -> tuple[str, ...]:
     silent = f" {max(0.0, time.time() - rank.last_seen):.0f} s" if rank.liveness in ("stale", "lost") else ""
     return (
         run.run,
-        f"{rank.rank} of {run.world_size}",
+        f"{rank.rank}/{run.world_size}",
         rank.liveness + silent,
         str(rank.step),
         rank.phase if rank.liveness == "live" else "",
@@ -118,4 +121,5 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:
         table.add_row(*row)
-    _console.print(table, markup=False) if table.row_count else None
+    if table.row_count:
+        console.print(table)

@@ -11,20 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar, get_args
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from tidegate.errors import (
-    DaemonError,
-    DaemonUnreachable,
-    KnobError,
-    NotAuthorized,
-    NotFound,
-    RankTaken,
-    StaleKnobs,
-)
+from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, NotFound, RankTaken, StaleKnobs
 from tidegate.knobs import KnobValue
 from tidegate.wire import (
     AgentHello,
@@ -100,6 +92,8 @@ class DaemonClient:
             raise DaemonError(f"{url!r} is not an address of a daemon: say http://host:port.")
         headers = {"Tidegate-Actor": _actor()}
         if token:
+            if not (token.isascii() and token.isprintable() and " " not in token):
+                raise NotAuthorized("The token has characters that no token has: copy it again.", 401)
             headers["Authorization"] = f"Bearer {token}"
         self._timeout = timeout
         self._http = httpx.Client(
@@ -123,38 +117,38 @@ class DaemonClient:
 
     def hello(self, message: AgentHello) -> Lease:
         """Registers one rank. RankTaken while another live agent holds it."""
-        return self._ask(Lease, "POST", "/v1/agents", body=message)
+        return self._ask(Lease, "POST", _at("agents"), body=message)
 
     def report(self, agent: str, message: AgentReport) -> Lease:
         """Renews the lease. NotFound: the daemon does not know this agent, say hello again."""
-        return self._ask(Lease, "POST", f"/v1/agents/{agent}/reports", body=_fit(message))
+        return self._ask(Lease, "POST", _at("agents", agent, "reports"), body=_fit(message))
 
     def directive(self, agent: str, after_committed: int, after_proposed: int | None, wait: float) -> Directive:
         """What the daemon wants, as soon as it is newer than what is named here, or after `wait` seconds."""
         query: dict[str, str | int | float | bool] = {"committed": after_committed, "wait": wait}
         if after_proposed is not None:
             query["proposed"] = after_proposed
-        return self._ask(Directive, "GET", f"/v1/agents/{agent}/directive", query=query, wait=wait)
+        return self._ask(Directive, "GET", _at("agents", agent, "directive"), query=query, wait=wait)
 
     def vote(self, agent: str, message: Vote) -> None:
-        self._send("POST", f"/v1/agents/{agent}/votes", body=message)
+        self._send("POST", _at("agents", agent, "votes"), body=message)
 
     def applied(self, agent: str, message: Applied) -> None:
-        self._send("POST", f"/v1/agents/{agent}/applied", body=message)
+        self._send("POST", _at("agents", agent, "applied"), body=message)
 
     def goodbye(self, agent: str) -> None:
-        self._send("DELETE", f"/v1/agents/{agent}")
+        self._send("DELETE", _at("agents", agent))
 
     # ---- operators
 
     def runs(self) -> list[RunView]:
-        return self._ask(list[RunView], "GET", "/v1/runs")
+        return self._ask(list[RunView], "GET", _at("runs"))
 
     def run(self, run: str) -> RunView:
-        return self._ask(RunView, "GET", f"/v1/runs/{run}")
+        return self._ask(RunView, "GET", _at("runs", run))
 
     def knobs(self, run: str) -> KnobsView:
-        return self._ask(KnobsView, "GET", f"/v1/runs/{run}/knobs")
+        return self._ask(KnobsView, "GET", _at("runs", run, "knobs"))
 
     def preview_knobs(
         self, run: str, changes: Mapping[str, KnobValue], etag_generation: int | None = None
@@ -163,7 +157,7 @@ class DaemonClient:
         etag = self.knobs(run).generation if etag_generation is None else etag_generation
         body = KnobPatch(changes=dict(changes))
         return self._ask(
-            KnobPreview, "PATCH", f"/v1/runs/{run}/knobs", body=body, query={"dry_run": True}, generation=etag
+            KnobPreview, "PATCH", _at("runs", run, "knobs"), body=body, query={"dry_run": True}, generation=etag
         )
 
     def set_knobs(
@@ -183,31 +177,31 @@ class DaemonClient:
         body = KnobPatch(changes=dict(changes), reason=reason)
         query = {"wait": wait}
         return self._ask(
-            GenerationView, "PATCH", f"/v1/runs/{run}/knobs", body=body, query=query, generation=etag, wait=wait
+            GenerationView, "PATCH", _at("runs", run, "knobs"), body=body, query=query, generation=etag, wait=wait
         )
 
     def generations(self, run: str) -> list[GenerationView]:
         """All generations of the run, oldest first."""
-        return self._ask(list[GenerationView], "GET", f"/v1/runs/{run}/generations")
+        return self._ask(list[GenerationView], "GET", _at("runs", run, "generations"))
 
     def timeline(self, run: str, rank: int) -> TimelineView | None:
         """The last measured update of the rank; None before the first."""
-        answer = self._send("GET", f"/v1/runs/{run}/ranks/{rank}/timeline")
+        answer = self._send("GET", _at("runs", run, "ranks", rank, "timeline"))
         return None if answer.status_code == 204 else _parse(TimelineView, answer)
 
     def steps(self, run: str, rank: int, limit: int = 200) -> StepsView:
-        return self._ask(StepsView, "GET", f"/v1/runs/{run}/ranks/{rank}/steps", query={"limit": limit})
+        return self._ask(StepsView, "GET", _at("runs", run, "ranks", rank, "steps"), query={"limit": limit})
 
     def audit(self, run: str) -> list[AuditRow]:
         """The newest rows of the run's audit log, oldest first."""
-        return self._ask(list[AuditRow], "GET", f"/v1/runs/{run}/audit")
+        return self._ask(list[AuditRow], "GET", _at("runs", run, "audit"))
 
     def events(self, run: str, last_event_id: int | None = None) -> Iterator[Event]:
         """The run's events as they come, those after `last_event_id` first. Ends when the daemon closes the stream."""
         headers = {"Last-Event-ID": str(last_event_id)} if last_event_id is not None else {}
         quiet = httpx.Timeout(self._timeout, read=60.0)  # the daemon sends a comment every 15 s
         try:
-            with self._http.stream("GET", f"/v1/runs/{run}/events", headers=headers, timeout=quiet) as answer:
+            with self._http.stream("GET", _at("runs", run, "events"), headers=headers, timeout=quiet) as answer:
                 if answer.is_error:
                     answer.read()
                     raise _error(answer)
@@ -260,6 +254,11 @@ class DaemonClient:
             return DaemonUnreachable(f"No daemon answers at {self.url}. Start one with `tidegate daemon`.")
         why = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
         return DaemonUnreachable(f"The daemon at {self.url} did not answer: {why}.")
+
+
+def _at(*parts: str | int) -> str:
+    """The path of a resource; whatever is in a name stays in its segment."""
+    return "/".join(("/v1", *(quote(str(part), safe="") for part in parts)))
 
 
 def _actor() -> str:

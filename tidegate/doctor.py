@@ -11,14 +11,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from tidegate.cli_tables import console
 from tidegate.client import DEFAULT_URL, DaemonClient, find_token, state_dir
 from tidegate.errors import DaemonError
 
 Verdict = Literal["good", "missing", "bad"]
-_SIGNS: Final[dict[Verdict, str]] = {"good": "[green]✓[/]", "missing": "[yellow]–[/]", "bad": "[red]✗[/]"}
+_SIGNS: Final[dict[Verdict, Text]] = {
+    "good": Text("ok", "green"),
+    "missing": Text("--", "yellow"),
+    "bad": Text("!!", "red"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ def print_findings(findings: list[Finding]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
         table.add_row(_SIGNS[finding.verdict], finding.check, finding.detail)
-    Console(highlight=False).print(table)
+    console.print(table)
 
 
 def _python() -> list[Finding]:

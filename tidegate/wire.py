@@ -52,7 +52,7 @@ class Rates(Message):
     cpu_params_per_second: float | None = None
     device_params_per_second: float | None = None
     norm_params_per_second: float | None = None
-    overhead_seconds: float = 0.0
+    overhead_seconds: float | None = None
 
 
 class AgentHello(Message):
@@ -135,7 +135,7 @@ class PhaseRow(Message):
 
 
 class TimelineView(Message):
-    """A timeline on the wire. Long ones are cut to their first `MAX_SPANS` spans; `num_spans` tells how many there were."""
+    """A timeline on the wire. Long ones are cut to their first `MAX_SPANS` spans; `num_spans` counts them all."""
 
     step: Count
     source: Literal["measured", "simulated"]

@@ -1,4 +1,4 @@
-"""The executor's clock: where lane threads wait and what time it is. Real here; a virtual one drives the null device."""
+"""The clock of the executor: where lane threads wait. Real here; a virtual one drives the null device."""
 
 from __future__ import annotations
 

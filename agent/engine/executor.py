@@ -219,7 +219,7 @@ class Executor:
             for event in waits:
                 self._runner.wait(lane, event)
             issued = self._runner.run(op)
-        except BaseException as raised:  # noqa: BLE001 - carried to the thread that drives the executor
+        except BaseException as raised:
             error = raised
         with self._clock.lock:
             del progress.running[lane]

@@ -38,7 +38,9 @@ class StateMemory:
         self.layouts = layouts
         self.residence: list[Residence] = ["host"] * len(layouts)
         self.mirror_valid = [False] * len(layouts)
-        self._state: dict[int, torch.Tensor] = {s.id: device.host_buffer(s.numel * s.format.state_bytes) for s in layouts}
+        self._state: dict[int, torch.Tensor] = {
+            s.id: device.host_buffer(s.numel * s.format.state_bytes) for s in layouts
+        }
         self._mirror: dict[int, torch.Tensor] = {}
         self._gradient: dict[int, torch.Tensor] = {}
         self._resident: dict[int, int] = {}
@@ -154,7 +156,9 @@ class StateMemory:
         """
         placed = place(len(self.layouts), stride=stride, static_ratio=static_ratio)  # type: ignore[arg-type]
         resident = sum(
-            s.numel * s.format.state_bytes for s, (_, lives) in zip(self.layouts, placed, strict=True) if lives == "device"
+            s.numel * s.format.state_bytes
+            for s, (_, lives) in zip(self.layouts, placed, strict=True)
+            if lives == "device"
         )
         staged = any(where == ("device", "host") for where in placed)
         slots = self._num_slots * self._slot_bytes if staged or self.slots else 0

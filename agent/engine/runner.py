@@ -127,7 +127,13 @@ class MemoryRunner:
         updated = 0
         for first, numel, step in self._joined(layout):
             run = self._run(
-                layout, self._memory.host_state(layout.id), weight + first * size, grad + first * size, first, numel, step
+                layout,
+                self._memory.host_state(layout.id),
+                weight + first * size,
+                grad + first * size,
+                first,
+                numel,
+                step,
             )
             run.apply(self._pool)
             updated += numel
@@ -144,9 +150,7 @@ class MemoryRunner:
                 runs.append(self._run(layout, block, weight, address, segment.start, segment.numel, step))
         return Issued(self._device.update(runs), 0, sum(run.numel for run in runs))
 
-    def _run(
-        self, layout: Layout, block: int, weight: int, grad: int, first: int, numel: int, step: int
-    ) -> UpdateRun:
+    def _run(self, layout: Layout, block: int, weight: int, grad: int, first: int, numel: int, step: int) -> UpdateRun:
         """Elements `first` to `first + numel` of the subgroup whose state begins at `block`."""
         state, inputs = state_addresses(layout, block), self._step_inputs()
         return UpdateRun(

@@ -90,7 +90,7 @@ class Exporter:
 
     def __init__(self, collector: StepCollector, bind: str, port: int) -> None:
         registry = CollectorRegistry()
-        registry.register(collector)  # type: ignore[arg-type]
+        registry.register(collector)
         try:
             self._server, self._thread = start_http_server(port, addr=bind, registry=registry)
         except OSError as error:

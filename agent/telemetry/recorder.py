@@ -22,6 +22,8 @@ from tidegate.timeline import PhaseSpan, Span, Timeline
 from tidegate.wire import LinkRow, StallRow, StepReport
 
 MAX_UNREPORTED_STEPS = 256
+PREDICT_EVERY = 4
+"""Steps between two looks at rates and prediction while the plan stays the same."""
 RATE_WINDOW = 5
 """Timelines that the live rate card is made from."""
 
@@ -69,6 +71,7 @@ class Recorder:
         self.cpu_seconds = 0.0
         """CPU time that recording has cost so far."""
         self._optimizer = optimizer
+        self._predicted_plan: Plan | None = None
         self._recent: deque[Timeline] = deque(maxlen=RATE_WINDOW)
 
     def record(self, result: StepResult) -> None:
@@ -107,11 +110,11 @@ class Recorder:
         return StepReport(
             step=timeline.step,
             timestamp=time.time(),
-            phase_seconds={phase: seconds for phase, seconds in phases.seconds().items()},
-            exposed_seconds={phase: seconds for phase, seconds in phases.exposed_seconds.items()},
+            phase_seconds=dict(phases.seconds().items()),
+            exposed_seconds=dict(phases.exposed_seconds.items()),
             stalls=_stall_rows(timeline, phases),
             links=_link_rows(timeline),
-            device_memory_peak_bytes={phase: peak for phase, peak in phases.device_peak_bytes.items()},
+            device_memory_peak_bytes=dict(phases.device_peak_bytes.items()),
             host_memory_bytes=memory.host_bytes(),
             cpu_seconds={phase: max(0.0, seconds) for phase, seconds in phases.cpu_seconds.items()},
             update_params=_updated(timeline.spans),
@@ -146,6 +149,9 @@ class Recorder:
 
     def _learn(self, plan: Plan) -> None:
         """Rates of the last steps, and from them what the next update will take if the plan stays."""
+        if plan is self._predicted_plan and self.totals.steps % PREDICT_EVERY:
+            return
+        self._predicted_plan = plan
         self.rates = RateCard.from_timelines(self._recent, previous=self.rates)
         predicted = simulate(plan, self.rates, step_at=self._backward_seconds()).window("update")
         with self.lock:
@@ -211,5 +217,3 @@ def _updated(spans: Sequence[Span]) -> dict[str, int]:
         if span.kind.value.endswith("_update"):
             done["cpu" if span.lane == CPU else "device"] += span.numel
     return done
-
-

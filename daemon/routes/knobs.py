@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Response
 
 from tidegate.daemon import views
-from tidegate.daemon.control.preview import preview
+from tidegate.daemon.control.preview import evidence, preview
 from tidegate.daemon.control.run import Run
 from tidegate.daemon.deps import Author, Plane, Wait
 from tidegate.daemon.problems import ProblemError
@@ -49,7 +50,8 @@ async def change(
         raise ProblemError(422, "invalid-knob", str(error), knob=error.knob, **bounds) from error
     changes = {name: after.as_dict()[name] for name in patch.changes}
     if dry_run:
-        return preview(found, before, after)
+        known = evidence(found)
+        return await asyncio.to_thread(preview, found.name, found.control.newest, before, after, known)
     made = plane.patch(found, after, changes, author, patch.reason)
     number, deadline = made.number, time.monotonic() + wait
     while (left := deadline - time.monotonic()) > 0 and _undecided(found, number) and not plane.closing:

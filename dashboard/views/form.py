@@ -58,7 +58,7 @@ def _key(run: str, name: str) -> str:
 def _prepare(knobs: KnobsView) -> None:
     """Fills the fields once; later runs of the script leave what was typed alone."""
     base = st.session_state.get(_key(knobs.run, "base:"))
-    untouched = base is not None and base.generation != knobs.generation and not _draft(knobs.run).edited()
+    untouched = base is not None and base.generation < knobs.generation and not _draft(knobs.run).edited()
     missing = any(_key(knobs.run, name) not in st.session_state for name in knobs.bounds)
     if base is None or untouched or missing:
         _fill(knobs)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import get_args
 
 import streamlit as st
-from tidegate.analysis import stalls
 
+from tidegate.analysis import stalls
 from tidegate.dashboard import charts, markup, palette, units
 from tidegate.dashboard.digest import Digest
 from tidegate.dashboard.feed import Snapshot
@@ -14,14 +14,19 @@ from tidegate.dashboard.gantt import HEIGHT, Scope, as_timeline, gantt, window
 from tidegate.dashboard.lanes import lane_use
 from tidegate.dashboard.views.header import prediction_note
 from tidegate.dashboard.views.phases import CONFIG
+from tidegate.wire import TimelineView
 
+HELD = "gantt_held"
 SCOPES: dict[Scope, str] = {"update": "Update", "step": "Whole step"}
 
 
 def last_update(snapshot: Snapshot) -> None:
     """The Gantt of the newest timeline."""
-    view = snapshot.timeline
-    left, right = st.columns([3, 1], vertical_alignment="center")
+    left, middle, right = st.columns([5, 2, 3], vertical_alignment="center")
+    held = middle.toggle("Hold", key="gantt_hold", help="Keep this update on the screen, to zoom in and read it.")
+    view = _held(snapshot) if held else snapshot.timeline
+    if not held:
+        st.session_state.pop(HELD, None)
     scope: Scope = right.segmented_control(
         "Shown", get_args(Scope), default="update", required=True, format_func=SCOPES.__getitem__,
         key="gantt_scope", label_visibility="collapsed", width="stretch",
@@ -34,6 +39,16 @@ def last_update(snapshot: Snapshot) -> None:
     cut = f", first {len(view.spans)} of {view.num_spans} ops" if view.num_spans > len(view.spans) else ""
     left.html(markup.title("Last update, by lane", f"step {view.step}, {units.seconds(last - first)}{cut}"))
     st.plotly_chart(gantt(view, stalls(as_timeline(view)), scope), key="gantt", config=CONFIG)
+
+
+def _held(snapshot: Snapshot) -> TimelineView | None:
+    """The timeline that was on the screen when the viewer chose to hold it, as long as it is of this run and rank."""
+    whose = (snapshot.run.run, snapshot.rank.rank)
+    kept: tuple[tuple[str, int], TimelineView | None] = st.session_state.get(HELD, (whose, snapshot.timeline))
+    if kept[0] != whose:
+        kept = (whose, snapshot.timeline)
+    st.session_state[HELD] = kept
+    return kept[1]
 
 
 def lanes(snapshot: Snapshot) -> None:

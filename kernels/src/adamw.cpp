@@ -1,6 +1,4 @@
 // The CPU update: gradient in, new weight and moments out, in one pass over memory.
-#include <stdexcept>
-
 #include "kernels.h"
 
 namespace tidegate {

@@ -31,7 +31,6 @@ struct GradF16 {
 struct WeightF32 {
   using Stored = float;
   using Aux = char;
-  static constexpr bool kHasAux = false;
   static TIDEGATE_INLINE float load(const Stored* w, const Aux*, size_t i) { return w[i]; }
   static TIDEGATE_INLINE void store(Stored* w, Aux*, size_t i, float p) { w[i] = p; }
 };
@@ -39,7 +38,6 @@ struct WeightF32 {
 struct WeightBF16Remainder {
   using Stored = uint16_t;
   using Aux = int16_t;
-  static constexpr bool kHasAux = true;
   static TIDEGATE_INLINE float load(const Stored* w, const Aux* aux, size_t i) { return join_bf16(w[i], aux[i]); }
   static TIDEGATE_INLINE void store(Stored* w, Aux* aux, size_t i, float p) {
     const uint32_t bits = bits_of(p);
@@ -51,7 +49,6 @@ struct WeightBF16Remainder {
 struct WeightF16Master {
   using Stored = uint16_t;
   using Aux = float;
-  static constexpr bool kHasAux = true;
   static TIDEGATE_INLINE float load(const Stored*, const Aux* aux, size_t i) { return aux[i]; }
   static TIDEGATE_INLINE void store(Stored* w, Aux* aux, size_t i, float p) {
     w[i] = f16_of(bits_of(p));
@@ -62,7 +59,6 @@ struct WeightF16Master {
 struct WeightBF16Master {
   using Stored = uint16_t;
   using Aux = float;
-  static constexpr bool kHasAux = true;
   static TIDEGATE_INLINE float load(const Stored*, const Aux* aux, size_t i) { return aux[i]; }
   static TIDEGATE_INLINE void store(Stored* w, Aux* aux, size_t i, float p) {
     w[i] = bf16_of(bits_of(p));

@@ -1,5 +1,4 @@
 // The gradient norm's sum: a fixed tree over fixed blocks, so threads and subgroups cannot change a bit of it.
-#include <algorithm>
 #include <vector>
 
 #include "kernels.h"

@@ -60,6 +60,7 @@ class Daemon:
     url: str
     state: Path
     stop: Callable[[], None]
+    clients: list[DaemonClient] = field(default_factory=list)
 
     def token(self, scope: str) -> str:
         return (self.state / f"{scope}.token").read_text().strip()
@@ -85,11 +86,14 @@ def start_daemon(state: Path, port: int = 0, lease_seconds: float = 10.0) -> Ite
         listener.close()
 
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    daemon = Daemon(url, state, stop)
     try:
         with DaemonClient(url) as client:
             wait_until(client.health, "a ready daemon")
-        yield Daemon(url, state, stop)
+        yield daemon
     finally:
+        for client in daemon.clients:
+            client.close()
         stop()
 
 
@@ -109,6 +113,7 @@ class Agent:
 
     def __post_init__(self) -> None:
         self.client = DaemonClient(self.daemon.url, self.daemon.token("agent"))
+        self.daemon.clients.append(self.client)
         self.id = f"agent-{self.run}-{self.rank}"
         self.client.hello(
             AgentHello(

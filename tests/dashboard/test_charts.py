@@ -49,7 +49,8 @@ def test_seconds(value: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 B"), (999, "999 B"), (48_000_000, "48.0 MB"), (14_530_000_000, "14.5 GB"), (1e12, "1.00 TB")]
+    ("value", "text"),
+    [(0, "0 B"), (999, "999 B"), (48_000_000, "48.0 MB"), (14_530_000_000, "14.5 GB"), (1e12, "1.00 TB")],
 )
 def test_bytes(value: float, text: str) -> None:
     assert units.nbytes(value) == text
@@ -154,7 +155,7 @@ def test_no_stalls_is_good_news_and_not_an_empty_chart() -> None:
 
 
 def draft(**fields: str) -> edits.Draft:
-    desired = {"stride": "auto", "static_ratio": 0.0}
+    desired: dict[str, float | str] = {"stride": "auto", "static_ratio": 0.0}
     return edits.Draft(generation=3, desired=desired, fields={"stride": "auto", "static_ratio": "0", **fields})
 
 

@@ -85,7 +85,7 @@ def _is_ours(url: str) -> bool:
     with DaemonClient(url, find_token("operate"), timeout=2.0) as client:
         try:
             client.runs()
-        except Exception:  # noqa: BLE001 - whatever answers there is not a daemon that we may use
+        except Exception:
             return False
     return True
 

@@ -29,7 +29,7 @@ HIDDEN = 256
 LAYERS = 4
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
-RATES = dict(h2d_bytes_per_second=1.0e9, d2h_bytes_per_second=1.0e9, update_params_per_second=4.0e8)
+RATES = {"h2d_bytes_per_second": 1.0e9, "d2h_bytes_per_second": 1.0e9, "update_params_per_second": 4.0e8}
 """The emulated device of the demo: slow enough that the update is worth looking at."""
 
 INTERRUPTED = 130
@@ -70,9 +70,7 @@ class Session:
             stack.callback(service.stop)
         optimizer, model = self._build()
         stack.callback(optimizer.close)
-        attachment = tidegate.attach(
-            optimizer, model, run=self.name, daemon=url, reset_knobs=self.options.reset_knobs
-        )
+        attachment = tidegate.attach(optimizer, model, run=self.name, daemon=url, reset_knobs=self.options.reset_knobs)
         self._announce(model, optimizer, attachment, url, view)
         summary = Summary(self.name, optimizer, attachment)
         self._train(model, optimizer, attachment, text, summary)
@@ -118,7 +116,8 @@ class Session:
     ) -> None:
         params = sum(p.numel() for p in model.parameters())
         say = self.console.print
-        say(f"  model      Llama architecture, {params:,} parameters, byte-level, {len(optimizer.engine.layouts)} subgroups")
+        subgroups = len(optimizer.engine.layouts)
+        say(f"  model      Llama architecture, {params:,} parameters, byte-level, {subgroups} subgroups")
         if optimizer.device.kind == "emulated":
             say("  device     [yellow]emulated[/yellow]: paced to stated rates, no performance claim is made from it")
         if view is not None:
@@ -151,9 +150,15 @@ class Session:
 
     def _progress(self) -> Progress:
         return Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
-            TextColumn("{task.fields[knobs]}"), TimeRemainingColumn(), console=self.console, disable=not self.interactive,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("{task.fields[knobs]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.interactive,
+        )
 
     def _tell(
         self, progress: Progress, task: Any, step: int, loss: float, optimizer: AdamW, attachment: Attachment

@@ -39,7 +39,7 @@ class Summary:
         if result.skipped:
             return
         for processor in ("cpu", "device"):
-            self._planned_params[processor] += result.plan.updated_params(processor)  # type: ignore[arg-type]
+            self._planned_params[processor] += result.plan.updated_params(processor)
         for lane in ("h2d", "d2h"):
             self._planned_bytes[lane] += result.plan.link_bytes(lane)
 

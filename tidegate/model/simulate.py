@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -12,7 +11,7 @@ from typing import Final
 
 from tidegate.analysis import exposed_waits
 from tidegate.errors import ConfigError, PlanError
-from tidegate.knobs import OFF, Off, device_share
+from tidegate.knobs import OFF, Off, device_share, spec
 from tidegate.model.equations import cpu_to_device_ratio, stride_from_ratio
 from tidegate.model.rates import RateCard
 from tidegate.plan.ops import D2H, H2D, Gate, Op, OpKind, Processor, Subgroup
@@ -167,11 +166,12 @@ def _equation_stride(subgroups: Sequence[Subgroup], rates: RateCard) -> tuple[fl
     """The stride of DOS Eq. 1, with B counted in thirds of our state, which need not be three fp32 words."""
     h2d, d2h = rates.h2d_bytes_per_second, rates.d2h_bytes_per_second
     on_cpu, on_device = rates.cpu_params_per_second, rates.device_params_per_second
-    if h2d is None or d2h is None or on_cpu is None or on_device is None:
+    state_bytes = sum(s.nbytes("state") for s in subgroups)
+    if h2d is None or d2h is None or on_cpu is None or on_device is None or not state_bytes:
         return ()
-    word_bytes = sum(s.nbytes("state") for s in subgroups) / _numel(subgroups) / 3
-    ratio = cpu_to_device_ratio(min(h2d, d2h) / word_bytes, on_cpu, on_device)
-    return () if math.isinf(ratio) else (stride_from_ratio(ratio),)
+    word_bytes = state_bytes / _numel(subgroups) / 3
+    stride = stride_from_ratio(cpu_to_device_ratio(min(h2d, d2h) / word_bytes, on_cpu, on_device))
+    return (stride,) if stride <= spec("stride").maximum else ()
 
 
 def _sample(subgroups: Sequence[Subgroup]) -> list[Subgroup]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
@@ -17,6 +18,7 @@ from tidegate.plan.ops import CONTENT_OF, CPU, D2H, DEVICE, H2D, LANES, Op, OpKi
 from tidegate.plan.plan import Placement, Plan, Policy
 
 Key = tuple[OpKind, int]
+_Queue = tuple[str, deque[Op]]
 NORM_KEY: Final[Key] = (OpKind.NORM, -1)
 
 
@@ -34,7 +36,6 @@ class TypicalClock:
     PARAMS_PER_SECOND: Final = {CPU: 2e9, DEVICE: 25e9}
 
     def seconds(self, op: Op, /) -> float:
-        """Expected run time of `op` in seconds."""
         if op.lane in self.PARAMS_PER_SECOND:
             return op.numel / self.PARAMS_PER_SECOND[op.lane]
         return op.nbytes / self.LINK_BYTES_PER_SECOND
@@ -102,10 +103,8 @@ def make_plan(
     work = _work(subgroups, placements, num_slots, _gradient_order(placements, grad_on_host_order))
     if policy == "interleaved":
         order = _interleaved(work, rates or TypicalClock())
-    elif policy == "sequential":
-        order = _sequential(work)
     else:
-        order = _twinflow(work)
+        order = _sequential(work) if policy == "sequential" else _twinflow(work)
     ops = _link(order, len(subgroups), chain=policy != "interleaved")
     return Plan(policy=policy, subgroups=tuple(subgroups), placements=tuple(placements), num_slots=num_slots, ops=ops)
 
@@ -197,22 +196,15 @@ def _interleaved(work: _Work, clock: Clock) -> list[Op]:
     """
     fetches = [task.fetch for task in work.on_device if task.fetch is not None]
     flushes = [task.flush for task in work.on_device if task.flush is not None]
-    queues = [
-        _Queue(D2H, [*work.early, *flushes]),
-        _Queue(H2D, [op for op in fetches if op.slot is not None]),
-        _Queue(H2D, [op for op in fetches if op.slot is None]),
-        _Queue(CPU, [task.update for task in work.on_cpu]),
-        _Queue(DEVICE, [task.update for task in work.on_device]),
-        _Queue(H2D, [task.weight for task in work.on_cpu]),
+    queues: list[_Queue] = [
+        (D2H, deque([*work.early, *flushes])),
+        (H2D, deque([op for op in fetches if op.slot is not None])),
+        (H2D, deque([op for op in fetches if op.slot is None])),
+        (CPU, deque([task.update for task in work.on_cpu])),
+        (DEVICE, deque([task.update for task in work.on_device])),
+        (H2D, deque([task.weight for task in work.on_cpu])),
     ]
     return list(_list_schedule(queues, _needs(work), work.norm, clock))
-
-
-@dataclass(slots=True)
-class _Queue:
-    lane: str
-    ops: list[Op]
-    next: int = 0
 
 
 def _needs(work: _Work) -> dict[Key, tuple[Key, ...]]:
@@ -245,29 +237,25 @@ def _list_schedule(queues: list[_Queue], needs: dict[Key, tuple[Key, ...]], norm
     """
     free = dict.fromkeys(LANES, 0.0)
     done: dict[Key, float] = {}
+
+    def start_of(queue: _Queue) -> float:
+        """Earliest start of its next op; infinite when there is none, or it waits for one not scheduled yet."""
+        lane, ops = queue
+        return (
+            max([free[lane], *(done.get(need, math.inf) for need in needs.get(_key(ops[0]), ()))]) if ops else math.inf
+        )
+
     while True:
-        starts = [_start(queue, needs, free, done) for queue in queues]
+        starts = [start_of(queue) for queue in queues]
         start = min(starts)
         if start < math.inf:
-            queue = queues[starts.index(start)]
-            op = queue.ops[queue.next]
-            queue.next += 1
+            op = queues[starts.index(start)][1].popleft()
         elif NORM_KEY not in done:
             op, start = norm, max(free.values())
         else:
             return
         free[op.lane] = done[_key(op)] = start + clock.seconds(op)
         yield op
-
-
-def _start(queue: _Queue, needs: dict[Key, tuple[Key, ...]], free: dict[str, float], done: dict[Key, float]) -> float:
-    """Earliest start of the head of `queue`; infinite when it is empty or waits for an op not scheduled yet."""
-    if queue.next == len(queue.ops):
-        return math.inf
-    start = free[queue.lane]
-    for need in needs.get(_key(queue.ops[queue.next]), ()):
-        start = max(start, done.get(need, math.inf))
-    return start
 
 
 def _link(order: Sequence[Op], num_subgroups: int, *, chain: bool) -> tuple[Op, ...]:

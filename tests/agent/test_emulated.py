@@ -1,0 +1,119 @@
+"""The emulated device behaves as a device would: memory apart, poisoned, bounded; lanes paced."""
+
+from __future__ import annotations
+
+import time
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tidegate.agent.devices.base import Copy
+from tidegate.agent.devices.emulated import Arena, EmulatedDevice, EmulatedRates
+from tidegate.errors import DeviceAccessError, MemoryBudgetError
+
+
+def floats(device: EmulatedDevice, address: int, count: int) -> np.ndarray:  # type: ignore[type-arg]
+    host = device.host_buffer(4 * count)
+    device.copy("d2h", [Copy(host.data_ptr(), address, 4 * count)])
+    return host.view(torch.float32).numpy().copy()
+
+
+def test_unfilled_and_freed_memory_is_nan() -> None:
+    device = EmulatedDevice(1 << 20)
+    address = device.alloc(400)
+    assert np.isnan(floats(device, address, 100)).all()
+    ones = torch.ones(100)
+    device.copy("h2d", [Copy(address, ones.data_ptr(), 400)])
+    assert (floats(device, address, 100) == 1).all()
+    device.free(address)
+    again = device.alloc(400)
+    assert again == address
+    assert np.isnan(floats(device, again, 100)).all()
+
+
+@pytest.mark.parametrize("lane", ["h2d", "d2h"])
+def test_a_host_pointer_where_the_device_is_meant_raises(lane: str) -> None:
+    device = EmulatedDevice(1 << 20)
+    a, b = torch.ones(10), torch.ones(10)
+    with pytest.raises(DeviceAccessError, match="not \\(or no longer\\) on the device"):
+        device.copy(lane, [Copy(a.data_ptr(), b.data_ptr(), 40)])
+
+
+def test_a_device_pointer_where_the_host_is_meant_raises() -> None:
+    device = EmulatedDevice(1 << 20)
+    a, b = device.alloc(64), device.alloc(64)
+    with pytest.raises(DeviceAccessError, match="host address is needed"):
+        device.copy("h2d", [Copy(a, b, 64)])
+
+
+def test_use_after_free_and_overrun_and_double_free_raise() -> None:
+    device = EmulatedDevice(1 << 20)
+    host = device.host_buffer(1024)
+    address = device.alloc(256)
+    with pytest.raises(DeviceAccessError):
+        device.copy("h2d", [Copy(address, host.data_ptr(), 257)])
+    device.free(address)
+    with pytest.raises(DeviceAccessError):
+        device.copy("h2d", [Copy(address, host.data_ptr(), 256)])
+    with pytest.raises(DeviceAccessError, match="freed already"):
+        device.free(address)
+
+
+def test_adopted_tensors_are_device_memory_until_disowned() -> None:
+    device = EmulatedDevice(1 << 20)
+    weight, host = torch.zeros(8), torch.ones(8)
+    device.adopt("w", weight)
+    assert device.in_use_bytes == 32
+    device.copy("h2d", [Copy(weight.data_ptr(), host.data_ptr(), 32)])
+    assert (weight == 1).all()
+    device.disown("w")
+    with pytest.raises(DeviceAccessError):
+        device.copy("h2d", [Copy(weight.data_ptr(), host.data_ptr(), 32)])
+
+
+def test_capacity_bounds_arena_and_adopted_tensors_together_and_says_figures() -> None:
+    device = EmulatedDevice(4096)
+    weight = torch.zeros(512)
+    device.adopt("w", weight)
+    with pytest.raises(MemoryBudgetError, match="3,000 bytes do not fit in device memory: 2,048 of 4,096") as refused:
+        device.alloc(3000)
+    assert (refused.value.needed_bytes, refused.value.available_bytes) == (3000, 2048)
+    device.alloc(2048)
+
+
+def test_peak_is_of_the_time_since_it_was_last_taken() -> None:
+    device = EmulatedDevice(1 << 20)
+    big = device.alloc(4096)
+    device.free(big)
+    assert device.take_peak_bytes() == 4096
+    assert device.take_peak_bytes() == 0
+
+
+def test_a_copy_takes_at_least_its_stated_time() -> None:
+    device = EmulatedDevice(1 << 20, EmulatedRates(h2d_bytes_per_second=1e6))
+    address, host = device.alloc(50_000), device.host_buffer(50_000)
+    began = time.monotonic()
+    start, end = device.copy("h2d", [Copy(address, host.data_ptr(), 50_000)]).span()
+    assert time.monotonic() - began >= 0.05
+    assert end - start >= 0.05
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5000)), max_size=40))
+def test_arena_blocks_never_overlap_and_freed_space_comes_back(moves: list[tuple[bool, int]]) -> None:
+    arena, held = Arena(20_000), []
+    for free, size in moves:
+        if free and held:
+            arena.free(held.pop(size % len(held)))
+        elif (address := arena.alloc(size)) is not None:
+            held.append(address)
+        ends = [start + taken for start, taken in arena.blocks]
+        assert all(end <= start for end, (start, _) in zip(ends, arena.blocks[1:], strict=False))
+        assert all(end <= arena.capacity_bytes for end in ends)
+    for address in held:
+        arena.free(address)
+    assert arena.in_use_bytes == 0
+    assert arena.alloc(19_900) is not None

@@ -1,0 +1,126 @@
+"""Whatever the plan, and whatever knobs change between steps: the weights equal the oracle's bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+import tidegate
+from tests.agent.plain import PlainAdamW
+from tidegate.knobs import Knobs
+
+FAST = tidegate.EmulatedRates(h2d_bytes_per_second=1e12, d2h_bytes_per_second=1e12, update_params_per_second=1e12)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = st.lists(st.integers(1, 23), min_size=0, max_size=3).map(tuple)
+STRIDES = st.one_of(st.just("off"), st.floats(1, 9).map(lambda x: round(x, 2)))
+KNOBS = st.tuples(STRIDES, st.floats(0, 1).map(lambda x: round(x, 2)))
+
+
+def make_params(shapes: list[tuple[tuple[int, ...], int]], seed: int) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(DTYPES[d])) for s, d in shapes]
+
+
+def backward(params: list[torch.nn.Parameter], grads: list[torch.Tensor | None]) -> None:
+    """Makes `grads` the gradients, through autograd, so that hooks fire as in training."""
+    terms = [(p * g).sum().float() for p, g in zip(params, grads, strict=True) if g is not None]
+    if terms:
+        torch.stack(terms).sum().backward()
+
+
+def random_grads(params: list[torch.nn.Parameter], seed: int, some: bool) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+    grads: list[torch.Tensor | None] = []
+    for i, p in enumerate(params):
+        values = (torch.randn(p.shape, generator=generator) * 3).to(p.dtype)
+        grads.append(None if some and (seed + i) % 3 == 0 else values)
+    return grads
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(SHAPES, st.integers(0, 2)), min_size=1, max_size=7),
+    subgroup_numel=st.integers(3, 700),
+    num_slots=st.integers(1, 3),
+    policy=st.sampled_from(["interleaved", "interleaved", "sequential", "twinflow"]),
+    start=KNOBS,
+    changes=st.lists(KNOBS, min_size=2, max_size=5),
+    max_grad_norm=st.sampled_from([None, 0.7]),
+    some=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_equals_the_oracle_whatever_the_plan(
+    shapes: list[Any],
+    subgroup_numel: int,
+    num_slots: int,
+    policy: Any,
+    start: tuple[Any, float],
+    changes: list[tuple[Any, float]],
+    max_grad_norm: float | None,
+    some: bool,
+    seed: int,
+) -> None:
+    params = make_params(shapes, seed)
+    half = len(params) // 2
+    groups = [{"params": params[half:], "lr": 0.03, "weight_decay": 0.1}]
+    if half:
+        groups.insert(0, {"params": params[:half], "lr": 0.01, "betas": (0.8, 0.95)})
+    ordered = [p for group in groups for p in group["params"]]  # type: ignore[attr-defined]
+    offload = tidegate.Offload(
+        stride=start[0], static_ratio=start[1], subgroup_numel=subgroup_numel, num_slots=num_slots, cpu_threads=2,
+        policy=policy, emulated=FAST,
+    )  # fmt: skip
+    with tidegate.AdamW(groups, max_grad_norm=max_grad_norm, offload=offload) as optimizer:
+        plain = PlainAdamW([dict(group) for group in optimizer.param_groups], max_grad_norm)
+        for step, (stride, ratio) in enumerate(changes):
+            grads = random_grads(ordered, seed + step, some)
+            optimizer.zero_grad()
+            backward(ordered, grads)
+            optimizer.step()
+            plain.step(grads)
+            assert plain.same_weights(ordered)
+            optimizer.apply_knobs(Knobs(stride=stride, static_ratio=ratio))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_subgroups_than_slots_and_knobs_changed_at_every_step(dtype: torch.dtype) -> None:
+    params = [torch.nn.Parameter(torch.randn(257, 31, dtype=torch.float32).to(dtype)) for _ in range(4)]
+    offload = tidegate.Offload(stride=1.0, subgroup_numel=1000, num_slots=2, emulated=FAST)
+    knobs = [(1.0, 0.0), (1.5, 0.5), ("off", 1.0), ("off", 0.0), (2.0, 0.25), (7.3, 0.9), (1.0, 0.0)]
+    with tidegate.AdamW(params, lr=0.02, offload=offload) as optimizer:
+        plain = PlainAdamW([dict(group) for group in optimizer.param_groups])
+        for step, (stride, ratio) in enumerate(knobs):
+            optimizer.apply_knobs(Knobs(stride=stride, static_ratio=ratio))  # type: ignore[arg-type]
+            grads = random_grads(params, step, some=False)
+            optimizer.zero_grad()
+            backward(params, grads)
+            optimizer.step()
+            plain.step(grads)
+            assert plain.same_weights(params)
+            residents = optimizer.engine.memory.residence.count("device")
+            assert residents == int(ratio * len(optimizer.engine.layouts) + 0.5)
+
+
+def test_agrees_with_torch_over_two_hundred_steps() -> None:
+    torch.manual_seed(0)
+    ours = torch.nn.Sequential(torch.nn.Linear(17, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))
+    theirs = torch.nn.Sequential(torch.nn.Linear(17, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))
+    theirs.load_state_dict(ours.state_dict())
+    reference = torch.optim.AdamW(theirs.parameters(), lr=3e-3, weight_decay=0.1)
+    offload = tidegate.Offload(stride=2.5, static_ratio=0.2, subgroup_numel=100, emulated=FAST)
+    with tidegate.AdamW(ours.parameters(), lr=3e-3, weight_decay=0.1, offload=offload) as optimizer:
+        schedules = [torch.optim.lr_scheduler.OneCycleLR(o, 3e-3, total_steps=200) for o in (optimizer, reference)]
+        for step in range(200):
+            x = torch.randn(8, 17, generator=torch.Generator().manual_seed(step))
+            for model, used, schedule in zip((ours, theirs), (optimizer, reference), schedules, strict=True):
+                used.zero_grad()
+                model(x).square().mean().backward()
+                used.step()
+                schedule.step()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=2e-4, atol=2e-6)

@@ -1,0 +1,170 @@
+"""A real training run in a thread of the test: a small network, the engine on, measured from outside as well."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import tidegate
+from tidegate.agent.devices.base import Copy, Event
+from tidegate.agent.devices.emulated import EmulatedDevice
+from tidegate.agent.engine.engine import StepResult
+from tidegate.agent.engine.runner import StepInputs
+
+RATES = tidegate.EmulatedRates(h2d_bytes_per_second=4e8, d2h_bytes_per_second=4e8, update_params_per_second=1e8)
+WIDTH = 1024
+
+
+def offload(**changes: Any) -> tidegate.Offload:
+    settings: dict[str, Any] = {
+        "stride": 2.0, "static_ratio": 0.0, "subgroup_numel": 400_000, "num_slots": 2, "cpu_threads": 1,
+        "emulated": tidegate.EmulatedRates(**vars(RATES)),
+    }  # fmt: skip
+    return tidegate.Offload(**{**settings, **changes})
+
+
+class Network(torch.nn.Module):
+    """Returns its loss, as transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        linear = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+        self.layers = torch.nn.Sequential(linear[0], torch.nn.Tanh(), linear[1], torch.nn.Tanh(), linear[2])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(inputs).square().mean()
+        return loss
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+@dataclass
+class Outside:
+    """What a phase cost as seen by the loop itself: the independent truth that metrics are held against."""
+
+    cpu_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    link_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    copies: list[tuple[str, int, float, float]] = field(default_factory=list)
+    windows: list[tuple[str, float, float]] = field(default_factory=list)
+    planned_bytes: Counter[str] = field(default_factory=Counter)
+    planned_params: list[Counter[str]] = field(default_factory=list)
+    residents: list[int] = field(default_factory=list)
+
+    def divide_copies(self) -> None:
+        """Bytes of the step's copies by the phase in which they moved; all lanes are at rest."""
+        for lane, nbytes, start, end in self.copies:
+            for name, since, until in self.windows:
+                inside = max(0.0, min(end, until) - max(start, since))
+                self.link_bytes[lane, name] += round(nbytes * inside / (end - start))
+        self.copies.clear()
+        self.windows.clear()
+
+
+class Training:
+    """Steps until told to stop; `steps` counts them. Everything that the engine copies is noted at the device."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.model = Network()
+        self.optimizer = tidegate.AdamW(self.model.parameters(), lr=1e-3, offload=offload(**changes))
+        self.device = self.optimizer.device
+        assert isinstance(self.device, EmulatedDevice)
+        self.outside = Outside()
+        self.steps = 0
+        self.failed: BaseException | None = None
+        self._note_copies()
+        self._time_update()
+        self.optimizer.observers.append(self._note_plan)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="training")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the loop after its step; everything stays attached."""
+        self._stop.set()
+        self._thread.join(60)
+        if self.failed is not None:
+            raise self.failed
+
+    def step(self) -> None:
+        optimizer, step = self.optimizer, self.steps
+        optimizer.zero_grad()
+        inputs = batch(step)
+        with self._phase("forward"):
+            loss = self.model(inputs)
+        with self._phase("backward"):
+            loss.backward()
+        optimizer.step()
+        self.outside.divide_copies()
+        self.steps += 1
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self.step()
+        except BaseException as error:
+            self.failed = error
+
+    def _time_update(self) -> None:
+        """torch's own wrappers around step(), and our observers after it, are not the update."""
+        step = self.optimizer.engine.step
+
+        def timed(inputs: StepInputs) -> StepResult:
+            with self._phase("update"):
+                return step(inputs)
+
+        self.optimizer.engine.step = timed  # type: ignore[method-assign]
+
+    def _phase(self, name: str) -> _Phase:
+        return _Phase(self, name)
+
+    def _note_plan(self, result: StepResult) -> None:
+        for lane in ("h2d", "d2h"):
+            self.outside.planned_bytes[lane] += result.plan.link_bytes(lane)
+        self.outside.planned_params.append(
+            Counter({where: result.plan.updated_params(where) for where in ("cpu", "device")})  # type: ignore[arg-type]
+        )
+        self.outside.residents.append(sum(p.after == "device" for p in result.plan.placements))
+
+    def _note_copies(self) -> None:
+        copy = self.device.copy
+
+        def noted(lane: str, copies: Sequence[Copy]) -> Event:
+            event = copy(lane, copies)
+            start, end = event.span()
+            self.outside.copies.append((lane, sum(c.nbytes for c in copies), start, end))
+            return event
+
+        self.device.copy = noted  # type: ignore[method-assign]
+
+
+@dataclass
+class _Phase:
+    training: Training
+    name: str
+
+    def __enter__(self) -> None:
+        self._cpu, self._since = _cpu_seconds(), time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        outside, now = self.training.outside, time.monotonic()
+        outside.cpu_seconds[self.name] += _cpu_seconds() - self._cpu
+        outside.memory_bytes[self.name] = self.training.device.in_use_bytes
+        outside.windows.append((self.name, self._since, now))
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime

@@ -1,0 +1,245 @@
+"""Ranks come, report, fall silent, return and leave."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, wait_until
+from tidegate.errors import DaemonError, NotFound, RankTaken
+from tidegate.wire import AgentReport, Applied, PhaseRow, SpanRow, TimelineView, Vote
+
+
+def test_a_new_run_takes_the_start_up_settings(daemon: Daemon) -> None:
+    run = new_run()
+    lease = daemon.client("agent").hello(hello(run))
+    assert (lease.lease_seconds, lease.directive.committed) == (60.0, 0)
+    assert lease.directive.committed_knobs == {"stride": 2.0, "static_ratio": 0.0}
+    view = daemon.client("read").run(run)
+    assert (view.liveness, view.world_size, [rank.rank for rank in view.ranks]) == ("live", 2, [0])
+
+
+def test_a_second_live_agent_is_refused(daemon: Daemon) -> None:
+    run = new_run()
+    Agent(daemon, run)
+    with pytest.raises(RankTaken, match=r"Rank 0 of run .* is held by process 4711 on node, which is live"):
+        Agent(daemon, run)
+    Agent(daemon, run, rank=1)
+
+
+def test_the_same_agent_may_say_hello_again(daemon: Daemon) -> None:
+    agent = Agent(daemon, new_run())
+    agent.train(3, 1.0)
+    assert agent.client.hello(agent.message).directive.committed == 0
+    assert len(agent.client.steps(agent.message.run, 0).steps) == 3
+
+
+def test_an_agent_is_one_rank(daemon: Daemon) -> None:
+    agent = Agent(daemon, new_run())
+    with pytest.raises(DaemonError, match="already is another rank"):
+        agent.client.hello(agent.message.model_copy(update={"run": new_run()}))
+
+
+def test_a_stale_rank_can_be_taken_over(hasty: Daemon) -> None:
+    run = new_run()
+    old = Agent(hasty, run)
+    wait_until(lambda: hasty.client().run(run).liveness == "stale", "stale")
+    new = Agent(hasty, run)
+    with pytest.raises(NotFound, match="say hello first"):
+        old.say()
+    new.say()
+    assert hasty.client().run(run).ranks[0].agent == new.id
+
+
+@pytest.mark.parametrize("call", ["report", "vote", "applied", "directive", "goodbye"])
+def test_unknown_agents(daemon: Daemon, call: str) -> None:
+    client = daemon.client("agent")
+    report = AgentReport(timestamp=time.time(), step=0, phase="other", generation=0, effective={})
+    calls: dict[str, Callable[[], object]] = {
+        "report": lambda: client.report("nobody", report),
+        "vote": lambda: client.vote("nobody", Vote(generation=1, can=True)),
+        "applied": lambda: client.applied("nobody", Applied(generation=1, step=1)),
+        "directive": lambda: client.directive("nobody", 0, None, 0.0),
+        "goodbye": lambda: client.goodbye("nobody"),
+    }
+    with pytest.raises(NotFound, match="does not know agent 'nobody'"):
+        calls[call]()
+    answer = daemon.http("DELETE", "/v1/agents/nobody", "agent")
+    assert answer.json()["type"] == "unknown-agent"
+
+
+def test_live_stale_lost_and_back(hasty: Daemon) -> None:
+    run, client = new_run(), hasty.client()
+    agent = Agent(hasty, run)
+    seen: list[str] = []
+
+    def watch() -> bool:
+        state = client.run(run).liveness
+        if state not in seen:
+            seen.append(state)
+        return state == "lost"
+
+    wait_until(watch, "lost")
+    assert seen == ["live", "stale", "lost"]
+    wait_until(lambda: [row.action for row in client.audit(run)] == ["lost"], "the audit row")
+    agent.say()
+    assert client.run(run).liveness == "live"
+
+
+def test_a_lost_rank_need_not_vote(hasty: Daemon) -> None:
+    run, client = new_run(), hasty.client()
+    Agent(hasty, run)
+    wait_until(lambda: client.run(run).liveness == "lost", "lost")
+    wait_until(lambda: client.set_knobs(run, {"stride": 3}).state == "committed", "committed without it")
+
+
+def test_a_stale_rank_must_vote(hasty: Daemon) -> None:
+    """It may only be slow: what it has not agreed to is not forced on it."""
+    run, client = new_run(), hasty.client()
+    agent = Agent(hasty, run)
+    wait_until(lambda: client.run(run).liveness == "stale", "stale")
+    assert client.set_knobs(run, {"stride": 3}, wait=0).state == "proposed"
+    agent.answer()
+    assert client.generations(run)[1].state == "committed"
+
+
+def test_the_run_is_as_live_as_its_worst_rank(hasty: Daemon) -> None:
+    run, client = new_run(), hasty.client()
+    first, second = Agent(hasty, run, 0), Agent(hasty, run, 1)
+    first.client.goodbye(first.id)
+    assert client.run(run).liveness == "live"
+    second.client.goodbye(second.id)
+    assert client.run(run).liveness == "finished"
+
+
+def test_goodbye(daemon: Daemon) -> None:
+    agent = Agent(daemon, new_run())
+    agent.client.goodbye(agent.id)
+    agent.client.goodbye(agent.id)
+    with pytest.raises(NotFound):
+        agent.say()
+    assert daemon.client().run(agent.message.run).liveness == "finished"
+    Agent(daemon, agent.message.run)
+
+
+def test_finished_is_a_goodbye(daemon: Daemon) -> None:
+    agent = Agent(daemon, new_run())
+    agent.train(2, 1.0)
+    agent.say(finished=True)
+    agent.client.goodbye(agent.id)
+    view = daemon.client().run(agent.message.run)
+    assert (view.liveness, view.ranks[0].step) == ("finished", 2)
+
+
+def test_steps_are_kept_once_and_bounded(daemon: Daemon) -> None:
+    agent = Agent(daemon, new_run())
+    agent.say(step=3, steps=tuple(step_report(n) for n in (1, 2, 3)))
+    agent.say(step=4, steps=tuple(step_report(n) for n in (2, 3, 4)))
+    client = daemon.client("read")
+    assert [step.step for step in client.steps(agent.message.run, 0).steps] == [1, 2, 3, 4]
+    agent.step = 4
+    for _ in range(3):
+        agent.train(200, 1.0)
+    steps = client.steps(agent.message.run, 0, limit=256).steps
+    assert (len(steps), steps[-1].step) == (256, 604)
+    assert len(client.steps(agent.message.run, 0, limit=10).steps) == 10
+    assert client.run(agent.message.run).ranks[0].last_step == steps[-1]
+
+
+def test_timeline(daemon: Daemon) -> None:
+    agent, client = Agent(daemon, new_run()), daemon.client("read")
+    assert client.timeline(agent.message.run, 0) is None
+    with pytest.raises(NotFound, match=r"has no rank 5\. Its ranks: 0"):
+        client.timeline(agent.message.run, 5)
+    span = SpanRow(op=0, kind="cpu_update", lane="cpu", subgroup=0, start=0.0, end=1.0, nbytes=0, numel=10)
+    phases = (PhaseRow(phase="update", start=0.0, end=1.0),)
+    sent = TimelineView(
+        step=7, source="measured", origin=1.0, phases=phases, spans=(span,), num_spans=1, deps={0: (), 1: (0,)}
+    )
+    agent.say(timeline=sent)
+    agent.say()
+    assert client.timeline(agent.message.run, 0) == sent
+
+
+def test_a_loss_that_is_no_number(daemon: Daemon) -> None:
+    agent = Agent(daemon, new_run())
+    agent.say(steps=(step_report(1).model_copy(update={"loss": float("nan")}),))
+    assert daemon.client().steps(agent.message.run, 0).steps[0].loss is None
+
+
+def test_applied_is_believed_from_reports_too(daemon: Daemon) -> None:
+    """Its own message may have been lost with an earlier daemon."""
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run)
+    client.set_knobs(run, {"stride": 3}, wait=0)
+    agent.vote(1)
+    agent.say(generation=1, step=11)
+    assert client.generations(run)[1].state == "committed"
+    agent.say(generation=1, step=12)
+    assert (client.generations(run)[1].state, client.generations(run)[1].applied) == ("applied", {0: 12})
+
+
+def test_a_long_poll_ends_with_a_proposal_and_not_before(daemon: Daemon) -> None:
+    agent, client = Agent(daemon, new_run()), daemon.client()
+    begin = time.monotonic()
+    assert agent.client.directive(agent.id, 0, None, 0.3).proposed is None
+    assert time.monotonic() - begin >= 0.3
+    client.set_knobs(agent.message.run, {"stride": 3}, wait=0)
+    begin = time.monotonic()
+    assert agent.client.directive(agent.id, 0, None, 30.0).proposed == 1
+    assert agent.client.directive(agent.id, 0, 1, 0.0).proposed == 1
+    assert time.monotonic() - begin < 5.0
+
+
+def sd(daemon: Daemon, run: str) -> list[dict[str, object]]:
+    answer = httpx.get(f"{daemon.url}/sd", trust_env=False)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+    return [entry for entry in answer.json() if entry["labels"]["run"] == run]
+
+
+def test_service_discovery(hasty: Daemon) -> None:
+    run = new_run()
+    agent = Agent(hasty, run, 3, metrics_address="node-7:9403", host="node-7")
+    Agent(hasty, run, 4, metrics_address="")
+    entry = {
+        "targets": ["node-7:9403"],
+        "labels": {"run": run, "rank": "3", "host": "node-7", "device_kind": "emulated"},
+    }
+    assert sd(hasty, run) == [entry]
+    wait_until(lambda: hasty.client().run(run).ranks[0].liveness == "stale", "stale")
+    agent.say()
+    assert sd(hasty, run) == [entry]
+    agent.client.goodbye(agent.id)
+    assert sd(hasty, run) == []
+
+
+def test_service_discovery_forgets_the_lost(hasty: Daemon) -> None:
+    agent = Agent(hasty, new_run())
+    wait_until(lambda: sd(hasty, agent.message.run) == [], "an empty list")
+
+
+def test_metrics(hasty: Daemon) -> None:
+    run = new_run()
+    Agent(hasty, run, 0)
+    agent = Agent(hasty, run, 1)
+    agent.client.goodbye(agent.id)
+    text = httpx.get(f"{hasty.url}/metrics", trust_env=False).text
+    assert f'tidegate_agents{{run="{run}",state="finished"}} 1.0' in text
+    assert f'tidegate_desired_generation{{run="{run}"}} 0.0' in text
+    assert 'tidegate_requests_total{method="DELETE",route="/v1/agents/{agent}",status="2xx"}' in text
+    assert 'tidegate_request_seconds_bucket{le="0.001",method="POST",route="/v1/agents"}' in text
+    assert "_created" not in text
+
+
+def test_the_audit_log_is_append_only(daemon: Daemon) -> None:
+    agent = Agent(daemon, new_run())
+    agent.client.goodbye(agent.id)
+    connection = sqlite3.connect(daemon.state / "tidegate.db")
+    for statement in ("DELETE FROM audit", "UPDATE audit SET actor = 'nobody'"):
+        with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+            connection.execute(statement)
+    connection.close()

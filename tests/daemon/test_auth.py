@@ -1,0 +1,92 @@
+"""Who may do what: every route that the application has, with no token, a wrong one, and one of each scope."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.live import SCOPES, Daemon, threaded
+from tidegate.client import Scope
+from tidegate.daemon.app import create_app
+from tidegate.daemon.auth import scopes_allowed
+from tidegate.daemon.settings import Settings
+
+OPEN = {"/healthz", "/readyz", "/metrics", "/sd"}
+METHODS = ("get", "put", "post", "delete", "options", "head", "patch")
+FILLED = {"{agent}": "nobody", "{run}": "nothing", "{rank}": "0"}
+
+
+@pytest.fixture(scope="module")
+def routes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    app = create_app(Settings(state_dir=tmp_path_factory.mktemp("routes")))
+    app.state.plane.store.close()
+    found = [(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item]
+    return [*found, ("GET", "/v1/openapi.json"), ("GET", "/v1/nowhere"), ("POST", "/nowhere")]
+
+
+def filled(path: str) -> str:
+    for name, value in FILLED.items():
+        path = path.replace(name, value)
+    return path
+
+
+def test_every_route(daemon: Daemon, routes: list[tuple[str, str]]) -> None:
+    assert len(routes) >= 20
+    for method, path in routes:
+        allowed = set(SCOPES) | {"none", "wrong"}
+        if path not in OPEN and method == "GET":
+            allowed = {"read", "operate", "agent"}
+        elif path not in OPEN:
+            allowed = {"agent"} if path.startswith("/v1/agents") else {"operate"}
+        for who in ("none", "wrong", *SCOPES):
+            headers = {"Authorization": "Bearer tide_wrong"} if who == "wrong" else {}
+            scope = who if who in SCOPES else None
+            answer = daemon.http(method, filled(path), scope, headers=headers, params={"wait": 0})
+            told = f"{who} {method} {path}: {answer.status_code} {answer.text[:200]}"
+            if who in allowed:
+                assert answer.status_code not in (401, 403), told
+            else:
+                assert answer.status_code == (403 if scope else 401), told
+                assert answer.headers["content-type"] == "application/problem+json", told
+                assert (answer.status_code == 401) == ("www-authenticate" in answer.headers), told
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Basic abc", "tide_x", "Bearer \u00e9\u00e9".encode()])
+def test_odd_authorization(daemon: Daemon, header: str | bytes) -> None:
+    assert daemon.http("GET", "/v1/runs", None, headers={"Authorization": header}).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/agentsx", "/v1/../v1/agents/x", "//v1/agents", "/v1/agents%2fx", "/V1/agents"])
+def test_an_agent_reaches_only_its_own(path: str) -> None:
+    """What is not exactly an agents' route asks for the operator."""
+    assert scopes_allowed("PATCH", path) == frozenset[Scope]({"operate"})
+
+
+def test_token_files_are_private_and_kept(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with threaded(state) as daemon:
+        first = dict(daemon.tokens)
+        assert stat.S_IMODE(state.stat().st_mode) == 0o700
+        for scope in ("operate", "agent"):
+            assert stat.S_IMODE((state / f"{scope}.token").stat().st_mode) == 0o600
+        assert first["operate"].encode() not in b"".join(path.read_bytes() for path in state.glob("tidegate.db*"))
+    (state / "agent.token").unlink()
+    os.chmod(state / "operate.token", 0o644)
+    with threaded(state) as daemon:
+        assert daemon.tokens["operate"] == first["operate"]
+        assert stat.S_IMODE((state / "operate.token").stat().st_mode) == 0o600
+        assert daemon.tokens["agent"] != first["agent"]
+        assert daemon.http("GET", "/v1/runs", "agent").status_code == 200
+
+
+def test_a_token_outlives_a_lost_database(tmp_path: Path) -> None:
+    with threaded(tmp_path) as daemon:
+        token = daemon.tokens["operate"]
+    for path in tmp_path.glob("tidegate.db*"):
+        path.unlink()
+    with threaded(tmp_path) as daemon:
+        assert daemon.tokens["operate"] == token
+        assert daemon.http("GET", "/v1/runs").status_code == 200

@@ -1,0 +1,56 @@
+"""Server-sent events: as they come, and from where one left off."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+
+from tests.daemon.live import Agent, Daemon, new_run, wait_until
+from tidegate.errors import NotFound
+from tidegate.wire import Event
+
+
+def test_replay_and_resume(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run)
+    agent.train(1, 1.0)
+    client.set_knobs(run, {"stride": 3}, wait=0)
+    agent.answer()
+    seen = list(itertools.islice(client.events(run, last_event_id=0), 4))
+    assert [event.kind for event in seen] == ["agent", "report", "generation", "generation"]
+    assert [event.id for event in seen] == sorted({event.id for event in seen})
+    assert [event.data.get("state") for event in seen[2:]] == ["proposed", "committed"]
+    resumed = list(itertools.islice(client.events(run, last_event_id=seen[1].id), 2))
+    assert resumed == seen[2:]
+
+
+def test_without_an_id_only_what_comes(daemon: Daemon) -> None:
+    run, client, seen = new_run(), daemon.client(), list[Event]()
+    agent = Agent(daemon, run)
+    stream = client.events(run)
+    reader = threading.Thread(target=lambda: seen.append(next(event for event in stream if event.kind == "report")))
+    reader.start()
+    said = itertools.count(1)
+    # The stream begins at some time after the call: what is said before that is not in it.
+    wait_until(lambda: agent.say(step=next(said)) and seen, "an event")
+    reader.join(10)
+    assert seen[0].data["rank"] == 0
+    assert seen[0].data["step"] >= 1
+
+
+def test_the_bytes_are_what_browsers_expect(daemon: Daemon) -> None:
+    run = new_run()
+    Agent(daemon, run)
+    headers = {"Authorization": f"Bearer {daemon.tokens['read']}", "Last-Event-ID": "0"}
+    http = daemon.client()._http
+    with http.stream("GET", f"/v1/runs/{run}/events", headers=headers) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = list(itertools.islice(answer.iter_lines(), 5))
+    assert [line.partition(":")[0] for line in lines] == ["", "", "id", "event", "data"]
+
+
+def test_no_such_run(daemon: Daemon) -> None:
+    with pytest.raises(NotFound, match="There is no run"):
+        next(daemon.client().events("nowhere"))

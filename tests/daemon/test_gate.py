@@ -1,0 +1,80 @@
+"""Host header, size of bodies, and the form of errors."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from tests.daemon.live import Daemon, hello, new_run
+from tidegate.client import MAX_BODY_BYTES
+from tidegate.daemon.settings import Settings
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8790", "[::1]:8790", "LOCALHOST", socket.gethostname()])
+def test_own_names(daemon: Daemon, host: str) -> None:
+    assert daemon.http("GET", "/healthz", None, headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.1:8790", ""])
+@pytest.mark.parametrize("path", ["/healthz", "/sd", "/v1/runs"])
+def test_other_names(daemon: Daemon, host: str, path: str) -> None:
+    answer = daemon.http("GET", path, headers={"Host": host})
+    assert (answer.status_code, answer.json()["type"]) == (400, "wrong-host")
+
+
+@pytest.mark.parametrize(
+    ("address", "name"), [("head:8790", "head"), ("head", "head"), ("[fd00::1]:80", "fd00::1"), ("fd00::1", "fd00::1")]
+)
+def test_advertised_name_is_allowed(address: str, name: str) -> None:
+    assert name in Settings(advertise_address=address).hosts
+
+
+def test_large_bodies(daemon: Daemon) -> None:
+    body = b"x" * (MAX_BODY_BYTES + 1)
+    assert daemon.http("POST", "/v1/agents", "agent", content=body).status_code == 413
+    in_parts = iter([body[:700_000], body[700_000:]])
+    answer = daemon.http("POST", "/v1/agents", "agent", content=in_parts)
+    assert (answer.status_code, answer.json()["type"]) == (413, "too-large")
+    assert daemon.http("POST", "/v1/agents", None, content=body).status_code == 401
+
+
+def test_a_body_of_the_largest_size_is_read(daemon: Daemon) -> None:
+    answer = daemon.http("POST", "/v1/agents", "agent", content=b"x" * MAX_BODY_BYTES)
+    assert (answer.status_code, answer.json()["type"]) == (422, "invalid-message")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"run": "a/b"}, "body.run"),
+        ({"rank": -1}, "body.rank"),
+        ({"device_kind": "abacus"}, "body.device_kind"),
+        ({"surprise": 1}, "body.surprise"),
+    ],
+)
+def test_invalid_messages_name_the_field(daemon: Daemon, change: dict[str, Any], named: str) -> None:
+    body = {**hello(new_run()).model_dump(mode="json"), **change}
+    answer = daemon.http("POST", "/v1/agents", "agent", json=body)
+    problem = answer.json()
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert (answer.status_code, problem["status"], problem["type"]) == (422, 422, "invalid-message")
+    assert [error["at"] for error in problem["errors"]] == [named]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/nowhere", 404), ("POST", "/v1/runs", 405), ("GET", "/v1/runs/none", 404), ("GET", "/v1/runs/", 404)],
+)
+def test_errors_are_problems(daemon: Daemon, method: str, path: str, status: int) -> None:
+    answer = daemon.http(method, path)
+    assert (answer.status_code, answer.json()["status"]) == (status, status)
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert {"type", "title", "status", "detail"} <= answer.json().keys()
+
+
+def test_another_protocol_is_refused(daemon: Daemon) -> None:
+    body = hello(new_run(), protocol=99).model_dump(mode="json")
+    answer = daemon.http("POST", "/v1/agents", "agent", json=body)
+    assert (answer.status_code, answer.json()["type"]) == (400, "wrong-protocol")

@@ -1,0 +1,133 @@
+"""The daemon as a process: it dies, ends, starts again, or cannot start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.live import Agent, Process, listen, new_run, wait_until
+from tidegate.client import DaemonClient
+from tidegate.errors import DaemonUnreachable
+
+
+def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    run = new_run()
+    with Process(tmp_path) as process:
+        daemon = process.start()
+        agent, idle = Agent(daemon, run), Agent(daemon, "idle")
+        idle.client.goodbye(idle.id)
+        client = daemon.client()
+        for stride in (3, 4, 5):
+            client.set_knobs("idle", {"stride": stride}, reason=f"try {stride}")
+        with agent.answering():
+            assert client.set_knobs(run, {"stride": 6}).state == "committed"
+            wait_until(lambda: client.generations(run)[1].state == "applied", "applied")
+        client.set_knobs(run, {"stride": 7}, wait=0)
+        before = {name: (client.generations(name), client.audit(name)) for name in (run, "idle")}
+        process.end(signal.SIGKILL)
+
+        again = process.start()
+        client = again.client()
+        assert client.generations("idle") == before["idle"][0]
+        assert client.audit("idle") == before["idle"][1]
+        assert client.knobs("idle").desired["stride"] == 5.0
+        kept, pending = client.generations(run)[:2], client.generations(run)[2]
+        assert kept == before[run][0][:2]
+        assert (pending.state, "restarted" in pending.outcome) == ("aborted", True), "nobody can vote on it any more"
+        assert [row.action for row in client.audit(run)] == [row.action for row in before[run][1]] + ["aborted"]
+        assert {view.run: view.liveness for view in client.runs()} == {run: "stale", "idle": "finished"}
+
+        # The rank may still be there: it is asked, and goes on with the same id, hello or not.
+        assert client.set_knobs(run, {"stride": 8}, wait=0).state == "proposed"
+        agent.client = again.client("agent")
+        agent.say()
+        agent.client.hello(agent.message)
+        agent.answer()
+        agent.answer()
+        assert (client.generations(run)[3].state, client.run(run).liveness) == ("applied", "live")
+        code, _, text = process.end(signal.SIGTERM)
+        assert (code, "Traceback" in text) == (0, False), text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_promptly_whoever_waits(tmp_path: Path, number: int) -> None:
+    with Process(tmp_path) as process:
+        daemon = process.start()
+        run = new_run()
+        agent = Agent(daemon, run)
+        written = json.loads((tmp_path / "daemon.json").read_text())
+        assert written["url"] == daemon.url
+        client, ended, following = daemon.client(), list[str](), threading.Event()
+
+        def poll() -> None:
+            with contextlib.suppress(DaemonUnreachable):  # should it come only after the end
+                agent.client.directive(agent.id, 0, None, 60.0)
+            ended.append("poll")
+
+        def follow() -> None:
+            for _ in client.events(run, last_event_id=0):
+                following.set()
+            ended.append("events")
+
+        waiting = [threading.Thread(target=poll), threading.Thread(target=follow)]
+        for thread in waiting:
+            thread.start()
+        assert following.wait(10)
+        code, seconds, text = process.end(number)
+        assert (code, seconds < 3.0, "Traceback" in text) == (0, True, False), (seconds, text)
+        assert f"Tidegate daemon at {daemon.url}" in text
+        for thread in waiting:
+            thread.join(5)
+        assert sorted(ended) == ["events", "poll"]
+        assert not (tmp_path / "daemon.json").exists()
+        with DaemonClient(daemon.url) as gone, pytest.raises(DaemonUnreachable, match="No daemon answers at"):
+            gone.runs()
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with listen() as taken:
+        port = taken.getsockname()[1]
+        with Process(tmp_path, ("--port", str(port))) as process, pytest.raises(AssertionError) as error:
+            process.start()
+        assert process.process is not None
+        assert process.process.returncode == 1
+    assert f"tidegate: Port {port} on 127.0.0.1 is taken" in str(error.value)
+    assert "Traceback" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--bind", "203.0.113.1"), "cannot listen on 203.0.113.1"),
+        (("--bind", "no.such.host.invalid"), "cannot listen on no.such.host.invalid"),
+        (("--database-url", "nonsense://x"), "cannot be opened"),
+        (("--database-url", "sqlite:////nowhere/at/all.db"), "cannot be opened"),
+        (("--state-dir", "/proc/nowhere"), "cannot be made"),
+    ],
+)
+def test_what_cannot_start_says_so(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    with Process(tmp_path, ("--port", "0", *arguments)) as process, pytest.raises(AssertionError) as error:
+        process.start()
+    assert process.process is not None
+    assert process.process.returncode == 1
+    assert said in str(error.value)
+    assert "Traceback" not in str(error.value)
+
+
+def test_two_daemons_do_not_share_a_state(tmp_path: Path) -> None:
+    with Process(tmp_path) as first, Process(tmp_path) as second:
+        url = first.start().url
+        pid = first.process.pid if first.process else 0
+        second_start = Process(tmp_path)
+        written = (tmp_path / "daemon.json").read_text()
+        with second_start, pytest.raises(AssertionError, match=f"process {pid}"):
+            second_start.start()
+        (tmp_path / "daemon.json").write_text(written)
+        with DaemonClient(url) as client:
+            assert client.health()
+        assert second.process is None

@@ -1,0 +1,281 @@
+"""The page in every state, run by Streamlit's own test harness against the real daemon."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+
+import pytest
+import streamlit as st
+from streamlit.testing.v1 import AppTest
+
+from tests.dashboard.scripted import Agent, Daemon, start_daemon, wait_until
+from tidegate import dashboard
+from tidegate.dashboard import feed
+
+MAIN = Path(dashboard.__file__).with_name("main.py")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_cached() -> Iterator[None]:
+    feed.forget()
+    yield
+    feed.forget()
+
+
+def page(**query: str) -> AppTest:
+    app = AppTest.from_file(str(MAIN), default_timeout=20)
+    for name, value in query.items():
+        app.query_params[name] = value
+    return again(app)
+
+
+def again(app: AppTest) -> AppTest:
+    st.cache_data.clear()
+    app.run()
+    assert not app.exception
+    return app
+
+
+def text(app: AppTest) -> str:
+    """All that the page says in its own HTML, without the tags."""
+    bodies = " ".join(element.proto.body for element in app.get("html"))
+    return unescape(re.sub(r"\s+", " ", re.sub(r"<style>.*?</style>|<[^>]+>", " ", bodies, flags=re.DOTALL)))
+
+
+def field(app: AppTest, label: str):  # type: ignore[no-untyped-def]
+    return next(element for element in app.text_input if element.label.startswith(label))
+
+
+def press(app: AppTest, label: str) -> AppTest:
+    next(button for button in app.button if button.label == label).click()
+    return again(app)
+
+
+def open_form(app: AppTest, token: str) -> AppTest:
+    field(app, "Operate token").input(token)
+    return again(app)
+
+
+def test_no_daemon_says_so_and_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("TIDEGATE_DAEMON", f"http://127.0.0.1:{probe.getsockname()[1]}")
+        app = page()
+    assert "No daemon answers at" in text(app)
+    assert [code.value for code in app.code] == ["tidegate daemon"]
+
+
+def test_no_run_yet_tells_the_two_ways_to_get_one(daemon: Daemon) -> None:
+    app = page()
+    assert "no run has said hello yet" in text(app)
+    commands = [code.value for code in app.code]
+    assert commands[0] == "tidegate demo"
+    assert "tidegate.attach(" in commands[1]
+    assert daemon.url in commands[1]
+
+
+def test_a_live_run_shows_every_family_of_its_screens(daemon: Daemon) -> None:
+    Agent(daemon).train(30)
+    app = page()
+    shown = text(app)
+    assert "The update is 42 % of the step; it waits 31 % of its time on h2d" in shown
+    for words in (
+        "llama-7b live rank 0 of 1 · CUDA · gpu-1 · step 30",
+        "pace 3.50 s/step",
+        "last step ended",
+        "exposed",
+        "tokens",
+        "loss",
+        "gradient norm",
+        "0 skipped of 30",
+        "CPU time",
+        "GPU peak",
+        "h2d",
+        "while busy",
+        "updated by device 500 M params",
+        "state on host 14 subgroups",
+        "predicted update",
+        "device share",
+        "generation 0 applied, as desired",
+    ):
+        assert words in shown, words
+    titles = ("Last update, by lane", "Stalls by cause", "Lanes", "Memory", "Link", "Loss", "Tokens", "Generations")
+    assert all(title in shown for title in titles)
+    assert len(app.get("plotly_chart")) == 8
+    assert "Emulated" not in shown
+
+
+def test_a_run_without_a_step_waits_for_it(daemon: Daemon) -> None:
+    Agent(daemon).report()
+    assert "Waiting for the first step to finish." in text(page())
+
+
+def test_an_emulated_device_makes_no_claim(daemon: Daemon) -> None:
+    Agent(daemon, device_kind="emulated").train(3)
+    assert "Emulated device: rates are simulated, no performance claim" in text(page())
+
+
+def test_a_finished_run_says_so(daemon: Daemon) -> None:
+    agent = Agent(daemon)
+    agent.train(5)
+    agent.finish()
+    shown = text(page())
+    assert "llama-7b finished" in shown
+    assert "Finished after 5 steps: the update was 43 % of the step" in shown
+
+
+def test_a_silent_run_is_late_then_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path))
+    with start_daemon(tmp_path, lease_seconds=0.7) as daemon, daemon.operator() as operator:
+        monkeypatch.setenv("TIDEGATE_DAEMON", daemon.url)
+        Agent(daemon).train(5)
+        wait_until(lambda: operator.run("llama-7b").liveness == "stale", "a stale run")
+        assert "Late: no word from rank 0 for" in text(page())
+        wait_until(lambda: operator.run("llama-7b").liveness == "lost", "a lost run")
+        assert "Lost: no word from rank 0 for" in text(page())
+
+
+def test_a_daemon_that_goes_away_leaves_the_last_figures_and_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path))
+    with start_daemon(tmp_path) as daemon:
+        monkeypatch.setenv("TIDEGATE_DAEMON", daemon.url)
+        agent = Agent(daemon)
+        agent.train(5)
+        app = page()
+        daemon.clients.clear()
+    again(app)
+    assert "No daemon answers at" in text(app)
+    assert "this page reconnects by itself" in text(app)
+    assert "The update is 43 % of the step" in text(app)
+    with start_daemon(tmp_path, port=int(daemon.url.rpartition(":")[2])) as revived:
+        revived.clients.append(agent.client)
+        agent.train(1)
+        again(app)
+        assert "No daemon answers" not in text(app)
+        assert "step 6" in text(app)
+
+
+def test_a_token_that_cannot_read_is_told_and_not_traced(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEGATE_READ_TOKEN", "wrong")
+    assert "does not accept this page's read token" in text(page())
+
+
+def test_the_run_of_the_address_is_shown_and_an_unknown_one_is_told(daemon: Daemon) -> None:
+    Agent(daemon, run="one").train(2)
+    Agent(daemon, run="two", world_size=2).train(2)
+    Agent(daemon, run="two", rank=1, world_size=2).train(7)
+    app = page(run="one")
+    assert "one live rank 0 of 1" in text(app)
+    app.selectbox[0].select("two")
+    again(app)
+    assert app.query_params["run"] in ("two", ["two"])
+    app.selectbox[1].select(1)
+    assert "two live rank 1 of 2 · CUDA · gpu-1 · step 7" in text(again(app))
+    assert "The daemon knows no run called three." in text(page(run="three"))
+
+
+def test_without_a_token_the_form_is_there_and_says_why_it_is_off(daemon: Daemon) -> None:
+    Agent(daemon).train(2)
+    app = page()
+    assert field(app, "stride").disabled
+    assert all(button.disabled for button in app.button)
+    assert any("operate token" in caption.value for caption in app.caption)
+
+
+def test_a_change_reaches_every_rank(daemon: Daemon) -> None:
+    agent = Agent(daemon)
+    agent.train(2)
+    with agent.training(0.05):
+        app = open_form(page(), daemon.token("operate"))
+        field(app, "stride").input("3")
+        field(app, "Reason").input("fewer crossings")
+        press(app, "Set")
+        wait_until(lambda: agent.generation == 1, "the agent to apply generation 1")
+    assert agent.knobs["stride"] == 3.0
+    assert app.success
+    with daemon.operator() as operator:
+        assert operator.generations("llama-7b")[-1].reason == "fewer crossings"
+    agent.train(1)
+    shown = text(again(app))
+    assert "stride auto → 3" in shown
+    assert "applied on 1 of 1 ranks" in shown
+    assert field(app, "stride").value == "3"
+
+
+def test_a_refusal_keeps_the_edit_and_shows_the_figures(daemon: Daemon) -> None:
+    agent = Agent(daemon, refuse="8 residents need 21.3 GB, 14.0 GB are free")
+    agent.train(2)
+    with agent.training(0.05):
+        app = open_form(page(), daemon.token("operate"))
+        field(app, "static_ratio").input("0.5")
+        press(app, "Set")
+    assert "21" in app.error[0].value
+    assert "The last good knobs stay" in app.error[0].value
+    assert field(app, "static_ratio").value == "0.5"
+    shown = text(again(app))
+    assert "→ refused" in shown
+    assert "21.3 GB, 14.0 GB" in shown
+
+
+def test_a_conflict_names_the_other_change_and_keeps_the_edit(daemon: Daemon) -> None:
+    agent = Agent(daemon)
+    agent.train(2)
+    with agent.training(0.05), daemon.operator() as operator:
+        app = open_form(page(), daemon.token("operate"))
+        field(app, "static_ratio").input("0.25")
+        operator.set_knobs("llama-7b", {"stride": 4}, reason="mine first")
+        press(app, "Set")
+        assert "someone else was faster" in app.warning[0].value
+        assert "mine first" in app.warning[0].value
+        assert field(app, "static_ratio").value == "0.25"
+        assert field(app, "stride").value == "4"
+        press(app, "Set")
+        assert operator.knobs("llama-7b").desired == {"stride": 4.0, "static_ratio": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("token", "name", "value", "sentence"),
+    [
+        ("nonsense", "stride", "3", "does not accept this operate token"),
+        ("operate", "stride", "0.5", "out of range"),
+        ("operate", "static_ratio", "half", "out of range"),
+        ("operate", "stride", "auto", "Nothing to set"),
+    ],
+)
+def test_what_cannot_be_set_is_told_in_a_sentence(
+    daemon: Daemon, token: str, name: str, value: str, sentence: str
+) -> None:
+    Agent(daemon).train(2)
+    app = open_form(page(), daemon.token("operate") if token == "operate" else token)
+    field(app, name).input(value)
+    press(app, "Set")
+    assert sentence in " ".join(e.value for e in [*app.error, *app.info]).replace("\\", "")
+    assert field(app, name).value == value
+
+
+def test_a_preview_changes_nothing(daemon: Daemon) -> None:
+    Agent(daemon).train(2)
+    app = open_form(page(), daemon.token("operate"))
+    field(app, "stride").input("2")
+    press(app, "Preview")
+    assert "Nothing was changed" in app.info[0].value
+    with daemon.operator() as operator:
+        assert operator.knobs("llama-7b").generation == 0
+
+
+def test_a_held_update_stays_on_the_screen(daemon: Daemon) -> None:
+    agent = Agent(daemon)
+    agent.train(3)
+    app = page()
+    app.toggle[0].set_value(True)
+    assert "by lane step 3," in text(again(app))
+    agent.train(1)
+    assert "by lane step 3," in text(again(app))
+    app.toggle[0].set_value(False)
+    assert "by lane step 4," in text(again(app))

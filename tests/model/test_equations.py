@@ -1,0 +1,73 @@
+"""The papers' closed forms against figures worked out by hand from the papers' rates."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidegate.errors import ConfigError
+from tidegate.model import cpu_to_device_ratio, ratio_from_stride, stride_from_ratio
+
+V100 = {"B": 3e9, "U_c": 2e9, "U_g": 35e9, "D_c": 8.7e9}
+"""DOS section 5.4, the V100 node."""
+H100 = {"B": 55e9 / 4, "U_c": 8e9 / 4, "U_g": 100e9 / 4}
+"""DOS sections 1 and 5.1, of 4 GPUs one: 55 GB/s a link of its own, a quarter of 8 and 100 billion parameters/s."""
+
+
+@pytest.mark.parametrize(
+    ("rates", "ratio", "share"),
+    [
+        # (3/3 + 1/35) / (1/2 + 1/8.7 - 1/6) = 1.02857 / 0.44828. The paper runs it at stride 2.
+        (V100, 2.2945, 0.3035),
+        # (3/13.75 + 1/25) / (1/2 - 1/27.5) = 0.25818 / 0.46364: the update writes 16 bits itself.
+        (H100, 0.5569, 0.6423),
+        # Conversion of fp32 at 62 GB/s (DOS Table 1), if one GPU's process had it alone: 0.25818 / 0.52815.
+        (H100 | {"D_c": 62e9 / 4}, 0.4888, 0.6717),
+        # …and if four share it: 0.25818 / 0.72170.
+        (H100 | {"D_c": 62e9 / 16}, 0.3577, 0.7365),
+        # No link limit, equal processors: one each.
+        ({"B": math.inf, "U_c": 1e9, "U_g": 1e9}, 1.0, 0.5),
+    ],
+)
+def test_equation_1_of_dos(rates: dict[str, float], ratio: float, share: float) -> None:
+    assert cpu_to_device_ratio(**rates) == pytest.approx(ratio, abs=1e-4)
+    assert 1 / stride_from_ratio(cpu_to_device_ratio(**rates)) == pytest.approx(share, abs=1e-4)
+
+
+rate = st.floats(1e6, 1e13)
+
+
+@given(B=rate, U_c=rate, U_g=rate, D_c=rate)
+def test_equation_1_balances_cpu_and_link(B: float, U_c: float, U_g: float, D_c: float) -> None:  # noqa: N803, RUF100
+    """k (1/U_c + 1/D_c) = 3/B + k/(2B) + 1/U_g: the line of Eq. 1 before it is solved for k."""
+    k = cpu_to_device_ratio(B, U_c, U_g, D_c)
+    if math.isinf(k):
+        assert 1 / U_c + 1 / D_c <= 1 / (2 * B)
+    elif 1 / U_c + 1 / D_c > 1.001 / (2 * B):
+        assert k * (1 / U_c + 1 / D_c) == pytest.approx(3 / B + k / (2 * B) + 1 / U_g)
+
+
+@given(ratio=st.floats(0, 1e6))
+def test_stride_and_ratio_are_the_same_share(ratio: float) -> None:
+    stride = stride_from_ratio(ratio)
+    assert ratio_from_stride(stride) == pytest.approx(ratio, abs=1e-9)
+    assert 1 / stride == pytest.approx(1 / (ratio + 1))
+
+
+def test_a_slow_link_leaves_all_to_the_cpu() -> None:
+    assert cpu_to_device_ratio(B=1e9, U_c=4e9, U_g=50e9) == math.inf
+
+
+@pytest.mark.parametrize("name", ["B", "U_c", "U_g", "D_c"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+def test_rates_are_positive(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        cpu_to_device_ratio(**(V100 | {name: value}))
+
+
+def test_bounds_of_stride_and_ratio() -> None:
+    with pytest.raises(ConfigError, match="stride"):
+        ratio_from_stride(0.5)
+    with pytest.raises(ConfigError, match="ratio"):
+        stride_from_ratio(-0.5)

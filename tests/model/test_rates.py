@@ -1,0 +1,77 @@
+"""The rate card: seconds of an op, and rates from what was seen."""
+
+import pytest
+
+from tidegate.errors import ConfigError
+from tidegate.model import RateCard, simulate
+from tidegate.plan import Op, OpKind, Subgroup, make_plan, place, steady
+from tidegate.timeline import Span, Timeline
+
+CARD = RateCard(
+    h2d_bytes_per_second=100.0,
+    d2h_bytes_per_second=50.0,
+    cpu_params_per_second=10.0,
+    device_params_per_second=200.0,
+    norm_params_per_second=400.0,
+    overhead_seconds=0.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "numel", "seconds"),
+    [
+        (OpKind.STATE_H2D, 200, 0, 2.5),
+        (OpKind.WEIGHT_H2D, 0, 0, 0.5),
+        (OpKind.GRAD_D2H, 200, 0, 4.5),
+        (OpKind.CPU_UPDATE, 0, 100, 10.5),
+        (OpKind.DEVICE_UPDATE, 0, 100, 1.0),
+        (OpKind.NORM, 0, 100, 0.75),
+    ],
+)
+def test_seconds(kind: OpKind, nbytes: int, numel: int, seconds: float) -> None:
+    assert CARD.seconds(Op(0, kind, 0, nbytes, numel)) == seconds
+
+
+def test_a_rate_that_is_not_known_is_named() -> None:
+    card = RateCard(h2d_bytes_per_second=1.0)
+    assert "cpu_params_per_second" in card.missing
+    with pytest.raises(ConfigError, match="cpu_params_per_second"):
+        card.seconds(Op(0, OpKind.CPU_UPDATE, 0, 0, 1))
+
+
+@pytest.mark.parametrize(("name", "value"), [("h2d_bytes_per_second", 0.0), ("overhead_seconds", -1.0)])
+def test_what_cannot_be_a_rate(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        RateCard(**{name: value})
+
+
+def test_dict_round_trip() -> None:
+    assert RateCard.from_dict(CARD.to_dict()) == CARD
+    assert RateCard.from_dict({"h2d_bytes_per_second": 2.0, "of_a_newer_version": 1}).h2d_bytes_per_second == 2.0
+
+
+def test_rates_come_back_from_a_simulated_step() -> None:
+    card = RateCard.from_dict(CARD.to_dict() | {"overhead_seconds": 0.0})
+    subgroups = [Subgroup(i, 10 + i, 2, 2, 10) for i in range(8)]
+    plan = make_plan(subgroups, steady(place(8, stride=2, static_ratio=0.25)), num_slots=2)
+    timeline = simulate(plan, card, step_at=10.0)
+    assert RateCard.from_timelines([timeline, timeline]).to_dict() == pytest.approx(card.to_dict())
+
+
+def test_what_was_not_seen_is_kept() -> None:
+    span = Span(0, OpKind.CPU_UPDATE, "cpu", 0, start=1.0, end=3.0, nbytes=0, numel=40)
+    timeline = Timeline(0, "measured", (span,), (), {})
+    assert RateCard.from_timelines([timeline]).to_dict() == {
+        **dict.fromkeys(CARD.to_dict()),
+        "cpu_params_per_second": 20.0,
+        "overhead_seconds": 0.0,
+    }
+    merged = RateCard.from_timelines([timeline], previous=CARD)
+    assert merged.to_dict() == CARD.to_dict() | {"cpu_params_per_second": 20.0, "overhead_seconds": 0.0}
+    assert RateCard.from_timelines([], previous=CARD) == CARD
+
+
+def test_spans_at_the_same_time_count_once() -> None:
+    spans = [Span(i, OpKind.STATE_H2D, "h2d", i, start=0.0, end=2.0, nbytes=10, numel=0) for i in range(2)]
+    timeline = Timeline(0, "measured", tuple(spans), (), {})
+    assert RateCard.from_timelines([timeline]).h2d_bytes_per_second == 10.0

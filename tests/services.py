@@ -1,0 +1,146 @@
+"""Real services for tests: the daemon and Prometheus as processes of their own, on free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from tidegate.client import DaemonClient
+
+ROOT = Path(__file__).resolve().parent.parent
+T = TypeVar("T")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def until(found: Callable[[], T], what: str, seconds: float = 30.0) -> T:
+    """Asks again and again until the answer is true, and gives it; fails naming `what` after a deadline."""
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while True:
+        answer = found()
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"never came within {seconds:.0f} s: {what}"
+        pause.wait(0.05)
+
+
+def program(name: str) -> str:
+    path = shutil.which(name)
+    assert path, f"{name} is not installed; as root, `make test` installs it (Debian package prometheus)."
+    return path
+
+
+@dataclass
+class DaemonProcess:
+    """`tidegate daemon` as a process that can be killed and started again on the same port and state."""
+
+    port: int
+    state: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def token(self, scope: str) -> str:
+        return (self.state / f"{scope}.token").read_text().strip()
+
+    def client(self, scope: str = "operate") -> DaemonClient:
+        return DaemonClient(self.url, self.token(scope))
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tidegate", "daemon", "--port", str(self.port), "--state-dir", str(self.state)]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until(lambda: _ok(f"{self.url}/readyz"), "the daemon")
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@contextlib.contextmanager
+def daemon_process(state: Path) -> Iterator[DaemonProcess]:
+    daemon = DaemonProcess(free_port(), state)
+    daemon.start()
+    try:
+        yield daemon
+    finally:
+        daemon.kill()
+
+
+@dataclass
+class Prometheus:
+    url: str
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Rows of an instant query: labels and value."""
+        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, trust_env=False).json()
+        assert answer["status"] == "success", answer
+        return [{**row["metric"], "value": float(row["value"][1])} for row in answer["data"]["result"]]
+
+    def value(self, expression: str) -> float | None:
+        rows = self.query(expression)
+        assert len(rows) <= 1, (expression, rows)
+        return rows[0]["value"] if rows else None
+
+    def alerts(self, name: str, state: str) -> list[dict[str, Any]]:
+        answer = httpx.get(f"{self.url}/api/v1/alerts", trust_env=False).json()
+        found = answer["data"]["alerts"]
+        return [a for a in found if a["labels"]["alertname"] == name and a["state"] == state]
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path, daemon_port: int) -> Iterator[Prometheus]:
+    """A real Prometheus on the committed configuration and rules, with ports changed and durations scaled down."""
+    source = ROOT / "grafana" / "prometheus"
+    rules = folder / "rules"
+    rules.mkdir(parents=True)
+    for path in (source / "rules").glob("*.yml"):
+        text = path.read_text().replace("[5m]", "[10s]").replace("for: 2m", "for: 2s")
+        (rules / path.name).write_text(text)
+    config = (source / "prometheus.yml").read_text().replace("127.0.0.1:8790", f"127.0.0.1:{daemon_port}")
+    config = re.sub(r"(scrape_interval|scrape_timeout|evaluation_interval|refresh_interval): \d+s", r"\1: 1s", config)
+    (folder / "prometheus.yml").write_text(config)
+    port = free_port()
+    command = [
+        program("prometheus"), f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_without_proxy())
+    try:
+        until(lambda: _ok(f"http://127.0.0.1:{port}/-/ready"), "Prometheus")
+        yield Prometheus(f"http://127.0.0.1:{port}")
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def _without_proxy() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+
+
+def _ok(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2.0, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,232 @@
+"""The command line as users meet it: a process with arguments, an exit code, and sentences."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from tests.daemon.live import ROOT, Agent, Daemon, environment, listen, new_run, threaded, wait_until
+from tidegate.wire import PhaseRow, SpanRow, TimelineView
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with threaded(tmp_path / "state", proposal_seconds=1.0, lease_seconds=60.0) as running:
+        yield running
+
+
+def run(daemon: Daemon | None, *words: str, state: Path | None = None, **variables: str) -> tuple[int, str, str]:
+    """Exit code, what it printed, and what it said on stderr."""
+    if daemon is not None:
+        state = daemon.state
+        variables = {"TIDEGATE_DAEMON": daemon.url, **variables}
+    assert state is not None
+    done = subprocess.run(
+        [sys.executable, "-m", "tidegate", *words],
+        cwd=ROOT,
+        env=environment(state, **variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr.strip()
+
+
+def without(packages: tuple[str, ...], *words: str, state: Path) -> tuple[int, str]:
+    """The command where `packages` are not installed."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({packages!r})); sys.argv[1:] = {list(words)!r}; "
+        "from tidegate.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(state), capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+PARTS = ("torch", "numpy", "fastapi", "uvicorn", "sqlalchemy", "prometheus_client", "streamlit", "plotly", "pandas")
+
+
+def test_help_and_status_need_no_part(tmp_path: Path) -> None:
+    code, text = without(PARTS, "--help", state=tmp_path)
+    assert code == 0
+    for command in ("daemon", "status", "knobs", "generations", "trace", "dashboard", "demo", "train", "doctor"):
+        assert command in text
+    code, text = without(PARTS, "status", state=tmp_path)
+    assert (code, "No daemon answers" in text) == (1, True)
+    code, text = without(PARTS, "doctor", state=tmp_path)
+    assert (code, "pip install 'tidegate[agent]'" in text) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [(("daemon",), "daemon"), (("token", "read"), "daemon"), (("dashboard",), "dashboard"), (("demo",), "demo")],
+)
+def test_a_missing_extra_is_named(tmp_path: Path, words: tuple[str, ...], extra: str) -> None:
+    code, text = without(PARTS, *words, state=tmp_path)
+    assert (code, f"pip install 'tidegate[{extra}]'" in text, "Traceback" in text) == (1, True, False), text
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("knobs", "set", "pace=3"), 2, "There is no knob 'pace'. The knobs are: stride, static_ratio."),
+        (("knobs", "set", "stride=0.5"), 2, "stride='0.5' is out of range: a number from 1"),
+        (("knobs", "set", "some-run"), 2, "Say what to change, as in stride=3."),
+        (("knobs", "set", "stride=3", "fast"), 2, "'fast' is not KNOB=VALUE"),
+        (("knobs", "get", "nowhere"), 1, "There is no run 'nowhere'. Runs: none yet."),
+        (("knobs", "set", "stride=3", "--run", "nowhere"), 1, "There is no run 'nowhere'."),
+        (("knobs", "get"), 1, "No run is running."),
+        (("trace", "--run", "nowhere"), 1, "There is no run 'nowhere'."),
+        (("status", "--daemon", "head"), 1, "'head' is not an address of a daemon: say http://host:port."),
+        (("token", "root"), 2, "There is no scope 'root'. The scopes are: read, operate, agent, alert."),
+        (("train", "--stride", "0"), 2, "stride='0' is out of range"),
+    ],
+)
+def test_errors_are_one_sentence(daemon: Daemon, words: tuple[str, ...], code: int, said: str) -> None:
+    found, out, error = run(daemon, *words)
+    assert (found, out) == (code, "")
+    assert error.startswith(f"tidegate: {said}")
+    assert error.count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    "words", [("nonsense",), ("knobs", "set"), ("daemon", "--port", "99999"), ("knobs", "set", "--x")]
+)
+def test_wrong_usage(tmp_path: Path, words: tuple[str, ...]) -> None:
+    assert run(None, *words, state=tmp_path)[0] == 2
+
+
+def test_no_daemon(tmp_path: Path) -> None:
+    with listen() as taken:
+        port = taken.getsockname()[1]
+    code, _, error = run(None, "status", state=tmp_path, TIDEGATE_DAEMON=f"http://127.0.0.1:{port}")
+    assert (code, error) == (
+        1,
+        f"tidegate: No daemon answers at http://127.0.0.1:{port}. Start one with `tidegate daemon`.",
+    )
+
+
+def test_wrong_token(daemon: Daemon) -> None:
+    assert run(daemon, "status", TIDEGATE_TOKEN="tide_x")[::2] == (1, "tidegate: The daemon does not know this token.")
+    code, _, error = run(daemon, "knobs", "get", "any", state=daemon.state, TIDEGATE_TOKEN=daemon.tokens["alert"])
+    assert (code, "The token has scope alert" in error) == (1, True)
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with listen() as taken:
+        port = str(taken.getsockname()[1])
+        code, _, error = run(None, "daemon", "--port", port, state=tmp_path)
+    assert (code, f"Port {port} on 127.0.0.1 is taken" in error, error.count("\n")) == (1, True, 0)
+
+
+def test_status(daemon: Daemon) -> None:
+    assert "No runs yet" in run(daemon, "status")[1]
+    agent = Agent(daemon, "llama-7b")
+    agent.train(3, update_seconds=1.5)
+    code, text, _ = run(daemon, "status")
+    assert code == 0
+    for word in ("llama-7b", "live", "1.50 s", "emulated", "stride=3", "no measurement"):
+        assert word in text
+    (row,) = json.loads(run(daemon, "status", "--json")[1])
+    assert (row["run"], row["step"], row["ranks"][0]["last_step"]["phase_seconds"]["update"]) == ("llama-7b", 3, 1.5)
+    assert json.loads(run(daemon, "status", "--run", "llama-7b", "--json")[1])[0] == row
+
+
+def test_knobs_set_and_get(daemon: Daemon) -> None:
+    with Agent(daemon, "llama-7b").answering():
+        code, text, error = run(daemon, "knobs", "set", "stride=3", "static_ratio=0.25", "--reason", "it stalls")
+        assert (code, error) == (0, "")
+        assert text.startswith("Generation 1 committed: stride=3 static_ratio=0.25. The rank said yes.")
+        wait_until(lambda: daemon.client().generations("llama-7b")[1].state == "applied", "applied")
+        assert run(daemon, "knobs", "set", "llama-7b", "stride=auto")[0] == 0, "the run may come first"
+    code, text, _ = run(daemon, "knobs", "get")
+    assert "Run llama-7b, newest generation 2" in text
+    view = json.loads(run(daemon, "knobs", "get", "llama-7b", "--json")[1])
+    assert view["desired"] == {"stride": "auto", "static_ratio": 0.25}
+    code, text, _ = run(daemon, "generations")
+    assert code == 0
+    assert "(it stalls)" in text
+    assert [row["generation"] for row in json.loads(run(daemon, "generations", "--json")[1])] == [0, 1, 2]
+
+
+def test_dry_run(daemon: Daemon) -> None:
+    Agent(daemon, "llama-7b")
+    code, text, _ = run(daemon, "knobs", "set", "stride=3", "--dry-run")
+    assert (code, "No prediction yet" in text) == (0, True)
+    assert json.loads(run(daemon, "knobs", "set", "stride=3", "--dry-run", "--json")[1])["changed"] == {"stride": 3.0}
+    assert daemon.client().knobs("llama-7b").generation == 0
+
+
+def test_a_refusal_is_a_failure(daemon: Daemon) -> None:
+    agent = Agent(daemon, "llama-7b")
+    agent.refuse = "needs 9.0 GB, 4.0 GB are free"
+    with agent.answering():
+        code, text, _ = run(daemon, "knobs", "set", "static_ratio=1")
+    assert (code, "Rank 0 refused: needs 9.0 GB" in text) == (1, True)
+    code, text, _ = run(daemon, "knobs", "set", "stride=9")
+    assert (code, "No answer from rank 0" in text) == (1, True), "it does not answer any more"
+
+
+def test_stale_says_who(daemon: Daemon) -> None:
+    agent = Agent(daemon, "llama-7b")
+    agent.client.goodbye(agent.id)
+    daemon.client().set_knobs("llama-7b", {"stride": 4})
+    code, _, error = run(daemon, "knobs", "set", "stride=5", "--run", "llama-7b", "--generation", "0")
+    assert code == 1
+    assert "at generation 1" in error
+    assert "(operate) changed stride=4 at" in error
+
+
+def test_several_runs(daemon: Daemon) -> None:
+    names = sorted(new_run() for _ in range(2))
+    for name in names:
+        Agent(daemon, name)
+    code, _, error = run(daemon, "knobs", "get")
+    assert code == 2
+    assert all(name in error for name in names)
+
+
+def test_trace(daemon: Daemon, tmp_path: Path) -> None:
+    agent, path = Agent(daemon, "llama-7b"), tmp_path / "trace.json"
+    code, _, error = run(daemon, "trace", "-o", str(path))
+    assert (code, "has not sent a timeline yet" in error) == (1, True)
+    spans = tuple(
+        SpanRow(op=n, kind=kind, lane=lane, subgroup=0, start=n, end=n + 1.0, nbytes=0, numel=10)
+        for n, (kind, lane) in enumerate((("state_h2d", "h2d"), ("device_update", "device"), ("of_the_future", "cpu")))
+    )
+    phases = (PhaseRow(phase="update", start=0.0, end=2.0),)
+    view = TimelineView(step=3, source="measured", origin=5.0, phases=phases, spans=spans, num_spans=3, deps={1: (0,)})
+    agent.say(timeline=view)
+    code, text, _ = run(daemon, "trace", "-o", str(path))
+    assert (code, str(path) in text) == (0, True)
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+    assert {"state_h2d 0", "device_update 0", "update"} <= names
+    code, _, error = run(daemon, "trace", "-o", str(tmp_path / "no" / "where.json"))
+    assert (code, "cannot be written" in error) == (1, True)
+
+
+def test_token(daemon: Daemon) -> None:
+    code, token, _ = run(daemon, "token", "read", "--name", "grafana")
+    daemon.tokens["grafana"] = token.strip()
+    assert code == 0
+    wait_until(lambda: daemon.http("GET", "/v1/runs", "grafana").status_code == 200, "the new token")
+    assert daemon.http("PATCH", "/v1/runs/x/knobs", "grafana").status_code == 403
+
+
+def test_doctor(daemon: Daemon) -> None:
+    code, text, _ = run(daemon, "doctor")
+    assert (code, "mode 0600" in text, daemon.url in text) == (0, True, True)
+    (daemon.state / "agent.token").chmod(0o644)
+    code, text, _ = run(daemon, "doctor", "--json")
+    bad = [finding["check"] for finding in json.loads(text) if finding["verdict"] == "bad"]
+    assert (code, bad) == (1, ["agent token"])
