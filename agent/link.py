@@ -98,16 +98,20 @@ class AgentLink:
             log.warning("daemon away, training goes on: %s", error)
 
     def _greet(self) -> None:
-        lease = self._client.hello(self._hello)
-        # Start-up settings win once; what operators set since then stays.
-        self._hello = self._hello.model_copy(update={"reset_knobs": False})
-        self._take(lease.directive)
+        """Says hello. The answer counts even where it is older: a daemon that lost its store begins anew from us."""
+        hello = self._hello
+        if self.committed is not None:
+            # Start-up settings win once; what operators set since then goes on, even where the daemon forgot it.
+            hello = hello.model_copy(update={"reset_knobs": False, "knobs": self.committed.knobs.as_dict()})
+        directive = self._client.hello(hello).directive
+        with self._lock:
+            self.committed, self._voted = _committed(directive), None
         self.connected = True
 
     def _take(self, directive: Directive) -> None:
         with self._lock:
             if self.committed is None or directive.committed > self.committed.generation:
-                self.committed = Committed(directive.committed, Knobs(**directive.committed_knobs))  # type: ignore[arg-type]
+                self.committed = _committed(directive)
 
     # ---- reporting
 
@@ -179,7 +183,7 @@ class AgentLink:
     def _vote(self, directive: Directive) -> Vote:
         assert directive.proposed is not None
         try:
-            self._check(Knobs(**(directive.proposed_knobs or {})))  # type: ignore[arg-type]
+            self._check(Knobs().changed(directive.proposed_knobs or {}))
         except (KnobError, MemoryBudgetError) as refusal:
             return Vote(generation=directive.proposed, can=False, reason=str(refusal))
         return Vote(generation=directive.proposed, can=True)
@@ -187,6 +191,10 @@ class AgentLink:
     def _count(self, thread: str) -> None:
         self._cpu[thread] = time.thread_time()
         self.cpu_seconds = sum(self._cpu.values())
+
+
+def _committed(directive: Directive) -> Committed:
+    return Committed(directive.committed, Knobs().changed(directive.committed_knobs))
 
 
 def _backoff(failures: int) -> float:

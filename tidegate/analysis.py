@@ -104,6 +104,10 @@ def split_by_phase(span: Interval, phases: Sequence[PhaseSpan]) -> dict[Phase, f
     """
     if span.end <= span.start:
         return {next((p.phase for p in phases if p.start <= span.start <= p.end), "other"): 1.0}
+    for phase in phases:
+        # Nearly every span: it lies in one phase.
+        if phase.start <= span.start and span.end <= phase.end:
+            return {phase.phase: 1.0}
     seconds: defaultdict[Phase, float] = defaultdict(float)
     for phase in phases:
         overlap = min(span.end, phase.end) - max(span.start, phase.start)
@@ -140,26 +144,27 @@ class _Blockers:
         self._deps = timeline.deps
         # An op that was repeated has several spans; whoever depends on it waited for the last.
         self._last_run: dict[int, Span] = {}
-        self._lane_before: dict[Span, Span] = {}
+        # By identity: hashing all fields of a span takes longer than everything else here.
+        self._lane_before: dict[int, Span] = {}
         lane_last: dict[str, Span] = {}
         for span in sorted(timeline.spans, key=lambda span: (span.start, span.end, span.op)):
             self._last_run[span.op] = span
             if span.lane in lane_last:
-                self._lane_before[span] = lane_last[span.lane]
+                self._lane_before[id(span)] = lane_last[span.lane]
             lane_last[span.lane] = span
 
     def of(self, span: Span) -> Span | None:
         found = [self._last_run[dep] for dep in self._deps.get(span.op, ()) if dep in self._last_run]
-        if span in self._lane_before:
-            found.append(self._lane_before[span])
+        if id(span) in self._lane_before:
+            found.append(self._lane_before[id(span)])
         return max(found, key=lambda blocker: (blocker.end, blocker.op), default=None)
 
     def back_from(self, span: Span | None) -> Iterator[Span]:
         """The span, what it waited for, what that waited for… Clocks that disagree cannot make it go in circles."""
-        met: set[Span] = set()
-        while span is not None and span not in met:
+        met: set[int] = set()
+        while span is not None and id(span) not in met:
             yield span
-            met.add(span)
+            met.add(id(span))
             span = self.of(span)
 
 

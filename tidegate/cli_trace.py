@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 from tidegate.errors import TidegateError
 from tidegate.plan.ops import CONTENT_OF, OpKind
-from tidegate.timeline import PHASES, Phase, PhaseSpan, Span, Timeline
+from tidegate.timeline import PHASES, PhaseSpan, Span, Timeline
 from tidegate.trace import write_trace
 from tidegate.wire import TimelineView
 
@@ -34,9 +33,7 @@ def as_timeline(view: TimelineView) -> Timeline:
             for row in view.spans
             if row.kind in known
         ),
-        phases=tuple(
-            PhaseSpan(cast(Phase, row.phase), row.start, row.end) for row in view.phases if row.phase in PHASES
-        ),
+        phases=tuple(PhaseSpan(row.phase, row.start, row.end) for row in view.phases if row.phase in PHASES),
         deps=dict(view.deps),
         origin=view.origin,
     )

@@ -232,7 +232,7 @@ def test_state_of_another_model_is_refused() -> None:
         (lambda: tidegate.AdamW(params_of((3,)), lr=-1), ConfigError, "lr=-1"),
         (lambda: tidegate.AdamW(params_of((3,)), betas=(0.9, 1.0)), ConfigError, r"betas\[1\]=1.0"),
         (lambda: tidegate.AdamW(params_of((3,)), max_grad_norm=0), ConfigError, "max_grad_norm=0"),
-        (lambda: tidegate.AdamW(params_of((3,), dtype=torch.float64)), ParameterError, "float64.*supported are float32"),
+        (lambda: tidegate.AdamW(params_of((3,), dtype=torch.float64)), ParameterError, "float64.*supported"),
         (lambda: tidegate.AdamW([torch.nn.Parameter(torch.zeros(4, 4)[:, ::2])]), ParameterError, "gaps in memory"),
         (lambda: tidegate.Offload(stride=0.5), KnobError, "stride=0.5 is out of range: a number from 1"),
         (lambda: tidegate.Offload(static_ratio=1.5), KnobError, "static_ratio=1.5 is out of range"),

@@ -1,0 +1,192 @@
+"""Agent and daemon together, as processes that come and go: training goes on, knobs stay intact."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tidegate
+from tests.agent.training import Training
+from tests.services import ROOT, DaemonProcess, daemon_process, free_port, until
+from tidegate.errors import ConfigError, KnobError, NotAuthorized, RankTaken, StaleKnobs
+
+RUN = "link"
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    with daemon_process(tmp_path / "state") as running:
+        yield running
+
+
+def attached(training: Training, daemon: DaemonProcess, **settings: object) -> tidegate.Attachment:
+    return tidegate.attach(
+        training.optimizer, training.model, run=RUN, daemon=daemon.url, token=daemon.token("agent"), **settings
+    )
+
+
+def test_knobs_that_do_not_fit_are_refused_with_figures_and_the_last_good_ones_stay(daemon: DaemonProcess) -> None:
+    training = Training(device_memory_bytes=36_000_000, static_ratio=0.1)
+    with training.optimizer, daemon.client() as client:
+        attachment = attached(training, daemon)
+        training.start()
+        refused = client.set_knobs(RUN, {"static_ratio": 1.0})
+        assert refused.state == "refused"
+        assert "residents need" in refused.outcome
+        assert "36,000,000 bytes" in refused.outcome
+        view = client.knobs(RUN)
+        assert view.desired == {"stride": 2, "static_ratio": 0.1}
+        steps = training.steps
+        until(lambda: training.steps > steps + 2, "training goes on")
+        training.stop()
+        assert attachment.generation == 0
+        assert training.optimizer.effective_knobs() == {"stride": 2, "static_ratio": 0.1}
+
+
+def test_bad_knobs_name_the_bound_and_stale_ones_are_told(daemon: DaemonProcess) -> None:
+    training = Training()
+    with training.optimizer, daemon.client() as client:
+        attached(training, daemon)
+        with pytest.raises(KnobError, match=r"stride=0.5.*a number from 1"):
+            client.set_knobs(RUN, {"stride": 0.5})
+        with pytest.raises(KnobError, match="no knob 'strid'"):
+            client.set_knobs(RUN, {"strid": 2})
+        client.set_knobs(RUN, {"stride": 3}, generation=0)
+        with pytest.raises(StaleKnobs):
+            client.set_knobs(RUN, {"stride": 5}, generation=0)
+
+
+def test_a_killed_daemon_does_not_stop_training_and_knobs_are_intact_when_it_is_back(daemon: DaemonProcess) -> None:
+    training = Training()
+    with training.optimizer:
+        attachment = attached(training, daemon)
+        training.start()
+        with daemon.client() as client:
+            client.set_knobs(RUN, {"stride": 3})
+        until(lambda: attachment.generation == 1, "generation 1")
+        daemon.kill()
+        steps = training.steps
+        until(lambda: training.steps > steps + 5, "steps without a daemon")
+        assert training.optimizer.effective_knobs()["stride"] == 3
+        daemon.start()
+        with daemon.client() as client:
+            until(lambda: client.runs()[0].liveness == "live", "the agent back", 20)
+            assert client.knobs(RUN).desired["stride"] == 3
+            client.set_knobs(RUN, {"stride": 4})
+            until(lambda: attachment.generation == 2, "generation 2")
+            # Steps that were finished while nobody listened were reported afterwards.
+            reported = [row.step for row in client.steps(RUN, 0).steps]
+            assert steps + 3 in reported
+        training.stop()
+
+
+def test_a_daemon_that_lost_its_store_begins_anew_from_what_runs(daemon: DaemonProcess) -> None:
+    training = Training()
+    with training.optimizer:
+        attachment = attached(training, daemon)
+        training.start()
+        with daemon.client() as client:
+            client.set_knobs(RUN, {"stride": 3})
+        until(lambda: attachment.generation == 1, "generation 1")
+        token = daemon.token("agent")
+        daemon.kill()
+        for path in daemon.state.glob("*.db*"):
+            path.unlink()
+        (daemon.state / "agent.token").write_text(token)
+        daemon.start()
+        with daemon.client() as client:
+            until(lambda: [r for r in client.runs() if r.run == RUN], "the run again", 20)
+            assert client.knobs(RUN).desired["stride"] == 3
+            client.set_knobs(RUN, {"stride": 4})
+            until(lambda: training.optimizer.effective_knobs()["stride"] == 4, "stride 4", 20)
+        training.stop()
+
+
+def test_a_daemon_that_comes_later_is_found(tmp_path: Path) -> None:
+    training = Training()
+    later = DaemonProcess(free_port(), tmp_path / "state")
+    with daemon_process(tmp_path / "state") as first:
+        token = first.token("agent")
+    with training.optimizer:
+        tidegate.attach(training.optimizer, training.model, run=RUN, daemon=later.url, token=token)
+        training.start()
+        try:
+            later.start()
+            with later.client() as client:
+                until(lambda: [r for r in client.runs() if r.run == RUN], "the run", 20)
+            training.stop()
+        finally:
+            later.kill()
+
+
+def test_a_second_agent_for_one_rank_and_a_wrong_token_are_refused_at_once(daemon: DaemonProcess) -> None:
+    first, second = Training(), Training()
+    with first.optimizer, second.optimizer:
+        attached(first, daemon)
+        with pytest.raises(RankTaken, match="Rank 0 of run 'link' is held"):
+            attached(second, daemon)
+        with pytest.raises(NotAuthorized):
+            tidegate.attach(second.optimizer, run="other", daemon=daemon.url, token="wrong")
+
+
+def test_after_a_clean_end_the_desired_knobs_wait_for_the_next_start(daemon: DaemonProcess) -> None:
+    for reset, expected in ((False, 3), (True, 2)):
+        training = Training()
+        with training.optimizer, daemon.client() as client:
+            attached(training, daemon, reset_knobs=reset)
+            training.step()
+            if not reset:
+                client.set_knobs(RUN, {"stride": 3})
+        training = Training()
+        with training.optimizer:
+            attached(training, daemon, reset_knobs=reset)
+            training.step()
+            assert training.optimizer.effective_knobs()["stride"] == expected
+    with daemon.client() as client:
+        assert client.runs()[0].liveness == "finished"
+
+
+def test_a_taken_metrics_port_is_a_clear_error() -> None:
+    a, b = Training(), Training()
+    with a.optimizer, b.optimizer:
+        port = int(tidegate.attach(a.optimizer, run="a").metrics_address.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=f"{port}.*another metrics_port"):
+            tidegate.attach(b.optimizer, run="b", metrics_port=port)
+
+
+@pytest.mark.timeout(180)
+def test_two_ranks_apply_a_generation_between_the_same_two_steps(daemon: DaemonProcess, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
+        sys.executable, "-m", "tests.agent.ranks", daemon.url, daemon.token("agent"), str(tmp_path),
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        with daemon.client() as client:
+            until(lambda: [r for r in client.runs() if r.run == "ranks" and len(r.ranks) == 2], "two ranks", 90)
+            for stride in (3, 1.5, "off"):
+                assert client.set_knobs("ranks", {"stride": stride}, wait=20).state in ("committed", "applied")
+            applied = until(
+                lambda: [g for g in client.generations("ranks") if g.generation == 3 and len(g.applied) == 2],
+                "generation 3 on both ranks",
+                30,
+            )[0]
+            assert applied.applied[0] == applied.applied[1]
+            # Rank 1 has no room for all residents: neither rank takes them.
+            refused = client.set_knobs("ranks", {"static_ratio": 1.0}, wait=20)
+            assert (refused.state, "rank 1" in refused.outcome.lower()) == ("refused", True), refused
+            (tmp_path / "stop").touch()
+        errors = ranks.communicate(timeout=60)[1]
+        assert ranks.returncode == 0, errors.decode()[-2000:]
+        histories = [(tmp_path / f"strides-{rank}").read_text() for rank in (0, 1)]
+        assert histories[0] == histories[1]
+        assert "off" in histories[0]
+    finally:
+        ranks.kill()
+        ranks.wait()
