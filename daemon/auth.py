@@ -1,4 +1,4 @@
-"""Bearer tokens: who may do what. Tokens are stored as SHA-256; the first start writes two of them to private files."""
+"""Bearer tokens: who may do what. Tokens are stored as SHA-256; the first start writes three to private files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidegate.daemon.settings import Settings
 from tidegate.daemon.store import Store
 from tidegate.errors import DaemonError
 
-FILED: Final[tuple[Scope, ...]] = ("operate", "agent")
+FILED: Final[tuple[Scope, ...]] = ("read", "operate", "agent")
 READERS: Final[frozenset[Scope]] = frozenset({"read", "operate", "agent"})
 REFRESH_SECONDS: Final = 2.0
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def make_token(settings: Settings, scope: Scope, name: str) -> str:
 
 
 def ensure_files(store: Store, state_dir: Path) -> None:
-    """Makes sure that `operate.token` and `agent.token` exist, are private and are known to the store."""
+    """Makes sure that the token file of every scope in FILED exists, is private and is known to the store."""
     for scope in FILED:
         path = state_dir / f"{scope}.token"
         try:

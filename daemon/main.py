@@ -92,19 +92,25 @@ def _listen(bind: str, port: int) -> socket.socket:
 def _exclusive(state_dir: Path) -> Iterator[None]:
     """Holds the state directory: two daemons on one would decide against each other. Freed at death."""
     try:
-        descriptor = os.open(state_dir / "daemon.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        # The directory itself is locked: no lock file is left behind, whatever ends this process.
+        descriptor = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise DaemonError(f"The state directory {state_dir} cannot be used: {error.strerror}.") from error
-    with open(descriptor, "r+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            why = f"Another daemon (process {lock.read().strip() or 'unknown'}) uses {state_dir}."
-            raise DaemonError(f"{why} Stop it, or choose another --state-dir.") from error
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+    except BlockingIOError as error:
+        why = f"Another daemon (process {_pid(state_dir)}) uses {state_dir}."
+        raise DaemonError(f"{why} Stop it, or choose another --state-dir.") from error
+    finally:
+        os.close(descriptor)
+
+
+def _pid(state_dir: Path) -> str:
+    try:
+        return str(json.loads((state_dir / "daemon.json").read_text())["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown"
 
 
 @contextlib.contextmanager

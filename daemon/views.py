@@ -70,6 +70,7 @@ def _rank_view(member: Member, state: Liveness) -> RankView:
         applied_generation=member.applied_generation,
         effective=member.effective,
         last_step=member.steps[-1] if member.steps else None,
+        predicted_update_seconds=member.predicted_update_seconds,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import streamlit as st
 
 from tidegate.client import DaemonClient, find_token
-from tidegate.errors import DaemonError, KnobError, NotAuthorized, NotFound
+from tidegate.errors import DaemonError, NotAuthorized, NotFound
 from tidegate.wire import GenerationView, KnobsView, RankView, RunView, StepReport, TimelineView
 
 NUM_STEPS = 200
@@ -26,7 +26,6 @@ class Snapshot:
     timeline: TimelineView | None
     knobs: KnobsView
     generations: tuple[GenerationView, ...]
-    predicted_update_seconds: float | None
     read_at: float
 
 
@@ -124,15 +123,13 @@ def _snapshot(url: str, run: str, rank: int) -> Snapshot:
     seen = next((r for r in view.ranks if r.rank == rank), None)
     if seen is None:
         raise NotFound(f"Run {run} has no rank {rank} any more.", 404)
-    knobs = client.knobs(run)
     return Snapshot(
         run=view,
         rank=seen,
         steps=client.steps(run, rank, NUM_STEPS).steps,
         timeline=_timeline(url, run, rank, seen.step),
-        knobs=knobs,
+        knobs=client.knobs(run),
         generations=tuple(client.generations(run)),
-        predicted_update_seconds=_predicted(url, run, knobs.generation, tuple(knobs.desired.items())),
         read_at=time.time(),
     )
 
@@ -141,14 +138,3 @@ def _snapshot(url: str, run: str, rank: int) -> Snapshot:
 def _timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
     """Timelines are large: read again only when `step` changed, or a while after."""
     return _reader(url).timeline(run, rank)
-
-
-@st.cache_data(ttl=5.0, max_entries=16, show_spinner=False)
-def _predicted(url: str, run: str, generation: int, desired: tuple[tuple[str, float | str], ...]) -> float | None:
-    """The simulator's word on the knobs as they are: a dry run that changes nothing. None where it has none yet."""
-    if not desired:
-        return None
-    try:
-        return _reader(url).preview_knobs(run, dict(desired[:1]), generation).predicted_update_seconds_before
-    except (DaemonError, KnobError):
-        return None

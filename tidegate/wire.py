@@ -303,6 +303,8 @@ class RankView(Message):
     applied_generation: Count
     effective: KnobChanges
     last_step: StepReport | None = None
+    predicted_update_seconds: Seconds | None = None
+    """What the rank's simulator expects of the next update; None until it has measured its rates."""
 
 
 class RunView(Message):

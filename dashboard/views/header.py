@@ -46,7 +46,7 @@ def _figures(snapshot: Snapshot, figures: Digest) -> list[tuple[str, str, str]]:
     exposed, total = figures.exposed_seconds, figures.step_seconds
     tokens = figures.tokens_per_second
     applied = snapshot.rank.applied_generation
-    predicted = snapshot.predicted_update_seconds
+    predicted = snapshot.rank.predicted_update_seconds
     return [
         (
             "pace",
@@ -62,7 +62,7 @@ def _figures(snapshot: Snapshot, figures: Digest) -> list[tuple[str, str, str]]:
             units.significant(figures.grad_norm) if figures.grad_norm is not None else units.NONE,
             f"{figures.skipped} skipped of {len(snapshot.steps)}",
         ),
-        ("predicted update", units.seconds(predicted), prediction_note(predicted, update)),
+        ("predicted update", units.seconds(predicted), prediction_error(predicted, update)),
         ("generation", str(applied), _generation_note(snapshot)),
     ]
 
@@ -76,12 +76,19 @@ def _generation_note(snapshot: Snapshot) -> str:
     return "applied, as desired" if snapshot.rank.applied_generation >= desired else f"applied; desired is {desired}"
 
 
-def prediction_note(predicted: float | None, measured: float | None) -> str:
-    """How far the simulator is from what was measured: |predicted - measured| / measured."""
+def prediction(predicted: float | None, measured: float | None) -> str:
+    """predicted 1.40 s, measured 1.46 s, off by 4 %."""
+    error = prediction_error(predicted, measured)
     if predicted is None or not measured:
+        return error
+    return f"predicted {units.seconds(predicted)}, measured {units.seconds(measured)}, {error}"
+
+
+def prediction_error(predicted: float | None, measured: float | None) -> str:
+    """How far the rank's simulator is from what was measured: |predicted - measured| / measured."""
+    if predicted is None:
         return "no prediction yet"
-    error = abs(predicted - measured) / measured
-    return f"{units.share(error)} {'above' if predicted > measured else 'below'} measured"
+    return f"off by {units.share(abs(predicted - measured) / measured)}" if measured else "not measured yet"
 
 
 def _part(value: float | None, total: float, what: str) -> str:

@@ -12,7 +12,7 @@ from tidegate.dashboard.digest import Digest
 from tidegate.dashboard.feed import Snapshot
 from tidegate.dashboard.gantt import HEIGHT, Scope, as_timeline, gantt, window
 from tidegate.dashboard.lanes import lane_use
-from tidegate.dashboard.views.header import prediction_note
+from tidegate.dashboard.views.header import prediction
 from tidegate.dashboard.views.phases import CONFIG
 from tidegate.wire import TimelineView
 
@@ -86,12 +86,12 @@ def division(snapshot: Snapshot, figures: Digest) -> None:
     last = snapshot.steps[-1] if snapshot.steps else None
     rows = [*_shares("updated by", "params", last.update_params if last else {})]
     rows += _shares("state on", "subgroups", last.subgroups if last else {})
-    measured = figures.phase_seconds.get("update")
-    predicted = snapshot.predicted_update_seconds
-    note = prediction_note(predicted, measured)
-    rows.append((markup.Raw("predicted update"), units.seconds(predicted), note))
-    rows.append((markup.Raw("measured update"), units.seconds(measured), f"median of {figures.steps}"))
-    st.html(markup.title("Division of work", "last step") + markup.table(("", "", ""), rows))
+    note = prediction(snapshot.rank.predicted_update_seconds, figures.phase_seconds.get("update"))
+    st.html(
+        markup.title("Division of work", "last step")
+        + markup.table(("", "", ""), rows)
+        + markup.title("Update", f"{note} (median of {figures.steps} steps)")
+    )
 
 
 def _shares(what: str, unit: str, counts: dict[str, int]) -> list[tuple[str, str, str]]:

@@ -20,7 +20,7 @@ import httpx
 
 from tidegate.client import DaemonClient
 from tidegate.daemon.app import create_app
-from tidegate.daemon.auth import issue
+from tidegate.daemon.auth import FILED, issue
 from tidegate.daemon.main import make_server
 from tidegate.daemon.settings import Settings
 from tidegate.wire import AgentHello, AgentReport, Applied, Directive, Lease, StepReport, Vote
@@ -77,8 +77,8 @@ def threaded(state: Path, **settings: Any) -> Iterator[Daemon]:
     """A uvicorn server in a thread, with a token of every scope."""
     app = create_app(Settings(state_dir=state, **settings))
     store = app.state.plane.store
-    tokens = {scope: (state / f"{scope}.token").read_text().strip() for scope in ("operate", "agent")}
-    tokens |= {scope: issue(store, scope, scope) for scope in ("read", "alert")}
+    tokens = {scope: (state / f"{scope}.token").read_text().strip() for scope in FILED}
+    tokens |= {"alert": issue(store, "alert", "alert")}
     server = make_server(app)
     with listen() as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -113,7 +113,7 @@ class Process:
         wait_until(lambda: (self.state / "daemon.json").exists() or self.process.poll() is not None, "daemon.json", 20)  # type: ignore[union-attr]
         assert self.process.poll() is None, self.process.communicate()[0]
         url = json.loads((self.state / "daemon.json").read_text())["url"]
-        tokens = {scope: (self.state / f"{scope}.token").read_text().strip() for scope in ("operate", "agent")}
+        tokens = {scope: (self.state / f"{scope}.token").read_text().strip() for scope in FILED}
         daemon = Daemon(url, self.state, tokens)
         self.started.append(daemon)
         with DaemonClient(url) as client:

@@ -165,6 +165,24 @@ def test_timeline(daemon: Daemon) -> None:
     assert client.timeline(agent.message.run, 0) == sent
 
 
+def test_a_prediction_is_passed_on_and_is_the_newest(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client("read")
+    first, second = Agent(daemon, run, 0), Agent(daemon, run, 1)
+
+    def seen() -> list[float | None]:
+        return [rank.predicted_update_seconds for rank in client.run(run).ranks]
+
+    first.say()
+    assert seen() == [None, None]
+    first.say(predicted_update_seconds=0.25)
+    second.say(predicted_update_seconds=0.5)
+    assert seen() == [0.25, 0.5]
+    assert [rank.predicted_update_seconds for view in client.runs() if view.run == run for rank in view.ranks] == seen()
+    first.say(predicted_update_seconds=0.125)
+    second.say()
+    assert seen() == [0.125, None], "a rank that has no prediction any more has none"
+
+
 def test_a_loss_that_is_no_number(daemon: Daemon) -> None:
     agent = Agent(daemon, new_run())
     agent.say(steps=(step_report(1).model_copy(update={"loss": float("nan")}),))

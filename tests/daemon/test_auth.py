@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.live import SCOPES, Daemon, threaded
-from tidegate.client import Scope
+from tidegate.client import DaemonClient, Scope, find_token
 from tidegate.daemon.app import create_app
-from tidegate.daemon.auth import scopes_allowed
+from tidegate.daemon.auth import FILED, scopes_allowed
 from tidegate.daemon.settings import Settings
+from tidegate.errors import NotAuthorized
 
 OPEN = {"/healthz", "/readyz", "/metrics", "/sd"}
 METHODS = ("get", "put", "post", "delete", "options", "head", "patch")
@@ -70,9 +71,12 @@ def test_token_files_are_private_and_kept(tmp_path: Path) -> None:
     with threaded(state) as daemon:
         first = dict(daemon.tokens)
         assert stat.S_IMODE(state.stat().st_mode) == 0o700
-        for scope in ("operate", "agent"):
+        assert {path.stem for path in state.glob("*.token")} == set(FILED) == {"read", "operate", "agent"}
+        assert len({first[scope] for scope in FILED}) == 3
+        stored = b"".join(path.read_bytes() for path in state.glob("tidegate.db*"))
+        for scope in FILED:
             assert stat.S_IMODE((state / f"{scope}.token").stat().st_mode) == 0o600
-        assert first["operate"].encode() not in b"".join(path.read_bytes() for path in state.glob("tidegate.db*"))
+            assert first[scope].encode() not in stored
     (state / "agent.token").unlink()
     os.chmod(state / "operate.token", 0o644)
     with threaded(state) as daemon:
@@ -80,6 +84,26 @@ def test_token_files_are_private_and_kept(tmp_path: Path) -> None:
         assert stat.S_IMODE((state / "operate.token").stat().st_mode) == 0o600
         assert daemon.tokens["agent"] != first["agent"]
         assert daemon.http("GET", "/v1/runs", "agent").status_code == 200
+
+
+def test_what_reads_finds_a_token_that_can_only_read(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    for scope in ("READ_", ""):
+        monkeypatch.delenv(f"TIDEGATE_{scope}TOKEN", raising=False)
+    monkeypatch.setenv("TIDEGATE_STATE_DIR", str(daemon.state))
+    with DaemonClient(daemon.url, find_token("read")) as reader:
+        reader.runs()
+        with pytest.raises(NotAuthorized, match=r"scope read; PATCH .* needs operate"):
+            reader.preview_knobs("nothing", {"stride": 2}, 0)
+
+
+def test_a_state_directory_from_before_gets_its_read_token(tmp_path: Path) -> None:
+    with threaded(tmp_path) as daemon:
+        first = dict(daemon.tokens)
+    (tmp_path / "read.token").unlink()
+    with threaded(tmp_path) as daemon:
+        assert (daemon.tokens["operate"], daemon.tokens["agent"]) == (first["operate"], first["agent"])
+        assert daemon.tokens["read"] != first["read"]
+        assert daemon.http("GET", "/v1/runs", "read").status_code == 200
 
 
 def test_a_token_outlives_a_lost_database(tmp_path: Path) -> None:

@@ -99,7 +99,10 @@ def start_daemon(state: Path, port: int = 0, lease_seconds: float = 10.0) -> Ite
 
 @dataclass
 class Agent:
-    """One rank that says what it is told to say. `refuse` is its answer to every proposal, when set."""
+    """One rank that says what it is told to say. `refuse` is its answer to every proposal, when set.
+
+    `predicted` is what it expects of its next update, in seconds.
+    """
 
     daemon: Daemon
     run: str = "llama-7b"
@@ -107,6 +110,7 @@ class Agent:
     world_size: int = 1
     device_kind: DeviceKind = "cuda"
     refuse: str = ""
+    predicted: float | None = 1.4
     step: int = 0
     knobs: dict[str, float | str] = field(default_factory=lambda: {"stride": "auto", "static_ratio": 0.0})
     generation: int = 0
@@ -149,6 +153,7 @@ class Agent:
                 generation=self.generation,
                 effective={**self.knobs, "stride": 3.0 if self.knobs["stride"] == "auto" else self.knobs["stride"]},
                 rates=RATES,
+                predicted_update_seconds=self.predicted,
                 **more,  # type: ignore[arg-type]
             ),
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 
+import httpx
 import pytest
 import streamlit as st
 from streamlit.testing.v1 import AppTest
@@ -98,7 +99,8 @@ def test_a_live_run_shows_every_family_of_its_screens(daemon: Daemon) -> None:
         "while busy",
         "updated by device 500 M params",
         "state on host 14 subgroups",
-        "predicted update",
+        "predicted update 1.40 s off by 4 %",
+        "predicted 1.40 s, measured 1.47 s, off by 4 % (median of 20 steps)",
         "device share",
         "generation 0 applied, as desired",
     ):
@@ -117,6 +119,29 @@ def test_a_run_without_a_step_waits_for_it(daemon: Daemon) -> None:
 def test_an_emulated_device_makes_no_claim(daemon: Daemon) -> None:
     Agent(daemon, device_kind="emulated").train(3)
     assert "Emulated device: rates are simulated, no performance claim" in text(page())
+
+
+def test_showing_a_run_needs_no_more_than_to_read(daemon: Daemon) -> None:
+    """The operate token and the agent's are not there for it to find, and it asks the daemon to change nothing."""
+    Agent(daemon).train(2)
+    for scope in ("operate", "agent"):
+        (daemon.state / f"{scope}.token").unlink()
+    shown = text(page())
+    assert "off by" in shown
+    assert "does not accept" not in shown
+    assert 'method="PATCH"' not in httpx.get(f"{daemon.url}/metrics", trust_env=False).text
+
+
+def test_the_prediction_is_of_the_rank_shown_and_may_be_missing(daemon: Daemon) -> None:
+    Agent(daemon, world_size=2, predicted=None).train(2)
+    other = Agent(daemon, rank=1, world_size=2, predicted=0.8)
+    other.report()
+    app = page()
+    assert "predicted update – no prediction yet" in text(app)
+    app.selectbox[0].select(1)
+    assert "predicted update 800 ms not measured yet" in text(again(app))
+    other.train(1)
+    assert "predicted 800 ms, measured 1.52 s, off by 47 %" in text(again(app))
 
 
 def test_a_finished_run_says_so(daemon: Daemon) -> None:

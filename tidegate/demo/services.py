@@ -101,7 +101,7 @@ def _answers(url: str) -> bool:
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else f"it said nothing (see {log})"
+    return lines[-1].removeprefix("tidegate: ") if lines else f"it said nothing (see {log})"
 
 
 def _die_with_parent() -> None:

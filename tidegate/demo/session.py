@@ -27,9 +27,9 @@ WINDOW = 128
 BATCH = 8
 HIDDEN = 256
 LAYERS = 4
-LEARNING_RATE = 2e-3
-WARMUP_STEPS = 10
-RATES = {"h2d_bytes_per_second": 1.0e9, "d2h_bytes_per_second": 1.0e9, "update_params_per_second": 4.0e8}
+LEARNING_RATE = 1.5e-3
+BETAS = (0.9, 0.95)
+RATES = {"h2d_bytes_per_second": 5.0e8, "d2h_bytes_per_second": 5.0e8, "update_params_per_second": 2.0e8}
 """The emulated device of the demo: slow enough that the update is worth looking at."""
 
 INTERRUPTED = 130
@@ -88,8 +88,6 @@ class Session:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        # One core for the model, the others for the CPU lane and the emulated device.
-        torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
         model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=256, hidden_size=HIDDEN, intermediate_size=688, num_hidden_layers=LAYERS,
@@ -99,6 +97,7 @@ class Session:
         optimizer = tidegate.AdamW(
             model.parameters(),
             lr=LEARNING_RATE,
+            betas=BETAS,
             weight_decay=0.1,
             max_grad_norm=1.0,
             offload=tidegate.Offload(
@@ -130,7 +129,9 @@ class Session:
         self, model: torch.nn.Module, optimizer: AdamW, attachment: Attachment, text: torch.Tensor, summary: Summary
     ) -> None:
         generator = torch.Generator().manual_seed(0)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, LEARNING_RATE, total_steps=self.options.steps + 1, pct_start=0.1, cycle_momentum=False
+        )
         optimizer.observers.append(summary.planned)
         deadline = time.monotonic() + self.options.seconds if self.options.seconds else float("inf")
         with self._progress() as progress:

@@ -1,0 +1,191 @@
+"""`tidegate demo` as a new user runs it: real model, real text, daemon, metrics, live view, command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.dashboard.browser import screenshot
+from tests.services import ROOT, free_port, until
+
+DOCS_PICTURE = ROOT / "docs" / "images" / "live-view.png"
+KEEP = "TIDEGATE_KEEP_SCREENSHOTS"
+"""Set it to replace the picture in docs/ by the one that the test takes."""
+
+KEYS = {
+    "steps", "tokens", "loss_first", "loss_last", "device", "phase_seconds", "stall_seconds", "exposed_seconds",
+    "generations", "agent_overhead_ratio", "update_params", "link_bytes",
+}  # fmt: skip
+
+
+@dataclass
+class Demo:
+    """A demo in a process of its own; `said` is what it has printed so far."""
+
+    folder: Path
+    arguments: list[str]
+    said: str = ""
+    process: subprocess.Popen[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        command = [sys.executable, "-m", "tidegate", *self.arguments]
+        self.process = subprocess.Popen(
+            command, cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def env(self) -> dict[str, str]:
+        path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        return {**os.environ, "TIDEGATE_STATE_DIR": str(self.folder / "state"), "PYTHONPATH": path}
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self.said += line
+
+    def wait(self, seconds: float) -> int:
+        code = self.process.wait(seconds)
+        self._reader.join(10)
+        return code
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def address(self, what: str) -> str:
+        found = until(lambda: re.search(rf"{what}\s+(http://\S+)", self.said), f"address of {what}", 60)
+        return found.group(1)
+
+    def tidegate(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "tidegate", *arguments], cwd=self.folder, env=self.env, capture_output=True,
+            text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def ports() -> list[str]:
+    return ["--port", str(free_port()), "--dashboard-port", str(free_port())]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[Demo]]:
+    demos: list[Demo] = []
+    yield demos
+    for demo in demos:
+        if demo.process.poll() is None:
+            demo.process.kill()
+            demo.process.wait()
+
+
+@pytest.mark.timeout(240)
+def test_the_demo_trains_shows_itself_and_takes_knobs(tmp_path: Path, ports: list[str], started: list[Demo]) -> None:
+    demo = Demo(tmp_path, ["demo", "--steps", "120", "--run", "first", *ports])
+    started.append(demo)
+    view, metrics = demo.address("live view"), demo.address("metrics")
+    assert demo.address("REST docs").endswith("/docs")
+    until(lambda: "step 36/120" in demo.said, "step 36", 60)
+    children = demo.children()
+    assert len(children) >= 2
+
+    assert "first" in demo.tidegate("status")
+    changed = demo.tidegate("knobs", "set", "stride=3", "static_ratio=0.25")
+    assert "generation 1" in changed.lower()
+    assert "0.25" in demo.tidegate("knobs", "get")
+    until(lambda: "tidegate_generation 1.0" in httpx.get(metrics, trust_env=False).text, "generation 1 in /metrics")
+    picture = DOCS_PICTURE if KEEP in os.environ else tmp_path / "live-view.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    screenshot(view, picture)
+    assert picture.stat().st_size > 30_000
+
+    assert demo.wait(150) == 0, demo.said
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    check_summary(tmp_path / "runs" / "first")
+    assert "loss" in demo.said
+    assert "backward" in demo.said
+
+
+def check_summary(folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary) >= KEYS
+    assert summary["steps"] == 120
+    assert summary["device"] == "emulated"
+    assert summary["loss_last"] < 0.6 * summary["loss_first"]
+    assert summary["update_params"] == summary["planned_update_params"]
+    assert min(summary["update_params"].values()) > 0
+    assert summary["link_bytes"]["h2d"] == summary["planned_link_bytes"]["h2d"]
+    assert [row["generation"] for row in summary["generations"]] == [0, 1]
+    assert summary["knobs"] == {"stride": 3, "static_ratio": 0.25}
+    assert set(summary["phase_seconds"]) == {"forward", "backward", "update", "other"}
+    trace = json.loads((folder / "trace.json").read_text())
+    kinds = {event.get("cat") for event in trace["traceEvents"] if event["ph"] == "X"}
+    assert {"phase", "cpu_update", "device_update", "state_h2d", "grad_d2h"} <= kinds
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("moment", ["run ", "live view", "step 1/"])
+def test_ctrl_c_at_any_moment_leaves_nothing_behind(
+    tmp_path: Path, ports: list[str], started: list[Demo], moment: str
+) -> None:
+    demo = Demo(tmp_path, ["demo", "--steps", "5000", "--run", "cut", *ports])
+    started.append(demo)
+    until(lambda: moment in demo.said, moment, 60)
+    children = demo.children()
+    demo.process.send_signal(signal.SIGINT)
+    assert demo.wait(30) == 130, demo.said
+    assert "Traceback" not in demo.said
+    alive = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert not alive
+    assert not (tmp_path / "state" / "daemon.json").exists()
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert not {name for name in left if name.endswith((".lock", ".tmp", ".pid"))}
+
+
+@pytest.mark.timeout(120)
+def test_errors_are_one_sentence_and_a_non_zero_exit(tmp_path: Path, ports: list[str], started: list[Demo]) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for arguments, says in (
+        (["demo", "--text", str(tmp_path / "nowhere"), *ports], "is not a folder"),
+        (["demo", "--text", str(empty), *ports], "0 bytes of readable text"),
+        (["demo", "--static-ratio", "2", *ports], "static_ratio=2.0 is out of range"),
+        (["demo", "--stride", "0.2", *ports], "stride='0.2' is out of range"),
+    ):
+        demo = Demo(tmp_path, arguments)
+        started.append(demo)
+        assert demo.wait(60) in (1, 2), demo.said
+        assert says in " ".join(demo.said.split()), demo.said
+        assert "Traceback" not in demo.said
+
+
+@pytest.mark.timeout(120)
+def test_a_taken_port_is_said_before_training(tmp_path: Path, ports: list[str], started: list[Demo]) -> None:
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        taken = str(other.server_address[1])
+        for arguments in (["--port", taken, *ports[2:]], [*ports[:2], "--dashboard-port", taken]):
+            demo = Demo(tmp_path, ["demo", *arguments])
+            started.append(demo)
+            assert demo.wait(60) in (1, 2), demo.said
+            assert taken in demo.said
+            assert "Traceback" not in demo.said
+        other.shutdown()
