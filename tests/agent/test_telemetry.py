@@ -1,4 +1,4 @@
-"""What the agent says about itself: phases partition time, stalls and compute make up the update, families are known."""
+"""What the agent says about itself: phases partition time, stalls and compute make up the update."""
 
 from __future__ import annotations
 
