@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -17,9 +18,10 @@ from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.link import AgentLink, Committed
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry.exporter import Exporter, StepCollector
+from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.client import find_token
-from tidegate.errors import MemoryBudgetError
+from tidegate.errors import ConfigError, MemoryBudgetError
 from tidegate.knobs import AUTO
 from tidegate.model.tuner import StrideTuner
 from tidegate.wire import (
@@ -56,6 +58,8 @@ class Attachment:
         advertise_host: str | None = None,
         reset_knobs: bool = False,
     ) -> None:
+        if optimizer.attachment is not None:
+            raise ConfigError("This optimizer is attached already; close() that attachment first.")
         self.run, self.rank, self.world_size = run, *_rank_and_world()
         self.generation = 0
         self.applied_at: list[tuple[int, int]] = [(0, 1)]
@@ -63,7 +67,7 @@ class Attachment:
         self._optimizer = optimizer
         self._agent = uuid.uuid4().hex
         self._tuner = StrideTuner()
-        self._handles = list(_watch_phases(optimizer, model)) if model is not None else []
+        self._refused = -1
         self.recorder = Recorder(optimizer)
         self._collector = StepCollector(optimizer, self.recorder)
         self._exporter = Exporter(self._collector, metrics_bind, metrics_port)
@@ -76,18 +80,21 @@ class Attachment:
         except BaseException:
             self._exporter.close()
             raise
+        self._handles = list(_watch_phases(optimizer, model)) if model is not None else []
         optimizer.observers.append(self._on_step)
         optimizer.attachment = self
 
     @property
     def overhead_seconds(self) -> float:
         """CPU seconds that recording, exporting and reporting have cost so far."""
-        return self.recorder.cpu_seconds + sum(self._overhead().values())
+        link = self.link.cpu_seconds if self.link is not None else 0.0
+        return self.recorder.cpu_seconds + self._collector.overhead["exporter"] + link
 
     def close(self) -> None:
         """Says goodbye to the daemon and stops serving /metrics. Idempotent."""
         if self._on_step in self._optimizer.observers:
             self._optimizer.observers.remove(self._on_step)
+            self._optimizer.attachment = None
             for handle in self._handles:
                 handle.remove()
             if self.link is not None:
@@ -102,11 +109,16 @@ class Attachment:
 
     # ---- at every step's end
 
-    def _on_step(self, result: StepResult) -> None:
-        self.recorder.record(result)
+    def _on_step(self, result: StepResult, phases: StepPhases) -> None:
+        try:
+            self.recorder.record(result, phases)
+        except Exception:
+            # The weights are right whatever watching makes of it: training goes on.
+            log.exception("step %d could not be recorded", self.recorder.totals.steps + 1)
         self._apply_committed(self.recorder.totals.steps + 1)
         self._tune()
-        self._collector.overhead.update(self._overhead())
+        if self.link is not None:
+            self._collector.overhead["link"] = self.link.cpu_seconds
 
     def _apply_committed(self, next_step: int) -> None:
         """Applies what the daemon committed, on all ranks before the same step or on none."""
@@ -114,7 +126,8 @@ class Attachment:
         generation = _agreed(committed.generation if committed is not None else 0)
         if committed is None or generation != committed.generation or (generation == self.generation and next_step > 1):
             return
-        if committed.knobs != self._optimizer.knobs and not self._apply(committed):
+        if generation == self._refused or (committed.knobs != self._optimizer.knobs and not self._apply(committed)):
+            self._refused = generation
             return
         self.generation = self._collector.generation = generation
         if generation != self.applied_at[-1][0]:
@@ -140,13 +153,8 @@ class Attachment:
         ratio = engine.effective.static_ratio
         stride = self._tuner.propose(engine.effective.stride, engine.subgroups, ratio, engine.num_slots, rates)
         if stride is not None:
-            self._optimizer.apply_knobs(self._optimizer.knobs, auto_stride=stride)
-
-    def _overhead(self) -> dict[str, float]:
-        return {
-            "exporter": self._collector.overhead["exporter"],
-            "link": self.link.cpu_seconds if self.link is not None else 0.0,
-        }
+            with contextlib.suppress(MemoryBudgetError):
+                self._optimizer.set_auto_stride(stride)
 
     # ---- what the daemon hears
 

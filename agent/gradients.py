@@ -12,8 +12,14 @@ from tidegate.agent.devices.base import Device, GradRef
 from tidegate.agent.subgroups import FORMATS, Layout, flat
 from tidegate.errors import ParameterError
 
-Stamp = tuple[tuple[int, int], ...]
-"""Address and version of each gradient of a subgroup, (0, 0) where there is none."""
+Stamp = tuple[tuple[torch.Tensor | None, int], ...]
+"""Each gradient of a subgroup with its version. The tensors are held: their memory cannot be given to another gradient
+while a stamp, or a copy that it was made for, lives."""
+
+
+def same(one: Stamp | None, other: Stamp) -> bool:
+    """Whether both are the same tensors at the same versions."""
+    return one is not None and all(a is b and m == n for (a, m), (b, n) in zip(one, other, strict=True))
 
 
 @dataclass
@@ -35,7 +41,8 @@ class Gradients:
         for layout in layouts:
             for segment in layout.segments:
                 self._subgroups_of[segment.param].append(layout)
-        self._dense: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}
+        self._dense: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        """Gradients in another order than their weight: tensor and version, and the copy in the weight's order."""
         self._lock = threading.Lock()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -67,9 +74,9 @@ class Gradients:
     def stamp(self, layout: Layout) -> Stamp:
         return tuple(self._stamp(segment.param) for segment in layout.segments)
 
-    def _stamp(self, param: int) -> tuple[int, int]:
+    def _stamp(self, param: int) -> tuple[torch.Tensor | None, int]:
         grad = self._params[param].grad
-        return (0, 0) if grad is None else (grad.data_ptr(), grad._version)
+        return grad, 0 if grad is None else grad._version
 
     def flat(self, param: int) -> torch.Tensor | None:
         """The gradient in the order of the parameter's storage, as device memory; None when there is none."""
@@ -89,18 +96,17 @@ class Gradients:
         with self._lock:
             dense = self._as_stored(param, weight, grad)
             self._device.adopt(("grad", param), dense)
-        return dense
+        return flat(dense)
 
     def _as_stored(self, param: int, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         if grad.stride() == weight.stride() or (grad.is_contiguous() and weight.is_contiguous()):
-            return flat(grad)
-        stamp = self._stamp(param)
+            return grad
         known = self._dense.get(param)
-        if known is None or known[0] != stamp:
+        if known is None or known[0] is not grad or known[1] != grad._version:
             copied = torch.empty_like(weight, memory_format=torch.preserve_format)
-            known = (stamp, flat(copied.copy_(grad)))
+            known = (grad, grad._version, copied.copy_(grad.detach()))
             self._dense[param] = known
-        return known[1]
+        return known[2]
 
     def reference(self, param: int) -> GradRef | None:
         dense = self.flat(param)
@@ -109,10 +115,7 @@ class Gradients:
         return GradRef(dense.data_ptr(), dense.numel(), FORMATS[dense.dtype].grad)
 
     def forget(self) -> None:
-        """Gradients were freed: they count as device memory no longer."""
-        for index, param in enumerate(self._params):
-            if param.grad is None:
-                self._device.disown(("grad", index))
+        """Gradients were dropped: the step begins anew."""
         for ready in self._readiness:
             ready.count = 0
         self._dense.clear()

@@ -11,19 +11,19 @@ from typing import Any, NoReturn, Protocol, Self
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tidegate.agent import checkpoint
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
 from tidegate.agent.engine.engine import Effective, Engine, StepResult
 from tidegate.agent.engine.runner import StepInputs
-from tidegate.agent.subgroups import Segment, check_param, cut, flat
-from tidegate.agent.telemetry.phases import PhaseClock
-from tidegate.errors import ConfigError, ParameterError
+from tidegate.agent.interrupts import Uninterrupted
+from tidegate.agent.subgroups import check_param, cut
+from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
+from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError
 from tidegate.kernels import Scalars, scalars
 from tidegate.kernels.oracle import clip_scale
 from tidegate.knobs import AUTO, Knobs, KnobValue
 from tidegate.plan import Policy
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 START_STRIDE = 2.0
 """What `auto` begins with, before rates are measured: the papers' choice."""
@@ -111,6 +111,7 @@ class AdamW(torch.optim.Optimizer):
         self._decoupled = decoupled
         self._params: list[torch.nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
         self._steps = [0] * len(self._params)
+        self._pid = os.getpid()
         self._claim()
         self.device = _device(self.offload, self._params)
         layouts = cut([group["params"] for group in self.param_groups], self.offload.subgroup_numel)
@@ -126,12 +127,17 @@ class AdamW(torch.optim.Optimizer):
         )
         self.knobs = self.offload.knobs()
         self.phases = PhaseClock(self.device.take_peak_bytes)
-        self.observers: list[Callable[[StepResult], None]] = []
+        self.observers: list[Callable[[StepResult, StepPhases], None]] = []
         """Called in the training thread after each step."""
         self.logged: dict[str, float] = {}
         self.attachment: Closeable | None = None
-        self._in_backward = False
-        self.check_knobs(self.knobs)
+        self._backward_id = -1
+        self._auto_stride: float | str = START_STRIDE
+        try:
+            self.check_knobs(self.knobs)
+        except BaseException:
+            self.close()
+            raise
         self.apply_knobs(self.knobs)
         self.engine.watch(self._on_gradient)
 
@@ -147,13 +153,15 @@ class AdamW(torch.optim.Optimizer):
         if not any(p.grad is not None for p in self._params):
             return loss
         self.phases.enter("update")
-        with self.phases.exposed():
-            result = self.engine.step(self._inputs())
-        for param in result.stepped:
-            self._steps[param] += 1
-        self.phases.enter("other")
-        for observe in tuple(self.observers):
-            observe(result)
+        with Uninterrupted():
+            with self.phases.exposed():
+                result = self.engine.step(self._inputs())
+            for param in result.stepped:
+                self._steps[param] += 1
+            self.phases.enter("other")
+            phases = self.phases.cut()
+            for observe in tuple(self.observers):
+                observe(result, phases)
         return loss
 
     def log(self, *, loss: float | None = None, tokens: int | None = None) -> None:
@@ -171,12 +179,12 @@ class AdamW(torch.optim.Optimizer):
     def backward_began(self, *_: Any) -> None:
         """A backward pass is under way, in the phase of that name until it ends. To be called by hooks inside it."""
         self.phases.enter("backward")
-        if not self._in_backward:
-            self._in_backward = True
+        backward_id = torch._C._current_graph_task_id()
+        if backward_id != self._backward_id:
+            self._backward_id = backward_id
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        self._in_backward = False
         if self.phases.current == "backward":
             self.phases.enter("other")
 
@@ -209,18 +217,28 @@ class AdamW(torch.optim.Optimizer):
 
     def check_knobs(self, knobs: Knobs) -> None:
         """MemoryBudgetError with figures when these knobs do not fit. Safe from any thread."""
-        self.engine.check(self._effective(knobs, None), self.offload.headroom_bytes)
+        self.engine.check(self._effective(knobs), self.offload.headroom_bytes)
 
-    def apply_knobs(self, knobs: Knobs, auto_stride: float | str | None = None) -> None:
-        """These knobs from the next step on. Between steps only. `auto_stride` is what `auto` stands for now."""
+    def apply_knobs(self, knobs: Knobs) -> None:
+        """These knobs from the next step on. Between steps only."""
         self.knobs = knobs
-        self.engine.effective = self._effective(knobs, auto_stride)
+        self.engine.effective = self._effective(knobs)
+
+    def set_auto_stride(self, stride: float | str) -> None:
+        """What `auto` stands for from the next step on; MemoryBudgetError, with nothing changed, if it does not fit."""
+        before, self._auto_stride = self._auto_stride, stride
+        try:
+            self.check_knobs(self.knobs)
+        except MemoryBudgetError:
+            self._auto_stride = before
+            raise
+        self.apply_knobs(self.knobs)
 
     def effective_knobs(self) -> dict[str, KnobValue]:
         return {"stride": self.engine.effective.stride, "static_ratio": self.engine.effective.static_ratio}
 
-    def _effective(self, knobs: Knobs, auto_stride: float | str | None) -> Effective:
-        stride = (auto_stride or START_STRIDE) if knobs.stride == AUTO else knobs.stride
+    def _effective(self, knobs: Knobs) -> Effective:
+        stride = self._auto_stride if knobs.stride == AUTO else knobs.stride
         if self.offload.policy == "twinflow":
             stride = "off"
         return Effective(stride, knobs.static_ratio)  # type: ignore[arg-type]
@@ -229,61 +247,27 @@ class AdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.AdamW`'s: step, exp_avg, exp_avg_sq of each parameter that was updated."""
+        self.engine.require_usable()
         self.engine.quiesce()
         packed = super().state_dict()
-        state = {}
         with self.phases.within("checkpoint"):
-            arrays = self._state_arrays()
-            for index, step in enumerate(self._steps):
-                if step:
-                    state[index] = {"step": torch.tensor(float(step)), **arrays[index]}
-        packed["state"] = state
+            self.engine.take_edited_weights()
+            packed["state"] = checkpoint.gather(self.engine, self._params, self._steps)
         return packed
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes a state of ours or of `torch.optim.AdamW`. Weights are taken as they are: load them first."""
+        """Takes a state of ours or of `torch.optim.AdamW`. Weights are taken as they are: load them first.
+
+        ConfigError, with nothing changed, when the state is of another model or another rule.
+        """
+        checkpoint.check(state_dict, self._params)
         self.engine.quiesce()
-        state = state_dict["state"]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         with self.phases.within("checkpoint"):
-            self._set_state(state)
-
-    def _state_arrays(self) -> list[dict[str, torch.Tensor]]:
-        """Per parameter: exp_avg, exp_avg_sq, and what makes a 16-bit weight exact (remainder or master)."""
-        found: list[dict[str, torch.Tensor]] = [{} for _ in self._params]
-        for layout in self.engine.layouts:
-            with self.engine.memory.on_host(layout.id) as arrays:
-                for s in layout.segments:
-                    for name, array in arrays.items():
-                        like = self._params[s.param]
-                        whole = found[s.param].setdefault(name, torch.empty_like(like, dtype=array.dtype))
-                        flat(whole)[s.offset : s.offset + s.numel] = array[s.start : s.start + s.numel]
-        return found
-
-    def _set_state(self, state: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        for index, param in enumerate(self._params):
-            given = state.get(index)
-            self._steps[index] = int(given["step"]) if given else 0
-            for name in MOMENTS:
-                if given and given[name].shape != param.shape:
-                    raise ConfigError(
-                        f"{name} of parameter {index} has shape {tuple(given[name].shape)}, "
-                        f"the parameter {tuple(param.shape)}: the state belongs to another model."
-                    )
-        self.engine.weights_loaded()
-        for layout in self.engine.layouts:
-            with self.engine.memory.on_host(layout.id) as arrays:
-                for s in layout.segments:
-                    for name, array in arrays.items():
-                        self._set_part(array[s.start : s.start + s.numel], s, name, state.get(s.param, {}))
-
-    def _set_part(self, part: torch.Tensor, s: Segment, name: str, given: Mapping[str, torch.Tensor]) -> None:
-        if name in given:
-            like = torch.empty_like(self._params[s.param], dtype=part.dtype).copy_(given[name])
-            part.copy_(flat(like)[s.offset : s.offset + s.numel])
-        elif name in MOMENTS:
-            part.zero_()
+            state = state_dict["state"]
+            checkpoint.scatter(self.engine, self._params, state)
+            self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
 
     # ---- life
 
@@ -293,7 +277,9 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def close(self) -> None:
-        """Stops lanes and telemetry and releases the parameters. The weights stay. Idempotent."""
+        """Stops lanes and telemetry and releases the parameters. The weights stay. Idempotent; nothing in a fork."""
+        if os.getpid() != self._pid:
+            return
         if self.attachment is not None:
             self.attachment.close()
         self.engine.close()

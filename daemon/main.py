@@ -97,11 +97,12 @@ def _exclusive(state_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise DaemonError(f"The state directory {state_dir} cannot be used: {error.strerror}.") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            why = f"Another daemon (process {_pid(state_dir)}) uses {state_dir}."
+            raise DaemonError(f"{why} Stop it, or choose another --state-dir.") from error
         yield
-    except BlockingIOError as error:
-        why = f"Another daemon (process {_pid(state_dir)}) uses {state_dir}."
-        raise DaemonError(f"{why} Stop it, or choose another --state-dir.") from error
     finally:
         os.close(descriptor)
 

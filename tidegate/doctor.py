@@ -105,7 +105,7 @@ def _daemon(url: str) -> list[Finding]:
 
 def _tokens() -> list[Finding]:
     found = []
-    for scope in ("operate", "agent"):
+    for scope in ("read", "operate", "agent"):
         path = state_dir() / f"{scope}.token"
         try:
             mode = stat.S_IMODE(path.stat().st_mode)

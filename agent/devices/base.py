@@ -104,9 +104,8 @@ class Device(Protocol):
         """Zeroed host memory that the device copies from and to fastest, as bytes."""
 
     def adopt(self, key: object, tensor: torch.Tensor) -> None:
-        """Counts `tensor`, made by the framework, as memory of this device; replaces what `key` stood for."""
-
-    def disown(self, key: object) -> None: ...
+        """Counts `tensor`, made by the framework, as memory of this device while it lives; replaces what `key` stood
+        for. Does not keep it alive."""
 
     def wait(self, lane: str, event: Event) -> None:
         """Work enqueued on `lane` from now on begins after `event`."""

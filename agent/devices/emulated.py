@@ -11,9 +11,10 @@ import threading
 import time
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from tidegate.agent.devices.base import Copy, DoneEvent, Event, GradRef, UpdateRun
 from tidegate.errors import DeviceAccessError, MemoryBudgetError
@@ -80,14 +81,28 @@ class Arena:
         return self.base <= address < self.base + self.capacity_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Adopted:
+    """A tensor of the framework that counts as device memory for as long as it lives."""
+
+    tensor: TensorWeakRef
+    address: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
+
+
 class EmulatedDevice:
     """See the module. `capacity_bytes` bounds arena and adopted tensors together."""
 
     def __init__(self, capacity_bytes: int, rates: EmulatedRates | None = None) -> None:
-        self.rates = rates or EmulatedRates()
+        # A copy: changing the rates of one device must not slow down another.
+        self.rates = replace(rates or EmulatedRates())
         self.capacity_bytes = capacity_bytes
         self._arena = Arena(capacity_bytes)
-        self._adopted: dict[object, torch.Tensor] = {}
+        self._adopted: dict[object, _Adopted] = {}
         self._pool = ThreadPool(1)
         self._peak = 0
         self._lock = threading.Lock()
@@ -98,7 +113,7 @@ class EmulatedDevice:
 
     @property
     def in_use_bytes(self) -> int:
-        return self._arena.in_use_bytes + sum(t.numel() * t.element_size() for t in self._adopted.values())
+        return self._arena.in_use_bytes + sum(one.nbytes for one in self._living())
 
     def take_peak_bytes(self) -> int:
         with self._lock:
@@ -127,12 +142,9 @@ class EmulatedDevice:
 
     def adopt(self, key: object, tensor: torch.Tensor) -> None:
         with self._lock:
-            self._adopted[key] = tensor
+            nbytes = tensor.numel() * tensor.element_size()
+            self._adopted[key] = _Adopted(TensorWeakRef(tensor), tensor.data_ptr(), nbytes)
             self._note_peak()
-
-    def disown(self, key: object) -> None:
-        with self._lock:
-            self._adopted.pop(key, None)
 
     def wait(self, lane: str, event: Event) -> None:
         event.wait()
@@ -142,7 +154,7 @@ class EmulatedDevice:
         for one in copies:
             on_device, on_host = (one.dst, one.src) if lane == H2D else (one.src, one.dst)
             self._require_device(on_device, one.nbytes, lane)
-            self._require_host(on_host, lane)
+            self._require_host(on_host, one.nbytes, lane)
             copy(one.dst, one.src, one.nbytes)
         rate = self.rates.d2h_bytes_per_second if lane == D2H else self.rates.h2d_bytes_per_second
         return self._pace(start, sum(one.nbytes for one in copies) / rate)
@@ -150,24 +162,21 @@ class EmulatedDevice:
     def update(self, runs: Sequence[UpdateRun]) -> Event:
         start = time.monotonic()
         for run in runs:
-            itemsize = 4 if run.weight_format.name == "F32" else 2
             for address, nbytes in (
-                (run.weight, run.numel * itemsize),
-                (run.exp_avg, run.numel * 4),
-                (run.exp_avg_sq, run.numel * 4),
-                (run.aux, 2 * run.numel if run.aux else 0),
-                (run.grad, 2 * run.numel),
+                (run.weight, run.weight_format.weight_bytes),
+                (run.exp_avg, 4),
+                (run.exp_avg_sq, 4),
+                (run.aux, run.weight_format.aux_bytes),
+                (run.grad, run.grad_dtype.nbytes),
             ):
-                if nbytes:
-                    self._require_device(address, nbytes, "device")
+                self._require_device(address, nbytes * run.numel, "device")
             run.apply(self._pool)
         return self._pace(start, sum(run.numel for run in runs) / self.rates.update_params_per_second)
 
     def norms(self, grads: Sequence[GradRef]) -> tuple[Event, list[tuple[float, int]]]:
         start = time.monotonic()
         for grad in grads:
-            if grad.numel:
-                self._require_device(grad.address, 2 * grad.numel, "device")
+            self._require_device(grad.address, grad.dtype.nbytes * grad.numel, "device")
         found = [sum_of_squares(self._pool, g.address, g.numel, g.dtype) for g in grads]
         return DoneEvent(start, time.monotonic()), found
 
@@ -185,15 +194,21 @@ class EmulatedDevice:
         return DoneEvent(start, time.monotonic())
 
     def _require_device(self, address: int, nbytes: int, lane: str) -> None:
+        if not nbytes:
+            return
         with self._lock:
             if self._arena.holds(address, nbytes):
                 return
-            for tensor in self._adopted.values():
-                begin = tensor.data_ptr()
-                if begin <= address and address + nbytes <= begin + tensor.numel() * tensor.element_size():
-                    return
+            if any(one.address <= address and address + nbytes <= one.end for one in self._living()):
+                return
         raise DeviceAccessError(f"Lane {lane}: {nbytes} bytes at {address:#x} are not (or no longer) on the device.")
 
-    def _require_host(self, address: int, lane: str) -> None:
-        if self._arena.covers(address):
+    def _living(self) -> list[_Adopted]:
+        """Adopted tensors that the framework has not freed."""
+        return [one for one in self._adopted.values() if one.tensor() is not None]
+
+    def _require_host(self, address: int, nbytes: int, lane: str) -> None:
+        with self._lock:
+            adopted = any(one.address < address + nbytes and address < one.end for one in self._living())
+        if adopted or self._arena.covers(address):
             raise DeviceAccessError(f"Lane {lane}: {address:#x} is on the device where a host address is needed.")

@@ -13,9 +13,10 @@ from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.runner import MemoryRunner, StepInputs
-from tidegate.agent.gradients import Gradients
+from tidegate.agent.gradients import Gradients, same
+from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.subgroups import Layout, flat
-from tidegate.errors import EngineError
+from tidegate.errors import EngineError, ParameterError
 from tidegate.kernels import ThreadPool
 from tidegate.knobs import Off
 from tidegate.plan import Placement, Plan, Policy, make_plan, place, verify
@@ -65,6 +66,8 @@ class Engine:
         self.effective = Effective("off", 0.0)
         self._early_gradients = early_gradients
         self._pool = ThreadPool(cpu_threads)
+        self._forms = [_form(param) for param in params]
+        self._dropped: list[Span] = []
         self._adopt_weights()
         self.memory = StateMemory(device, self.layouts, num_slots)
         self.gradients = Gradients(device, params, self.layouts)
@@ -73,7 +76,8 @@ class Engine:
         self._weights = [self._weight_stamp(i) for i in range(len(params))]
         self._plans: dict[tuple[Placement, ...], Plan] = {}
         self._order: tuple[int, ...] = ()
-        self._arrived: list[int] = []
+        self._arrived: dict[int, None] = {}
+        """Subgroups in the order in which their gradients came: the next plan expects the same."""
         self._started_with: Effective | None = None
         self._pid = os.getpid()
         self._broken: str | None = None
@@ -84,10 +88,10 @@ class Engine:
 
     def start(self) -> None:
         """Begins the next step's plan, unless it has begun: admissions and prefetches run, gradients follow."""
+        self.require_usable()
         if self._executor.busy:
             return
-        self._require_usable()
-        self._take_edited_weights()
+        self.take_edited_weights()
         placed = place(len(self.layouts), stride=self.effective.stride, static_ratio=self.effective.static_ratio)
         processors, after = [p for p, _ in placed], [r for _, r in placed]
         self.memory.prepare(processors, after)
@@ -104,9 +108,7 @@ class Engine:
         """Autograd has accumulated into a parameter: its subgroups may be copied early."""
         ready = self.gradients.accumulated(param)
         self.start()
-        for subgroup in ready:
-            if subgroup not in self._arrived:
-                self._arrived.append(subgroup)
+        self._arrived.update(dict.fromkeys(ready))
         if ready and self._early_gradients:
             self._executor.gradient_ready(ready)
 
@@ -124,29 +126,34 @@ class Engine:
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
-        self._finish(plan, skipped)
         stepped = () if skipped else tuple(i for i, has in enumerate(inputs.has_grad) if has)
-        return StepResult(plan, spans, skipped, inputs.grad_norm, self.effective, stepped)
+        self._finish(plan, skipped, stepped)
+        dropped, self._dropped = self._dropped, []
+        return StepResult(plan, (*dropped, *spans), skipped, inputs.grad_norm, self.effective, stepped)
 
     def quiesce(self) -> None:
         """Stops a plan that waits for its `step()`; what it copied so far is dropped, nothing is lost."""
-        self._executor.cancel()
+        if os.getpid() == self._pid and not self._executor.stuck:
+            with Uninterrupted():
+                self._dropped += self._executor.cancel()
+                self._runner.stamps.clear()
 
-    def _finish(self, plan: Plan, skipped: bool) -> None:
+    def _finish(self, plan: Plan, skipped: bool, stepped: Sequence[int]) -> None:
         self._order = tuple(self._arrived)
         self.gradients.step_done()
+        self._runner.stamps.clear()
         if skipped:
             self._weights = [self._weight_stamp(i) for i in range(len(self.params))]
             return
         self.memory.commit([p.processor for p in plan.placements], [p.after for p in plan.placements])
-        for param in self.params:
-            torch.autograd.graph.increment_version(param)
+        for index in stepped:
+            torch.autograd.graph.increment_version(self.params[index])
         self._weights = [self._weight_stamp(i) for i in range(len(self.params))]
 
     def _stale(self, plan: Plan) -> list[int]:
         return [
             op.id for op in self._executor.done_early()
-            if self._runner.stamps.get(op.subgroup) != self.gradients.stamp(self.layouts[op.subgroup])
+            if not same(self._runner.stamps.get(op.subgroup), self.gradients.stamp(self.layouts[op.subgroup]))
         ]  # fmt: skip
 
     def _plan(self, placements: tuple[Placement, ...]) -> Plan:
@@ -172,16 +179,30 @@ class Engine:
         return [i for i, known in enumerate(self._weights) if known != self._weight_stamp(i)]
 
     def weights_loaded(self) -> None:
-        """State was loaded for the weights as they are now: remainders start at 0, mirrors are copied anew."""
+        """State is about to be loaded for the weights as they are now: remainders start at 0, mirrors are copied anew,
+        and an earlier failure is over."""
+        self._adopt_weights()
+        self._weights = [self._weight_stamp(i) for i in range(len(self.params))]
+        if not self._executor.stuck:
+            self._broken = None
         for layout in self.layouts:
             self.memory.mirror_valid[layout.id] = False
             self._reset_weights(layout)
 
-    def _take_edited_weights(self) -> None:
-        """The weight is authoritative: a mirror is copied anew, remainders of edited parameters start at 0."""
+    def take_edited_weights(self) -> None:
+        """The weight is authoritative: a mirror is copied anew, remainders of edited parameters start at 0.
+
+        ParameterError when a weight was given another dtype, shape or memory format: its state is in another order.
+        """
         edited = set(self._edited())
         if not edited:
             return
+        for index in edited:
+            if _form(self.params[index]) != self._forms[index]:
+                raise ParameterError(
+                    f"Parameter {index} had dtype, shape and strides {self._forms[index]} when the optimizer was built "
+                    f"and has {_form(self.params[index])} now. Convert the model before building the optimizer."
+                )
         self._adopt_weights()
         for layout in self.layouts:
             if any(segment.param in edited for segment in layout.segments):
@@ -200,7 +221,7 @@ class Engine:
     def _adopt_weights(self) -> None:
         for index, param in enumerate(self.params):
             if param.numel():
-                self.device.adopt(("weight", index), flat(param))
+                self.device.adopt(("weight", index), param)
 
     # ---- knobs, life
 
@@ -216,14 +237,25 @@ class Engine:
         """Stops the lanes and gives memory back. The weights stay as they are."""
         if os.getpid() != self._pid:
             return
+        self._broken = "it was closed"
         self._executor.close()
         self.gradients.close()
+        if self._executor.stuck:
+            return  # a lane still works on this memory
         self.memory.close()
         self._pool.close()
         self.device.close()
 
-    def _require_usable(self) -> None:
+    def require_usable(self) -> None:
+        """EngineError with the reason when this engine cannot step or be read."""
         if os.getpid() != self._pid:
             raise EngineError("This optimizer belongs to the parent process; a forked child cannot step it.")
         if self._broken:
-            raise EngineError(f"An earlier step failed ({self._broken}); resume from a checkpoint.")
+            raise EngineError(
+                f"This optimizer is not usable: {self._broken}. "
+                "Load weights and state of a checkpoint, or build a new one."
+            )
+
+
+def _form(param: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    return str(param.dtype).removeprefix("torch."), tuple(param.shape), param.stride()

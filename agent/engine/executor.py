@@ -52,6 +52,9 @@ class _Progress:
     running: dict[str, tuple[Op, float]] = field(default_factory=dict)
     gradients: set[int] = field(default_factory=set)
     stepping: bool = False
+    recopying: set[int] = field(default_factory=set)
+    """Subgroups whose gradient must be copied again before they are updated."""
+    recopied: dict[int, Event] = field(default_factory=dict)
     skipped: bool = False
     error: BaseException | None = None
 
@@ -64,6 +67,9 @@ class _Progress:
         return True
 
     def may_run(self, op: Op) -> bool:
+        # Plans leave out dependencies that lane order implies, and a repeated copy breaks that order.
+        if op.kind is OpKind.CPU_UPDATE and op.subgroup in self.recopying:
+            return False
         return self.gate_open(op) and all(dep in self.issued for dep in op.deps)
 
 
@@ -84,6 +90,7 @@ class Executor:
         self._on_thread_end = on_thread_end
         self._progress: _Progress | None = None
         self._closed = False
+        self.stuck = False
         self._threads = [
             threading.Thread(target=self._lane, args=(lane,), name=f"tidegate-{lane}", daemon=True) for lane in LANES
         ]
@@ -125,51 +132,56 @@ class Executor:
         """Opens all gates. Ops in `repeat` copied gradients that have changed since: they run again, first."""
         with self._clock.lock:
             progress = self._current()
-            self._clock.wait_for(lambda: progress.error is not None or not self._running(repeat))
+            self._wait(progress, lambda: progress.error is not None or not self._running(repeat))
             for op_id in sorted(repeat, reverse=True):
                 op = progress.plan.by_id[op_id]
                 if progress.issued.pop(op_id, None) is not None:
                     progress.pending[op.lane].appendleft(op)
+                    progress.recopying.add(op.subgroup)
             progress.stepping = True
             self._clock.notify()
 
     def finish(self) -> tuple[tuple[Span, ...], bool]:
         """Waits for the last op. Returns the spans on the clock's time, and whether the step was skipped.
 
-        Raises what a lane raised, or LaneStuckError naming lane and op when nothing moved for the watchdog's time.
+        Raises what a lane raised, or LaneStuckError naming lane and op when one op takes longer than the watchdog's
+        time: the executor is then `stuck`, and can only be closed.
         """
         with self._clock.lock:
             progress = self._current()
-            while not self._clock.wait_for(lambda: self._at_rest(progress), timeout=1.0):
-                self._check_watchdog(progress)
+            self._wait(progress, lambda: self._at_rest(progress))
             self._progress = None
             if progress.error is not None:
                 raise progress.error
             history = progress.history
         return tuple(_span(op, issued) for op, issued in history), progress.skipped
 
-    def cancel(self) -> None:
-        """Drops what has not begun and waits for what has. Only before `step`."""
+    def cancel(self) -> tuple[Span, ...]:
+        """Drops what has not begun, waits for what has, and returns the spans of what ran. Only before `step`."""
         with self._clock.lock:
             progress = self._progress
             if progress is None:
-                return
+                return ()
             _drop(progress)
-            self._clock.wait_for(lambda: not progress.running)
+            self._wait(progress, lambda: not progress.running)
             self._progress = None
-        for _, issued in progress.history:
-            issued.event.wait()
+        return tuple(_span(op, issued) for op, issued in progress.history)
 
     def close(self) -> None:
-        """Ends the lane threads. Idempotent."""
+        """Ends the lane threads, but for one that is stuck. Idempotent."""
         if not self._closed:
-            self.cancel()
+            if not self.stuck:
+                self.cancel()
             with self._clock.lock:
                 self._closed = True
                 self._clock.notify()
             if self._on_thread_end is None:
                 for thread in self._threads:
-                    thread.join(timeout=5.0)
+                    thread.join(timeout=0.1 if self.stuck else 5.0)
+
+    def _wait(self, progress: _Progress, predicate: Callable[[], bool]) -> None:
+        while not self._clock.wait_for(predicate, timeout=1.0):
+            self._check_watchdog(progress)
 
     def _current(self) -> _Progress:
         assert self._progress is not None, "no plan was started"
@@ -185,6 +197,7 @@ class Executor:
         now = self._clock.now()
         for lane, (op, since) in progress.running.items():
             if now - since > self._watchdog_seconds:
+                self.stuck = True
                 raise LaneStuckError(
                     f"Lane {lane} is stuck: {op.name} runs for {now - since:.0f} s "
                     f"(watchdog_seconds={self._watchdog_seconds:g})."
@@ -199,6 +212,8 @@ class Executor:
                         return
                     progress, op = self._current(), self._current().pending[lane].popleft()
                     waits = [progress.issued[dep].event for dep in op.deps]
+                    if op.kind is OpKind.CPU_UPDATE and op.subgroup in progress.recopied:
+                        waits.append(progress.recopied[op.subgroup])
                     progress.running[lane] = (op, self._clock.now())
                 self._run(progress, lane, op, waits)
         finally:
@@ -225,6 +240,9 @@ class Executor:
             del progress.running[lane]
             if issued is not None:
                 progress.issued[op.id] = issued
+                if op.kind is OpKind.GRAD_D2H and op.subgroup in progress.recopying:
+                    progress.recopying.discard(op.subgroup)
+                    progress.recopied[op.subgroup] = issued.event
                 progress.history.append((op, issued))
             elif isinstance(error, StepSkipped):
                 progress.skipped = True

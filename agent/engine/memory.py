@@ -126,8 +126,10 @@ class StateMemory:
             arrays["remainder"] = block[8 * n :].view(torch.int16)
         elif layout.format.aux_bytes:
             arrays["master"] = block[8 * n :].view(torch.float32)
-        yield arrays
-        self.push(subgroup)
+        try:
+            yield arrays
+        finally:
+            self.push(subgroup)
 
     def drop_residents(self) -> None:
         """All state is on the host again (after `pull` of each, or because it is about to be replaced)."""
@@ -155,20 +157,21 @@ class StateMemory:
         `reserved_bytes`: what weights, gradients and headroom need.
         """
         placed = place(len(self.layouts), stride=stride, static_ratio=static_ratio)  # type: ignore[arg-type]
-        resident = sum(
-            s.numel * s.format.state_bytes
-            for s, (_, lives) in zip(self.layouts, placed, strict=True)
-            if lives == "device"
-        )
+        sizes = [s.numel * s.format.state_bytes for s in self.layouts]
+        after = sum(size for size, (_, lives) in zip(sizes, placed, strict=True) if lives == "device")
+        # Residents that leave do so after their last update on the device: for one step both need room.
+        now = sum(size for size, lives in zip(sizes, tuple(self.residence), strict=True) if lives == "device")
+        resident = max(after, now)
         staged = any(where == ("device", "host") for where in placed)
         slots = self._num_slots * self._slot_bytes if staged or self.slots else 0
         available = self.device.capacity_bytes - reserved_bytes
         if resident + slots > available:
-            share = max(0.0, (available - slots) / sum(s.numel * s.format.state_bytes for s in self.layouts))
+            share = max(0.0, (available - slots) / sum(sizes))
+            first = " Lower static_ratio with stride=off first, then set stride." if now > after else ""
             raise MemoryBudgetError(
                 f"static_ratio={static_ratio:g} does not fit the device: residents need {resident:,} bytes and "
                 f"{self._num_slots} slots {slots:,}, but {max(available, 0):,} of {self.device.capacity_bytes:,} bytes "
-                f"are left for state. static_ratio up to {share:.2f} fits.",
+                f"are left for state. static_ratio up to {share:.2f} fits.{first}",
                 resident + slots, available,
             )  # fmt: skip
 

@@ -14,6 +14,7 @@ from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.analysis import split_by_phase, stalls
 from tidegate.catalogue import SECONDS_BUCKETS
+from tidegate.errors import ConfigError
 from tidegate.model.rates import RateCard
 from tidegate.model.simulate import simulate
 from tidegate.plan import Plan
@@ -74,10 +75,12 @@ class Recorder:
         self._predicted_plan: Plan | None = None
         self._recent: deque[Timeline] = deque(maxlen=RATE_WINDOW)
 
-    def record(self, result: StepResult) -> None:
-        """Called when a step has ended; cuts the phases there."""
+    def record(self, result: StepResult, phases: StepPhases) -> None:
+        """Called when a step has ended."""
         began = time.thread_time()
-        phases = self._optimizer.phases.cut()
+        if result.plan is not self._predicted_plan:
+            # What was predicted was another plan's.
+            self.totals.predicted_update_seconds = None
         timeline = _timeline(self.totals.steps + 1, result, phases)
         report = self._report(result, phases, timeline)
         with self.lock:
@@ -153,7 +156,10 @@ class Recorder:
             return
         self._predicted_plan = plan
         self.rates = RateCard.from_timelines(self._recent, previous=self.rates)
-        predicted = simulate(plan, self.rates, step_at=self._backward_seconds()).window("update")
+        try:
+            predicted = simulate(plan, self.rates, step_at=self._backward_seconds()).window("update")
+        except ConfigError:
+            return  # a rate that this plan needs was not seen yet
         with self.lock:
             self.totals.predicted_update_seconds = None if predicted is None else predicted[1] - predicted[0]
 

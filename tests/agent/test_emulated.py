@@ -62,16 +62,21 @@ def test_use_after_free_and_overrun_and_double_free_raise() -> None:
         device.free(address)
 
 
-def test_adopted_tensors_are_device_memory_until_disowned() -> None:
+def test_adopted_tensors_are_device_memory_for_as_long_as_they_live() -> None:
     device = EmulatedDevice(1 << 20)
     weight, host = torch.zeros(8), torch.ones(8)
     device.adopt("w", weight)
     assert device.in_use_bytes == 32
     device.copy("h2d", [Copy(weight.data_ptr(), host.data_ptr(), 32)])
     assert (weight == 1).all()
-    device.disown("w")
+    other = device.alloc(32)
+    with pytest.raises(DeviceAccessError, match="host address is needed"):
+        device.copy("h2d", [Copy(other, weight.data_ptr(), 32)])
+    address = weight.data_ptr()
+    del weight
+    assert device.in_use_bytes == 256
     with pytest.raises(DeviceAccessError):
-        device.copy("h2d", [Copy(weight.data_ptr(), host.data_ptr(), 32)])
+        device.copy("h2d", [Copy(address, host.data_ptr(), 32)])
 
 
 def test_capacity_bounds_arena_and_adopted_tensors_together_and_says_figures() -> None:

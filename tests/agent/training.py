@@ -17,6 +17,7 @@ from tidegate.agent.devices.base import Copy, Event
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.runner import StepInputs
+from tidegate.agent.telemetry.phases import StepPhases
 
 RATES = tidegate.EmulatedRates(h2d_bytes_per_second=4e8, d2h_bytes_per_second=4e8, update_params_per_second=1e8)
 WIDTH = 1024
@@ -130,7 +131,7 @@ class Training:
     def _phase(self, name: str) -> _Phase:
         return _Phase(self, name)
 
-    def _note_plan(self, result: StepResult) -> None:
+    def _note_plan(self, result: StepResult, _: StepPhases) -> None:
         for lane in ("h2d", "d2h"):
             self.outside.planned_bytes[lane] += result.plan.link_bytes(lane)
         self.outside.planned_params.append(

@@ -104,13 +104,16 @@ class Process:
     process: subprocess.Popen[str] | None = None
     started: list[Daemon] = field(default_factory=list)
 
-    def start(self) -> Daemon:
-        (self.state / "daemon.json").unlink(missing_ok=True)
+    def start(self, keep: bool = False) -> Daemon:
+        """`keep`: the announcement of another daemon stays, and is not waited for."""
+        if not keep:
+            (self.state / "daemon.json").unlink(missing_ok=True)
         command = [sys.executable, "-m", "tidegate", "daemon", "--state-dir", str(self.state), *self.arguments]
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(self.state)
         )
-        wait_until(lambda: (self.state / "daemon.json").exists() or self.process.poll() is not None, "daemon.json", 20)  # type: ignore[union-attr]
+        announced = lambda: not keep and (self.state / "daemon.json").exists()  # noqa: E731
+        wait_until(lambda: announced() or self.process.poll() is not None, "daemon.json", 20)  # type: ignore[union-attr]
         assert self.process.poll() is None, self.process.communicate()[0]
         url = json.loads((self.state / "daemon.json").read_text())["url"]
         tokens = {scope: (self.state / f"{scope}.token").read_text().strip() for scope in FILED}

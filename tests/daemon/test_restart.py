@@ -124,10 +124,8 @@ def test_two_daemons_do_not_share_a_state(tmp_path: Path) -> None:
         url = first.start().url
         pid = first.process.pid if first.process else 0
         second_start = Process(tmp_path)
-        written = (tmp_path / "daemon.json").read_text()
         with second_start, pytest.raises(AssertionError, match=f"process {pid}"):
-            second_start.start()
-        (tmp_path / "daemon.json").write_text(written)
+            second_start.start(keep=True)
         with DaemonClient(url) as client:
             assert client.health()
         assert second.process is None

@@ -52,10 +52,12 @@ class Session:
             try:
                 return self._run(stack)
             except KeyboardInterrupt:
-                # A second Ctrl-C must not cut the cleaning up short.
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
                 self.console.print("\nInterrupted: stopping daemon and live view.")
                 return INTERRUPTED
+            finally:
+                # Another Ctrl-C must not cut the cleaning up short.
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_IGN)
 
     def _run(self, stack: ExitStack) -> int:
         text = read_text(self.options.text, WINDOW)

@@ -14,6 +14,7 @@ from rich.table import Table
 from tidegate.agent.attach import Attachment
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.optimizer import AdamW
+from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.timeline import Timeline
 from tidegate.trace import write_trace
 
@@ -35,7 +36,7 @@ class Summary:
         self._planned_bytes: Counter[str] = Counter()
         self._timelines: deque[Timeline] = deque(maxlen=TRACED_STEPS)
 
-    def planned(self, result: StepResult) -> None:
+    def planned(self, result: StepResult, _: StepPhases) -> None:
         if result.skipped:
             return
         for processor in ("cpu", "device"):
