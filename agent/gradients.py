@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -47,10 +48,20 @@ class Gradients:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def watch(self, on_gradient: Callable[[int], None]) -> None:
-        """Calls `on_gradient(param)` whenever autograd has accumulated into a parameter."""
+        """Calls the method `on_gradient(param)` whenever autograd has accumulated into a parameter.
+
+        Its object is held weakly: a model must not keep an optimizer alive that nobody else holds.
+        """
+        method = weakref.WeakMethod(on_gradient)
+
+        def fire(index: int) -> None:
+            alive = method()
+            if alive is not None:
+                alive(index)
+
         for index, param in enumerate(self._params):
             if param.requires_grad:
-                self._hooks.append(param.register_post_accumulate_grad_hook(lambda _, index=index: on_gradient(index)))
+                self._hooks.append(param.register_post_accumulate_grad_hook(lambda _, index=index: fire(index)))
 
     def accumulated(self, param: int) -> tuple[int, ...]:
         """Notes one accumulation; the subgroups whose gradients are all there now, as far as last step tells."""

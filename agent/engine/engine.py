@@ -126,6 +126,7 @@ class Engine:
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
+        self._runner.inputs = None
         stepped = () if skipped else tuple(i for i, has in enumerate(inputs.has_grad) if has)
         self._finish(plan, skipped, stepped)
         dropped, self._dropped = self._dropped, []

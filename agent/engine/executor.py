@@ -7,6 +7,7 @@ copied) or dropped (`cancel`) at no cost but time.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -89,11 +90,19 @@ class Executor:
         self._watchdog_seconds = watchdog_seconds
         self._on_thread_end = on_thread_end
         self._progress: _Progress | None = None
-        self._closed = False
+        self.closed = False
         self.stuck = False
         self._threads = [
-            threading.Thread(target=self._lane, args=(lane,), name=f"tidegate-{lane}", daemon=True) for lane in LANES
+            threading.Thread(
+                target=_serve,
+                args=(weakref.ref(self), clock, lane, on_thread_end),
+                name=f"tidegate-{lane}",
+                daemon=True,
+            )
+            for lane in LANES
         ]
+        # An executor that nobody holds any more takes its threads along.
+        weakref.finalize(self, _wake, clock)
         for thread in self._threads:
             thread.start()
 
@@ -105,7 +114,7 @@ class Executor:
     def start(self, plan: Plan) -> None:
         """Hands `plan` to the lanes: ops without a gate begin."""
         with self._clock.lock:
-            if self._closed:
+            if self.closed:
                 raise EngineError("This optimizer is closed.")
             assert self._progress is None, "one plan at a time"
             self._progress = _Progress(plan, {lane: deque(ops) for lane, ops in plan.lanes.items()})
@@ -169,11 +178,11 @@ class Executor:
 
     def close(self) -> None:
         """Ends the lane threads, but for one that is stuck. Idempotent."""
-        if not self._closed:
+        if not self.closed:
             if not self.stuck:
                 self.cancel()
             with self._clock.lock:
-                self._closed = True
+                self.closed = True
                 self._clock.notify()
             if self._on_thread_end is None:
                 for thread in self._threads:
@@ -203,22 +212,14 @@ class Executor:
                     f"(watchdog_seconds={self._watchdog_seconds:g})."
                 )
 
-    def _lane(self, lane: str) -> None:
-        try:
-            while True:
-                with self._clock.lock:
-                    self._clock.wait_for(lambda: self._closed or self._next(lane) is not None)
-                    if self._closed:
-                        return
-                    progress, op = self._current(), self._current().pending[lane].popleft()
-                    waits = [progress.issued[dep].event for dep in op.deps]
-                    if op.kind is OpKind.CPU_UPDATE and op.subgroup in progress.recopied:
-                        waits.append(progress.recopied[op.subgroup])
-                    progress.running[lane] = (op, self._clock.now())
-                self._run(progress, lane, op, waits)
-        finally:
-            if self._on_thread_end is not None:
-                self._on_thread_end()
+    def _take(self, lane: str) -> tuple[_Progress, str, Op, list[Event]]:
+        """The lane's next op, now running, and the events that it must wait for. With the lock held."""
+        progress, op = self._current(), self._current().pending[lane].popleft()
+        waits = [progress.issued[dep].event for dep in op.deps]
+        if op.kind is OpKind.CPU_UPDATE and op.subgroup in progress.recopied:
+            waits.append(progress.recopied[op.subgroup])
+        progress.running[lane] = (op, self._clock.now())
+        return progress, lane, op, waits
 
     def _next(self, lane: str) -> Op | None:
         progress = self._progress
@@ -250,6 +251,33 @@ class Executor:
             else:
                 progress.error = error
             self._clock.notify()
+
+
+def _serve(executor_ref: weakref.ref[Executor], clock: Clock, lane: str, on_end: Callable[[], None] | None) -> None:
+    """A lane's thread. It holds the executor only while an op runs, so that one that is dropped can be collected."""
+    try:
+        while True:
+            with clock.lock:
+                clock.wait_for(lambda: _is_due(executor_ref, lane))
+                executor = executor_ref()
+                if executor is None or executor.closed:
+                    return
+                taken = executor._take(lane)
+            executor._run(*taken)
+            del executor, taken
+    finally:
+        if on_end is not None:
+            on_end()
+
+
+def _is_due(executor_ref: weakref.ref[Executor], lane: str) -> bool:
+    executor = executor_ref()
+    return executor is None or executor.closed or executor._next(lane) is not None
+
+
+def _wake(clock: Clock) -> None:
+    with clock.lock:
+        clock.notify()
 
 
 def _drop(progress: _Progress) -> None:

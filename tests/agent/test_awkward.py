@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -292,6 +293,22 @@ def test_a_constructor_that_fails_leaves_nothing_behind() -> None:
         tidegate.AdamW(params, offload=small)
     until(lambda: threading.active_count() == before, "lane threads gone")
     tidegate.AdamW(params, offload=MIXED).close()
+
+
+def test_an_optimizer_that_nobody_holds_takes_its_threads_and_hooks_along() -> None:
+    gc.collect()
+    before = threading.active_count()
+    params = params_of((400,))
+    for step in range(3):
+        optimizer = tidegate.AdamW(params, offload=MIXED)
+        run_steps(optimizer, params, step, 1)
+        backward(params, random_grads(params, 9, some=False))
+        gone = weakref.ref(optimizer)
+        del optimizer
+        until(lambda gone=gone: gc.collect() >= 0 and gone() is None, "the optimizer gone")
+        params[0].grad = None
+    until(lambda: threading.active_count() == before, "lane threads gone")
+    backward(params, random_grads(params, 9, some=False))
 
 
 # ---- models that change

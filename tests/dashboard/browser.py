@@ -38,6 +38,7 @@ DRAWN = """() => {
 @contextlib.contextmanager
 def open_page(url: str, *, dark: bool = False, height: int = 800) -> Iterator[tuple[Page, list[str]]]:
     """The page at 1280 pixels, drawn; and the console errors so far, those of the network left out."""
+    assert CHROMIUM.exists(), f"There is no {CHROMIUM}; as root, `make test` installs it (Debian package chromium)."
     errors: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), headless=True, args=ARGUMENTS)

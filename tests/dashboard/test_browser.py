@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.dashboard.browser import CHROMIUM, open_page, screenshot, serve
+from tests.dashboard.browser import open_page, screenshot, serve
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, wait_until
-
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}")
 
 
 @pytest.fixture(scope="module")
