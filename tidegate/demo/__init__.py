@@ -19,7 +19,7 @@ class DemoOptions:
     """
 
     text: Path | None = None
-    steps: int = 200
+    steps: int = 280
     run: str | None = None
     seconds: float = 0.0
     headless: bool | None = None
