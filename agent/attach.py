@@ -86,9 +86,10 @@ class Attachment:
 
     @property
     def overhead_seconds(self) -> float:
-        """CPU seconds that recording, exporting and reporting have cost so far."""
+        """CPU seconds that recording, tuning, exporting and reporting have cost so far."""
         link = self.link.cpu_seconds if self.link is not None else 0.0
-        return self.recorder.cpu_seconds + self._collector.overhead["exporter"] + link
+        overhead = self._collector.overhead
+        return self.recorder.cpu_seconds + overhead["tuner"] + overhead["exporter"] + link
 
     def close(self) -> None:
         """Says goodbye to the daemon and stops serving /metrics. Idempotent."""
@@ -116,7 +117,9 @@ class Attachment:
             # The weights are right whatever watching makes of it: training goes on.
             log.exception("step %d could not be recorded", self.recorder.totals.steps + 1)
         self._apply_committed(self.recorder.totals.steps + 1)
+        began = time.thread_time()
         self._tune()
+        self._collector.overhead["tuner"] += time.thread_time() - began
         if self.link is not None:
             self._collector.overhead["link"] = self.link.cpu_seconds
 

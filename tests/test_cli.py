@@ -47,9 +47,9 @@ def without(packages: tuple[str, ...], *words: str, state: Path) -> tuple[int, s
         f"import sys; sys.modules.update(dict.fromkeys({packages!r})); sys.argv[1:] = {list(words)!r}; "
         "from tidegate.cli import main; main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment(state), capture_output=True, text=True, check=False
-    )
+    # A daemon may run at the default address of the machine that tests: nothing listens on port 9.
+    env = environment(state, TIDEGATE_DAEMON="http://127.0.0.1:9")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

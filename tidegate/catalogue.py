@@ -133,7 +133,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "seconds",
         "prometheus",
         "CPU time that watching costs.",
-        part=("recorder", "exporter", "link"),
+        part=("recorder", "tuner", "exporter", "link"),
     ),
 )
 

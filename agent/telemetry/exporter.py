@@ -26,7 +26,7 @@ class StepCollector:
         self._optimizer = optimizer
         self._recorder = recorder
         self.generation = 0
-        self.overhead: dict[str, float] = {"exporter": 0.0, "link": 0.0}
+        self.overhead: dict[str, float] = {"tuner": 0.0, "exporter": 0.0, "link": 0.0}
 
     def describe(self) -> Iterable[Metric]:
         return ()

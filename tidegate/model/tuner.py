@@ -10,8 +10,10 @@ from tidegate.model.rates import RateCard
 from tidegate.model.simulate import best_stride, what_if
 from tidegate.plan.ops import Subgroup
 
-EVERY_STEPS: Final = 8
-"""Steps between two looks: rates settle, and a change shows before the next."""
+FIRST_LOOK_STEPS: Final = 8
+"""Steps after a move until the next look: rates settle, and the change shows."""
+LONGEST_WAIT_STEPS: Final = 64
+"""Each look that finds nothing better doubles the steps until the next, up to this: looking costs time too."""
 MINIMUM_GAIN: Final = 0.05
 """Share of the update time that a move must promise."""
 
@@ -20,15 +22,24 @@ class StrideTuner:
     """Proposes strides from live rates. Deterministic: the same calls give the same proposals."""
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._steps_left = self._wait_steps = FIRST_LOOK_STEPS
 
     def propose(
         self, stride: float | Off, subgroups: Sequence[Subgroup], static_ratio: float, num_slots: int, rates: RateCard
     ) -> float | Off | None:
         """A better stride than the present one, or None to stay. To be called once a step."""
-        self._steps += 1
-        if self._steps % EVERY_STEPS or rates.missing:
+        self._steps_left -= 1
+        if self._steps_left > 0 or rates.missing:
             return None
+        better = self._better(stride, subgroups, static_ratio, num_slots, rates)
+        stays = better is None
+        self._wait_steps = min(2 * self._wait_steps, LONGEST_WAIT_STEPS) if stays else FIRST_LOOK_STEPS
+        self._steps_left = self._wait_steps
+        return better
+
+    def _better(
+        self, stride: float | Off, subgroups: Sequence[Subgroup], static_ratio: float, num_slots: int, rates: RateCard
+    ) -> float | Off | None:
         best = best_stride(subgroups, static_ratio, num_slots, rates)
         if best == stride:
             return None
