@@ -48,11 +48,18 @@ def test_some_gradients_changed_after_their_early_copy(policy: Any) -> None:
         for step in range(3):
             optimizer.zero_grad()
             backward(params, random_grads(params, step, some=False))
+            copied_early(optimizer, 10)
             for p in params[1:]:
                 p.grad.mul_(-1)  # type: ignore[union-attr]
             plain.step(grads_of(params))
             optimizer.step()
             assert plain.same_weights(params)
+
+
+def copied_early(optimizer: tidegate.AdamW, count: int) -> None:
+    """Waits until so many gradients were copied: those that change afterwards must be copied again."""
+    executor = optimizer.engine._executor
+    until(lambda: len(executor.done_early()) == count, "early copies")
 
 
 def slow_copies(device: Any) -> None:
@@ -68,6 +75,8 @@ def test_a_micro_batch_that_leaves_out_a_parameter() -> None:
         for step in range(3):
             optimizer.zero_grad()
             backward(params, random_grads(params, step, some=False))
+            if step == 0:
+                copied_early(optimizer, 10)
             backward(params, [None, *random_grads(params, step + 50, some=False)[1:]])
             plain.step(grads_of(params))
             optimizer.step()
