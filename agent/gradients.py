@@ -1,4 +1,8 @@
-"""Gradients of the framework as the engine needs them: when they are ready, whether they changed since a copy."""
+"""Gradients of the framework as the engine needs them: when they are ready, whether they changed since a copy.
+
+Only the thread that runs the backward or `step()` looks at `.grad`; lanes see what it took down (`Arrived`). Autograd
+replaces `.grad` without the interpreter's lock, so that another thread that looked could find half a pointer.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,29 @@ from dataclasses import dataclass
 
 import torch
 
-from tidegate.agent.devices.base import Device, GradRef
-from tidegate.agent.subgroups import FORMATS, Layout, flat
+from tidegate.agent.devices.base import Device, Event, GradRef
+from tidegate.agent.subgroups import GRAD_DTYPES, Layout, flat, grad_dtype_of
 from tidegate.errors import ParameterError
 
-Stamp = tuple[tuple[torch.Tensor | None, int], ...]
-"""Each gradient of a subgroup with its version. The tensors are held: their memory cannot be given to another gradient
-while a stamp, or a copy that it was made for, lives."""
+
+@dataclass(eq=False, slots=True)
+class Arrived:
+    """A gradient as it was when it was noted. While this lives, its memory is not given to another gradient.
+
+    dense: the same numbers in the order of the weight's storage; mostly the same tensor. ready: when they are there.
+    """
+
+    tensor: torch.Tensor
+    version: int
+    dense: torch.Tensor
+    ready: Event
+
+    def is_still(self, grad: torch.Tensor | None) -> bool:
+        return grad is self.tensor and grad._version == self.version
 
 
-def same(one: Stamp | None, other: Stamp) -> bool:
-    """Whether both are the same tensors at the same versions."""
-    return one is not None and all(a is b and m == n for (a, m), (b, n) in zip(one, other, strict=True))
+Taken = tuple[Arrived | None, ...]
+"""What the gradients of a subgroup were when an op read them."""
 
 
 @dataclass
@@ -32,20 +47,31 @@ class _Readiness:
 
 
 class Gradients:
-    """Mode `keep`: `.grad` stays. Copies before `step()` are speculative, `stamp` tells whether they still hold."""
+    """Mode `keep`: `.grad` stays. Copies before `step()` are speculative: `taken` tells whether they still hold."""
 
     def __init__(self, device: Device, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
         self._device = device
-        self._params = params
-        self._readiness = [_Readiness() for _ in params]
-        self._subgroups_of: list[list[Layout]] = [[] for _ in params]
+        self._params: list[torch.nn.Parameter] = []
+        self._current: list[Arrived | None] = []
+        self._readiness: list[_Readiness] = []
+        self._subgroups_of: list[list[Layout]] = []
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self._fire: Callable[[int], None] | None = None
+        self._lock = threading.Lock()
+        """Guards readiness: under DDP it changes in the threads of the collectives."""
+        self.extend(params, layouts)
+
+    def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
+        """More parameters, behind those that are there."""
+        self._params += params
+        self._current += [None] * len(params)
+        self._readiness += [_Readiness() for _ in params]
+        self._subgroups_of += [[] for _ in params]
         for layout in layouts:
             for segment in layout.segments:
                 self._subgroups_of[segment.param].append(layout)
-        self._dense: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        """Gradients in another order than their weight: tensor and version, and the copy in the weight's order."""
-        self._lock = threading.Lock()
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    # ---- when they arrive
 
     def watch(self, on_gradient: Callable[[int], None]) -> None:
         """Calls the method `on_gradient(param)` whenever autograd has accumulated into a parameter.
@@ -59,79 +85,106 @@ class Gradients:
             if alive is not None:
                 alive(index)
 
+        self._fire = fire
+        self.watch_unfrozen()
+
+    def watch_unfrozen(self) -> None:
+        """Parameters that were frozen when the optimizer was built are watched once they are not."""
+        fire = self._fire
+        if fire is None:
+            return
         for index, param in enumerate(self._params):
-            if param.requires_grad:
-                self._hooks.append(param.register_post_accumulate_grad_hook(lambda _, index=index: fire(index)))
+            if param.requires_grad and index not in self._hooks:
+                hook = param.register_post_accumulate_grad_hook(lambda _, index=index: fire(index))
+                self._hooks[index] = hook
 
     def accumulated(self, param: int) -> tuple[int, ...]:
         """Notes one accumulation; the subgroups whose gradients are all there now, as far as last step tells."""
-        self.flat(param)
-        self._readiness[param].count += 1
-        return tuple(layout.id for layout in self._subgroups_of[param] if self._is_ready(layout))
+        self._note(param)
+        with self._lock:
+            self._readiness[param].count += 1
+            return tuple(layout.id for layout in self._subgroups_of[param] if self._is_ready(layout))
 
     def _is_ready(self, layout: Layout) -> bool:
         return all(self._readiness[s.param].count >= self._readiness[s.param].expected for s in layout.segments)
+
+    def refresh(self) -> None:
+        """`step()` begins: what `.grad` is now counts, whoever changed it since it arrived."""
+        for param in range(len(self._params)):
+            self._note(param)
+
+    def _note(self, param: int) -> None:
+        weight, known = self._params[param], self._current[param]
+        grad = weight.grad
+        if known is not None and known.is_still(grad):
+            return
+        if grad is None:
+            self._current[param] = None
+            return
+        _check(param, weight, grad)
+        dense = _as_stored(weight, grad)
+        self._device.adopt(dense)
+        self._current[param] = Arrived(grad, grad._version, dense, self._device.now())
+
+    # ---- what lanes see
+
+    def take(self, layout: Layout) -> Taken:
+        return tuple(self._current[segment.param] for segment in layout.segments)
+
+    def has(self, param: int) -> bool:
+        return self._current[param] is not None
+
+    def arrived(self, param: int) -> Arrived | None:
+        return self._current[param]
+
+    def reference(self, param: int) -> GradRef | None:
+        known = self._current[param]
+        if known is None:
+            return None
+        dense = flat(known.dense)
+        return GradRef(dense.data_ptr(), dense.numel(), GRAD_DTYPES[dense.dtype])
+
+    # ---- a step's end
 
     def step_done(self) -> None:
         """What was seen this step is expected of the next."""
         for ready in self._readiness:
             ready.expected = max(ready.count, 1)
             ready.count = 0
-        self._dense.clear()
-
-    def has(self, param: int) -> bool:
-        return self._params[param].grad is not None
-
-    def stamp(self, layout: Layout) -> Stamp:
-        return tuple(self._stamp(segment.param) for segment in layout.segments)
-
-    def _stamp(self, param: int) -> tuple[torch.Tensor | None, int]:
-        grad = self._params[param].grad
-        return grad, 0 if grad is None else grad._version
-
-    def flat(self, param: int) -> torch.Tensor | None:
-        """The gradient in the order of the parameter's storage, as device memory; None when there is none."""
-        weight, grad = self._params[param], self._params[param].grad
-        if grad is None:
-            return None
-        if grad.layout != torch.strided:
-            raise ParameterError(
-                f"Parameter {param} has a {grad.layout} gradient; only dense gradients are supported. "
-                "Use sparse=False in nn.Embedding."
-            )
-        if grad.dtype != weight.dtype:
-            raise ParameterError(
-                f"Parameter {param} is {weight.dtype} but its gradient is {grad.dtype}; they must match."
-            )
-        # Several lanes may ask at once; one copy in storage order must serve them all.
-        with self._lock:
-            dense = self._as_stored(param, weight, grad)
-            self._device.adopt(("grad", param), dense)
-        return flat(dense)
-
-    def _as_stored(self, param: int, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        if grad.stride() == weight.stride() or (grad.is_contiguous() and weight.is_contiguous()):
-            return grad
-        known = self._dense.get(param)
-        if known is None or known[0] is not grad or known[1] != grad._version:
-            copied = torch.empty_like(weight, memory_format=torch.preserve_format)
-            known = (grad, grad._version, copied.copy_(grad.detach()))
-            self._dense[param] = known
-        return known[2]
-
-    def reference(self, param: int) -> GradRef | None:
-        dense = self.flat(param)
-        if dense is None:
-            return None
-        return GradRef(dense.data_ptr(), dense.numel(), FORMATS[dense.dtype].grad)
+        self._let_go()
 
     def forget(self) -> None:
         """Gradients were dropped: the step begins anew."""
         for ready in self._readiness:
             ready.count = 0
-        self._dense.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._current = [None] * len(self._params)
 
     def close(self) -> None:
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+        self._let_go()
+
+
+def _check(index: int, weight: torch.Tensor, grad: torch.Tensor) -> None:
+    if grad.layout != torch.strided:
+        raise ParameterError(
+            f"Parameter {index} has a {grad.layout} gradient; only dense gradients are supported. "
+            "Use sparse=False in nn.Embedding."
+        )
+    if grad.dtype != grad_dtype_of(weight):
+        raise ParameterError(
+            f"Parameter {index} has a {grad.dtype} gradient; {grad_dtype_of(weight)} was expected when the optimizer "
+            "was built. Set param.grad_dtype before building it."
+        )
+
+
+def _as_stored(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient in the order of the weight's storage; a copy where it has another."""
+    if grad.stride() == weight.stride() or (grad.is_contiguous() and weight.is_contiguous()):
+        return grad
+    copied = torch.empty_like(weight, dtype=grad.dtype, memory_format=torch.preserve_format)
+    return copied.copy_(grad.detach())

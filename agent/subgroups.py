@@ -21,19 +21,44 @@ class Format:
 
     weight: WeightFormat
     grad: GradDtype
-    weight_bytes: int
-    aux_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight.weight_bytes
+
+    @property
+    def grad_bytes(self) -> int:
+        return self.grad.nbytes
+
+    @property
+    def aux_bytes(self) -> int:
+        return self.weight.aux_bytes
 
     @property
     def state_bytes(self) -> int:
         return 8 + self.aux_bytes
 
 
-FORMATS: dict[torch.dtype, Format] = {
-    torch.float32: Format(WeightFormat.F32, GradDtype.F32, 4, 0),
-    torch.bfloat16: Format(WeightFormat.BF16_REMAINDER, GradDtype.BF16, 2, 2),
-    torch.float16: Format(WeightFormat.F16_MASTER, GradDtype.F16, 2, 4),
+GRAD_DTYPES: dict[torch.dtype, GradDtype] = {
+    torch.float32: GradDtype.F32,
+    torch.bfloat16: GradDtype.BF16,
+    torch.float16: GradDtype.F16,
 }
+WEIGHT_FORMATS: dict[torch.dtype, WeightFormat] = {
+    torch.float32: WeightFormat.F32,
+    torch.bfloat16: WeightFormat.BF16_REMAINDER,
+    torch.float16: WeightFormat.F16_MASTER,
+}
+
+
+def grad_dtype_of(param: torch.Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradients: its own, unless `grad_dtype` says otherwise (fp32, for one, accumulates
+    micro-batches of bf16 weights in fp32)."""
+    return getattr(param, "grad_dtype", None) or param.dtype
+
+
+def format_of(param: torch.Tensor) -> Format:
+    return Format(WEIGHT_FORMATS[param.dtype], GRAD_DTYPES[grad_dtype_of(param)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +89,7 @@ class Layout:
 
     def subgroup(self) -> Subgroup:
         fmt = self.format
-        return Subgroup(self.id, self.numel, fmt.weight_bytes, fmt.weight_bytes, fmt.state_bytes)
+        return Subgroup(self.id, self.numel, fmt.weight_bytes, fmt.grad_bytes, fmt.state_bytes)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,9 +109,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def check_param(param: torch.Tensor, index: int) -> None:
     """ParameterError when this parameter cannot be offloaded."""
-    if param.dtype not in FORMATS:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMATS)
+    known = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHT_FORMATS)
+    if param.dtype not in WEIGHT_FORMATS:
         raise ParameterError(f"Parameter {index} has dtype {param.dtype}; supported are {known}.")
+    if grad_dtype_of(param) not in GRAD_DTYPES:
+        raise ParameterError(f"Parameter {index} has grad_dtype {grad_dtype_of(param)}; supported are {known}.")
     if param.layout != torch.strided:
         raise ParameterError(f"Parameter {index} is {param.layout}; only dense parameters are supported.")
     if not is_dense(param):
@@ -100,21 +127,21 @@ def cut(groups: Sequence[Sequence[torch.Tensor]], subgroup_numel: int) -> tuple[
     """Subgroups of at most `subgroup_numel` parameters, in order; none spans a group or a dtype."""
     layouts: list[Layout] = []
     segments: list[Segment] = []
-    key: tuple[int, torch.dtype] | None = None
+    key: tuple[int, Format] | None = None
     filled = 0
 
     def close() -> None:
         nonlocal segments, filled
         if segments and key is not None:
-            layouts.append(Layout(len(layouts), key[0], FORMATS[key[1]], tuple(segments)))
+            layouts.append(Layout(len(layouts), key[0], key[1], tuple(segments)))
         segments, filled = [], 0
 
     index = 0
     for group, params in enumerate(groups):
         for param in params:
-            if key != (group, param.dtype):
+            if key != (group, format_of(param)):
                 close()
-                key = (group, param.dtype)
+                key = (group, format_of(param))
             offset = 0
             while offset < param.numel():
                 take = min(param.numel() - offset, subgroup_numel - filled)

@@ -2,6 +2,9 @@
 
 A lane of a device is a stream: `copy`, `update` and `norms` enqueue work behind what the lane holds and return an
 event at once or when it is done, as the device likes. Nobody may look at the memory before the event says done.
+
+The framework has a stream of its own, on which it makes gradients and reads weights. `now` and `block` tie it to the
+lanes, in both directions.
 """
 
 from __future__ import annotations
@@ -103,12 +106,20 @@ class Device(Protocol):
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Zeroed host memory that the device copies from and to fastest, as bytes."""
 
-    def adopt(self, key: object, tensor: torch.Tensor) -> None:
-        """Counts `tensor`, made by the framework, as memory of this device while it lives; replaces what `key` stood
-        for. Does not keep it alive."""
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Counts `tensor`, made by the framework, as memory of this device while it lives. Does not keep it alive."""
+
+    def now(self) -> Event:
+        """Done when everything that the calling thread has enqueued in the framework so far is done."""
+
+    def block(self, event: Event) -> None:
+        """What the calling thread enqueues in the framework from now on begins after `event`."""
 
     def wait(self, lane: str, event: Event) -> None:
         """Work enqueued on `lane` from now on begins after `event`."""
+
+    def used_by(self, lane: str, tensor: torch.Tensor) -> None:
+        """The caller lets `tensor` go: its memory is not given away before what `lane` holds now is done."""
 
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event: ...
 

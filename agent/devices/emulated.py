@@ -102,7 +102,9 @@ class EmulatedDevice:
         self.rates = replace(rates or EmulatedRates())
         self.capacity_bytes = capacity_bytes
         self._arena = Arena(capacity_bytes)
-        self._adopted: dict[object, _Adopted] = {}
+        self._adopted: dict[int, _Adopted] = {}
+        """By address."""
+        self._prune_at = 64
         self._pool = ThreadPool(1)
         self._peak = 0
         self._lock = threading.Lock()
@@ -140,14 +142,27 @@ class EmulatedDevice:
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def adopt(self, key: object, tensor: torch.Tensor) -> None:
+    def adopt(self, tensor: torch.Tensor) -> None:
         with self._lock:
             nbytes = tensor.numel() * tensor.element_size()
-            self._adopted[key] = _Adopted(TensorWeakRef(tensor), tensor.data_ptr(), nbytes)
+            self._adopted[tensor.data_ptr()] = _Adopted(TensorWeakRef(tensor), tensor.data_ptr(), nbytes)
+            if len(self._adopted) > self._prune_at:
+                self._adopted = {one.address: one for one in self._living()}
+                self._prune_at = 2 * len(self._adopted) + 64
             self._note_peak()
+
+    def now(self) -> Event:
+        moment = time.monotonic()
+        return DoneEvent(moment, moment)
+
+    def block(self, event: Event) -> None:
+        event.wait()
 
     def wait(self, lane: str, event: Event) -> None:
         event.wait()
+
+    def used_by(self, lane: str, tensor: torch.Tensor) -> None:
+        """Copies and updates are done when their calls return."""
 
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event:
         start = time.monotonic()

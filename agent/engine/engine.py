@@ -13,13 +13,14 @@ from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.runner import MemoryRunner, StepInputs
-from tidegate.agent.gradients import Gradients, same
+from tidegate.agent.gradients import Gradients
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.subgroups import Layout, flat
 from tidegate.errors import EngineError, ParameterError
 from tidegate.kernels import ThreadPool
 from tidegate.knobs import Off
 from tidegate.plan import Placement, Plan, Policy, make_plan, place, verify
+from tidegate.plan.ops import D2H, DEVICE, H2D
 from tidegate.timeline import Span
 
 
@@ -99,8 +100,9 @@ class Engine:
             Placement(processor, self.memory.residence[i], lives, self.memory.mirror_valid[i])
             for i, (processor, lives) in enumerate(placed)
         ))  # fmt: skip
-        self._runner.stamps.clear()
+        self._runner.copied.clear()
         self._arrived.clear()
+        self._follow_framework()
         self._executor.start(plan)
         self._current, self._started_with = plan, self.effective
 
@@ -114,12 +116,15 @@ class Engine:
 
     def step(self, inputs: StepInputs) -> StepResult:
         """Runs the update to its end. The inputs' `has_grad`, `grad_norm` and `grad_scale` are filled in."""
+        self.gradients.watch_unfrozen()
         self.start()
+        self.gradients.refresh()
         if self._edited() or self._started_with != self.effective:
             self.quiesce()
             self.start()
         plan = self._current
         self._runner.inputs = inputs
+        self._follow_framework()
         try:
             self._executor.step(repeat=self._stale(plan))
             spans, skipped = self._executor.finish()
@@ -137,12 +142,18 @@ class Engine:
         if os.getpid() == self._pid and not self._executor.stuck:
             with Uninterrupted():
                 self._dropped += self._executor.cancel()
-                self._runner.stamps.clear()
+                self._runner.copied.clear()
+
+    def _follow_framework(self) -> None:
+        """What the device's lanes do from now on comes after what the framework has done to weights and gradients."""
+        now = self.device.now()
+        for lane in (H2D, D2H, DEVICE):
+            self.device.wait(lane, now)
 
     def _finish(self, plan: Plan, skipped: bool, stepped: Sequence[int]) -> None:
         self._order = tuple(self._arrived)
         self.gradients.step_done()
-        self._runner.stamps.clear()
+        self._runner.copied.clear()
         if skipped:
             self._weights = [self._weight_stamp(i) for i in range(len(self.params))]
             return
@@ -154,7 +165,7 @@ class Engine:
     def _stale(self, plan: Plan) -> list[int]:
         return [
             op.id for op in self._executor.done_early()
-            if not same(self._runner.stamps.get(op.subgroup), self.gradients.stamp(self.layouts[op.subgroup]))
+            if self._runner.copied.get(op.subgroup) != self.gradients.take(self.layouts[op.subgroup])
         ]  # fmt: skip
 
     def _plan(self, placements: tuple[Placement, ...]) -> Plan:
@@ -220,9 +231,9 @@ class Engine:
                 self.memory.reset_aux(layout.id, segment.start, weights)
 
     def _adopt_weights(self) -> None:
-        for index, param in enumerate(self.params):
+        for param in self.params:
             if param.numel():
-                self.device.adopt(("weight", index), param)
+                self.device.adopt(param)
 
     # ---- knobs, life
 

@@ -69,12 +69,11 @@ class StateMemory:
         for layout, processor, lives in zip(self.layouts, processors, after, strict=True):
             s = layout.id
             if processor == "cpu":
-                weights = layout.numel * layout.format.weight_bytes
                 if s not in self._mirror:
-                    self._mirror[s] = self.device.host_buffer(weights)
+                    self._mirror[s] = self.device.host_buffer(layout.numel * layout.format.weight_bytes)
                     self.mirror_valid[s] = False
                 if s not in self._gradient:
-                    self._gradient[s] = self.device.host_buffer(weights)
+                    self._gradient[s] = self.device.host_buffer(layout.numel * layout.format.grad_bytes)
             if lives == "device" and s not in self._resident:
                 self._resident[s] = self.device.alloc(layout.numel * layout.format.state_bytes)
             if s not in self._state and not (lives == "device" and self.residence[s] == "device"):

@@ -11,7 +11,7 @@ import torch
 from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRun
 from tidegate.agent.engine.executor import Issued, StepSkipped
 from tidegate.agent.engine.memory import StateMemory, state_addresses
-from tidegate.agent.gradients import Gradients, Stamp
+from tidegate.agent.gradients import Gradients, Taken
 from tidegate.agent.subgroups import Layout, Segment, flat
 from tidegate.kernels import Scalars, ThreadPool
 from tidegate.plan.ops import Op, OpKind
@@ -49,7 +49,7 @@ class MemoryRunner:
         self._gradients = gradients
         self._params = params
         self._pool = pool
-        self.stamps: dict[int, Stamp] = {}
+        self.copied: dict[int, Taken] = {}
         """What the gradients of a subgroup were when they were copied to the host."""
         self.inputs: StepInputs | None = None
 
@@ -76,7 +76,7 @@ class MemoryRunner:
         s, memory = layout.id, self._memory
         match op.kind:
             case OpKind.GRAD_D2H:
-                yield from self._gradient_copies(layout)
+                yield from self._gradient_copies(op, layout)
             case OpKind.WEIGHT_D2H:
                 for weight, mirror, nbytes in self._weight_pieces(layout):
                     yield Copy(mirror, weight, nbytes)
@@ -88,15 +88,15 @@ class MemoryRunner:
             case OpKind.STATE_D2H:
                 yield Copy(memory.host_state(s), memory.on_device(s, op.slot), op.nbytes)
 
-    def _gradient_copies(self, layout: Layout) -> Iterator[Copy]:
-        size = layout.format.weight_bytes
-        # Stamped before the copy: a gradient that changes meanwhile has a later version, and is copied again.
-        self.stamps[layout.id] = self._gradients.stamp(layout)
+    def _gradient_copies(self, op: Op, layout: Layout) -> Iterator[Copy]:
+        size = layout.format.grad_bytes
+        self.copied[layout.id] = taken = self._gradients.take(layout)
         base = self._memory.gradient(layout.id)
-        for segment in layout.segments:
-            grad = self._gradients.flat(segment.param)
-            if grad is not None:
-                yield Copy(base + segment.start * size, grad.data_ptr() + segment.offset * size, segment.numel * size)
+        for segment, arrived in zip(layout.segments, taken, strict=True):
+            if arrived is not None:
+                self._device.wait(op.lane, arrived.ready)
+                grad = flat(arrived.dense).data_ptr() + segment.offset * size
+                yield Copy(base + segment.start * size, grad, segment.numel * size)
 
     def _weight_pieces(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
         size, mirror = layout.format.weight_bytes, self._memory.mirror(layout.id)
@@ -122,15 +122,15 @@ class MemoryRunner:
         return Issued(event, 0, sum(reference.numel for reference in present))
 
     def _cpu_update(self, layout: Layout) -> Issued:
-        size, start = layout.format.weight_bytes, time.monotonic()
+        start, fmt = time.monotonic(), layout.format
         weight, grad = self._memory.mirror(layout.id), self._memory.gradient(layout.id)
         updated = 0
         for first, numel, step in self._joined(layout):
             run = self._run(
                 layout,
                 self._memory.host_state(layout.id),
-                weight + first * size,
-                grad + first * size,
+                weight + first * fmt.weight_bytes,
+                grad + first * fmt.grad_bytes,
                 first,
                 numel,
                 step,
@@ -140,13 +140,12 @@ class MemoryRunner:
         return Issued(DoneEvent(start, time.monotonic()), 0, updated)
 
     def _device_update(self, layout: Layout, slot: int | None) -> Issued:
-        size, block, runs = layout.format.weight_bytes, self._memory.on_device(layout.id, slot), []
-        for segment in layout.segments:
-            grad = self._gradients.flat(segment.param) if self._has_grad(segment) else None
-            if grad is not None:
-                address = grad.data_ptr() + segment.offset * size
+        fmt, block, runs = layout.format, self._memory.on_device(layout.id, slot), []
+        for segment, arrived in zip(layout.segments, self._gradients.take(layout), strict=True):
+            if arrived is not None:
+                address = flat(arrived.dense).data_ptr() + segment.offset * fmt.grad_bytes
                 step = self._step_inputs().steps[segment.param]
-                weight = self._weight(segment, size)
+                weight = self._weight(segment, fmt.weight_bytes)
                 runs.append(self._run(layout, block, weight, address, segment.start, segment.numel, step))
         return Issued(self._device.update(runs), 0, sum(run.numel for run in runs))
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidegate.agent.subgroups import FORMATS
+from tidegate.agent.subgroups import format_of
 from tidegate.kernels import oracle, scalars
-from tidegate.kernels.scalars import WeightFormat
+from tidegate.kernels.scalars import GradDtype, WeightFormat
 
 ARRAY_OF = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.float16}
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -24,7 +24,8 @@ def array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 @dataclass
 class PlainParam:
-    dtype: torch.dtype
+    format: WeightFormat
+    grad: GradDtype
     weight: np.ndarray[Any, Any]
     aux: np.ndarray[Any, Any] | None
     exp_avg: np.ndarray[Any, Any]
@@ -48,11 +49,7 @@ class PlainAdamW:
     def step(self, grads: list[torch.Tensor | None]) -> None:
         """`grads` in the order of the parameters of all groups."""
         found = [None if g is None else array(g) for g in grads]
-        sums = [
-            oracle.sum_of_squares(g, FORMATS[p.dtype].grad)
-            for p, g in zip(self.params, found, strict=True)
-            if g is not None
-        ]
+        sums = [oracle.sum_of_squares(g, p.grad) for p, g in zip(self.params, found, strict=True) if g is not None]
         if any(bad for _, bad in sums):
             return
         norm = sum((squares for squares, _ in sums), 0.0) ** 0.5
@@ -66,9 +63,8 @@ class PlainAdamW:
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
                 weight_decay=group["weight_decay"], step=param.step, grad_scale=scale,
             )  # fmt: skip
-            fmt = FORMATS[param.dtype]
             oracle.adamw_update(
-                param.weight, fmt.weight, param.aux, param.exp_avg, param.exp_avg_sq, grad, fmt.grad, chosen
+                param.weight, param.format, param.aux, param.exp_avg, param.exp_avg_sq, grad, param.grad, chosen
             )
 
     def same_weights(self, params: list[torch.nn.Parameter]) -> bool:
@@ -79,10 +75,10 @@ class PlainAdamW:
 
 
 def _fresh(param: torch.Tensor) -> PlainParam:
-    weight, n = array(param), param.numel()
+    weight, n, fmt = array(param), param.numel(), format_of(param)
     aux: np.ndarray[Any, Any] | None = None
-    if FORMATS[param.dtype].weight is WeightFormat.BF16_REMAINDER:
+    if fmt.weight is WeightFormat.BF16_REMAINDER:
         aux = np.zeros(n, np.int16)
-    elif FORMATS[param.dtype].aux_bytes:
+    elif fmt.aux_bytes:
         aux = weight.astype(np.float32)
-    return PlainParam(param.dtype, weight, aux, np.zeros(n, np.float32), np.zeros(n, np.float32))
+    return PlainParam(fmt.weight, fmt.grad, weight, aux, np.zeros(n, np.float32), np.zeros(n, np.float32))

@@ -65,7 +65,7 @@ def test_use_after_free_and_overrun_and_double_free_raise() -> None:
 def test_adopted_tensors_are_device_memory_for_as_long_as_they_live() -> None:
     device = EmulatedDevice(1 << 20)
     weight, host = torch.zeros(8), torch.ones(8)
-    device.adopt("w", weight)
+    device.adopt(weight)
     assert device.in_use_bytes == 32
     device.copy("h2d", [Copy(weight.data_ptr(), host.data_ptr(), 32)])
     assert (weight == 1).all()
@@ -82,7 +82,7 @@ def test_adopted_tensors_are_device_memory_for_as_long_as_they_live() -> None:
 def test_capacity_bounds_arena_and_adopted_tensors_together_and_says_figures() -> None:
     device = EmulatedDevice(4096)
     weight = torch.zeros(512)
-    device.adopt("w", weight)
+    device.adopt(weight)
     with pytest.raises(MemoryBudgetError, match="3,000 bytes do not fit in device memory: 2,048 of 4,096") as refused:
         device.alloc(3000)
     assert (refused.value.needed_bytes, refused.value.available_bytes) == (3000, 2048)
