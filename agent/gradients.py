@@ -2,6 +2,10 @@
 
 Only the thread that runs the backward or `step()` looks at `.grad`; lanes see what it took down (`Arrived`). Autograd
 replaces `.grad` without the interpreter's lock, so that another thread that looked could find half a pointer.
+
+Mode `keep`: `.grad` stays. Copies before `step()` are speculative: `take` tells whether they still hold.
+Mode `release`: a gradient that has arrived is the engine's, `.grad` only says so (`ReleasedGradient`); its memory is
+given back when the last op that reads it was issued.
 """
 
 from __future__ import annotations
@@ -10,12 +14,37 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from tidegate.agent.devices.base import Device, Event, GradRef
+from tidegate.agent.fingerprint import sample_view
 from tidegate.agent.subgroups import GRAD_DTYPES, Layout, flat, grad_dtype_of
 from tidegate.errors import ParameterError
+
+Mode = Literal["keep", "release"]
+
+
+class ReleasedGradient(torch.Tensor):
+    """Stands in `.grad` for a gradient that was released: without memory, and whoever would use it is told so."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> ReleasedGradient:
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=grad_dtype_of(like), device=like.device)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise ParameterError(
+            f"{func} on a gradient that was released when it had arrived (gradients='release'). Clip with "
+            "max_grad_norm instead of clip_grad_norm_, put all but the last backward of a step into "
+            "`with optimizer.accumulate():`, drop gradients with optimizer.zero_grad(), or use gradients='keep', as GradScaler needs it."
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 @dataclass(eq=False, slots=True)
@@ -23,14 +52,18 @@ class Arrived:
     """A gradient as it was when it was noted. While this lives, its memory is not given to another gradient.
 
     dense: the same numbers in the order of the weight's storage; mostly the same tensor. ready: when they are there.
+    sample: some of its bits, where copies of it are speculative.
     """
 
     tensor: torch.Tensor
     version: int
     dense: torch.Tensor
     ready: Event
+    view: torch.Tensor | None = None
+    sample: torch.Tensor | None = None
 
     def is_still(self, grad: torch.Tensor | None) -> bool:
+        """Whether nobody has changed it, as far as torch knows."""
         return grad is self.tensor and grad._version == self.version
 
 
@@ -47,29 +80,45 @@ class _Readiness:
 
 
 class Gradients:
-    """Mode `keep`: `.grad` stays. Copies before `step()` are speculative: `taken` tells whether they still hold."""
+    """See the module. `speculative`: gradients may be copied before `step()` although `.grad` stays."""
 
-    def __init__(self, device: Device, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        params: Sequence[torch.nn.Parameter],
+        layouts: Sequence[Layout],
+        mode: Mode = "keep",
+        speculative: bool = True,
+    ) -> None:
+        self.mode = mode
+        self.accumulating = False
+        """A backward pass that is not the last of its step: `release` leaves `.grad` alone."""
         self._device = device
+        self._speculative = speculative and mode == "keep"
         self._params: list[torch.nn.Parameter] = []
         self._current: list[Arrived | None] = []
+        self._present: list[bool] = []
+        self._reads_left: list[int] = []
         self._readiness: list[_Readiness] = []
         self._subgroups_of: list[list[Layout]] = []
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._fire: Callable[[int], None] | None = None
         self._lock = threading.Lock()
-        """Guards readiness: under DDP it changes in the threads of the collectives."""
+        """Guards readiness and reads: collectives and lanes have threads of their own."""
         self.extend(params, layouts)
 
     def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
         """More parameters, behind those that are there."""
         self._params += params
         self._current += [None] * len(params)
+        self._present += [False] * len(params)
+        self._reads_left += [0] * len(params)
         self._readiness += [_Readiness() for _ in params]
         self._subgroups_of += [[] for _ in params]
         for layout in layouts:
             for segment in layout.segments:
                 self._subgroups_of[segment.param].append(layout)
+        self.watch_unfrozen()
 
     # ---- when they arrive
 
@@ -94,12 +143,19 @@ class Gradients:
         if fire is None:
             return
         for index, param in enumerate(self._params):
-            if param.requires_grad and index not in self._hooks:
+            if index not in self._hooks and param.requires_grad:
                 hook = param.register_post_accumulate_grad_hook(lambda _, index=index: fire(index))
                 self._hooks[index] = hook
 
     def accumulated(self, param: int) -> tuple[int, ...]:
         """Notes one accumulation; the subgroups whose gradients are all there now, as far as last step tells."""
+        if self.accumulating and self.mode == "release":
+            return ()
+        if self.mode == "release" and self._present[param]:
+            raise ParameterError(
+                f"Parameter {param} got a second gradient in one step after its first was released. "
+                "Drop gradients with optimizer.zero_grad(), not model.zero_grad() (gradients='release')."
+            )
         self._note(param)
         with self._lock:
             self._readiness[param].count += 1
@@ -110,13 +166,16 @@ class Gradients:
 
     def refresh(self) -> None:
         """`step()` begins: what `.grad` is now counts, whoever changed it since it arrived."""
+        for param in self._changed_in_place():
+            self._current[param] = None
         for param in range(len(self._params)):
             self._note(param)
 
     def _note(self, param: int) -> None:
         weight, known = self._params[param], self._current[param]
         grad = weight.grad
-        if known is not None and known.is_still(grad):
+        self._present[param] = grad is not None
+        if isinstance(grad, ReleasedGradient) or (known is not None and known.is_still(grad)):
             return
         if grad is None:
             self._current[param] = None
@@ -124,25 +183,70 @@ class Gradients:
         _check(param, weight, grad)
         dense = _as_stored(weight, grad)
         self._device.adopt(dense)
-        self._current[param] = Arrived(grad, grad._version, dense, self._device.now())
+        arrived = Arrived(grad, grad._version, dense, self._device.now())
+        if self._speculative and dense.numel():
+            arrived.view = sample_view(dense)
+            arrived.sample = arrived.view.clone()
+        self._current[param] = arrived
+        if self.mode == "release":
+            weight.grad = ReleasedGradient(weight)
+
+    def _changed_in_place(self) -> list[int]:
+        """Gradients that were changed through `.data` since they were noted, as far as samples show it."""
+        sampled = [(i, a.view, a.sample) for i, a in enumerate(self._current) if a is not None and a.view is not None]
+        found: list[int] = []
+        for dtype in {sample.dtype for _, _, sample in sampled if sample is not None}:
+            group = [(i, now, then) for i, now, then in sampled if then is not None and then.dtype == dtype]
+            if not torch.equal(torch.cat([now for _, now, _ in group]), torch.cat([then for _, _, then in group])):
+                found += [i for i, now, then in group if not torch.equal(now, then)]
+        return found
 
     # ---- what lanes see
+
+    def subgroups_of(self, param: int) -> list[Layout]:
+        return self._subgroups_of[param]
 
     def take(self, layout: Layout) -> Taken:
         return tuple(self._current[segment.param] for segment in layout.segments)
 
-    def has(self, param: int) -> bool:
-        return self._current[param] is not None
+    @property
+    def present(self) -> list[bool]:
+        """Which parameters have a gradient this step; complete after `refresh`."""
+        return list(self._present)
 
-    def arrived(self, param: int) -> Arrived | None:
-        return self._current[param]
+    def reference(self, param: int) -> GradRef:
+        arrived = self._current[param]
+        assert arrived is not None, "only of gradients that are present"
+        return reference(arrived)
 
-    def reference(self, param: int) -> GradRef | None:
-        known = self._current[param]
-        if known is None:
-            return None
-        dense = flat(known.dense)
-        return GradRef(dense.data_ptr(), dense.numel(), GRAD_DTYPES[dense.dtype])
+    # ---- memory of released gradients
+
+    @property
+    def any_released(self) -> bool:
+        """Some gradients exist only in the plan in flight: it cannot be dropped without losing them."""
+        return self.mode == "release" and any(self._present)
+
+    def expect_reads(self, layouts: Sequence[Layout]) -> None:
+        """A plan begins: each of its ops that reads gradients on the device is here with the subgroup it reads.
+
+        A gradient that spans subgroups is read in each of them.
+        """
+        self._reads_left = [0] * len(self._params)
+        for layout in layouts:
+            for segment in layout.segments:
+                self._reads_left[segment.param] += 1
+
+    def was_read(self, layout: Layout, taken: Taken, lane: str) -> None:
+        """An op that reads these gradients on the device is on its lane; whose last read it was lets go."""
+        if self.mode == "keep":
+            return
+        for segment, arrived in zip(layout.segments, taken, strict=True):
+            if arrived is not None:
+                self._device.used_by(lane, arrived.dense)
+            with self._lock:
+                self._reads_left[segment.param] -= 1
+                if self._reads_left[segment.param] == 0:
+                    self._current[segment.param] = None
 
     # ---- a step's end
 
@@ -150,23 +254,29 @@ class Gradients:
         """What was seen this step is expected of the next."""
         for ready in self._readiness:
             ready.expected = max(ready.count, 1)
-            ready.count = 0
-        self._let_go()
+        self.forget()
 
     def forget(self) -> None:
-        """Gradients were dropped: the step begins anew."""
+        """Gradients were used or dropped: the step begins anew."""
         for ready in self._readiness:
             ready.count = 0
-        self._let_go()
-
-    def _let_go(self) -> None:
         self._current = [None] * len(self._params)
+        self._present = [False] * len(self._params)
+        if self.mode == "release":
+            for param in self._params:
+                if isinstance(param.grad, ReleasedGradient):
+                    param.grad = None
 
     def close(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        self._let_go()
+        self.forget()
+
+
+def reference(arrived: Arrived) -> GradRef:
+    dense = flat(arrived.dense)
+    return GradRef(dense.data_ptr(), dense.numel(), GRAD_DTYPES[dense.dtype])
 
 
 def _check(index: int, weight: torch.Tensor, grad: torch.Tensor) -> None:

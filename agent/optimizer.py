@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, Self
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, Protocol, Self, get_args
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -15,13 +18,12 @@ from tidegate.agent import checkpoint
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
 from tidegate.agent.engine.engine import Effective, Engine, StepResult
-from tidegate.agent.engine.runner import StepInputs
+from tidegate.agent.gradients import Mode
+from tidegate.agent.hyperparameters import TORCH_DEFAULTS, LossScale, check_group, check_max_grad_norm, step_inputs
 from tidegate.agent.interrupts import Uninterrupted
-from tidegate.agent.subgroups import check_param, cut
+from tidegate.agent.subgroups import Layout, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
-from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError
-from tidegate.kernels import Scalars, scalars
-from tidegate.kernels.oracle import clip_scale
+from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError, TidegateError
 from tidegate.knobs import AUTO, Knobs, KnobValue
 from tidegate.plan import Policy
 
@@ -47,6 +49,11 @@ class Offload:
     device_memory_bytes: capacity of the emulated device; 0 for four times what the weights take, plus the state.
     emulated: rates of the emulated lanes.
     headroom_bytes: device memory that state must leave free.
+    gradients: "keep" leaves `.grad` as it is, what is done to it counts; "release" takes each gradient as it arrives
+        and frees it as soon as it was copied or used: clip with `max_grad_norm`, and put all but the last backward of a
+        step into `with optimizer.accumulate():`.
+    gradient_memory_bytes: with "release", what gradients may take on the device while they wait for the update; more
+        are spilled to the host and come back with their state. 0 for what weights, state and headroom leave.
     policy: "interleaved", or a baseline: "sequential", "twinflow".
     """
 
@@ -59,16 +66,21 @@ class Offload:
     device_memory_bytes: int = 0
     emulated: EmulatedRates = field(default_factory=EmulatedRates)
     headroom_bytes: int = 0
+    gradients: Mode = "keep"
+    gradient_memory_bytes: int = 0
     policy: Policy = "interleaved"
     watchdog_seconds: float = 120.0
 
     def __post_init__(self) -> None:
         self.knobs()
-        for name, minimum in (("subgroup_numel", 1), ("num_slots", 1), ("cpu_threads", 0), ("headroom_bytes", 0)):
+        for name in ("subgroup_numel", "num_slots", "cpu_threads", "headroom_bytes", "gradient_memory_bytes"):
+            minimum = 1 if name in ("subgroup_numel", "num_slots") else 0
             if getattr(self, name) < minimum:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range: at least {minimum}.")
         if self.device not in ("auto", "emulated"):
             raise ConfigError(f"device={self.device!r} is unknown: 'auto' or 'emulated'.")
+        if self.gradients not in get_args(Mode):
+            raise ConfigError(f"gradients={self.gradients!r} is unknown: 'keep' or 'release'.")
 
     def knobs(self) -> Knobs:
         return Knobs(stride=self.stride, static_ratio=self.static_ratio)  # type: ignore[arg-type]
@@ -81,38 +93,52 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 class AdamW(torch.optim.Optimizer):
     """AdamW with offloaded state; for given gradients its weights equal the oracle's bit for bit.
 
-    params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+    params, lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
     decoupled: False gives Adam, with weight decay as an L2 term.
     max_grad_norm: clips the norm of all gradients to this; None leaves them.
     offload: see `Offload`.
+    torch_options: further arguments of `torch.optim.AdamW`. `foreach` and `fused` are accepted and mean nothing;
+        `amsgrad`, `capturable` and `differentiable` are refused unless False.
 
     Raises ParameterError for no, sparse, shared or unsupported parameters. Use it as a context manager, or `close()`.
     """
 
+    _step_supports_amp_scaling = True
+    """GradScaler hands over its scale instead of dividing all gradients by it."""
+
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
         decoupled: bool = True,
+        maximize: bool = False,
         max_grad_norm: float | None = None,
         offload: Offload | None = None,
+        **torch_options: Any,
     ) -> None:
-        _check_hyperparameters(lr, betas, eps, weight_decay, max_grad_norm)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_DEFAULTS}
+        unknown = sorted(set(torch_options) - set(TORCH_DEFAULTS))
+        if unknown:
+            raise ConfigError(f"{unknown[0]!r} is not an option of AdamW.")
+        defaults |= {**torch_options, "maximize": maximize, "decoupled_weight_decay": decoupled}
+        check_group(defaults)
+        check_max_grad_norm(max_grad_norm)
         params = list(params)
         if not params:
             raise ParameterError("The optimizer got no parameters: pass model.parameters().")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, defaults)
         self.offload = offload or Offload()
         self.max_grad_norm = max_grad_norm
-        self._decoupled = decoupled
+        self.num_steps = 0
+        """Calls of `step()` that had gradients."""
         self._params: list[torch.nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
         self._steps = [0] * len(self._params)
         self._pid = os.getpid()
-        self._claim()
+        self._claim(self._params)
         self.device = _device(self.offload, self._params)
         layouts = cut([group["params"] for group in self.param_groups], self.offload.subgroup_numel)
         self.engine = Engine(
@@ -122,15 +148,23 @@ class AdamW(torch.optim.Optimizer):
             num_slots=self.offload.num_slots,
             cpu_threads=self.offload.cpu_threads or max(1, (os.cpu_count() or 2) - 1),
             policy=self.offload.policy,
+            gradients=self.offload.gradients,
+            gradient_memory_bytes=self.offload.gradient_memory_bytes,
+            headroom_bytes=self.offload.headroom_bytes,
             early_gradients=not _is_distributed(),
             watchdog_seconds=self.offload.watchdog_seconds,
         )
         self.knobs = self.offload.knobs()
         self.phases = PhaseClock(self.device.take_peak_bytes)
         self.observers: list[Callable[[StepResult, StepPhases], None]] = []
-        """Called in the training thread after each step."""
+        """Called in the training thread when a step is done: at its end, or in the next one if it goes on meanwhile."""
         self.logged: dict[str, float] = {}
         self.attachment: Closeable | None = None
+        self.background = False
+        """`step()` returns when it is known that there is an update, which goes on meanwhile. See `overlap_forward`."""
+        self._results: deque[StepResult] = deque()
+        self._cuts: deque[StepPhases] = deque()
+        """Phases of steps, and results of steps, that observers have not heard of; in the order of the steps."""
         self._backward_id = -1
         self._auto_stride: float | str = START_STRIDE
         try:
@@ -150,19 +184,56 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.wait()
         if not any(p.grad is not None for p in self._params):
             return loss
+        loss_scale = LossScale.of(self)
         self.phases.enter("update")
         with Uninterrupted():
             with self.phases.exposed():
-                result = self.engine.step(self._inputs())
-            for param in result.stepped:
-                self._steps[param] += 1
+                inputs = step_inputs(self.param_groups, self._steps, loss_scale, self.max_grad_norm)
+                for param in self.engine.step(inputs):
+                    self._steps[param] += 1
+                if not self.background:
+                    self._settle()
+            self.num_steps += 1
             self.phases.enter("other")
-            phases = self.phases.cut()
+            self._cuts.append(self.phases.cut())
+            self._deliver()
+        return loss
+
+    def wait(self) -> None:
+        """Waits until all weights are updated, where `step()` returns before (`tidegate.overlap_forward`)."""
+        with self.phases.exposed():
+            self._settle()
+        self._deliver()
+
+    def wait_for_weights(self, params: Collection[int]) -> None:
+        """What is enqueued from now on reads these weights (numbers as in `param_groups`) as the update leaves them."""
+        if self.engine.running:
+            with self.phases.exposed():
+                self.engine.wait_for_weights(params)
+
+    def _settle(self) -> None:
+        """Waits for the update that goes on; observers hear of it later, in the training thread."""
+        result = self.engine.settle()
+        if result is not None:
+            self._results.append(result)
+
+    def _deliver(self) -> None:
+        while self._results and self._cuts:
+            result, phases = self._results.popleft(), self._cuts.popleft()
             for observe in tuple(self.observers):
                 observe(result, phases)
-        return loss
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """A backward pass that is not the last one of its step. With gradients="release" it must be said."""
+        before, self.engine.gradients.accumulating = self.engine.gradients.accumulating, True
+        try:
+            yield
+        finally:
+            self.engine.gradients.accumulating = before
 
     def log(self, *, loss: float | None = None, tokens: int | None = None) -> None:
         """Tells the metrics what training makes: the loss of this step, the tokens it took."""
@@ -172,9 +243,11 @@ class AdamW(torch.optim.Optimizer):
             self.logged["tokens"] = self.logged.get("tokens", 0) + int(tokens)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.engine.quiesce()
+        """As in torch. An update that goes on has its own hold on the gradients that it reads."""
+        if not self.engine.running:
+            self.engine.quiesce(dropping=True)
+            self.engine.gradients.forget()
         super().zero_grad(set_to_none)
-        self.engine.gradients.forget()
 
     def backward_began(self, *_: Any) -> None:
         """A backward pass is under way, in the phase of that name until it ends. To be called by hooks inside it."""
@@ -191,27 +264,8 @@ class AdamW(torch.optim.Optimizer):
     def _on_gradient(self, param: int) -> None:
         self.backward_began()
         with self.phases.exposed():
+            self._settle()
             self.engine.gradient_accumulated(param)
-
-    def _inputs(self) -> StepInputs:
-        groups = [dict(group) for group in self.param_groups]
-        known: dict[tuple[int, int, float], Scalars] = {}
-
-        def of(group: int, step: int, grad_scale: float) -> Scalars:
-            key = (group, step, grad_scale)
-            if key not in known:
-                values = groups[group]
-                known[key] = scalars(
-                    lr=float(values["lr"]), beta1=float(values["betas"][0]), beta2=float(values["betas"][1]),
-                    eps=float(values["eps"]), weight_decay=float(values["weight_decay"]), step=step,
-                    decoupled=self._decoupled, grad_scale=grad_scale,
-                )  # fmt: skip
-            return known[key]
-
-        return StepInputs(steps=[step + 1 for step in self._steps], scalars=of, clip=self._clip)
-
-    def _clip(self, norm: float) -> float:
-        return 1.0 if self.max_grad_norm is None else float(clip_scale(norm, self.max_grad_norm))
 
     # ---- knobs
 
@@ -247,11 +301,12 @@ class AdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.AdamW`'s: step, exp_avg, exp_avg_sq of each parameter that was updated."""
+        self.wait()
         self.engine.require_usable()
         self.engine.quiesce()
-        packed = super().state_dict()
         with self.phases.within("checkpoint"):
-            self.engine.take_edited_weights()
+            packed = super().state_dict()
+            self.engine.weights.take_edited()
             packed["state"] = checkpoint.gather(self.engine, self._params, self._steps)
         return packed
 
@@ -262,6 +317,8 @@ class AdamW(torch.optim.Optimizer):
         ConfigError, with nothing changed, when the state is of another model or another rule.
         """
         checkpoint.check(state_dict, self._params)
+        if self.engine.usable:
+            self.wait()
         self.engine.quiesce()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         with self.phases.within("checkpoint"):
@@ -269,17 +326,56 @@ class AdamW(torch.optim.Optimizer):
             checkpoint.scatter(self.engine, self._params, state)
             self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """torch calls this with loaded groups; those of older versions may lack keys."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
     # ---- life
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "engine"):
-            raise ParameterError("Parameters cannot be added to a running optimizer yet: build it with all of them.")
+        """As in torch, also while training; MemoryBudgetError, with nothing changed, when their state does not fit."""
+        check_group(param_group)
+        if not hasattr(self, "engine"):
+            super().add_param_group(param_group)
+            return
+        self.wait()
+        self.engine.require_usable()
+        self.engine.quiesce()
         super().add_param_group(param_group)
+        try:
+            params = self.param_groups[-1]["params"]
+            layouts = self._layouts_of_added(params)
+            self.engine.check(self.engine.effective, self.offload.headroom_bytes, layouts)
+            self._claim(params)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+        self._params += params
+        self._steps += [0] * len(params)
+        self.engine.extend(params, layouts)
+
+    def _layouts_of_added(self, params: list[torch.nn.Parameter]) -> list[Layout]:
+        """Their subgroups, numbered behind those that are there."""
+        for index, param in enumerate(params, start=len(self._params)):
+            check_param(param, index)
+        known, group = len(self.engine.layouts), len(self.param_groups) - 1
+        return [
+            replace(layout, id=known + layout.id, group=group, segments=tuple(
+                replace(segment, param=len(self._params) + segment.param) for segment in layout.segments
+            ))
+            for layout in cut([params], self.offload.subgroup_numel)
+        ]  # fmt: skip
 
     def close(self) -> None:
         """Stops lanes and telemetry and releases the parameters. The weights stay. Idempotent; nothing in a fork."""
         if os.getpid() != self._pid:
             return
+        if self.engine.usable:
+            with contextlib.suppress(TidegateError):
+                self.wait()
         if self.attachment is not None:
             self.attachment.close()
         self.engine.close()
@@ -302,8 +398,8 @@ class AdamW(torch.optim.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
 
-    def _claim(self) -> None:
-        for index, param in enumerate(self._params):
+    def _claim(self, params: Sequence[torch.nn.Parameter]) -> None:
+        for index, param in enumerate(params):
             check_param(param, index)
             owner = _owners.get(param)
             if owner is not None and owner() is not None:
@@ -311,24 +407,8 @@ class AdamW(torch.optim.Optimizer):
                     f"Parameter {index} (shape {tuple(param.shape)}) already belongs to another Tidegate optimizer; "
                     "close() that one first."
                 )
-        for param in self._params:
+        for param in params:
             _owners[param] = weakref.ref(self)
-
-
-def _check_hyperparameters(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float | None
-) -> None:
-    if not lr >= 0.0:
-        raise ConfigError(f"lr={lr} is out of range: at least 0.")
-    if not eps >= 0.0:
-        raise ConfigError(f"eps={eps} is out of range: at least 0.")
-    if not weight_decay >= 0.0:
-        raise ConfigError(f"weight_decay={weight_decay} is out of range: at least 0.")
-    for i, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ConfigError(f"betas[{i}]={beta} is out of range: from 0 to below 1.")
-    if max_grad_norm is not None and not max_grad_norm > 0.0:
-        raise ConfigError(f"max_grad_norm={max_grad_norm} is out of range: above 0, or None.")
 
 
 def _device(offload: Offload, params: list[torch.nn.Parameter]) -> Device:

@@ -38,6 +38,8 @@ KIND_NAME: Final = {
     "state_d2h": "state out",
     "weight_d2h": "weight out",
     "grad_d2h": "gradient out",
+    "grad_h2d": "gradient in",
+    "grad_norm": "squares",
     "cpu_update": "CPU update",
     "device_update": "device update",
     "norm": "norm",

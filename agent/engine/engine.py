@@ -1,9 +1,14 @@
-"""Turns backward passes and `step()` into plans in flight: plans, starts, checks what changed, finishes, commits."""
+"""Turns backward passes and `step()` into plans in flight: plans, starts, checks what changed, finishes, commits.
+
+A plan is in flight from the first gradient on (or from `step()`). Until `step()` it only copies and may be dropped;
+after `step()` it runs to its end, while the caller waits or, if it wants to, does something else (`settle`).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,15 +18,20 @@ from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.runner import MemoryRunner, StepInputs
-from tidegate.agent.gradients import Gradients
+from tidegate.agent.gradients import Gradients, Mode
 from tidegate.agent.interrupts import Uninterrupted
-from tidegate.agent.subgroups import Layout, flat
-from tidegate.errors import EngineError, ParameterError
+from tidegate.agent.subgroups import Layout
+from tidegate.agent.weights import Weights
+from tidegate.errors import EngineError
 from tidegate.kernels import ThreadPool
 from tidegate.knobs import Off
 from tidegate.plan import Placement, Plan, Policy, make_plan, place, verify
-from tidegate.plan.ops import D2H, DEVICE, H2D
+from tidegate.plan.ops import D2H, DEVICE, H2D, OpKind, Residence
 from tidegate.timeline import Span
+
+READS_GRADIENT = (OpKind.GRAD_D2H, OpKind.GRAD_NORM, OpKind.DEVICE_UPDATE)
+WRITES_WEIGHT = (OpKind.WEIGHT_H2D, OpKind.DEVICE_UPDATE)
+MAX_PLANS = 16
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,21 @@ class StepResult:
     """Parameters that were updated."""
 
 
+@dataclass
+class _Flight:
+    """One plan in flight. `inputs` are there once `step()` has begun; `stepped` once its norm is known."""
+
+    plan: Plan
+    effective: Effective
+    inputs: StepInputs | None = None
+    stepped: tuple[int, ...] | None = None
+    """Parameters that this step updates."""
+
+    @property
+    def spilled(self) -> list[bool]:
+        return [placement.spilled for placement in self.plan.placements]
+
+
 class Engine:
     """One per optimizer. Driven by the training thread (and autograd's, in hooks)."""
 
@@ -57,92 +82,206 @@ class Engine:
         num_slots: int,
         cpu_threads: int,
         policy: Policy = "interleaved",
+        gradients: Mode = "keep",
+        gradient_memory_bytes: int = 0,
+        headroom_bytes: int = 0,
         early_gradients: bool = True,
         watchdog_seconds: float = 120.0,
     ) -> None:
-        self.params, self.layouts, self.device = params, tuple(layouts), device
+        self.params, self.layouts, self.device = list(params), list(layouts), device
         self.subgroups = tuple(layout.subgroup() for layout in layouts)
         self.num_slots = num_slots
         self.policy: Policy = policy
         self.effective = Effective("off", 0.0)
-        self._early_gradients = early_gradients
+        self.early_gradients = early_gradients
+        self._gradient_memory_bytes, self._headroom_bytes = gradient_memory_bytes, headroom_bytes
         self._pool = ThreadPool(cpu_threads)
-        self._forms = [_form(param) for param in params]
         self._dropped: list[Span] = []
-        self._adopt_weights()
-        self.memory = StateMemory(device, self.layouts, num_slots)
-        self.gradients = Gradients(device, params, self.layouts)
-        self._runner = MemoryRunner(device, self.memory, self.gradients, params, self._pool)
+        released = gradients == "release"
+        self.memory = StateMemory(device, self.layouts, num_slots, slot_gradients=released)
+        self.gradients = Gradients(device, params, self.layouts, gradients, speculative=early_gradients)
+        self.weights = Weights(device, self.memory, self.params)
+        self._runner = MemoryRunner(device, self.memory, self.gradients, self.params, self._pool)
         self._executor = Executor(self._runner, MonotonicClock(), watchdog_seconds=watchdog_seconds)
-        self._weights = [self._weight_stamp(i) for i in range(len(params))]
         self._plans: dict[tuple[Placement, ...], Plan] = {}
         self._order: tuple[int, ...] = ()
         self._arrived: dict[int, None] = {}
         """Subgroups in the order in which their gradients came: the next plan expects the same."""
-        self._started_with: Effective | None = None
+        self._flight: _Flight | None = None
+        self._starting = threading.Lock()
+        """Under DDP gradients are announced by the threads of the collectives."""
         self._pid = os.getpid()
         self._broken: str | None = None
-        for layout in self.layouts:
-            self._reset_weights(layout)
+
+    def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
+        """More parameters and their subgroups, behind those that are there. Between steps."""
+        self.require_idle()
+        self.params += params
+        self.layouts += layouts
+        self.subgroups = tuple(layout.subgroup() for layout in self.layouts)
+        self.memory.extend(layouts)
+        self.gradients.extend(params, layouts)
+        self.weights.extend(layouts)
+        self._plans.clear()
 
     # ---- a step
+
+    @property
+    def running(self) -> bool:
+        """A step has begun and was not settled."""
+        return self._flight is not None and self._flight.inputs is not None
 
     def start(self) -> None:
         """Begins the next step's plan, unless it has begun: admissions and prefetches run, gradients follow."""
         self.require_usable()
-        if self._executor.busy:
-            return
-        self.take_edited_weights()
-        placed = place(len(self.layouts), stride=self.effective.stride, static_ratio=self.effective.static_ratio)
+        with self._starting:
+            if self._flight is None:
+                self._flight = self._launch()
+
+    def _launch(self) -> _Flight:
+        # A gradient that is kept can be copied again: whether `.data` was edited may wait for step().
+        self.weights.take_edited(by_data=self.gradients.mode == "release")
+        effective = self.effective
+        placed = place(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
+        spilled = self.memory.spilled(placed, self._gradient_room(placed))
         processors, after = [p for p, _ in placed], [r for _, r in placed]
-        self.memory.prepare(processors, after)
+        self.memory.prepare(processors, after, spilled)
         plan = self._plan(tuple(
-            Placement(processor, self.memory.residence[i], lives, self.memory.mirror_valid[i])
+            Placement(processor, self.memory.residence[i], lives, self.memory.mirror_valid[i], spilled[i])
             for i, (processor, lives) in enumerate(placed)
         ))  # fmt: skip
-        self._runner.copied.clear()
+        self._runner.begin()
         self._arrived.clear()
+        self.gradients.expect_reads([
+            self.layouts[op.subgroup] for op in plan.of_kind(*READS_GRADIENT) if not op.spilled
+        ])  # fmt: skip
         self._follow_framework()
         self._executor.start(plan)
-        self._current, self._started_with = plan, self.effective
+        return _Flight(plan, effective)
+
+    def _gradient_room(self, placed: Sequence[tuple[str, Residence]]) -> int:
+        """Bytes that gradients may take on the device until they are used. In mode `keep` they are the framework's."""
+        if self.gradients.mode == "keep":
+            return sum(s.nbytes("gradient") for s in self.subgroups)
+        left = self.device.capacity_bytes - self._headroom_bytes - self._weight_bytes()
+        room = left - sum(self.memory.state_bytes_on_device(placed))
+        return min(room, self._gradient_memory_bytes or room)
 
     def gradient_accumulated(self, param: int) -> None:
         """Autograd has accumulated into a parameter: its subgroups may be copied early."""
-        ready = self.gradients.accumulated(param)
+        if self.gradients.accumulating and self.gradients.mode == "release":
+            return
         self.start()
-        self._arrived.update(dict.fromkeys(ready))
-        if ready and self._early_gradients:
-            self._executor.gradient_ready(ready)
+        self.gradients_ready(self.gradients.accumulated(param))
 
-    def step(self, inputs: StepInputs) -> StepResult:
-        """Runs the update to its end. The inputs' `has_grad`, `grad_norm` and `grad_scale` are filled in."""
+    def gradients_ready(self, subgroups: Sequence[int]) -> None:
+        """The gradients of these subgroups are there."""
+        self._arrived.update(dict.fromkeys(subgroups))
+        if subgroups and (self.early_gradients or self.gradients.mode == "release"):
+            self._executor.gradient_ready(subgroups)
+
+    def step(self, inputs: StepInputs) -> tuple[int, ...]:
+        """Begins the update; returns the parameters that it changes, none when the gradients are not finite.
+
+        The inputs' `has_grad`, `grad_norm` and `grad_scale` are filled in. `settle` waits for the rest.
+        """
+        assert not self.running, "settle the last step first"
         self.gradients.watch_unfrozen()
         self.start()
         self.gradients.refresh()
-        if self._edited() or self._started_with != self.effective:
-            self.quiesce()
-            self.start()
-        plan = self._current
-        self._runner.inputs = inputs
+        self._begin_anew_if_needed()
+        flight = self._in_flight()
+        self._runner.inputs = flight.inputs = inputs
         self._follow_framework()
         try:
-            self._executor.step(repeat=self._stale(plan))
-            spans, skipped = self._executor.finish()
+            self._executor.step(repeat=self._stale(flight.plan))
+            goes_on = self._executor.decided()
         except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
+            self._fail(error)
             raise
-        self._runner.inputs = None
-        stepped = () if skipped else tuple(i for i, has in enumerate(inputs.has_grad) if has)
-        self._finish(plan, skipped, stepped)
-        dropped, self._dropped = self._dropped, []
-        return StepResult(plan, (*dropped, *spans), skipped, inputs.grad_norm, self.effective, stepped)
+        flight.stepped = tuple(i for i, has in enumerate(inputs.has_grad) if has) if goes_on else ()
+        for index in flight.stepped:
+            torch.autograd.graph.increment_version(self.params[index])
+        self.weights.note()
+        return flight.stepped
 
-    def quiesce(self) -> None:
-        """Stops a plan that waits for its `step()`; what it copied so far is dropped, nothing is lost."""
-        if os.getpid() == self._pid and not self._executor.stuck:
-            with Uninterrupted():
-                self._dropped += self._executor.cancel()
-                self._runner.copied.clear()
+    def _begin_anew_if_needed(self) -> None:
+        """Weights that were edited, or knobs that were changed, since the plan was made: it is dropped for another."""
+        edited = self.weights.edited()
+        if self.gradients.any_released:
+            if edited:
+                raise EngineError(
+                    f"Parameter {min(edited)} was edited between backward and step(), and its gradient is released "
+                    "already. Edit weights after step(), or use gradients='keep'."
+                )
+        elif edited or self._in_flight().effective != self.effective:
+            self.quiesce()
+            self.weights.take_edited()
+            self.start()
+            self.gradients.refresh()
+
+    def settle(self) -> StepResult | None:
+        """Waits for the end of the update that `step` began; None when there is none."""
+        if not self.running or os.getpid() != self._pid:
+            return None
+        flight = self._in_flight()
+        with Uninterrupted():
+            try:
+                spans, skipped = self._executor.finish()
+            except BaseException as error:
+                self._fail(error)
+                raise
+            self._runner.inputs = None
+            self._flight = None
+            inputs = flight.inputs
+            assert inputs is not None
+            self._finish(flight, skipped)
+            dropped, self._dropped = self._dropped, []
+            return StepResult(
+                flight.plan, (*dropped, *spans), skipped, inputs.grad_norm, flight.effective, flight.stepped or ()
+            )
+
+    def wait_for_weights(self, params: Iterable[int]) -> None:
+        """What the calling thread enqueues from now on reads these weights as the update leaves them."""
+        if not self.running:
+            return
+        flight = self._in_flight()
+        wanted = {layout.id for param in params for layout in self.gradients.subgroups_of(param)}
+        ops = [op.id for op in flight.plan.of_kind(*WRITES_WEIGHT) if op.subgroup in wanted]
+        try:
+            events = self._executor.issued(ops)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        for event in events:
+            self.device.block(event)
+
+    def quiesce(self, dropping: bool = False) -> None:
+        """Drops a plan that waits for its `step()`. Nothing is lost, unless gradients are released already: then only
+        `dropping` them is possible, and EngineError says so."""
+        assert not self.running, "settle the step first"
+        if self._flight is None or os.getpid() != self._pid or self._executor.stuck:
+            return
+        if self.gradients.any_released and not dropping:
+            raise EngineError(
+                "Gradients of this step are released already: they exist in the update that waits for step() and "
+                "nowhere else. Call step() first, or drop them with zero_grad()."
+            )
+        with Uninterrupted():
+            self._dropped += self._executor.cancel()
+            self._flight = None
+            self._runner.begin()
+
+    def _in_flight(self) -> _Flight:
+        assert self._flight is not None, "no plan was started"
+        return self._flight
+
+    def _fail(self, error: BaseException) -> None:
+        self._broken = f"{type(error).__name__}: {error}"
+        self._flight = None
+        if not self._executor.stuck:
+            self._executor.cancel()
+            self._runner.inputs = None
 
     def _follow_framework(self) -> None:
         """What the device's lanes do from now on comes after what the framework has done to weights and gradients."""
@@ -150,97 +289,58 @@ class Engine:
         for lane in (H2D, D2H, DEVICE):
             self.device.wait(lane, now)
 
-    def _finish(self, plan: Plan, skipped: bool, stepped: Sequence[int]) -> None:
+    def _finish(self, flight: _Flight, skipped: bool) -> None:
         self._order = tuple(self._arrived)
         self.gradients.step_done()
-        self._runner.copied.clear()
-        if skipped:
-            self._weights = [self._weight_stamp(i) for i in range(len(self.params))]
-            return
-        self.memory.commit([p.processor for p in plan.placements], [p.after for p in plan.placements])
-        for index in stepped:
-            torch.autograd.graph.increment_version(self.params[index])
-        self._weights = [self._weight_stamp(i) for i in range(len(self.params))]
+        self._runner.begin()
+        if not skipped:
+            placements = flight.plan.placements
+            self.memory.commit([p.processor for p in placements], [p.after for p in placements], flight.spilled)
+        self.weights.settled()
 
     def _stale(self, plan: Plan) -> list[int]:
         return [
             op.id for op in self._executor.done_early()
             if self._runner.copied.get(op.subgroup) != self.gradients.take(self.layouts[op.subgroup])
-        ]  # fmt: skip
+        ] if self.gradients.mode == "keep" else []  # fmt: skip
 
     def _plan(self, placements: tuple[Placement, ...]) -> Plan:
         key = placements
         if key not in self._plans:
             order = self._order if len(self._order) == len(self.layouts) else None
             plan = make_plan(
-                self.subgroups, placements, num_slots=self.num_slots, policy=self.policy, grad_on_host_order=order
-            )
+                self.subgroups, placements, num_slots=self.num_slots, policy=self.policy, grad_on_host_order=order,
+                norms="gradient" if self.gradients.mode == "release" else "step",
+            )  # fmt: skip
             verify(plan)
-            if len(self._plans) >= 16:
+            if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             self._plans[key] = plan
         return self._plans[key]
 
-    # ---- weights that the user set
-
-    def _weight_stamp(self, param: int) -> tuple[int, int]:
-        weight = self.params[param]
-        return weight.data_ptr(), weight._version
-
-    def _edited(self) -> list[int]:
-        return [i for i, known in enumerate(self._weights) if known != self._weight_stamp(i)]
+    # ---- state and weights from outside
 
     def weights_loaded(self) -> None:
         """State is about to be loaded for the weights as they are now: remainders start at 0, mirrors are copied anew,
         and an earlier failure is over."""
-        self._adopt_weights()
-        self._weights = [self._weight_stamp(i) for i in range(len(self.params))]
         if not self._executor.stuck:
             self._broken = None
-        for layout in self.layouts:
-            self.memory.mirror_valid[layout.id] = False
-            self._reset_weights(layout)
-
-    def take_edited_weights(self) -> None:
-        """The weight is authoritative: a mirror is copied anew, remainders of edited parameters start at 0.
-
-        ParameterError when a weight was given another dtype, shape or memory format: its state is in another order.
-        """
-        edited = set(self._edited())
-        if not edited:
-            return
-        for index in edited:
-            if _form(self.params[index]) != self._forms[index]:
-                raise ParameterError(
-                    f"Parameter {index} had dtype, shape and strides {self._forms[index]} when the optimizer was built "
-                    f"and has {_form(self.params[index])} now. Convert the model before building the optimizer."
-                )
-        self._adopt_weights()
-        for layout in self.layouts:
-            if any(segment.param in edited for segment in layout.segments):
-                self.memory.mirror_valid[layout.id] = False
-                self._reset_weights(layout, edited)
-        self._weights = [self._weight_stamp(i) for i in range(len(self.params))]
-
-    def _reset_weights(self, layout: Layout, only: set[int] | None = None) -> None:
-        if not layout.format.aux_bytes:
-            return
-        for segment in layout.segments:
-            if only is None or segment.param in only:
-                weights = flat(self.params[segment.param])[segment.offset : segment.offset + segment.numel]
-                self.memory.reset_aux(layout.id, segment.start, weights)
-
-    def _adopt_weights(self) -> None:
-        for param in self.params:
-            if param.numel():
-                self.device.adopt(param)
+        self.weights.loaded()
 
     # ---- knobs, life
 
-    def check(self, effective: Effective, headroom_bytes: int) -> None:
-        """MemoryBudgetError with figures when these knobs do not fit the device."""
-        weights = sum(p.numel() * p.element_size() for p in self.params)
-        self.memory.check_fits(effective.stride, effective.static_ratio, 2 * weights + headroom_bytes)
+    def check(self, effective: Effective, headroom_bytes: int, more: Sequence[Layout] = ()) -> None:
+        """MemoryBudgetError with figures when these knobs, and `more` subgroups, do not fit the device."""
+        weights = self._weight_bytes()
+        gradients = weights if self.gradients.mode == "keep" else self._least_gradient_bytes()
+        self.memory.check_fits(effective.stride, effective.static_ratio, weights + gradients + headroom_bytes, more)
+
+    def _weight_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.params)
+
+    def _least_gradient_bytes(self) -> int:
+        """Room that a backward needs when gradients are released as they come: for the largest parameter's."""
+        return max((p.numel() * p.element_size() for p in self.params), default=0)
 
     def watch(self, on_gradient: Callable[[int], None]) -> None:
         self.gradients.watch(on_gradient)
@@ -251,12 +351,20 @@ class Engine:
             return
         self._broken = "it was closed"
         self._executor.close()
+        self._flight = None
         self.gradients.close()
         if self._executor.stuck:
             return  # a lane still works on this memory
         self.memory.close()
         self._pool.close()
         self.device.close()
+
+    def require_idle(self) -> None:
+        assert self._flight is None, "a plan is in flight"
+
+    @property
+    def usable(self) -> bool:
+        return self._broken is None and os.getpid() == self._pid
 
     def require_usable(self) -> None:
         """EngineError with the reason when this engine cannot step or be read."""
@@ -267,7 +375,3 @@ class Engine:
                 f"This optimizer is not usable: {self._broken}. "
                 "Load weights and state of a checkpoint, or build a new one."
             )
-
-
-def _form(param: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    return str(param.dtype).removeprefix("torch."), tuple(param.shape), param.stride()

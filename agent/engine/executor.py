@@ -150,6 +150,25 @@ class Executor:
             progress.stepping = True
             self._clock.notify()
 
+    def decided(self) -> bool:
+        """After `step`: waits until NORM has said whether there is anything to update. Raises what a lane raised."""
+        with self._clock.lock:
+            norms = [op.id for op in self._current().plan.of_kind(OpKind.NORM)]
+        self.issued(norms)
+        return not self._current().skipped
+
+    def issued(self, ops: Collection[int]) -> list[Event]:
+        """After `step`: waits until these ops were handed to their lanes; their events. None when the step is skipped.
+
+        Raises what a lane raised.
+        """
+        with self._clock.lock:
+            progress = self._current()
+            self._wait(progress, lambda: self._at_rest(progress) or all(op in progress.issued for op in ops))
+            if progress.error is not None:
+                raise progress.error
+            return [progress.issued[op].event for op in ops if op in progress.issued]
+
     def finish(self) -> tuple[tuple[Span, ...], bool]:
         """Waits for the last op. Returns the spans on the clock's time, and whether the step was skipped.
 

@@ -11,7 +11,7 @@ import torch
 from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRun
 from tidegate.agent.engine.executor import Issued, StepSkipped
 from tidegate.agent.engine.memory import StateMemory, state_addresses
-from tidegate.agent.gradients import Gradients, Taken
+from tidegate.agent.gradients import Gradients, Taken, reference
 from tidegate.agent.subgroups import Layout, Segment, flat
 from tidegate.kernels import Scalars, ThreadPool
 from tidegate.plan.ops import Op, OpKind
@@ -22,12 +22,13 @@ class StepInputs:
     """What a step's updates read besides memory; complete when `step()` has begun.
 
     `scalars(group, step, grad_scale)`; `steps[param]` is the number of this update for that parameter (from 1).
-    `clip(total_norm)` is the factor for all gradients.
+    `clip(total_norm)` is the factor for all gradients. `skip`: nothing may be updated, whatever the gradients are.
     """
 
     steps: list[int]
     scalars: Callable[[int, int, float], Scalars]
     clip: Callable[[float], float]
+    skip: bool = False
     grad_scale: float = 1.0
     grad_norm: float | None = None
     has_grad: list[bool] = field(default_factory=list)
@@ -51,7 +52,14 @@ class MemoryRunner:
         self._pool = pool
         self.copied: dict[int, Taken] = {}
         """What the gradients of a subgroup were when they were copied to the host."""
+        self.squares: dict[int, tuple[Event, list[tuple[float, int]], int]] = {}
+        """For each parameter whose squares were summed early: when they are known, the list that holds them, where."""
         self.inputs: StepInputs | None = None
+
+    def begin(self) -> None:
+        """A new plan: nothing of the last one holds."""
+        self.copied.clear()
+        self.squares.clear()
 
     def wait(self, lane: str, event: Event) -> None:
         if lane == "cpu":
@@ -63,12 +71,18 @@ class MemoryRunner:
         match op.kind:
             case OpKind.NORM:
                 return self._norm()
+            case OpKind.GRAD_NORM:
+                return self._grad_norm(op, self._memory.layouts[op.subgroup])
             case OpKind.CPU_UPDATE:
                 return self._cpu_update(self._memory.layouts[op.subgroup])
             case OpKind.DEVICE_UPDATE:
-                return self._device_update(self._memory.layouts[op.subgroup], op.slot)
-        copies = list(self._copies(op, self._memory.layouts[op.subgroup]))
-        return Issued(self._device.copy(op.lane, copies), sum(copy.nbytes for copy in copies), 0)
+                return self._device_update(op, self._memory.layouts[op.subgroup])
+        layout = self._memory.layouts[op.subgroup]
+        copies = list(self._copies(op, layout))
+        issued = Issued(self._device.copy(op.lane, copies), sum(copy.nbytes for copy in copies), 0)
+        if op.kind is OpKind.GRAD_D2H:
+            self._gradients.was_read(layout, self.copied[layout.id], op.lane)
+        return issued
 
     # ---- copies
 
@@ -77,6 +91,8 @@ class MemoryRunner:
         match op.kind:
             case OpKind.GRAD_D2H:
                 yield from self._gradient_copies(op, layout)
+            case OpKind.GRAD_H2D if op.slot is not None:
+                yield Copy(memory.slot_gradient(op.slot), memory.gradient(s), op.nbytes)
             case OpKind.WEIGHT_D2H:
                 for weight, mirror, nbytes in self._weight_pieces(layout):
                     yield Copy(mirror, weight, nbytes)
@@ -108,18 +124,37 @@ class MemoryRunner:
 
     # ---- compute
 
+    def _grad_norm(self, op: Op, layout: Layout) -> Issued:
+        """Parameters belong to the subgroup that they begin in: squares are summed over whole parameters."""
+        taken = self._gradients.take(layout)
+        mine = [(s.param, a) for s, a in zip(layout.segments, taken, strict=True) if a is not None and s.offset == 0]
+        for _, arrived in mine:
+            self._device.wait(op.lane, arrived.ready)
+        references = [reference(arrived) for _, arrived in mine]
+        event, found = self._device.norms(references)
+        self.squares |= {param: (event, found, place) for place, (param, _) in enumerate(mine)}
+        self._gradients.was_read(layout, taken, op.lane)
+        return Issued(event, 0, sum(reference.numel for reference in references))
+
     def _norm(self) -> Issued:
-        inputs = self._step_inputs()
-        references = [self._gradients.reference(i) for i in range(len(self._params))]
-        inputs.has_grad = [reference is not None for reference in references]
-        present = [reference for reference in references if reference is not None]
+        inputs, start = self._step_inputs(), time.monotonic()
+        inputs.has_grad = self._gradients.present
+        late = [i for i, has in enumerate(inputs.has_grad) if has and i not in self.squares]
+        present = [self._gradients.reference(i) for i in late]
         event, found = self._device.norms(present)
         event.wait()
-        inputs.grad_norm = sum((squares for squares, _ in found), 0.0) ** 0.5
-        if any(bad for _, bad in found):
+        known = dict(zip(late, found, strict=True))
+        for param, (ready, values, place) in self.squares.items():
+            ready.wait()
+            known[param] = values[place]
+        # In the order of the parameters, however they came: a sum depends on its order.
+        squares = [known[i] for i, has in enumerate(inputs.has_grad) if has]
+        inputs.grad_norm = sum((square for square, _ in squares), 0.0) ** 0.5
+        if inputs.skip or any(bad for _, bad in squares):
             raise StepSkipped
         inputs.grad_scale = inputs.clip(inputs.grad_norm)
-        return Issued(event, 0, sum(reference.numel for reference in present))
+        numel = sum(reference.numel for reference in present)
+        return Issued(event if present else DoneEvent(start, time.monotonic()), 0, numel)
 
     def _cpu_update(self, layout: Layout) -> Issued:
         start, fmt = time.monotonic(), layout.format
@@ -139,15 +174,24 @@ class MemoryRunner:
             updated += numel
         return Issued(DoneEvent(start, time.monotonic()), 0, updated)
 
-    def _device_update(self, layout: Layout, slot: int | None) -> Issued:
-        fmt, block, runs = layout.format, self._memory.on_device(layout.id, slot), []
-        for segment, arrived in zip(layout.segments, self._gradients.take(layout), strict=True):
-            if arrived is not None:
-                address = flat(arrived.dense).data_ptr() + segment.offset * fmt.grad_bytes
-                step = self._step_inputs().steps[segment.param]
-                weight = self._weight(segment, fmt.weight_bytes)
-                runs.append(self._run(layout, block, weight, address, segment.start, segment.numel, step))
-        return Issued(self._device.update(runs), 0, sum(run.numel for run in runs))
+    def _device_update(self, op: Op, layout: Layout) -> Issued:
+        fmt, block, runs = layout.format, self._memory.on_device(layout.id, op.slot), []
+        taken = self._gradients.take(layout)
+        for segment, arrived in zip(layout.segments, taken, strict=True):
+            if not self._has_grad(segment):
+                continue
+            if op.spilled and op.slot is not None:
+                grad = self._memory.slot_gradient(op.slot) + segment.start * fmt.grad_bytes
+            else:
+                assert arrived is not None, "gradients stay until their last reader is done"
+                grad = flat(arrived.dense).data_ptr() + segment.offset * fmt.grad_bytes
+            step = self._step_inputs().steps[segment.param]
+            weight = self._weight(segment, fmt.weight_bytes)
+            runs.append(self._run(layout, block, weight, grad, segment.start, segment.numel, step))
+        issued = Issued(self._device.update(runs), 0, sum(run.numel for run in runs))
+        if not op.spilled:
+            self._gradients.was_read(layout, taken, op.lane)
+        return issued
 
     def _run(self, layout: Layout, block: int, weight: int, grad: int, first: int, numel: int, step: int) -> UpdateRun:
         """Elements `first` to `first + numel` of the subgroup whose state begins at `block`."""

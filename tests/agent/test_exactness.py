@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import hypothesis.strategies as st
@@ -42,7 +43,7 @@ def random_grads(params: list[torch.nn.Parameter], seed: int, some: bool) -> lis
     return grads
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     shapes=st.lists(st.tuples(SHAPES, st.integers(0, 2)), min_size=1, max_size=7),
     subgroup_numel=st.integers(3, 700),
@@ -51,6 +52,8 @@ def random_grads(params: list[torch.nn.Parameter], seed: int, some: bool) -> lis
     start=KNOBS,
     changes=st.lists(KNOBS, min_size=2, max_size=5),
     max_grad_norm=st.sampled_from([None, 0.7]),
+    gradients=st.sampled_from([("keep", 0), ("release", 0), ("release", 1), ("release", 3000)]),
+    micro_batches=st.integers(1, 2),
     some=st.booleans(),
     seed=st.integers(0, 1000),
 )
@@ -62,6 +65,8 @@ def test_equals_the_oracle_whatever_the_plan(
     start: tuple[Any, float],
     changes: list[tuple[Any, float]],
     max_grad_norm: float | None,
+    gradients: tuple[Any, int],
+    micro_batches: int,
     some: bool,
     seed: int,
 ) -> None:
@@ -73,16 +78,20 @@ def test_equals_the_oracle_whatever_the_plan(
     ordered = [p for group in groups for p in group["params"]]  # type: ignore[attr-defined]
     offload = tidegate.Offload(
         stride=start[0], static_ratio=start[1], subgroup_numel=subgroup_numel, num_slots=num_slots, cpu_threads=2,
-        policy=policy, emulated=FAST,
+        policy=policy, emulated=FAST, gradients=gradients[0], gradient_memory_bytes=gradients[1],
     )  # fmt: skip
     with tidegate.AdamW(groups, max_grad_norm=max_grad_norm, offload=offload) as optimizer:
         plain = PlainAdamW([dict(group) for group in optimizer.param_groups], max_grad_norm)
         for step, (stride, ratio) in enumerate(changes):
-            grads = random_grads(ordered, seed + step, some)
             optimizer.zero_grad()
-            backward(ordered, grads)
+            total: list[torch.Tensor | None] = [None] * len(ordered)
+            for batch in range(micro_batches):
+                grads = random_grads(ordered, seed + step + 31 * batch, some)
+                total = [b if a is None else a if b is None else a + b for a, b in zip(total, grads, strict=True)]
+                with optimizer.accumulate() if batch < micro_batches - 1 else contextlib.nullcontext():
+                    backward(ordered, grads)
             optimizer.step()
-            plain.step(grads)
+            plain.step(total)
             assert plain.same_weights(ordered)
             optimizer.apply_knobs(Knobs(stride=stride, static_ratio=ratio))
 

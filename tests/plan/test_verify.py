@@ -52,6 +52,8 @@ def plans(draw: st.DrawFn, min_subgroups: int = 0) -> Plan:
             Placement(*draw(st.sampled_from(moves)), draw(st.booleans()))  # type: ignore[arg-type]
             for _ in range(count)
         )
+    if draw(st.booleans()):
+        placements = tuple(replace(p, spilled=p.is_staged and draw(st.booleans())) for p in placements)
     return make_plan(
         subgroups,
         placements,
@@ -59,6 +61,7 @@ def plans(draw: st.DrawFn, min_subgroups: int = 0) -> Plan:
         policy=policy,
         grad_on_host_order=draw(st.none() | st.permutations(range(count))),
         rates=draw(st.none() | st.builds(AnyClock, st.lists(st.floats(0, 9), min_size=1, max_size=9))),
+        norms=draw(st.sampled_from(["step", "gradient"])),
     )
 
 
@@ -137,6 +140,18 @@ def with_a_placement_changed(plan: Plan) -> Iterable[Plan]:
                 yield replace(plan, placements=(*plan.placements[:i], changed, *plan.placements[i + 1 :]))
 
 
+def with_a_gradient_from_elsewhere(plan: Plan) -> Iterable[Plan]:
+    for i, placement in enumerate(plan.placements):
+        changed = replace(placement, spilled=not placement.spilled)
+        yield replace(plan, placements=(*plan.placements[:i], changed, *plan.placements[i + 1 :]))
+    for op in plan.ops:
+        yield with_op(plan, replace(op, spilled=not op.spilled))
+
+
+def with_squares_summed_at_another_time(plan: Plan) -> Iterable[Plan]:
+    yield replace(plan, norms="step" if plan.norms == "gradient" else "gradient")
+
+
 def with_a_wrong_size(plan: Plan) -> Iterable[Plan]:
     for op in plan.ops:
         yield with_op(plan, replace(op, nbytes=op.nbytes + 1))
@@ -165,6 +180,8 @@ DAMAGES = [
     with_an_op_doubled,
     with_an_update_on_the_wrong_processor,
     with_a_placement_changed,
+    with_a_gradient_from_elsewhere,
+    with_squares_summed_at_another_time,
     with_a_wrong_size,
     with_a_dependency_on_itself_or_later,
     with_a_wrong_subgroup,

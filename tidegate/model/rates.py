@@ -15,6 +15,7 @@ RATE_OF: Final[dict[OpKind, str]] = {
     OpKind.CPU_UPDATE: "cpu_params_per_second",
     OpKind.DEVICE_UPDATE: "device_params_per_second",
     OpKind.NORM: "norm_params_per_second",
+    OpKind.GRAD_NORM: "norm_params_per_second",
 }
 LINK_RATE_OF: Final[dict[str, str]] = {H2D: "h2d_bytes_per_second", D2H: "d2h_bytes_per_second"}
 

@@ -10,6 +10,8 @@ Processor = Literal["cpu", "device"]
 Residence = Literal["device", "host"]
 Gate = Literal["none", "gradient", "step"]
 Content = Literal["gradient", "weight", "state"]
+Norms = Literal["step", "gradient"]
+"""Whether squares are summed when `step()` is called, or of each gradient as it arrives."""
 Place = tuple[str, int]
 
 H2D: Final = "h2d"
@@ -36,6 +38,11 @@ class OpKind(StrEnum):
     """State of a subgroup from a staging slot, or from the place of a resident, to the host."""
     WEIGHT_H2D = "weight_h2d"
     """Weight that the CPU has updated to the device."""
+    GRAD_H2D = "grad_h2d"
+    """Gradient that was spilled to the host back to the device, into the staging slot of its state."""
+    GRAD_NORM = "grad_norm"
+    """Sum of squares and non-finite count of a subgroup's gradients, as soon as they are there (gate: gradient).
+    Only in plans that release gradients before the step."""
     NORM = "norm"
     """Norm and non-finite count of all gradients, and from them the clip factor (gate: step)."""
     CPU_UPDATE = "cpu_update"
@@ -48,6 +55,8 @@ LANE_OF: Final[dict[OpKind, str]] = {
     OpKind.STATE_D2H: D2H,
     OpKind.STATE_H2D: H2D,
     OpKind.WEIGHT_H2D: H2D,
+    OpKind.GRAD_H2D: H2D,
+    OpKind.GRAD_NORM: DEVICE,
     OpKind.NORM: DEVICE,
     OpKind.CPU_UPDATE: CPU,
     OpKind.DEVICE_UPDATE: DEVICE,
@@ -55,13 +64,18 @@ LANE_OF: Final[dict[OpKind, str]] = {
 
 CONTENT_OF: Final[dict[OpKind, Content]] = {
     OpKind.GRAD_D2H: "gradient",
+    OpKind.GRAD_H2D: "gradient",
     OpKind.WEIGHT_D2H: "weight",
     OpKind.WEIGHT_H2D: "weight",
     OpKind.STATE_H2D: "state",
     OpKind.STATE_D2H: "state",
 }
 
-GATE_OF: Final[dict[OpKind, Gate]] = {OpKind.GRAD_D2H: "gradient", OpKind.NORM: "step"}
+GATE_OF: Final[dict[OpKind, Gate]] = {
+    OpKind.GRAD_D2H: "gradient",
+    OpKind.GRAD_NORM: "gradient",
+    OpKind.NORM: "step",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +101,8 @@ class Op:
 
     `deps` are ids of ops that must be done first, beyond the order of the lane. `slot` is the staging slot on the
     device that the op uses; None for a resident, or for ops that use no slot. `nbytes` crosses the link;
-    `numel` is updated (or read, for NORM). `subgroup` is -1 for NORM.
+    `numel` is updated (or read, for norms). `subgroup` is -1 for NORM. `spilled`: an update on the device whose
+    gradient comes back from the host.
     """
 
     id: int
@@ -97,6 +112,7 @@ class Op:
     numel: int
     deps: tuple[int, ...] = ()
     slot: int | None = None
+    spilled: bool = False
 
     @property
     def lane(self) -> str:
@@ -116,12 +132,17 @@ class Op:
         return ("resident", self.subgroup) if self.slot is None else ("slot", self.slot)
 
     @property
+    def gradient(self) -> Place:
+        """Where on the device the gradient is that this op brings or uses."""
+        return ("slot_grad", self.slot) if self.spilled and self.slot is not None else ("device_grad", self.subgroup)
+
+    @property
     def name(self) -> str:
         where = "" if self.slot is None else f" slot {self.slot}"
         return f"{self.kind.value} {self.subgroup}{where}" if self.subgroup >= 0 else self.kind.value
 
 
-def effects(op: Op, num_subgroups: int) -> tuple[frozenset[Place], frozenset[Place]]:
+def effects(op: Op, num_subgroups: int, norms: Norms = "step") -> tuple[frozenset[Place], frozenset[Place]]:
     """The places that `op` reads and writes. Two ops that meet in a place, one of them writing, must be ordered."""
     s = op.subgroup
     match op.kind:
@@ -135,12 +156,17 @@ def effects(op: Op, num_subgroups: int) -> tuple[frozenset[Place], frozenset[Pla
             reads, writes = {op.buffer}, {("host_state", s)}
         case OpKind.WEIGHT_H2D:
             reads, writes = {("host_weight", s)}, {("device_weight", s)}
+        case OpKind.GRAD_H2D:
+            reads, writes = {("host_grad", s)}, {op.gradient}
+        case OpKind.GRAD_NORM:
+            reads, writes = {("device_grad", s)}, {("squares", s)}
         case OpKind.NORM:
-            reads, writes = {("device_grad", i) for i in range(num_subgroups)}, {SCALE}
+            source = "device_grad" if norms == "step" else "squares"
+            reads, writes = {(source, i) for i in range(num_subgroups)}, {SCALE}
         case OpKind.CPU_UPDATE:
             writes = {("host_state", s), ("host_weight", s)}
             reads = {("host_grad", s), SCALE} | writes
         case OpKind.DEVICE_UPDATE:
             writes = {op.buffer, ("device_weight", s)}
-            reads = {("device_grad", s), SCALE} | writes
+            reads = {op.gradient, SCALE} | writes
     return frozenset(reads), frozenset(writes)

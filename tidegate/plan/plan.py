@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from tidegate.plan.ops import LANES, Op, OpKind, Processor, Residence, Subgroup
+from tidegate.plan.ops import LANES, Norms, Op, OpKind, Processor, Residence, Subgroup
 
 Policy = Literal["interleaved", "sequential", "twinflow"]
 
@@ -16,13 +16,19 @@ Policy = Literal["interleaved", "sequential", "twinflow"]
 class Placement:
     """Where one subgroup is updated, where its state lives before and after the step.
 
-    `mirror_valid`: the host mirror of the weight equals the weight on the device when the step begins.
+    `mirror_valid`: the host mirror of the weight equals the weight on the device when the step begins. `spilled`: its
+    gradient waits on the host and returns with its state, because the device has no room for it.
     """
 
     processor: Processor
     before: Residence
     after: Residence
     mirror_valid: bool
+    spilled: bool = False
+
+    @property
+    def is_staged(self) -> bool:
+        return self.processor == "device" and self.before == self.after == "host"
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Plan:
     placements: tuple[Placement, ...]
     num_slots: int
     ops: tuple[Op, ...]
+    norms: Norms = "step"
 
     @cached_property
     def by_id(self) -> dict[int, Op]:

@@ -16,7 +16,7 @@ from tidegate.errors import PlanError
 from tidegate.plan.ops import LANES, SCALE, Op, OpKind, Place, effects
 from tidegate.plan.plan import Placement, Plan
 
-STATE_KINDS: Final = frozenset({OpKind.STATE_H2D, OpKind.STATE_D2H, OpKind.DEVICE_UPDATE})
+SLOT_KINDS: Final = frozenset({OpKind.STATE_H2D, OpKind.STATE_D2H, OpKind.GRAD_H2D, OpKind.DEVICE_UPDATE})
 UPDATE_KIND: Final = {"cpu": OpKind.CPU_UPDATE, "device": OpKind.DEVICE_UPDATE}
 
 
@@ -43,6 +43,8 @@ def _check_placements(plan: Plan) -> None:
             _refuse("subgroups", f"The subgroup at place {i} has id {subgroup.id}.")
         if placement.processor == "cpu" and placement.after == "device":
             _refuse("placement", f"Subgroup {i} is updated on the CPU but its state should end on the device.")
+        if placement.spilled and not placement.is_staged:
+            _refuse("placement", f"Subgroup {i} is not staged, but its gradient should be spilled.")
 
 
 def _check_ops(plan: Plan) -> None:
@@ -60,19 +62,19 @@ def _check_ops(plan: Plan) -> None:
 
 
 def _check_slot(plan: Plan, op: Op) -> None:
-    staged = False
-    if op.kind in STATE_KINDS:
-        placement = plan.placements[op.subgroup]
-        staged = (placement.processor, placement.before, placement.after) == ("device", "host", "host")
+    staged = op.kind in SLOT_KINDS and plan.placements[op.subgroup].is_staged
     if staged and (op.slot is None or not 0 <= op.slot < plan.num_slots):
         _refuse("slots", f"Op {op.id} ({op.name}) needs one of the slots 0 to {plan.num_slots - 1}, has {op.slot}.")
     if not staged and op.slot is not None:
         _refuse("slots", f"Op {op.id} ({op.name}) uses no slot, has {op.slot}.")
+    by_way_of_host = op.kind in (OpKind.GRAD_H2D, OpKind.DEVICE_UPDATE) and plan.placements[op.subgroup].spilled
+    if op.spilled != by_way_of_host:
+        _refuse("placement", f"Op {op.id} ({op.name}) has spilled={op.spilled}, its placement {by_way_of_host}.")
 
 
 def _check_size(plan: Plan, op: Op) -> None:
     if op.kind is OpKind.NORM:
-        expected = (0, sum(s.numel for s in plan.subgroups))
+        expected = (0, sum(s.numel for s in plan.subgroups) if plan.norms == "step" else 0)
     elif op.content is None:
         expected = (0, plan.subgroups[op.subgroup].numel)
     else:
@@ -93,6 +95,10 @@ def _check_counts(plan: Plan) -> None:
         for processor, kind in UPDATE_KIND.items():
             if counts[kind, i] != (placement.processor == processor):
                 _refuse("processor", f"Subgroup {i} is placed on {placement.processor}: {kind.value} must follow that.")
+        if counts[OpKind.GRAD_NORM, i] != (plan.norms == "gradient"):
+            _refuse(
+                "once", f"Squares of subgroup {i} are summed {counts[OpKind.GRAD_NORM, i]} times: norms={plan.norms}."
+            )
         for kind, useful in _useful_copies(placement).items():
             if counts[kind, i] and not useful:
                 _refuse("waste", f"{kind.value} of subgroup {i} is not needed: its placement is {placement}.")
@@ -101,7 +107,8 @@ def _check_counts(plan: Plan) -> None:
 def _useful_copies(placement: Placement) -> dict[OpKind, bool]:
     on_cpu = placement.processor == "cpu"
     return {
-        OpKind.GRAD_D2H: on_cpu,
+        OpKind.GRAD_D2H: on_cpu or placement.spilled,
+        OpKind.GRAD_H2D: placement.spilled,
         OpKind.WEIGHT_D2H: on_cpu and not placement.mirror_valid,
         OpKind.WEIGHT_H2D: on_cpu,
         OpKind.STATE_H2D: not on_cpu and placement.before == "host",
@@ -137,11 +144,11 @@ def _happens_before(plan: Plan) -> _HappensBefore:
 
 
 def _check_gates(plan: Plan, before: _HappensBefore) -> None:
-    """A copy of a gradient never waits for the step, which comes after all gradients."""
+    """What is done with a gradient as it arrives never waits for the step, which comes after all gradients."""
     norm = next(op.id for op in plan.ops if op.kind is OpKind.NORM)
-    for op in plan.of_kind(OpKind.GRAD_D2H):
+    for op in plan.of_kind(OpKind.GRAD_D2H, OpKind.GRAD_NORM):
         if before(norm, op.id):
-            _refuse("gate", f"Op {op.id} ({op.name}) copies a gradient but waits for the step.")
+            _refuse("gate", f"Op {op.id} ({op.name}) takes a gradient as it arrives but waits for the step.")
 
 
 def _check_races(plan: Plan, before: _HappensBefore) -> None:
@@ -153,7 +160,7 @@ def _check_races(plan: Plan, before: _HappensBefore) -> None:
     last_write: dict[Place, int] = {}
     reads_since: dict[Place, list[int]] = {}
     for op in plan.ops:
-        reads, writes = effects(op, len(plan.subgroups))
+        reads, writes = effects(op, len(plan.subgroups), plan.norms)
         for place in reads | writes:
             rivals = [last_write[place]] if place in last_write else []
             if place in writes:
@@ -173,7 +180,7 @@ def _check_races(plan: Plan, before: _HappensBefore) -> None:
 class Thing(NamedTuple):
     """What lies in a place: which content of which subgroup, from before its update or after it."""
 
-    what: Literal["gradient", "weight", "state", "scale"]
+    what: Literal["gradient", "weight", "state", "squares", "scale"]
     subgroup: int
     version: Literal["old", "new"]
 
@@ -182,6 +189,7 @@ class Thing(NamedTuple):
 class _Machine:
     """Runs a plan on names instead of numbers. Races are excluded before, so program order stands for every order."""
 
+    plan: Plan
     contents: dict[Place, Thing] = field(default_factory=dict)
 
     def expect(self, op: Op, place: Place, thing: Thing) -> None:
@@ -207,10 +215,18 @@ class _Machine:
     def run(self, op: Op) -> None:
         s = op.subgroup
         match op.kind:
+            case OpKind.GRAD_NORM:
+                self.expect(op, ("device_grad", s), Thing("gradient", s, "new"))
+                self.contents[("squares", s)] = Thing("squares", s, "new")
             case OpKind.NORM:
+                if self.plan.norms == "gradient":
+                    for i in range(len(self.plan.subgroups)):
+                        self.expect(op, ("squares", i), Thing("squares", i, "new"))
                 self.contents[SCALE] = Thing("scale", -1, "new")
             case OpKind.GRAD_D2H:
                 self.copy(op, ("device_grad", s), ("host_grad", s), "gradient")
+            case OpKind.GRAD_H2D:
+                self.copy(op, ("host_grad", s), op.gradient, "gradient")
             case OpKind.WEIGHT_D2H:
                 self.copy(op, ("device_weight", s), ("host_weight", s), "weight")
             case OpKind.WEIGHT_H2D:
@@ -223,7 +239,7 @@ class _Machine:
             case OpKind.CPU_UPDATE:
                 self.update(op, ("host_grad", s), ("host_state", s), ("host_weight", s))
             case OpKind.DEVICE_UPDATE:
-                self.update(op, ("device_grad", s), op.buffer, ("device_weight", s))
+                self.update(op, op.gradient, op.buffer, ("device_weight", s))
 
 
 def _home(residence: str, subgroup: int) -> Place:
@@ -231,7 +247,7 @@ def _home(residence: str, subgroup: int) -> Place:
 
 
 def _check_contents(plan: Plan) -> None:
-    machine = _Machine()
+    machine = _Machine(plan)
     for i, placement in enumerate(plan.placements):
         machine.contents[("device_grad", i)] = Thing("gradient", i, "new")
         machine.contents[("device_weight", i)] = Thing("weight", i, "old")

@@ -1,0 +1,64 @@
+"""Samples of tensors: they show what was changed through `.data`, which bumps no version.
+
+Up to 64 elements of each tensor, evenly spread, compared as bits. Whoever scales, clamps, loads or initialises a tensor
+changes some of them; a few single elements may be changed unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from tidegate.agent.subgroups import flat
+
+NUM_SAMPLES = 32
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sample_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The sampled elements, as bits, still in the tensor's memory."""
+    elements = flat(tensor)
+    return elements.view(BITS[tensor.element_size()])[:: max(1, elements.numel() // NUM_SAMPLES)]
+
+
+class Fingerprints:
+    """What some tensors held when they were last taken, by key. Compared in one go: on a GPU that is one wait."""
+
+    def __init__(self) -> None:
+        self._views: dict[int, torch.Tensor] = {}
+        self._taken: dict[int, torch.Tensor] = {}
+
+    def watch(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """These tensors from now on, as they are now."""
+        self._views = {key: sample_view(tensor) for key, tensor in tensors.items() if tensor.numel()}
+        self.take()
+
+    def take(self) -> None:
+        """What they hold now is what they are expected to hold."""
+        self._taken = self._read()
+
+    def changed(self) -> set[int]:
+        """Keys of those that hold something else now."""
+        now = self._read()
+        if all(torch.equal(now[key], self._taken[key]) for key in now):
+            return set()
+        return {key for key, mine, theirs in self._by_tensor(now) if not torch.equal(mine, theirs)}
+
+    def _read(self) -> dict[int, torch.Tensor]:
+        """All samples of one element size in one tensor, in the order of the keys."""
+        return {size: torch.cat([view for _, view in group]) for size, group in self._groups().items()}
+
+    def _groups(self) -> dict[int, list[tuple[int, torch.Tensor]]]:
+        groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for key, view in self._views.items():
+            groups.setdefault(view.element_size(), []).append((key, view))
+        return groups
+
+    def _by_tensor(self, now: dict[int, torch.Tensor]) -> Iterable[tuple[int, torch.Tensor, torch.Tensor]]:
+        for size, group in self._groups().items():
+            sizes = [len(view) for _, view in group]
+            for (key, _), mine, theirs in zip(
+                group, now[size].split(sizes), self._taken[size].split(sizes), strict=True
+            ):
+                yield key, mine, theirs

@@ -1,0 +1,105 @@
+"""Hyperparameters as `torch.optim.AdamW` has them, and the scalars of one step made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tidegate.agent.engine.runner import StepInputs
+from tidegate.errors import ConfigError
+from tidegate.kernels import Scalars, scalars
+from tidegate.kernels.oracle import clip_scale
+
+TORCH_DEFAULTS: Mapping[str, Any] = {
+    "amsgrad": False,
+    "foreach": None,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""What else torch's param groups hold: state moves both ways with the same keys. `foreach` and `fused` choose among
+torch's implementations and mean nothing here."""
+
+REFUSED = {
+    "amsgrad": "it needs another state",
+    "capturable": "an offloaded update cannot be captured in a CUDA graph",
+    "differentiable": "an offloaded update is outside of autograd",
+}
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """ConfigError for hyperparameters of a param group that cannot work. Those that are absent are not checked."""
+    for name in ("lr", "eps", "weight_decay"):
+        if name in group and not group[name] >= 0.0:
+            raise ConfigError(f"{name}={group[name]} is out of range: at least 0.")
+    for i, beta in enumerate(group.get("betas", ())):
+        if not 0.0 <= beta < 1.0:
+            raise ConfigError(f"betas[{i}]={beta} is out of range: from 0 to below 1.")
+    for name, reason in REFUSED.items():
+        if group.get(name):
+            raise ConfigError(f"{name}=True is not supported: {reason}. Leave it out.")
+
+
+def check_max_grad_norm(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0.0:
+        raise ConfigError(f"max_grad_norm={max_grad_norm} is out of range: above 0, or None.")
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """What a GradScaler says of this step: gradients are so many times too large; or they are not finite somewhere."""
+
+    inverse: float = 1.0
+    found_inf: bool = False
+
+    @classmethod
+    def of(cls, optimizer: Any) -> LossScale:
+        """From the attributes that `GradScaler.step` sets on optimizers with `_step_supports_amp_scaling`."""
+        scale = getattr(optimizer, "grad_scale", None)
+        found = getattr(optimizer, "found_inf", None)
+        return cls(1.0 if scale is None else 1.0 / float(scale), found is not None and bool(float(found)))
+
+
+def step_inputs(
+    groups: Sequence[Mapping[str, Any]], steps: Sequence[int], loss_scale: LossScale, max_grad_norm: float | None
+) -> StepInputs:
+    """What a step computes with: a snapshot, later changes of `groups` do not touch it. `steps` are those done."""
+    frozen = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    known: dict[tuple[int, int, float], Scalars] = {}
+
+    def of(group: int, step: int, grad_scale: float) -> Scalars:
+        key = (group, step, grad_scale)
+        if key not in known:
+            known[key] = _scalars(frozen[group], step, grad_scale)
+        return known[key]
+
+    def clip(norm: float) -> float:
+        """From the norm of the gradients as they are; the bound is meant for unscaled ones."""
+        if max_grad_norm is None:
+            return loss_scale.inverse
+        return loss_scale.inverse * float(clip_scale(norm * loss_scale.inverse, max_grad_norm))
+
+    return StepInputs(steps=[step + 1 for step in steps], scalars=of, clip=clip, skip=loss_scale.found_inf)
+
+
+def _scalars(values: Mapping[str, Any], step: int, grad_scale: float) -> Scalars:
+    return scalars(
+        lr=_number(values["lr"]),
+        beta1=_number(values["betas"][0]),
+        beta2=_number(values["betas"][1]),
+        eps=_number(values["eps"]),
+        weight_decay=_number(values["weight_decay"]),
+        step=step,
+        decoupled=bool(values.get("decoupled_weight_decay", True)),
+        grad_scale=-grad_scale if values.get("maximize") else grad_scale,
+    )
+
+
+def _number(value: Any) -> float:
+    """torch takes tensors for lr and betas, too."""
+    return float(value.item()) if isinstance(value, torch.Tensor) else float(value)
