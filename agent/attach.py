@@ -68,6 +68,7 @@ class Attachment:
         self._agent = uuid.uuid4().hex
         self._tuner = StrideTuner()
         self._refused = -1
+        self._first_step = optimizer.num_steps + 1
         self.recorder = Recorder(optimizer)
         self._collector = StepCollector(optimizer, self.recorder)
         self._exporter = Exporter(self._collector, metrics_bind, metrics_port)
@@ -82,6 +83,7 @@ class Attachment:
             raise
         self._handles = list(_watch_phases(optimizer, model)) if model is not None else []
         optimizer.observers.append(self._on_step)
+        optimizer.boundaries.append(self._between_steps)
         optimizer.attachment = self
 
     @property
@@ -95,6 +97,7 @@ class Attachment:
         """Says goodbye to the daemon and stops serving /metrics. Idempotent."""
         if self._on_step in self._optimizer.observers:
             self._optimizer.observers.remove(self._on_step)
+            self._optimizer.boundaries.remove(self._between_steps)
             self._optimizer.attachment = None
             for handle in self._handles:
                 handle.remove()
@@ -116,7 +119,9 @@ class Attachment:
         except Exception:
             # The weights are right whatever watching makes of it: training goes on.
             log.exception("step %d could not be recorded", self.recorder.totals.steps + 1)
-        self._apply_committed(self.recorder.totals.steps + 1)
+
+    def _between_steps(self, next_step: int) -> None:
+        self._apply_committed(next_step - self._first_step + 1)
         began = time.thread_time()
         self._tune()
         self._collector.overhead["tuner"] += time.thread_time() - began

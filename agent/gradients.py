@@ -40,7 +40,8 @@ class ReleasedGradient(torch.Tensor):
         raise ParameterError(
             f"{func} on a gradient that was released when it had arrived (gradients='release'). Clip with "
             "max_grad_norm instead of clip_grad_norm_, put all but the last backward of a step into "
-            "`with optimizer.accumulate():`, drop gradients with optimizer.zero_grad(), or use gradients='keep', as GradScaler needs it."
+            "`with optimizer.accumulate():`, drop gradients with optimizer.zero_grad(); GradScaler needs "
+            "gradients='keep'."
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -248,6 +249,13 @@ class Gradients:
                 if self._reads_left[segment.param] == 0:
                     self._current[segment.param] = None
 
+    def clear_released(self) -> None:
+        """`.grad` is free for the next step's gradients; what was released before is still used."""
+        if self.mode == "release":
+            for param in self._params:
+                if isinstance(param.grad, ReleasedGradient):
+                    param.grad = None
+
     # ---- a step's end
 
     def step_done(self) -> None:
@@ -262,10 +270,7 @@ class Gradients:
             ready.count = 0
         self._current = [None] * len(self._params)
         self._present = [False] * len(self._params)
-        if self.mode == "release":
-            for param in self._params:
-                if isinstance(param.grad, ReleasedGradient):
-                    param.grad = None
+        self.clear_released()
 
     def close(self) -> None:
         for hook in self._hooks.values():

@@ -157,9 +157,12 @@ class AdamW(torch.optim.Optimizer):
         self.knobs = self.offload.knobs()
         self.phases = PhaseClock(self.device.take_peak_bytes)
         self.observers: list[Callable[[StepResult, StepPhases], None]] = []
-        """Called in the training thread when a step is done: at its end, or in the next one if it goes on meanwhile."""
+        """Called in the training thread when an update is done: in its `step()`, or later if it goes on meanwhile."""
+        self.boundaries: list[Callable[[int], None]] = []
+        """Called at the end of each `step()`, by all ranks, with the number of the next one: knobs change here."""
         self.logged: dict[str, float] = {}
         self.attachment: Closeable | None = None
+        self.overlap: Closeable | None = None
         self.background = False
         """`step()` returns when it is known that there is an update, which goes on meanwhile. See `overlap_forward`."""
         self._results: deque[StepResult] = deque()
@@ -200,6 +203,8 @@ class AdamW(torch.optim.Optimizer):
             self.phases.enter("other")
             self._cuts.append(self.phases.cut())
             self._deliver()
+            for boundary in tuple(self.boundaries):
+                boundary(self.num_steps + 1)
         return loss
 
     def wait(self) -> None:
@@ -376,6 +381,8 @@ class AdamW(torch.optim.Optimizer):
         if self.engine.usable:
             with contextlib.suppress(TidegateError):
                 self.wait()
+        if self.overlap is not None:
+            self.overlap.close()
         if self.attachment is not None:
             self.attachment.close()
         self.engine.close()

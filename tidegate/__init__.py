@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from tidegate.agent.devices.emulated import EmulatedRates as EmulatedRates
     from tidegate.agent.optimizer import AdamW as AdamW
     from tidegate.agent.optimizer import Offload as Offload
+    from tidegate.agent.overlap import ForwardOverlap as ForwardOverlap
+    from tidegate.agent.overlap import overlap_forward as overlap_forward
+    from tidegate.agent.overlap import wait as wait
 
 __version__ = "0.1.0"
 
@@ -20,9 +23,12 @@ _HOME = {
     "EmulatedRates": "tidegate.agent.devices.emulated",
     "Attachment": "tidegate.agent.attach",
     "attach": "tidegate.agent.attach",
+    "ForwardOverlap": "tidegate.agent.overlap",
+    "overlap_forward": "tidegate.agent.overlap",
+    "wait": "tidegate.agent.overlap",
 }
 
-__all__ = ["AdamW", "Attachment", "EmulatedRates", "Offload", "attach"]
+__all__ = ["AdamW", "Attachment", "EmulatedRates", "ForwardOverlap", "Offload", "attach", "overlap_forward", "wait"]
 
 
 def __getattr__(name: str) -> Any:

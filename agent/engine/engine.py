@@ -203,6 +203,7 @@ class Engine:
         for index in flight.stepped:
             torch.autograd.graph.increment_version(self.params[index])
         self.weights.note()
+        self.gradients.clear_released()
         return flight.stepped
 
     def _begin_anew_if_needed(self) -> None:

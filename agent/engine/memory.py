@@ -108,10 +108,9 @@ class StateMemory:
         Residents that leave do so after their last update on the device: for one step old and new ones need room.
         """
         layouts = [*self.layouts, *more]
-        residence = [*self.residence, *["host"] * len(more)]
         residents = sum(
-            s.numel * s.format.state_bytes for s, (_, lives), now in zip(layouts, placed, residence, strict=True)
-            if "device" in (lives, now)
+            s.numel * s.format.state_bytes for s, (_, lives) in zip(layouts, placed, strict=True)
+            if lives == "device" or s.id in self._resident
         )  # fmt: skip
         staged = any(where == ("device", "host") for where in placed)
         slots = self._num_slots * sum(self._slot_sizes(layouts)) if staged or self.slots else 0
