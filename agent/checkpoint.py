@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from tidegate.agent.engine.engine import Engine
+from tidegate.agent.hyperparameters import check_group
 from tidegate.agent.subgroups import Segment, flat
 from tidegate.errors import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-REFUSED = ("amsgrad", "maximize")
-"""Options of torch's AdamW that would change the arithmetic."""
 
 ParamState = Mapping[str, torch.Tensor]
 
 
 def gather(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int]) -> dict[int, dict[str, torch.Tensor]]:
     """The state of each parameter that was updated: step, moments, and `remainder` or `master` of 16-bit weights."""
+    if not any(steps):
+        return {}  # as cheap as it is for torch: Accelerate asks at construction
     found: list[dict[str, torch.Tensor]] = [_empty_moments(param) for param in params]
     for layout in engine.layouts:
         with engine.memory.on_host(layout.id) as arrays:
@@ -36,15 +39,58 @@ def _empty_moments(param: torch.Tensor) -> dict[str, torch.Tensor]:
     return {} if param.numel() else {name: torch.empty_like(param, dtype=torch.float32) for name in MOMENTS}
 
 
-def check(state_dict: Mapping[str, Any], params: Sequence[torch.Tensor]) -> None:
-    """ConfigError when this state cannot be loaded; to be asked before anything is changed."""
+def as_pre_hooks_make_it(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that is to be loaded, after the hooks that torch runs before it is."""
+    given = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, given)
+        given = given if changed is None else changed
+    return given
+
+
+@contextmanager
+def without_load_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """torch's loader does not run them: before the state is in, it is too early."""
+    names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    kept = {name: getattr(optimizer, name) for name in names}
+    for name in names:
+        setattr(optimizer, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name, hooks in kept.items():
+            setattr(optimizer, name, hooks)
+
+
+def by_position(state_dict: Mapping[str, Any]) -> tuple[dict[int, ParamState], dict[Any, Any]]:
+    """The state of each parameter by its place among the parameters of all groups, whatever the groups call them; and
+    whatever else the state holds."""
+    places: dict[Any, int] = {}
     for group in state_dict["param_groups"]:
-        for option in REFUSED:
-            if group.get(option):
-                raise ConfigError(f"The state was made with {option}=True, which Tidegate does not do.")
-    state: Mapping[int, ParamState] = state_dict["state"]
+        for key in group["params"]:
+            places.setdefault(key, len(places))
+    own: dict[int, ParamState] = {}
+    others: dict[Any, Any] = {}
+    for key, values in state_dict["state"].items():
+        if key in places:
+            own[places[key]] = values
+        elif isinstance(key, int):
+            raise ConfigError(
+                f"The state has a parameter {key}, its groups have {len(places)}: it is of another model, or damaged."
+            )
+        else:
+            others[key] = values
+    return own, others
+
+
+def check(
+    param_groups: Sequence[Mapping[str, Any]], state: Mapping[int, ParamState], params: Sequence[torch.Tensor]
+) -> None:
+    """ConfigError when this state cannot be loaded; to be asked before anything is changed."""
+    for group in param_groups:
+        check_group(group)
     for index, given in state.items():
-        if not 0 <= index < len(params):
+        if index >= len(params):
             raise ConfigError(
                 f"The state has a parameter {index}, the model has {len(params)}: it is of another model."
             )

@@ -34,6 +34,9 @@ REFUSED = {
 
 def check_group(group: Mapping[str, Any]) -> None:
     """ConfigError for hyperparameters of a param group that cannot work. Those that are absent are not checked."""
+    lr = group.get("lr")
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ConfigError(f"lr is a tensor of {lr.numel()} elements: it must have 1.")
     for name in ("lr", "eps", "weight_decay"):
         if name in group and not group[name] >= 0.0:
             raise ConfigError(f"{name}={group[name]} is out of range: at least 0.")

@@ -21,7 +21,7 @@ from tidegate.agent.engine.engine import Effective, Engine, StepResult
 from tidegate.agent.gradients import Mode
 from tidegate.agent.hyperparameters import TORCH_DEFAULTS, LossScale, check_group, check_max_grad_norm, step_inputs
 from tidegate.agent.interrupts import Uninterrupted
-from tidegate.agent.subgroups import Layout, check_param, cut
+from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
 from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError, TidegateError
 from tidegate.knobs import AUTO, Knobs, KnobValue
@@ -127,6 +127,8 @@ class AdamW(torch.optim.Optimizer):
         defaults |= {**torch_options, "maximize": maximize, "decoupled_weight_decay": decoupled}
         check_group(defaults)
         check_max_grad_norm(max_grad_norm)
+        if isinstance(params, torch.Tensor):
+            raise TypeError(f"params must be an iterable of tensors or dicts, but is one {torch.typename(params)}.")
         params = list(params)
         if not params:
             raise ParameterError("The optimizer got no parameters: pass model.parameters().")
@@ -310,10 +312,15 @@ class AdamW(torch.optim.Optimizer):
         self.engine.require_usable()
         self.engine.quiesce()
         with self.phases.within("checkpoint"):
-            packed = super().state_dict()
             self.engine.weights.take_edited()
-            packed["state"] = checkpoint.gather(self.engine, self._params, self._steps)
-        return packed
+            gathered = checkpoint.gather(self.engine, self._params, self._steps)
+            # For as long as torch packs it and runs its hooks.
+            self.state.update((self._params[i], values) for i, values in gathered.items())
+            try:
+                return super().state_dict()
+            finally:
+                for param in self._params:
+                    self.state.pop(param, None)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -321,15 +328,20 @@ class AdamW(torch.optim.Optimizer):
 
         ConfigError, with nothing changed, when the state is of another model or another rule.
         """
-        checkpoint.check(state_dict, self._params)
+        given = checkpoint.as_pre_hooks_make_it(self, state_dict)
+        state, others = checkpoint.by_position(given)
+        checkpoint.check(given["param_groups"], state, self._params)
         if self.engine.usable:
             self.wait()
         self.engine.quiesce()
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        with checkpoint.without_load_hooks(self):
+            # torch's own loader would cast moments to the dtype of the weight.
+            super().load_state_dict({"state": others, "param_groups": given["param_groups"]})
         with self.phases.within("checkpoint"):
-            state = state_dict["state"]
             checkpoint.scatter(self.engine, self._params, state)
             self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """torch calls this with loaded groups; those of older versions may lack keys."""
@@ -345,6 +357,7 @@ class AdamW(torch.optim.Optimizer):
         check_group(param_group)
         if not hasattr(self, "engine"):
             super().add_param_group(param_group)
+            check_distinct(self.param_groups[-1]["params"])
             return
         self.wait()
         self.engine.require_usable()
@@ -352,6 +365,7 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             params = self.param_groups[-1]["params"]
+            check_distinct(params)
             layouts = self._layouts_of_added(params)
             self.engine.check(self.engine.effective, self.offload.headroom_bytes, layouts)
             self._claim(params)

@@ -123,6 +123,12 @@ def check_param(param: torch.Tensor, index: int) -> None:
         )
 
 
+def check_distinct(params: Sequence[torch.Tensor]) -> None:
+    """ParameterError when one stands twice: it would be updated twice, or by one half of its gradient."""
+    if len({id(param) for param in params}) != len(params):
+        raise ParameterError("A parameter stands more than once in a param group: give each once.")
+
+
 def cut(groups: Sequence[Sequence[torch.Tensor]], subgroup_numel: int) -> tuple[Layout, ...]:
     """Subgroups of at most `subgroup_numel` parameters, in order; none spans a group or a dtype."""
     layouts: list[Layout] = []

@@ -166,7 +166,7 @@ def test_a_refused_state_changes_nothing() -> None:
         for broken, says in (
             (lambda s: s["state"][1].update(exp_avg=torch.zeros(6)), "shape"),
             (lambda s: s["state"][1].pop("exp_avg_sq"), "lacks exp_avg_sq"),
-            (lambda s: s["param_groups"][0].update(maximize=True), "maximize"),
+            (lambda s: s["param_groups"][0].update(amsgrad=True), "amsgrad"),
             (lambda s: s["state"].update({7: s["state"][0]}), "another model"),
         ):
             state = optimizer.state_dict()
