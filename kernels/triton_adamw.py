@@ -167,7 +167,7 @@ def _store_weight(weight, aux, index, mask, p, FORMAT: tl.constexpr, ALIGNED: tl
 @triton.jit(do_not_specialize=["numel", "weight", "aux", "exp_avg", "exp_avg_sq", "grad"])
 def _adamw(
     numel, weight, aux, exp_avg, exp_avg_sq, grad,
-    grad_scale, l2, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, bias_correction2_sqrt, eps,
+    grad_scale, l2, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps,
     FORMAT: tl.constexpr, GRAD: tl.constexpr, L2: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -176,19 +176,19 @@ def _adamw(
     if begin + BLOCK <= numel:  # a mask that may end anywhere would keep loads from being 16 bytes wide
         _adamw_block(
             index, None, weight, aux, exp_avg, exp_avg_sq, grad, grad_scale, l2, decay, one_minus_beta1, beta2,
-            one_minus_beta2, step_size, bias_correction2_sqrt, eps, FORMAT, GRAD, L2, ALIGNED,
+            one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps, FORMAT, GRAD, L2, ALIGNED,
         )  # fmt: skip
     else:
         _adamw_block(
             index, index < numel, weight, aux, exp_avg, exp_avg_sq, grad, grad_scale, l2, decay, one_minus_beta1, beta2,
-            one_minus_beta2, step_size, bias_correction2_sqrt, eps, FORMAT, GRAD, L2, ALIGNED,
+            one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps, FORMAT, GRAD, L2, ALIGNED,
         )  # fmt: skip
 
 
 @triton.jit
 def _adamw_block(
     index, mask, weight, aux, exp_avg, exp_avg_sq, grad,
-    grad_scale, l2, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, bias_correction2_sqrt, eps,
+    grad_scale, l2, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps,
     FORMAT: tl.constexpr, GRAD: tl.constexpr, L2: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The order of operations is that of the oracle. tl.full makes fp32 of scalars also in Triton's interpreter."""
@@ -201,7 +201,7 @@ def _adamw_block(
     m = m + (g - m) * tl.full((), one_minus_beta1, tl.float32)
     v = tl.load(_at(exp_avg_sq, index, tl.float32, ALIGNED), mask=mask)
     v = v * tl.full((), beta2, tl.float32) + (g * g) * tl.full((), one_minus_beta2, tl.float32)
-    root = tl.div_rn(tl.sqrt_rn(v), tl.full((), bias_correction2_sqrt, tl.float32))
+    root = tl.sqrt_rn(v) * tl.full((), inverse_bias_correction2_sqrt, tl.float32)
     p = p - tl.full((), step_size, tl.float32) * tl.div_rn(m, root + tl.full((), eps, tl.float32))
     tl.store(_at(exp_avg, index, tl.float32, ALIGNED), m, mask=mask)
     tl.store(_at(exp_avg_sq, index, tl.float32, ALIGNED), v, mask=mask)

@@ -1,6 +1,7 @@
 // How weights and gradients are laid out in memory, and how one element is read and written.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -65,5 +66,23 @@ struct WeightBF16Master {
     aux[i] = p;
   }
 };
+
+template <class Enum>
+constexpr size_t index(Enum value) {
+  return static_cast<size_t>(value);
+}
+
+// `Loops::run<Weight, Grad>` for every gradient dtype and, below, for every weight format, in the order of their numbers.
+template <class Loops, class Weight>
+constexpr auto loops_by_dtype() {
+  return std::array{&Loops::template run<Weight, GradF32>, &Loops::template run<Weight, GradBF16>,
+                    &Loops::template run<Weight, GradF16>};
+}
+
+template <class Loops>
+constexpr auto loops_by_format() {
+  return std::array{loops_by_dtype<Loops, WeightF32>(), loops_by_dtype<Loops, WeightBF16Remainder>(),
+                    loops_by_dtype<Loops, WeightF16Master>(), loops_by_dtype<Loops, WeightBF16Master>()};
+}
 
 }  // namespace tidegate
