@@ -26,7 +26,7 @@ F32_WEIGHT, BF16_REMAINDER, F16_MASTER, BF16_MASTER = (tl.constexpr(int(form)) f
 ACCUMULATORS = tl.constexpr(NUM_ACCUMULATORS)
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
-"""Launch options: a × b + c stays two roundings. tests/kernels/test_triton_compiled.py reads the machine code for it."""
+"""Launch options: a × b + c stays two roundings. tests/kernels/test_triton.py reads the compiled code for it."""
 ELEMENTS_PER_PROGRAM = 1024
 """Eight elements a thread: 16-byte loads of 16-bit arrays."""
 BLOCKS_PER_PROGRAM = 2
@@ -115,10 +115,16 @@ def _at(address, index, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _bf16_of(bits):
-    """Nearest, ties away from zero; a NaN stays one."""
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    return tl.where(nan, (bits >> 16) | 0x40, (bits + 0x8000) >> 16).to(tl.uint16)
+def _tamed_bits(x):
+    """A NaN becomes a quiet one without low bits: rounding cannot carry it to infinity, and it leaves no remainder."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where(x != x, (bits | 0x00400000) & 0xFFFF0000, bits)
+
+
+@triton.jit
+def _bf16_of(tamed):
+    """Nearest, ties away from zero."""
+    return ((tamed + 0x8000) >> 16).to(tl.uint16)
 
 
 @triton.jit
@@ -149,18 +155,17 @@ def _load_weight(weight, aux, index, mask, FORMAT: tl.constexpr, ALIGNED: tl.con
 
 @triton.jit
 def _store_weight(weight, aux, index, mask, p, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    bits = p.to(tl.uint32, bitcast=True)
     if FORMAT == F32_WEIGHT:
         tl.store(_at(weight, index, tl.float32, ALIGNED), p, mask=mask)
     elif FORMAT == BF16_REMAINDER:
-        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        bits = _tamed_bits(p)
         tl.store(_at(weight, index, tl.uint16, ALIGNED), _bf16_of(bits), mask=mask)
-        tl.store(_at(aux, index, tl.uint16, ALIGNED), tl.where(nan, 0, bits & 0xFFFF).to(tl.uint16), mask=mask)
+        tl.store(_at(aux, index, tl.uint16, ALIGNED), (bits & 0xFFFF).to(tl.uint16), mask=mask)
     else:
         if FORMAT == F16_MASTER:
             tl.store(_at(weight, index, tl.float16, ALIGNED), p.to(tl.float16), mask=mask)
         else:
-            tl.store(_at(weight, index, tl.uint16, ALIGNED), _bf16_of(bits), mask=mask)
+            tl.store(_at(weight, index, tl.uint16, ALIGNED), _bf16_of(_tamed_bits(p)), mask=mask)
         tl.store(_at(aux, index, tl.float32, ALIGNED), p, mask=mask)
 
 

@@ -41,7 +41,7 @@ struct WeightBF16Remainder {
   using Aux = int16_t;
   static TIDEGATE_INLINE float load(const Stored* w, const Aux* aux, size_t i) { return join_bf16(w[i], aux[i]); }
   static TIDEGATE_INLINE void store(Stored* w, Aux* aux, size_t i, float p) {
-    const uint32_t bits = bits_of(p);
+    const uint32_t bits = tamed_bits(p);
     w[i] = bf16_of(bits);
     aux[i] = remainder_of(bits);
   }
@@ -62,7 +62,7 @@ struct WeightBF16Master {
   using Aux = float;
   static TIDEGATE_INLINE float load(const Stored*, const Aux* aux, size_t i) { return aux[i]; }
   static TIDEGATE_INLINE void store(Stored* w, Aux* aux, size_t i, float p) {
-    w[i] = bf16_of(bits_of(p));
+    w[i] = bf16_of(tamed_bits(p));
     aux[i] = p;
   }
 };
