@@ -22,9 +22,11 @@ __all__ = [
     "copy",
     "fill",
     "instruction_set",
+    "instruction_sets",
     "scalars",
     "stream_like",
     "sum_of_squares",
+    "use_instruction_set",
 ]
 
 
@@ -90,7 +92,7 @@ def stream_like(
 ) -> None:
     """Reads and writes what `adamw_update` does, with no arithmetic: what the memory of this machine allows.
 
-    Changes nothing where weights agree with their masters.
+    Changes nothing.
     """
     _native.stream_like(pool._native, numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype)
 
@@ -114,6 +116,19 @@ def fill(dst: int, byte: int, nbytes: int) -> None:
     _native.fill(dst, byte, nbytes)
 
 
+def instruction_sets() -> list[str]:
+    """What the loops were compiled for and this CPU offers, of "baseline", "avx2" and "avx512"; the widest is last."""
+    return _native.instruction_sets()
+
+
 def instruction_set() -> str:
-    """What the loops were compiled for, of what this CPU offers: "avx512", "avx2" or "baseline"."""
-    return _native.instruction_set()
+    """What the loops run with: the widest, unless `use_instruction_set` chose another."""
+    return instruction_sets()[_native.current_instruction_set()]
+
+
+def use_instruction_set(name: str) -> None:
+    """Makes every loop of this process run with `name`: for tests and comparisons, results are the same."""
+    offered = instruction_sets()
+    if name not in offered:
+        raise ValueError(f"instruction set {name!r} is not offered here, only {', '.join(offered)}")
+    _native.use_instruction_set(offered.index(name))

@@ -96,7 +96,7 @@ def adamw_update(
         m = exp_avg + (g - exp_avg) * s["one_minus_beta1"]
         v = exp_avg_sq * s["beta2"] + (g * g) * s["one_minus_beta2"]
         root: F32 = np.sqrt(v)
-        p = p - s["step_size"] * (m / (root / s["bias_correction2_sqrt"] + s["eps"]))
+        p = p - s["step_size"] * (m / (root * s["inverse_bias_correction2_sqrt"] + s["eps"]))
     exp_avg[:] = m
     exp_avg_sq[:] = v
     store_weight(p, weight, weight_format, aux)

@@ -51,7 +51,7 @@ class Scalars:
     beta2: float
     one_minus_beta2: float
     step_size: float
-    bias_correction2_sqrt: float
+    inverse_bias_correction2_sqrt: float
     eps: float
 
     def as_tuple(self) -> tuple[float, ...]:
@@ -64,7 +64,7 @@ class Scalars:
             self.beta2,
             self.one_minus_beta2,
             self.step_size,
-            self.bias_correction2_sqrt,
+            self.inverse_bias_correction2_sqrt,
             self.eps,
         )
 
@@ -95,7 +95,7 @@ def scalars(
         beta2=to_f32(beta2),
         one_minus_beta2=to_f32(1.0 - beta2),
         step_size=to_f32(lr / (1.0 - beta1**step)),
-        bias_correction2_sqrt=to_f32((1.0 - beta2**step) ** 0.5),
+        inverse_bias_correction2_sqrt=to_f32((1.0 - beta2**step) ** -0.5),
         eps=to_f32(eps),
     )
 

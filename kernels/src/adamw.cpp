@@ -22,43 +22,35 @@ TIDEGATE_INLINE void adamw_loop(const Arrays& arrays, const Scalars& s, size_t b
     float m = exp_avg[i];
     m = m + (g - m) * c.one_minus_beta1;
     const float v = exp_avg_sq[i] * c.beta2 + (g * g) * c.one_minus_beta2;
-    p = p - c.step_size * (m / (__builtin_sqrtf(v) / c.bias_correction2_sqrt + c.eps));
+    p = p - c.step_size * (m / (__builtin_sqrtf(v) * c.inverse_bias_correction2_sqrt + c.eps));
     exp_avg[i] = m;
     exp_avg_sq[i] = v;
     Weight::store(weight, aux, i, p);
   }
 }
 
-using Kernel = void (*)(const Arrays&, const Scalars&, size_t, size_t);
-
-// Clones need plain functions, not templates: one for each weight format and gradient dtype.
-#define TIDEGATE_KERNEL(W, G)                                                                                  \
-  TIDEGATE_CLONES void adamw_##W##_##G(const Arrays& arrays, const Scalars& s, size_t begin, size_t end) { \
-    if (s.l2 != 0.0f)                                                                                          \
-      adamw_loop<Weight##W, Grad##G, true>(arrays, s, begin, end);                                             \
-    else                                                                                                       \
-      adamw_loop<Weight##W, Grad##G, false>(arrays, s, begin, end);                                            \
-  }
-#define TIDEGATE_KERNELS(W) TIDEGATE_KERNEL(W, F32) TIDEGATE_KERNEL(W, BF16) TIDEGATE_KERNEL(W, F16)
+// The L2 term is a branch outside the loop.
+#define TIDEGATE_LOOPS(ISA, TARGET)                                                            \
+  struct ISA##Loops {                                                                          \
+    template <class Weight, class Grad>                                                        \
+    TARGET static void run(const Arrays& arrays, const Scalars& s, size_t begin, size_t end) { \
+      if (s.l2 != 0.0f)                                                                        \
+        adamw_loop<Weight, Grad, true>(arrays, s, begin, end);                                 \
+      else                                                                                     \
+        adamw_loop<Weight, Grad, false>(arrays, s, begin, end);                                \
+    }                                                                                          \
+  };
+TIDEGATE_EACH_ISA(TIDEGATE_LOOPS)
 
 }  // namespace
 
-TIDEGATE_KERNELS(F32)
-TIDEGATE_KERNELS(BF16Remainder)
-TIDEGATE_KERNELS(F16Master)
-TIDEGATE_KERNELS(BF16Master)
-
 void adamw_update(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype,
                   const Scalars& scalars) {
-  static const Kernel kernels[4][3] = {
-      {adamw_F32_F32, adamw_F32_BF16, adamw_F32_F16},
-      {adamw_BF16Remainder_F32, adamw_BF16Remainder_BF16, adamw_BF16Remainder_F16},
-      {adamw_F16Master_F32, adamw_F16Master_BF16, adamw_F16Master_F16},
-      {adamw_BF16Master_F32, adamw_BF16Master_BF16, adamw_BF16Master_F16},
-  };
-  const Kernel kernel = kernels[static_cast<int>(format)][static_cast<int>(dtype)];
+#define TIDEGATE_TABLE(ISA, TARGET) loops_by_format<ISA##Loops>(),
+  static constexpr auto tables = std::array{TIDEGATE_EACH_ISA(TIDEGATE_TABLE)};
+  const auto loop = tables[index(current_isa().load())][index(format)][index(dtype)];
   pool.for_ranges(arrays.numel, kElementsPerTask,
-                  [&](size_t begin, size_t end) { kernel(arrays, scalars, begin, end); });
+                  [&](size_t begin, size_t end) { loop(arrays, scalars, begin, end); });
 }
 
 }  // namespace tidegate

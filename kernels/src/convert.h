@@ -20,17 +20,17 @@ TIDEGATE_INLINE float float_of(uint32_t bits) {
   return x;
 }
 
-TIDEGATE_INLINE bool is_nan_bits(uint32_t bits) { return (bits & 0x7FFFFFFFu) > 0x7F800000u; }
-
-// bf16 nearest to fp32, ties away from zero: the only rule whose remainder always fits 16 signed bits.
-TIDEGATE_INLINE uint16_t bf16_of(uint32_t bits) {
-  return static_cast<uint16_t>(is_nan_bits(bits) ? (bits >> 16) | 0x40u : (bits + 0x8000u) >> 16);
+// A NaN becomes a quiet one without low bits: rounding cannot carry it to infinity, and it leaves no remainder.
+TIDEGATE_INLINE uint32_t tamed_bits(float x) {
+  const uint32_t bits = bits_of(x);
+  return x != x ? (bits | 0x00400000u) & 0xFFFF0000u : bits;
 }
 
-// What bf16_of left out. A NaN keeps no remainder: it could carry the weight back to infinity.
-TIDEGATE_INLINE int16_t remainder_of(uint32_t bits) {
-  return static_cast<int16_t>(is_nan_bits(bits) ? 0u : bits & 0xFFFFu);
-}
+// Of tamed bits. bf16 nearest to fp32, ties away from zero: the only rule whose remainder always fits 16 signed bits.
+TIDEGATE_INLINE uint16_t bf16_of(uint32_t tamed) { return static_cast<uint16_t>((tamed + 0x8000u) >> 16); }
+
+// Of tamed bits: what bf16_of left out.
+TIDEGATE_INLINE int16_t remainder_of(uint32_t tamed) { return static_cast<int16_t>(tamed & 0xFFFFu); }
 
 TIDEGATE_INLINE float join_bf16(uint16_t hi, int16_t lo) {
   return float_of((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo)));

@@ -1,6 +1,7 @@
 // How weights and gradients are laid out in memory, and how one element is read and written.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -40,7 +41,7 @@ struct WeightBF16Remainder {
   using Aux = int16_t;
   static TIDEGATE_INLINE float load(const Stored* w, const Aux* aux, size_t i) { return join_bf16(w[i], aux[i]); }
   static TIDEGATE_INLINE void store(Stored* w, Aux* aux, size_t i, float p) {
-    const uint32_t bits = bits_of(p);
+    const uint32_t bits = tamed_bits(p);
     w[i] = bf16_of(bits);
     aux[i] = remainder_of(bits);
   }
@@ -61,9 +62,27 @@ struct WeightBF16Master {
   using Aux = float;
   static TIDEGATE_INLINE float load(const Stored*, const Aux* aux, size_t i) { return aux[i]; }
   static TIDEGATE_INLINE void store(Stored* w, Aux* aux, size_t i, float p) {
-    w[i] = bf16_of(bits_of(p));
+    w[i] = bf16_of(tamed_bits(p));
     aux[i] = p;
   }
 };
+
+template <class Enum>
+constexpr size_t index(Enum value) {
+  return static_cast<size_t>(value);
+}
+
+// `Loops::run<Weight, Grad>` for every gradient dtype and, below, for every weight format, in the order of their numbers.
+template <class Loops, class Weight>
+constexpr auto loops_by_dtype() {
+  return std::array{&Loops::template run<Weight, GradF32>, &Loops::template run<Weight, GradBF16>,
+                    &Loops::template run<Weight, GradF16>};
+}
+
+template <class Loops>
+constexpr auto loops_by_format() {
+  return std::array{loops_by_dtype<Loops, WeightF32>(), loops_by_dtype<Loops, WeightBF16Remainder>(),
+                    loops_by_dtype<Loops, WeightF16Master>(), loops_by_dtype<Loops, WeightBF16Master>()};
+}
 
 }  // namespace tidegate

@@ -18,7 +18,7 @@ struct Scalars {
   float beta2;
   float one_minus_beta2;
   float step_size;
-  float bias_correction2_sqrt;
+  float inverse_bias_correction2_sqrt;
   float eps;
 };
 
@@ -39,8 +39,7 @@ struct NormParts {
 
 void adamw_update(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype, const Scalars& scalars);
 
-// The memory traffic of adamw_update with no arithmetic: the yardstick of the benchmark.
-// Changes nothing where weights agree with their masters.
+// The memory traffic of adamw_update with no arithmetic, the yardstick of the benchmark. Changes nothing.
 void stream_like(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype);
 
 NormParts sum_of_squares(ThreadPool& pool, const void* elements, size_t numel, GradDtype dtype);

@@ -1,6 +1,7 @@
 // What Python sees of the kernels: addresses are checked here, the interpreter lock is let go.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
@@ -58,10 +59,10 @@ Call call_of(size_t numel, uintptr_t weight, int format, uintptr_t aux, uintptr_
 void py_adamw_update(ThreadPool& pool, size_t numel, uintptr_t weight, int weight_format, uintptr_t aux,
                      uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype, float grad_scale, float l2,
                      float decay, float one_minus_beta1, float beta2, float one_minus_beta2, float step_size,
-                     float bias_correction2_sqrt, float eps) {
+                     float inverse_bias_correction2_sqrt, float eps) {
   const Call call = call_of(numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype);
   const Scalars scalars{grad_scale,      l2,        decay, one_minus_beta1, beta2,
-                        one_minus_beta2, step_size, bias_correction2_sqrt, eps};
+                        one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps};
   const nb::gil_scoped_release released;
   adamw_update(pool, call.arrays, call.format, call.dtype, scalars);
 }
@@ -111,5 +112,9 @@ NB_MODULE(_native, m) {
   m.def("sum_of_squares", &py_sum_of_squares);
   m.def("copy", &py_copy);
   m.def("fill", &py_fill);
-  m.def("instruction_set", &instruction_set);
+  m.def("instruction_sets", &instruction_sets);
+  m.def("current_instruction_set", [] { return static_cast<int>(current_isa().load()); });
+  m.def("use_instruction_set", [](int isa) {
+    current_isa() = static_cast<Isa>(checked(isa, static_cast<int>(instruction_sets().size()), "instruction_set"));
+  });
 }

@@ -1,10 +1,19 @@
-// The memory traffic of an update without its arithmetic: what the memory of this machine allows.
+// The memory traffic of an update and nothing else: what the memory of this machine allows.
+#include <type_traits>
+
 #include "kernels.h"
 
 namespace tidegate {
 namespace {
 
-// `mask` is 0 but the compiler does not know: every element is read and written back as it was.
+TIDEGATE_INLINE uint32_t raw(float x) { return bits_of(x); }
+TIDEGATE_INLINE uint32_t raw(uint16_t x) { return x; }
+TIDEGATE_INLINE float flipped(float x, uint32_t flip) { return float_of(bits_of(x) ^ flip); }
+TIDEGATE_INLINE uint16_t flipped(uint16_t x, uint32_t flip) { return static_cast<uint16_t>(x ^ flip); }
+TIDEGATE_INLINE int16_t flipped(int16_t x, uint32_t flip) { return static_cast<int16_t>(x ^ flip); }
+
+// `mask` is 0 but the compiler does not know: every element is read and written back as it was. No conversions: a
+// slower yardstick would flatter the update.
 template <class Weight, class Grad>
 TIDEGATE_INLINE void stream_loop(const Arrays& arrays, uint32_t mask, size_t begin, size_t end) {
   auto* weight = static_cast<typename Weight::Stored*>(arrays.weight);
@@ -14,39 +23,32 @@ TIDEGATE_INLINE void stream_loop(const Arrays& arrays, uint32_t mask, size_t beg
   float* exp_avg_sq = arrays.exp_avg_sq;
   TIDEGATE_INDEPENDENT
   for (size_t i = begin; i < end; ++i) {
-    const uint32_t flip = bits_of(Grad::load(grad, i)) & mask;
-    exp_avg[i] = float_of(bits_of(exp_avg[i]) ^ flip);
-    exp_avg_sq[i] = float_of(bits_of(exp_avg_sq[i]) ^ flip);
-    Weight::store(weight, aux, i, float_of(bits_of(Weight::load(weight, aux, i)) ^ flip));
+    const uint32_t flip = raw(grad[i]) & mask;
+    exp_avg[i] = flipped(exp_avg[i], flip);
+    exp_avg_sq[i] = flipped(exp_avg_sq[i], flip);
+    weight[i] = flipped(weight[i], flip);
+    if constexpr (!std::is_same_v<typename Weight::Aux, char>) aux[i] = flipped(aux[i], flip);
   }
 }
 
-using Kernel = void (*)(const Arrays&, uint32_t, size_t, size_t);
-
-#define TIDEGATE_KERNEL(W, G)                                                                              \
-  TIDEGATE_CLONES void stream_##W##_##G(const Arrays& arrays, uint32_t mask, size_t begin, size_t end) { \
-    stream_loop<Weight##W, Grad##G>(arrays, mask, begin, end);                                             \
-  }
-#define TIDEGATE_KERNELS(W) TIDEGATE_KERNEL(W, F32) TIDEGATE_KERNEL(W, BF16) TIDEGATE_KERNEL(W, F16)
+#define TIDEGATE_LOOPS(ISA, TARGET)                                                           \
+  struct ISA##Loops {                                                                         \
+    template <class Weight, class Grad>                                                       \
+    TARGET static void run(const Arrays& arrays, uint32_t mask, size_t begin, size_t end) { \
+      stream_loop<Weight, Grad>(arrays, mask, begin, end);                                    \
+    }                                                                                         \
+  };
+TIDEGATE_EACH_ISA(TIDEGATE_LOOPS)
 
 }  // namespace
 
-TIDEGATE_KERNELS(F32)
-TIDEGATE_KERNELS(BF16Remainder)
-TIDEGATE_KERNELS(F16Master)
-TIDEGATE_KERNELS(BF16Master)
-
 void stream_like(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype) {
-  static const Kernel kernels[4][3] = {
-      {stream_F32_F32, stream_F32_BF16, stream_F32_F16},
-      {stream_BF16Remainder_F32, stream_BF16Remainder_BF16, stream_BF16Remainder_F16},
-      {stream_F16Master_F32, stream_F16Master_BF16, stream_F16Master_F16},
-      {stream_BF16Master_F32, stream_BF16Master_BF16, stream_BF16Master_F16},
-  };
-  const Kernel kernel = kernels[static_cast<int>(format)][static_cast<int>(dtype)];
+#define TIDEGATE_TABLE(ISA, TARGET) loops_by_format<ISA##Loops>(),
+  static constexpr auto tables = std::array{TIDEGATE_EACH_ISA(TIDEGATE_TABLE)};
+  const auto loop = tables[index(current_isa().load())][index(format)][index(dtype)];
   static volatile uint32_t opaque_zero = 0;
   const uint32_t mask = opaque_zero;
-  pool.for_ranges(arrays.numel, kElementsPerTask, [&](size_t begin, size_t end) { kernel(arrays, mask, begin, end); });
+  pool.for_ranges(arrays.numel, kElementsPerTask, [&](size_t begin, size_t end) { loop(arrays, mask, begin, end); });
 }
 
 }  // namespace tidegate

@@ -42,24 +42,26 @@ double pairwise(std::vector<NormParts>& sums) {
   return sums[0].sum;
 }
 
+#define TIDEGATE_LOOPS(ISA, TARGET)                                                \
+  struct ISA##Loops {                                                              \
+    template <class Grad>                                                          \
+    TARGET static NormParts run(const void* elements, size_t begin, size_t end) { \
+      return block_sum<Grad>(elements, begin, end);                                \
+    }                                                                              \
+  };
+TIDEGATE_EACH_ISA(TIDEGATE_LOOPS)
+
 }  // namespace
 
-TIDEGATE_CLONES NormParts block_sum_f32(const void* x, size_t begin, size_t end) {
-  return block_sum<GradF32>(x, begin, end);
-}
-TIDEGATE_CLONES NormParts block_sum_bf16(const void* x, size_t begin, size_t end) {
-  return block_sum<GradBF16>(x, begin, end);
-}
-TIDEGATE_CLONES NormParts block_sum_f16(const void* x, size_t begin, size_t end) {
-  return block_sum<GradF16>(x, begin, end);
-}
-
 NormParts sum_of_squares(ThreadPool& pool, const void* elements, size_t numel, GradDtype dtype) {
+#define TIDEGATE_TABLE(ISA, TARGET) \
+  std::array{&ISA##Loops::run<GradF32>, &ISA##Loops::run<GradBF16>, &ISA##Loops::run<GradF16>},
+  static constexpr auto tables = std::array{TIDEGATE_EACH_ISA(TIDEGATE_TABLE)};
   if (numel == 0) return {0.0, 0};
-  const auto kernel = dtype == GradDtype::F32 ? block_sum_f32 : dtype == GradDtype::BF16 ? block_sum_bf16 : block_sum_f16;
+  const auto loop = tables[index(current_isa().load())][index(dtype)];
   std::vector<NormParts> parts((numel + kBlock - 1) / kBlock);
   pool.for_ranges(numel, kBlock,
-                  [&](size_t begin, size_t end) { parts[begin / kBlock] = kernel(elements, begin, end); });
+                  [&](size_t begin, size_t end) { parts[begin / kBlock] = loop(elements, begin, end); });
   int64_t nonfinite = 0;
   for (const NormParts& part : parts) nonfinite += part.nonfinite;
   const DefaultFpMode mode;

@@ -1,0 +1,125 @@
+"""The Triton kernels without a GPU: results in Triton's interpreter, rounding in the code compiled for one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidegate.kernels import GradDtype, Scalars, WeightFormat
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from tidegate.kernels import triton_adamw  # noqa: E402
+
+FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
+DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))
+ADDRESSES = ("weight", "aux", "exp_avg", "exp_avg_sq", "grad")
+Signature = dict[str, str]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def ptx_of(kernel: Any, signature: Signature, constants: dict[str, int], capability: int, **options: Any) -> str:
+    """The code for a GPU that need not be there."""
+    keys = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), keys)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return str(compiled.asm["ptx"])
+
+
+def adamw_ptx(
+    weight_format: WeightFormat, grad_dtype: GradDtype, aligned: bool = True, capability: int = 90, **options: Any
+) -> str:
+    signature = {"numel": "i64", **dict.fromkeys(ADDRESSES, "i64"), **dict.fromkeys(Scalars.__slots__, "fp32")}
+    constants = {"FORMAT": weight_format, "GRAD": grad_dtype, "L2": True, "ALIGNED": aligned, "BLOCK": 1024}
+    constants = {name: int(value) for name, value in constants.items()}
+    return ptx_of(triton_adamw._adamw, signature, constants, capability, num_warps=4, **options)
+
+
+def operations(ptx: str) -> Counter[str]:
+    return Counter(re.findall(r"^\s+(?:@!?%\S+ )?([a-z][\w.:]+)", ptx, re.MULTILINE))
+
+
+def inexact(ptx: str) -> Iterator[str]:
+    """Floating-point instructions that may round otherwise than the oracle: fused, flushing or approximate."""
+    for name in operations(ptx):
+        floating = re.search(r"\.f(16|32|64)\b", name) is not None
+        unrounded = re.match(r"(add|sub|mul|div|sqrt|fma|mad)\.(?!rn\.)", name) is not None
+        fused = re.match(r"(fma|mad)\.", name) is not None
+        if floating and (fused or unrounded or re.search(r"\.(ftz|approx|full|sat)\b", name)):
+            yield name
+
+
+@pytest.mark.parametrize("what", ["sums or trees", "not (sums or trees)"])
+def test_equals_the_oracle_in_the_interpreter(what: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", what]
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name("in_interpreter.py"))],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+@FORMATS
+@DTYPES
+def test_compiled_code_rounds_as_the_oracle_does(weight_format: WeightFormat, grad_dtype: GradDtype) -> None:
+    ptx = adamw_ptx(weight_format, grad_dtype, **triton_adamw.EXACT)
+    assert list(inexact(ptx)) == []
+    for name in ("sqrt.rn.f32", "div.rn.f32", "mul.rn.f32", "add.rn.f32"):
+        assert operations(ptx)[name] > 0
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 89, 100, 120])
+def test_compiled_code_of_other_gpus(capability: int) -> None:
+    ptx = adamw_ptx(WeightFormat.F16_MASTER, GradDtype.F16, capability=capability, **triton_adamw.EXACT)
+    assert list(inexact(ptx)) == []
+    assert operations(ptx)["cvt.rn.f16.f32"] or operations(ptx)["cvt.rn.f16x2.f32"]
+
+
+def test_without_the_options_it_would_be_seen() -> None:
+    found = list(inexact(adamw_ptx(WeightFormat.F32, GradDtype.F32, enable_fp_fusion=True)))
+    assert any(name.startswith("fma") or name in {"mul.f32", "add.f32"} for name in found)
+
+
+@FORMATS
+def test_aligned_arrays_are_read_and_written_16_bytes_at_a_time(weight_format: WeightFormat) -> None:
+    wide = operations(adamw_ptx(weight_format, GradDtype.BF16, **triton_adamw.EXACT))
+    narrow = operations(adamw_ptx(weight_format, GradDtype.BF16, aligned=False, **triton_adamw.EXACT))
+    assert wide["ld.global.v4.b32"] >= 6
+    assert wide["st.global.v4.b32"] >= 6
+    assert narrow["ld.global.v4.b32"] == 0
+
+
+@DTYPES
+def test_compiled_sums(grad_dtype: GradDtype) -> None:
+    signature = {"table": "*i64", "num_blocks": "i64", "begin": "i64", "end": "i64", "sums": "*fp64", "bad": "*i32"}
+    constants = {"GRAD": int(grad_dtype), "BLOCKS": 2, "ROWS": 16}
+    ptx = ptx_of(triton_adamw._block_sums, signature, constants, 90, num_warps=1, **triton_adamw.EXACT)
+    assert list(inexact(ptx)) == []
+    assert operations(ptx)["add.rn.f64"] >= 16
+
+
+def test_compiled_trees() -> None:
+    signature = {"table": "*i64", "first": "i64", "num_refs": "i64", "sums": "*fp64", "bad": "*i32"}
+    signature |= {"out_sums": "*fp64", "out_bad": "*i64"}
+    ptx = ptx_of(triton_adamw._trees, signature, {"LEAVES": 1024, "LEVELS": 10}, 90, num_warps=4, **triton_adamw.EXACT)
+    assert list(inexact(ptx)) == []
