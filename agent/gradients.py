@@ -102,6 +102,8 @@ class Gradients:
         self._reads_left: list[int] = []
         self._readiness: list[_Readiness] = []
         self._subgroups_of: list[list[Layout]] = []
+        self._reduced: list[int] = []
+        """Parameters whose reduced gradient is not in `.grad` yet."""
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._fire: Callable[[int], None] | None = None
         self._lock = threading.Lock()
@@ -161,6 +163,27 @@ class Gradients:
         with self._lock:
             self._readiness[param].count += 1
             return tuple(layout.id for layout in self._subgroups_of[param] if self._is_ready(layout))
+
+    def reduced(self, param: int, grad: torch.Tensor) -> tuple[int, ...]:
+        """Notes a gradient that a collective has made final, before it stands in `.grad`; as `accumulated`."""
+        dense = _as_stored(self._params[param], grad)
+        self._device.adopt(dense)
+        self._current[param] = Arrived(grad, -1, dense, self._device.now())
+        with self._lock:
+            self._reduced.append(param)
+            self._readiness[param].count += 1
+            return tuple(layout.id for layout in self._subgroups_of[param] if self._is_ready(layout))
+
+    def reduced_are_written(self) -> None:
+        """What was noted by `reduced` stands in `.grad` now: from here on changes to that count."""
+        with self._lock:
+            params, self._reduced = self._reduced, []
+        for param in params:
+            arrived, grad = self._current[param], self._params[param].grad
+            if arrived is not None and grad is not None:
+                arrived.view = sample_view(grad) if grad.numel() else None
+                arrived.sample = None if arrived.view is None else arrived.view.clone()
+                arrived.tensor, arrived.version = grad, grad._version
 
     def _is_ready(self, layout: Layout) -> bool:
         return all(self._readiness[s.param].count >= self._readiness[s.param].expected for s in layout.segments)
@@ -268,6 +291,7 @@ class Gradients:
         """Gradients were used or dropped: the step begins anew."""
         for ready in self._readiness:
             ready.count = 0
+        self._reduced.clear()
         self._current = [None] * len(self._params)
         self._present = [False] * len(self._params)
         self.clear_released()

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tidegate.agent.attach import Attachment as Attachment
     from tidegate.agent.attach import attach as attach
     from tidegate.agent.devices.emulated import EmulatedRates as EmulatedRates
+    from tidegate.agent.integrations.ddp import overlap_ddp as overlap_ddp
     from tidegate.agent.optimizer import AdamW as AdamW
     from tidegate.agent.optimizer import Offload as Offload
     from tidegate.agent.overlap import ForwardOverlap as ForwardOverlap
@@ -23,12 +24,23 @@ _HOME = {
     "EmulatedRates": "tidegate.agent.devices.emulated",
     "Attachment": "tidegate.agent.attach",
     "attach": "tidegate.agent.attach",
+    "overlap_ddp": "tidegate.agent.integrations.ddp",
     "ForwardOverlap": "tidegate.agent.overlap",
     "overlap_forward": "tidegate.agent.overlap",
     "wait": "tidegate.agent.overlap",
 }
 
-__all__ = ["AdamW", "Attachment", "EmulatedRates", "ForwardOverlap", "Offload", "attach", "overlap_forward", "wait"]
+__all__ = [
+    "AdamW",
+    "Attachment",
+    "EmulatedRates",
+    "ForwardOverlap",
+    "Offload",
+    "attach",
+    "overlap_ddp",
+    "overlap_forward",
+    "wait",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -94,6 +94,8 @@ class Engine:
         self.policy: Policy = policy
         self.effective = Effective("off", 0.0)
         self.early_gradients = early_gradients
+        self.gradients_come_reduced = False
+        """What autograd accumulates is one rank's part: `gradients_reduced` tells of the whole."""
         self._gradient_memory_bytes, self._headroom_bytes = gradient_memory_bytes, headroom_bytes
         self._pool = ThreadPool(cpu_threads)
         self._dropped: list[Span] = []
@@ -172,12 +174,21 @@ class Engine:
         if self.gradients.accumulating and self.gradients.mode == "release":
             return
         self.start()
-        self.gradients_ready(self.gradients.accumulated(param))
+        if self.gradients_come_reduced:
+            return
+        ready = self.gradients.accumulated(param)
+        if self.early_gradients or self.gradients.mode == "release":
+            self._open(ready)
 
-    def gradients_ready(self, subgroups: Sequence[int]) -> None:
+    def gradients_reduced(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Gradients (with their parameters) that a collective has made final. From any thread, in a started plan."""
+        for param, grad in gradients:
+            self._open(self.gradients.reduced(param, grad))
+
+    def _open(self, subgroups: Sequence[int]) -> None:
         """The gradients of these subgroups are there."""
         self._arrived.update(dict.fromkeys(subgroups))
-        if subgroups and (self.early_gradients or self.gradients.mode == "release"):
+        if subgroups:
             self._executor.gradient_ready(subgroups)
 
     def step(self, inputs: StepInputs) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""Where the engine meets frameworks that move gradients themselves."""
