@@ -165,7 +165,7 @@ class Engine:
         """Bytes that gradients may take on the device until they are used. In mode `keep` they are the framework's."""
         if self.gradients.mode == "keep":
             return sum(s.nbytes("gradient") for s in self.subgroups)
-        left = self.device.capacity_bytes - self._headroom_bytes - self._weight_bytes()
+        left = self.device.capacity_bytes - self._headroom_bytes - sum(s.nbytes("weight") for s in self.subgroups)
         room = left - sum(self.memory.state_bytes_on_device(placed))
         return min(room, self._gradient_memory_bytes or room)
 
@@ -343,16 +343,14 @@ class Engine:
 
     def check(self, effective: Effective, headroom_bytes: int, more: Sequence[Layout] = ()) -> None:
         """MemoryBudgetError with figures when these knobs, and `more` subgroups, do not fit the device."""
-        weights = self._weight_bytes()
-        gradients = weights if self.gradients.mode == "keep" else self._least_gradient_bytes()
+        subgroups = [*self.subgroups, *(layout.subgroup() for layout in more)]
+        weights = sum(s.nbytes("weight") for s in subgroups)
+        if self.gradients.mode == "keep":
+            gradients = sum(s.nbytes("gradient") for s in subgroups)
+        else:
+            # They are released as they come: a backward needs room for the largest parameter's.
+            gradients = max((p.numel() * p.element_size() for p in self.params), default=0)
         self.memory.check_fits(effective.stride, effective.static_ratio, weights + gradients + headroom_bytes, more)
-
-    def _weight_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.params)
-
-    def _least_gradient_bytes(self) -> int:
-        """Room that a backward needs when gradients are released as they come: for the largest parameter's."""
-        return max((p.numel() * p.element_size() for p in self.params), default=0)
 
     def watch(self, on_gradient: Callable[[int], None]) -> None:
         self.gradients.watch(on_gradient)

@@ -51,7 +51,7 @@ class MemoryRunner:
         self._params = params
         self._pool = pool
         self.copied: dict[int, Taken] = {}
-        """What the gradients of a subgroup were when they were copied to the host."""
+        """What gradients that are kept were when they were copied to the host, by subgroup."""
         self.squares: dict[int, tuple[Event, list[tuple[float, int]], int]] = {}
         """For each parameter whose squares were summed early: when they are known, the list that holds them, where."""
         self.inputs: StepInputs | None = None
@@ -77,20 +77,18 @@ class MemoryRunner:
                 return self._cpu_update(self._memory.layouts[op.subgroup])
             case OpKind.DEVICE_UPDATE:
                 return self._device_update(op, self._memory.layouts[op.subgroup])
-        layout = self._memory.layouts[op.subgroup]
-        copies = list(self._copies(op, layout))
-        issued = Issued(self._device.copy(op.lane, copies), sum(copy.nbytes for copy in copies), 0)
-        if op.kind is OpKind.GRAD_D2H:
-            self._gradients.was_read(layout, self.copied[layout.id], op.lane)
-        return issued
+            case OpKind.GRAD_D2H:
+                return self._grad_d2h(op, self._memory.layouts[op.subgroup])
+        return self._copy(op.lane, list(self._copies(op, self._memory.layouts[op.subgroup])))
+
+    def _copy(self, lane: str, copies: Sequence[Copy]) -> Issued:
+        return Issued(self._device.copy(lane, copies), sum(copy.nbytes for copy in copies), 0)
 
     # ---- copies
 
     def _copies(self, op: Op, layout: Layout) -> Iterator[Copy]:
         s, memory = layout.id, self._memory
         match op.kind:
-            case OpKind.GRAD_D2H:
-                yield from self._gradient_copies(op, layout)
             case OpKind.GRAD_H2D if op.slot is not None:
                 yield Copy(memory.slot_gradient(op.slot), memory.gradient(s), op.nbytes)
             case OpKind.WEIGHT_D2H:
@@ -104,15 +102,20 @@ class MemoryRunner:
             case OpKind.STATE_D2H:
                 yield Copy(memory.host_state(s), memory.on_device(s, op.slot), op.nbytes)
 
-    def _gradient_copies(self, op: Op, layout: Layout) -> Iterator[Copy]:
-        size = layout.format.grad_bytes
-        self.copied[layout.id] = taken = self._gradients.take(layout)
-        base = self._memory.gradient(layout.id)
+    def _grad_d2h(self, op: Op, layout: Layout) -> Issued:
+        size, base = layout.format.grad_bytes, self._memory.gradient(layout.id)
+        taken = self._gradients.take(layout)
+        if self._gradients.mode == "keep":
+            self.copied[layout.id] = taken
+        copies: list[Copy] = []
         for segment, arrived in zip(layout.segments, taken, strict=True):
             if arrived is not None:
                 self._device.wait(op.lane, arrived.ready)
                 grad = flat(arrived.dense).data_ptr() + segment.offset * size
-                yield Copy(base + segment.start * size, grad, segment.numel * size)
+                copies.append(Copy(base + segment.start * size, grad, segment.numel * size))
+        issued = self._copy(op.lane, copies)
+        self._gradients.was_read(layout, taken, op.lane)
+        return issued
 
     def _weight_pieces(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
         size, mirror = layout.format.weight_bytes, self._memory.mirror(layout.id)

@@ -46,14 +46,16 @@ class PlainAdamW:
             for param in group["params"]:
                 self.params.append(_fresh(param))
 
-    def step(self, grads: list[torch.Tensor | None]) -> None:
-        """`grads` in the order of the parameters of all groups."""
+    def step(self, grads: list[torch.Tensor | None], loss_scale: float = 1.0) -> None:
+        """`grads` in the order of the parameters of all groups, `loss_scale` times too large."""
         found = [None if g is None else array(g) for g in grads]
         sums = [oracle.sum_of_squares(g, p.grad) for p, g in zip(self.params, found, strict=True) if g is not None]
         if any(bad for _, bad in sums):
             return
         norm = sum((squares for squares, _ in sums), 0.0) ** 0.5
-        scale = 1.0 if self.max_grad_norm is None else float(oracle.clip_scale(norm, self.max_grad_norm))
+        scale = 1.0 / loss_scale
+        if self.max_grad_norm is not None:
+            scale *= float(oracle.clip_scale(norm / loss_scale, self.max_grad_norm))
         owners = [group for group in self.groups for _ in group["params"]]
         for param, grad, group in zip(self.params, found, owners, strict=True):
             if grad is None:
@@ -61,11 +63,18 @@ class PlainAdamW:
             param.step += 1
             chosen = scalars(
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
-                weight_decay=group["weight_decay"], step=param.step, grad_scale=scale,
+                weight_decay=group["weight_decay"], step=param.step,
+                grad_scale=-scale if group.get("maximize") else scale,
+                decoupled=group.get("decoupled_weight_decay", True),
             )  # fmt: skip
             oracle.adamw_update(
                 param.weight, param.format, param.aux, param.exp_avg, param.exp_avg_sq, grad, param.grad, chosen
             )
+
+    def add(self, group: dict[str, Any]) -> None:
+        """A param group that comes later."""
+        self.groups.append(group)
+        self.params += [_fresh(param) for param in group["params"]]
 
     def same_weights(self, params: list[torch.nn.Parameter]) -> bool:
         return all(
