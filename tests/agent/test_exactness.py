@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 import tidegate
 from tests.agent.plain import PlainAdamW
+from tidegate.agent.subgroups import grad_dtype_of
 from tidegate.knobs import Knobs
 
 FAST = tidegate.EmulatedRates(h2d_bytes_per_second=1e12, d2h_bytes_per_second=1e12, update_params_per_second=1e12)
@@ -22,9 +23,30 @@ STRIDES = st.one_of(st.just("off"), st.floats(1, 9).map(lambda x: round(x, 2)))
 KNOBS = st.tuples(STRIDES, st.floats(0, 1).map(lambda x: round(x, 2)))
 
 
-def make_params(shapes: list[tuple[tuple[int, ...], int]], seed: int) -> list[torch.nn.Parameter]:
+SPECIAL = torch.tensor(
+    [0.0, -0.0, 1e-40, -1e-45, 6e-8, 1e-30, 3.4e38, -65504.0, 1.0, 2.0**-133, 257 / 256, -1.00390625]
+)
+"""Signed zeros, denormals of fp32, bf16 and fp16, numbers near overflow and exact ties of 16-bit rounding."""
+
+
+def make_params(shapes: list[tuple[tuple[int, ...], int]], seed: int, wide: bool = False) -> list[torch.nn.Parameter]:
+    """`wide`: 16-bit weights have fp32 gradients."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(DTYPES[d])) for s, d in shapes]
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(DTYPES[d])) for s, d in shapes]
+    for param in params if wide else ():
+        param.grad_dtype = torch.float32
+    return params
+
+
+def with_special_values(grads: list[torch.Tensor | None], seed: int) -> list[torch.Tensor | None]:
+    """Some elements replaced by numbers that rounding, flushing or a wrong order of operations would show."""
+    generator = torch.Generator().manual_seed(seed)
+    for grad in grads:
+        if grad is not None:
+            values = SPECIAL[torch.randint(len(SPECIAL), grad.shape, generator=generator)].to(grad.dtype)
+            chosen = (torch.rand(grad.shape, generator=generator) < 0.3) & values.isfinite()
+            grad[chosen] = values[chosen]
+    return grads
 
 
 def backward(params: list[torch.nn.Parameter], grads: list[torch.Tensor | None]) -> None:
@@ -43,7 +65,7 @@ def random_grads(params: list[torch.nn.Parameter], seed: int, some: bool) -> lis
     return grads
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     shapes=st.lists(st.tuples(SHAPES, st.integers(0, 2)), min_size=1, max_size=7),
     subgroup_numel=st.integers(3, 700),
@@ -54,6 +76,9 @@ def random_grads(params: list[torch.nn.Parameter], seed: int, some: bool) -> lis
     max_grad_norm=st.sampled_from([None, 0.7]),
     gradients=st.sampled_from([("keep", 0), ("release", 0), ("release", 1), ("release", 3000)]),
     micro_batches=st.integers(1, 2),
+    cpu_threads=st.integers(1, 4),
+    wide=st.booleans(),
+    special=st.booleans(),
     some=st.booleans(),
     seed=st.integers(0, 1000),
 )
@@ -67,17 +92,21 @@ def test_equals_the_oracle_whatever_the_plan(
     max_grad_norm: float | None,
     gradients: tuple[Any, int],
     micro_batches: int,
+    cpu_threads: int,
+    wide: bool,
+    special: bool,
     some: bool,
     seed: int,
 ) -> None:
-    params = make_params(shapes, seed)
+    params = make_params(shapes, seed, wide)
     half = len(params) // 2
     groups = [{"params": params[half:], "lr": 0.03, "weight_decay": 0.1}]
     if half:
         groups.insert(0, {"params": params[:half], "lr": 0.01, "betas": (0.8, 0.95)})
     ordered = [p for group in groups for p in group["params"]]  # type: ignore[attr-defined]
     offload = tidegate.Offload(
-        stride=start[0], static_ratio=start[1], subgroup_numel=subgroup_numel, num_slots=num_slots, cpu_threads=2,
+        stride=start[0], static_ratio=start[1], subgroup_numel=subgroup_numel, num_slots=num_slots,
+        cpu_threads=cpu_threads,
         policy=policy, emulated=FAST, gradients=gradients[0], gradient_memory_bytes=gradients[1],
     )  # fmt: skip
     with tidegate.AdamW(groups, max_grad_norm=max_grad_norm, offload=offload) as optimizer:
@@ -87,7 +116,10 @@ def test_equals_the_oracle_whatever_the_plan(
             total: list[torch.Tensor | None] = [None] * len(ordered)
             for batch in range(micro_batches):
                 grads = random_grads(ordered, seed + step + 31 * batch, some)
-                total = [b if a is None else a if b is None else a + b for a, b in zip(total, grads, strict=True)]
+                if special:
+                    grads = with_special_values(grads, seed + step)
+                wanted = [g if g is None else g.to(grad_dtype_of(p)) for p, g in zip(ordered, grads, strict=True)]
+                total = [b if a is None else a if b is None else a + b for a, b in zip(total, wanted, strict=True)]
                 with optimizer.accumulate() if batch < micro_batches - 1 else contextlib.nullcontext():
                     backward(ordered, grads)
             optimizer.step()
