@@ -7,7 +7,7 @@ from typing import Final
 
 from tidegate.knobs import Off
 from tidegate.model.rates import RateCard
-from tidegate.model.simulate import best_stride, what_if
+from tidegate.model.simulate import better_stride
 from tidegate.plan.ops import Subgroup
 
 FIRST_LOOK_STEPS: Final = 8
@@ -31,18 +31,8 @@ class StrideTuner:
         self._steps_left -= 1
         if self._steps_left > 0 or rates.missing:
             return None
-        better = self._better(stride, subgroups, static_ratio, num_slots, rates)
+        better = better_stride(stride, subgroups, static_ratio, num_slots, rates, minimum_gain=MINIMUM_GAIN)
         stays = better is None
         self._wait_steps = min(2 * self._wait_steps, LONGEST_WAIT_STEPS) if stays else FIRST_LOOK_STEPS
         self._steps_left = self._wait_steps
         return better
-
-    def _better(
-        self, stride: float | Off, subgroups: Sequence[Subgroup], static_ratio: float, num_slots: int, rates: RateCard
-    ) -> float | Off | None:
-        best = best_stride(subgroups, static_ratio, num_slots, rates)
-        if best == stride:
-            return None
-        now = what_if(subgroups, stride=stride, static_ratio=static_ratio, num_slots=num_slots, rates=rates)
-        then = what_if(subgroups, stride=best, static_ratio=static_ratio, num_slots=num_slots, rates=rates)
-        return best if then.update_seconds < (1 - MINIMUM_GAIN) * now.update_seconds else None
