@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from tidegate.knobs import Off
@@ -25,13 +25,21 @@ class StrideTuner:
         self._steps_left = self._wait_steps = FIRST_LOOK_STEPS
 
     def propose(
-        self, stride: float | Off, subgroups: Sequence[Subgroup], static_ratio: float, num_slots: int, rates: RateCard
+        self,
+        stride: float | Off,
+        subgroups: Sequence[Subgroup],
+        static_ratio: float,
+        num_slots: int,
+        rates: Callable[[], RateCard | None],
     ) -> float | Off | None:
-        """A better stride than the present one, or None to stay. To be called once a step."""
+        """A better stride than the present one, or None to stay. To be called once a step; `rates` are rarely asked."""
         self._steps_left -= 1
-        if self._steps_left > 0 or rates.missing:
+        if self._steps_left > 0:
             return None
-        better = better_stride(stride, subgroups, static_ratio, num_slots, rates, minimum_gain=MINIMUM_GAIN)
+        known = rates()
+        if known is None or known.missing:
+            return None
+        better = better_stride(stride, subgroups, static_ratio, num_slots, known, minimum_gain=MINIMUM_GAIN)
         stays = better is None
         self._wait_steps = min(2 * self._wait_steps, LONGEST_WAIT_STEPS) if stays else FIRST_LOOK_STEPS
         self._steps_left = self._wait_steps
