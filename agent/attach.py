@@ -24,16 +24,7 @@ from tidegate.client import find_token
 from tidegate.errors import ConfigError, MemoryBudgetError
 from tidegate.knobs import AUTO
 from tidegate.model.tuner import StrideTuner
-from tidegate.wire import (
-    MAX_SPANS,
-    AgentHello,
-    AgentReport,
-    PhaseRow,
-    Rates,
-    SpanRow,
-    SubgroupSizes,
-    TimelineView,
-)
+from tidegate.wire import AgentHello, AgentReport, Rates, SubgroupSizes
 
 log = logging.getLogger("tidegate")
 
@@ -87,11 +78,15 @@ class Attachment:
         optimizer.attachment = self
 
     @property
-    def overhead_seconds(self) -> float:
-        """CPU seconds that recording, tuning, exporting and reporting have cost so far."""
+    def overhead(self) -> dict[str, float]:
+        """CPU seconds that recording, tuning, exporting and reporting have cost so far, each by its name."""
         link = self.link.cpu_seconds if self.link is not None else 0.0
-        overhead = self._collector.overhead
-        return self.recorder.cpu_seconds + overhead["tuner"] + overhead["exporter"] + link
+        return {**self._collector.overhead, "recorder": self.recorder.cpu_seconds, "link": link}
+
+    @property
+    def overhead_seconds(self) -> float:
+        """All of `overhead`."""
+        return sum(self.overhead.values())
 
     def close(self) -> None:
         """Says goodbye to the daemon and stops serving /metrics. Idempotent."""
@@ -118,7 +113,7 @@ class Attachment:
             self.recorder.record(result, phases)
         except Exception:
             # The weights are right whatever watching makes of it: training goes on.
-            log.exception("step %d could not be recorded", self.recorder.totals.steps + 1)
+            log.exception("step %d could not be recorded", self.recorder.steps)
 
     def _between_steps(self, next_step: int) -> None:
         self._apply_committed(next_step - self._first_step + 1)
@@ -155,11 +150,13 @@ class Attachment:
 
     def _tune(self) -> None:
         """Lets the tuner move what is `auto`."""
-        rates, engine = self.recorder.rates, self._optimizer.engine
-        if self._optimizer.knobs.stride != AUTO or rates is None or self.world_size > 1:
+        if self._optimizer.knobs.stride != AUTO or self.world_size > 1:
             return
-        ratio = engine.effective.static_ratio
-        stride = self._tuner.propose(engine.effective.stride, engine.subgroups, ratio, engine.num_slots, rates)
+        engine = self._optimizer.engine
+        now, slots = engine.effective, engine.num_slots
+        stride = self._tuner.propose(
+            now.stride, engine.subgroups, now.static_ratio, slots, rates=lambda: self.recorder.rates
+        )
         if stride is not None:
             with contextlib.suppress(MemoryBudgetError):
                 self._optimizer.set_auto_stride(stride)
@@ -198,7 +195,7 @@ class Attachment:
 
     def _report(self) -> AgentReport:
         recorder = self.recorder
-        rates = recorder.rates
+        rates, last = recorder.rates, recorder.last_step
         return AgentReport(
             timestamp=time.time(),
             step=recorder.totals.steps,
@@ -207,29 +204,9 @@ class Attachment:
             effective=self._optimizer.effective_knobs(),
             rates=None if rates is None else Rates(**rates.to_dict()),
             steps=recorder.take_unreported(),
-            timeline=self._timeline(),
+            timeline=None if last is None else last.view(),
             predicted_update_seconds=recorder.totals.predicted_update_seconds,
         )
-
-    def _timeline(self) -> TimelineView | None:
-        timeline = self.recorder.timeline
-        if timeline is None:
-            return None
-        return TimelineView(
-            step=timeline.step,
-            source=timeline.source,
-            origin=timeline.origin,
-            phases=tuple(PhaseRow(phase=p.phase, start=p.start, end=p.end) for p in timeline.phases),
-            spans=tuple(
-                SpanRow(
-                    op=s.op, kind=s.kind.value, lane=s.lane, subgroup=s.subgroup, start=s.start, end=s.end,
-                    nbytes=s.nbytes, numel=s.numel, slot=s.slot,
-                )
-                for s in timeline.spans[:MAX_SPANS]
-            ),
-            num_spans=len(timeline.spans),
-            deps={op: deps for op, deps in timeline.deps.items() if deps},
-        )  # fmt: skip
 
 
 def attach(optimizer: AdamW, model: torch.nn.Module | None = None, **settings: Any) -> Attachment:

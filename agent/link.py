@@ -1,4 +1,4 @@
-"""The agent's link to the daemon: reports once a second, listens for knobs. Training never waits for it."""
+"""The agent's link to the daemon: reports every few seconds, listens for knobs. Training never waits for it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from tidegate.wire import AgentHello, AgentReport, Applied, Directive, Vote
 log = logging.getLogger("tidegate.link")
 
 REPORT_SECONDS = 1.0
+LONGEST_REPORT_SECONDS = 4.0
+REPORT_SHARE = 1e-3
+"""Share of one core that reports may take: the more one costs (large plans, a slow machine), the rarer they are,
+between the two bounds. What operators wait for, knobs and votes, does not wait for a report."""
 POLL_SECONDS = 20.0
 MAX_BACKOFF_SECONDS = 5.0
 
@@ -116,18 +120,20 @@ class AgentLink:
     # ---- reporting
 
     def _report_forever(self) -> None:
-        failures = 0
+        failures, pause = 0, REPORT_SECONDS
         while not self._stop.is_set():
-            self._wake.wait(REPORT_SECONDS if not failures else _backoff(failures))
+            self._wake.wait(pause if not failures else _backoff(failures))
             self._wake.clear()
             if self._stop.is_set():
                 return
+            began = time.thread_time()
             try:
                 self._deliver()
                 failures = 0
             except DaemonError as error:
                 failures += 1
                 self._lost(error)
+            pause = _pause(time.thread_time() - began)
             self._count("report")
 
     def _deliver(self, final: bool = False) -> None:
@@ -140,7 +146,8 @@ class AgentLink:
         try:
             if applied is not None:
                 self._client.applied(self._hello.agent, applied)
-            lease = self._client.report(self._hello.agent, report.model_copy(update={"finished": final}))
+            last = report.model_copy(update={"finished": True}) if final else report
+            lease = self._client.report(self._hello.agent, last)
         except DaemonError as error:
             self._undelivered(report)
             with self._lock:
@@ -195,6 +202,11 @@ class AgentLink:
 
 def _committed(directive: Directive) -> Committed:
     return Committed(directive.committed, Knobs().changed(directive.committed_knobs))
+
+
+def _pause(cpu_seconds: float) -> float:
+    """Seconds until the next report after one that took so much CPU time."""
+    return min(LONGEST_REPORT_SECONDS, max(REPORT_SECONDS, cpu_seconds / REPORT_SHARE))
 
 
 def _backoff(failures: int) -> float:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Final, Protocol
 
 from tidegate.plan.ops import COMPUTE_LANES
 from tidegate.timeline import Phase, PhaseSpan, Span, Stall, Timeline
 
 SCHEDULER: Final = "scheduler"
+_IN_TIME: Final = attrgetter("start", "end", "op")
+
+
+_Piece = tuple[str, float, float]
+"""Cause, start, end."""
 
 
 class Interval(Protocol):
@@ -66,26 +71,14 @@ def stalls(timeline: Timeline) -> tuple[Stall, ...]:
     for was running goes to that op's lane, time in between to `scheduler` (a gate, or the agent itself). The last gap
     ends with the update, which waits for the span that ends last.
     """
-    window = timeline.window("update")
-    if window is None:
-        return ()
-    blockers = _Blockers(timeline)
-    by_start = {s.start: s for s in sorted(_compute(timeline), key=lambda s: -s.op) if s.end > s.start}
-    last = max((s for s in timeline.spans if s.start < window[1]), key=lambda s: (s.end, s.op), default=None)
-    pieces: list[Stall] = []
-    for gap in _gaps(union(_compute(timeline), window), window):
-        at_the_end = gap[1] == window[1]
-        chain = blockers.back_from(last if at_the_end else by_start[gap[1]])
-        # What ends a gap runs after it; the chain that explains the gap begins with what that waited for.
-        pieces += _blame(gap, itertools.islice(chain, 0 if at_the_end else 1, None))
-    return tuple(_merged(pieces))
+    return tuple(_merged(Stall("update", *piece) for piece in _pieces(timeline)))
 
 
 def exposed_waits(timeline: Timeline) -> dict[str, float]:
     """Seconds for which each cause kept the update from computing: `stalls`, added up."""
     waits: defaultdict[str, float] = defaultdict(float)
-    for stall in stalls(timeline):
-        waits[stall.cause] += stall.end - stall.start
+    for cause, start, end in _pieces(timeline):
+        waits[cause] += end - start
     return dict(waits)
 
 
@@ -94,7 +87,8 @@ def critical_path(timeline: Timeline) -> tuple[int, ...]:
     if not timeline.spans:
         return ()
     last = max(timeline.spans, key=lambda span: (span.end, span.op))
-    return tuple(span.op for span in _Blockers(timeline).back_from(last))[::-1]
+    blockers = _Blockers(timeline.spans, timeline.deps)
+    return tuple(span.op for span in blockers.back_from(last))[::-1]
 
 
 def split_by_phase(span: Interval, phases: Sequence[PhaseSpan]) -> dict[Phase, float]:
@@ -126,6 +120,38 @@ def _compute(timeline: Timeline) -> Iterator[Span]:
     return (span for span in timeline.spans if span.lane in COMPUTE_LANES)
 
 
+def _pieces(timeline: Timeline) -> Iterator[_Piece]:
+    """The stalls of the update, gap by gap and each from its end to its start. Runs after every step of a training."""
+    window = timeline.window("update")
+    if window is None:
+        return
+    compute = list(_compute(timeline))
+    gaps = list(_gaps(union(compute, window), window))
+    if not gaps:
+        return
+    # What ended before the update began explains nothing in it.
+    blockers = _Blockers([span for span in timeline.spans if span.end > window[0]], timeline.deps)
+    by_start = _first_by_start(compute)
+    for low, high in gaps:
+        # What ends a gap runs after it; the chain that explains the gap begins with what that waited for.
+        blamed = _last(timeline, high) if high == window[1] else blockers.of(by_start[high])
+        yield from _blame(low, high, blamed, blockers)
+
+
+def _first_by_start(spans: Iterable[Span]) -> dict[float, Span]:
+    """By start, the span with the lowest op."""
+    found: dict[float, Span] = {}
+    for span in spans:
+        if span.end > span.start and (span.start not in found or span.op <= found[span.start].op):
+            found[span.start] = span
+    return found
+
+
+def _last(timeline: Timeline, end: float) -> Span | None:
+    """The span that ends last of those that began before `end`."""
+    return max((s for s in timeline.spans if s.start < end), key=attrgetter("end", "op"), default=None)
+
+
 def _gaps(stretches: list[tuple[float, float]], window: tuple[float, float]) -> Iterator[tuple[float, float]]:
     """What the stretches leave of the window."""
     cursor, high = window
@@ -140,27 +166,34 @@ def _gaps(stretches: list[tuple[float, float]], window: tuple[float, float]) -> 
 class _Blockers:
     """For each span, the span it waited for: the last to end of its dependencies and its lane's last one."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._deps = timeline.deps
+    def __init__(self, spans: Collection[Span], deps: Mapping[int, Sequence[int]]) -> None:
+        self.longest_chain = len(spans)
+        """Clocks that disagree can make a chain go in circles: what is beyond this many spans was met before."""
+        self._deps = deps
         # An op that was repeated has several spans; whoever depends on it waited for the last.
         self._last_run: dict[int, Span] = {}
         # By identity: hashing all fields of a span takes longer than everything else here.
         self._lane_before: dict[int, Span] = {}
         lane_last: dict[str, Span] = {}
-        for span in sorted(timeline.spans, key=lambda span: (span.start, span.end, span.op)):
+        for span in sorted(spans, key=_IN_TIME):
+            lane = span.lane
             self._last_run[span.op] = span
-            if span.lane in lane_last:
-                self._lane_before[id(span)] = lane_last[span.lane]
-            lane_last[span.lane] = span
+            if lane in lane_last:
+                self._lane_before[id(span)] = lane_last[lane]
+            lane_last[lane] = span
 
     def of(self, span: Span) -> Span | None:
-        found = [self._last_run[dep] for dep in self._deps.get(span.op, ()) if dep in self._last_run]
-        if id(span) in self._lane_before:
-            found.append(self._lane_before[id(span)])
-        return max(found, key=lambda blocker: (blocker.end, blocker.op), default=None)
+        found = self._lane_before.get(id(span))
+        last_run = self._last_run
+        for dep in self._deps.get(span.op, ()):
+            if dep in last_run:
+                blocker = last_run[dep]
+                if found is None or blocker.end > found.end or (blocker.end == found.end and blocker.op >= found.op):
+                    found = blocker
+        return found
 
     def back_from(self, span: Span | None) -> Iterator[Span]:
-        """The span, what it waited for, what that waited for… Clocks that disagree cannot make it go in circles."""
+        """The span, what it waited for, what that waited for…, each once."""
         met: set[int] = set()
         while span is not None and id(span) not in met:
             yield span
@@ -168,18 +201,21 @@ class _Blockers:
             span = self.of(span)
 
 
-def _blame(gap: tuple[float, float], chain: Iterable[Span]) -> Iterator[Stall]:
-    """Cuts a gap along the chain, from its end to its start."""
-    low, cursor = gap
-    for span in chain:
-        for start, cause in ((span.end, SCHEDULER), (span.start, span.lane)):
-            if low < cursor and start < cursor:
-                yield Stall("update", cause, max(start, low), cursor)
-                cursor = max(start, low)
-        if cursor <= low:
-            return
+def _blame(low: float, high: float, span: Span | None, blockers: _Blockers) -> Iterator[_Piece]:
+    """Cuts a gap along the chain that begins with `span`, from its end to its start."""
+    cursor = high
+    for _ in range(blockers.longest_chain):
+        if span is None or cursor <= low:
+            break
+        if span.end < cursor:
+            end, cursor = cursor, max(span.end, low)
+            yield SCHEDULER, cursor, end
+        if low < cursor and span.start < cursor:
+            end, cursor = cursor, max(span.start, low)
+            yield span.lane, cursor, end
+        span = blockers.of(span)
     if low < cursor:
-        yield Stall("update", SCHEDULER, low, cursor)
+        yield SCHEDULER, low, cursor
 
 
 def _merged(pieces: Iterable[Stall]) -> Iterator[Stall]:

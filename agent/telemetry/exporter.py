@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry.recorder import Histogram, Recorder
@@ -32,10 +36,8 @@ class StepCollector:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        began = time.thread_time()
         with self._recorder.lock:
             families = [*self._counters(), *self._gauges(), *self._control()]
-        self.overhead["exporter"] += time.thread_time() - began
         yield from families
 
     def _counters(self) -> Iterator[Metric]:
@@ -89,20 +91,64 @@ class Exporter:
     """Serves /metrics of one rank at `bind`:`port`; port 0 takes a free one."""
 
     def __init__(self, collector: StepCollector, bind: str, port: int) -> None:
-        registry = CollectorRegistry()
-        registry.register(collector)
         try:
-            self._server, self._thread = start_http_server(port, addr=bind, registry=registry)
+            self._server = _Server(bind, port, collector)
         except OSError as error:
             raise ConfigError(
                 f"/metrics cannot listen on {bind}:{port}: {error.strerror}. Choose another metrics_port, or 0 for any."
             ) from error
         self.port: int = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="tidegate-exporter", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5.0)
+
+
+class _Server(ThreadingHTTPServer):
+    """One thread a request. All of its CPU time goes to the collector's `overhead`, not only the collecting."""
+
+    def __init__(self, bind: str, port: int, collector: StepCollector) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(collector)
+        self._overhead = collector.overhead
+        self._counting = threading.Lock()
+        self._accepting = 0.0
+        self.address_family = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        super().__init__((bind, port), _Handler)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        super().process_request_thread(request, client_address)
+        self._count(time.thread_time())
+
+    def service_actions(self) -> None:
+        """Called by the accepting thread in every turn of its loop."""
+        before, self._accepting = self._accepting, time.thread_time()
+        self._count(self._accepting - before)
+
+    def _count(self, seconds: float) -> None:
+        with self._counting:
+            self._overhead["exporter"] += seconds
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers with all metrics, in the format that is asked for. Not compressed: it is a few kilobytes."""
+
+    server: _Server
+
+    def do_GET(self) -> None:
+        encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+        body = encode(self.server.registry)
+        self.send_response(200)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are no news."""
 
 
 def _as_numbers(knobs: Mapping[str, KnobValue]) -> dict[str, float]:

@@ -7,8 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 
 from tidegate.timeline import Phase, PhaseSpan
+
+SHORT_SECONDS = 1e-3
+"""The time between two phases, `other`, has a memory peak of its own only if it lasts longer: asking the device costs
+more than everything else at a boundary, and what little is allocated there counts to the phase that follows."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,8 @@ class StepPhases:
     cpu_seconds: dict[Phase, float]
     device_peak_bytes: dict[Phase, int]
     exposed_seconds: dict[Phase, float]
+    clock_cpu_seconds: float = 0.0
+    """What these boundaries cost: CPU time of the training thread."""
 
     def seconds(self) -> dict[Phase, float]:
         total: dict[Phase, float] = defaultdict(float)
@@ -53,19 +60,20 @@ class PhaseClock:
         finally:
             self.enter(before)
 
-    @contextmanager
-    def exposed(self) -> Iterator[None]:
-        """The training thread is blocked by the engine inside this block."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self._exposed[self.current] += time.monotonic() - start
+    def exposed(self) -> _Exposed:
+        """A context: the training thread is blocked by the engine inside it."""
+        return _Exposed(self)
+
+    def blocked(self, seconds: float) -> None:
+        """The training thread was blocked so long, in the present phase."""
+        self._exposed[self.current] += seconds
 
     def cut(self) -> StepPhases:
         """Ends the step now: what was measured since the last cut."""
         self._close()
-        done = StepPhases(tuple(self._spans), dict(self._cpu_by_phase), dict(self._peaks), dict(self._exposed))
+        done = StepPhases(
+            tuple(self._spans), dict(self._cpu_by_phase), dict(self._peaks), dict(self._exposed), self.cpu_seconds
+        )
         self._reset()
         return done
 
@@ -74,11 +82,31 @@ class PhaseClock:
         self._cpu_by_phase: dict[Phase, float] = defaultdict(float)
         self._peaks: dict[Phase, int] = {}
         self._exposed: dict[Phase, float] = defaultdict(float)
+        self.cpu_seconds = 0.0
+        """What this clock has cost since the last cut."""
 
     def _close(self) -> None:
+        began = time.thread_time()
         now, cpu = time.monotonic(), time.process_time()
         if now > self._since:
             self._spans.append(PhaseSpan(self.current, self._since, now))
         self._cpu_by_phase[self.current] += cpu - self._cpu
-        self._peaks[self.current] = max(self._peaks.get(self.current, 0), self._take_peak_bytes())
+        if self.current != "other" or now - self._since > SHORT_SECONDS:
+            self._peaks[self.current] = max(self._peaks.get(self.current, 0), self._take_peak_bytes())
         self._since, self._cpu = now, cpu
+        self.cpu_seconds += time.thread_time() - began
+
+
+class _Exposed:
+    """Entered once per gradient: a generator would cost three times as much."""
+
+    __slots__ = ("_clock", "_since")
+
+    def __init__(self, clock: PhaseClock) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._clock.blocked(time.monotonic() - self._since)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from bisect import bisect_left
@@ -11,22 +12,27 @@ from dataclasses import dataclass, field
 
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.optimizer import AdamW
+from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.agent.telemetry.phases import StepPhases
-from tidegate.analysis import split_by_phase, stalls
+from tidegate.agent.telemetry.report import report_of
 from tidegate.catalogue import SECONDS_BUCKETS
 from tidegate.errors import ConfigError
-from tidegate.model.rates import RateCard
-from tidegate.model.simulate import simulate
+from tidegate.model.rates import RateCard, seen
+from tidegate.model.simulate import update_seconds
 from tidegate.plan import Plan
-from tidegate.plan.ops import CPU, LINK_LANES
-from tidegate.timeline import PhaseSpan, Span, Timeline
-from tidegate.wire import LinkRow, StallRow, StepReport
+from tidegate.timeline import Span, Timeline
+from tidegate.wire import StepReport
+
+log = logging.getLogger("tidegate")
 
 MAX_UNREPORTED_STEPS = 256
-PREDICT_EVERY = 4
-"""Steps between two looks at rates and prediction while the plan stays the same."""
+MAX_NOTED_STEPS = 16
+"""Steps after which the training thread makes their figures itself, when nobody asked for them."""
+PREDICTION_SHARE = 3e-4
+"""Share of the time that predictions may take while the plan stays the same: a plan of 100 ops is looked at about once
+a second, a larger one less often."""
 RATE_WINDOW = 5
-"""Timelines that the live rate card is made from."""
+"""Steps that the live rate card is made from."""
 
 
 @dataclass
@@ -61,76 +67,117 @@ class Totals:
 
 
 class Recorder:
-    """Fed by the training thread once a step. `lock` guards what other threads read."""
+    """Fed by the training thread once a step, which only notes what has ended: figures are made a few steps at a time.
+
+    Whoever reads figures first makes those of the steps noted so far. That is cheaper than one step at a time, when
+    the processor has forgotten everything about it since the last, and it is mostly not the training thread's time.
+    `lock` guards what several threads read.
+    """
 
     def __init__(self, optimizer: AdamW) -> None:
-        self.lock = threading.Lock()
-        self.totals = Totals()
-        self.unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
-        self.timeline: Timeline | None = None
-        self.rates: RateCard | None = None
+        self.lock = threading.RLock()
+        self.steps = 0
+        """Steps noted."""
+        self.last_step: FinishedStep | None = None
         self.cpu_seconds = 0.0
-        """CPU time that recording has cost so far."""
+        """CPU time of the training thread that recording has cost so far, the phase clock's included."""
         self._optimizer = optimizer
+        self._totals = Totals()
+        self._noted: deque[FinishedStep] = deque()
+        self._unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
+        self._rates: RateCard | None = None
+        self._rates_are_old = False
+        self._recent: deque[tuple[Span, ...]] = deque(maxlen=RATE_WINDOW)
+        self._plan: Plan | None = None
+        self._deps: dict[int, tuple[int, ...]] = {}
         self._predicted_plan: Plan | None = None
-        self._recent: deque[Timeline] = deque(maxlen=RATE_WINDOW)
+        self._predict_at = 0.0
 
     def record(self, result: StepResult, phases: StepPhases) -> None:
         """Called when a step has ended."""
         began = time.thread_time()
-        if result.plan is not self._predicted_plan:
-            # What was predicted was another plan's.
-            self.totals.predicted_update_seconds = None
-        timeline = _timeline(self.totals.steps + 1, result, phases)
-        report = self._report(result, phases, timeline)
+        self.steps += 1
+        other_plan = result.plan is not self._plan
+        if other_plan:
+            self._plan, self._deps = result.plan, {op.id: op.deps for op in result.plan.ops}
+        self.last_step = self._note(result, phases)
+        self._noted.append(self.last_step)
+        if other_plan or len(self._noted) >= MAX_NOTED_STEPS:
+            self._catch_up()
+        self.cpu_seconds += time.thread_time() - began + phases.clock_cpu_seconds
+
+    @property
+    def totals(self) -> Totals:
+        self._catch_up()
+        return self._totals
+
+    @property
+    def rates(self) -> RateCard | None:
+        """Speeds of the last steps; None before the first."""
+        self._catch_up()
         with self.lock:
-            self._add(report)
-            self.timeline = timeline
-            self.unreported.append(report)
-        self._recent.append(timeline)
-        if not result.skipped:
-            self._learn(result.plan)
-        self.cpu_seconds += time.thread_time() - began
+            return self._live_rates()
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The newest step's; None before the first."""
+        return None if self.last_step is None else self.last_step.timeline
 
     def take_unreported(self) -> tuple[StepReport, ...]:
+        self._catch_up()
         with self.lock:
-            taken = tuple(self.unreported)
-            self.unreported.clear()
+            taken = tuple(self._unreported)
+            self._unreported.clear()
         return taken
 
     def give_back(self, steps: Sequence[StepReport]) -> None:
         """These could not be delivered: they come first next time, the oldest fall off."""
         with self.lock:
-            later = list(self.unreported)
-            self.unreported.clear()
-            self.unreported.extend([*steps, *later])
+            later = list(self._unreported)
+            self._unreported.clear()
+            self._unreported.extend([*steps, *later])
 
-    def _report(self, result: StepResult, phases: StepPhases, timeline: Timeline) -> StepReport:
+    def _note(self, result: StepResult, phases: StepPhases) -> FinishedStep:
         memory, logged = self._optimizer.engine.memory, self._optimizer.logged
         self._optimizer.logged = {}
-        residences = memory.residence
-        tokens = logged.get("tokens")
-        return StepReport(
-            step=timeline.step,
-            timestamp=time.time(),
-            phase_seconds=dict(phases.seconds().items()),
-            exposed_seconds=dict(phases.exposed_seconds.items()),
-            stalls=_stall_rows(timeline, phases),
-            links=_link_rows(timeline),
-            device_memory_peak_bytes=dict(phases.device_peak_bytes.items()),
-            host_memory_bytes=memory.host_bytes(),
-            cpu_seconds={phase: max(0.0, seconds) for phase, seconds in phases.cpu_seconds.items()},
-            update_params=_updated(timeline.spans),
-            subgroups={where: residences.count(where) for where in ("host", "device")},
-            loss=logged.get("loss"),
-            tokens=None if tokens is None else int(tokens),
-            grad_norm=result.grad_norm,
-            skipped=result.skipped,
+        return FinishedStep(
+            number=self.steps,
+            result=result,
+            phases=phases,
+            deps=self._deps,
+            logged=logged,
+            host_bytes=memory.host_bytes(),
+            subgroups={where: memory.residence.count(where) for where in ("host", "device")},
         )
 
+    def _catch_up(self) -> None:
+        """Makes the figures of the steps that are noted."""
+        with self.lock:
+            while self._noted:
+                step = self._noted.popleft()
+                try:
+                    self._take(step)
+                except Exception:
+                    # Whoever asks for figures gets those of the other steps.
+                    log.exception("step %d could not be recorded", step.number)
+
+    def _take(self, step: FinishedStep) -> None:
+        result = step.result
+        if result.plan is not self._predicted_plan:
+            # What was predicted was another plan's.
+            self._totals.predicted_update_seconds, self._predict_at = None, 0.0
+            self._predicted_plan = result.plan
+        report = report_of(step)
+        self._add(report)
+        self._unreported.append(report)
+        self._recent.append(result.spans)
+        self._rates_are_old = True
+        if not result.skipped and not self._noted:
+            self._predict(result.plan)
+
     def _add(self, report: StepReport) -> None:
-        totals = self.totals
-        totals.steps += 1
+        totals = self._totals
+        totals.steps = report.step
         totals.skipped += report.skipped
         totals.tokens += report.tokens or 0
         for phase, seconds in report.phase_seconds.items():
@@ -150,76 +197,24 @@ class Recorder:
             totals.prediction_error = abs(totals.predicted_update_seconds - measured) / measured
         totals.last = report
 
-    def _learn(self, plan: Plan) -> None:
-        """Rates of the last steps, and from them what the next update will take if the plan stays."""
-        if plan is self._predicted_plan and self.totals.steps % PREDICT_EVERY:
+    def _live_rates(self) -> RateCard | None:
+        if self._rates_are_old:
+            self._rates = RateCard.from_seen([seen(spans) for spans in self._recent], previous=self._rates)
+            self._rates_are_old = False
+        return self._rates
+
+    def _predict(self, plan: Plan) -> None:
+        """What the next update will take if the plan stays, from the live rates."""
+        began = time.monotonic()
+        if began < self._predict_at or (rates := self._live_rates()) is None:
             return
-        self._predicted_plan = plan
-        self.rates = RateCard.from_timelines(self._recent, previous=self.rates)
         try:
-            predicted = simulate(plan, self.rates, step_at=self._backward_seconds()).window("update")
+            self._totals.predicted_update_seconds = update_seconds(plan, rates, step_at=self._backward_seconds())
         except ConfigError:
             return  # a rate that this plan needs was not seen yet
-        with self.lock:
-            self.totals.predicted_update_seconds = None if predicted is None else predicted[1] - predicted[0]
+        now = time.monotonic()
+        self._predict_at = now + (now - began) / PREDICTION_SHARE
 
     def _backward_seconds(self) -> float:
-        last = self.totals.last
+        last = self._totals.last
         return last.phase_seconds.get("backward", 0.0) if last is not None else 0.0
-
-
-def _timeline(step: int, result: StepResult, phases: StepPhases) -> Timeline:
-    """The step's spans and phases from second 0 on."""
-    starts = [span.start for span in result.spans] + [phase.start for phase in phases.spans]
-    zero = min(starts, default=time.monotonic())
-    return Timeline(
-        step=step,
-        source="measured",
-        spans=tuple(
-            Span(s.op, s.kind, s.lane, s.subgroup, s.start - zero, s.end - zero, s.nbytes, s.numel, s.content, s.slot)
-            for s in result.spans
-        ),
-        phases=tuple(PhaseSpan(p.phase, p.start - zero, p.end - zero) for p in phases.spans),
-        deps={op.id: op.deps for op in result.plan.ops},
-        origin=time.time() - (time.monotonic() - zero),
-    )
-
-
-def _stall_rows(timeline: Timeline, phases: StepPhases) -> tuple[StallRow, ...]:
-    """Stalls of the update by cause; in other phases what hooks held up the training thread."""
-    seconds: dict[tuple[str, str], float] = defaultdict(float)
-    for stall in stalls(timeline):
-        seconds[stall.phase, stall.cause] += stall.end - stall.start
-    for phase, exposed in phases.exposed_seconds.items():
-        if phase != "update":
-            seconds[phase, "scheduler"] += exposed
-    return tuple(StallRow(phase=phase, cause=cause, seconds=value) for (phase, cause), value in seconds.items())
-
-
-def _link_rows(timeline: Timeline) -> tuple[LinkRow, ...]:
-    """Bytes and busy time by direction, phase and content; a copy across a boundary is divided by time."""
-    moved: dict[tuple[str, str, str], int] = defaultdict(int)
-    busy: dict[tuple[str, str, str], float] = defaultdict(float)
-    for span in timeline.spans:
-        if span.lane not in LINK_LANES or span.content is None:
-            continue
-        shares = split_by_phase(span, timeline.phases)
-        left = span.nbytes
-        for i, (phase, share) in enumerate(shares.items()):
-            # The last phase takes what rounding left, so that phases add up to what was copied.
-            nbytes = left if i == len(shares) - 1 else round(span.nbytes * share)
-            left -= nbytes
-            moved[span.lane, phase, span.content] += nbytes
-            busy[span.lane, phase, span.content] += span.seconds * share
-    return tuple(
-        LinkRow(direction=lane, phase=phase, content=content, bytes=nbytes, busy_seconds=busy[lane, phase, content])
-        for (lane, phase, content), nbytes in moved.items()
-    )
-
-
-def _updated(spans: Sequence[Span]) -> dict[str, int]:
-    done = {"cpu": 0, "device": 0}
-    for span in spans:
-        if span.kind.value.endswith("_update"):
-            done["cpu" if span.lane == CPU else "device"] += span.numel
-    return done

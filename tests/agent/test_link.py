@@ -13,6 +13,7 @@ import pytest
 import tidegate
 from tests.agent.training import Training
 from tests.services import ROOT, DaemonProcess, daemon_process, free_port, until
+from tidegate.agent.link import _pause
 from tidegate.errors import ConfigError, KnobError, NotAuthorized, RankTaken, StaleKnobs
 
 RUN = "link"
@@ -149,6 +150,10 @@ def test_after_a_clean_end_the_desired_knobs_wait_for_the_next_start(daemon: Dae
             assert training.optimizer.effective_knobs()["stride"] == expected
     with daemon.client() as client:
         assert client.runs()[0].liveness == "finished"
+
+
+def test_the_more_a_report_costs_the_rarer_reports_are() -> None:
+    assert [_pause(seconds) for seconds in (0.0, 0.0005, 0.002, 0.5)] == [1.0, 1.0, 2.0, 4.0]
 
 
 def test_a_taken_metrics_port_is_a_clear_error() -> None:

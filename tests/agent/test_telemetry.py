@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import tidegate
 from tests.agent.training import Training, batch
 from tests.services import program
+from tidegate.agent.telemetry import exporter, phases, recorder
+from tidegate.agent.telemetry.phases import SHORT_SECONDS, PhaseClock
 from tidegate.analysis import compute_seconds, stalls
 from tidegate.catalogue import METRICS
 from tidegate.timeline import PHASES
@@ -95,6 +102,112 @@ def test_what_training_makes_and_what_watching_costs(run: tuple[Training, tidega
     assert values["tidegate_phase_seconds_count"] == 4 * STEPS
     assert values["tidegate_predicted_phase_seconds"] > 0
     assert 0 < values["tidegate_agent_overhead_seconds_total"] < 0.05 * values["tidegate_phase_seconds_sum"]
+
+
+def test_the_daemon_is_sent_what_the_timeline_says(run: tuple[Training, tidegate.Attachment]) -> None:
+    last = run[1].recorder.last_step
+    assert last is not None
+    timeline, sent = last.timeline, last.view()
+    assert sent.num_spans == len(sent.spans) == len(timeline.spans) > 0
+    for row, span in zip(sent.spans, timeline.spans, strict=True):
+        assert all(getattr(row, name) == getattr(span, name) for name in type(row).model_fields)
+    assert [(row.phase, row.start, row.end) for row in sent.phases] == [
+        (p.phase, p.start, p.end) for p in timeline.phases
+    ]
+    assert sent.deps == {op: deps for op, deps in timeline.deps.items() if deps}
+    assert (sent.step, sent.origin) == (STEPS, timeline.origin)
+    assert sent.origin == pytest.approx(time.time(), abs=600)
+
+
+def test_a_step_that_has_no_figures_is_logged_and_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = recorder.report_of
+
+    def broken(step: Any) -> Any:
+        if step.number == 2:
+            raise ZeroDivisionError
+        return real(step)
+
+    monkeypatch.setattr(recorder, "report_of", broken)
+    training = Training()
+    with training.optimizer as optimizer:
+        attachment = tidegate.attach(optimizer, training.model, run="broken")
+        for _ in range(4):
+            training.step()
+        assert [step.step for step in attachment.recorder.take_unreported()] == [1, 3, 4]
+        assert attachment.recorder.totals.steps == 4
+    assert "step 2 could not be recorded" in caplog.text
+
+
+def test_steps_that_nobody_asks_for_are_counted_by_the_training_thread_itself() -> None:
+    training = Training()
+    with training.optimizer as optimizer:
+        attachment = tidegate.attach(optimizer, training.model, run="alone")
+        made = attachment.recorder._totals
+        for _ in range(recorder.MAX_NOTED_STEPS + 4):
+            training.step()
+        assert made.steps >= recorder.MAX_NOTED_STEPS
+        assert attachment.recorder.totals.steps == recorder.MAX_NOTED_STEPS + 4
+
+
+def test_figures_that_two_threads_ask_for_at_once_are_made_once() -> None:
+    training = Training()
+    with training.optimizer as optimizer:
+        attachment = tidegate.attach(optimizer, training.model, run="both")
+        taken: list[int] = []
+        done = threading.Event()
+
+        def ask() -> None:
+            while not done.is_set():
+                taken.extend(step.step for step in attachment.recorder.take_unreported())
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(10):
+            training.step()
+        done.set()
+        for thread in threads:
+            thread.join()
+        taken.extend(step.step for step in attachment.recorder.take_unreported())
+        assert sorted(taken) == list(range(1, 11))
+
+
+def test_a_scrape_costs_all_that_its_thread_does(
+    run: tuple[Training, tidegate.Attachment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Formatting and writing too, not only the collecting."""
+    choose = exporter.choose_encoder
+
+    def slow(accept: str) -> Any:
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        return choose(accept)
+
+    monkeypatch.setattr(exporter, "choose_encoder", slow)
+    before = run[1].overhead["exporter"]
+    scrape(run[1])
+    scrape(run[1])
+    # The second one's thread may still be ending.
+    assert run[1].overhead["exporter"] - before >= 0.02
+
+
+def test_a_peak_belongs_to_its_phase_and_a_moment_between_two_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0, 2.0, 3.0, 3.0 + SHORT_SECONDS / 2, 4.0, 5.0]
+    times, own, peaks = iter(now), itertools.count(0, 0.125), iter([10, 20, 30, 40])
+    clock = SimpleNamespace(monotonic=lambda: next(times), thread_time=lambda: next(own), process_time=lambda: 0.0)
+    monkeypatch.setattr(phases, "time", clock)
+    watched = PhaseClock(lambda: next(peaks))
+    for phase in ("forward", "other", "backward", "update"):
+        watched.enter(phase)
+    found = watched.cut()
+    assert found.device_peak_bytes == {"other": 10, "forward": 20, "backward": 30, "update": 40}
+    assert [(span.phase, span.start, span.end) for span in found.spans] == list(
+        zip(("other", "forward", "other", "backward", "update"), now, now[1:], strict=False)
+    )
+    assert (found.clock_cpu_seconds, watched.cpu_seconds) == (5 * 0.125, 0.0)
 
 
 def test_accumulated_micro_batches_are_one_step_and_evaluation_is_other() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from tidegate.errors import ConfigError
 from tidegate.model import RateCard, simulate
+from tidegate.model.rates import seen
 from tidegate.plan import Op, OpKind, Subgroup, make_plan, place, steady
 from tidegate.timeline import Span, Timeline
 
@@ -75,3 +76,9 @@ def test_spans_at_the_same_time_count_once() -> None:
     spans = [Span(i, OpKind.STATE_H2D, "h2d", i, start=0.0, end=2.0, nbytes=10, numel=0) for i in range(2)]
     timeline = Timeline(0, "measured", tuple(spans), (), {})
     assert RateCard.from_timelines([timeline]).h2d_bytes_per_second == 10.0
+
+
+def test_spans_in_no_order_and_within_each_other_count_once() -> None:
+    rows = [(6.0, 8.0), (0.0, 4.0), (1.0, 2.0), (3.0, 5.0)]
+    spans = [Span(i, OpKind.GRAD_D2H, "d2h", i, start, end, nbytes=7, numel=0) for i, (start, end) in enumerate(rows)]
+    assert seen(spans) == {"d2h_bytes_per_second": (28, 7.0)}

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate.errors import ConfigError, PlanError
+from tidegate.knobs import device_share
 from tidegate.model import Prediction, RateCard, best_stride, simulate, what_if
-from tidegate.model.simulate import CANDIDATE_STRIDES
+from tidegate.model.simulate import CANDIDATE_STRIDES, _equation_stride, _floor_seconds, better_stride
 from tidegate.plan import OpKind, Plan, Policy, Subgroup, make_plan, place, steady
 from tidegate.timeline import PhaseSpan
 
@@ -157,6 +158,51 @@ def test_best_stride(rates: RateCard, ratio: float, num_slots: int, low: float, 
 def test_best_stride_is_the_best_candidate() -> None:
     best = predict(40, best_stride(subgroups(40), 0.1, 2, H100), 0.1).update_seconds
     assert all(best <= predict(40, stride, 0.1).update_seconds * (1 + 1e-9) for stride in ["off", *CANDIDATE_STRIDES])
+
+
+speeds = st.floats(7, 11).map(lambda exponent: 10.0**exponent)
+cards = st.builds(
+    RateCard,
+    h2d_bytes_per_second=speeds,
+    d2h_bytes_per_second=speeds,
+    cpu_params_per_second=speeds,
+    device_params_per_second=speeds,
+    norm_params_per_second=speeds,
+    overhead_seconds=st.sampled_from([None, 0.0, 1e-4]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rates=cards,
+    sizes=st.lists(st.integers(1, 10_000_000), min_size=1, max_size=24),
+    ratio=st.sampled_from([0.0, 0.3, 1.0]),
+    num_slots=st.integers(1, 4),
+    stride=st.sampled_from(["off", *CANDIDATE_STRIDES]),
+)
+def test_what_is_not_simulated_could_not_have_been_better(
+    rates: RateCard, sizes: list[int], ratio: float, num_slots: int, stride: float
+) -> None:
+    """The choice is that of simulating every candidate, and a floor is one."""
+    groups = [Subgroup(i, numel, weight_bytes=2, grad_bytes=2, state_bytes=10) for i, numel in enumerate(sizes)]
+    at = {"static_ratio": ratio, "num_slots": num_slots, "rates": rates}
+    candidates = ["off", *CANDIDATE_STRIDES, *_equation_stride(groups, rates)]
+    seconds = {one: what_if(groups, stride=one, **at).update_seconds for one in candidates}  # type: ignore[arg-type]
+    for one, found in seconds.items():
+        assert _floor_seconds(groups, one, ratio, num_slots, rates) <= found * (1 + 1e-9)  # type: ignore[arg-type]
+    best = min(candidates, key=lambda one: (float(f"{seconds[one]:.9g}"), device_share(one)))  # type: ignore[arg-type]
+    assert best_stride(groups, ratio, num_slots, rates) == best
+    better = better_stride(stride, groups, ratio, num_slots, rates, minimum_gain=0.05)
+    assert better == (best if seconds[best] < 0.95 * seconds[stride] else None)
+
+
+def test_the_order_in_which_ops_are_listed_changes_nothing() -> None:
+    plan = plan_of(9, 2, 0.3)
+    reordered = replace(plan, ops=tuple(op for lane in reversed(plan.lanes.values()) for op in lane))
+    assert reordered.ops != plan.ops
+    found, expected = simulate(reordered, H100, step_at=0.1), simulate(plan, H100, step_at=0.1)
+    assert found.spans == expected.spans
+    assert found.phases == expected.phases
 
 
 def test_best_stride_for_3000_subgroups_takes_seconds_at_most() -> None:

@@ -22,7 +22,7 @@ def run(tuner: StrideTuner, stride: float | Off, rates: RateCard, steps: int) ->
     """Moves over so many steps: (step, new stride)."""
     moves = []
     for step in range(1, steps + 1):
-        better = tuner.propose(stride, SUBGROUPS, 0.0, 2, rates)
+        better = tuner.propose(stride, SUBGROUPS, 0.0, 2, lambda: rates)
         if better is not None:
             stride = better
             moves.append((step, better))

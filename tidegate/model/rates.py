@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from tidegate.analysis import busy_seconds
 from tidegate.errors import ConfigError
-from tidegate.plan.ops import D2H, H2D, Op, OpKind
+from tidegate.plan.ops import D2H, H2D, LANE_OF, Op, OpKind
 from tidegate.timeline import Span, Timeline
 
 RATE_OF: Final[dict[OpKind, str]] = {
@@ -18,6 +18,11 @@ RATE_OF: Final[dict[OpKind, str]] = {
     OpKind.GRAD_NORM: "norm_params_per_second",
 }
 LINK_RATE_OF: Final[dict[str, str]] = {H2D: "h2d_bytes_per_second", D2H: "d2h_bytes_per_second"}
+NAME_OF: Final[dict[OpKind, str]] = {kind: LINK_RATE_OF.get(lane) or RATE_OF[kind] for kind, lane in LANE_OF.items()}
+"""The rate that ops of a kind run at."""
+
+Seen = dict[str, tuple[int, float]]
+"""What one step shows of each rate, by its name: bytes or parameters, and the seconds in which they were under way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +51,11 @@ class RateCard:
 
     def seconds(self, op: Op, /) -> float:
         """Expected run time of `op` in seconds. Raises ConfigError when the rate that it needs is not known."""
-        name = LINK_RATE_OF.get(op.lane) or RATE_OF[op.kind]
+        name = NAME_OF[op.kind]
         rate: float | None = getattr(self, name)
         if rate is None:
             raise ConfigError(f"The rate card lacks {name}, which {op.name} needs. Run `tidegate calibrate`.")
-        return (self.overhead_seconds or 0.0) + (op.nbytes if op.lane in LINK_RATE_OF else op.numel) / rate
+        return (self.overhead_seconds or 0.0) + (op.numel if op.kind in RATE_OF else op.nbytes) / rate
 
     @classmethod
     def from_timelines(cls, timelines: Iterable[Timeline], previous: RateCard | None = None) -> RateCard:
@@ -58,29 +63,45 @@ class RateCard:
 
         Busy seconds contain the overhead of the ops, so that a card with any rate measured here has an overhead of 0.
         """
-        steps = [timeline.spans for timeline in timelines]
+        return cls.from_seen([seen(timeline.spans) for timeline in timelines], previous)
+
+    @classmethod
+    def from_seen(cls, steps: Collection[Seen], previous: RateCard | None = None) -> RateCard:
+        """As `from_timelines`, from what was `seen` in each step."""
         rates: dict[str, float] = {}
-        for lane, name in LINK_RATE_OF.items():
-            runs = [[span for span in spans if span.lane == lane] for spans in steps]
-            rates |= _rate(name, runs, sum(span.nbytes for spans in runs for span in spans))
-        for kind, name in RATE_OF.items():
-            runs = [[span for span in spans if span.kind is kind] for spans in steps]
-            rates |= _rate(name, runs, sum(span.numel for spans in runs for span in spans))
+        for name in (*LINK_RATE_OF.values(), *RATE_OF.values()):
+            found = [step[name] for step in steps if name in step]
+            amount, busy = sum(amount for amount, _ in found), sum(seconds for _, seconds in found)
+            if amount > 0 and busy > 0:
+                rates[name] = amount / busy
         if rates:
             rates["overhead_seconds"] = 0.0
         return cls(**{**(previous.to_dict() if previous else {}), **rates})
 
     def to_dict(self) -> dict[str, float | None]:
-        return asdict(self)
+        return {name: getattr(self, name) for name in _NAMES}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RateCard:
         """The card that `to_dict` gave; names of newer versions are ignored."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        return cls(**{name: value for name, value in values.items() if name in _NAMES})
 
 
-def _rate(name: str, runs: Iterable[Sequence[Span]], amount: int) -> dict[str, float]:
-    """`{name: rate}`, or nothing when it was not seen. `runs` are the spans of each step, which share no clock."""
-    busy = sum(busy_seconds(spans) for spans in runs)
-    return {name: amount / busy} if amount > 0 and busy > 0 else {}
+_NAMES: Final = tuple(field.name for field in fields(RateCard))
+
+
+def seen(spans: Sequence[Span]) -> Seen:
+    """Amount and busy seconds of each rate in one step, in one pass: it runs after every step of a training."""
+    found: Seen = {}
+    ends: dict[str, float] = {}
+    overlapping: set[str] = set()
+    for span in spans:
+        name = NAME_OF[span.kind]
+        amount, busy = found.get(name, (0, 0.0))
+        if span.start < ends.get(name, span.start):
+            overlapping.add(name)
+        ends[name] = span.end
+        found[name] = (amount + (span.numel if span.kind in RATE_OF else span.nbytes), busy + span.end - span.start)
+    for name in overlapping:
+        found[name] = (found[name][0], busy_seconds([span for span in spans if NAME_OF[span.kind] == name]))
+    return found

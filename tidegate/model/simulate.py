@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import Final
 
 from tidegate.analysis import exposed_waits
@@ -14,7 +12,7 @@ from tidegate.errors import ConfigError, PlanError
 from tidegate.knobs import OFF, Off, device_share, spec
 from tidegate.model.equations import cpu_to_device_ratio, stride_from_ratio
 from tidegate.model.rates import RateCard
-from tidegate.plan.ops import D2H, H2D, Gate, Op, OpKind, Processor, Subgroup
+from tidegate.plan.ops import D2H, GATE_OF, H2D, LANE_OF, Content, Op, OpKind, Processor, Subgroup
 from tidegate.plan.placement import place, steady
 from tidegate.plan.plan import Placement, Plan
 from tidegate.plan.planner import make_plan
@@ -22,13 +20,12 @@ from tidegate.timeline import PhaseSpan, Span, Timeline
 
 CANDIDATE_STRIDES: Final[tuple[float, ...]] = (1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16)
 MAX_SIMULATED_SUBGROUPS: Final = 400
+_ROUNDING: Final = 1 + 1e-8
+"""Sums of the same durations in another order differ by less."""
 
 
-class _Event(IntEnum):
-    """Priority of what happens at the same time: a gate opens before an op ends."""
-
-    GATE = 0
-    END = 1
+_Times = dict[int, float]
+"""Seconds by op id."""
 
 
 def simulate(
@@ -44,44 +41,49 @@ def simulate(
 
     An op starts as soon as its lane's last op, its dependencies and its gate let it. `gradient_ready` tells for each
     subgroup when its gradient is there (0.0 when absent), `step_at` when `step()` is called. `durations` replaces the
-    rate card. Events are handled by (time, priority, id): equal inputs give equal timelines.
+    rate card. Equal inputs give equal timelines.
     """
-    seconds = durations or rates.seconds
-    gates: dict[Gate, Mapping[int, float]] = {"gradient": gradient_ready or {}, "step": {-1: step_at}, "none": {}}
-    events = [(gates[op.gate].get(op.subgroup, 0.0), _Event.GATE, op.id) for op in plan.ops]
-    heapq.heapify(events)
-    blockers, waiters = _waits(plan)
-    starts: dict[int, float] = {}
-    ends: dict[int, float] = {}
-    while events:
-        now, event, op_id = heapq.heappop(events)
-        if event is _Event.END:
-            ends[op_id] = now
-        for waiter in [op_id] if event is _Event.GATE else waiters[op_id]:
-            blockers[waiter] -= 1
-            if blockers[waiter] == 0:
-                starts[waiter] = now
-                heapq.heappush(events, (now + seconds(plan.by_id[waiter]), _Event.END, waiter))
-    if len(ends) < len(plan.ops):
-        stuck = next(op for op in plan.ops if op.id not in ends)
-        raise PlanError(
-            f"Nothing can run and op {stuck.id} ({stuck.name}) still waits: the plan deadlocks.", "deadlock"
-        )
+    starts, ends = _times(plan, durations or rates.seconds, step_at, gradient_ready or {})
     return _timeline(plan, step, step_at, starts, ends)
 
 
-def _waits(plan: Plan) -> tuple[dict[int, int], dict[int, list[int]]]:
-    """For each op, how many things it waits for (ops, and its gate: `none` opens at 0), and which ops wait for it."""
-    blockers = {op.id: len(op.deps) + 1 for op in plan.ops}
-    waiters: dict[int, list[int]] = {op.id: [] for op in plan.ops}
-    for op in plan.ops:
-        for dep in op.deps:
-            waiters[dep].append(op.id)
-    for lane in plan.lanes.values():
-        for first, second in itertools.pairwise(lane):
-            waiters[first.id].append(second.id)
-            blockers[second.id] += 1
-    return blockers, waiters
+def update_seconds(plan: Plan, rates: RateCard, *, step_at: float) -> float:
+    """From the call of `step()`, `step_at` seconds after the backward pass began, until everything is done."""
+    return max(step_at, *_times(plan, rates.seconds, step_at, {})[1].values()) - step_at
+
+
+def _times(
+    plan: Plan, seconds: Callable[[Op], float], step_at: float, gradient_ready: Mapping[int, float]
+) -> tuple[_Times, _Times]:
+    """When each op starts and ends.
+
+    That follows from the ends of what it waits for, so that plans need no events: one pass over the ops does it when
+    they stand in an order in which they could run one at a time, as those of the planner do. What waits for a later
+    one is left for the next pass.
+    """
+    starts: _Times = {}
+    ends: _Times = {}
+    lane_ends: dict[str, float] = {}
+    left: Sequence[Op] = plan.ops
+    while left:
+        blocked: dict[str, list[Op]] = {}
+        for op in left:
+            lane, gate = LANE_OF[op.kind], GATE_OF.get(op.kind)
+            if lane in blocked or any(dep not in ends for dep in op.deps):
+                blocked.setdefault(lane, []).append(op)
+                continue
+            start = 0.0 if gate is None else step_at if gate == "step" else gradient_ready.get(op.subgroup, 0.0)
+            start = max([start, lane_ends.get(lane, start), *[ends[dep] for dep in op.deps]])
+            starts[op.id] = start
+            ends[op.id] = lane_ends[lane] = start + seconds(op)
+        waiting = [op for ops in blocked.values() for op in ops]
+        if len(waiting) == len(left):
+            raise PlanError(
+                f"Nothing can run and op {waiting[0].id} ({waiting[0].name}) still waits: the plan deadlocks.",
+                "deadlock",
+            )
+        left = waiting
+    return starts, ends
 
 
 def _timeline(plan: Plan, step: int, step_at: float, starts: dict[int, float], ends: dict[int, float]) -> Timeline:
@@ -127,11 +129,9 @@ def what_if(
     Over MAX_SIMULATED_SUBGROUPS, evenly spaced ones stand for the others and seconds are scaled by parameters; bytes
     and parameters are always exact.
     """
-    sample = _sample(subgroups)
-    plan = make_plan(sample, _placed(sample, stride, static_ratio), num_slots=num_slots, rates=rates)
-    step_at = _early_seconds(plan, rates)
+    sample, scale = _sample(subgroups)
+    plan, step_at = _settled(sample, stride, static_ratio, num_slots, rates)
     timeline = simulate(plan, rates, step_at=step_at)
-    scale = _numel(subgroups) / _numel(sample) if len(sample) < len(subgroups) else 1.0
     placements = _placed(subgroups, stride, static_ratio)
     return Prediction(
         update_seconds=(timeline.phases[-1].end - step_at) * scale,
@@ -150,16 +150,69 @@ def best_stride(subgroups: Sequence[Subgroup], static_ratio: float, num_slots: i
 
     Candidates are a fixed list and the stride of DOS Eq. 1. `off` when there is no slot to stage through.
     """
+    best = stride_below(math.inf, subgroups, static_ratio, num_slots, rates)
+    assert best is not None, "every update ends"
+    return best
+
+
+def better_stride(
+    stride: float | Off,
+    subgroups: Sequence[Subgroup],
+    static_ratio: float,
+    num_slots: int,
+    rates: RateCard,
+    *,
+    minimum_gain: float,
+) -> float | Off | None:
+    """`best_stride` if it takes more than `minimum_gain` off the predicted update of `stride`, else None."""
+    sample, scale = _sample(subgroups)
+    plan, step_at = _settled(sample, stride, static_ratio, num_slots, rates)
+    seconds = update_seconds(plan, rates, step_at=step_at) * scale
+    return stride_below((1 - minimum_gain) * seconds, subgroups, static_ratio, num_slots, rates)
+
+
+def stride_below(
+    limit_seconds: float, subgroups: Sequence[Subgroup], static_ratio: float, num_slots: int, rates: RateCard
+) -> float | Off | None:
+    """`best_stride` if its update is predicted to take less than `limit_seconds`, else None.
+
+    The most promising candidates are simulated first, and those that cannot be better than the best so far not at all:
+    a training thread waits for this.
+    """
+    sample, scale = _sample(subgroups)
     strides: list[float | Off] = [OFF]
     if num_slots > 0:
         strides += sorted({*CANDIDATE_STRIDES, *_equation_stride(subgroups, rates)}, reverse=True)
-
-    def cost(stride: float | Off) -> tuple[float, float]:
-        found = what_if(subgroups, stride=stride, static_ratio=static_ratio, num_slots=num_slots, rates=rates)
+    floors = [(_floor_seconds(sample, stride, static_ratio, num_slots, rates) * scale, stride) for stride in strides]
+    best: tuple[float, float, float | Off] | None = None
+    for floor, stride in sorted(floors, key=lambda pair: pair[0]):
+        if floor > _ROUNDING * min(limit_seconds, best[0] if best else math.inf):
+            break
+        plan, step_at = _settled(sample, stride, static_ratio, num_slots, rates)
+        seconds = update_seconds(plan, rates, step_at=step_at) * scale
         # Nine digits: sums of the same durations in another order are the same time.
-        return float(f"{found.update_seconds:.9g}"), device_share(stride)
+        found = (float(f"{seconds:.9g}"), device_share(stride), stride)
+        if seconds < limit_seconds and (best is None or found[:2] < best[:2]):
+            best = found
+    return best[2] if best else None
 
-    return min(strides, key=cost)
+
+def _floor_seconds(
+    sample: Sequence[Subgroup], stride: float | Off, static_ratio: float, num_slots: int, rates: RateCard
+) -> float:
+    """What no settled update takes less than: its norm, and then its busiest lane without a pause."""
+    both = list(zip(sample, _placed(sample, stride, static_ratio), strict=True))
+    on_cpu = [s for s, p in both if p.processor == "cpu"]
+    staged = [s for s, p in both if p.processor == "device" and p.after == "host"]
+    amounts = {
+        OpKind.CPU_UPDATE: _numel(on_cpu),
+        OpKind.DEVICE_UPDATE: _numel(sample) - _numel(on_cpu),
+        # The first fetch into each slot may be done before.
+        OpKind.STATE_H2D: _nbytes(on_cpu, "weight") + _nbytes(staged[num_slots:], "state"),
+        OpKind.STATE_D2H: _nbytes(staged, "state"),
+    }
+    lanes = [rates.seconds(Op(-1, kind, -1, amount, amount)) for kind, amount in amounts.items() if amount]
+    return rates.seconds(Op(-1, OpKind.NORM, -1, 0, _numel(sample))) + max(lanes)
 
 
 def _equation_stride(subgroups: Sequence[Subgroup], rates: RateCard) -> tuple[float, ...]:
@@ -174,11 +227,21 @@ def _equation_stride(subgroups: Sequence[Subgroup], rates: RateCard) -> tuple[fl
     return (stride,) if stride <= spec("stride").maximum else ()
 
 
-def _sample(subgroups: Sequence[Subgroup]) -> list[Subgroup]:
+def _sample(subgroups: Sequence[Subgroup]) -> tuple[list[Subgroup], float]:
+    """At most MAX_SIMULATED_SUBGROUPS of them, and how many parameters each of theirs stands for."""
     count = min(len(subgroups), MAX_SIMULATED_SUBGROUPS)
     if count == 0:
         raise ConfigError("There are no subgroups to predict an update for.")
-    return [replace(subgroups[i * len(subgroups) // count], id=i) for i in range(count)]
+    sample = [replace(subgroups[i * len(subgroups) // count], id=i) for i in range(count)]
+    return sample, _numel(subgroups) / _numel(sample) if count < len(subgroups) else 1.0
+
+
+def _settled(
+    sample: Sequence[Subgroup], stride: float | Off, static_ratio: float, num_slots: int, rates: RateCard
+) -> tuple[Plan, float]:
+    """The plan of these knobs, and when `step()` comes at the earliest if early copies are to be hidden."""
+    plan = make_plan(sample, _placed(sample, stride, static_ratio), num_slots=num_slots, rates=rates)
+    return plan, _early_seconds(plan, rates)
 
 
 def _placed(subgroups: Sequence[Subgroup], stride: float | Off, static_ratio: float) -> tuple[Placement, ...]:
@@ -194,6 +257,10 @@ def _early_seconds(plan: Plan, rates: RateCard) -> float:
 
 def _numel(subgroups: Iterable[Subgroup]) -> int:
     return sum(s.numel for s in subgroups)
+
+
+def _nbytes(subgroups: Iterable[Subgroup], content: Content) -> int:
+    return sum(s.nbytes(content) for s in subgroups)
 
 
 def _link_bytes(subgroups: Sequence[Subgroup], placements: Sequence[Placement]) -> dict[str, int]:

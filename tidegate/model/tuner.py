@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from tidegate.knobs import Off
 from tidegate.model.rates import RateCard
-from tidegate.model.simulate import best_stride, what_if
+from tidegate.model.simulate import better_stride
 from tidegate.plan.ops import Subgroup
 
 FIRST_LOOK_STEPS: Final = 8
@@ -25,24 +25,22 @@ class StrideTuner:
         self._steps_left = self._wait_steps = FIRST_LOOK_STEPS
 
     def propose(
-        self, stride: float | Off, subgroups: Sequence[Subgroup], static_ratio: float, num_slots: int, rates: RateCard
+        self,
+        stride: float | Off,
+        subgroups: Sequence[Subgroup],
+        static_ratio: float,
+        num_slots: int,
+        rates: Callable[[], RateCard | None],
     ) -> float | Off | None:
-        """A better stride than the present one, or None to stay. To be called once a step."""
+        """A better stride than the present one, or None to stay. To be called once a step; `rates` are rarely asked."""
         self._steps_left -= 1
-        if self._steps_left > 0 or rates.missing:
+        if self._steps_left > 0:
             return None
-        better = self._better(stride, subgroups, static_ratio, num_slots, rates)
+        known = rates()
+        if known is None or known.missing:
+            return None
+        better = better_stride(stride, subgroups, static_ratio, num_slots, known, minimum_gain=MINIMUM_GAIN)
         stays = better is None
         self._wait_steps = min(2 * self._wait_steps, LONGEST_WAIT_STEPS) if stays else FIRST_LOOK_STEPS
         self._steps_left = self._wait_steps
         return better
-
-    def _better(
-        self, stride: float | Off, subgroups: Sequence[Subgroup], static_ratio: float, num_slots: int, rates: RateCard
-    ) -> float | Off | None:
-        best = best_stride(subgroups, static_ratio, num_slots, rates)
-        if best == stride:
-            return None
-        now = what_if(subgroups, stride=stride, static_ratio=static_ratio, num_slots=num_slots, rates=rates)
-        then = what_if(subgroups, stride=best, static_ratio=static_ratio, num_slots=num_slots, rates=rates)
-        return best if then.update_seconds < (1 - MINIMUM_GAIN) * now.update_seconds else None

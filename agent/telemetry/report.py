@@ -1,0 +1,96 @@
+"""What one finished step amounts to: its row in reports, and the truth behind the counters of /metrics."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tidegate.agent.telemetry.finished import FinishedStep
+from tidegate.analysis import exposed_waits, split_by_phase
+from tidegate.plan import OpKind
+from tidegate.plan.ops import LINK_LANES
+from tidegate.timeline import Phase, PhaseSpan, Span
+from tidegate.wire import LinkRow, StallRow, StepReport
+
+
+def report_of(step: FinishedStep) -> StepReport:
+    phases, result, tokens = step.phases, step.result, step.logged.get("tokens")
+    return StepReport(
+        step=step.number,
+        timestamp=step.timestamp,
+        phase_seconds=dict(phases.seconds().items()),
+        exposed_seconds=dict(phases.exposed_seconds.items()),
+        stalls=_stall_rows(step),
+        links=_link_rows(result.spans, phases.spans),
+        device_memory_peak_bytes=dict(phases.device_peak_bytes.items()),
+        host_memory_bytes=step.host_bytes,
+        cpu_seconds={phase: max(0.0, seconds) for phase, seconds in phases.cpu_seconds.items()},
+        update_params=_updated(result.spans),
+        subgroups=step.subgroups,
+        loss=step.logged.get("loss"),
+        tokens=None if tokens is None else int(tokens),
+        grad_norm=result.grad_norm,
+        skipped=result.skipped,
+    )
+
+
+def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
+    """Stalls of the update by cause; in other phases what hooks held up the training thread."""
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    for cause, waited in exposed_waits(step.as_measured).items():
+        seconds["update", cause] += waited
+    for phase, exposed in step.phases.exposed_seconds.items():
+        if phase != "update":
+            seconds[phase, "scheduler"] += exposed
+    return tuple(StallRow(phase=phase, cause=cause, seconds=value) for (phase, cause), value in seconds.items())
+
+
+def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[LinkRow, ...]:
+    """Bytes and busy time by direction, phase and content; a copy across a boundary is divided by time."""
+    rows: defaultdict[tuple[str, str, str], _Moved] = defaultdict(_Moved)
+    starts = [phase.start for phase in phases]
+    for span in spans:
+        if span.lane not in LINK_LANES or span.content is None:
+            continue
+        at = bisect_right(starts, span.start) - 1
+        if at >= 0 and span.end <= phases[at].end:
+            # Nearly every span: it lies in one phase.
+            row = rows[span.lane, phases[at].phase, span.content]
+            row.nbytes += span.nbytes
+            row.seconds += span.end - span.start
+            continue
+        for phase, nbytes, seconds in _divided(span, phases):
+            row = rows[span.lane, phase, span.content]
+            row.nbytes += nbytes
+            row.seconds += seconds
+    return tuple(
+        LinkRow(direction=lane, phase=phase, content=content, bytes=row.nbytes, busy_seconds=row.seconds)
+        for (lane, phase, content), row in rows.items()
+    )
+
+
+@dataclass(slots=True)
+class _Moved:
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+def _divided(span: Span, phases: Sequence[PhaseSpan]) -> Iterator[tuple[Phase, int, float]]:
+    """Phase, bytes and seconds of each part of a copy across a boundary."""
+    left = span.nbytes
+    shares = list(split_by_phase(span, phases).items())
+    for i, (phase, share) in enumerate(shares):
+        # The last phase takes what rounding left, so that phases add up to what was copied.
+        nbytes = left if i == len(shares) - 1 else round(span.nbytes * share)
+        left -= nbytes
+        yield phase, nbytes, span.seconds * share
+
+
+def _updated(spans: Sequence[Span]) -> dict[str, int]:
+    done = {OpKind.CPU_UPDATE: 0, OpKind.DEVICE_UPDATE: 0}
+    for span in spans:
+        if span.kind in done:
+            done[span.kind] += span.numel
+    return {"cpu": done[OpKind.CPU_UPDATE], "device": done[OpKind.DEVICE_UPDATE]}
