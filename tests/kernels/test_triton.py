@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -123,3 +124,12 @@ def test_compiled_trees() -> None:
     signature |= {"out_sums": "*fp64", "out_bad": "*i64"}
     ptx = ptx_of(triton_adamw._trees, signature, {"LEAVES": 1024, "LEVELS": 10}, 90, num_warps=4, **triton_adamw.EXACT)
     assert list(inexact(ptx)) == []
+
+
+def test_a_compiler_that_flushes_denormals_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    spec = importlib.util.spec_from_file_location("again", str(triton_adamw.__file__))
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=r"3\.5\.1 flushes denormals"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
