@@ -47,7 +47,7 @@ TIDEGATE_EACH_ISA(TIDEGATE_LOOPS)
 void adamw_update(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype,
                   const Scalars& scalars) {
 #define TIDEGATE_TABLE(ISA, TARGET) loops_by_format<ISA##Loops>(),
-  static constexpr auto tables = std::array{TIDEGATE_EACH_ISA(TIDEGATE_TABLE)};
+  static constexpr decltype(loops_by_format<BaselineLoops>()) tables[] = {TIDEGATE_EACH_ISA(TIDEGATE_TABLE)};
   const auto loop = tables[index(current_isa().load())][index(format)][index(dtype)];
   pool.for_ranges(arrays.numel, kElementsPerTask,
                   [&](size_t begin, size_t end) { loop(arrays, scalars, begin, end); });

@@ -44,7 +44,7 @@ TIDEGATE_EACH_ISA(TIDEGATE_LOOPS)
 
 void stream_like(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype) {
 #define TIDEGATE_TABLE(ISA, TARGET) loops_by_format<ISA##Loops>(),
-  static constexpr auto tables = std::array{TIDEGATE_EACH_ISA(TIDEGATE_TABLE)};
+  static constexpr decltype(loops_by_format<BaselineLoops>()) tables[] = {TIDEGATE_EACH_ISA(TIDEGATE_TABLE)};
   const auto loop = tables[index(current_isa().load())][index(format)][index(dtype)];
   static volatile uint32_t opaque_zero = 0;
   const uint32_t mask = opaque_zero;
