@@ -34,7 +34,8 @@ class ThreadPool:
     """Threads that wait for kernel calls.
 
     num_threads: threads that work on a call, the calling one included: num_threads - 1 are started.
-    cpus: where started threads may run; None for anywhere. The calling thread stays where it is.
+    cpus: where started threads may run, ValueError for one this process may not use; None for anywhere. The calling
+    thread stays where it is.
 
     Calls from several threads take turns. After `close`, and in a forked child, the calling thread works alone.
     """

@@ -1,8 +1,12 @@
-"""What a device's kernels are given: one update and one gradient, by address. agent/devices/base.py has the values."""
+"""What a device's kernels are given: updates and gradients by address, and a stream. The agent has the values."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
+
+import torch
 
 from tidegate.kernels.scalars import GradDtype, Scalars, WeightFormat
 
@@ -39,3 +43,13 @@ class Gradient(Protocol):
     def numel(self) -> int: ...
     @property
     def dtype(self) -> GradDtype: ...
+
+
+@contextmanager
+def on_stream(stream: int | None) -> Iterator[None]:
+    """Makes the CUDA stream with this handle torch's current one; None leaves the current one."""
+    if stream is None:
+        yield
+    else:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            yield

@@ -1,15 +1,14 @@
 """The update and the norm's sum on a GPU, in Triton, equal to kernels/oracle.py bit for bit.
 
-Import it only where Triton is installed; kernels/torch_adamw.py offers the same functions without it. Arrays are given
-by address on the current device, and work goes to torch's current stream. Offsets have 64 bits.
+An ImportError says that Triton is missing or too old; kernels/torch_adamw.py offers the same functions without it.
+Arrays are given by address on the current device, and work goes to torch's current stream. Offsets have 64 bits.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tidegate.kernels.device_calls import Gradient, Update
+from tidegate.kernels.device_calls import Gradient, Update, on_stream
 from tidegate.kernels.oracle import BLOCK_NUMEL, NUM_ACCUMULATORS
 from tidegate.kernels.scalars import GradDtype, WeightFormat
+
+# Older compilers flush denormals in square roots and divisions, and have no option against it.
+if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
+    raise ImportError(f"Triton {triton.__version__} flushes denormals: 3.6 or newer is needed")
 
 F32, BF16, F16 = (tl.constexpr(int(dtype)) for dtype in GradDtype)
 F32_WEIGHT, BF16_REMAINDER, F16_MASTER, BF16_MASTER = (tl.constexpr(int(form)) for form in WeightFormat)
@@ -39,7 +42,7 @@ LEAVES = 1024
 
 def update(runs: Sequence[Update], stream: int | None = None) -> None:
     """Enqueues the updates of `runs` in order. `stream`: a CUDA stream's handle; None for torch's current one."""
-    with _on(stream):
+    with on_stream(stream):
         for run in runs:
             if run.numel == 0:
                 continue
@@ -80,15 +83,6 @@ def sum_of_squares(refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: to
         table, 2 * num_blocks, len(refs), sums, bad, out_sums, out_bad,
         LEAVES=LEAVES, LEVELS=LEAVES.bit_length() - 1, num_warps=4, **EXACT,
     )  # fmt: skip
-
-
-@contextmanager
-def _on(stream: int | None) -> Iterator[None]:
-    if stream is None:
-        yield
-    else:
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-            yield
 
 
 def _block_table(refs: Sequence[Gradient]) -> np.ndarray[Any, np.dtype[np.int64]]:

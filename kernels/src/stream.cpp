@@ -1,4 +1,5 @@
 // The memory traffic of an update and nothing else: what the memory of this machine allows.
+#include <algorithm>
 #include <type_traits>
 
 #include "kernels.h"
@@ -12,8 +13,8 @@ TIDEGATE_INLINE float flipped(float x, uint32_t flip) { return float_of(bits_of(
 TIDEGATE_INLINE uint16_t flipped(uint16_t x, uint32_t flip) { return static_cast<uint16_t>(x ^ flip); }
 TIDEGATE_INLINE int16_t flipped(int16_t x, uint32_t flip) { return static_cast<int16_t>(x ^ flip); }
 
-// `mask` is 0 but the compiler does not know: every element is read and written back as it was. No conversions: a
-// slower yardstick would flatter the update.
+// `mask` is 0 but the compiler does not know: every element is read and written back as it was. No conversions, and
+// the same turns as the update: a slower yardstick would flatter it.
 template <class Weight, class Grad>
 TIDEGATE_INLINE void stream_loop(const Arrays& arrays, uint32_t mask, size_t begin, size_t end) {
   auto* weight = static_cast<typename Weight::Stored*>(arrays.weight);
@@ -21,13 +22,20 @@ TIDEGATE_INLINE void stream_loop(const Arrays& arrays, uint32_t mask, size_t beg
   auto* grad = static_cast<const typename Grad::Stored*>(arrays.grad);
   float* exp_avg = arrays.exp_avg;
   float* exp_avg_sq = arrays.exp_avg_sq;
-  TIDEGATE_INDEPENDENT
-  for (size_t i = begin; i < end; ++i) {
-    const uint32_t flip = raw(grad[i]) & mask;
-    exp_avg[i] = flipped(exp_avg[i], flip);
-    exp_avg_sq[i] = flipped(exp_avg_sq[i], flip);
-    weight[i] = flipped(weight[i], flip);
-    if constexpr (!std::is_same_v<typename Weight::Aux, char>) aux[i] = flipped(aux[i], flip);
+  for (size_t start = begin; start < end; start += kElementsPerTurn) {
+    const size_t stop = std::min(start + kElementsPerTurn, end);
+    TIDEGATE_INDEPENDENT
+    for (size_t i = start; i < stop; ++i) {
+      const uint32_t flip = raw(grad[i]) & mask;
+      exp_avg[i] = flipped(exp_avg[i], flip);
+      exp_avg_sq[i] = flipped(exp_avg_sq[i], flip);
+    }
+    TIDEGATE_INDEPENDENT
+    for (size_t i = start; i < stop; ++i) {
+      const uint32_t flip = raw(grad[i]) & mask;
+      weight[i] = flipped(weight[i], flip);
+      if constexpr (!std::is_same_v<typename Weight::Aux, char>) aux[i] = flipped(aux[i], flip);
+    }
   }
 }
 
@@ -44,7 +52,7 @@ TIDEGATE_EACH_ISA(TIDEGATE_LOOPS)
 
 void stream_like(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype) {
 #define TIDEGATE_TABLE(ISA, TARGET) loops_by_format<ISA##Loops>(),
-  static constexpr auto tables = std::array{TIDEGATE_EACH_ISA(TIDEGATE_TABLE)};
+  static constexpr decltype(loops_by_format<BaselineLoops>()) tables[] = {TIDEGATE_EACH_ISA(TIDEGATE_TABLE)};
   const auto loop = tables[index(current_isa().load())][index(format)][index(dtype)];
   static volatile uint32_t opaque_zero = 0;
   const uint32_t mask = opaque_zero;

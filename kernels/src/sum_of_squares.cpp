@@ -54,9 +54,9 @@ TIDEGATE_EACH_ISA(TIDEGATE_LOOPS)
 }  // namespace
 
 NormParts sum_of_squares(ThreadPool& pool, const void* elements, size_t numel, GradDtype dtype) {
-#define TIDEGATE_TABLE(ISA, TARGET) \
-  std::array{&ISA##Loops::run<GradF32>, &ISA##Loops::run<GradBF16>, &ISA##Loops::run<GradF16>},
-  static constexpr auto tables = std::array{TIDEGATE_EACH_ISA(TIDEGATE_TABLE)};
+#define TIDEGATE_TABLE(ISA, TARGET) {&ISA##Loops::run<GradF32>, &ISA##Loops::run<GradBF16>, &ISA##Loops::run<GradF16>},
+  using Loop = NormParts (*)(const void*, size_t, size_t);
+  static constexpr Loop tables[][3] = {TIDEGATE_EACH_ISA(TIDEGATE_TABLE)};
   if (numel == 0) return {0.0, 0};
   const auto loop = tables[index(current_isa().load())][index(dtype)];
   std::vector<NormParts> parts((numel + kBlock - 1) / kBlock);

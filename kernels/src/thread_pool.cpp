@@ -92,6 +92,17 @@ cpu_set_t cpu_set_of(const std::vector<int>& cpus) {
   return set;
 }
 
+// The system silently leaves out cpus that it or the process's control group does not offer.
+void pin(std::thread& worker, const std::vector<int>& cpus, const cpu_set_t& set) {
+  cpu_set_t actual;
+  CPU_ZERO(&actual);
+  if (pthread_setaffinity_np(worker.native_handle(), sizeof set, &set) == 0)
+    pthread_getaffinity_np(worker.native_handle(), sizeof actual, &actual);
+  for (const int cpu : cpus)
+    if (!CPU_ISSET(cpu, &actual))
+      throw std::invalid_argument("cpu " + std::to_string(cpu) + " may not be used by this process");
+}
+
 // Signals are for the thread that Python runs in; workers inherit the mask of the thread that starts them.
 class SignalsBlocked {
  public:
@@ -117,8 +128,7 @@ ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus)
     for (int i = 1; i < num_threads; ++i) {
       std::thread& worker = shared_->workers.emplace_back([shared = shared_.get()] { shared->work(); });
       pthread_setname_np(worker.native_handle(), "tidegate-cpu");
-      if (!cpus.empty() && pthread_setaffinity_np(worker.native_handle(), sizeof set, &set) != 0)
-        throw std::invalid_argument("none of the given cpus may be used by this process");
+      if (!cpus.empty()) pin(worker, cpus, set);
     }
   } catch (...) {
     shared_->join();  // a joinable std::thread must not be destroyed

@@ -5,49 +5,19 @@ The interpreter is chosen by TRITON_INTERPRET=1 before Triton is imported, so th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.kernels.states import Array, State, assert_same, by_oracle, ordinary, special
+from tests.kernels.states import Array, Ref, State, assert_same, by_oracle, ordinary, run_of, special
 from tidegate.kernels import GradDtype, Scalars, WeightFormat, oracle, scalars, triton_adamw
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is NumPy: NaN and overflow
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))
 DECOUPLED = pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a device is told of one update."""
-
-    numel: int
-    weight: int
-    weight_format: WeightFormat
-    aux: int
-    exp_avg: int
-    exp_avg_sq: int
-    grad: int
-    grad_dtype: GradDtype
-    scalars: Scalars
-
-
-@dataclass(frozen=True)
-class Ref:
-    """What a device is told of one gradient."""
-
-    address: int
-    numel: int
-    dtype: GradDtype
-
-
-def run_of(s: State, weight_format: WeightFormat, grad_dtype: GradDtype, values: Scalars) -> Run:
-    weight, aux, exp_avg, exp_avg_sq, grad = (0 if a is None else a.ctypes.data for a in s.arrays())
-    return Run(len(s.weight), weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype, values)
 
 
 def check(state: State, weight_format: WeightFormat, grad_dtype: GradDtype, values: Scalars) -> None:

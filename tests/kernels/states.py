@@ -94,3 +94,32 @@ def assert_same(a: State, b: State) -> None:
             continue
         is_bf16 = field.name == "weight" and x.dtype == np.uint16
         np.testing.assert_array_equal(canonical(x, is_bf16), canonical(y, is_bf16), err_msg=field.name)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a device is told of one update."""
+
+    numel: int
+    weight: int
+    weight_format: WeightFormat
+    aux: int
+    exp_avg: int
+    exp_avg_sq: int
+    grad: int
+    grad_dtype: GradDtype
+    scalars: Scalars
+
+
+@dataclass(frozen=True)
+class Ref:
+    """What a device is told of one gradient."""
+
+    address: int
+    numel: int
+    dtype: GradDtype
+
+
+def run_of(s: State, weight_format: WeightFormat, grad_dtype: GradDtype, values: Scalars) -> Run:
+    weight, aux, exp_avg, exp_avg_sq, grad = (0 if a is None else a.ctypes.data for a in s.arrays())
+    return Run(len(s.weight), weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,18 @@ def any_bits(numel: int, dtype: GradDtype) -> Array:
     return halves if dtype is GradDtype.BF16 else halves.view(np.float16)
 
 
+@pytest.fixture
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = kernels.instruction_set()
+    kernels.use_instruction_set(request.param)
+    yield request.param
+    kernels.use_instruction_set(before)
+
+
+@pytest.mark.parametrize("isa", kernels.instruction_sets(), indirect=True)
 @DTYPES
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
-def test_equals_the_oracle(dtype: GradDtype, num_threads: int) -> None:
+def test_equals_the_oracle(isa: str, dtype: GradDtype, num_threads: int) -> None:
     with ThreadPool(num_threads) as pool:
         for numel in (0, 1, 15, 16, 17, 65535, 65536, 65537, 5 * 65536 + 3, 7 * 65536):
             elements = any_bits(numel + 1, dtype)[1:]  # not aligned to a vector

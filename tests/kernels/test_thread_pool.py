@@ -68,6 +68,22 @@ def test_started_threads_run_on_the_given_cpus() -> None:
     assert os.sched_getaffinity(0) == before
 
 
+def test_a_cpu_that_is_not_there_is_named_even_among_others() -> None:
+    """The system would silently run the threads on the rest."""
+    good = min(os.sched_getaffinity(0))
+    missing = max(os.sched_getaffinity(0)) + 512
+    with pytest.raises(ValueError, match=f"cpu {missing} may not be used by this process"):
+        ThreadPool(3, [good, missing])
+    assert workers() == []
+
+
+def test_a_cpu_given_twice_is_one() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    with ThreadPool(2, cpus=[cpu, cpu]) as pool:
+        assert [os.sched_getaffinity(int(task.name)) for task in workers()] == [{cpu}]
+        assert total(pool) == total(pool)
+
+
 @pytest.mark.parametrize(("num_threads", "cpus"), [(0, None), (-1, None), (2, [-1]), (2, [100_000]), (3, [1023])])
 def test_bad_arguments_leave_no_thread(num_threads: int, cpus: list[int] | None) -> None:
     with pytest.raises(ValueError, match=r"num_threads|cpu"):
@@ -132,10 +148,11 @@ def test_copy_and_fill() -> None:
         kernels.copy(0, source.ctypes.data, 1)
 
 
-def test_instruction_set_is_what_the_cpu_has() -> None:
+def test_instruction_sets_are_what_the_cpu_has() -> None:
     flags = Path("/proc/cpuinfo").read_text().split()
-    wanted = "avx512" if "avx512vl" in flags else "avx2" if "avx2" in flags else "baseline"
-    assert kernels.instruction_set() in {wanted, "baseline"}
+    have = {"baseline": True, "avx2": "avx2" in flags, "avx512": "avx512vl" in flags}
+    assert kernels.instruction_sets() in (["baseline"], [name for name, has in have.items() if has])
+    assert kernels.instruction_set() == kernels.instruction_sets()[-1]
 
 
 def test_the_oracle_says_the_same() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -33,21 +34,27 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def ptx_of(kernel: Any, signature: Signature, constants: dict[str, int], capability: int, **options: Any) -> str:
-    """The code for a GPU that need not be there."""
+def compiled(
+    kernel: Any, signature: Signature, constants: dict[str, int], capability: int = 90, **options: Any
+) -> dict[str, str]:
+    """What the compiler makes of a kernel, stage by stage, for a GPU that need not be there."""
     keys = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), keys)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return str(compiled.asm["ptx"])
+    asm = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+    return {stage: str(asm[stage]) for stage in ("ttir", "ptx")}
 
 
-def adamw_ptx(
+def adamw(
     weight_format: WeightFormat, grad_dtype: GradDtype, aligned: bool = True, capability: int = 90, **options: Any
-) -> str:
+) -> dict[str, str]:
     signature = {"numel": "i64", **dict.fromkeys(ADDRESSES, "i64"), **dict.fromkeys(Scalars.__slots__, "fp32")}
     constants = {"FORMAT": weight_format, "GRAD": grad_dtype, "L2": True, "ALIGNED": aligned, "BLOCK": 1024}
     constants = {name: int(value) for name, value in constants.items()}
-    return ptx_of(triton_adamw._adamw, signature, constants, capability, num_warps=4, **options)
+    return compiled(triton_adamw._adamw, signature, constants, capability, num_warps=4, **options)
+
+
+def adamw_ptx(*arguments: Any, **options: Any) -> str:
+    return adamw(*arguments, **options)["ptx"]
 
 
 def operations(ptx: str) -> Counter[str]:
@@ -109,11 +116,18 @@ def test_aligned_arrays_are_read_and_written_16_bytes_at_a_time(weight_format: W
     assert narrow["ld.global.v4.b32"] == 0
 
 
+def test_offsets_have_64_bits() -> None:
+    """Program × block overflows 32 bits at 2³¹ elements; no machine of ours can run that many to see it."""
+    ttir = adamw(WeightFormat.F32, GradDtype.F32, **triton_adamw.EXACT)["ttir"]
+    assert re.findall(r"arith\.muli .* : (\w+)", ttir) == ["i64"]
+    assert set(re.findall(r"tt\.addptr .* tensor<1024x(i\d+)>", ttir)) == {"i64"}
+
+
 @DTYPES
 def test_compiled_sums(grad_dtype: GradDtype) -> None:
     signature = {"table": "*i64", "num_blocks": "i64", "begin": "i64", "end": "i64", "sums": "*fp64", "bad": "*i32"}
     constants = {"GRAD": int(grad_dtype), "BLOCKS": 2, "ROWS": 16}
-    ptx = ptx_of(triton_adamw._block_sums, signature, constants, 90, num_warps=1, **triton_adamw.EXACT)
+    ptx = compiled(triton_adamw._block_sums, signature, constants, num_warps=1, **triton_adamw.EXACT)["ptx"]
     assert list(inexact(ptx)) == []
     assert operations(ptx)["add.rn.f64"] >= 16
 
@@ -121,5 +135,15 @@ def test_compiled_sums(grad_dtype: GradDtype) -> None:
 def test_compiled_trees() -> None:
     signature = {"table": "*i64", "first": "i64", "num_refs": "i64", "sums": "*fp64", "bad": "*i32"}
     signature |= {"out_sums": "*fp64", "out_bad": "*i64"}
-    ptx = ptx_of(triton_adamw._trees, signature, {"LEAVES": 1024, "LEVELS": 10}, 90, num_warps=4, **triton_adamw.EXACT)
+    constants = {"LEAVES": 1024, "LEVELS": 10}
+    ptx = compiled(triton_adamw._trees, signature, constants, num_warps=4, **triton_adamw.EXACT)["ptx"]
     assert list(inexact(ptx)) == []
+
+
+def test_a_compiler_that_flushes_denormals_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    spec = importlib.util.spec_from_file_location("again", str(triton_adamw.__file__))
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=r"3\.5\.1 flushes denormals"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
