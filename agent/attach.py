@@ -239,7 +239,8 @@ def _watch_phases(optimizer: AdamW, model: torch.nn.Module) -> Iterator[Any]:
                 tensor.register_hook(optimizer.backward_began)
                 break
 
-    yield model.register_forward_pre_hook(before)
+    # First of all hooks: what others wait for in theirs is part of the forward.
+    yield model.register_forward_pre_hook(before, prepend=True)
     yield model.register_forward_hook(after)
 
 

@@ -230,6 +230,8 @@ class AdamW(torch.optim.Optimizer):
     def _deliver(self) -> None:
         while self._results and self._cuts:
             result, phases = self._results.popleft(), self._cuts.popleft()
+            if self.background and not self._cuts:
+                phases = replace(phases, tail=self.phases.so_far())
             for observe in tuple(self.observers):
                 observe(result, phases)
 

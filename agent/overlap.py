@@ -56,7 +56,7 @@ class ForwardOverlap:
         return frozenset(self._numbers[id(p)] for p in params if id(p) in self._numbers)
 
     def _hook(self) -> Iterator[Any]:
-        yield self._model.register_forward_pre_hook(self._before_model, prepend=True)
+        yield self._model.register_forward_pre_hook(self._before_model)
         yield self._model.register_forward_hook(self._after_model, always_call=True)
         for module, numbers in self._units.items():
             if numbers:

@@ -76,6 +76,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         cause=STALL_CAUSES,
     ),
     _m(
+        "update_spill_seconds_total",
+        "counter",
+        "seconds",
+        "update",
+        "Time an update went on after step() had returned, while the next forward ran (overlap_forward).",
+    ),
+    _m(
         "device_memory_peak_bytes",
         "gauge",
         "bytes",

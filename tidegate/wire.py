@@ -86,6 +86,8 @@ class StepReport(Message):
     phase_seconds: dict[Label, Seconds]
     exposed_seconds: dict[Label, Seconds] = {}
     stalls: tuple[StallRow, ...] = ()
+    spill_seconds: Seconds = 0.0
+    """How long the update went on after `step()` had returned."""
     links: tuple[LinkRow, ...] = ()
     device_memory_peak_bytes: dict[Label, Count] = {}
     host_memory_bytes: dict[Label, Count] = {}

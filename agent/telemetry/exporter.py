@@ -51,6 +51,7 @@ class StepCollector:
         yield _counter("tidegate_link_busy_seconds_total", t.link_busy)
         known = {("update", cause): 0.0 for cause in STALL_CAUSES if cause not in ("lock", "collective")}
         yield _counter("tidegate_stall_seconds_total", {**known, **t.stalls})
+        yield _counter("tidegate_update_spill_seconds_total", {(): t.spill})
         yield _counter("tidegate_cpu_seconds_total", {(phase,): v for phase, v in t.cpu.items()})
         yield _counter("tidegate_update_params_total", {(where,): v for where, v in t.updated.items()})
         overhead = {"recorder": self._recorder.cpu_seconds, **self.overhead}

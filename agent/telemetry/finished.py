@@ -49,7 +49,7 @@ class FinishedStep:
                 )
                 for s in self.result.spans
             ),
-            phases=tuple(PhaseSpan(p.phase, p.start - zero, p.end - zero) for p in self.phases.spans),
+            phases=tuple(PhaseSpan(p.phase, p.start - zero, p.end - zero) for p in self.phases.with_tail),
             deps=self.deps,
             origin=self._wall + zero,
         )
@@ -57,7 +57,7 @@ class FinishedStep:
     def view(self) -> TimelineView:
         """The timeline on the wire. Made of dicts: one validation of all is half the work of a model for each row."""
         zero = self._zero
-        phases = [{"phase": p.phase, "start": p.start - zero, "end": p.end - zero} for p in self.phases.spans]
+        phases = [{"phase": p.phase, "start": p.start - zero, "end": p.end - zero} for p in self.phases.with_tail]
         return TimelineView.model_validate({
             "step": self.number,
             "source": "measured",

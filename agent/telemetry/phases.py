@@ -26,6 +26,13 @@ class StepPhases:
     exposed_seconds: dict[Phase, float]
     clock_cpu_seconds: float = 0.0
     """What these boundaries cost: CPU time of the training thread."""
+    tail: tuple[PhaseSpan, ...] = ()
+    """Phases of the next step in which this step's update went on. They count for the next step; here they only say
+    in which phase bytes moved."""
+
+    @property
+    def with_tail(self) -> tuple[PhaseSpan, ...]:
+        return self.spans + self.tail
 
     def seconds(self) -> dict[Phase, float]:
         total: dict[Phase, float] = defaultdict(float)
@@ -76,6 +83,10 @@ class PhaseClock:
         )
         self._reset()
         return done
+
+    def so_far(self) -> tuple[PhaseSpan, ...]:
+        """The phases since the last cut, the present one as far as it got."""
+        return (*self._spans, PhaseSpan(self.current, self._since, time.monotonic()))
 
     def _reset(self) -> None:
         self._spans: list[PhaseSpan] = []

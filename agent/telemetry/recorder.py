@@ -58,6 +58,7 @@ class Totals:
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     cpu: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     stalls: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    spill: float = 0.0
     link_bytes: defaultdict[tuple[str, str, str], int] = field(default_factory=lambda: defaultdict(int))
     link_busy: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     updated: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -185,6 +186,7 @@ class Recorder:
         for target, rows in ((totals.exposed, report.exposed_seconds), (totals.cpu, report.cpu_seconds)):
             for phase, seconds in rows.items():
                 target[phase] += seconds
+        totals.spill += report.spill_seconds
         for stall in report.stalls:
             totals.stalls[stall.phase, stall.cause] += stall.seconds
         for link in report.links:

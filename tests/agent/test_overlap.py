@@ -232,15 +232,18 @@ def overlapped(**settings: Any) -> tuple[Model, tidegate.AdamW]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("without", ["wait_for_weights", "wait"])
-def test_the_poison_bites_without_the_gates(monkeypatch: pytest.MonkeyPatch, without: str) -> None:
-    model, optimizer = overlapped()
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_the_poison_bites_without_the_gates(monkeypatch: pytest.MonkeyPatch, evaluate: bool) -> None:
+    # An update of half a second: whoever does not wait for it comes too early.
+    rates = tidegate.EmulatedRates(h2d_bytes_per_second=6e4, d2h_bytes_per_second=6e4)
+    model, optimizer = overlapped(emulated=rates)
     with optimizer, tidegate.overlap_forward(optimizer, model):
         run = Run(model, optimizer, None)
         run.train(0)
         run.train(1)
-        monkeypatch.setattr(optimizer, without, lambda *_: None)
-        if without == "wait":
+        monkeypatch.setattr(optimizer, "wait_for_weights", lambda *_: None)
+        if evaluate:
+            monkeypatch.setattr(optimizer, "wait", lambda: None)
             with torch.no_grad():
                 assert not torch.isfinite(model(tokens(2))).all()
         else:
@@ -299,3 +302,23 @@ def test_refusals() -> None:
         tidegate.overlap_forward(optimizer, torch.compile(model))  # type: ignore[arg-type]
     with optimizer, tidegate.overlap_forward(optimizer, model), pytest.raises(ConfigError, match="already"):
         tidegate.overlap_forward(optimizer, model)
+
+
+def test_the_tail_of_an_update_is_counted_where_it_moved_bytes() -> None:
+    model, optimizer = overlapped()
+    with optimizer, tidegate.attach(optimizer, model, run="tail") as attachment:
+        tidegate.overlap_forward(optimizer, model)
+        plans: list[Any] = []
+        optimizer.observers.append(lambda result, _: plans.append(result.plan))
+        for seed in range(5):
+            model(tokens(seed)).square().mean().backward()
+            optimizer.step()
+        tidegate.wait(optimizer)
+        totals = attachment.recorder.totals
+        moved = {lane: sum(plan.link_bytes(lane) for plan in plans) for lane in ("h2d", "d2h")}
+        for lane, nbytes in moved.items():
+            assert sum(n for (where, _, _), n in totals.link_bytes.items() if where == lane) == nbytes
+        assert totals.link_bytes["h2d", "forward", "weight"] > 0
+        # Updates take some 20 ms at these rates, and all but the first go on after step().
+        assert 0.02 < totals.spill < totals.phases["forward"].total + totals.phases["backward"].total
+        assert totals.steps == 5
