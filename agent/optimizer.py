@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -271,10 +272,16 @@ class AdamW(torch.optim.Optimizer):
             self.phases.enter("other")
 
     def _on_gradient(self, param: int) -> None:
-        self.backward_began()
-        with self.phases.exposed():
-            self._settle()
+        """Once per gradient, so it saves calls."""
+        if self._backward_id != torch._C._current_graph_task_id() or self.phases.current != "backward":
+            self.backward_began()
+        began = time.monotonic()
+        try:
+            if self.engine.running:
+                self._settle()
             self.engine.gradient_accumulated(param)
+        finally:
+            self.phases.blocked(time.monotonic() - began)
 
     # ---- knobs
 
