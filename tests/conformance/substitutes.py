@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 import tidegate
+from tests.conformance.torch_internals import common_optimizers
 from tidegate.agent.devices.emulated import EmulatedRates
 
 Optimizer = torch.optim.Optimizer
@@ -33,7 +34,7 @@ OFFLOAD = tidegate.Offload(
     emulated=EmulatedRates(h2d_bytes_per_second=1e12, d2h_bytes_per_second=1e12, update_params_per_second=1e12),
 )
 SUPPORTED = "as ours"
-OPTIONS = ("maximize", "amsgrad", "capturable", "differentiable")
+OPTIONS = ("amsgrad", "capturable", "differentiable")
 """Options of torch's AdamW that change what it does. Each is tried on its own, apart from what ours has too."""
 IMPLEMENTATIONS = ("foreach", "fused")
 SGD_ONLY = ("momentum", "dampening", "nesterov")
@@ -48,9 +49,16 @@ class Watch:
     reference: str | None = None
     """`fused` or `foreach`: with this option False torch's own class is built, so that ours is compared with it."""
 
-    def saw(self, kwargs: dict[str, Any]) -> None:
+    def begin(self) -> None:
+        """Another test runs."""
+        self.attempts, self.options = 0, set()
+
+    def saw(self, params: Any, kwargs: dict[str, Any]) -> None:
+        """An optimizer is to be built."""
         self.attempts += 1
-        self.options.update(option for option in OPTIONS if kwargs.get(option))
+        groups = [group for group in params if isinstance(group, dict)] if isinstance(params, list) else []
+        for given in (kwargs, *groups):
+            self.options.update(option for option in OPTIONS if given.get(option))
 
 
 def option_of(kwargs: dict[str, Any]) -> str:
@@ -73,19 +81,31 @@ class Gathered(defaultdict[Any, Any]):
         return optimizer.state_dict()["state"].get(order.index(id(key)), {})
 
 
+class Closing(tidegate.AdamW):
+    """Closes the earlier optimizers of its parameters; of a closed one `state_dict()` gives what it was then."""
+
+    def __init__(self, params: Any, *args: Any, earlier: WeakIdKeyDictionary, **kwargs: Any) -> None:
+        for param in _tensors(params):
+            optimizer = earlier[param]() if param in earlier else None
+            if optimizer is not None:
+                optimizer.close()
+        super().__init__(params, *args, **kwargs)
+        self.state = Gathered(self)
+        for group in self.param_groups:
+            for param in group["params"]:
+                earlier[param] = weakref.ref(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.__dict__.get("_last_state") or super().state_dict()
+
+    def close(self) -> None:
+        if self.engine.usable and "_last_state" not in self.__dict__:
+            self._last_state = super().state_dict()
+        super().close()
+
+
 def classes_of_tidegate(watch: Watch) -> dict[str, type[Optimizer]]:
     earlier = WeakIdKeyDictionary()
-
-    def release(params: list[Any]) -> None:
-        for param in _tensors(params):
-            optimizer = earlier.get(param)
-            if optimizer is not None and optimizer() is not None:
-                optimizer().close()
-
-    def remember(optimizer: tidegate.AdamW) -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                earlier[param] = weakref.ref(optimizer)
 
     def build(name: str, reference: type[Optimizer], **fixed: Any) -> type[Optimizer]:
         def new(cls: type[Optimizer], params: Any, *args: Any, **kwargs: Any) -> Optimizer:
@@ -94,19 +114,14 @@ def classes_of_tidegate(watch: Watch) -> dict[str, type[Optimizer]]:
             return object.__new__(cls)
 
         def init(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-            watch.saw(kwargs)
-            given: Any = params if isinstance(params, torch.Tensor) or params is None else list(params)
+            given = _listed(params)
+            watch.saw(given, kwargs)
             if isinstance(given, list):
-                for group in given:
-                    if isinstance(group, dict):
-                        watch.options.update(option for option in OPTIONS if group.get(option))
-                release(given)
                 given = [_plain(group) if isinstance(group, dict) else group for group in given]
-            tidegate.AdamW.__init__(self, given, *args, **{"offload": OFFLOAD, **fixed, **_plain(kwargs)})
-            self.state = Gathered(self)
-            remember(self)
+            settings = {"offload": OFFLOAD, **fixed, **_plain(kwargs)}
+            Closing.__init__(self, given, *args, earlier=earlier, **settings)
 
-        return type(name, (tidegate.AdamW,), {"__new__": new, "__init__": init})
+        return type(name, (Closing,), {"__new__": new, "__init__": init})
 
     return {
         "AdamW": build("AdamW", torch.optim.AdamW),
@@ -120,14 +135,10 @@ def classes_of_torch(watch: Watch) -> dict[str, type[Optimizer]]:
 
     def watched(name: str, base: type[Optimizer]) -> type[Optimizer]:
         def init(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-            watch.saw(kwargs)
-            if not isinstance(params, torch.Tensor) and params is not None:
-                params = list(params)
-                for group in params:
-                    if isinstance(group, dict):
-                        watch.options.update(option for option in OPTIONS if group.get(option))
+            given = _listed(params)
+            watch.saw(given, kwargs)
             dropped = SGD_ONLY if name == "SGD" else ()
-            base.__init__(self, params, *args, **{k: v for k, v in kwargs.items() if k not in dropped})
+            base.__init__(self, given, *args, **{k: v for k, v in kwargs.items() if k not in dropped})
 
         return type(name, (base,), {"__init__": init})
 
@@ -138,23 +149,39 @@ def classes_of_torch(watch: Watch) -> dict[str, type[Optimizer]]:
     }
 
 
+def cpu_offload(base: type[Optimizer]) -> type[Optimizer]:
+    """`torchao.optim.CPUOffloadOptimizer`; its `offload_gradients` is our gradients="release"."""
+
+    def init(
+        self: Any, params: Any, optimizer_class: type[Optimizer] | None = None, *, offload_gradients: bool = False
+    ) -> None:
+        ours = issubclass(base, tidegate.AdamW)
+        released: dict[str, Any] = (
+            {"offload": replace(OFFLOAD, gradients="release")} if offload_gradients and ours else {}
+        )
+        base.__init__(self, params, **released)
+
+    return type("CPUOffloadOptimizer", (base,), {"__init__": init})
+
+
 Classes = Callable[[Watch], dict[str, type[Optimizer]]]
 
 
 @contextmanager
-def in_torch_optim(classes: dict[str, type[Optimizer]]) -> Iterator[None]:
+def in_torch_optim(
+    classes: dict[str, type[Optimizer]], names: Sequence[str] = ("SGD", "Adam", "AdamW")
+) -> Iterator[None]:
     """`torch.optim.AdamW` and its siblings are these, for what looks them up there or imports them."""
     with ExitStack() as patches:
-        for name, cls in classes.items():
-            patches.enter_context(mock.patch(f"torch.optim.{name}", cls))
+        for name in names:
+            patches.enter_context(mock.patch(f"torch.optim.{name}", classes[name]))
         yield
 
 
 @contextmanager
 def in_optim_db(classes: dict[str, type[Optimizer]]) -> Iterator[None]:
     """The list from which torch generates its optimizer tests holds only Adam and AdamW, and those are these."""
-    from torch.testing._internal.common_optimizers import optim_db
-
+    optim_db = common_optimizers().optim_db
     everything = list(optim_db)
     kept: list[Any] = [info for info in everything if info.name in ("Adam", "AdamW")]
     own = [info.optim_cls for info in kept]
@@ -178,14 +205,21 @@ def _plain(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tensors(params: list[Any]) -> Iterator[torch.Tensor]:
+def _listed(params: Any) -> Any:
+    """What a generator gives, also inside groups: it is looked at more than once."""
+    if isinstance(params, torch.Tensor) or params is None:
+        return params
+    given = list(params)
+    for group in given:
+        if isinstance(group, dict) and not isinstance(group["params"], torch.Tensor):
+            group["params"] = list(group["params"])
+    return given
+
+
+def _tensors(params: Any) -> Iterator[torch.Tensor]:
+    if isinstance(params, torch.Tensor) or params is None:
+        return
     for entry in params:
-        if isinstance(entry, torch.Tensor):
-            yield entry
-        elif isinstance(entry, tuple):
-            yield from _tensors([entry[1]])
-        elif isinstance(entry, dict):
-            inner = entry["params"]
-            if not isinstance(inner, (torch.Tensor, list, tuple)):
-                inner = entry["params"] = list(inner)
-            yield from _tensors([inner] if isinstance(inner, torch.Tensor) else list(inner))
+        inner = entry["params"] if isinstance(entry, dict) else [entry]
+        for one in [inner] if isinstance(inner, torch.Tensor) else inner:
+            yield one[1] if isinstance(one, tuple) else one
