@@ -252,7 +252,9 @@ class AdamW(torch.optim.Optimizer):
             self.logged["tokens"] = self.logged.get("tokens", 0) + int(tokens)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. An update that goes on has its own hold on the gradients that it reads."""
+        """As in torch. An update that goes on has its own hold on the gradients that it reads; zeroing waits."""
+        if not set_to_none:
+            self.wait()
         if not self.engine.running:
             self.engine.quiesce(dropping=True)
             self.engine.gradients.forget()
