@@ -15,8 +15,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tidegate.agent import checkpoint
-from tidegate.agent.devices.base import Device
-from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
+from tidegate.agent.devices.choose import choose_device
+from tidegate.agent.devices.emulated import EmulatedRates
 from tidegate.agent.engine.engine import Effective, Engine, StepResult
 from tidegate.agent.gradients import Mode
 from tidegate.agent.hyperparameters import TORCH_DEFAULTS, LossScale, check_group, check_max_grad_norm, step_inputs
@@ -141,7 +141,7 @@ class AdamW(torch.optim.Optimizer):
         self._steps = [0] * len(self._params)
         self._pid = os.getpid()
         self._claim(self._params)
-        self.device = _device(self.offload, self._params)
+        self.device = choose_device(self.offload, self._params)
         layouts = cut([group["params"] for group in self.param_groups], self.offload.subgroup_numel)
         self.engine = Engine(
             self._params,
@@ -434,18 +434,6 @@ class AdamW(torch.optim.Optimizer):
                 )
         for param in params:
             _owners[param] = weakref.ref(self)
-
-
-def _device(offload: Offload, params: list[torch.nn.Parameter]) -> Device:
-    kinds = {param.device.type for param in params}
-    if kinds != {"cpu"}:
-        raise ParameterError(
-            f"Parameters are on {', '.join(sorted(kinds))}; this release runs on the emulated device, "
-            "whose weights are CPU tensors."
-        )
-    weights = sum(p.numel() * p.element_size() for p in params)
-    numel = sum(p.numel() for p in params)
-    return EmulatedDevice(offload.device_memory_bytes or 4 * weights + 12 * numel + (1 << 20), offload.emulated)
 
 
 def _is_distributed() -> bool:
