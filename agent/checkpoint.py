@@ -28,15 +28,18 @@ def gather(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int])
         with engine.memory.on_host(layout.id) as arrays:
             for s in layout.segments:
                 for name, array in arrays.items():
+                    # On the host, where it comes from: the device need not have room for it.
                     like = params[s.param]
-                    whole = found[s.param].setdefault(name, torch.empty_like(like, dtype=array.dtype))
+                    whole = found[s.param].setdefault(name, torch.empty_like(like, dtype=array.dtype, device="cpu"))
                     flat(whole)[s.offset : s.offset + s.numel] = array[s.start : s.start + s.numel]
     return {i: {"step": torch.tensor(float(step)), **found[i]} for i, step in enumerate(steps) if step}
 
 
 def _empty_moments(param: torch.Tensor) -> dict[str, torch.Tensor]:
     """Parameters of no elements are in no subgroup."""
-    return {} if param.numel() else {name: torch.empty_like(param, dtype=torch.float32) for name in MOMENTS}
+    return (
+        {} if param.numel() else {name: torch.empty_like(param, dtype=torch.float32, device="cpu") for name in MOMENTS}
+    )
 
 
 def as_pre_hooks_make_it(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,10 +123,10 @@ def _set_part(part: torch.Tensor, s: Segment, name: str, given: ParamState, para
         if name in MOMENTS:
             part.zero_()
         return
-    whole = torch.empty_like(param, dtype=part.dtype).copy_(given[name])
+    whole = torch.empty_like(param, dtype=part.dtype, device="cpu").copy_(given[name])
     values = flat(whole)[s.offset : s.offset + s.numel]
     if name == "master":
         # The weight is authoritative: a master that does not round to it belongs to another weight.
-        weight = flat(param)[s.offset : s.offset + s.numel]
+        weight = flat(param)[s.offset : s.offset + s.numel].cpu()
         values = torch.where(values.to(weight.dtype) == weight, values, weight.float())
     part.copy_(values)

@@ -16,8 +16,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tidegate.agent import checkpoint
-from tidegate.agent.devices.base import Device
-from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
+from tidegate.agent.devices.choose import choose_device
+from tidegate.agent.devices.emulated import EmulatedRates
 from tidegate.agent.engine.engine import Effective, Engine, StepResult
 from tidegate.agent.gradients import Mode
 from tidegate.agent.hyperparameters import TORCH_DEFAULTS, LossScale, check_group, check_max_grad_norm, step_inputs
@@ -142,7 +142,7 @@ class AdamW(torch.optim.Optimizer):
         self._steps = [0] * len(self._params)
         self._pid = os.getpid()
         self._claim(self._params)
-        self.device = _device(self.offload, self._params)
+        self.device = choose_device(self.offload, self._params)
         layouts = cut([group["params"] for group in self.param_groups], self.offload.subgroup_numel)
         self.engine = Engine(
             self._params,
@@ -253,7 +253,9 @@ class AdamW(torch.optim.Optimizer):
             self.logged["tokens"] = self.logged.get("tokens", 0) + int(tokens)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. An update that goes on has its own hold on the gradients that it reads."""
+        """As in torch. An update that goes on has its own hold on the gradients that it reads; zeroing waits."""
+        if not set_to_none:
+            self.wait()
         if not self.engine.running:
             self.engine.quiesce(dropping=True)
             self.engine.gradients.forget()
@@ -439,18 +441,6 @@ class AdamW(torch.optim.Optimizer):
                 )
         for param in params:
             _owners[param] = weakref.ref(self)
-
-
-def _device(offload: Offload, params: list[torch.nn.Parameter]) -> Device:
-    kinds = {param.device.type for param in params}
-    if kinds != {"cpu"}:
-        raise ParameterError(
-            f"Parameters are on {', '.join(sorted(kinds))}; this release runs on the emulated device, "
-            "whose weights are CPU tensors."
-        )
-    weights = sum(p.numel() * p.element_size() for p in params)
-    numel = sum(p.numel() for p in params)
-    return EmulatedDevice(offload.device_memory_bytes or 4 * weights + 12 * numel + (1 << 20), offload.emulated)
 
 
 def _is_distributed() -> bool:

@@ -157,7 +157,8 @@ class Engine:
         self.gradients.expect_reads([
             self.layouts[op.subgroup] for op in plan.of_kind(*READS_GRADIENT) if not op.spilled
         ])  # fmt: skip
-        self._follow_framework()
+        # State comes into memory that the framework may have used just now, and weights go to their mirrors.
+        self._follow_framework(H2D, D2H)
         self._executor.start(plan)
         return _Flight(plan, effective)
 
@@ -203,7 +204,8 @@ class Engine:
         self._begin_anew_if_needed()
         flight = self._in_flight()
         self._runner.inputs = flight.inputs = inputs
-        self._follow_framework()
+        # Whatever else an update writes comes after NORM, which this lane and the host wait for.
+        self._follow_framework(DEVICE)
         try:
             self._executor.step(repeat=self._stale(flight.plan))
             goes_on = self._executor.decided()
@@ -295,10 +297,10 @@ class Engine:
             self._executor.cancel()
             self._runner.inputs = None
 
-    def _follow_framework(self) -> None:
-        """What the device's lanes do from now on comes after what the framework has done to weights and gradients."""
+    def _follow_framework(self, *lanes: str) -> None:
+        """What these lanes do from now on comes after what the framework has done to weights and gradients."""
         now = self.device.now()
-        for lane in (H2D, D2H, DEVICE):
+        for lane in lanes:
             self.device.wait(lane, now)
 
     def _finish(self, flight: _Flight, skipped: bool) -> None:

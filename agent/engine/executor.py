@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -179,10 +180,10 @@ class Executor:
             progress = self._current()
             self._wait(progress, lambda: self._at_rest(progress))
             self._progress = None
-            if progress.error is not None:
-                raise progress.error
-            history = progress.history
-        return tuple(_span(op, issued) for op, issued in history), progress.skipped
+        if progress.error is not None:
+            _come_to_rest(progress)
+            raise progress.error
+        return tuple(_span(op, issued) for op, issued in progress.history), progress.skipped
 
     def cancel(self) -> tuple[Span, ...]:
         """Drops what has not begun, waits for what has, and returns the spans of what ran. Only before `step`."""
@@ -302,6 +303,13 @@ def _wake(clock: Clock) -> None:
 def _drop(progress: _Progress) -> None:
     for queue in progress.pending.values():
         queue.clear()
+
+
+def _come_to_rest(progress: _Progress) -> None:
+    """After a failure: what was enqueued still works on memory that others are about to get. It may fail, too."""
+    for _, issued in progress.history:
+        with suppress(Exception):
+            issued.event.wait()
 
 
 def _span(op: Op, issued: Issued) -> Span:

@@ -106,6 +106,10 @@ class MemoryRunner:
         size, base = layout.format.grad_bytes, self._memory.gradient(layout.id)
         taken = self._gradients.take(layout)
         if self._gradients.mode == "keep":
+            # The copy that this one repeats may still read a gradient that nobody holds any longer.
+            for replaced in self.copied.get(layout.id, ()):
+                if replaced is not None:
+                    self._device.used_by(op.lane, replaced.dense)
             self.copied[layout.id] = taken
         copies: list[Copy] = []
         for segment, arrived in zip(layout.segments, taken, strict=True):

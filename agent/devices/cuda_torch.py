@@ -1,0 +1,184 @@
+"""The CUDA runtime through PyTorch.
+
+Why not the runtime library itself: which one a wheel of torch brings differs, it would have to be found without a GPU
+to try it on, and a thread must have the right context before it calls. torch's own calls select the device, bind the
+context, check errors and free the interpreter's lock. What torch does not offer by address is wrapped: device memory
+through `__cuda_array_interface__`, host memory through the buffer protocol; neither copies. A copy between such tensors
+with non_blocking=True is one cudaMemcpyAsync on the current stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, cast
+
+import torch
+
+from tidegate.agent.devices.base import Copy, GradRef, UpdateRun
+from tidegate.agent.devices.cuda_runtime import Marker, Norms, Stream
+from tidegate.agent.devices.pinned import near_cpus
+
+log = logging.getLogger("tidegate.devices")
+
+PORTABLE: Final = 1
+"""cudaHostRegisterPortable: pinned for every context of the process."""
+
+HIGH_PRIORITY: Final = -1
+
+
+class GpuKernels(Protocol):
+    """kernels/triton_adamw.py, or kernels/torch_adamw.py where there is no Triton. Both work on the current stream."""
+
+    def update(self, runs: Sequence[UpdateRun]) -> None: ...
+
+    def sum_of_squares(self, refs: Sequence[GradRef], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None: ...
+
+
+def load_kernels() -> GpuKernels:
+    """Triton's, equal to the oracle bit for bit; where it is missing or too old torch's, which are not, and slower."""
+    try:
+        return cast(GpuKernels, importlib.import_module("tidegate.kernels.triton_adamw"))
+    except ImportError as error:
+        log.warning(
+            "Updates on the GPU run as torch operations, several times slower and only within fp32 rounding of those "
+            "on the CPU: %s.",
+            error,
+        )
+        return cast(GpuKernels, importlib.import_module("tidegate.kernels.torch_adamw"))
+
+
+class TorchCuda:
+    """A `CudaRuntime` for the GPU `device`."""
+
+    def __init__(self, device: torch.device, kernels: GpuKernels | None = None) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._kernels = kernels or load_kernels()
+        self._blocks: dict[int, torch.Tensor] = {}
+        free, _ = torch.cuda.mem_get_info(self.device)
+        self._capacity = free + torch.cuda.memory_reserved(self.device)
+
+    # ---- order
+
+    def new_stream(self, name: str) -> Stream:
+        return torch.cuda.Stream(self.device, priority=HIGH_PRIORITY)
+
+    def current_stream(self) -> Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def record(self, stream: Stream) -> Marker:
+        # blocking: a thread that waits leaves its core to the update on the CPU.
+        marker = torch.cuda.Event(enable_timing=True, blocking=True)
+        marker.record(stream)
+        return marker
+
+    def stream_waits(self, stream: Stream, marker: Marker) -> None:
+        stream.wait_event(marker)
+
+    def host_waits(self, marker: Marker) -> None:
+        marker.synchronize()
+
+    def seconds_between(self, earlier: Marker, later: Marker) -> float:
+        return float(earlier.elapsed_time(later)) / 1e3
+
+    # ---- work
+
+    def copy(self, copies: Sequence[Copy], to_device: bool, stream: Stream) -> None:
+        with torch.cuda.stream(stream):
+            for one in copies:
+                if not one.nbytes:
+                    continue
+                if to_device:
+                    self._on_device(one.dst, one.nbytes).copy_(_on_host(one.src, one.nbytes), non_blocking=True)
+                else:
+                    _on_host(one.dst, one.nbytes).copy_(self._on_device(one.src, one.nbytes), non_blocking=True)
+
+    def update(self, runs: Sequence[UpdateRun], stream: Stream) -> None:
+        with torch.cuda.stream(stream):
+            self._kernels.update(runs)
+
+    def norms(self, grads: Sequence[GradRef], stream: Stream) -> Callable[[], Norms]:
+        if not grads:
+            return Norms
+        # Temporary tensors are of this stream's pool: memory that they leave is used behind what uses them now.
+        with torch.cuda.stream(stream):
+            sums = torch.empty(len(grads), dtype=torch.float64, device=self.device)
+            bad = torch.empty(len(grads), dtype=torch.int64, device=self.device)
+            self._kernels.sum_of_squares(grads, sums, bad)
+            found = [
+                torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in (sums, bad)
+            ]
+        return lambda: list(zip(found[0].tolist(), found[1].tolist(), strict=True))
+
+    def _on_device(self, address: int, nbytes: int) -> torch.Tensor:
+        return torch.as_tensor(_DeviceBytes(address, nbytes), device=self.device)
+
+    # ---- memory
+
+    def alloc(self, nbytes: int) -> int:
+        try:
+            block = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+        self._blocks[block.data_ptr()] = block
+        return block.data_ptr()
+
+    def free(self, address: int) -> None:
+        del self._blocks[address]
+
+    def used_by(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)
+
+    def pin(self, address: int, nbytes: int) -> str:
+        with torch.cuda.device(self.device):
+            result = torch.cuda.cudart().cudaHostRegister(address, nbytes, PORTABLE)
+            if int(result) == 0:
+                return ""
+            self._forget_error()
+        return f"cudaHostRegister: {torch.cuda.cudart().cudaGetErrorString(result)}"
+
+    def unpin(self, address: int) -> None:
+        with torch.cuda.device(self.device):
+            if int(torch.cuda.cudart().cudaHostUnregister(address)):
+                self._forget_error()
+
+    def _forget_error(self) -> None:
+        """The runtime keeps a thread's last error until it is asked for, and torch asks at its next kernel: which would
+        then be said to have failed. One is launched here to take the blame."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.device).add_(1)
+
+    def capacity_bytes(self) -> int:
+        return self._capacity
+
+    def in_use_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def take_peak_bytes(self) -> int:
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+    def near_cpus(self) -> frozenset[int]:
+        properties: Any = torch.cuda.get_device_properties(self.device)
+        try:
+            place = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+        except AttributeError:  # torch before 2.7 does not tell
+            return frozenset()
+        return near_cpus("{:04x}:{:02x}:{:02x}.0".format(*place))
+
+
+class _DeviceBytes:
+    """Device memory as other libraries hand it to torch."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+def _on_host(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

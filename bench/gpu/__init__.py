@@ -1,0 +1,1 @@
+"""The stages of bench/gpu.sh: each prints one JSON object."""

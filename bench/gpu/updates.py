@@ -1,0 +1,122 @@
+"""Update throughput by stride and static ratio, beside what the busiest resource allows and what the model predicts.
+
+Weights and gradients are bf16. A backward that hands over ready gradients stands for the real one, and is followed by
+a pause in which early copies end, as they do behind a backward that lasts.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import psutil
+import torch
+
+import tidegate
+from bench.gpu.target import Target, run_stage, spread
+from tidegate.knobs import Knobs
+from tidegate.model.rates import RateCard
+from tidegate.model.simulate import what_if
+from tidegate.plan import Plan
+from tidegate.plan.ops import OpKind
+
+HOST_BYTES_PER_PARAM = 14
+ROUNDS = 5
+SETTINGS: list[tuple[float | str, float]] = [
+    ("off", 0.0), *((float(k), 0.0) for k in range(1, 9)), *((s, r) for r in (0.25, 0.5, 0.75) for s in ("off", 2.0)),
+]  # fmt: skip
+
+
+class _Give(torch.autograd.Function):
+    """A backward that costs nothing: the gradients are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[torch.Tensor], *params: torch.Tensor) -> torch.Tensor:
+        ctx.grads = grads
+        return torch.zeros((), device=params[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return (None, *ctx.grads)
+
+
+def rates_of(links: dict[str, Any]) -> RateCard:
+    return RateCard(
+        h2d_bytes_per_second=links["both_at_once"]["h2d"]["median"],
+        d2h_bytes_per_second=links["both_at_once"]["d2h"]["median"],
+        cpu_params_per_second=links["cpu_update_params_per_second"]["median"],
+        device_params_per_second=links["device_update_params_per_second"]["median"],
+        norm_params_per_second=links["device_update_params_per_second"]["median"],
+    )
+
+
+def bound_seconds(plan: Plan, rates: RateCard) -> float:
+    """No update with this plan is shorter: the busiest lane's work that cannot begin before `step()`.
+
+    Each slot may hold a state that came before, and gradients and mirrors were copied before.
+    """
+    busy = dict.fromkeys(plan.lanes, 0.0)
+    filled: set[int | None] = set()
+    for op in plan.ops:
+        early = op.kind in (OpKind.GRAD_D2H, OpKind.WEIGHT_D2H)
+        if op.kind is OpKind.STATE_H2D and op.slot not in filled:
+            filled.add(op.slot)
+            early = True
+        if not early:
+            busy[op.lane] += rates.seconds(op)
+    return max(busy.values())
+
+
+def measure(
+    optimizer: tidegate.AdamW, params: list[torch.nn.Parameter], target: Target, knobs: Knobs, rates: RateCard
+) -> dict[str, Any]:
+    optimizer.apply_knobs(knobs)
+    grads = [torch.randn_like(p) * 1e-2 for p in params]
+    pause = 1.5 * sum(g.numel() * g.element_size() for g in grads) / (rates.d2h_bytes_per_second or 1e9)
+    seconds, plans = [], []
+    optimizer.observers[:] = [lambda result, _: plans.append(result.plan)]
+    for step in range(ROUNDS + 2):
+        optimizer.zero_grad()
+        _Give.apply(grads, *params).backward()
+        target.finish_enqueued()
+        time.sleep(pause)
+        start = time.monotonic()
+        optimizer.step()
+        target.finish_enqueued()
+        if step >= 2:  # knobs settle in the first
+            seconds.append(time.monotonic() - start)
+    predicted = what_if(
+        optimizer.engine.subgroups, stride=optimizer.engine.effective.stride, static_ratio=knobs.static_ratio,
+        num_slots=optimizer.engine.num_slots, rates=rates,
+    )  # fmt: skip
+    numel, found = sum(p.numel() for p in params), spread(seconds)
+    bound = bound_seconds(plans[-1], rates)
+    return {
+        "stride": knobs.stride,
+        "static_ratio": knobs.static_ratio,
+        "update_seconds": found,
+        "params_per_second": numel / found["median"],
+        "bound_seconds": bound,
+        "share_of_bound": bound / found["median"],
+        "predicted_seconds": predicted.update_seconds,
+        "link_bytes": predicted.link_bytes,
+    }
+
+
+def stage(target: Target) -> dict[str, Any]:
+    links = target.result_of("links")
+    if links is None:
+        raise SystemExit("The stage `links` comes first: bounds are made from what it measures.")
+    rates = rates_of(links)
+    room = psutil.virtual_memory().available // (2 * HOST_BYTES_PER_PARAM)
+    numel = target.sized(min(1_000_000_000, room), 64_000)
+    params = [torch.nn.Parameter(torch.randn(numel // 16).to(target.device, torch.bfloat16)) for _ in range(16)]
+    offload = target.offload(stride=2.0, subgroup_numel=target.sized(25_000_000, 2_000), num_slots=3)
+    settings = SETTINGS[:: 3 if target.dry else 1]
+    with tidegate.AdamW(params, offload=offload) as optimizer:
+        rows = [measure(optimizer, params, target, Knobs(stride=s, static_ratio=r), rates) for s, r in settings]  # type: ignore[arg-type]
+    return {"numel": numel, "rates": rates.to_dict(), "settings": rows}
+
+
+if __name__ == "__main__":
+    run_stage(stage)

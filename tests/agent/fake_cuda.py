@@ -1,0 +1,391 @@
+"""A CUDA runtime without a GPU that does what a GPU may do, at the worst time it may do it.
+
+Work on a stream is put off until somebody waits for it, or done at a random moment before, in any order that the waits
+allow. Every access of streams, of the framework and of host threads is held against vector clocks. `drop` names one
+wait that is not made: the tests drop each in turn and expect an error.
+
+Device memory is host memory here. What the framework does happens at once, on a stream called `framework`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+
+from tests.agent.vector_clocks import Clock, Order, RaceError, Range
+from tidegate.agent.devices.base import Copy, GradRef, UpdateRun
+from tidegate.agent.devices.cuda_runtime import Norms
+from tidegate.kernels import ThreadPool, adamw_update, copy, fill, sum_of_squares
+
+FRAMEWORK = "framework"
+
+
+@dataclass(eq=False)
+class FakeMarker:
+    stream: FakeStream
+    place: int
+    clock: Clock
+    seconds: float | None = None
+    """When it was reached; None before."""
+
+
+@dataclass(eq=False)
+class FakeStream:
+    name: str
+    queue: deque[Callable[[], None]] = field(default_factory=deque)
+    """What was not done yet."""
+    waits: dict[int, FakeMarker] = field(default_factory=dict)
+    """By place: what must be reached before the work there begins."""
+    done: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.done + len(self.queue)
+
+
+class FakeCuda:
+    """See the module. eagerness: 0 does nothing before it must, 1 does everything at once."""
+
+    def __init__(self, seed: int = 0, eagerness: float = 0.3, drop: str = "", memory_bytes: int = 1 << 30) -> None:
+        self.order = Order()
+        self.drop = drop
+        self.sites: set[str] = set()
+        """Every wait that was made, by who waits for what where."""
+        self.error: RaceError | None = None
+        """The first one. From then on nothing is done any more."""
+        self.pinned: dict[int, int] = {}
+        self.longest_queue = 0
+        self._memory_bytes = memory_bytes
+        self._eagerness = eagerness
+        self._random = random.Random(seed)
+        self._framework = FakeStream(FRAMEWORK)
+        self._streams = [self._framework]
+        self._blocks: dict[int, torch.Tensor] = {}
+        self._graveyard: list[Any] = []
+        """Memory that was given up stays mapped, so that work which comes too late spoils results, not the process."""
+        self._freed: deque[tuple[Clock, int, int, Any]] = deque()
+        self._spoil_later: list[tuple[list[FakeMarker], int, int]] = []
+        self._held: dict[Range, list[FakeMarker]] = {}
+        self._results = 1 << 62
+        self._peak = 0
+        self._pool = ThreadPool(1)
+        self._mutex = threading.RLock()
+
+    # ---- order
+
+    def new_stream(self, name: str) -> FakeStream:
+        stream = FakeStream(name)
+        self._streams.append(stream)
+        return stream
+
+    def current_stream(self) -> FakeStream:
+        return self._framework
+
+    def record(self, stream: FakeStream) -> FakeMarker:
+        with self._mutex:
+            self._enter(stream)
+            self.order.tick(stream.name)
+            marker = FakeMarker(stream, stream.end + 1, dict(self.order.clocks[stream.name]))
+
+            def reach() -> None:
+                marker.seconds = time.monotonic()
+
+            self._enqueue(stream, reach)
+            return marker
+
+    def stream_waits(self, stream: FakeStream, marker: FakeMarker) -> None:
+        with self._mutex:
+            if self._dropped(f"{stream.name} waits for {marker.stream.name}"):
+                return
+            self._enter(stream)
+            self.order.learn(stream.name, marker.clock)
+            stream.waits[stream.end] = marker
+            self._enqueue(stream, _nothing)
+
+    def host_waits(self, marker: FakeMarker) -> None:
+        with self._mutex:
+            if self._dropped(f"host waits for {marker.stream.name}"):
+                return
+            self._run_to(marker)
+            self.order.learn(_host(), marker.clock)
+
+    def seconds_between(self, earlier: FakeMarker, later: FakeMarker) -> float:
+        with self._mutex:
+            if self.error is not None:
+                return 0.0
+            for marker in (earlier, later):
+                known = self.order.clocks[_host()].get(marker.stream.name, 0)
+                if known < marker.clock[marker.stream.name] or marker.seconds is None:
+                    self._fail(RaceError(f"A time on {marker.stream.name} is asked for that nobody has waited for."))
+            assert earlier.seconds is not None
+            assert later.seconds is not None
+            return later.seconds - earlier.seconds
+
+    # ---- work
+
+    def copy(self, copies: Sequence[Copy], to_device: bool, stream: FakeStream) -> None:
+        with self._mutex:
+            self._enter(stream)
+            for one in copies:
+                host, device = (one.src, one.dst) if to_device else (one.dst, one.src)
+                assert self._is_pinned(host, one.nbytes), f"{host:#x} is not pinned host memory"
+                assert not self._is_pinned(device, 1), f"{device:#x} is not on the device"
+                what = f"a copy on {stream.name}"
+                self._checked(lambda one=one, what=what: self.order.copy(  # type: ignore[misc]
+                    stream.name, one.dst, one.src, one.nbytes, what
+                ))  # fmt: skip
+                self._enqueue(stream, lambda one=one: copy(one.dst, one.src, one.nbytes))  # type: ignore[misc]
+
+    def update(self, runs: Sequence[UpdateRun], stream: FakeStream) -> None:
+        with self._mutex:
+            self._enter(stream)
+            for run in runs:
+                self.update_accesses(stream.name, run)
+                self._enqueue(stream, lambda run=run: apply(run, self._pool))  # type: ignore[misc]
+
+    def norms(self, grads: Sequence[GradRef], stream: FakeStream) -> Callable[[], Norms]:
+        with self._mutex:
+            self._enter(stream)
+            self._results += 1
+            result, found = self._results, Norms()
+            for grad in grads:
+                self._access(stream.name, grad.address, grad.numel * grad.dtype.nbytes, False, "the norm of a gradient")
+            self._access(stream.name, result, 1, True, "the norms")
+            sums = [lambda g=g: found.append(sum_of_squares(self._pool, g.address, g.numel, g.dtype)) for g in grads]
+            for one in sums:
+                self._enqueue(stream, one)
+
+        def read() -> Norms:
+            self.host_access(result, 1, False, "the norms")
+            return found
+
+        return read
+
+    # ---- memory
+
+    def alloc(self, nbytes: int) -> int:
+        with self._mutex:
+            if self.in_use_bytes() + nbytes > self._memory_bytes:
+                raise MemoryError("out of memory")
+            block = torch.full((max(nbytes, 1),), 0xFF, dtype=torch.uint8)
+            self._blocks[block.data_ptr()] = block
+            self._peak = max(self._peak, self.in_use_bytes())
+            # The framework's stream may hold work on it still: that is the order in which its allocator thinks.
+            self._enter(self._framework)
+            self._access(FRAMEWORK, block.data_ptr(), nbytes, True, "what this memory was used for before")
+            return block.data_ptr()
+
+    def free(self, address: int) -> None:
+        with self._mutex:
+            block = self._blocks.pop(address)
+            self._give_up(dict(self.order.clocks[_host()]), address, block.numel(), block)
+
+    def used_by(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        with self._mutex:
+            if self._dropped(f"memory is held for {stream.name}"):
+                return
+            start = tensor.data_ptr()
+            marker = self.record(stream)
+            self._held.setdefault((start, start + tensor.numel() * tensor.element_size()), []).append(marker)
+
+    def pin(self, address: int, nbytes: int) -> str:
+        self.pinned[address] = nbytes
+        return ""
+
+    def unpin(self, address: int) -> None:
+        with self._mutex:
+            nbytes = self.pinned.pop(address)
+            self._checked(lambda: self.order.give_up(_host(), address, nbytes, "unpinning memory"))
+
+    def capacity_bytes(self) -> int:
+        return self._memory_bytes
+
+    def in_use_bytes(self) -> int:
+        return sum(block.numel() for block in self._blocks.values())
+
+    def take_peak_bytes(self) -> int:
+        peak, self._peak = self._peak, self.in_use_bytes()
+        return peak
+
+    def near_cpus(self) -> frozenset[int]:
+        return frozenset()
+
+    # ---- what the test tells of the framework and of host threads
+
+    def framework_access(self, tensor: torch.Tensor, write: bool, what: str) -> None:
+        """The framework has enqueued this on its stream; here it has been done already."""
+        with self._mutex:
+            self._enter(self._framework)
+            self._access(FRAMEWORK, tensor.data_ptr(), tensor.numel() * tensor.element_size(), write, what)
+
+    def framework_frees(self, address: int, nbytes: int, storage: Any) -> None:
+        """A tensor died: its memory may be used again at once, and the bytes are spoiled. Safe inside a collection."""
+        self._freed.append((dict(self.order.clocks[_host()]), address, nbytes, storage))
+
+    def host_access(self, address: int, nbytes: int, write: bool, what: str) -> None:
+        """The calling thread reads or writes, now."""
+        with self._mutex:
+            self._drain_freed()
+            self._access(_host(), address, nbytes, write, what)
+
+    def update_accesses(self, actor: str, run: UpdateRun) -> None:
+        n, form = run.numel, run.weight_format
+        what = f"an update on {actor}"
+        self._access(actor, run.grad, n * run.grad_dtype.nbytes, False, what)
+        for address, nbytes in (
+            (run.weight, form.weight_bytes), (run.exp_avg, 4), (run.exp_avg_sq, 4), (run.aux, form.aux_bytes)
+        ):  # fmt: skip
+            if nbytes:
+                self._access(actor, address, n * nbytes, False, what)
+                self._access(actor, address, n * nbytes, True, what)
+
+    def host_update(self, run: UpdateRun) -> None:
+        with self._mutex:
+            self.update_accesses(_host(), run)
+
+    def acquired(self, lock: Clock) -> None:
+        """The calling thread got a lock: what was done before it was last released is done."""
+        with self._mutex:
+            self.order.learn(_host(), lock)
+
+    def releasing(self, lock: Clock) -> None:
+        with self._mutex:
+            self.order.tick(_host())
+            for actor, tick in self.order.clocks[_host()].items():
+                lock[actor] = max(lock.get(actor, 0), tick)
+
+    # ---- inside
+
+    def _enter(self, stream: FakeStream) -> None:
+        """What the calling thread knows is done before what it enqueues now."""
+        self._drain_freed()
+        self.order.learn(stream.name, self.order.clocks[_host()])
+
+    def _enqueue(self, stream: FakeStream, work: Callable[[], None]) -> None:
+        if self.error is not None:
+            return
+        stream.queue.append(work)
+        self.longest_queue = max(self.longest_queue, len(stream.queue))
+        if stream is self._framework:
+            self._run_to(FakeMarker(stream, stream.end, {}))
+        while self._random.random() < self._eagerness:
+            ready = [s for s in self._streams if s.queue and self._may_begin(s)]
+            if not ready:
+                break
+            self._run_next(self._random.choice(ready))
+
+    def _may_begin(self, stream: FakeStream) -> bool:
+        wait = stream.waits.get(stream.done)
+        return wait is None or wait.stream.done >= wait.place
+
+    def _run_to(self, marker: FakeMarker) -> None:
+        while self.error is None and marker.stream.done < marker.place:
+            wait = marker.stream.waits.get(marker.stream.done)
+            if wait is not None:
+                self._run_to(wait)
+            self._run_next(marker.stream)
+
+    def _run_next(self, stream: FakeStream) -> None:
+        stream.waits.pop(stream.done, None)
+        work = stream.queue.popleft()
+        stream.done += 1
+        work()
+
+    def _access(self, actor: str, address: int, nbytes: int, write: bool, what: str) -> None:
+        note = self.order.write if write else self.order.read
+        self._checked(lambda: note(actor, address, nbytes, what))
+
+    def _checked(self, look: Callable[[], None]) -> None:
+        if self.error is not None:
+            return
+        try:
+            look()
+        except RaceError as error:
+            self._fail(error)
+
+    def _fail(self, error: RaceError) -> None:
+        self.error = error
+        for stream in self._streams:
+            stream.queue.clear()
+        raise error
+
+    def _drain_freed(self) -> None:
+        while self._freed:
+            clock, address, nbytes, storage = self._freed.popleft()
+            self._give_up(clock, address, nbytes, storage)
+        for markers, address, nbytes in tuple(self._spoil_later):
+            if all(marker.seconds is not None for marker in markers):
+                fill(address, 0xFF, nbytes)
+                self._spoil_later.remove((markers, address, nbytes))
+
+    def _give_up(self, clock: Clock, address: int, nbytes: int, storage: Any) -> None:
+        """The next to use the memory is ordered after the framework's stream, and after what it was held for; that
+        orders nothing else, so that it has an actor of its own."""
+        self._graveyard.append(storage)
+        markers = self._held.pop((address, address + nbytes), [])
+        next_user = f"next user {len(self._graveyard)}"
+        for known in (self.order.clocks[FRAMEWORK], clock, *(marker.clock for marker in markers)):
+            self.order.learn(next_user, known)
+        self._checked(lambda: self.order.give_up(next_user, address, nbytes, "freeing memory"))
+        self._spoil_later.append((markers, address, nbytes))
+
+    def _is_pinned(self, address: int, nbytes: int) -> bool:
+        return any(start <= address and address + nbytes <= start + size for start, size in self.pinned.items())
+
+    def _dropped(self, who: str) -> bool:
+        place = _place(sys._getframe(2))
+        site = f"{who} in {place}"
+        if place:
+            self.sites.add(site)
+        return site == self.drop or self.error is not None
+
+
+def apply(run: UpdateRun, pool: ThreadPool) -> None:
+    adamw_update(
+        pool, run.numel, run.weight, run.weight_format, run.aux, run.exp_avg, run.exp_avg_sq, run.grad, run.grad_dtype,
+        run.scalars,
+    )  # fmt: skip
+
+
+def _nothing() -> None:
+    return
+
+
+def _host() -> str:
+    return f"thread {threading.current_thread().name}"
+
+
+def _place(frame: FrameType | None) -> str:
+    """Where a wait is made: for a dependency of the plan the two kinds of op, else the innermost functions, one of the
+    device's own or two of the engine's. Empty where a test waits."""
+    names: list[str] = []
+    while frame is not None and len(names) < 2:
+        name, in_agent = frame.f_code.co_qualname, "/agent/" in frame.f_code.co_filename
+        if name == "Executor._run" and "issued" in frame.f_locals and names == ["MemoryRunner.wait"]:
+            return _dependency(frame.f_locals)
+        passed_on = name in ("Work.wait", "CudaDevice.wait", "CudaDevice.block", "CudaDevice.used_by") or name.endswith(
+            ">"
+        )
+        if in_agent and "/tests/" not in frame.f_code.co_filename and not passed_on:
+            names.append(name)
+            if "/devices/" in frame.f_code.co_filename:
+                break
+        frame = frame.f_back
+    return " < ".join(names)
+
+
+def _dependency(local: dict[str, Any]) -> str:
+    op, event, progress = local["op"], local["event"], local["progress"]
+    for dep in op.deps:
+        if progress.issued[dep].event is event:
+            return f"{op.kind} after {progress.plan.by_id[dep].kind}"
+    return f"{op.kind} after a repeated copy"

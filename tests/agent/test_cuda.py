@@ -1,0 +1,176 @@
+"""The CUDA device itself, over the fake runtime: memory, times, and when it is chosen."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import tidegate
+from tests.agent.fake_cuda import FakeCuda
+from tests.agent.vector_clocks import RaceError
+from tidegate.agent.devices import choose, cuda, cuda_torch
+from tidegate.agent.devices.base import Copy, GradRef
+from tidegate.agent.devices.choose import choose_device
+from tidegate.agent.devices.cuda import CudaDevice
+from tidegate.agent.devices.cuda_torch import load_kernels
+from tidegate.agent.devices.emulated import EmulatedDevice
+from tidegate.errors import MemoryBudgetError, ParameterError
+from tidegate.kernels import GradDtype
+from tidegate.plan.ops import D2H, DEVICE, H2D
+
+# ---- memory
+
+
+def test_what_does_not_fit_is_refused_with_figures() -> None:
+    device = CudaDevice(FakeCuda(memory_bytes=1000), limit_bytes=600)
+    assert device.capacity_bytes == 600
+    device.alloc(500)
+    with pytest.raises(MemoryBudgetError, match=r"101 bytes .* 100 of 600") as refused:
+        device.alloc(101)
+    assert (refused.value.needed_bytes, refused.value.available_bytes) == (101, 100)
+
+
+def test_memory_that_the_framework_cannot_give_is_refused_likewise() -> None:
+    class Scattered(FakeCuda):
+        def alloc(self, nbytes: int) -> int:
+            raise MemoryError("out of memory")
+
+    device = CudaDevice(Scattered(memory_bytes=1000))
+    with pytest.raises(MemoryBudgetError, match="too scattered"):
+        device.alloc(10)
+
+
+def test_a_limit_beyond_the_gpu_is_the_gpus() -> None:
+    assert CudaDevice(FakeCuda(memory_bytes=1000), limit_bytes=5000).capacity_bytes == 1000
+
+
+def test_the_peak_is_since_it_was_last_taken() -> None:
+    device = CudaDevice(FakeCuda())
+    device.free(device.alloc(300))
+    device.alloc(100)
+    assert device.take_peak_bytes() == 300
+    assert device.take_peak_bytes() == 100 == device.in_use_bytes
+
+
+def test_state_goes_there_and_back() -> None:
+    device = CudaDevice(FakeCuda(eagerness=0.0))
+    there, back = device.host_buffer(100), device.host_buffer(100)
+    there.copy_(torch.arange(100))
+    address = device.alloc(100)
+    device.wait(H2D, device.now())
+    arrived = device.copy(H2D, [Copy(address, there.data_ptr(), 100)])
+    device.wait(D2H, arrived)
+    returned = device.copy(D2H, [Copy(back.data_ptr(), address, 100)])
+    assert not back.any(), "nothing is done before somebody waits"
+    returned.wait()
+    assert torch.equal(back, there)
+
+
+def test_norms_are_known_after_the_wait() -> None:
+    device = CudaDevice(FakeCuda(eagerness=0.0))
+    grad = torch.tensor([3.0, 4.0, float("inf")])
+    device.wait(DEVICE, device.now())
+    event, found = device.norms([GradRef(grad.data_ptr(), 3, GradDtype.F32)])
+    assert found == []
+    event.wait()
+    event.wait()
+    assert found == [(25.0, 1)]
+    assert device.norms([])[1] == []
+
+
+# ---- times
+
+
+def test_spans_are_on_the_hosts_clock() -> None:
+    device = CudaDevice(FakeCuda(eagerness=1.0))
+    before = time.monotonic()
+    event = device.copy(H2D, [])
+    event.wait()
+    start, end = event.span()
+    assert before - 0.001 <= start <= end <= time.monotonic() + 0.001
+
+
+def test_the_clocks_are_compared_again_when_they_may_have_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice(FakeCuda(eagerness=1.0))
+    first = device._clock.anchor
+    event = device.now()
+    event.wait()
+    event.span()
+    assert device._clock.anchor is first
+    monkeypatch.setattr(cuda, "ANCHOR_SECONDS", 0.0)
+    event.span()
+    assert device._clock.anchor is not first
+    event.span()  # by the comparison that was made before it, not by the newest
+
+
+def test_a_time_that_nobody_has_waited_for_cannot_be_read() -> None:
+    device = CudaDevice(FakeCuda(eagerness=1.0))
+    with pytest.raises(RaceError):
+        device.copy(H2D, []).span()
+
+
+# ---- when it is chosen
+
+
+@dataclass
+class On:
+    """What of a parameter tells where it is."""
+
+    device: torch.device
+
+
+def on(*names: str) -> list[Any]:
+    return [On(torch.device(name)) for name in names]
+
+
+def test_the_emulated_device_serves_weights_on_the_cpu() -> None:
+    assert isinstance(choose_device(tidegate.Offload(), [torch.zeros(3)]), EmulatedDevice)
+
+
+def test_the_gpu_that_the_parameters_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+
+    def runtime(device: torch.device) -> FakeCuda:
+        chosen.append(device)
+        return FakeCuda(memory_bytes=1000)
+
+    monkeypatch.setattr(choose, "TorchCuda", runtime)
+    device = choose_device(tidegate.Offload(device_memory_bytes=400), on("cuda:1", "cuda:1"))
+    assert chosen == [torch.device("cuda:1")]
+    assert (device.kind, device.capacity_bytes) == ("cuda", 400)
+
+
+@pytest.mark.parametrize(
+    ("params", "settings", "says"),
+    [
+        (on("cpu", "cuda:0"), {}, "are on cpu, cuda:0: one optimizer works on one device"),
+        (on("cuda:0", "cuda:1"), {}, "are on cuda:0, cuda:1: one optimizer works on one device"),
+        (on("mps"), {}, "are on mps: weights on a CUDA device, or on the CPU"),
+        (on("cuda:0"), {"device": "emulated"}, "device='emulated' is for weights on the CPU"),
+    ],
+)
+def test_what_no_one_device_serves(params: list[Any], settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ParameterError, match=says):
+        choose_device(tidegate.Offload(**settings), params)
+
+
+def test_without_triton_torch_does_the_updates_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+
+    def import_module(name: str) -> str:
+        asked.append(name)
+        if name.endswith("triton_adamw"):
+            raise ImportError("No module named 'triton'")
+        return name
+
+    monkeypatch.setattr(cuda_torch.importlib, "import_module", import_module)
+    with caplog.at_level(logging.WARNING):
+        assert load_kernels() == "tidegate.kernels.torch_adamw"  # type: ignore[comparison-overlap]
+    assert "No module named 'triton'" in caplog.text

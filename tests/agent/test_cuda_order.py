@@ -1,0 +1,262 @@
+"""The CUDA device under the whole engine, over a runtime that does everything at the worst moment.
+
+The heart is `test_without_this_wait_something_goes_wrong`: each wait that device and engine make is left out once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.agent.fake_cuda import FakeCuda
+from tests.agent.fake_training import FakeTraining, fake_training
+from tests.agent.test_exactness import make_params, random_grads
+from tests.services import until
+from tidegate.agent.devices.base import Copy
+from tidegate.agent.devices.cuda import CudaDevice
+from tidegate.knobs import Knobs
+from tidegate.plan.ops import CPU, D2H, DEVICE, H2D
+
+SHAPES = [((40, 3), 0), ((77,), 1), ((5, 11), 2), ((3,), 0), ((130,), 0), ((64,), 1), ((90,), 2)]
+
+
+Scenario = Callable[[str], FakeCuda]
+"""Runs with one wait left out; "" for none."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train, all of it from `seed`."""
+
+    seed: int
+    policy: Any = "interleaved"
+    gradients: Any = "keep"
+    background: bool = False
+
+    def __call__(self, drop: str) -> FakeCuda:
+        choices = random.Random(self.seed)
+        fake = FakeCuda(self.seed, eagerness=choices.choice((0.0, 0.2, 0.6)), drop=drop)
+        with fake_training(
+            fake,
+            make_params(SHAPES, self.seed),
+            choices.choice((None, 0.7)),
+            stride=choices.choice(("off", 1.0, 2.0)),
+            static_ratio=choices.choice((0.0, 0.5)),
+            subgroup_numel=choices.choice((20, 50, 120)),
+            num_slots=choices.choice((1, 2, 3)),
+            policy=self.policy,
+            gradients=self.gradients,
+            gradient_memory_bytes=choices.choice((0, 1, 400)),
+        ) as training:
+            training.optimizer.background = self.background
+            for step in range(7):
+                one_step(training, choices, 100 * self.seed + 10 * step)
+            training.optimizer.wait()
+            training.forward()
+        return fake
+
+
+def one_step(training: FakeTraining, choices: random.Random, seed: int) -> None:
+    """What training scripts do between two steps, in any mixture."""
+    optimizer, params = training.optimizer, training.params
+    kept = optimizer.offload.gradients == "keep"
+
+    def sometimes() -> bool:
+        return choices.random() < 0.3
+
+    training.zero_grad(set_to_none=sometimes() or sometimes())
+    if sometimes():
+        training.edit(choices.randrange(len(params)), 0.5)
+    if sometimes():
+        training.backward(random_grads(params, seed + 9, some=False))
+        training.zero_grad()
+    micro_batches = choices.choice((1, 1, 2, 3))
+    for micro in range(micro_batches):
+        if micro and kept and sometimes():
+            training.discard_grads()
+        grads = random_grads(params, seed + micro, some=sometimes())
+        with contextlib.nullcontext() if kept or micro == micro_batches - 1 else optimizer.accumulate():
+            training.backward(grads)
+    if kept:
+        change_gradients(training, choices)
+        if sometimes():
+            training.edit(choices.randrange(len(params)), -1.5)
+    training.step()
+    if sometimes():
+        optimizer.load_state_dict(optimizer.state_dict())
+    knobs = (choices.choice(("off", 1.0, 1.7, 3.0)), choices.choice((0.0, 0.3, 0.6, 1.0)))
+    optimizer.apply_knobs(Knobs(stride=knobs[0], static_ratio=knobs[1]))
+
+
+def change_gradients(training: FakeTraining, choices: random.Random) -> None:
+    if choices.random() < 0.3:
+        training.scale_grads(0.5)
+    if choices.random() < 0.3:
+        training.assign_grad(choices.randrange(2))
+    if choices.random() < 0.2:
+        training.poison_grads()
+
+
+KEPT = [Case(seed) for seed in range(10)]
+RELEASED = [Case(seed, gradients="release") for seed in range(10)]
+OVERLAPPED = [Case(seed, gradients="release", background=True) for seed in range(10)]
+BASELINES = [Case(seed, policy=policy) for seed in range(3) for policy in ("sequential", "twinflow")]
+
+
+@functools.cache
+def undisturbed(scenario: Scenario) -> FakeCuda:
+    return scenario("")
+
+
+@pytest.mark.parametrize("case", [*KEPT, *RELEASED, *OVERLAPPED, *BASELINES], ids=str)
+def test_equals_the_oracle_without_a_race(case: Case) -> None:
+    fake = undisturbed(case)
+    assert fake.error is None
+    assert fake.longest_queue > 4, "work was put off"
+
+
+@dataclass(frozen=True)
+class FailingStep:
+    """A lane raises while others have work on the way. A checkpoint is loaded, training goes on, and it fails again."""
+
+    lane: str
+    after: int
+
+    def __call__(self, drop: str) -> FakeCuda:
+        fake = FakeCuda(eagerness=0.0, drop=drop)
+        params = make_params(SHAPES, 1)
+        with fake_training(fake, params, stride=2.0, static_ratio=0.3, subgroup_numel=20) as training:
+            training.train(random_grads(params, 1, some=False))
+            weights, state = training.weights(), training.optimizer.state_dict()
+            for step in (2, 3):
+                with training.broken_lane(self.lane, self.after), pytest.raises(ValueError, match="broken on purpose"):
+                    training.train(random_grads(params, step, some=False))
+                training.restore(weights, state)
+            training.train(random_grads(params, 4, some=False))
+            with training.broken_lane(self.lane, self.after), pytest.raises(ValueError, match="broken on purpose"):
+                training.train(random_grads(params, 5, some=False))
+        return fake
+
+
+def closed_with_copies_on_the_way(drop: str) -> FakeCuda:
+    """Somebody who uses the device without the engine and closes it at once."""
+    fake = FakeCuda(eagerness=0.0, drop=drop)
+    device = CudaDevice(fake)
+    there, back = device.host_buffer(64), device.host_buffer(64)
+    first, second = device.alloc(64), device.alloc(64)
+    for lane in (H2D, D2H):
+        device.wait(lane, device.now())
+    device.copy(H2D, [Copy(first, there.data_ptr(), 64)])
+    device.copy(D2H, [Copy(back.data_ptr(), second, 64)])
+    del there, back
+    device.close()
+    return fake
+
+
+def gradients_changed_after_they_were_copied(drop: str) -> FakeCuda:
+    """All but one: its update is the first, and the only one whose wait for a copy is in the plan."""
+    fake = FakeCuda(eagerness=0.0, drop=drop)
+    params = make_params([((50,), 0)] * 6, 0)
+    with fake_training(fake, params, stride="off", subgroup_numel=50) as training:
+        training.backward(random_grads(params, 0, some=False))
+        executor = training.optimizer.engine._executor
+        until(lambda: len(executor.done_early()) == len(params), "early copies")
+        training.scale_grads(-1.0, params[1:])
+        training.step()
+        training.forward()
+    return fake
+
+
+FAILING = [FailingStep(lane, after) for lane in (CPU, DEVICE, D2H, H2D) for after in (1, 4, 8)]
+MIXED = [case for trio in zip(KEPT, RELEASED, OVERLAPPED, strict=True) for case in trio]
+SCENARIOS: tuple[Scenario, ...] = (
+    closed_with_copies_on_the_way,
+    gradients_changed_after_they_were_copied,
+    *FAILING,
+    *MIXED,
+)
+
+
+@pytest.mark.parametrize("scenario", FAILING, ids=str)
+def test_a_failed_step_leaves_no_work_on_memory_that_is_given_back(scenario: FailingStep) -> None:
+    assert undisturbed(scenario).error is None
+
+
+# ---- every wait
+
+NEEDED = (
+    # What the plan says.
+    "d2h waits for device in state_d2h after device_update",
+    "device waits for h2d in device_update after grad_h2d",
+    "device waits for h2d in device_update after state_h2d",
+    "h2d waits for d2h in grad_h2d after grad_d2h",
+    "h2d waits for d2h in state_h2d after state_d2h",
+    "host waits for d2h in cpu_update after a repeated copy",
+    "host waits for d2h in cpu_update after grad_d2h",
+    # Between the framework and the lanes.
+    "d2h waits for framework in Engine._follow_framework < Engine._launch",
+    "d2h waits for framework in MemoryRunner._grad_d2h < MemoryRunner.run",
+    "device waits for framework in Engine._follow_framework < Engine.step",
+    "device waits for framework in MemoryRunner._grad_norm < MemoryRunner.run",
+    "framework waits for device in Engine.wait_for_weights < AdamW.wait_for_weights",
+    "framework waits for h2d in Engine.wait_for_weights < AdamW.wait_for_weights",
+    "h2d waits for framework in Engine._follow_framework < Engine._launch",
+    # Where the host looks at what lanes have done.
+    "host waits for d2h in StateMemory.pull < StateMemory.on_host",
+    "host waits for d2h in _span < Executor.cancel",
+    "host waits for d2h in _span < Executor.finish",
+    "host waits for device in MemoryRunner._norm < MemoryRunner.run",
+    "host waits for device in _span < Executor.cancel",
+    "host waits for device in _span < Executor.finish",
+    "host waits for h2d in StateMemory.push < StateMemory.on_host",
+    "host waits for h2d in _span < Executor.cancel",
+    "host waits for h2d in _span < Executor.finish",
+    "host waits for clock in HostClock._compare_once",
+    # Before memory is given back.
+    "memory is held for d2h in Gradients.was_read < MemoryRunner._grad_d2h",
+    "memory is held for d2h in MemoryRunner._grad_d2h < MemoryRunner.run",
+    "memory is held for device in Gradients.was_read < MemoryRunner._device_update",
+    "memory is held for device in Gradients.was_read < MemoryRunner._grad_norm",
+    "host waits for d2h in CudaDevice.close",
+    "host waits for d2h in _come_to_rest < Executor.finish",
+    "host waits for device in _come_to_rest < Executor.finish",
+    "host waits for h2d in CudaDevice.close",
+    "host waits for h2d in _come_to_rest < Executor.finish",
+)
+
+IMPLIED = {
+    "host waits for device in cpu_update after norm": "NORM waits for its own result before it counts as issued",
+}
+"""Waits that another one makes needless. They are made because the plan has the dependency, whatever runs it."""
+
+
+def test_these_are_all_waits() -> None:
+    """Of the full engine: the baselines also wait so as to do one thing at a time."""
+    found = set().union(*(undisturbed(scenario).sites for scenario in SCENARIOS))
+    assert found == {*NEEDED, *IMPLIED}
+
+
+@pytest.mark.parametrize("wait", NEEDED)
+def test_without_this_wait_something_goes_wrong(wait: str) -> None:
+    assert any(goes_wrong(scenario, wait) for scenario in SCENARIOS if wait in undisturbed(scenario).sites)
+
+
+@pytest.mark.parametrize("wait", IMPLIED)
+def test_this_wait_is_implied_by_another(wait: str) -> None:
+    made_in = [scenario for scenario in SCENARIOS if wait in undisturbed(scenario).sites]
+    assert not any(goes_wrong(scenario, wait) for scenario in made_in[:8])
+
+
+def goes_wrong(scenario: Scenario, wait: str) -> bool:
+    """With this wait left out: a race is found, or weights are not the oracle's."""
+    try:
+        fake = scenario(wait)
+    except (AssertionError, pytest.fail.Exception):
+        return True
+    return fake.error is not None
