@@ -360,6 +360,9 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+            if self.defaults["decoupled_weight_decay"]:
+                # As in torch's AdamW: a state of Adam does not make it Adam.
+                group["decoupled_weight_decay"] = True
 
     # ---- life
 

@@ -22,6 +22,8 @@ KIND: Final = {
     "state_d2h": "#CC79A7",
     "weight_d2h": "#E8C2D6",
     "grad_d2h": "#8E4F73",
+    "grad_h2d": "#8F3F00",
+    "grad_norm": "#A9DDF5",
     "cpu_update": "#009E73",
     "device_update": "#56B4E9",
     "norm": "#0072B2",

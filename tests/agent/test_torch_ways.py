@@ -230,6 +230,14 @@ def test_state_whose_groups_number_parameters_in_another_order() -> None:
             assert torch.equal(optimizer.state_dict()["state"][key]["exp_avg"], state["state"][key]["exp_avg"])
 
 
+def test_a_state_of_adam_does_not_make_it_adam() -> None:
+    params = params_of((4,))
+    adam = torch.optim.Adam(params)
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+        optimizer.load_state_dict(adam.state_dict())
+        assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+
+
 def test_hooks_of_state_dict_and_load_state_dict_see_the_state() -> None:
     params = params_of((40, 3))
     with tidegate.AdamW(params, offload=MIXED) as optimizer:

@@ -120,13 +120,21 @@ class Training:
 
     def _time_update(self) -> None:
         """torch's own wrappers around step(), and our observers after it, are not the update."""
-        step = self.optimizer.engine.step
+        step, settle = self.optimizer.engine.step, self.optimizer.engine.settle
+        update = self._phase("update")
 
-        def timed(inputs: StepInputs) -> StepResult:
-            with self._phase("update"):
-                return step(inputs)
+        def begun(inputs: StepInputs) -> tuple[int, ...]:
+            update.__enter__()
+            return step(inputs)
 
-        self.optimizer.engine.step = timed  # type: ignore[method-assign]
+        def settled() -> StepResult | None:
+            result = settle()
+            if result is not None:
+                update.__exit__()
+            return result
+
+        self.optimizer.engine.step = begun  # type: ignore[method-assign]
+        self.optimizer.engine.settle = settled  # type: ignore[method-assign]
 
     def _phase(self, name: str) -> _Phase:
         return _Phase(self, name)

@@ -19,7 +19,7 @@ import torch
 def common_optimizers() -> Any:
     """`torch.testing._internal.common_optimizers`. Its base class for tests comes from the package expecttest, for
     tests that compare printed text; those of optimizers do not, so that where it is missing a plain TestCase does."""
-    if importlib.util.find_spec("expecttest") is None:
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
         sys.modules["expecttest"] = types.ModuleType("expecttest")
         sys.modules["expecttest"].__dict__.update(TestCase=unittest.TestCase, ACCEPT=False)
     return importlib.import_module("torch.testing._internal.common_optimizers")
