@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from tidegate.kernels import GradDtype, Scalars, WeightFormat
-
-triton = pytest.importorskip("triton")
-
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
-from tidegate.kernels import triton_adamw  # noqa: E402
+from tidegate.kernels import (
+    GradDtype,
+    Scalars,
+    WeightFormat,
+    triton_adamw,
+)
 
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))
