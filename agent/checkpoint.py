@@ -97,6 +97,8 @@ def check(
             raise ConfigError(
                 f"The state has a parameter {index}, the model has {len(params)}: it is of another model."
             )
+        if "step" not in given:
+            raise ConfigError(f"The state of parameter {index} lacks step: it is not AdamW's.")
         for name in MOMENTS:
             if name not in given:
                 raise ConfigError(f"The state of parameter {index} lacks {name}: it is not AdamW's.")

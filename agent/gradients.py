@@ -20,7 +20,7 @@ import torch
 
 from tidegate.agent.devices.base import Device, Event, GradRef
 from tidegate.agent.fingerprint import sample_view
-from tidegate.agent.subgroups import GRAD_DTYPES, Layout, flat, grad_dtype_of
+from tidegate.agent.subgroups import GRAD_DTYPES, Layout, flat, grad_dtype_of, is_dense
 from tidegate.errors import ParameterError
 
 Mode = Literal["keep", "release"]
@@ -192,6 +192,13 @@ class Gradients:
         """`step()` begins: what `.grad` is now counts, whoever changed it since it arrived."""
         for param in self._changed_in_place():
             self._current[param] = None
+        for index, param_ in enumerate(self._params):
+            replaced = param_.grad is not None and not isinstance(param_.grad, ReleasedGradient)
+            if self.mode == "release" and self._present[index] and replaced:
+                raise ParameterError(
+                    f"The gradient of parameter {index} was replaced after it was released (gradients='release'). "
+                    "Drop gradients with optimizer.zero_grad() first, or use gradients='keep'."
+                )
         for param in range(len(self._params)):
             self._note(param)
 
@@ -209,7 +216,8 @@ class Gradients:
         self._device.adopt(dense)
         arrived = Arrived(grad, grad._version, dense, self._device.now())
         if self._speculative and dense.numel():
-            arrived.view = sample_view(dense)
+            # Of what the user may change: a copy in the weight's order is ours.
+            arrived.view = sample_view(grad) if is_dense(grad) else sample_view(dense)
             arrived.sample = arrived.view.clone()
         self._current[param] = arrived
         if self.mode == "release":

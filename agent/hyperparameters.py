@@ -72,7 +72,7 @@ def step_inputs(
     groups: Sequence[Mapping[str, Any]], steps: Sequence[int], loss_scale: LossScale, max_grad_norm: float | None
 ) -> StepInputs:
     """What a step computes with: a snapshot, later changes of `groups` do not touch it. `steps` are those done."""
-    frozen = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    frozen = [_frozen(group) for group in groups]
     known: dict[tuple[int, int, float], Scalars] = {}
 
     def of(group: int, step: int, grad_scale: float) -> Scalars:
@@ -87,20 +87,27 @@ def step_inputs(
             return loss_scale.inverse
         return loss_scale.inverse * float(clip_scale(norm * loss_scale.inverse, max_grad_norm))
 
-    return StepInputs(steps=[step + 1 for step in steps], scalars=of, clip=clip, skip=loss_scale.found_inf)
+    return StepInputs(
+        steps=[step + 1 for step in steps], scalars=of, clip=clip, skip=loss_scale.found_inf, unscale=loss_scale.inverse
+    )
+
+
+def _frozen(group: Mapping[str, Any]) -> dict[str, Any]:
+    """As numbers: schedulers change tensors in place, and lanes look later."""
+    return {
+        "lr": _number(group["lr"]),
+        "beta1": _number(group["betas"][0]),
+        "beta2": _number(group["betas"][1]),
+        "eps": _number(group["eps"]),
+        "weight_decay": _number(group["weight_decay"]),
+        "decoupled": bool(group.get("decoupled_weight_decay", True)),
+        "maximize": bool(group.get("maximize")),
+    }
 
 
 def _scalars(values: Mapping[str, Any], step: int, grad_scale: float) -> Scalars:
-    return scalars(
-        lr=_number(values["lr"]),
-        beta1=_number(values["betas"][0]),
-        beta2=_number(values["betas"][1]),
-        eps=_number(values["eps"]),
-        weight_decay=_number(values["weight_decay"]),
-        step=step,
-        decoupled=bool(values.get("decoupled_weight_decay", True)),
-        grad_scale=-grad_scale if values.get("maximize") else grad_scale,
-    )
+    numbers = {name: value for name, value in values.items() if name != "maximize"}
+    return scalars(step=step, grad_scale=-grad_scale if values["maximize"] else grad_scale, **numbers)
 
 
 def _number(value: Any) -> float:

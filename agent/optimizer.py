@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import time
 import weakref
@@ -24,9 +24,11 @@ from tidegate.agent.hyperparameters import TORCH_DEFAULTS, LossScale, check_grou
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
-from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError, TidegateError
+from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError
 from tidegate.knobs import AUTO, Knobs, KnobValue
 from tidegate.plan import Policy
+
+log = logging.getLogger("tidegate")
 
 START_STRIDE = 2.0
 """What `auto` begins with, before rates are measured: the papers' choice."""
@@ -34,6 +36,11 @@ START_STRIDE = 2.0
 
 class Closeable(Protocol):
     def close(self) -> None: ...
+
+
+class Overlap(Closeable, Protocol):
+    def rebuild(self) -> None:
+        """The optimizer has other parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +172,7 @@ class AdamW(torch.optim.Optimizer):
         """Called at the end of each `step()`, by all ranks, with the number of the next one: knobs change here."""
         self.logged: dict[str, float] = {}
         self.attachment: Closeable | None = None
-        self.overlap: Closeable | None = None
+        self.overlap: Overlap | None = None
         self.background = False
         """`step()` returns when it is known that there is an update, which goes on meanwhile. See `overlap_forward`."""
         self._results: deque[StepResult] = deque()
@@ -200,6 +207,7 @@ class AdamW(torch.optim.Optimizer):
                 inputs = step_inputs(self.param_groups, self._steps, loss_scale, self.max_grad_norm)
                 for param in self.engine.step(inputs):
                     self._steps[param] += 1
+                    self._note_step(param)
                 if not self.background:
                     self._settle()
             self.num_steps += 1
@@ -209,6 +217,13 @@ class AdamW(torch.optim.Optimizer):
             for boundary in tuple(self.boundaries):
                 boundary(self.num_steps + 1)
         return loss
+
+    def _note_step(self, param: int) -> None:
+        """`optimizer.state` holds steps alone: where it is empty, torch's checkpointing makes a step of its own."""
+        state = self.state[self._params[param]]
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0)
+        state["step"].fill_(self._steps[param])
 
     def wait(self) -> None:
         """Waits until all weights are updated, where `step()` returns before (`tidegate.overlap_forward`)."""
@@ -330,8 +345,7 @@ class AdamW(torch.optim.Optimizer):
             try:
                 return super().state_dict()
             finally:
-                for param in self._params:
-                    self.state.pop(param, None)
+                self._restate()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -339,6 +353,7 @@ class AdamW(torch.optim.Optimizer):
 
         ConfigError, with nothing changed, when the state is of another model or another rule.
         """
+        self.engine.require_loadable()
         given = checkpoint.as_pre_hooks_make_it(self, state_dict)
         state, others = checkpoint.by_position(given)
         checkpoint.check(given["param_groups"], state, self._params)
@@ -351,8 +366,17 @@ class AdamW(torch.optim.Optimizer):
         with self.phases.within("checkpoint"):
             checkpoint.scatter(self.engine, self._params, state)
             self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
+            self._results.clear()
+            self._cuts.clear()
+            self._restate()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def _restate(self) -> None:
+        for index, param in enumerate(self._params):
+            self.state.pop(param, None)
+            if self._steps[index]:
+                self._note_step(index)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """torch calls this with loaded groups; those of older versions may lack keys."""
@@ -389,6 +413,8 @@ class AdamW(torch.optim.Optimizer):
         self._params += params
         self._steps += [0] * len(params)
         self.engine.extend(params, layouts)
+        if self.overlap is not None:
+            self.overlap.rebuild()
 
     def _layouts_of_added(self, params: list[torch.nn.Parameter]) -> list[Layout]:
         """Their subgroups, numbered behind those that are there."""
@@ -406,9 +432,15 @@ class AdamW(torch.optim.Optimizer):
         """Stops lanes and telemetry and releases the parameters. The weights stay. Idempotent; nothing in a fork."""
         if os.getpid() != self._pid:
             return
-        if self.engine.usable:
-            with contextlib.suppress(TidegateError):
+        try:
+            if self.engine.usable:
                 self.wait()
+        except Exception:
+            log.exception("the last update failed while the optimizer was closed")
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         if self.overlap is not None:
             self.overlap.close()
         if self.attachment is not None:

@@ -27,14 +27,29 @@ class ForwardOverlap:
     def __init__(self, optimizer: AdamW, model: torch.nn.Module) -> None:
         _require_gated_reads(optimizer, model)
         self._optimizer = optimizer
-        self._numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
         self._model = model
-        self._units = {module: self._own(params) for module, params in units(model)}
+        self._numbers: dict[int, int] = {}
+        self._units: dict[torch.nn.Module, frozenset[int]] = {}
         self._early: set[int] = set()
-        """Weights that somebody reads before the module that holds them is called."""
+        """Weights that somebody reads before the module that holds them is called, or whose module never is."""
         self._learner: _ReadsBeforeCall | None = None
-        self._handles = list(self._hook())
+        self._handles: list[Any] = []
+        self.rebuild()
         optimizer.overlap = self
+
+    def rebuild(self) -> None:
+        """The optimizer has other parameters: everything is learnt anew, from the next forward."""
+        for handle in self._handles:
+            handle.remove()
+        self._optimizer.background = False
+        self._numbers = {id(p): i for i, p in enumerate(_params(self._optimizer))}
+        self._units = {module: self._own(params) for module, params in units(self._model)}
+        self._early.clear()
+        self._handles = list(self._hook())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copies of the model (averages of weights) are made of updated weights, and wait for nothing else."""
+        return self
 
     def close(self) -> None:
         """`step()` waits for the whole update again. Idempotent."""
@@ -57,36 +72,46 @@ class ForwardOverlap:
 
     def _hook(self) -> Iterator[Any]:
         yield self._model.register_forward_pre_hook(self._before_model)
-        yield self._model.register_forward_hook(self._after_model, always_call=True)
+        yield self._model.register_forward_hook(self._learnt)
+        yield self._model.register_forward_hook(self._stop_learning, always_call=True)
         for module, numbers in self._units.items():
             if numbers:
                 yield module.register_forward_pre_hook(self._before_unit(numbers))
-        yield self._model.register_state_dict_pre_hook(self._wait_for_all)
-        yield self._model.register_load_state_dict_pre_hook(self._wait_for_all)
+        for module in self._model.modules():
+            yield module.register_state_dict_pre_hook(self._wait_for_all)
+            yield module.register_load_state_dict_pre_hook(self._wait_for_all)
 
     def _before_unit(self, numbers: frozenset[int]) -> Callable[..., None]:
-        def wait(*_: Any) -> None:
+        def wait(module: torch.nn.Module, *_: Any) -> None:
             if self._learner is not None:
                 self._learner.called |= numbers
-            self._optimizer.wait_for_weights(numbers)
+            if not torch.is_grad_enabled() or not module.training:
+                self._optimizer.wait()
+            else:
+                self._optimizer.wait_for_weights(numbers)
 
         return wait
 
     def _before_model(self, model: torch.nn.Module, *_: Any) -> None:
+        self._stop_learning()  # a forward that was cut short may have left it
         if not torch.is_grad_enabled() or not model.training:
             self._optimizer.wait()
         elif self._optimizer.background:
             self._optimizer.wait_for_weights(self._early)
-        elif self._learner is None:
+        else:
             self._learner = _ReadsBeforeCall(self._numbers)
             self._learner.__enter__()  # type: ignore[no-untyped-call]
 
-    def _after_model(self, *_: Any) -> None:
+    def _learnt(self, *_: Any) -> None:
+        """Only from a forward that came to its end."""
+        if self._learner is not None:
+            self._early |= self._learner.found | (set(self._numbers.values()) - self._learner.called)
+            self._optimizer.background = True
+
+    def _stop_learning(self, *_: Any) -> None:
         learner, self._learner = self._learner, None
         if learner is not None:
             learner.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._early |= learner.found
-            self._optimizer.background = True
 
     def _wait_for_all(self, *_: Any, **__: Any) -> None:
         self._optimizer.wait()
@@ -128,8 +153,9 @@ def units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[torch.
 
 
 def overlap_forward(optimizer: AdamW, model: torch.nn.Module) -> ForwardOverlap:
-    """From the second step on, `step()` returns as soon as it is known that there is an update; the next forward waits
-    for each weight where it is read. Results are the same, bit for bit.
+    """After one training forward `step()` returns as soon as it is known that there is an update; the next forward
+    waits for each weight where it is read. Results are the same, bit for bit. Methods other than `forward` that read
+    weights while training call `tidegate.wait()` first.
 
     Needs `Offload(gradients="release")`: nobody else may write to gradients that an update still reads. ConfigError for
     models whose reads of weights cannot be gated (`torch.compile`, FSDP2 and other DTensors).
@@ -150,9 +176,19 @@ def _require_gated_reads(optimizer: AdamW, model: torch.nn.Module) -> None:
             'Overlap with the forward needs Offload(gradients="release"): '
             "gradients that are kept could be written while the update still reads them."
         )
+    inside = {id(param) for param in model.parameters()}
+    if any(id(param) not in inside for param in _params(optimizer)):
+        raise ConfigError(
+            "The optimizer has parameters that are not in this model: nobody would wait for them. Give the module that "
+            "holds all of them."
+        )
     if isinstance(model, torch._dynamo.OptimizedModule) or any(m._compiled_call_impl for m in model.modules()):
         raise ConfigError("Overlap with the forward is off under torch.compile: its reads of weights are not gated.")
     _require_plain(list(model.parameters()))
+
+
+def _params(optimizer: AdamW) -> Iterator[torch.Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def _require_plain(params: Sequence[torch.Tensor]) -> None:

@@ -118,6 +118,7 @@ class Engine:
     def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
         """More parameters and their subgroups, behind those that are there. Between steps."""
         self.require_idle()
+        self.weights.take_edited()  # what was edited until now would be taken for ours
         self.params += params
         self.layouts += layouts
         self.subgroups = tuple(layout.subgroup() for layout in self.layouts)
@@ -131,7 +132,7 @@ class Engine:
     @property
     def running(self) -> bool:
         """A step has begun and was not settled."""
-        return self._flight is not None and self._flight.inputs is not None
+        return self._flight is not None and self._flight.inputs is not None and os.getpid() == self._pid
 
     def start(self) -> None:
         """Begins the next step's plan, unless it has begun: admissions and prefetches run, gradients follow."""
@@ -264,7 +265,7 @@ class Engine:
         ops = [op.id for op in flight.plan.of_kind(*WRITES_WEIGHT) if op.subgroup in wanted]
         try:
             events = self._executor.issued(ops)
-        except BaseException as error:
+        except Exception as error:  # a Ctrl-C while waiting changes nothing
             self._fail(error)
             raise
         for event in events:
@@ -293,6 +294,7 @@ class Engine:
     def _fail(self, error: BaseException) -> None:
         self._broken = f"{type(error).__name__}: {error}"
         self._flight = None
+        self.gradients.forget()
         if not self._executor.stuck:
             self._executor.cancel()
             self._runner.inputs = None
@@ -337,8 +339,7 @@ class Engine:
     def weights_loaded(self) -> None:
         """State is about to be loaded for the weights as they are now: remainders start at 0, mirrors are copied anew,
         and an earlier failure is over."""
-        if not self._executor.stuck:
-            self._broken = None
+        self._broken = None
         self.weights.loaded()
 
     # ---- knobs, life
@@ -377,6 +378,13 @@ class Engine:
     @property
     def usable(self) -> bool:
         return self._broken is None and os.getpid() == self._pid
+
+    def require_loadable(self) -> None:
+        """EngineError when not even a loaded state makes this engine usable again."""
+        if os.getpid() != self._pid or self._executor.closed:
+            self.require_usable()
+        if self._executor.stuck:
+            raise EngineError(f"A lane is stuck ({self._broken}) and may still use its memory: build a new optimizer.")
 
     def require_usable(self) -> None:
         """EngineError with the reason when this engine cannot step or be read."""

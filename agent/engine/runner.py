@@ -29,6 +29,8 @@ class StepInputs:
     scalars: Callable[[int, int, float], Scalars]
     clip: Callable[[float], float]
     skip: bool = False
+    unscale: float = 1.0
+    """What a loss scaler's scale is divided out with, for the norm that is reported."""
     grad_scale: float = 1.0
     grad_norm: float | None = None
     has_grad: list[bool] = field(default_factory=list)
@@ -156,10 +158,11 @@ class MemoryRunner:
             known[param] = values[place]
         # In the order of the parameters, however they came: a sum depends on its order.
         squares = [known[i] for i, has in enumerate(inputs.has_grad) if has]
-        inputs.grad_norm = sum((square for square, _ in squares), 0.0) ** 0.5
+        norm = sum((square for square, _ in squares), 0.0) ** 0.5
+        inputs.grad_norm = norm * inputs.unscale
         if inputs.skip or any(bad for _, bad in squares):
             raise StepSkipped
-        inputs.grad_scale = inputs.clip(inputs.grad_norm)
+        inputs.grad_scale = inputs.clip(norm)
         numel = sum(reference.numel for reference in present)
         return Issued(event if present else DoneEvent(start, time.monotonic()), 0, numel)
 

@@ -322,3 +322,41 @@ def test_the_tail_of_an_update_is_counted_where_it_moved_bytes() -> None:
         # Updates take some 20 ms at these rates, and all but the first go on after step().
         assert 0.02 < totals.spill < totals.phases["forward"].total + totals.phases["backward"].total
         assert totals.steps == 5
+
+
+def test_parameters_outside_the_model_are_refused() -> None:
+    model, head = Model(8, 1, 0), torch.nn.Linear(8, 8)
+    with (
+        tidegate.AdamW(
+            [*model.parameters(), *head.parameters()], offload=tidegate.Offload(gradients="release")
+        ) as both,
+        pytest.raises(ConfigError, match="not in this model"),
+    ):
+        tidegate.overlap_forward(both, model)
+
+
+def test_what_is_never_called_or_was_cut_short_is_waited_for() -> None:
+    model, optimizer = overlapped()
+    with optimizer, tidegate.overlap_forward(optimizer, model) as overlap:
+        with pytest.raises(IndexError):
+            model(torch.tensor([[99]]))  # no such token: the forward fails after the embedding was called
+        assert not optimizer.background
+        assert overlap._learner is None
+        blocks, model.blocks = model.blocks, torch.nn.ModuleList(list(model.blocks)[:1])
+        model(tokens(0)).square().mean().backward()
+        model.blocks = blocks
+        names = [name for name, _ in model.named_parameters()]
+        assert {names[i].split(".")[0] for i in overlap._early} == {"blocks", "norm"}
+        assert not any(names[i].startswith("blocks.0") for i in overlap._early)
+
+
+def test_averages_of_weights_and_states_of_submodules_are_of_updated_weights() -> None:
+    rates = tidegate.EmulatedRates(h2d_bytes_per_second=6e4, d2h_bytes_per_second=6e4)
+    model, optimizer = overlapped(emulated=rates)
+    with optimizer, tidegate.overlap_forward(optimizer, model):
+        run = Run(model, optimizer, None)
+        run.train(0)
+        assert all(torch.isfinite(value).all() for value in model.blocks.state_dict().values())
+        tidegate.wait(optimizer)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        assert torch.isfinite(average(tokens(1))).all()

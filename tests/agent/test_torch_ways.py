@@ -283,3 +283,47 @@ def test_agrees_with_torch_over_two_hundred_steps_of_schedule_groups_accumulatio
                 optimizer.apply_knobs(Knobs(stride=[1.0, 3.0, "off"][step % 3], static_ratio=0.1 * (step % 7)))
         for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-6)
+
+
+def test_torchs_distributed_checkpoint_changes_nothing() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = torch.nn.Linear(8, 3)
+    with tidegate.AdamW(model.parameters(), offload=MIXED) as optimizer:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = optimizer.state_dict()["state"]
+        found = get_optimizer_state_dict(model, optimizer)["state"]["weight"]
+        after = optimizer.state_dict()["state"]
+        for name, value in before[0].items():
+            assert torch.equal(after[0][name], value)
+            assert torch.equal(found[name], value)  # type: ignore[index, call-overload]
+        assert optimizer.state[model.weight]["step"] == 1
+
+
+def test_a_schedule_that_changes_lr_in_place_does_not_reach_an_update_under_way() -> None:
+    params = params_of((40, 3), (77,))
+    offload = tidegate.Offload(stride=2.0, subgroup_numel=50, gradients="release")
+    with tidegate.AdamW(params, lr=torch.tensor(0.1), offload=offload) as optimizer:
+        plain = PlainAdamW([{**group, "lr": float(group["lr"])} for group in optimizer.param_groups])
+        optimizer.background = True
+        grads = random_grads(params, 0, some=False)
+        backward(params, grads)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"].fill_(100.0)
+        optimizer.wait()
+        plain.step(grads)
+        assert plain.same_weights(params)
+
+
+def test_an_edit_before_parameters_are_added_is_not_reverted() -> None:
+    params = params_of((40, 3))
+    offload = tidegate.Offload(stride="off", subgroup_numel=50, emulated=FAST)
+    with tidegate.AdamW(params, lr=0.0, weight_decay=0.0, offload=offload) as optimizer:
+        run_steps(optimizer, params, 0, 2)
+        with torch.no_grad():
+            params[0].zero_()
+        optimizer.add_param_group({"params": params_of((7,))})
+        run_steps(optimizer, params, 2, 1)
+        assert not params[0].any()

@@ -67,7 +67,7 @@ def option_of(kwargs: dict[str, Any]) -> str:
 
 
 class Gathered(defaultdict[Any, Any]):
-    """Ours leaves `optimizer.state` empty, its state lives elsewhere: this answers `state[param]` by `state_dict()`."""
+    """Ours keeps steps in `optimizer.state`, moments live elsewhere: this answers `state[param]` by `state_dict()`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(dict)
@@ -97,6 +97,9 @@ class Closing(tidegate.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         return self.__dict__.get("_last_state") or super().state_dict()
+
+    def _note_step(self, param: int) -> None:
+        """Nothing: `Gathered` answers in full."""
 
     def close(self) -> None:
         if self.engine.usable and "_last_state" not in self.__dict__:

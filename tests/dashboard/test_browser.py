@@ -77,6 +77,9 @@ def test_a_wrong_token_is_told_an_edit_survives_refreshes_and_a_set_reaches_the_
         expect(stride).to_be_disabled()
         token.fill("tide_wrong")
         token.press("Enter")
+        # While the page is drawn anew the old field is still there, and under load for seconds.
+        expect(page.locator('input[aria-label^="stride"]:enabled')).to_have_count(1, timeout=30_000)
+        expect(stride).to_have_count(1, timeout=30_000)
         expect(stride).to_be_enabled()
         stride.fill("3")
         refreshes(page, 2)
