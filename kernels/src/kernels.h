@@ -32,8 +32,6 @@ struct Arrays {
   const void* grad;
 };
 
-constexpr size_t kElementsPerTurn = 512;  // 7 KB of bf16 weights, remainders, gradients and moments
-
 struct NormParts {
   double sum;         // of the squares of all finite elements
   int64_t nonfinite;  // how many elements are NaN or infinite

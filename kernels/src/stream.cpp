@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "kernels.h"
+#include "prefetch.h"
 
 namespace tidegate {
 namespace {
@@ -14,28 +14,29 @@ TIDEGATE_INLINE uint16_t flipped(uint16_t x, uint32_t flip) { return static_cast
 TIDEGATE_INLINE int16_t flipped(int16_t x, uint32_t flip) { return static_cast<int16_t>(x ^ flip); }
 
 // `mask` is 0 but the compiler does not know: every element is read and written back as it was. No conversions, and
-// the same turns as the update: a slower yardstick would flatter it.
+// the update's prefetches: a slower yardstick would flatter it.
 template <class Weight, class Grad>
-TIDEGATE_INLINE void stream_loop(const Arrays& arrays, uint32_t mask, size_t begin, size_t end) {
+TIDEGATE_INLINE void stream_block(const Arrays& arrays, uint32_t mask, size_t begin, size_t end) {
   auto* weight = static_cast<typename Weight::Stored*>(arrays.weight);
   auto* aux = static_cast<typename Weight::Aux*>(arrays.aux);
   auto* grad = static_cast<const typename Grad::Stored*>(arrays.grad);
   float* exp_avg = arrays.exp_avg;
   float* exp_avg_sq = arrays.exp_avg_sq;
-  for (size_t start = begin; start < end; start += kElementsPerTurn) {
-    const size_t stop = std::min(start + kElementsPerTurn, end);
-    TIDEGATE_INDEPENDENT
-    for (size_t i = start; i < stop; ++i) {
-      const uint32_t flip = raw(grad[i]) & mask;
-      exp_avg[i] = flipped(exp_avg[i], flip);
-      exp_avg_sq[i] = flipped(exp_avg_sq[i], flip);
-    }
-    TIDEGATE_INDEPENDENT
-    for (size_t i = start; i < stop; ++i) {
-      const uint32_t flip = raw(grad[i]) & mask;
-      weight[i] = flipped(weight[i], flip);
-      if constexpr (!std::is_same_v<typename Weight::Aux, char>) aux[i] = flipped(aux[i], flip);
-    }
+  TIDEGATE_INDEPENDENT
+  for (size_t i = begin; i < end; ++i) {
+    const uint32_t flip = raw(grad[i]) & mask;
+    exp_avg[i] = flipped(exp_avg[i], flip);
+    exp_avg_sq[i] = flipped(exp_avg_sq[i], flip);
+    weight[i] = flipped(weight[i], flip);
+    if constexpr (!std::is_same_v<typename Weight::Aux, char>) aux[i] = flipped(aux[i], flip);
+  }
+}
+
+template <class Weight, class Grad>
+TIDEGATE_INLINE void stream_loop(const Arrays& arrays, uint32_t mask, size_t begin, size_t end) {
+  for (size_t i = begin; i < end; i += kPrefetchBlock) {
+    prefetch<Weight, Grad>(arrays, i);
+    stream_block<Weight, Grad>(arrays, mask, i, std::min(i + kPrefetchBlock, end));
   }
 }
 

@@ -20,8 +20,8 @@ FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))
 DECOUPLED = pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
 EVERY_ISA = pytest.mark.parametrize("isa", kernels.instruction_sets(), indirect=True)
-# around a vector of 8, 16 and 32 elements, a turn of a loop, a task of the thread pool
-NUMELS = (0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 511, 512, 513, 65535, 65536, 65537, 3 * 65536 + 13)
+# around a vector of 8, 16 and 32 elements, a block of 64, a task of the thread pool
+NUMELS = (0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 65535, 65536, 65537, 3 * 65536 + 13)
 libm = ctypes.CDLL("libm.so.6")
 ROUND_UP, ROUND_TO_ZERO = 0x800, 0xC00  # of fenv.h on x86-64
 
