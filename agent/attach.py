@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 
 from tidegate.agent.engine.engine import StepResult
+from tidegate.agent.hooks import ModelHook
 from tidegate.agent.link import AgentLink, Committed
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry.exporter import Exporter, StepCollector
@@ -72,7 +73,8 @@ class Attachment:
         except BaseException:
             self._exporter.close()
             raise
-        self._handles = list(_watch_phases(optimizer, model)) if model is not None else []
+        self._phases = _PhaseHooks(optimizer)
+        self._handles = self._phases.on(model) if model is not None else []
         optimizer.observers.append(self._on_step)
         optimizer.boundaries.append(self._between_steps)
         optimizer.attachment = self
@@ -224,24 +226,30 @@ def attach(optimizer: AdamW, model: torch.nn.Module | None = None, **settings: A
     return Attachment(optimizer, model, **settings)
 
 
-def _watch_phases(optimizer: AdamW, model: torch.nn.Module) -> Iterator[Any]:
-    phases = optimizer.phases
+class _PhaseHooks:
+    """Tells the optimizer's phase clock when a model's forward begins and ends, and when a backward begins."""
 
-    def before(*_: Any) -> None:
+    def __init__(self, optimizer: AdamW) -> None:
+        self._optimizer = optimizer
+
+    def on(self, model: torch.nn.Module) -> list[Any]:
+        return [
+            # First of all hooks: what others wait for in theirs is part of the forward.
+            model.register_forward_pre_hook(ModelHook(self.before_forward), prepend=True),
+            model.register_forward_hook(ModelHook(self.after_forward)),
+        ]
+
+    def before_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled():
-            phases.enter("forward")
+            self._optimizer.phases.enter("forward")
 
-    def after(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        if phases.current == "forward":
-            phases.enter("other")
+    def after_forward(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        if self._optimizer.phases.current == "forward":
+            self._optimizer.phases.enter("other")
             for tensor in _tensors(output):
                 # The gradient of an output comes first in a backward pass.
-                tensor.register_hook(optimizer.backward_began)
+                tensor.register_hook(self._optimizer.backward_began)
                 break
-
-    # First of all hooks: what others wait for in theirs is part of the forward.
-    yield model.register_forward_pre_hook(before, prepend=True)
-    yield model.register_forward_hook(after)
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -157,7 +157,9 @@ class Gradients:
         if self.mode == "release" and self._present[param]:
             raise ParameterError(
                 f"Parameter {param} got a second gradient in one step after its first was released. "
-                "Drop gradients with optimizer.zero_grad(), not model.zero_grad() (gradients='release')."
+                "Drop gradients with optimizer.zero_grad(), not model.zero_grad(), and put all but the last backward "
+                "of a step into `with optimizer.accumulate():`. Under DDP, or where reentrant checkpoints share a "
+                "weight, use gradients='keep'."
             )
         self._note(param)
         with self._lock:

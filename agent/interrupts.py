@@ -12,27 +12,25 @@ class Uninterrupted:
     """Inside this block the first SIGINT waits for the block's end; a second one is let through at once.
 
     Half an update is worth nothing, and a plan that is half dropped cannot be dropped again. Only the main thread gets
-    signals; elsewhere the block does nothing.
+    signals; elsewhere, and inside another such block, the block does nothing.
     """
 
     def __enter__(self) -> Self:
         self._noted: tuple[int, FrameType | None] | None = None
-        self._before = signal.getsignal(signal.SIGINT) if _is_main() else None
-        if callable(self._before):
+        before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+        nested = isinstance(getattr(before, "__self__", None), Uninterrupted)
+        self._before = before if callable(before) and not nested else None
+        if self._before is not None:
             signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if callable(self._before):
+        if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
             if self._noted is not None and error is None:
                 self._before(*self._noted)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted is not None and callable(self._before):
+        if self._noted is not None and self._before is not None:
             self._before(number, frame)
         self._noted = (number, frame)
-
-
-def _is_main() -> bool:
-    return threading.current_thread() is threading.main_thread()

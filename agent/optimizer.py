@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Protocol, Self, get_args
+from dataclasses import replace
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tidegate.agent import checkpoint
 from tidegate.agent.devices.choose import choose_device
-from tidegate.agent.devices.emulated import EmulatedRates
 from tidegate.agent.engine.engine import Effective, Engine, StepResult
-from tidegate.agent.gradients import Mode
 from tidegate.agent.hyperparameters import TORCH_DEFAULTS, LossScale, check_group, check_max_grad_norm, step_inputs
 from tidegate.agent.interrupts import Uninterrupted
+from tidegate.agent.offload import Offload
+from tidegate.agent.ownership import claim, give_up
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
 from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError
 from tidegate.knobs import AUTO, Knobs, KnobValue
-from tidegate.plan import Policy
 
 log = logging.getLogger("tidegate")
 
@@ -41,61 +39,6 @@ class Closeable(Protocol):
 class Overlap(Closeable, Protocol):
     def rebuild(self) -> None:
         """The optimizer has other parameters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offload:
-    """Where and how state is offloaded.
-
-    stride: every stride-th subgroup that is not resident is updated on the device; "off", or "auto": 2 at first, then
-        what measured rates call for, once attached.
-    static_ratio: share of the subgroups whose state stays on the device.
-    subgroup_numel: parameters per subgroup.
-    num_slots: staging slots on the device; two or more let copies in, updates and copies out overlap.
-    cpu_threads: threads of the CPU lane; 0 for one less than there are cores, at least one.
-    device: "auto" takes the emulated device where there is no GPU; "emulated" always.
-    device_memory_bytes: capacity of the emulated device; 0 for four times what the weights take, plus the state.
-    emulated: rates of the emulated lanes.
-    headroom_bytes: device memory that state must leave free.
-    gradients: "keep" leaves `.grad` as it is, what is done to it counts; "release" takes each gradient as it arrives
-        and frees it as soon as it was copied or used: clip with `max_grad_norm`, and put all but the last backward of a
-        step into `with optimizer.accumulate():`.
-    gradient_memory_bytes: with "release", what gradients may take on the device while they wait for the update; more
-        are spilled to the host and come back with their state. 0 for what weights, state and headroom leave.
-    policy: "interleaved", or a baseline: "sequential", "twinflow".
-    """
-
-    stride: float | str = AUTO
-    static_ratio: float = 0.0
-    subgroup_numel: int = 100_000_000
-    num_slots: int = 2
-    cpu_threads: int = 0
-    device: str = "auto"
-    device_memory_bytes: int = 0
-    emulated: EmulatedRates = field(default_factory=EmulatedRates)
-    headroom_bytes: int = 0
-    gradients: Mode = "keep"
-    gradient_memory_bytes: int = 0
-    policy: Policy = "interleaved"
-    watchdog_seconds: float = 120.0
-
-    def __post_init__(self) -> None:
-        self.knobs()
-        for name in ("subgroup_numel", "num_slots", "cpu_threads", "headroom_bytes", "gradient_memory_bytes"):
-            minimum = 1 if name in ("subgroup_numel", "num_slots") else 0
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"{name}={getattr(self, name)} is out of range: at least {minimum}.")
-        if self.device not in ("auto", "emulated"):
-            raise ConfigError(f"device={self.device!r} is unknown: 'auto' or 'emulated'.")
-        if self.gradients not in get_args(Mode):
-            raise ConfigError(f"gradients={self.gradients!r} is unknown: 'keep' or 'release'.")
-
-    def knobs(self) -> Knobs:
-        return Knobs(stride=self.stride, static_ratio=self.static_ratio)  # type: ignore[arg-type]
-
-
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameter → weak reference to the optimizer that holds it."""
 
 
 class AdamW(torch.optim.Optimizer):
@@ -148,7 +91,7 @@ class AdamW(torch.optim.Optimizer):
         self._params: list[torch.nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
         self._steps = [0] * len(self._params)
         self._pid = os.getpid()
-        self._claim(self._params)
+        claim(self, self._params)
         self.device = choose_device(self.offload, self._params)
         layouts = cut([group["params"] for group in self.param_groups], self.offload.subgroup_numel)
         self.engine = Engine(
@@ -170,7 +113,7 @@ class AdamW(torch.optim.Optimizer):
         """Called in the training thread when an update is done: in its `step()`, or later if it goes on meanwhile."""
         self.boundaries: list[Callable[[int], None]] = []
         """Called at the end of each `step()`, by all ranks, with the number of the next one: knobs change here."""
-        self.logged: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
         self.attachment: Closeable | None = None
         self.overlap: Overlap | None = None
         self.background = False
@@ -178,6 +121,7 @@ class AdamW(torch.optim.Optimizer):
         self._results: deque[StepResult] = deque()
         self._cuts: deque[StepPhases] = deque()
         """Phases of steps, and results of steps, that observers have not heard of; in the order of the steps."""
+        self._settling = threading.Lock()
         self._backward_id = -1
         self._auto_stride: float | str = START_STRIDE
         try:
@@ -212,7 +156,8 @@ class AdamW(torch.optim.Optimizer):
                     self._settle()
             self.num_steps += 1
             self.phases.enter("other")
-            self._cuts.append(self.phases.cut())
+            self._cuts.append(replace(self.phases.cut(), logged=self._logged))
+            self._logged = {}
             self._deliver()
             for boundary in tuple(self.boundaries):
                 boundary(self.num_steps + 1)
@@ -238,10 +183,14 @@ class AdamW(torch.optim.Optimizer):
                 self.engine.wait_for_weights(params)
 
     def _settle(self) -> None:
-        """Waits for the update that goes on; observers hear of it later, in the training thread."""
-        result = self.engine.settle()
-        if result is not None:
-            self._results.append(result)
+        """Waits for the update that goes on; observers hear of it later, in the training thread.
+
+        Gradient hooks of several threads may come here at once, and a Ctrl-C must not lose the result.
+        """
+        with Uninterrupted(), self._settling:
+            result = self.engine.settle()
+            if result is not None:
+                self._results.append(result)
 
     def _deliver(self) -> None:
         while self._results and self._cuts:
@@ -261,11 +210,11 @@ class AdamW(torch.optim.Optimizer):
             self.engine.gradients.accumulating = before
 
     def log(self, *, loss: float | None = None, tokens: int | None = None) -> None:
-        """Tells the metrics what training makes: the loss of this step, the tokens it took."""
+        """Tells the metrics what training makes: the loss of the step that comes next, the tokens that it took."""
         if loss is not None:
-            self.logged["loss"] = float(loss)
+            self._logged["loss"] = float(loss)
         if tokens is not None:
-            self.logged["tokens"] = self.logged.get("tokens", 0) + int(tokens)
+            self._logged["tokens"] = self._logged.get("tokens", 0) + int(tokens)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. An update that goes on has its own hold on the gradients that it reads; zeroing waits."""
@@ -406,7 +355,7 @@ class AdamW(torch.optim.Optimizer):
             check_distinct(params)
             layouts = self._layouts_of_added(params)
             self.engine.check(self.engine.effective, self.offload.headroom_bytes, layouts)
-            self._claim(params)
+            claim(self, params, beside=self._params)
         except ConfigError:
             self.param_groups.pop()
             raise
@@ -446,10 +395,7 @@ class AdamW(torch.optim.Optimizer):
         if self.attachment is not None:
             self.attachment.close()
         self.engine.close()
-        for param in self._params:
-            owner = _owners.get(param)
-            if owner is not None and owner() is self:
-                del _owners[param]
+        give_up(self, self._params)
 
     def __enter__(self) -> Self:
         return self
@@ -464,18 +410,6 @@ class AdamW(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
-
-    def _claim(self, params: Sequence[torch.nn.Parameter]) -> None:
-        for index, param in enumerate(params):
-            check_param(param, index)
-            owner = _owners.get(param)
-            if owner is not None and owner() is not None:
-                raise ParameterError(
-                    f"Parameter {index} (shape {tuple(param.shape)}) already belongs to another Tidegate optimizer; "
-                    "close() that one first."
-                )
-        for param in params:
-            _owners[param] = weakref.ref(self)
 
 
 def _is_distributed() -> bool:

@@ -9,12 +9,13 @@ or writes weights (an average of weights, for one) calls `tidegate.wait()` first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tidegate.agent.hooks import ModelHook
 from tidegate.agent.optimizer import AdamW
 from tidegate.errors import ConfigError
 
@@ -47,10 +48,6 @@ class ForwardOverlap:
         self._early.clear()
         self._handles = list(self._hook())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copies of the model (averages of weights) are made of updated weights, and wait for nothing else."""
-        return self
-
     def close(self) -> None:
         """`step()` waits for the whole update again. Idempotent."""
         if self._optimizer.overlap is self:
@@ -71,26 +68,23 @@ class ForwardOverlap:
         return frozenset(self._numbers[id(p)] for p in params if id(p) in self._numbers)
 
     def _hook(self) -> Iterator[Any]:
-        yield self._model.register_forward_pre_hook(self._before_model)
-        yield self._model.register_forward_hook(self._learnt)
-        yield self._model.register_forward_hook(self._stop_learning, always_call=True)
+        yield self._model.register_forward_pre_hook(ModelHook(self._before_model))
+        yield self._model.register_forward_hook(ModelHook(self._learnt))
+        yield self._model.register_forward_hook(ModelHook(self._stop_learning), always_call=True)
         for module, numbers in self._units.items():
             if numbers:
-                yield module.register_forward_pre_hook(self._before_unit(numbers))
+                yield module.register_forward_pre_hook(ModelHook(self._before_unit, numbers))
         for module in self._model.modules():
-            yield module.register_state_dict_pre_hook(self._wait_for_all)
-            yield module.register_load_state_dict_pre_hook(self._wait_for_all)
+            yield module.register_state_dict_pre_hook(ModelHook(self._wait_for_all))
+            yield module.register_load_state_dict_pre_hook(ModelHook(self._wait_for_all))
 
-    def _before_unit(self, numbers: frozenset[int]) -> Callable[..., None]:
-        def wait(module: torch.nn.Module, *_: Any) -> None:
-            if self._learner is not None:
-                self._learner.called |= numbers
-            if not torch.is_grad_enabled() or not module.training:
-                self._optimizer.wait()
-            else:
-                self._optimizer.wait_for_weights(numbers)
-
-        return wait
+    def _before_unit(self, numbers: frozenset[int], module: torch.nn.Module, *_: Any) -> None:
+        if self._learner is not None:
+            self._learner.called |= numbers
+        if not torch.is_grad_enabled() or not module.training:
+            self._optimizer.wait()
+        else:
+            self._optimizer.wait_for_weights(numbers)
 
     def _before_model(self, model: torch.nn.Module, *_: Any) -> None:
         self._stop_learning()  # a forward that was cut short may have left it

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from tidegate.agent.attach import attach as attach
     from tidegate.agent.devices.emulated import EmulatedRates as EmulatedRates
     from tidegate.agent.integrations.ddp import overlap_ddp as overlap_ddp
+    from tidegate.agent.offload import Offload as Offload
     from tidegate.agent.optimizer import AdamW as AdamW
-    from tidegate.agent.optimizer import Offload as Offload
     from tidegate.agent.overlap import ForwardOverlap as ForwardOverlap
     from tidegate.agent.overlap import overlap_forward as overlap_forward
     from tidegate.agent.overlap import wait as wait
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AdamW": "tidegate.agent.optimizer",
-    "Offload": "tidegate.agent.optimizer",
+    "Offload": "tidegate.agent.offload",
     "EmulatedRates": "tidegate.agent.devices.emulated",
     "Attachment": "tidegate.agent.attach",
     "attach": "tidegate.agent.attach",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ from tidegate.timeline import Span
 READS_GRADIENT = (OpKind.GRAD_D2H, OpKind.GRAD_NORM, OpKind.DEVICE_UPDATE)
 WRITES_WEIGHT = (OpKind.WEIGHT_H2D, OpKind.DEVICE_UPDATE)
 MAX_PLANS = 16
+MAX_DROPPED_SPANS = 10_000
+"""Whoever calls backward and never `step()` must not fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ class Engine:
         """What autograd accumulates is one rank's part: `gradients_reduced` tells of the whole."""
         self._gradient_memory_bytes, self._headroom_bytes = gradient_memory_bytes, headroom_bytes
         self._pool = ThreadPool(cpu_threads)
-        self._dropped: list[Span] = []
+        self._dropped: deque[Span] = deque(maxlen=MAX_DROPPED_SPANS)
+        """What plans did that were dropped since the last step."""
         released = gradients == "release"
         self.memory = StateMemory(device, self.layouts, num_slots, slot_gradients=released)
         self.gradients = Gradients(device, params, self.layouts, gradients, speculative=early_gradients)
@@ -137,9 +141,10 @@ class Engine:
     def start(self) -> None:
         """Begins the next step's plan, unless it has begun: admissions and prefetches run, gradients follow."""
         self.require_usable()
-        with self._starting:
-            if self._flight is None:
-                self._flight = self._launch()
+        if self._flight is None:
+            with Uninterrupted(), self._starting:
+                if self._flight is None:
+                    self._flight = self._launch()
 
     def _launch(self) -> _Flight:
         # A gradient that is kept can be copied again: whether `.data` was edited may wait for step().
@@ -251,7 +256,8 @@ class Engine:
             inputs = flight.inputs
             assert inputs is not None
             self._finish(flight, skipped)
-            dropped, self._dropped = self._dropped, []
+            dropped = tuple(self._dropped)
+            self._dropped.clear()
             return StepResult(
                 flight.plan, (*dropped, *spans), skipped, inputs.grad_norm, flight.effective, flight.stepped or ()
             )
@@ -275,7 +281,7 @@ class Engine:
         """Drops a plan that waits for its `step()`. Nothing is lost, unless gradients are released already: then only
         `dropping` them is possible, and EngineError says so."""
         assert not self.running, "settle the step first"
-        if self._flight is None or os.getpid() != self._pid or self._executor.stuck:
+        if not self._executor.busy or os.getpid() != self._pid or self._executor.stuck:
             return
         if self.gradients.any_released and not dropping:
             raise EngineError(

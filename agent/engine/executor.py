@@ -103,7 +103,8 @@ class Executor:
             for lane in LANES
         ]
         # An executor that nobody holds any more takes its threads along.
-        weakref.finalize(self, _wake, clock)
+        # Not when the interpreter ends: a fork has the lock as it was, perhaps held by a thread that it has not.
+        weakref.finalize(self, _wake, clock).atexit = False
         for thread in self._threads:
             thread.start()
 

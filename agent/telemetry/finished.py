@@ -22,8 +22,6 @@ class FinishedStep:
     result: StepResult
     phases: StepPhases
     deps: dict[int, tuple[int, ...]]
-    logged: dict[str, float]
-    """What `optimizer.log()` was told."""
     host_bytes: dict[str, int]
     subgroups: dict[str, int]
     """By residence."""

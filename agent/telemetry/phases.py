@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from tidegate.timeline import Phase, PhaseSpan
@@ -29,6 +29,9 @@ class StepPhases:
     tail: tuple[PhaseSpan, ...] = ()
     """Phases of the next step in which this step's update went on. They count for the next step; here they only say
     in which phase bytes moved."""
+
+    logged: dict[str, float] = field(default_factory=dict)
+    """What the training loop said of the step: `AdamW.log`."""
 
     @property
     def with_tail(self) -> tuple[PhaseSpan, ...]:

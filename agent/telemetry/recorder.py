@@ -139,14 +139,12 @@ class Recorder:
             self._unreported.extend([*steps, *later])
 
     def _note(self, result: StepResult, phases: StepPhases) -> FinishedStep:
-        memory, logged = self._optimizer.engine.memory, self._optimizer.logged
-        self._optimizer.logged = {}
+        memory = self._optimizer.engine.memory
         return FinishedStep(
             number=self.steps,
             result=result,
             phases=phases,
             deps=self._deps,
-            logged=logged,
             host_bytes=memory.host_bytes(),
             subgroups={where: memory.residence.count(where) for where in ("host", "device")},
         )
@@ -194,7 +192,8 @@ class Recorder:
             totals.link_busy[link.direction, link.phase] += link.busy_seconds
         for processor, numel in report.update_params.items():
             totals.updated[processor] += numel
-        measured = report.phase_seconds.get("update")
+        # What goes on in the next forward is the update's, too.
+        measured = report.phase_seconds.get("update", 0.0) + report.spill_seconds
         if totals.predicted_update_seconds and measured and not report.skipped:
             totals.prediction_error = abs(totals.predicted_update_seconds - measured) / measured
         totals.last = report

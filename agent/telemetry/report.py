@@ -16,7 +16,7 @@ from tidegate.wire import LinkRow, StallRow, StepReport
 
 
 def report_of(step: FinishedStep) -> StepReport:
-    phases, result, tokens = step.phases, step.result, step.logged.get("tokens")
+    phases, result, tokens = step.phases, step.result, step.phases.logged.get("tokens")
     return StepReport(
         step=step.number,
         timestamp=step.timestamp,
@@ -30,7 +30,7 @@ def report_of(step: FinishedStep) -> StepReport:
         cpu_seconds={phase: max(0.0, seconds) for phase, seconds in phases.cpu_seconds.items()},
         update_params=_updated(result.spans),
         subgroups=step.subgroups,
-        loss=step.logged.get("loss"),
+        loss=phases.logged.get("loss"),
         tokens=None if tokens is None else int(tokens),
         grad_norm=result.grad_norm,
         skipped=result.skipped,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
 import weakref
 from typing import Any
@@ -189,37 +188,6 @@ def test_an_empty_parameter_resumes() -> None:
 
 
 # ---- interruptions and failures
-
-
-def test_ctrl_c_in_the_middle_of_an_update_comes_after_it() -> None:
-    params = params_of((400,), (300,))
-    with tidegate.AdamW(params, offload=MIXED) as optimizer:
-        plain = plain_of(optimizer)
-        for step in range(4):
-            optimizer.zero_grad()
-            grads = random_grads(params, step, some=False)
-            backward(params, grads)
-            interrupt_at(optimizer, OpKind.DEVICE_UPDATE)
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.step()
-            plain.step(grads)
-            assert plain.same_weights(params)
-        assert optimizer.state_dict()["state"][0]["step"] == 4
-
-
-def interrupt_at(optimizer: tidegate.AdamW, kind: OpKind) -> None:
-    """The next op of this kind is met by a SIGINT to this process."""
-    runner = optimizer.engine._runner
-    run = type(runner).run
-    once = threading.Event()
-
-    def interrupting(op: Op) -> Issued:
-        if op.kind is kind and not once.is_set():
-            once.set()
-            os.kill(os.getpid(), signal.SIGINT)
-        return run(runner, op)
-
-    runner.run = interrupting  # type: ignore[method-assign]
 
 
 def test_a_failed_step_says_so_until_a_state_is_loaded() -> None:

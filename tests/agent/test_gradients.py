@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.agent.test_awkward import copied_early, grads_of, plain_of
 from tests.agent.test_exactness import FAST, backward, random_grads
 from tests.agent.test_optimizer import params_of, run_steps
 from tests.services import until
+from tidegate.agent.engine import engine
 from tidegate.agent.fingerprint import Fingerprints, sample_view
 from tidegate.errors import EngineError, ParameterError
 from tidegate.knobs import Knobs
@@ -257,3 +259,40 @@ def test_knobs_changed_between_backward_and_step_wait_for_the_next_one_when_rele
         optimizer.step()
         run_steps(optimizer, params, 1, 1)
         assert seen == [2.0, "off"]
+
+
+def test_the_norm_does_not_depend_on_how_gradients_came() -> None:
+    # Squares from 1e-12 to 1e12: summed in another order they give another number.
+    params = params_of(*[(30 + i,) for i in range(25)])
+    grads = [10.0 ** (i % 13 - 6) * g for i, g in enumerate(random_grads(params, 1, some=False)) if g is not None]
+    seen: list[float | None] = []
+    for offload, order in itertools.product((KEPT, RELEASED), (range(25), range(24, -1, -1))):
+        same = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        with tidegate.AdamW(same, offload=offload) as optimizer:
+            optimizer.observers.append(lambda result, _: seen.append(result.grad_norm))
+            for i in order:
+                (same[i] * grads[i]).sum().backward()
+            optimizer.step()
+    exact = sum((float(g.double().square().sum()) for g in grads), 0.0) ** 0.5
+    assert seen == [seen[0]] * 4
+    assert seen[0] == pytest.approx(exact, rel=1e-6)
+
+
+def test_an_update_is_a_change_that_autograd_knows_of() -> None:
+    params = params_of((30,))
+    with tidegate.AdamW(params, offload=KEPT) as optimizer:
+        squares = params[0].square().sum()  # its backward reads the weight as it is now
+        run_steps(optimizer, params, 0, 1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            squares.backward()
+
+
+def test_backward_without_step_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MAX_DROPPED_SPANS", 40)
+    params = params_of((300,))
+    with tidegate.AdamW(params, offload=KEPT) as optimizer:
+        for step in range(20):
+            backward(params, random_grads(params, step, some=False))
+            copied_early(optimizer, 6)
+            optimizer.zero_grad()
+        assert len(optimizer.engine._dropped) == 40

@@ -360,3 +360,64 @@ def test_averages_of_weights_and_states_of_submodules_are_of_updated_weights() -
         tidegate.wait(optimizer)
         average = torch.optim.swa_utils.AveragedModel(model)
         assert torch.isfinite(average(tokens(1))).all()
+
+
+def test_a_loss_counts_for_the_step_that_it_was_said_before() -> None:
+    model, optimizer = overlapped()
+    with optimizer, tidegate.attach(optimizer, model, run="losses") as attachment:
+        tidegate.overlap_forward(optimizer, model)
+        for seed in range(5):
+            model(tokens(seed)).square().mean().backward()
+            optimizer.log(loss=float(seed), tokens=10)
+            optimizer.step()
+        tidegate.wait(optimizer)
+        assert [step.loss for step in attachment.recorder.take_unreported()] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_an_update_is_predicted_as_long_as_it_is_with_its_tail() -> None:
+    # Of 0.3 s and more, nearly all of it after step() has returned.
+    rates = tidegate.EmulatedRates(h2d_bytes_per_second=1e5, d2h_bytes_per_second=1e5)
+    model, optimizer = overlapped(emulated=rates)
+    with optimizer, tidegate.attach(optimizer, model, run="tail") as attachment:
+        tidegate.overlap_forward(optimizer, model)
+        for seed in range(5):
+            model(tokens(seed)).square().mean().backward()
+            optimizer.step()
+            attachment.recorder.take_unreported()  # somebody asks after each step
+        tidegate.wait(optimizer)
+        error = attachment.recorder.totals.prediction_error
+        assert error is not None
+        assert error < 0.3
+
+
+def test_weights_loaded_while_an_update_goes_on_are_the_ones_that_stay() -> None:
+    rates = tidegate.EmulatedRates(h2d_bytes_per_second=6e4, d2h_bytes_per_second=6e4)
+    model, optimizer = overlapped(emulated=rates)
+    loaded = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
+    with optimizer, tidegate.overlap_forward(optimizer, model):
+        model(tokens(0)).square().mean().backward()
+        optimizer.step()
+        assert optimizer.engine.running
+        model.load_state_dict(loaded)
+        tidegate.wait(optimizer)
+        assert all((param == 0.25).all() for param in model.parameters())
+
+
+def test_hooks_of_several_threads_settle_one_update() -> None:
+    rates = tidegate.EmulatedRates(h2d_bytes_per_second=6e4, d2h_bytes_per_second=6e4)
+    model, optimizer = overlapped(emulated=rates)
+    with optimizer, tidegate.overlap_forward(optimizer, model):
+        run = Run(model, optimizer, None)
+        seen: list[bool] = []
+        optimizer.observers.append(lambda result, _: seen.append(result.skipped))
+        run.train(0)
+        assert optimizer.engine.running
+        threads = [threading.Thread(target=optimizer._settle) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        run.train(1)
+        tidegate.wait(optimizer)
+        assert seen == [False, False]
+        assert run.agrees()

@@ -134,6 +134,22 @@ def test_options_of_torchs_implementations_are_accepted_and_kept_in_the_state() 
         assert set(optimizer.state_dict()["param_groups"][0]) == torch_keys
 
 
+def test_parameters_that_share_memory_are_refused_also_later() -> None:
+    whole = torch.zeros(30)
+    apart = [torch.nn.Parameter(whole[:10]), torch.nn.Parameter(whole[10:])]
+    with tidegate.AdamW(apart), pytest.raises(ParameterError, match="already belongs"):
+        tidegate.AdamW([torch.nn.Parameter(torch.zeros(3)), apart[0]])
+    across = torch.nn.Parameter(whole[5:15])
+    with pytest.raises(ParameterError, match="Parameters 0 and 1 share memory"):
+        tidegate.AdamW([apart[0], across])
+    with tidegate.AdamW(apart) as optimizer:  # nothing of it was claimed
+        with pytest.raises(ParameterError, match="Parameters 0 and 2 share memory"):
+            optimizer.add_param_group({"params": [across]})
+        assert len(optimizer.param_groups) == 1
+    with tidegate.AdamW([across]):
+        pass
+
+
 def test_one_tensor_and_repeated_parameters_are_refused() -> None:
     param = params_of((3,))[0]
     with pytest.raises(TypeError, match="iterable"):

@@ -1,0 +1,63 @@
+"""`tidegate.Offload`: where and how state is offloaded, as the user says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import get_args
+
+from tidegate.agent.devices.emulated import EmulatedRates
+from tidegate.agent.gradients import Mode
+from tidegate.errors import ConfigError
+from tidegate.knobs import AUTO, Knobs
+from tidegate.plan import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Where and how state is offloaded.
+
+    stride: every stride-th subgroup that is not resident is updated on the device; "off", or "auto": 2 at first, then
+        what measured rates call for, once attached.
+    static_ratio: share of the subgroups whose state stays on the device.
+    subgroup_numel: parameters per subgroup.
+    num_slots: staging slots on the device; two or more let copies in, updates and copies out overlap.
+    cpu_threads: threads of the CPU lane; 0 for one less than there are cores, at least one.
+    device: "auto" takes the emulated device where there is no GPU; "emulated" always.
+    device_memory_bytes: capacity of the emulated device; 0 for four times what the weights take, plus the state.
+    emulated: rates of the emulated lanes.
+    headroom_bytes: device memory that state must leave free.
+    gradients: "keep" leaves `.grad` as it is, what is done to it counts; "release" takes each gradient as it arrives
+        and frees it as soon as it was copied or used: clip with `max_grad_norm`, and put all but the last backward of a
+        step into `with optimizer.accumulate():`.
+    gradient_memory_bytes: with "release", what gradients may take on the device while they wait for the update; more
+        are spilled to the host and come back with their state. 0 for what weights, state and headroom leave.
+    policy: "interleaved", or a baseline: "sequential", "twinflow".
+    """
+
+    stride: float | str = AUTO
+    static_ratio: float = 0.0
+    subgroup_numel: int = 100_000_000
+    num_slots: int = 2
+    cpu_threads: int = 0
+    device: str = "auto"
+    device_memory_bytes: int = 0
+    emulated: EmulatedRates = field(default_factory=EmulatedRates)
+    headroom_bytes: int = 0
+    gradients: Mode = "keep"
+    gradient_memory_bytes: int = 0
+    policy: Policy = "interleaved"
+    watchdog_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        self.knobs()
+        for name in ("subgroup_numel", "num_slots", "cpu_threads", "headroom_bytes", "gradient_memory_bytes"):
+            minimum = 1 if name in ("subgroup_numel", "num_slots") else 0
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"{name}={getattr(self, name)} is out of range: at least {minimum}.")
+        if self.device not in ("auto", "emulated"):
+            raise ConfigError(f"device={self.device!r} is unknown: 'auto' or 'emulated'.")
+        if self.gradients not in get_args(Mode):
+            raise ConfigError(f"gradients={self.gradients!r} is unknown: 'keep' or 'release'.")
+
+    def knobs(self) -> Knobs:
+        return Knobs(stride=self.stride, static_ratio=self.static_ratio)  # type: ignore[arg-type]
