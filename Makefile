@@ -72,7 +72,8 @@ status=0; $(BIN)/pytest -m $(MARK) --timeout 0 $(PYTEST_ARGS) || status=$$?; \
 if [ $$status = 5 ]; then echo "no test is marked $(MARK)" >&2; fi; exit $$status
 endef
 
-# The tests use a real Prometheus, a real Alertmanager and a real browser. RUNLEVEL=1 keeps Debian from starting them.
+# The tests use a real Prometheus, a real Alertmanager, a real browser, and the kernels of another processor under
+# emulation. RUNLEVEL=1 keeps Debian from starting services.
 .PHONY: system
 system:
 	@missing=; \
@@ -80,6 +81,10 @@ system:
 	command -v alertmanager >/dev/null || command -v prometheus-alertmanager >/dev/null || \
 	  missing="$$missing prometheus-alertmanager"; \
 	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	if [ "$$(uname -m)" = x86_64 ]; then \
+	  command -v aarch64-linux-gnu-g++ >/dev/null || missing="$$missing g++-aarch64-linux-gnu"; \
+	  command -v qemu-aarch64 >/dev/null || missing="$$missing qemu-user"; \
+	fi; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "installing$$missing"; \

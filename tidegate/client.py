@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import json
 import os
@@ -230,7 +231,7 @@ class DaemonClient:
         method: str,
         path: str,
         *,
-        body: BaseModel | None = None,
+        body: BaseModel | str | None = None,
         query: _Query | None = None,
         generation: int | None = None,
         wait: float = 0.0,
@@ -238,7 +239,7 @@ class DaemonClient:
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if generation is not None:
             headers["If-Match"] = f'"{generation}"'
-        content = body.model_dump_json() if body is not None else None
+        content = body.model_dump_json() if isinstance(body, BaseModel) else body
         try:
             answer = self._http.request(
                 method, path, content=content, params=query, headers=headers, timeout=self._timeout + wait
@@ -270,20 +271,28 @@ def _actor() -> str:
     return f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()[:48]
 
 
-def _fit(report: AgentReport) -> AgentReport:
-    """The report in a size that the daemon accepts: the timeline goes first, then the older steps."""
-    if len(report.model_dump_json()) <= MAX_BODY_BYTES:
-        return report
+def _fit(report: AgentReport) -> str:
+    """The report as JSON, in a size that the daemon accepts: the timeline goes first, then the older steps."""
+    text = report.model_dump_json()
+    if len(text) <= MAX_BODY_BYTES:
+        return text
     if report.timeline is not None:
         return _fit(report.model_copy(update={"timeline": None}))
     if len(report.steps) > 1:
         return _fit(report.model_copy(update={"steps": report.steps[-(len(report.steps) // 2) :]}))
-    return report
+    return text
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Making one takes longer than using it."""
+    return TypeAdapter(kind)
 
 
 def _parse(kind: type[_T], answer: httpx.Response) -> _T:
     try:
-        return TypeAdapter(kind).validate_json(answer.content)
+        parsed: _T = _adapter(kind).validate_json(answer.content)
+        return parsed
     except ValidationError as error:
         where = f"{answer.request.method} {answer.request.url.path}"
         raise DaemonError(f"What answers {where} is not a Tidegate daemon of this version.", 502) from error

@@ -261,21 +261,20 @@ def test_knobs_changed_between_backward_and_step_wait_for_the_next_one_when_rele
         assert seen == [2.0, "off"]
 
 
-def test_the_norm_does_not_depend_on_how_gradients_came() -> None:
-    # Squares from 1e-12 to 1e12: summed in another order they give another number.
-    params = params_of(*[(30 + i,) for i in range(25)])
-    grads = [10.0 ** (i % 13 - 6) * g for i, g in enumerate(random_grads(params, 1, some=False)) if g is not None]
+@pytest.mark.parametrize("seed", range(6))
+def test_the_norm_does_not_depend_on_how_gradients_came(seed: int) -> None:
+    params = params_of(*[(30 + i,) for i in range(40)])
+    grads = [g for g in random_grads(params, seed, some=False) if g is not None]
     seen: list[float | None] = []
-    for offload, order in itertools.product((KEPT, RELEASED), (range(25), range(24, -1, -1))):
+    for offload, order in itertools.product((KEPT, RELEASED), (range(40), range(39, -1, -1))):
         same = [torch.nn.Parameter(p.detach().clone()) for p in params]
         with tidegate.AdamW(same, offload=offload) as optimizer:
             optimizer.observers.append(lambda result, _: seen.append(result.grad_norm))
             for i in order:
                 (same[i] * grads[i]).sum().backward()
             optimizer.step()
-    exact = sum((float(g.double().square().sum()) for g in grads), 0.0) ** 0.5
-    assert seen == [seen[0]] * 4
-    assert seen[0] == pytest.approx(exact, rel=1e-6)
+    # In another order most of these seeds give another number.
+    assert seen == [sum((float(g.double().square().sum()) for g in grads), 0.0) ** 0.5] * 4
 
 
 def test_an_update_is_a_change_that_autograd_knows_of() -> None:

@@ -35,7 +35,7 @@ def test_ctrl_c_in_the_middle_of_an_update_comes_after_it() -> None:
         assert optimizer.state_dict()["state"][0]["step"] == 4
 
 
-@pytest.mark.parametrize("when", ["backward", "step"])
+@pytest.mark.parametrize("when", ["backward", "backward, begun anew", "step"])
 def test_ctrl_c_while_a_plan_starts_leaves_a_usable_optimizer(when: str) -> None:
     params = params_of((300,))
     with tidegate.AdamW(params, lr=0.1, offload=MIXED) as optimizer:
@@ -53,10 +53,11 @@ def test_ctrl_c_while_a_plan_starts_leaves_a_usable_optimizer(when: str) -> None
                 param.grad = grad
         optimizer.engine._executor.start = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
-            backward(params, grads) if when == "backward" else optimizer.step()
-        if when == "backward":
+            optimizer.step() if when == "step" else backward(params, grads)
+        if when == "backward, begun anew":
             optimizer.zero_grad()
             backward(params, grads)
+        if when != "step":
             optimizer.step()
         plain.step(grads)
         assert plain.same_weights(params)

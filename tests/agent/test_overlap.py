@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hypothesis.strategies as st
@@ -310,6 +312,7 @@ def test_the_tail_of_an_update_is_counted_where_it_moved_bytes() -> None:
         tidegate.overlap_forward(optimizer, model)
         plans: list[Any] = []
         optimizer.observers.append(lambda result, _: plans.append(result.plan))
+        began = time.monotonic()
         for seed in range(5):
             model(tokens(seed)).square().mean().backward()
             optimizer.step()
@@ -320,7 +323,7 @@ def test_the_tail_of_an_update_is_counted_where_it_moved_bytes() -> None:
             assert sum(n for (where, _, _), n in totals.link_bytes.items() if where == lane) == nbytes
         assert totals.link_bytes["h2d", "forward", "weight"] > 0
         # Updates take some 20 ms at these rates, and all but the first go on after step().
-        assert 0.02 < totals.spill < totals.phases["forward"].total + totals.phases["backward"].total
+        assert 0.02 < totals.spill < time.monotonic() - began
         assert totals.steps == 5
 
 
@@ -412,11 +415,10 @@ def test_hooks_of_several_threads_settle_one_update() -> None:
         optimizer.observers.append(lambda result, _: seen.append(result.skipped))
         run.train(0)
         assert optimizer.engine.running
-        threads = [threading.Thread(target=optimizer._settle) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            for settled in [threads.submit(optimizer._settle) for _ in range(4)]:
+                settled.result()
+        assert len(optimizer._results) == 1
         run.train(1)
         tidegate.wait(optimizer)
         assert seen == [False, False]

@@ -183,6 +183,23 @@ def test_parameters_added_while_training(gradients: Any, dtype: torch.dtype) -> 
         assert optimizer.state_dict()["state"][2]["step"] == 4
 
 
+def test_larger_subgroups_added_later_get_larger_slots() -> None:
+    small, large = params_of((40,)), params_of((400,))
+    with tidegate.AdamW(small, lr=0.1, offload=tidegate.Offload(stride=1.0, subgroup_numel=400, emulated=FAST)) as both:
+        run_steps(both, small, 0, 1)
+        both.add_param_group({"params": large})
+        plain = plain_of(both)
+        state = both.state_dict()["state"][0]
+        plain.params[0].exp_avg[:], plain.params[0].exp_avg_sq[:] = state["exp_avg"], state["exp_avg_sq"]
+        plain.params[0].step = 1
+        both.zero_grad()
+        grads = random_grads([*small, *large], 1, some=False)
+        backward([*small, *large], grads)
+        both.step()
+        plain.step(grads)
+        assert plain.same_weights([*small, *large])
+
+
 def test_parameters_that_do_not_fit_are_refused_and_nothing_changes() -> None:
     params = params_of((40, 3))
     offload = tidegate.Offload(stride=1.0, subgroup_numel=1000, device_memory_bytes=100_000, emulated=FAST)
