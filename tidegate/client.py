@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeVar, get_args
+from typing import Any, Final, Literal, Self, TypeVar, cast, get_args
 from urllib.parse import quote, urlsplit
 
 import httpx
@@ -291,7 +291,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def _parse(kind: type[_T], answer: httpx.Response) -> _T:
     try:
-        parsed: _T = _adapter(kind).validate_json(answer.content)
+        parsed: _T = _adapter(cast("Any", kind)).validate_json(answer.content)
         return parsed
     except ValidationError as error:
         where = f"{answer.request.method} {answer.request.url.path}"
