@@ -46,7 +46,13 @@ class IoPool:
         return self._native.num_threads
 
     def read(
-        self, fd: int, address: int, nbytes: int, offset: int, block_bytes: int, expected: NDArray[np.uint32] | None = None
+        self,
+        fd: int,
+        address: int,
+        nbytes: int,
+        offset: int,
+        block_bytes: int,
+        expected: NDArray[np.uint32] | None = None,
     ) -> IoTicket:
         """Begins to read `nbytes` at `offset` of the file into `address`.
 
