@@ -4,8 +4,8 @@ Reads, writes and an equal mix of both, each with the same block and depth, on t
 as many native threads as the depth: `tidegate` with ordinary pages, as fio's; `tidegate_checksums` with each block's
 CRC-32C computed or verified as well; `tidegate_huge_pages` with checksums in `aligned_buffer`s, as the engine does it.
 fio has psync (that many threads), libaio and io_uring (that depth). A share is ours by that of the better of psync and
-libaio, round by round; `io_uring_by_tidegate` says what io_uring would gain. Rounds are interleaved, so that a throttled
-disk hurts all alike; fio's own start is not counted.
+libaio, round by round; `io_uring_by_tidegate` says what io_uring would gain. Rounds are interleaved, so that a
+throttled disk hurts all alike; fio's own start is not counted.
 """
 
 from __future__ import annotations
