@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "move_block.h"
@@ -54,6 +55,12 @@ void check(const IoRequest& request, bool direct) {
 }  // namespace
 
 struct IoTransfer {
+  IoTransfer(std::shared_ptr<IoQueue> of, const IoRequest& asked, bool aligned)
+      : queue(std::move(of)),
+        request(asked),
+        direct(aligned),
+        num_blocks(asked.nbytes / asked.block_bytes + (asked.nbytes % asked.block_bytes != 0)) {}
+
   const std::shared_ptr<IoQueue> queue;
   const IoRequest request;
   const bool direct;
@@ -214,15 +221,14 @@ IoTicket IoPool::submit(const IoRequest& request) {
   queue_->check_owner();
   const bool direct = is_direct(request.fd);
   check(request, direct);
-  const size_t num_blocks = request.nbytes / request.block_bytes + (request.nbytes % request.block_bytes != 0);
-  const std::shared_ptr<IoTransfer> transfer(new IoTransfer{queue_, request, direct, num_blocks, {}});
+  const auto transfer = std::make_shared<IoTransfer>(queue_, request, direct);
   {
     const std::lock_guard<std::mutex> lock(queue_->mutex);
     if (queue_->closed) throw std::runtime_error("this IoPool is closed: make another one");
-    if (num_blocks != 0) queue_->waiting.push_back(transfer);
+    if (transfer->num_blocks != 0) queue_->waiting.push_back(transfer);
     queue_->finish_if_all_ended(*transfer);
   }
-  if (num_blocks == 1)
+  if (transfer->num_blocks == 1)
     queue_->wake.notify_one();
   else
     queue_->wake.notify_all();
