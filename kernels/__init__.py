@@ -11,18 +11,26 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from tidegate.kernels import _native
+from tidegate.kernels.direct_io import ALIGNMENT, IoPool, IoTicket, aligned_buffer, num_blocks, open_direct
 from tidegate.kernels.scalars import GradDtype, Scalars, WeightFormat, scalars
 
 __all__ = [
+    "ALIGNMENT",
     "GradDtype",
+    "IoPool",
+    "IoTicket",
     "Scalars",
     "ThreadPool",
     "WeightFormat",
     "adamw_update",
+    "aligned_buffer",
     "copy",
+    "crc32c",
     "fill",
     "instruction_set",
     "instruction_sets",
+    "num_blocks",
+    "open_direct",
     "scalars",
     "stream_like",
     "sum_of_squares",
@@ -115,6 +123,14 @@ def copy(dst: int, src: int, nbytes: int) -> None:
 def fill(dst: int, byte: int, nbytes: int) -> None:
     """Sets `nbytes` to `byte` (0 to 255)."""
     _native.fill(dst, byte, nbytes)
+
+
+def crc32c(address: int, nbytes: int, seed: int = 0) -> int:
+    """The CRC-32C (Castagnoli) of `nbytes` at `address`: that of b"123456789" is 0xE3069283.
+
+    seed: the checksum of what stands before, to go on from there.
+    """
+    return _native.crc32c(address, nbytes, seed)
 
 
 def instruction_sets() -> list[str]:
