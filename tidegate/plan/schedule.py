@@ -41,7 +41,7 @@ class Clock(Protocol):
 
 
 class TypicalClock:
-    """A PCIe 4 link, a server's share of CPU cores, a data centre GPU, an NVMe drive: used to order ops, nothing else."""
+    """A PCIe 4 link, a server's share of CPU cores, a data centre GPU, an NVMe drive: to order ops, nothing else."""
 
     LINK_BYTES_PER_SECOND: Final = 25e9
     PARAMS_PER_SECOND: Final = {CPU: 2e9, DEVICE: 25e9}

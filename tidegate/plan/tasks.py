@@ -143,9 +143,7 @@ def _device_ops(subgroup: Subgroup, placement: Placement, host_slot: int | None)
     yield from _grad_to_slot(subgroup, placement, host_slot)
     if spilled:
         host_grad_slot = host_slot if in_slot else None
-        yield _op(
-            OpKind.GRAD_H2D, subgroup, slot=slot, spilled=True, host_slot=host_grad_slot, grad_in_slot=in_slot
-        )
+        yield _op(OpKind.GRAD_H2D, subgroup, slot=slot, spilled=True, host_slot=host_grad_slot, grad_in_slot=in_slot)
     yield _op(OpKind.DEVICE_UPDATE, subgroup, slot=slot, spilled=spilled)
     if placement.after != "device":
         yield _op(OpKind.STATE_D2H, subgroup, slot=slot, host_slot=host_slot)
