@@ -124,9 +124,22 @@ def test_a_fetch_waits_for_its_slot_and_an_update_for_its_fetch() -> None:
 
 def test_what_comes_from_the_path_takes_slots_before_what_goes_there() -> None:
     leaves = P("device", "device", "nvme", False)
-    plan = plan_of([leaves, TIERED, TIERED], host_slots={"nvme": 1})
-    assert names(plan.lanes["nvme:read"]) == ["fetch 1 nvme host slot 0", "fetch 2 nvme host slot 0"]
-    assert names(plan.lanes["nvme:write"])[-1] == "flush 0 nvme host slot 0"
+    plan = plan_of([leaves, TIERED, TIERED], host_slots={"nvme": 2})
+    assert names(plan.lanes["nvme:read"]) == ["fetch 1 nvme host slot 0", "fetch 2 nvme host slot 1"]
+    assert next(op.host_slot for op in plan.of_kind(OpKind.FLUSH) if op.subgroup == 0) == 0
+
+
+def test_paths_take_turns_where_the_cpu_is_what_they_wait_for() -> None:
+    placements = [replace(TIERED, before=path, after=path) for path in ("nvme",) * 8 + ("pfs",) * 8]
+    slow_cpu = replace(CARD, cpu_params_per_second=1e7)
+    plan = plan_of(placements, host_slots={"nvme": 2, "pfs": 2}, rates=slow_cpu)
+    first = [op.subgroup < 8 for op in plan.lanes["cpu"]][:8]
+    assert 3 <= sum(first) <= 5
+
+
+def test_weights_do_not_wait_behind_state_that_a_path_brings_late() -> None:
+    plan = plan_of([TIERED_STAGED] * 2 + [CACHED] * 4, rates=slower("nvme", 10))
+    assert [op.kind for op in plan.lanes["h2d"]] == [OpKind.WEIGHT_H2D] * 4 + [OpKind.STATE_H2D] * 2
 
 
 def test_first_fetches_need_no_step() -> None:

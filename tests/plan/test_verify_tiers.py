@@ -177,6 +177,7 @@ def with_a_gradient_behind_one_that_waits_for_a_slot(plan: Plan) -> Plan:
         ("gate", with_a_gradient_behind_one_that_waits_for_a_slot),
         ("placement", lambda plan: replace(plan, norms="gradient")),
         ("content", lambda plan: renumbered(plan, (op for op in plan.ops if op.name != "flush 2 nvme host slot 0"))),
+        ("placement", lambda plan: with_placement(plan, 0, replace(plan.placements[0], mirror_valid=True))),
         ("paths", lambda plan: replace(plan, paths=())),
         ("slots", lambda plan: replace(plan, num_host_slots=0)),
         ("race", lambda plan: with_op(plan, replace(list(plan.of_kind(OpKind.FETCH))[-1], deps=()))),

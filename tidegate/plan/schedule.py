@@ -138,15 +138,13 @@ def _queues(work: Work) -> list[_Queue]:
         put(op, _ON_DEVICE, Origin.HOST, "")
     for task in work.tasks:
         for op in task.ops:
-            put(op, _role(op, task), task.origin, task.pool)
+            put(op, _role(op), task.origin, task.pool)
     return [queue for _, queue in sorted(found.items(), key=lambda item: item[1].preference)]
 
 
-def _role(op: Op, task: Task) -> int:
+def _role(op: Op) -> int:
     if op.kind is OpKind.STATE_H2D and op.slot is not None:
         return _INTO_SLOT
-    if op.kind is OpKind.STATE_D2H and task.on_cpu:
-        return _INTO_HOST
     return _ROLE[op.kind]
 
 
