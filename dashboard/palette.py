@@ -27,6 +27,8 @@ KIND: Final = {
     "cpu_update": "#009E73",
     "device_update": "#56B4E9",
     "norm": "#0072B2",
+    "fetch": "#E69F00",
+    "flush": "#B87F00",
 }
 """Kinds are shades of their lane's colour."""
 
@@ -45,4 +47,6 @@ KIND_NAME: Final = {
     "cpu_update": "CPU update",
     "device_update": "device update",
     "norm": "norm",
+    "fetch": "fetch",
+    "flush": "flush",
 }

@@ -16,8 +16,9 @@ from tidegate.analysis import (
     split_by_phase,
     stalls,
 )
-from tidegate.model import RateCard, simulate
+from tidegate.model import PathRates, RateCard, simulate
 from tidegate.plan import OpKind, Subgroup, make_plan, place, steady
+from tidegate.plan.ops import path_lanes
 from tidegate.timeline import STALL_CAUSES, Phase, PhaseSpan, Span, Timeline
 
 KIND = {
@@ -200,3 +201,67 @@ def test_3000_subgroups_are_analysed_in_seconds() -> None:
     stalls(found)
     critical_path(found)
     assert time.process_time() - start < 2.0
+
+
+def storage(**slower: float) -> RateCard:
+    """A server's lanes, and two paths whose speed is divided."""
+    return RateCard(
+        h2d_bytes_per_second=25e9,
+        d2h_bytes_per_second=25e9,
+        cpu_params_per_second=2e9,
+        device_params_per_second=25e9,
+        norm_params_per_second=500e9,
+        paths={
+            path: PathRates(
+                read_bytes_per_second=6e9 / slower.get(path, 1), write_bytes_per_second=5e9 / slower.get(path, 1)
+            )
+            for path in ("nvme", "pfs")
+        },
+    )
+
+
+def waits_with(rates: RateCard, stride: float | str, cached_every: int) -> tuple[dict[str, float], float]:
+    """Stalls by cause, and seconds of the update, of one and the same plan on a machine with `rates`."""
+    groups = [Subgroup(i, 100_000_000, 2, 2, 10) for i in range(48)]
+    where = ["host" if i % cached_every == 0 else ("nvme", "pfs")[i // 2 % 2] for i in range(48)]
+    processors = [processor for processor, _ in place(48, stride=stride, static_ratio=0)]  # type: ignore[arg-type]
+    plan = make_plan(
+        groups,
+        steady(zip(processors, where, strict=True)),
+        num_slots=3,
+        host_slots={"nvme": 3, "pfs": 3},
+        rates=storage(),
+    )
+    found = simulate(plan, rates, step_at=5.0)
+    low, high = found.window("update") or (0.0, 0.0)
+    return exposed_waits(found), high - low
+
+
+@pytest.mark.parametrize("cached_every", [3, 100])
+@pytest.mark.parametrize("factor", [1.5, 4, 20])
+@pytest.mark.parametrize("slow", ["nvme", "pfs"])
+def test_a_slower_path_raises_its_own_stall_cause_and_no_other(slow: str, factor: float, cached_every: int) -> None:
+    before, seconds_before = waits_with(storage(), "off", cached_every)
+    after, seconds_after = waits_with(storage(**{slow: factor}), "off", cached_every)
+    rise = {cause: after.get(cause, 0.0) - before.get(cause, 0.0) for cause in {*before, *after}}
+    raised = {cause for cause, seconds in rise.items() if seconds > 1e-6}
+    assert f"{slow}:read" in raised
+    assert raised <= {f"{slow}:read", f"{slow}:write"}
+    # All that the update takes longer is said to be this path's.
+    assert sum(rise[cause] for cause in raised) >= seconds_after - seconds_before - 1e-6
+
+
+def test_copies_behind_a_late_fetch_are_told_apart_from_it() -> None:
+    """On the device a fetch is followed by a copy: each that is no longer hidden is a stall of its own, but no more."""
+    before, _ = waits_with(storage(), 1, 100)
+    after, _ = waits_with(storage(nvme=20), 1, 100)
+    assert after["nvme:read"] + after["nvme:write"] > before["nvme:read"] + 60
+    assert after["h2d"] <= 48 * 1e9 / 25e9
+    assert after.keys() <= {*path_lanes("nvme"), *path_lanes("pfs"), "h2d", "d2h"}
+
+
+def test_a_path_is_blamed_for_what_waits_for_its_slot() -> None:
+    rows: list[Row] = [(0, "nvme:write", 0, 4), (1, "nvme:read", 4, 6), (2, "cpu", 6, 10)]
+    spans = tuple(Span(op, OpKind.CPU_UPDATE, lane, op, low, high, 1, 0) for op, lane, low, high in rows)
+    found = stalls(Timeline(0, "measured", spans, (PhaseSpan("update", 0.0, 10.0),), {1: (0,), 2: (1,)}))
+    assert [(stall.cause, stall.start, stall.end) for stall in found] == [("nvme:write", 0, 4), ("nvme:read", 4, 6)]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tidegate.analysis import stalls
-from tidegate.model import RateCard, simulate
-from tidegate.plan import Subgroup, make_plan, place, steady
+from tidegate.model import PathRates, RateCard, simulate
+from tidegate.plan import Placement, Subgroup, make_plan, place, steady
 from tidegate.timeline import Timeline
 from tidegate.trace import SIMULATED_PID_OFFSET, chrome_trace, write_trace
 
@@ -129,3 +129,16 @@ def test_files_are_plain_json(tmp_path: Path, name: str) -> None:
 
 def test_nothing_to_show_is_still_a_trace() -> None:
     assert chrome_trace([], rank=0, process_name="demo")["traceEvents"] == []
+
+
+def test_lanes_of_paths_come_after_the_others() -> None:
+    paths = {name: PathRates(read_bytes_per_second=3e9, write_bytes_per_second=2e9) for name in ("pfs", "bb")}
+    placements = [Placement("cpu", "pfs", "pfs", False), Placement("device", "bb", "bb", False)]
+    plan = make_plan(
+        [Subgroup(i, 1_000, 2, 2, 10) for i in range(2)], placements, num_slots=1, host_slots={"pfs": 1, "bb": 1}
+    )
+    tiered = simulate(plan, replace(RATES, paths=paths), step_at=0.01)
+    rows = [e["args"]["name"] for e in events(tiered, ph="M", name="thread_name")]
+    assert rows[2:] == ["h2d", "d2h", "cpu", "device", "bb:read", "bb:write", "pfs:read", "pfs:write"]
+    (fetch,) = events(tiered, name="fetch 0")
+    assert (fetch["args"]["content"], fetch["args"]["GB/s"]) == ("state", 3.0)

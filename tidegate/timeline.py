@@ -63,7 +63,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Wall time of a phase in which the step could not proceed; `cause` is a lane or one of STALL_CAUSES."""
+    """Wall time of a phase in which the step could not proceed; `cause` is one of STALL_CAUSES or a path's lane."""
 
     phase: Phase
     cause: str
@@ -72,3 +72,4 @@ class Stall:
 
 
 STALL_CAUSES: Final = ("h2d", "d2h", "cpu", "device", "lock", "collective", "scheduler")
+"""The causes of every training; each path adds its two lanes."""

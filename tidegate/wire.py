@@ -53,6 +53,7 @@ class Rates(Message):
     device_params_per_second: float | None = None
     norm_params_per_second: float | None = None
     overhead_seconds: float | None = None
+    paths: dict[Label, dict[Label, float | None]] = {}
 
 
 class AgentHello(Message):

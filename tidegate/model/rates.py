@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final
 
 from tidegate.analysis import busy_seconds
 from tidegate.errors import ConfigError
-from tidegate.plan.ops import D2H, H2D, LANE_OF, Op, OpKind
+from tidegate.plan.ops import D2H, H2D, LANE_OF, Op, OpKind, path_lanes
 from tidegate.timeline import Span, Timeline
 
 RATE_OF: Final[dict[OpKind, str]] = {
@@ -19,10 +19,23 @@ RATE_OF: Final[dict[OpKind, str]] = {
 }
 LINK_RATE_OF: Final[dict[str, str]] = {H2D: "h2d_bytes_per_second", D2H: "d2h_bytes_per_second"}
 NAME_OF: Final[dict[OpKind, str]] = {kind: LINK_RATE_OF.get(lane) or RATE_OF[kind] for kind, lane in LANE_OF.items()}
-"""The rate that ops of a kind run at."""
+"""The rate that ops of a kind run at. FETCH and FLUSH have one for each path: theirs are called like their lanes."""
 
 Seen = dict[str, tuple[int, float]]
 """What one step shows of each rate, by its name: bytes or parameters, and the seconds in which they were under way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathRates:
+    """Measured speeds of one path. None is a speed nobody has seen yet; a number is positive."""
+
+    read_bytes_per_second: float | None = None
+    write_bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value!r} of a path must be positive. Run `tidegate calibrate` again.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +51,25 @@ class RateCard:
     device_params_per_second: float | None = None
     norm_params_per_second: float | None = None
     overhead_seconds: float | None = None
+    paths: Mapping[str, PathRates] = field(default_factory=dict)
+    """By name of the path."""
 
     def __post_init__(self) -> None:
-        for name, value in self.to_dict().items():
+        for name in _SCALARS:
+            value: float | None = getattr(self, name)
             if value is not None and not (value >= 0 if name == "overhead_seconds" else value > 0):
                 raise ConfigError(f"{name}={value!r} in a rate card must be positive. Run `tidegate calibrate` again.")
 
     @property
     def missing(self) -> tuple[str, ...]:
         """Names of the rates that are not known. Overhead that is not known counts as none."""
-        return tuple(name for name, value in self.to_dict().items() if value is None and name != "overhead_seconds")
+        scalars = [name for name in _SCALARS if name != "overhead_seconds" and getattr(self, name) is None]
+        return (*scalars, *(lane for lane, rate in _by_lane(self.paths).items() if rate is None))
 
     def seconds(self, op: Op, /) -> float:
         """Expected run time of `op` in seconds. Raises ConfigError when the rate that it needs is not known."""
-        name = NAME_OF[op.kind]
-        rate: float | None = getattr(self, name)
+        name = _rate_name(op)
+        rate: float | None = getattr(self, name) if op.kind in NAME_OF else _by_lane(self.paths).get(name)
         if rate is None:
             raise ConfigError(f"The rate card lacks {name}, which {op.name} needs. Run `tidegate calibrate`.")
         return (self.overhead_seconds or 0.0) + (op.numel if op.kind in RATE_OF else op.nbytes) / rate
@@ -69,25 +86,46 @@ class RateCard:
     def from_seen(cls, steps: Collection[Seen], previous: RateCard | None = None) -> RateCard:
         """As `from_timelines`, from what was `seen` in each step."""
         rates: dict[str, float] = {}
-        for name in (*LINK_RATE_OF.values(), *RATE_OF.values()):
+        for name in dict.fromkeys(name for step in steps for name in step):
             found = [step[name] for step in steps if name in step]
             amount, busy = sum(amount for amount, _ in found), sum(seconds for _, seconds in found)
             if amount > 0 and busy > 0:
                 rates[name] = amount / busy
-        if rates:
-            rates["overhead_seconds"] = 0.0
-        return cls(**{**(previous.to_dict() if previous else {}), **rates})
+        if not rates:
+            return previous or cls()
+        card = previous or cls()
+        paths = dict(card.paths)
+        for lane in [name for name in rates if name not in _SCALARS]:
+            path, _, direction = lane.rpartition(":")
+            paths[path] = replace(paths.get(path, PathRates()), **{f"{direction}_bytes_per_second": rates.pop(lane)})
+        return replace(card, **rates, overhead_seconds=0.0, paths=paths)
 
-    def to_dict(self) -> dict[str, float | None]:
-        return {name: getattr(self, name) for name in _NAMES}
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers and None by name; `paths`, by the name of the path, only when there are any."""
+        paths = {"paths": {path: asdict(rates) for path, rates in self.paths.items()}} if self.paths else {}
+        return {name: getattr(self, name) for name in _SCALARS} | paths
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RateCard:
         """The card that `to_dict` gave; names of newer versions are ignored."""
-        return cls(**{name: value for name, value in values.items() if name in _NAMES})
+        scalars = {name: value for name, value in values.items() if name in _SCALARS}
+        paths: Mapping[str, Mapping[str, float | None]] = values.get("paths", {})
+        return cls(**scalars, paths={path: PathRates(**rates) for path, rates in paths.items()})
 
 
-_NAMES: Final = tuple(field.name for field in fields(RateCard))
+_SCALARS: Final = tuple(field.name for field in fields(RateCard) if field.name != "paths")
+
+
+def _rate_name(op: Op | Span) -> str:
+    return NAME_OF.get(op.kind) or op.lane
+
+
+def _by_lane(paths: Mapping[str, PathRates]) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for path, rates in paths.items():
+        read, write = path_lanes(path)
+        found |= {read: rates.read_bytes_per_second, write: rates.write_bytes_per_second}
+    return found
 
 
 def seen(spans: Sequence[Span]) -> Seen:
@@ -96,12 +134,12 @@ def seen(spans: Sequence[Span]) -> Seen:
     ends: dict[str, float] = {}
     overlapping: set[str] = set()
     for span in spans:
-        name = NAME_OF[span.kind]
+        name = _rate_name(span)
         amount, busy = found.get(name, (0, 0.0))
         if span.start < ends.get(name, span.start):
             overlapping.add(name)
         ends[name] = span.end
         found[name] = (amount + (span.numel if span.kind in RATE_OF else span.nbytes), busy + span.end - span.start)
     for name in overlapping:
-        found[name] = (found[name][0], busy_seconds([span for span in spans if NAME_OF[span.kind] == name]))
+        found[name] = (found[name][0], busy_seconds([span for span in spans if _rate_name(span) == name]))
     return found

@@ -12,7 +12,7 @@ from tidegate.errors import ConfigError, PlanError
 from tidegate.knobs import OFF, Off, device_share, spec
 from tidegate.model.equations import cpu_to_device_ratio, stride_from_ratio
 from tidegate.model.rates import RateCard
-from tidegate.plan.ops import D2H, GATE_OF, H2D, LANE_OF, Content, Op, OpKind, Processor, Subgroup
+from tidegate.plan.ops import D2H, GATE_OF, H2D, Content, Op, OpKind, Processor, Subgroup
 from tidegate.plan.placement import place, steady
 from tidegate.plan.plan import Placement, Plan
 from tidegate.plan.planner import make_plan
@@ -68,7 +68,7 @@ def _times(
     while left:
         blocked: dict[str, list[Op]] = {}
         for op in left:
-            lane, gate = LANE_OF[op.kind], GATE_OF.get(op.kind)
+            lane, gate = op.lane, GATE_OF.get(op.kind)
             if lane in blocked or any(dep not in ends for dep in op.deps):
                 blocked.setdefault(lane, []).append(op)
                 continue

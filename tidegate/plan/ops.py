@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Literal
 
 Processor = Literal["cpu", "device"]
-Residence = Literal["device", "host"]
+Residence = str
+"""Where state lives between updates: `device`, `host`, or the name of a path."""
 Gate = Literal["none", "gradient", "step"]
 Content = Literal["gradient", "weight", "state"]
 Norms = Literal["step", "gradient"]
@@ -19,10 +21,21 @@ D2H: Final = "d2h"
 CPU: Final = "cpu"
 DEVICE: Final = "device"
 LANES: Final = (H2D, D2H, CPU, DEVICE)
+"""The lanes of every plan. Each path adds two of its own (`path_lanes`)."""
 COMPUTE_LANES: Final = frozenset({CPU, DEVICE})
 LINK_LANES: Final = frozenset({H2D, D2H})
 
 SCALE: Final[Place] = ("scale", 0)
+PATH_NAME: Final = re.compile(r"(?!(?:host|device)$)[a-z0-9_-]{1,32}")
+
+
+def is_path(residence: Residence) -> bool:
+    return residence not in ("device", "host")
+
+
+def path_lanes(path: str) -> tuple[str, str]:
+    """The lanes that read from a path and write to it."""
+    return f"{path}:read", f"{path}:write"
 
 
 class OpKind(StrEnum):
@@ -47,6 +60,10 @@ class OpKind(StrEnum):
     """Norm and non-finite count of all gradients, and from them the clip factor (gate: step)."""
     CPU_UPDATE = "cpu_update"
     DEVICE_UPDATE = "device_update"
+    FETCH = "fetch"
+    """State of a subgroup from its path to host memory. No gate: it may run during the backward."""
+    FLUSH = "flush"
+    """State of a subgroup from host memory to a path."""
 
 
 LANE_OF: Final[dict[OpKind, str]] = {
@@ -61,6 +78,7 @@ LANE_OF: Final[dict[OpKind, str]] = {
     OpKind.CPU_UPDATE: CPU,
     OpKind.DEVICE_UPDATE: DEVICE,
 }
+"""The lane of each kind that always has the same one; FETCH and FLUSH run on the lanes of their path."""
 
 CONTENT_OF: Final[dict[OpKind, Content]] = {
     OpKind.GRAD_D2H: "gradient",
@@ -69,6 +87,8 @@ CONTENT_OF: Final[dict[OpKind, Content]] = {
     OpKind.WEIGHT_H2D: "weight",
     OpKind.STATE_H2D: "state",
     OpKind.STATE_D2H: "state",
+    OpKind.FETCH: "state",
+    OpKind.FLUSH: "state",
 }
 
 GATE_OF: Final[dict[OpKind, Gate]] = {
@@ -100,9 +120,10 @@ class Op:
     """One unit of work on one lane.
 
     `deps` are ids of ops that must be done first, beyond the order of the lane. `slot` is the staging slot on the
-    device that the op uses; None for a resident, or for ops that use no slot. `nbytes` crosses the link;
-    `numel` is updated (or read, for norms). `subgroup` is -1 for NORM. `spilled`: an update on the device whose
-    gradient comes back from the host.
+    device that the op uses, `host_slot` the one in host memory; None for a resident, for what has its own place on the
+    host, or for ops that use no slot. `nbytes` crosses the link, or to or from `path` (FETCH and FLUSH only); `numel`
+    is updated (or read, for norms). `subgroup` is -1 for NORM. `spilled`: an update on the device whose gradient comes
+    back from the host. `grad_in_slot`: its gradient on the host is in the host slot.
     """
 
     id: int
@@ -113,10 +134,16 @@ class Op:
     deps: tuple[int, ...] = ()
     slot: int | None = None
     spilled: bool = False
+    path: str | None = None
+    host_slot: int | None = None
+    grad_in_slot: bool = False
 
     @property
     def lane(self) -> str:
-        return LANE_OF[self.kind]
+        if self.kind in LANE_OF:
+            return LANE_OF[self.kind]
+        read, write = path_lanes(str(self.path))
+        return read if self.kind is OpKind.FETCH else write
 
     @property
     def gate(self) -> Gate:
@@ -137,9 +164,35 @@ class Op:
         return ("slot_grad", self.slot) if self.spilled and self.slot is not None else ("device_grad", self.subgroup)
 
     @property
+    def host_state(self) -> Place:
+        """Where in host memory the state is that this op brings, takes or updates."""
+        return ("host_state", self.subgroup) if self.host_slot is None else ("host_slot", self.host_slot)
+
+    @property
+    def host_weight(self) -> Place:
+        """Where in host memory the weight is that this op brings, takes or updates."""
+        return ("host_weight", self.subgroup) if self.host_slot is None else ("host_slot_weight", self.host_slot)
+
+    @property
+    def host_grad(self) -> Place:
+        """Where in host memory the gradient is that this op brings or uses."""
+        if self.grad_in_slot and self.host_slot is not None:
+            return ("host_slot_grad", self.host_slot)
+        return ("host_grad", self.subgroup)
+
+    @property
+    def stored(self) -> Place:
+        """Where on its path the state is that this op fetches or flushes."""
+        return (f"path:{self.path}", self.subgroup)
+
+    @property
     def name(self) -> str:
-        where = "" if self.slot is None else f" slot {self.slot}"
-        return f"{self.kind.value} {self.subgroup}{where}" if self.subgroup >= 0 else self.kind.value
+        if self.subgroup < 0:
+            return self.kind.value
+        path = "" if self.path is None else f" {self.path}"
+        slot = "" if self.slot is None else f" slot {self.slot}"
+        host_slot = "" if self.host_slot is None else f" host slot {self.host_slot}"
+        return f"{self.kind.value} {self.subgroup}{path}{slot}{host_slot}"
 
 
 def effects(op: Op, num_subgroups: int, norms: Norms = "step") -> tuple[frozenset[Place], frozenset[Place]]:
@@ -147,26 +200,30 @@ def effects(op: Op, num_subgroups: int, norms: Norms = "step") -> tuple[frozense
     s = op.subgroup
     match op.kind:
         case OpKind.GRAD_D2H:
-            reads, writes = {("device_grad", s)}, {("host_grad", s)}
+            reads, writes = {("device_grad", s)}, {op.host_grad}
         case OpKind.WEIGHT_D2H:
-            reads, writes = {("device_weight", s)}, {("host_weight", s)}
+            reads, writes = {("device_weight", s)}, {op.host_weight}
         case OpKind.STATE_H2D:
-            reads, writes = {("host_state", s)}, {op.buffer}
+            reads, writes = {op.host_state}, {op.buffer}
         case OpKind.STATE_D2H:
-            reads, writes = {op.buffer}, {("host_state", s)}
+            reads, writes = {op.buffer}, {op.host_state}
         case OpKind.WEIGHT_H2D:
-            reads, writes = {("host_weight", s)}, {("device_weight", s)}
+            reads, writes = {op.host_weight}, {("device_weight", s)}
         case OpKind.GRAD_H2D:
-            reads, writes = {("host_grad", s)}, {op.gradient}
+            reads, writes = {op.host_grad}, {op.gradient}
         case OpKind.GRAD_NORM:
             reads, writes = {("device_grad", s)}, {("squares", s)}
         case OpKind.NORM:
             source = "device_grad" if norms == "step" else "squares"
             reads, writes = {(source, i) for i in range(num_subgroups)}, {SCALE}
         case OpKind.CPU_UPDATE:
-            writes = {("host_state", s), ("host_weight", s)}
-            reads = {("host_grad", s), SCALE} | writes
+            writes = {op.host_state, op.host_weight}
+            reads = {op.host_grad, SCALE} | writes
         case OpKind.DEVICE_UPDATE:
             writes = {op.buffer, ("device_weight", s)}
             reads = {op.gradient, SCALE} | writes
+        case OpKind.FETCH:
+            reads, writes = {op.stored}, {op.host_state}
+        case OpKind.FLUSH:
+            reads, writes = {op.host_state}, {op.stored}
     return frozenset(reads), frozenset(writes)

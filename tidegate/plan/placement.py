@@ -33,7 +33,12 @@ def place(subgroup_count: int, *, stride: float | Off, static_ratio: float) -> t
 def steady(places: Iterable[tuple[Processor, Residence]]) -> tuple[Placement, ...]:
     """Placements of a step that begins where the last one, placed alike, ended: nothing is admitted or evicted."""
     return tuple(
-        Placement(processor=processor, before=residence, after=residence, mirror_valid=processor == "cpu")
+        Placement(
+            processor=processor,
+            before=residence,
+            after=residence,
+            mirror_valid=processor == "cpu" and residence == "host",
+        )
         for processor, residence in places
     )
 

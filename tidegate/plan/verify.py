@@ -1,21 +1,35 @@
 """Refuses plans that would give a wrong result, race or deadlock. Knows nothing of how plans are made.
 
-Rules, by the name that `PlanError.rule` carries: `subgroups`, `placement`, `ids`, `slots`, `size`, `once`,
+Rules, by the name that `PlanError.rule` carries: `subgroups`, `paths`, `placement`, `ids`, `slots`, `size`, `once`,
 `processor`, `order` (an op waits for a later one: in-order lanes deadlock), `gate`, `race` (two ops meet in a place
 unordered), `serial` (two ops of a one-at-a-time policy are unordered), `content` (an op reads, or the step leaves, the
-wrong thing), `waste` (a copy that no placement calls for).
+wrong thing: see `contents`), `waste` (a copy that no placement calls for).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import Final, NoReturn
 
 from tidegate.errors import PlanError
-from tidegate.plan.ops import LANES, SCALE, Op, OpKind, Place, effects
+from tidegate.plan.contents import check_contents
+from tidegate.plan.ops import PATH_NAME, Op, OpKind, Place, effects, is_path
 from tidegate.plan.plan import Placement, Plan
 
+PATH_KINDS: Final = frozenset({OpKind.FETCH, OpKind.FLUSH})
+HOST_GRAD_KINDS: Final = frozenset({OpKind.GRAD_D2H, OpKind.GRAD_H2D, OpKind.CPU_UPDATE})
+HOST_SLOT_KINDS: Final = frozenset(
+    {
+        *PATH_KINDS,
+        OpKind.STATE_H2D,
+        OpKind.STATE_D2H,
+        OpKind.WEIGHT_D2H,
+        OpKind.WEIGHT_H2D,
+        OpKind.CPU_UPDATE,
+    }
+)
+"""Kinds that use the host slot of their subgroup wherever it has one; copies of gradients may use it, too."""
 SLOT_KINDS: Final = frozenset({OpKind.STATE_H2D, OpKind.STATE_D2H, OpKind.GRAD_H2D, OpKind.DEVICE_UPDATE})
 UPDATE_KIND: Final = {"cpu": OpKind.CPU_UPDATE, "device": OpKind.DEVICE_UPDATE}
 
@@ -28,7 +42,7 @@ def verify(plan: Plan) -> None:
     before = _happens_before(plan)
     _check_gates(plan, before)
     _check_races(plan, before)
-    _check_contents(plan)
+    check_contents(plan)
 
 
 def _refuse(rule: str, message: str) -> NoReturn:
@@ -36,6 +50,8 @@ def _refuse(rule: str, message: str) -> NoReturn:
 
 
 def _check_placements(plan: Plan) -> None:
+    if len(set(plan.paths)) != len(plan.paths) or not all(map(PATH_NAME.fullmatch, plan.paths)):
+        _refuse("paths", f"Paths need names of 1 to 32 of a-z, 0-9, _ and -, each once: {plan.paths}.")
     if len(plan.subgroups) != len(plan.placements):
         _refuse("subgroups", f"{len(plan.subgroups)} subgroups have {len(plan.placements)} placements.")
     for i, (subgroup, placement) in enumerate(zip(plan.subgroups, plan.placements, strict=True)):
@@ -45,6 +61,19 @@ def _check_placements(plan: Plan) -> None:
             _refuse("placement", f"Subgroup {i} is updated on the CPU but its state should end on the device.")
         if placement.spilled and not placement.is_staged:
             _refuse("placement", f"Subgroup {i} is not staged, but its gradient should be spilled.")
+        if any(is_path(residence) and residence not in plan.paths for residence in (placement.before, placement.after)):
+            _refuse("paths", f"Subgroup {i} goes from {placement.before} to {placement.after}: paths are {plan.paths}.")
+        _check_host_slot_use(plan, i, placement)
+
+
+def _check_host_slot_use(plan: Plan, subgroup: int, placement: Placement) -> None:
+    on_cpu = placement.processor == "cpu"
+    if on_cpu and placement.uses_host_slot and placement.mirror_valid:
+        _refuse("placement", f"Subgroup {subgroup} is updated in a host slot: no mirror of its weight is valid.")
+    if placement.grad_in_slot and not (placement.uses_host_slot and (on_cpu or placement.spilled)):
+        _refuse("placement", f"Subgroup {subgroup} has no gradient that could be in a host slot.")
+    if placement.grad_in_slot and plan.norms == "gradient":
+        _refuse("placement", f"The gradient of subgroup {subgroup} cannot wait for a host slot: it is released early.")
 
 
 def _check_ops(plan: Plan) -> None:
@@ -57,7 +86,10 @@ def _check_ops(plan: Plan) -> None:
         # With this for all ops, dependencies ∪ lane order is acyclic: both only ever point back.
         if any(not 0 <= dep < op.id for dep in op.deps) or len(set(op.deps)) != len(op.deps):
             _refuse("order", f"Op {op.id} ({op.name}) waits for {op.deps}: it can wait for each earlier op once.")
+        if not (op.path in plan.paths if op.kind in PATH_KINDS else op.path is None):
+            _refuse("paths", f"Op {op.id} ({op.name}) has path {op.path}: fetch and flush need one of {plan.paths}.")
         _check_slot(plan, op)
+        _check_host_slot(plan, op)
         _check_size(plan, op)
 
 
@@ -70,6 +102,20 @@ def _check_slot(plan: Plan, op: Op) -> None:
     by_way_of_host = op.kind in (OpKind.GRAD_H2D, OpKind.DEVICE_UPDATE) and plan.placements[op.subgroup].spilled
     if op.spilled != by_way_of_host:
         _refuse("placement", f"Op {op.id} ({op.name}) has spilled={op.spilled}, its placement {by_way_of_host}.")
+
+
+def _check_host_slot(plan: Plan, op: Op) -> None:
+    grad_in_slot = op.kind in HOST_GRAD_KINDS and plan.placements[op.subgroup].grad_in_slot
+    if op.grad_in_slot != grad_in_slot:
+        _refuse("placement", f"Op {op.id} ({op.name}) has grad_in_slot={op.grad_in_slot}, should have {grad_in_slot}.")
+    needs_slot = grad_in_slot or (op.kind in HOST_SLOT_KINDS and plan.placements[op.subgroup].uses_host_slot)
+    if needs_slot and (op.host_slot is None or not 0 <= op.host_slot < plan.num_host_slots):
+        _refuse(
+            "slots",
+            f"Op {op.id} ({op.name}) needs one of the host slots 0 to {plan.num_host_slots - 1}, has {op.host_slot}.",
+        )
+    if not needs_slot and op.host_slot is not None:
+        _refuse("slots", f"Op {op.id} ({op.name}) uses no host slot, has {op.host_slot}.")
 
 
 def _check_size(plan: Plan, op: Op) -> None:
@@ -111,8 +157,10 @@ def _useful_copies(placement: Placement) -> dict[OpKind, bool]:
         OpKind.GRAD_H2D: placement.spilled,
         OpKind.WEIGHT_D2H: on_cpu and not placement.mirror_valid,
         OpKind.WEIGHT_H2D: on_cpu,
-        OpKind.STATE_H2D: not on_cpu and placement.before == "host",
-        OpKind.STATE_D2H: placement.after == "host" and (not on_cpu or placement.before == "device"),
+        OpKind.STATE_H2D: not on_cpu and placement.before != "device",
+        OpKind.STATE_D2H: placement.before == "device" if on_cpu else placement.after != "device",
+        OpKind.FETCH: is_path(placement.before),
+        OpKind.FLUSH: is_path(placement.after),
     }
 
 
@@ -129,10 +177,11 @@ class _HappensBefore:
 
 
 def _happens_before(plan: Plan) -> _HappensBefore:
-    lane = tuple(LANES.index(op.lane) for op in plan.ops)
+    number = {name: i for i, name in enumerate(plan.lane_names)}
+    lane = tuple(number[op.lane] for op in plan.ops)
     rank: list[int] = []
     clocks: list[tuple[int, ...]] = []
-    tips: list[tuple[int, ...]] = [(0,) * len(LANES)] * len(LANES)
+    tips: list[tuple[int, ...]] = [(0,) * len(number)] * len(number)
     for op in plan.ops:
         mine = lane[op.id]
         clock = list(map(max, zip(tips[mine], *(clocks[dep] for dep in op.deps), strict=True)))
@@ -144,10 +193,13 @@ def _happens_before(plan: Plan) -> _HappensBefore:
 
 
 def _check_gates(plan: Plan, before: _HappensBefore) -> None:
-    """What is done with a gradient as it arrives never waits for the step, which comes after all gradients."""
+    """What is done with a gradient as it arrives never waits for the step, which comes after all gradients.
+
+    A gradient that is kept until the step may wait longer for its host slot; nothing else may wait with it.
+    """
     norm = next(op.id for op in plan.ops if op.kind is OpKind.NORM)
     for op in plan.of_kind(OpKind.GRAD_D2H, OpKind.GRAD_NORM):
-        if before(norm, op.id):
+        if before(norm, op.id) and not op.grad_in_slot:
             _refuse("gate", f"Op {op.id} ({op.name}) takes a gradient as it arrives but waits for the step.")
 
 
@@ -175,92 +227,3 @@ def _check_races(plan: Plan, before: _HappensBefore) -> None:
         for op in plan.ops[1:]:
             if not before(op.id - 1, op.id):
                 _refuse("serial", f"{plan.policy} does one op at a time: {op.id - 1} and {op.id} are not ordered.")
-
-
-class Thing(NamedTuple):
-    """What lies in a place: which content of which subgroup, from before its update or after it."""
-
-    what: Literal["gradient", "weight", "state", "squares", "scale"]
-    subgroup: int
-    version: Literal["old", "new"]
-
-
-@dataclass
-class _Machine:
-    """Runs a plan on names instead of numbers. Races are excluded before, so program order stands for every order."""
-
-    plan: Plan
-    contents: dict[Place, Thing] = field(default_factory=dict)
-
-    def expect(self, op: Op, place: Place, thing: Thing) -> None:
-        held = self.contents.get(place)
-        if held != thing:
-            _refuse("content", f"Op {op.id} ({op.name}) needs {thing} in {place}, which holds {held}.")
-
-    def copy(self, op: Op, source: Place, target: Place, what: Literal["gradient", "weight", "state"]) -> None:
-        held = self.contents.get(source)
-        if held is None or (held.what, held.subgroup) != (what, op.subgroup):
-            _refuse("content", f"Op {op.id} ({op.name}) copies the {what} from {source}, which holds {held}.")
-        self.contents[target] = held
-
-    def update(self, op: Op, gradient: Place, state: Place, weight: Place) -> None:
-        s = op.subgroup
-        self.expect(op, SCALE, Thing("scale", -1, "new"))
-        self.expect(op, gradient, Thing("gradient", s, "new"))
-        self.expect(op, state, Thing("state", s, "old"))
-        self.expect(op, weight, Thing("weight", s, "old"))
-        self.contents[state] = Thing("state", s, "new")
-        self.contents[weight] = Thing("weight", s, "new")
-
-    def run(self, op: Op) -> None:
-        s = op.subgroup
-        match op.kind:
-            case OpKind.GRAD_NORM:
-                self.expect(op, ("device_grad", s), Thing("gradient", s, "new"))
-                self.contents[("squares", s)] = Thing("squares", s, "new")
-            case OpKind.NORM:
-                if self.plan.norms == "gradient":
-                    for i in range(len(self.plan.subgroups)):
-                        self.expect(op, ("squares", i), Thing("squares", i, "new"))
-                self.contents[SCALE] = Thing("scale", -1, "new")
-            case OpKind.GRAD_D2H:
-                self.copy(op, ("device_grad", s), ("host_grad", s), "gradient")
-            case OpKind.GRAD_H2D:
-                self.copy(op, ("host_grad", s), op.gradient, "gradient")
-            case OpKind.WEIGHT_D2H:
-                self.copy(op, ("device_weight", s), ("host_weight", s), "weight")
-            case OpKind.WEIGHT_H2D:
-                self.expect(op, ("host_weight", s), Thing("weight", s, "new"))
-                self.copy(op, ("host_weight", s), ("device_weight", s), "weight")
-            case OpKind.STATE_H2D:
-                self.copy(op, ("host_state", s), op.buffer, "state")
-            case OpKind.STATE_D2H:
-                self.copy(op, op.buffer, ("host_state", s), "state")
-            case OpKind.CPU_UPDATE:
-                self.update(op, ("host_grad", s), ("host_state", s), ("host_weight", s))
-            case OpKind.DEVICE_UPDATE:
-                self.update(op, op.gradient, op.buffer, ("device_weight", s))
-
-
-def _home(residence: str, subgroup: int) -> Place:
-    return ("resident" if residence == "device" else "host_state", subgroup)
-
-
-def _check_contents(plan: Plan) -> None:
-    machine = _Machine(plan)
-    for i, placement in enumerate(plan.placements):
-        machine.contents[("device_grad", i)] = Thing("gradient", i, "new")
-        machine.contents[("device_weight", i)] = Thing("weight", i, "old")
-        machine.contents[_home(placement.before, i)] = Thing("state", i, "old")
-        if placement.mirror_valid:
-            machine.contents[("host_weight", i)] = Thing("weight", i, "old")
-    for op in plan.ops:
-        machine.run(op)
-    for i, placement in enumerate(plan.placements):
-        left = {_home(placement.after, i): Thing("state", i, "new"), ("device_weight", i): Thing("weight", i, "new")}
-        if placement.processor == "cpu":
-            left[("host_weight", i)] = Thing("weight", i, "new")
-        for place, thing in left.items():
-            held = machine.contents.get(place)
-            if held != thing:
-                _refuse("content", f"The step must leave {thing} in {place}, which holds {held}.")

@@ -1,0 +1,110 @@
+"""Runs a plan on names instead of numbers, and refuses it when an op reads, or the step leaves, the wrong thing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, NoReturn
+
+from tidegate.errors import PlanError
+from tidegate.plan.ops import SCALE, Op, OpKind, Place, Residence
+from tidegate.plan.plan import Plan
+
+
+def _refuse(message: str) -> NoReturn:
+    raise PlanError(message, "content")
+
+
+class Thing(NamedTuple):
+    """What lies in a place: which content of which subgroup, from before its update or after it."""
+
+    what: Literal["gradient", "weight", "state", "squares", "scale"]
+    subgroup: int
+    version: Literal["old", "new"]
+
+
+@dataclass
+class _Machine:
+    """Runs a plan on names instead of numbers. Races are excluded before, so program order stands for every order."""
+
+    plan: Plan
+    contents: dict[Place, Thing] = field(default_factory=dict)
+
+    def expect(self, op: Op, place: Place, thing: Thing) -> None:
+        held = self.contents.get(place)
+        if held != thing:
+            _refuse(f"Op {op.id} ({op.name}) needs {thing} in {place}, which holds {held}.")
+
+    def copy(self, op: Op, source: Place, target: Place, what: Literal["gradient", "weight", "state"]) -> None:
+        held = self.contents.get(source)
+        if held is None or (held.what, held.subgroup) != (what, op.subgroup):
+            _refuse(f"Op {op.id} ({op.name}) copies the {what} from {source}, which holds {held}.")
+        self.contents[target] = held
+
+    def update(self, op: Op, gradient: Place, state: Place, weight: Place) -> None:
+        s = op.subgroup
+        self.expect(op, SCALE, Thing("scale", -1, "new"))
+        self.expect(op, gradient, Thing("gradient", s, "new"))
+        self.expect(op, state, Thing("state", s, "old"))
+        self.expect(op, weight, Thing("weight", s, "old"))
+        self.contents[state] = Thing("state", s, "new")
+        self.contents[weight] = Thing("weight", s, "new")
+
+    def run(self, op: Op) -> None:
+        s = op.subgroup
+        match op.kind:
+            case OpKind.GRAD_NORM:
+                self.expect(op, ("device_grad", s), Thing("gradient", s, "new"))
+                self.contents[("squares", s)] = Thing("squares", s, "new")
+            case OpKind.NORM:
+                if self.plan.norms == "gradient":
+                    for i in range(len(self.plan.subgroups)):
+                        self.expect(op, ("squares", i), Thing("squares", i, "new"))
+                self.contents[SCALE] = Thing("scale", -1, "new")
+            case OpKind.GRAD_D2H:
+                self.copy(op, ("device_grad", s), op.host_grad, "gradient")
+            case OpKind.GRAD_H2D:
+                self.copy(op, op.host_grad, op.gradient, "gradient")
+            case OpKind.WEIGHT_D2H:
+                self.copy(op, ("device_weight", s), op.host_weight, "weight")
+            case OpKind.WEIGHT_H2D:
+                self.expect(op, op.host_weight, Thing("weight", s, "new"))
+                self.copy(op, op.host_weight, ("device_weight", s), "weight")
+            case OpKind.STATE_H2D:
+                self.copy(op, op.host_state, op.buffer, "state")
+            case OpKind.STATE_D2H:
+                self.copy(op, op.buffer, op.host_state, "state")
+            case OpKind.CPU_UPDATE:
+                self.update(op, op.host_grad, op.host_state, op.host_weight)
+            case OpKind.DEVICE_UPDATE:
+                self.update(op, op.gradient, op.buffer, ("device_weight", s))
+            case OpKind.FETCH:
+                self.copy(op, op.stored, op.host_state, "state")
+            case OpKind.FLUSH:
+                self.copy(op, op.host_state, op.stored, "state")
+
+
+def _home(residence: Residence, subgroup: int) -> Place:
+    names = {"device": "resident", "host": "host_state"}
+    return (names.get(residence, f"path:{residence}"), subgroup)
+
+
+def check_contents(plan: Plan) -> None:
+    """PlanError with the rule `content` unless every op finds what it needs, and the step leaves what it must: state
+    after its update where each placement says, whatever older copies there still are, and new weights."""
+    machine = _Machine(plan)
+    for i, placement in enumerate(plan.placements):
+        machine.contents[("device_grad", i)] = Thing("gradient", i, "new")
+        machine.contents[("device_weight", i)] = Thing("weight", i, "old")
+        machine.contents[_home(placement.before, i)] = Thing("state", i, "old")
+        if placement.mirror_valid:
+            machine.contents[("host_weight", i)] = Thing("weight", i, "old")
+    for op in plan.ops:
+        machine.run(op)
+    for i, placement in enumerate(plan.placements):
+        left = {_home(placement.after, i): Thing("state", i, "new"), ("device_weight", i): Thing("weight", i, "new")}
+        if placement.processor == "cpu" and not placement.uses_host_slot:
+            left[("host_weight", i)] = Thing("weight", i, "new")
+        for place, thing in left.items():
+            held = machine.contents.get(place)
+            if held != thing:
+                _refuse(f"The step must leave {thing} in {place}, which holds {held}.")

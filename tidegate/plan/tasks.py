@@ -1,0 +1,197 @@
+"""Which ops a step needs, and which host slot each uses. Not yet in one order, and without dependencies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from tidegate.plan.ops import CONTENT_OF, Norms, Op, OpKind, Subgroup, is_path
+from tidegate.plan.plan import Placement
+
+Order = Literal["ascending", "descending"]
+"""Of the updates, by subgroup id."""
+
+
+class Origin(IntEnum):
+    """Where a task's state comes from and whether it needs a host slot. Of tasks that are ready, lower ones go first:
+    they give a slot back."""
+
+    PATH = 0
+    """From a path, through a host slot."""
+    PATH_TO_HOST = 1
+    """From a path, to stay on the host: no slot."""
+    DEVICE = 2
+    """From the device to a path, through a host slot."""
+    HOST = 3
+    """Everything else: nothing that it waits for comes from a path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One update, and the ops before and after it, in an order in which they can run one at a time.
+
+    Ops that use a staging slot on the device have the subgroup's id for one: which slot it is follows from the order.
+    `pool` is the path whose host slots it uses or that it comes from; empty for tasks from the host.
+    """
+
+    origin: Origin
+    pool: str
+    on_cpu: bool
+    stays: bool
+    """Its state is on the device before and after."""
+    ops: tuple[Op, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All ops of a step. `early` and `squares` may run before the step's gate opens; `tasks` are in their order."""
+
+    early: tuple[Op, ...]
+    squares: tuple[Op, ...]
+    norm: Op
+    tasks: tuple[Task, ...]
+
+
+def step_work(
+    subgroups: Sequence[Subgroup],
+    placements: Sequence[Placement],
+    gradients: Sequence[int],
+    norms: Norms,
+    host_slots: Mapping[str, int],
+    order: Order,
+) -> Work:
+    """What these placements ask for. `gradients` are all subgroup ids in the order in which gradients are expected;
+    `host_slots` tells how many slots each path has."""
+    slots = _host_slots(placements, host_slots, order)
+    # Gradients come last in their lane: what is before them needs no gate, and runs while the backward has just begun.
+    early = [op for s, p in zip(subgroups, placements, strict=True) for op in _to_mirror(s, p, None)]
+    early += [op for s, p in zip(subgroups, placements, strict=True) for op in _to_host_memory(s, p, None)]
+    copied = [i for i in gradients if needs_grad_on_host(placements[i]) and not placements[i].grad_in_slot]
+    early += [_op(OpKind.GRAD_D2H, subgroups[i]) for i in copied]
+    squares = [_op(OpKind.GRAD_NORM, subgroups[i]) for i in gradients] if norms == "gradient" else []
+    numel = sum(s.numel for s in subgroups) if norms == "step" else 0
+    ids = _in_order(range(len(subgroups)), order)
+    tasks = [_task(subgroups[i], placements[i], slots.get(i)) for i in ids]
+    return Work(
+        early=tuple(early),
+        squares=tuple(squares),
+        norm=Op(id=-1, kind=OpKind.NORM, subgroup=-1, nbytes=0, numel=numel),
+        # Those that stay on the device come last: transfers still pending hide behind their updates.
+        tasks=tuple(sorted(tasks, key=lambda task: task.stays)),
+    )
+
+
+def needs_grad_on_host(placement: Placement) -> bool:
+    return placement.processor == "cpu" or placement.spilled
+
+
+def _in_order(ids: Sequence[int], order: Order) -> Sequence[int]:
+    return ids if order == "ascending" else ids[::-1]
+
+
+def _host_slots(placements: Sequence[Placement], host_slots: Mapping[str, int], order: Order) -> dict[int, int]:
+    """The host slot of each subgroup that uses one.
+
+    Each path has slots of its own, numbered path by path, so that a slow path never holds up another. They are taken
+    in turns, by those that come from the path first: their fetches need not wait for the step.
+    """
+    slots: dict[int, int] = {}
+    first = 0
+    for path, count in host_slots.items():
+        mine = [i for i, p in enumerate(placements) if p.uses_host_slot and p.pool == path]
+        turns = sorted(_in_order(mine, order), key=lambda i: placements[i].before == "device")
+        slots |= {i: first + turn % count for turn, i in enumerate(turns)}
+        first += count
+    return slots
+
+
+def _task(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Task:
+    on_cpu = placement.processor == "cpu"
+    comes_from_path = is_path(placement.before)
+    if placement.uses_host_slot:
+        origin = Origin.PATH if comes_from_path else Origin.DEVICE
+    else:
+        origin = Origin.PATH_TO_HOST if comes_from_path else Origin.HOST
+    return Task(
+        origin=origin,
+        pool="" if origin is Origin.HOST else placement.pool,
+        on_cpu=on_cpu,
+        stays=placement.before == placement.after == "device",
+        ops=tuple((_cpu_ops if on_cpu else _device_ops)(subgroup, placement, host_slot)),
+    )
+
+
+def _cpu_ops(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
+    if host_slot is not None:
+        yield from _to_mirror(subgroup, placement, host_slot)
+        yield from _to_host_memory(subgroup, placement, host_slot)
+    yield from _fetch(subgroup, placement, host_slot)
+    yield from _grad_to_slot(subgroup, placement, host_slot)
+    yield _op(OpKind.CPU_UPDATE, subgroup, host_slot=host_slot, grad_in_slot=placement.grad_in_slot)
+    yield _op(OpKind.WEIGHT_H2D, subgroup, host_slot=host_slot)
+    yield from _flush(subgroup, placement, host_slot)
+
+
+def _device_ops(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
+    slot = subgroup.id if placement.is_staged else None
+    spilled, in_slot = placement.spilled, placement.grad_in_slot
+    yield from _fetch(subgroup, placement, host_slot)
+    if placement.before != "device":
+        yield _op(OpKind.STATE_H2D, subgroup, slot=slot, host_slot=host_slot)
+    yield from _grad_to_slot(subgroup, placement, host_slot)
+    if spilled:
+        host_grad_slot = host_slot if in_slot else None
+        yield _op(OpKind.GRAD_H2D, subgroup, slot=slot, spilled=True, host_slot=host_grad_slot, grad_in_slot=in_slot)
+    yield _op(OpKind.DEVICE_UPDATE, subgroup, slot=slot, spilled=spilled)
+    if placement.after != "device":
+        yield _op(OpKind.STATE_D2H, subgroup, slot=slot, host_slot=host_slot)
+    yield from _flush(subgroup, placement, host_slot)
+
+
+def _to_mirror(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
+    """The weight to the subgroup's own mirror, or to the host slot that it uses."""
+    wanted = placement.processor == "cpu" and not placement.mirror_valid
+    if wanted and placement.uses_host_slot == (host_slot is not None):
+        yield _op(OpKind.WEIGHT_D2H, subgroup, host_slot=host_slot)
+
+
+def _to_host_memory(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
+    """State that leaves the device before its update on the CPU."""
+    wanted = placement.processor == "cpu" and placement.before == "device"
+    if wanted and placement.uses_host_slot == (host_slot is not None):
+        yield _op(OpKind.STATE_D2H, subgroup, host_slot=host_slot)
+
+
+def _grad_to_slot(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
+    if placement.grad_in_slot:
+        yield _op(OpKind.GRAD_D2H, subgroup, host_slot=host_slot, grad_in_slot=True)
+
+
+def _fetch(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
+    if is_path(placement.before):
+        yield _op(OpKind.FETCH, subgroup, path=placement.before, host_slot=host_slot)
+
+
+def _flush(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
+    if is_path(placement.after):
+        yield _op(OpKind.FLUSH, subgroup, path=placement.after, host_slot=host_slot)
+
+
+def _op(
+    kind: OpKind,
+    subgroup: Subgroup,
+    *,
+    slot: int | None = None,
+    spilled: bool = False,
+    path: str | None = None,
+    host_slot: int | None = None,
+    grad_in_slot: bool = False,
+) -> Op:
+    content = CONTENT_OF.get(kind)
+    nbytes, numel = (subgroup.nbytes(content), 0) if content else (0, subgroup.numel)
+    return Op(
+        id=-1, kind=kind, subgroup=subgroup.id, nbytes=nbytes, numel=numel, slot=slot, spilled=spilled, path=path,
+        host_slot=host_slot, grad_in_slot=grad_in_slot,
+    )  # fmt: skip
