@@ -99,8 +99,10 @@ def test_a_preview_compares_ratios_and_predicts_nothing(daemon: Daemon) -> None:
 def test_the_run_has_the_paths_of_its_ranks(daemon: Daemon) -> None:
     run = new_run()
     Agent(daemon, run, 0, paths=("pfs",))
-    Agent(daemon, run, 1, paths=("nvme", "pfs"))
+    second = Agent(daemon, run, 1, paths=("nvme", "pfs"))
     assert daemon.client().run(run).paths == ("pfs", "nvme")
+    second.client.goodbye(second.id)
+    assert daemon.client().run(run).paths == ("pfs",), "of those that are present"
 
 
 def test_start_up_settings_must_fit_the_paths(daemon: Daemon) -> None:
@@ -158,6 +160,10 @@ def test_a_state_of_before_still_loads(tmp_path: Path) -> None:
         client = daemon.client()
         assert client.knobs("plain").desired == {"stride": 3.0, "static_ratio": 0.0}
         assert client.knobs(run).desired["tier_split"] == "auto"
+        agent = Agent(daemon, run, paths=PATHS, knobs={"stride": 4.0}, reset_knobs=True)
+        agent.client.goodbye(agent.id)
+        assert client.generations(run)[-1].changes == {"stride": 4.0}, "what it lacks was auto"
+        client.set_knobs(run, {"stride": 3.0})
         assert client.set_knobs(run, WANTED).knobs == {"stride": 3.0, "static_ratio": 0.0, **GOT}
     with threaded(tmp_path) as daemon:
         assert daemon.client().knobs(run).desired == {"stride": 3.0, "static_ratio": 0.0, **GOT}, "whole bytes included"
