@@ -122,7 +122,7 @@ def test_balanced_is_the_best_of_all_splits(made: dict[str, PathRates], count: i
 
 
 def test_where_reads_and_writes_differ_equation_1_loses() -> None:
-    """Writes as slow, reads six times as fast: Eq. 1 sees no difference, and its makespan is a third longer."""
+    """Writes as slow, reads six times as fast: Eq. 1 sees no difference, and its makespan is 29 % longer."""
     made = {"nvme": rates(6, 1), "pfs": rates(1, 1)}
     assert eq1_split(19, made) == {"nvme": 10, "pfs": 9}
     assert balanced_split(19, made) == {"nvme": 12, "pfs": 7}
