@@ -143,7 +143,7 @@ class Attachment:
     def _apply(self, committed: Committed) -> bool:
         try:
             self._optimizer.check_knobs(committed.knobs)
-        except MemoryBudgetError as refusal:
+        except ConfigError as refusal:
             log.error("generation %d kept from the run, last good knobs stay: %s", committed.generation, refusal)
             return False
         self._optimizer.apply_knobs(committed.knobs)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tidegate.client import DaemonClient
-from tidegate.errors import DaemonError, KnobError, MemoryBudgetError, NotAuthorized, NotFound, RankTaken
+from tidegate.errors import ConfigError, DaemonError, NotAuthorized, NotFound, RankTaken
 from tidegate.knobs import Knobs
 from tidegate.wire import AgentHello, AgentReport, Applied, Directive, Vote
 
@@ -191,7 +191,7 @@ class AgentLink:
         assert directive.proposed is not None
         try:
             self._check(Knobs().changed(directive.proposed_knobs or {}))
-        except (KnobError, MemoryBudgetError) as refusal:
+        except ConfigError as refusal:
             return Vote(generation=directive.proposed, can=False, reason=str(refusal))
         return Vote(generation=directive.proposed, can=True)
 

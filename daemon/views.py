@@ -6,11 +6,12 @@ from tidegate.daemon.control.generations import Generation
 from tidegate.daemon.control.liveness import of_run
 from tidegate.daemon.control.notes import TEXT
 from tidegate.daemon.control.run import Member, Run
-from tidegate.knobs import SPECS
+from tidegate.knobs import Knobs, specs_for
 from tidegate.wire import (
     Directive,
     GenerationView,
     KnobBound,
+    KnobChanges,
     KnobsView,
     Liveness,
     RankKnobs,
@@ -49,6 +50,7 @@ def run_view(run: Run, states: dict[int, Liveness]) -> RunView:
         generation=run.control.committed.number,
         started_at=run.created_at,
         last_seen=max((m.last_seen for m in members), default=run.created_at),
+        paths=run.paths,
         ranks=tuple(_rank_view(m, states[m.hello.rank]) for m in members),
     )
 
@@ -79,11 +81,8 @@ def knobs_view(run: Run, states: dict[int, Liveness]) -> KnobsView:
     return KnobsView(
         run=run.name,
         generation=run.control.newest,
-        desired=run.control.committed.knobs,
-        bounds={
-            name: KnobBound(minimum=s.minimum, maximum=s.maximum, words=s.words, unit=s.unit, help=s.help)
-            for name, s in SPECS.items()
-        },
+        desired=_desired(run),
+        bounds={name: KnobBound.of(spec) for name, spec in specs_for(run.paths).items()},
         ranks=tuple(
             RankKnobs(
                 rank=rank,
@@ -98,15 +97,29 @@ def knobs_view(run: Run, states: dict[int, Liveness]) -> KnobsView:
     )
 
 
+def _desired(run: Run) -> KnobChanges:
+    """The committed knobs, those of storage when the run has paths."""
+    knobs = knobs_of(run.control.committed)
+    return knobs.as_dict(paths=True) if run.paths else knobs.fitted(()).as_dict()
+
+
+def knobs_of(generation: Generation) -> Knobs:
+    """The full set of a generation; one stored before a knob existed has its default."""
+    return Knobs(**generation.knobs)  # type: ignore[arg-type]
+
+
 def directive(run: Run, rank: int) -> Directive:
-    """What the daemon wants of a rank; a proposal that it has voted on is not asked again."""
-    pending = run.control.pending
+    """What the daemon wants of a rank; a proposal that it has voted on is not asked again.
+
+    Desired knobs may be older than the paths: the rank gets what it can have of them, and votes on what the run can.
+    """
+    pending, paths = run.control.pending, run.members[rank].hello.paths
     asked = pending if pending is not None and rank not in pending.votes else None
     return Directive(
         committed=run.control.committed.number,
-        committed_knobs=run.control.committed.knobs,
+        committed_knobs=knobs_of(run.control.committed).fitted(paths).as_dict(),
         proposed=asked.number if asked else None,
-        proposed_knobs=asked.knobs if asked else None,
+        proposed_knobs=knobs_of(asked).fitted(run.paths).as_dict() if asked else None,
     )
 
 

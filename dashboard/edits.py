@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from tidegate.dashboard import units
 from tidegate.errors import KnobError
-from tidegate.knobs import KnobSpec, KnobValue
+from tidegate.knob_kinds import show_size
+from tidegate.knobs import KnobValue
 from tidegate.wire import GenerationView, KnobBound, KnobsView
 
 
@@ -21,7 +22,7 @@ class Draft:
 
     def edited(self) -> set[str]:
         """Knobs whose field no longer reads as it was filled."""
-        return {name for name, text in self.fields.items() if text.strip() != units.knob(self.desired.get(name))}
+        return {name for name, text in self.fields.items() if text.strip() != units.knob(name, self.desired.get(name))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,26 @@ class Parsed:
 
 def accepted(bound: KnobBound) -> str:
     """What a field takes, in words: `auto, off or 1 to 1 000 000 subgroups`."""
-    numbers = f"{_number(bound.minimum)} to {_number(bound.maximum)} {bound.unit}"
-    return f"{', '.join(bound.words)} or {numbers}" if bound.words else numbers
+    match bound.kind:
+        case "number":
+            told = f"{_number(bound.minimum)} to {_number(bound.maximum)} {bound.unit}"
+        case "size":
+            told = f"{show_size(bound.minimum)} to {show_size(bound.maximum)}"
+        case "weights":
+            told = f"weights of {', '.join(bound.paths)}"
+        case "choice":
+            return ", ".join(bound.words)
+    return f"{', '.join(bound.words)} or {told}" if bound.words else told
+
+
+def example(bound: KnobBound) -> str:
+    """What a free field may hold besides the words, to be shown while it is empty."""
+    match bound.kind:
+        case "size":
+            return "12GiB"
+        case "weights":
+            return ",".join(f"{path}:1" for path in bound.paths)
+    return ""
 
 
 def _number(value: float) -> str:
@@ -46,16 +65,14 @@ def parse(draft: Draft, bounds: Mapping[str, KnobBound]) -> Parsed:
     """Edited fields as values within the bounds that the daemon gave."""
     parsed = Parsed()
     for name in sorted(draft.edited()):
-        bound = bounds[name]
-        spec = KnobSpec(
-            name=name, minimum=bound.minimum, maximum=bound.maximum, words=bound.words, unit=bound.unit, help=bound.help
-        )
+        spec = bounds[name].spec(name)
         try:
             value = spec.parse(draft.fields[name].strip())
         except KnobError as error:
             parsed.errors[name] = str(error)
             continue
-        if value != draft.desired.get(name):
+        known = draft.desired.get(name)
+        if known is None or not spec.same(value, known):
             parsed.changes[name] = value
     return parsed
 
@@ -64,7 +81,7 @@ def rebase(draft: Draft, now: KnobsView) -> Draft:
     """The draft on top of newer knobs: edited fields stay as typed, the others take the new values."""
     edited = draft.edited()
     fields = {
-        name: draft.fields[name] if name in edited else units.knob(now.desired.get(name)) for name in draft.fields
+        name: draft.fields[name] if name in edited else units.knob(name, now.desired.get(name)) for name in draft.fields
     }
     return Draft(generation=now.generation, desired=dict(now.desired), fields=fields)
 
@@ -73,7 +90,9 @@ def describe(changes: Mapping[str, KnobValue], before: Mapping[str, KnobValue] |
     """`stride auto → 3, static_ratio 0.5`."""
     known = before or {}
     parts = [
-        f"{name} {units.knob(known[name])} → {units.knob(value)}" if name in known else f"{name} = {units.knob(value)}"
+        f"{name} {units.knob(name, known[name])} → {units.knob(name, value)}"
+        if name in known
+        else f"{name} = {units.knob(name, value)}"
         for name, value in changes.items()
     ]
     return ", ".join(parts) or "nothing"

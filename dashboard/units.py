@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from tidegate import knobs
+from tidegate.knobs import KnobValue
+
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 NONE = "–"
@@ -80,8 +83,6 @@ def share(value: float | None) -> str:
     return f"{value * 100:.1f} %" if 0 < abs(value) < 0.00995 else f"{value * 100:.0f} %"
 
 
-def knob(value: float | str | None) -> str:
-    """A knob's value: words as they are, numbers without trailing zeros."""
-    if value is None:
-        return NONE
-    return value if isinstance(value, str) else f"{value:g}"
+def knob(name: str, value: KnobValue | None) -> str:
+    """A knob's value: words as they are, numbers without trailing zeros, sizes with a unit."""
+    return NONE if value is None else knobs.show(name, value)

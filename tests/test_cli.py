@@ -79,9 +79,14 @@ def test_a_missing_extra_is_named(tmp_path: Path, words: tuple[str, ...], extra:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("knobs", "set", "pace=3"), 2, "There is no knob 'pace'. The knobs are: stride, static_ratio."),
+        (
+            ("knobs", "set", "pace=3"),
+            2,
+            "There is no knob 'pace'. The knobs are: stride, static_ratio, tier_split, host_cache, order.",
+        ),
         (("knobs", "set", "stride=0.5"), 2, "stride='0.5' is out of range: a number from 1"),
         (("knobs", "set", "some-run"), 2, "Say what to change, as in stride=3."),
+        (("knobs", "set", "host_cache=lots"), 2, "host_cache='lots' is out of range: bytes from 0 to 1024TiB"),
         (("knobs", "set", "stride=3", "fast"), 2, "'fast' is not KNOB=VALUE"),
         (("knobs", "get", "nowhere"), 1, "There is no run 'nowhere'. Runs: none yet."),
         (("knobs", "set", "stride=3", "--run", "nowhere"), 1, "There is no run 'nowhere'."),
@@ -157,6 +162,38 @@ def test_knobs_set_and_get(daemon: Daemon) -> None:
     assert code == 0
     assert "(it stalls)" in text
     assert [row["generation"] for row in json.loads(run(daemon, "generations", "--json")[1])] == [0, 1, 2]
+
+
+def test_knobs_of_storage_paths(daemon: Daemon) -> None:
+    agent = Agent(daemon, "llama-7b", paths=("nvme", "pfs"))
+    words = ("tier_split=nvme:2,pfs:1", "host_cache=8GiB", "order=pinned")
+    with agent.answering():
+        code, text, error = run(daemon, "knobs", "set", *words)
+        assert (code, error) == (0, "")
+        assert text.startswith(f"Generation 1 committed: stride=2 static_ratio=0 {' '.join(words)}. The rank said yes.")
+    code, text, _ = run(daemon, "knobs", "get")
+    for shown in (
+        "nvme:2,pfs:1",
+        "nvme:WEIGHT,pfs:WEIGHT, auto",
+        "8GiB",
+        "0 to 1024TiB, auto",
+        "auto, pinned, alternate",
+    ):
+        assert shown in text
+    assert json.loads(run(daemon, "knobs", "get", "--json")[1])["desired"]["host_cache"] == 8 * 2**30
+    code, text, _ = run(daemon, "knobs", "set", "host_cache=512MB", "tier_split=nvme:4,pfs:2", "--dry-run")
+    assert (code, "512MB" in text, "tier_split" in text) == (0, True, False), "the ratio is the same"
+    code, _, error = run(daemon, "knobs", "set", "tier_split=ssd:1")
+    assert (code, error) == (2, "tidegate: tier_split='ssd:1' names 'ssd'; the run's paths are: nvme, pfs.")
+
+
+def test_a_run_without_paths_has_no_knobs_of_storage(daemon: Daemon) -> None:
+    Agent(daemon, "llama-7b")
+    for word in ("tier_split=nvme:1", "host_cache=0", "order=auto"):
+        code, _, error = run(daemon, "knobs", "set", word)
+        assert (code, "this run has no storage paths; start it with Offload(paths=…)" in error) == (2, True)
+    text = run(daemon, "knobs", "get")[1]
+    assert not any(name in text for name in ("tier_split", "host_cache", "order"))
 
 
 def test_dry_run(daemon: Daemon) -> None:

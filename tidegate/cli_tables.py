@@ -10,8 +10,9 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from tidegate.knobs import KnobValue
-from tidegate.wire import GenerationView, KnobPreview, KnobsView, RankKnobs, RankView, RunView
+from tidegate.knob_kinds import show_size
+from tidegate.knobs import KnobValue, show
+from tidegate.wire import GenerationView, KnobBound, KnobPreview, KnobsView, RankKnobs, RankView, RunView
 
 # A pipe has no width: columns are not squeezed into a terminal that is not there.
 console: Final = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
@@ -49,8 +50,8 @@ def print_knobs(view: KnobsView) -> None:
     rows = [
         (
             name,
-            shown_value(value),
-            f"{bound.minimum:g} to {bound.maximum:g}" + "".join(f", {w}" for w in bound.words),
+            show(name, value),
+            _accepted(bound),
             bound.help,
         )
         for name, value in view.desired.items()
@@ -80,7 +81,7 @@ def print_generation(made: GenerationView, ranks: Iterable[RankKnobs]) -> None:
 def print_preview(preview: KnobPreview) -> None:
     if not preview.changed:
         print("Nothing would change.")
-    rows = [(name, shown_value(preview.before[name]), shown_value(value)) for name, value in preview.changed.items()]
+    rows = [(name, show(name, preview.before[name]), show(name, value)) for name, value in preview.changed.items()]
     before, after = preview.predicted_update_seconds_before, preview.predicted_update_seconds_after
     if before is not None and after is not None:
         rows.append(("update, predicted", _seconds(before), _seconds(after)))
@@ -104,11 +105,20 @@ def print_generations(found: Iterable[GenerationView]) -> None:
 
 
 def shown(knobs: dict[str, KnobValue]) -> str:
-    return " ".join(f"{name}={shown_value(value)}" for name, value in knobs.items())
+    return " ".join(f"{name}={show(name, value)}" for name, value in knobs.items())
 
 
-def shown_value(value: KnobValue) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
+def _accepted(bound: KnobBound) -> str:
+    match bound.kind:
+        case "number":
+            told = f"{bound.minimum:g} to {bound.maximum:g}"
+        case "size":
+            told = f"{show_size(bound.minimum)} to {show_size(bound.maximum)}"
+        case "weights":
+            told = ",".join(f"{path}:WEIGHT" for path in bound.paths)
+        case "choice":
+            told = ""
+    return ", ".join(part for part in (told, *bound.words) if part)
 
 
 def _seconds(value: float | None) -> str:

@@ -4,6 +4,7 @@ TidegateError
 ├── ConfigError            a setting that cannot work; said at start
 │   ├── KnobError          a knob unknown, out of range or of the wrong type
 │   ├── MemoryBudgetError  what was asked for does not fit; carries the figures
+│   ├── CapacityError      subgroups that do not fit on the storage paths; carries the figures
 │   └── ParameterError     parameters that cannot be optimized (none, sparse, owned by another optimizer)
 ├── PlanError              a plan that would not give the right result, or would deadlock
 ├── EngineError            the engine could not finish a step
@@ -47,6 +48,15 @@ class MemoryBudgetError(ConfigError):
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
+
+
+class CapacityError(ConfigError):
+    """Subgroups that do not fit on the storage paths. `needed` and `available` count subgroups."""
+
+    def __init__(self, message: str, needed: int, available: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
 
 
 class ParameterError(ConfigError):

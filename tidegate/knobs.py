@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from tidegate.errors import KnobError
+from tidegate.knob_kinds import KnobKind, KnobSpec, KnobValue, check_path_name, weights_of
+
+__all__ = [
+    "AUTO",
+    "OFF",
+    "PATH_KNOBS",
+    "SPECS",
+    "Auto",
+    "KnobKind",
+    "KnobSpec",
+    "KnobValue",
+    "Knobs",
+    "Off",
+    "Order",
+    "Stride",
+    "check_path_name",
+    "device_share",
+    "same",
+    "show",
+    "spec",
+    "specs_for",
+    "weights_of",
+]
 
 Auto = Literal["auto"]
 Off = Literal["off"]
 Stride = float | Auto | Off
-KnobValue = float | str
+Order = Literal["auto", "pinned", "alternate"]
 
 AUTO: Final = "auto"
 OFF: Final = "off"
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnobSpec:
-    """What one knob accepts. `words` are the values that are not numbers."""
-
-    name: str
-    minimum: float
-    maximum: float
-    words: tuple[str, ...]
-    unit: str
-    help: str
-
-    def parse(self, value: object) -> KnobValue:
-        """The value as a number or one of `words`; raises KnobError naming value and bound."""
-        if isinstance(value, str) and value.strip().lower() in self.words:
-            return value.strip().lower()
-        try:
-            number = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            number = float("nan")
-        if isinstance(value, bool) or not self.minimum <= number <= self.maximum:
-            raise KnobError(f"{self.name}={value!r} is out of range: {self.bounds}.", self.name)
-        return number
-
-    @property
-    def bounds(self) -> str:
-        numbers = f"a number from {self.minimum:g} to {self.maximum:g}"
-        return " or ".join([numbers, *(repr(word) for word in self.words)])
-
 
 SPECS: Final[dict[str, KnobSpec]] = {
     spec.name: spec
@@ -60,40 +54,103 @@ SPECS: Final[dict[str, KnobSpec]] = {
             name="static_ratio",
             minimum=0.0,
             maximum=1.0,
-            words=(),
             unit="share of subgroups",
             help="Share of the subgroups whose state stays on the device between updates.",
         ),
+        KnobSpec(
+            name="tier_split",
+            kind="weights",
+            minimum=0.0,
+            maximum=1_000_000.0,
+            words=(AUTO,),
+            unit="subgroups, as weights",
+            help="How the subgroups in storage are divided among the paths; one that is not named gets none.",
+        ),
+        KnobSpec(
+            name="host_cache",
+            kind="size",
+            minimum=0.0,
+            maximum=float(2**50),
+            words=(AUTO,),
+            unit="bytes",
+            help="Host memory of each rank that holds tiered subgroups between steps.",
+        ),
+        KnobSpec(
+            name="order",
+            kind="choice",
+            words=(AUTO, "pinned", "alternate"),
+            help="pinned: the same subgroups stay in the host cache. alternate: every other update runs backwards.",
+        ),
     )
 }
+PATH_KNOBS: Final = ("tier_split", "host_cache", "order")
+"""Knobs that only runs with storage paths have; all of them may be `auto`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """One full set of desired knobs. Values outside the bounds raise KnobError at construction."""
+    """One full set of desired knobs. Values outside the bounds raise KnobError at construction.
+
+    tier_split: `auto`, or weights as text, see `weights_of`. host_cache: `auto` or bytes.
+    """
 
     stride: Stride = AUTO
     static_ratio: float = 0.0
+    tier_split: str = AUTO
+    host_cache: int | Auto = AUTO
+    order: Order = AUTO
 
     def __post_init__(self) -> None:
-        for name, value in self.as_dict().items():
-            object.__setattr__(self, name, SPECS[name].parse(value))
+        for name, spec in SPECS.items():
+            object.__setattr__(self, name, spec.parse(getattr(self, name)))
 
-    def as_dict(self) -> dict[str, KnobValue]:
-        return {name: getattr(self, name) for name in SPECS}
+    def as_dict(self, *, paths: bool = False) -> dict[str, KnobValue]:
+        """The knobs by name. Those of storage paths are left out where they are `auto`, unless `paths`."""
+        values: dict[str, KnobValue] = {name: getattr(self, name) for name in SPECS}
+        return {n: value for n, value in values.items() if paths or n not in PATH_KNOBS or value != AUTO}
 
-    def changed(self, changes: dict[str, Any]) -> Knobs:
-        """These knobs with `changes` applied; an unknown name raises KnobError that lists the known ones."""
-        for name in changes:
-            spec(name)
-        return Knobs(**{**self.as_dict(), **changes})
+    def changed(self, changes: Mapping[str, Any], specs: Mapping[str, KnobSpec] = SPECS) -> Knobs:
+        """These knobs with `changes` applied, which `specs` (see `specs_for`) check; what it lacks raises KnobError."""
+        values: dict[str, Any] = {name: spec(name, specs).parse(value) for name, value in changes.items()}
+        return replace(self, **values)
+
+    def fitted(self, paths: Sequence[str]) -> Knobs:
+        """What of these knobs a run with `paths` can have.
+
+        Desired knobs outlive a restart, and paths may not: without any, their knobs are `auto`, and so is a tier split
+        that names a path which is gone.
+        """
+        if not paths:
+            return replace(self, tier_split=AUTO, host_cache=AUTO, order=AUTO)
+        known = self.tier_split == AUTO or set(weights_of(self.tier_split)) <= set(paths)
+        return self if known else replace(self, tier_split=AUTO)
 
 
-def spec(name: str) -> KnobSpec:
-    """The spec of the knob `name`; an unknown name raises KnobError that lists the known ones."""
-    if name not in SPECS:
-        raise KnobError(f"There is no knob {name!r}. The knobs are: {', '.join(SPECS)}.", name)
-    return SPECS[name]
+def specs_for(paths: Sequence[str]) -> dict[str, KnobSpec]:
+    """The knobs of a run that has these storage paths: without any, those of storage are not among them."""
+    if not paths:
+        return {name: spec for name, spec in SPECS.items() if name not in PATH_KNOBS}
+    return {**SPECS, "tier_split": replace(SPECS["tier_split"], paths=tuple(paths))}
+
+
+def spec(name: str, specs: Mapping[str, KnobSpec] = SPECS) -> KnobSpec:
+    """The spec of the knob `name`; one that is not there raises KnobError that says why, or lists the known ones."""
+    if name in specs:
+        return specs[name]
+    if name in PATH_KNOBS:
+        sentence = f"{name} cannot be set: this run has no storage paths; start it with Offload(paths=…)."
+        raise KnobError(sentence, name)
+    raise KnobError(f"There is no knob {name!r}. The knobs are: {', '.join(specs)}.", name)
+
+
+def show(name: str, value: KnobValue) -> str:
+    """The value of a knob as people read it; one of another version as it is."""
+    return SPECS[name].show(value) if name in SPECS else value if isinstance(value, str) else f"{value:g}"
+
+
+def same(name: str, one: KnobValue, other: KnobValue) -> bool:
+    """Whether both values of a knob ask for the same."""
+    return SPECS[name].same(one, other) if name in SPECS else one == other
 
 
 def device_share(stride: float | Off) -> float:

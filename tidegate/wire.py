@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from tidegate.knobs import KnobValue
+from tidegate.knobs import KnobKind, KnobSpec, KnobValue, check_path_name
 
 PROTOCOL_VERSION = 1
 
@@ -19,6 +19,7 @@ Label = Annotated[str, Field(max_length=64)]
 Text = Annotated[str, Field(max_length=2000)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+PathName = Annotated[str, AfterValidator(check_path_name)]
 DeviceKind = Literal["cuda", "emulated"]
 GenerationState = Literal["proposed", "committed", "applied", "refused", "aborted", "superseded"]
 Liveness = Literal["live", "stale", "lost", "finished"]
@@ -76,6 +77,8 @@ class AgentHello(Message):
     """Start-up settings win over the desired knobs that the run has from before."""
     subgroups: tuple[SubgroupSizes, ...] = ()
     num_slots: Annotated[int, Field(ge=1, le=64)] = 2
+    paths: Annotated[tuple[PathName, ...], Field(max_length=64)] = ()
+    """Names of the storage paths, in their order; a run without any has no knobs for them."""
     started_at: float
 
 
@@ -96,7 +99,7 @@ class StepReport(Message):
     update_params: dict[Label, Count] = {}
     """By processor: cpu, device."""
     subgroups: dict[Label, Count] = {}
-    """By residence: host, device."""
+    """By residence: host, device, or the name of a path."""
     loss: float | None = None
     tokens: Count | None = None
     grad_norm: float | None = None
@@ -214,11 +217,24 @@ class Lease(Message):
 
 
 class KnobBound(Message):
+    """What a knob of one run accepts: the fields of a `KnobSpec` but its name."""
+
+    kind: KnobKind = "number"
     minimum: float
     maximum: float
     words: tuple[str, ...]
     unit: str
     help: str
+    paths: tuple[str, ...] = ()
+    """The paths that weights may name."""
+
+    @classmethod
+    def of(cls, spec: KnobSpec) -> KnobBound:
+        return cls(**{name: getattr(spec, name) for name in cls.model_fields})
+
+    def spec(self, name: str) -> KnobSpec:
+        """The spec of the knob `name` within these bounds."""
+        return KnobSpec(name=name, **self.model_dump())
 
 
 class RankKnobs(Message):
@@ -238,7 +254,8 @@ class KnobsView(Message):
     run: RunName
     generation: Count
     desired: KnobChanges
-    """The knobs of the newest committed generation: what the run has, or will have at its next step."""
+    """The knobs of the newest committed generation: what the run has, or will have at its next step. Those of storage
+    paths are here, and in `bounds`, only when the run has paths."""
     bounds: dict[str, KnobBound]
     ranks: tuple[RankKnobs, ...]
     pending: GenerationView | None = None
@@ -320,6 +337,8 @@ class RunView(Message):
     generation: Count
     started_at: float
     last_seen: float
+    paths: tuple[str, ...] = ()
+    """Names of the storage paths of its ranks."""
     ranks: tuple[RankView, ...]
 
 

@@ -71,7 +71,7 @@ class ControlPlane:
         run.members[hello.rank] = member
         self.roster.agents[hello.agent] = (run.name, hello.rank)
         self._advance(run, Join(hello.rank, fresh=not same))
-        if hello.reset_knobs and not same and knobs.as_dict() != run.control.committed.knobs:
+        if hello.reset_knobs and not same and knobs != views.knobs_of(run.control.committed):
             self._reset(run, hello, knobs, now)
         self.roster.tell_agent(run, member)
         return self._lease(run, member)
@@ -123,7 +123,7 @@ class ControlPlane:
         at, deadline = self._clock.wall(), self._clock.mono() + self._proposal_seconds
         self._advance(
             run,
-            Propose(knobs=knobs.as_dict(), changes=changes, author=author, reason=reason, at=at, deadline=deadline),
+            Propose(knobs=_all(run, knobs), changes=changes, author=author, reason=reason, at=at, deadline=deadline),
         )
         return run.latest
 
@@ -163,7 +163,7 @@ class ControlPlane:
         first = Generation(
             number=0,
             state="committed",
-            knobs=knobs.as_dict(),
+            knobs=knobs.as_dict(paths=bool(hello.paths)),
             changes={},
             author=f"rank {hello.rank}@{hello.host}"[:64],
             reason="start-up settings",
@@ -176,7 +176,7 @@ class ControlPlane:
         return run
 
     def _reset(self, run: Run, hello: AgentHello, knobs: Knobs, now: float) -> None:
-        before, after = run.control.committed.knobs, knobs.as_dict()
+        before, after = _all(run, views.knobs_of(run.control.committed)), _all(run, knobs)
         author = f"rank {hello.rank}@{hello.host}"[:64]
         self._advance(
             run,
@@ -278,3 +278,8 @@ class ControlPlane:
         gone.sort(key=lambda member: member.last_seen, reverse=True)
         for member in gone[GONE_RANKS_KEPT:]:
             member.forget()
+
+
+def _all(run: Run, knobs: Knobs) -> KnobChanges:
+    """Every knob that the run has."""
+    return knobs.as_dict(paths=bool(run.paths))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tidegate.daemon.control.run import Run
 from tidegate.errors import TidegateError
-from tidegate.knobs import AUTO, OFF, Knobs, KnobValue
+from tidegate.knobs import AUTO, OFF, Knobs, KnobValue, same
 from tidegate.model.rates import RateCard
 from tidegate.model.simulate import what_if
 from tidegate.plan.ops import Subgroup
@@ -45,8 +45,8 @@ class Evidence:
 
 
 def evidence(run: Run) -> Evidence | None:
-    """None until the lead rank has told its sizes and rates."""
-    if run.lead is None or run.lead[1].rates is None or not run.lead[1].hello.subgroups:
+    """None until the lead rank has told its sizes and rates, and for runs with paths: `what_if` knows no storage."""
+    if run.lead is None or run.lead[1].rates is None or not run.lead[1].hello.subgroups or run.paths:
         return None
     member = run.lead[1]
     hello, rates = member.hello, run.lead[1].rates
@@ -60,15 +60,20 @@ def evidence(run: Run) -> Evidence | None:
     )
 
 
-def preview(run: str, generation: int, before: Knobs, after: Knobs, known: Evidence | None) -> KnobPreview:
-    """The difference, and the predicted update seconds before and after. Slow enough to keep off the event loop."""
-    old, new = before.as_dict(), after.as_dict()
+def preview(
+    run: str, generation: int, before: Knobs, after: Knobs, known: Evidence | None, *, paths: bool
+) -> KnobPreview:
+    """The difference, and the predicted update seconds before and after. Slow enough to keep off the event loop.
+
+    paths: whether the run has storage paths, and so their knobs.
+    """
+    old, new = before.as_dict(paths=paths), after.as_dict(paths=paths)
     return KnobPreview(
         run=run,
         generation=generation,
         before=old,
         after=new,
-        changed={name: value for name, value in new.items() if value != old[name]},
+        changed={name: value for name, value in new.items() if not same(name, value, old[name])},
         predicted_update_seconds_before=known.update_seconds(before) if known else None,
         predicted_update_seconds_after=known.update_seconds(after) if known else None,
     )

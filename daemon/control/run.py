@@ -106,6 +106,12 @@ class Run:
         ranks = self.control.present & self.members.keys() or self.members.keys()
         return min(((rank, self.members[rank]) for rank in ranks), key=lambda pair: pair[0], default=None)
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Storage paths of the ranks that are present, else of all, in the order of the lowest rank that has them."""
+        ranks = self.control.present & self.members.keys() or self.members.keys()
+        return tuple(dict.fromkeys(path for rank in sorted(ranks) for path in self.members[rank].hello.paths))
+
     def publish(self, id: int, kind: str, timestamp: float, data: dict[str, Any]) -> None:
         self.events.append(Event(id=id, kind=kind, run=self.name, timestamp=timestamp, data=data))
         self.bell.ring()

@@ -11,7 +11,7 @@ from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.deps import Plane, Wait
 from tidegate.daemon.problems import ProblemError
 from tidegate.errors import KnobError
-from tidegate.knobs import Knobs
+from tidegate.knobs import Knobs, specs_for
 from tidegate.wire import PROTOCOL_VERSION, AgentHello, AgentReport, Applied, Directive, Lease, Vote
 
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
@@ -25,7 +25,7 @@ async def hello(plane: Plane, message: AgentHello) -> Lease:
         )
         raise ProblemError(400, "wrong-protocol", detail)
     try:
-        knobs = Knobs().changed(message.knobs)
+        knobs = Knobs().changed(message.knobs, specs_for(message.paths))
     except KnobError as error:
         raise ProblemError(422, "invalid-knob", str(error), knob=error.knob) from error
     return plane.hello(message, knobs)

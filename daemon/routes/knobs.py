@@ -15,7 +15,7 @@ from tidegate.daemon.control.run import Run
 from tidegate.daemon.deps import Author, Plane, Wait
 from tidegate.daemon.problems import ProblemError
 from tidegate.errors import KnobError
-from tidegate.knobs import SPECS, Knobs, KnobValue
+from tidegate.knobs import show, specs_for
 from tidegate.wire import GenerationView, KnobPatch, KnobPreview, KnobsView
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
@@ -42,16 +42,17 @@ async def change(
     """Makes a generation on top of the one that If-Match names. 202 while the ranks vote, 200 when it is decided."""
     found = plane.roster.run(run)
     _check_match(found, if_match)
-    before = Knobs(**found.control.committed.knobs)  # type: ignore[arg-type]
+    before, specs = views.knobs_of(found.control.committed), specs_for(found.paths)
     try:
-        after = before.changed(patch.changes)
+        after = before.changed(patch.changes, specs)
     except KnobError as error:
-        bounds = {"bounds": SPECS[error.knob].bounds} if error.knob in SPECS else {"knobs": list(SPECS)}
+        bounds = {"bounds": specs[error.knob].bounds} if error.knob in specs else {"knobs": list(specs)}
         raise ProblemError(422, "invalid-knob", str(error), knob=error.knob, **bounds) from error
-    changes = {name: after.as_dict()[name] for name in patch.changes}
+    changes = {name: after.as_dict(paths=True)[name] for name in patch.changes}
     if dry_run:
         known = evidence(found)
-        return await asyncio.to_thread(preview, found.name, found.control.newest, before, after, known)
+        newest, paths = found.control.newest, bool(found.paths)
+        return await asyncio.to_thread(preview, found.name, newest, before, after, known, paths=paths)
     made = plane.patch(found, after, changes, author, patch.reason)
     number, deadline = made.number, time.monotonic() + wait
     while (left := deadline - time.monotonic()) > 0 and _undecided(found, number) and not plane.closing:
@@ -73,10 +74,6 @@ def _undecided(run: Run, number: int) -> bool:
     return run.control.pending is not None and run.control.pending.number == number
 
 
-def _shown(value: KnobValue) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
-
-
 def _check_match(run: Run, header: str | None) -> None:
     newest = run.control.newest
     if header is None:
@@ -87,7 +84,7 @@ def _check_match(run: Run, header: str | None) -> None:
         return
     made = run.latest
     at = time.strftime("%H:%M:%S", time.localtime(made.created_at))
-    what = ", ".join(f"{name}={_shown(value)}" for name, value in made.changes.items()) or "all knobs"
+    what = ", ".join(f"{name}={show(name, value)}" for name, value in made.changes.items()) or "all knobs"
     detail = (
         f"The knobs of run {run.name!r} are at generation {newest}, not {header}: "
         f"{made.author} changed {what} at {at} ({made.state}). Read them again and decide anew."

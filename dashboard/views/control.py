@@ -70,7 +70,7 @@ def _ranks(view: KnobsView) -> str:
 
 def _desired(value: KnobValue | None, name: str) -> str:
     """A knob's value; a stride also as the share that the device updates."""
-    text = units.knob(value)
+    text = units.knob(name, value)
     if name == "stride" and isinstance(value, float | int) and value:
         return f"{text} (device share {units.share(1 / value)})"
     if name == "stride" and value == OFF:

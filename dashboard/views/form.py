@@ -9,7 +9,8 @@ import streamlit as st
 from tidegate.client import DaemonClient
 from tidegate.dashboard import edits, feed, markup, units
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, StaleKnobs
-from tidegate.wire import KnobsView
+from tidegate.knobs import PATH_KNOBS
+from tidegate.wire import KnobBound, KnobsView
 
 TOKEN = "operate_token"
 WAIT_SECONDS = 2.0
@@ -32,17 +33,30 @@ def form(url: str, knobs: KnobsView) -> None:
     _prepare(knobs)
     _show_notice(run)
     with st.form(f"knobs:{run}", border=True, enter_to_submit=False):
-        columns = st.columns(max(1, len(knobs.bounds)))
-        for column, (name, bound) in zip(columns, knobs.bounds.items(), strict=False):
-            column.text_input(
-                f"{name}: {edits.accepted(bound)}", key=_key(run, name), help=bound.help, disabled=not allowed
-            )
+        for names in _rows(knobs):
+            for column, name in zip(st.columns(len(names)), names, strict=True):
+                with column:
+                    _field(run, name, knobs.bounds[name], allowed)
         st.text_input("Reason, for the audit log", key=_key(run, "reason:"), max_chars=500, disabled=not allowed)
         bar = st.container(horizontal=True)
         with bar:
             st.form_submit_button("Set", type="primary", disabled=not allowed, on_click=_set, args=(url, knobs))
             st.form_submit_button("Preview", disabled=not allowed, on_click=_preview, args=(url, knobs))
             st.form_submit_button("Reset form", disabled=not allowed, on_click=_reset, args=(url, run))
+
+
+def _rows(knobs: KnobsView) -> list[list[str]]:
+    """The knobs of every run, and below them those of its storage paths, if it has any."""
+    first = [name for name in knobs.bounds if name not in PATH_KNOBS]
+    return [names for names in (first, [name for name in knobs.bounds if name in PATH_KNOBS]) if names]
+
+
+def _field(run: str, name: str, bound: KnobBound, allowed: bool) -> None:
+    label, key, off = f"{name}: {edits.accepted(bound)}", _key(run, name), not allowed
+    if bound.kind == "choice":
+        st.selectbox(label, bound.words, key=key, help=bound.help, disabled=off)
+    else:
+        st.text_input(label, key=key, help=bound.help, disabled=off, placeholder=edits.example(bound) or None)
 
 
 def filled_on(run: str) -> int | None:
@@ -67,14 +81,15 @@ def _prepare(knobs: KnobsView) -> None:
 def _fill(knobs: KnobsView, fields: dict[str, str] | None = None) -> None:
     st.session_state[_key(knobs.run, "base:")] = knobs
     for name in knobs.bounds:
-        value = units.knob(knobs.desired.get(name)) if fields is None else fields[name]
+        value = units.knob(name, knobs.desired.get(name)) if fields is None else fields[name]
         st.session_state[_key(knobs.run, name)] = value
 
 
 def _draft(run: str) -> edits.Draft:
     base: KnobsView = st.session_state[_key(run, "base:")]
     fields = {
-        name: str(st.session_state.get(_key(run, name), units.knob(base.desired.get(name)))) for name in base.bounds
+        name: str(st.session_state.get(_key(run, name), units.knob(name, base.desired.get(name))))
+        for name in base.bounds
     }
     return edits.Draft(generation=base.generation, desired=dict(base.desired), fields=fields)
 

@@ -111,6 +111,7 @@ class Agent:
     device_kind: DeviceKind = "cuda"
     refuse: str = ""
     predicted: float | None = 1.4
+    paths: tuple[str, ...] = ()
     step: int = 0
     knobs: dict[str, float | str] = field(default_factory=lambda: {"stride": "auto", "static_ratio": 0.0})
     generation: int = 0
@@ -131,6 +132,7 @@ class Agent:
                 metrics_address=f"127.0.0.1:{9400 + self.rank}",
                 knobs=self.knobs,
                 subgroups=(SubgroupSizes(numel=NUMEL, count=SUBGROUPS, weight_bytes=2, grad_bytes=2, state_bytes=10),),
+                paths=self.paths,
                 started_at=time.time() - 3600,
             )
         )

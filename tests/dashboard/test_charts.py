@@ -20,10 +20,7 @@ from tidegate.timeline import PHASES, STALL_CAUSES
 from tidegate.wire import GenerationView, KnobBound, KnobsView, Liveness, RankView, RunView, StallRow, StepReport
 
 STEPS = tuple(step_report(step, 1000.0 + 3.5 * step) for step in range(1, 61))
-BOUNDS = {
-    spec.name: KnobBound(minimum=spec.minimum, maximum=spec.maximum, words=spec.words, unit=spec.unit, help=spec.help)
-    for spec in SPECS.values()
-}
+BOUNDS = {spec.name: KnobBound.of(spec) for spec in SPECS.values()}
 
 
 def run_view(liveness: Liveness = "live", last_seen: float = 100.0) -> RunView:
@@ -58,7 +55,8 @@ def test_bytes(value: float, text: str) -> None:
 
 def test_shares_knobs_and_counts() -> None:
     assert [units.share(v) for v in (None, 0.0, 0.004, 0.12, 1.0)] == ["–", "0 %", "0.4 %", "12 %", "100 %"]
-    assert [units.knob(v) for v in (None, "auto", 3.0, 2.5)] == ["–", "auto", "3", "2.5"]
+    assert [units.knob("stride", v) for v in (None, "auto", 3.0, 2.5)] == ["–", "auto", "3", "2.5"]
+    assert [units.knob("host_cache", v) for v in ("auto", 0, 8 * 2**30)] == ["auto", "0", "8GiB"]
     assert [units.count(v) for v in (12, 4096, 1.1e9)] == ["12", "4.10 k", "1.10 G"]
 
 

@@ -17,6 +17,7 @@ from tests.dashboard.scripted import Agent, Daemon, start_daemon, wait_until
 from tidegate import dashboard
 from tidegate.dashboard import feed
 
+LAST_FIELD = "Reason, for the audit log"
 MAIN = Path(dashboard.__file__).with_name("main.py")
 
 
@@ -231,6 +232,47 @@ def test_a_change_reaches_every_rank(daemon: Daemon) -> None:
     assert "stride auto → 3" in shown
     assert "applied on 1 of 1 ranks" in shown
     assert field(app, "stride").value == "3"
+
+
+def test_a_run_without_paths_has_no_fields_for_them(daemon: Daemon) -> None:
+    Agent(daemon).train(2)
+    app = open_form(page(), daemon.token("operate"))
+    labels = [element.label for element in [*app.text_input, *app.selectbox]]
+    assert [label.partition(":")[0] for label in labels] == ["Operate token", "stride", "static_ratio", LAST_FIELD]
+    assert not any(word in text(app) for word in ("tier_split", "host_cache", "order, effective"))
+
+
+def test_the_knobs_of_storage_paths_are_turned(daemon: Daemon) -> None:
+    agent = Agent(daemon, paths=("nvme", "pfs"))
+    agent.train(2)
+    with agent.training(0.05):
+        app = open_form(page(), daemon.token("operate"))
+        assert field(app, "tier_split").label == "tier_split: auto or weights of nvme, pfs"
+        assert field(app, "tier_split").placeholder == "nvme:1,pfs:1"
+        assert field(app, "host_cache").label == "host_cache: auto or 0 to 1024TiB"
+        (order,) = app.selectbox
+        assert (order.label, order.options) == (
+            "order: auto, pinned, alternate",
+            ["auto", "pinned", "alternate"],
+        )
+        field(app, "tier_split").input("nvme:2,pfs:1")
+        field(app, "host_cache").input("8 GiB")
+        order.select("pinned")
+        press(app, "Set")
+        wait_until(lambda: agent.generation == 1, "the agent to apply generation 1")
+    assert app.success
+    wanted = {"tier_split": "nvme:2,pfs:1", "host_cache": 8 * 2**30, "order": "pinned"}
+    assert {name: agent.knobs[name] for name in wanted} == wanted
+    agent.train(1)
+    shown = text(again(app))
+    assert "host_cache auto → 8GiB, order auto → pinned, tier_split auto → nvme:2,pfs:1" in shown
+    assert (field(app, "host_cache").value, app.selectbox[0].value) == ("8GiB", "pinned")
+    field(app, "tier_split").input("nvme:4,pfs:2")
+    press(app, "Set")
+    assert "Nothing to set" in app.info[0].value, "the ratio is the same"
+    field(app, "tier_split").input("ssd:1")
+    press(app, "Set")
+    assert "the run's paths are: nvme, pfs" in app.error[0].value.replace("\\", "")
 
 
 def test_a_refusal_keeps_the_edit_and_shows_the_figures(daemon: Daemon) -> None:

@@ -1,0 +1,169 @@
+"""The knobs of storage paths over HTTP: only where a run has paths, and only those that it has."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.live import Agent, Daemon, hello, new_run, threaded
+from tests.daemon.test_knobs import RATES, SIZES
+from tidegate.errors import KnobError
+
+GIB = 2**30
+PATHS = ("nvme", "pfs")
+WANTED: dict[str, Any] = {"tier_split": "pfs:1,nvme:2", "host_cache": "8GiB", "order": "pinned"}
+GOT = {"tier_split": "nvme:2,pfs:1", "host_cache": 8 * GIB, "order": "pinned"}
+
+
+def idle(daemon: Daemon, **more: Any) -> str:
+    """A run whose only rank has finished: changes need no vote."""
+    run = new_run()
+    agent = Agent(daemon, run, **more)
+    agent.client.goodbye(agent.id)
+    return run
+
+
+def test_they_are_set_and_shown_in_full(daemon: Daemon) -> None:
+    run, client = idle(daemon, paths=PATHS), daemon.client()
+    view = client.knobs(run)
+    assert view.desired == {
+        "stride": 2.0, "static_ratio": 0.0, "tier_split": "auto", "host_cache": "auto", "order": "auto",
+    }  # fmt: skip
+    assert (view.bounds["tier_split"].kind, view.bounds["tier_split"].paths) == ("weights", PATHS)
+    assert view.bounds["order"].words == ("auto", "pinned", "alternate")
+    made = client.set_knobs(run, WANTED)
+    assert (made.changes, made.knobs) == (GOT, {"stride": 2.0, "static_ratio": 0.0, **GOT})
+    assert client.knobs(run).desired == made.knobs
+    assert client.set_knobs(run, {"tier_split": "auto"}).knobs["tier_split"] == "auto"
+    assert client.run(run).paths == PATHS
+
+
+def test_agents_get_them(daemon: Daemon) -> None:
+    run = new_run()
+    agent = Agent(daemon, run, paths=PATHS)
+    daemon.client().set_knobs(run, WANTED, wait=0)
+    asked = agent.answer()
+    assert asked.proposed_knobs == {"stride": 2.0, "static_ratio": 0.0, **GOT}
+    assert agent.answer().committed_knobs == asked.proposed_knobs
+
+
+@pytest.mark.parametrize("name", WANTED)
+@pytest.mark.parametrize("query", ["", "?dry_run=true"])
+def test_a_run_without_paths_has_none_of_them(daemon: Daemon, name: str, query: str) -> None:
+    run = idle(daemon)
+    for value in (WANTED[name], "auto"):
+        answer = daemon.http(
+            "PATCH", f"/v1/runs/{run}/knobs{query}", headers={"If-Match": "*"}, json={"changes": {name: value}}
+        )
+        told = answer.json()
+        assert (answer.status_code, told["type"], told["knob"]) == (422, "invalid-knob", name)
+        assert "this run has no storage paths; start it with Offload(paths=…)" in told["detail"]
+        assert told["knobs"] == ["stride", "static_ratio"]
+    view = daemon.client().knobs(run)
+    assert list(view.bounds) == list(view.desired) == ["stride", "static_ratio"]
+    assert daemon.client().run(run).paths == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tier_split": "nvme:1,ssd:1"}, "tier_split='nvme:1,ssd:1' names 'ssd'; the run's paths are: nvme, pfs."),
+        ({"tier_split": "nvme:0"}, "no weight above 0"),
+        ({"host_cache": "lots"}, "host_cache='lots' is out of range: bytes from 0"),
+        ({"order": "random"}, "order='random' is out of range: 'auto' or 'pinned' or 'alternate'."),
+    ],
+)
+def test_what_the_run_cannot_have_is_refused(daemon: Daemon, changes: dict[str, Any], said: str) -> None:
+    run = idle(daemon, paths=PATHS)
+    with pytest.raises(KnobError) as error:
+        daemon.client().set_knobs(run, changes)
+    assert said in str(error.value)
+    assert daemon.client().knobs(run).generation == 0
+
+
+def test_a_preview_compares_ratios_and_predicts_nothing(daemon: Daemon) -> None:
+    """The simulator is not asked: it would count the tiered subgroups as if they lay on the host."""
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES, knobs={"tier_split": "nvme:2,pfs:1"})
+    agent.say(rates=RATES)
+    assert client.preview_knobs(run, {"tier_split": "nvme:4,pfs:2"}).changed == {}
+    seen = client.preview_knobs(run, {"tier_split": "auto", "host_cache": 0})
+    assert seen.changed == {"tier_split": "auto", "host_cache": 0}
+    assert seen.before["tier_split"] == "nvme:2,pfs:1"
+    assert seen.predicted_update_seconds_after is None
+
+
+def test_the_run_has_the_paths_of_its_ranks(daemon: Daemon) -> None:
+    run = new_run()
+    Agent(daemon, run, 0, paths=("pfs",))
+    second = Agent(daemon, run, 1, paths=("nvme", "pfs"))
+    assert daemon.client().run(run).paths == ("pfs", "nvme")
+    second.client.goodbye(second.id)
+    assert daemon.client().run(run).paths == ("pfs",), "of those that are present"
+
+
+def test_start_up_settings_must_fit_the_paths(daemon: Daemon) -> None:
+    agent = daemon.client("agent")
+    with pytest.raises(KnobError, match="no storage paths"):
+        agent.hello(hello(new_run(), knobs={"order": "pinned"}))
+    with pytest.raises(KnobError, match="names 'ssd'"):
+        agent.hello(hello(new_run(), knobs={"tier_split": "ssd:1"}, paths=PATHS))
+    lease = agent.hello(hello(new_run(), knobs={"tier_split": "pfs:1"}, paths=PATHS))
+    assert lease.directive.committed_knobs["tier_split"] == "pfs:1"
+
+
+def test_a_restart_with_other_paths(daemon: Daemon) -> None:
+    """What was desired persists; the ranks get what they can have of it, and stride still turns."""
+    run, client = idle(daemon, paths=PATHS), daemon.client()
+    client.set_knobs(run, WANTED)
+    second = Agent(daemon, run, paths=("ssd",))
+    given = client.knobs(run)
+    assert (given.desired["tier_split"], given.bounds["tier_split"].paths) == ("nvme:2,pfs:1", ("ssd",))
+    fitted = {"stride": 2.0, "static_ratio": 0.0, "host_cache": 8 * GIB, "order": "pinned"}
+    assert second.answer(wait=0).committed_knobs == fitted
+    client.set_knobs(run, {"stride": 5}, wait=0)
+    assert second.answer().proposed_knobs == {**fitted, "stride": 5.0}
+    second.client.goodbye(second.id)
+    third = Agent(daemon, run)
+    assert third.answer(wait=0).committed_knobs == {"stride": 5.0, "static_ratio": 0.0}
+    assert client.knobs(run).desired == {"stride": 5.0, "static_ratio": 0.0}
+    third.client.goodbye(third.id)
+    fourth = Agent(daemon, run, paths=PATHS)
+    assert fourth.answer(wait=0).committed_knobs == {"stride": 5.0, "static_ratio": 0.0, **GOT}
+
+
+def test_reset_takes_them_back(daemon: Daemon) -> None:
+    run, client = idle(daemon, paths=PATHS), daemon.client()
+    client.set_knobs(run, WANTED)
+    Agent(daemon, run, paths=PATHS, reset_knobs=True)
+    made = client.generations(run)[-1]
+    assert made.changes == {"tier_split": "auto", "host_cache": "auto", "order": "auto"}
+    assert client.knobs(run).desired["host_cache"] == "auto"
+
+
+def test_a_state_of_before_still_loads(tmp_path: Path) -> None:
+    """Rows as the version without these knobs wrote them."""
+    run = new_run()
+    with threaded(tmp_path) as daemon:
+        agent = Agent(daemon, run, paths=PATHS)
+        agent.client.goodbye(agent.id)
+        agent = Agent(daemon, "plain")
+        agent.client.goodbye(agent.id)
+    with sqlite3.connect(tmp_path / "tidegate.db") as rows:
+        rows.execute("""UPDATE generations SET knobs = '{"stride": 3.0, "static_ratio": 0.0}'""")
+        rows.execute("UPDATE agents SET hello = json_remove(hello, '$.paths') WHERE run = 'plain'")
+    rows.close()
+    with threaded(tmp_path) as daemon:
+        client = daemon.client()
+        assert client.knobs("plain").desired == {"stride": 3.0, "static_ratio": 0.0}
+        assert client.knobs(run).desired["tier_split"] == "auto"
+        agent = Agent(daemon, run, paths=PATHS, knobs={"stride": 4.0}, reset_knobs=True)
+        agent.client.goodbye(agent.id)
+        assert client.generations(run)[-1].changes == {"stride": 4.0}, "what it lacks was auto"
+        client.set_knobs(run, {"stride": 3.0})
+        assert client.set_knobs(run, WANTED).knobs == {"stride": 3.0, "static_ratio": 0.0, **GOT}
+    with threaded(tmp_path) as daemon:
+        assert daemon.client().knobs(run).desired == {"stride": 3.0, "static_ratio": 0.0, **GOT}, "whole bytes included"

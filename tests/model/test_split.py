@@ -1,0 +1,158 @@
+"""Live speeds of paths: a change is followed within five steps, noise is not followed at all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tidegate.errors import CapacityError
+from tidegate.model.split import PathTraffic, SplitEstimator
+from tidegate.plan.split import Counts, PathRates, balanced_split, makespan_seconds
+
+SUBGROUP_BYTES = 1_000_000_000
+COUNT = 70
+
+
+def rates(read: float, write: float, duplex: bool = False) -> PathRates:
+    return PathRates(read_bytes_per_second=read * 1e9, write_bytes_per_second=write * 1e9, duplex=duplex)
+
+
+PATHS = {"nvme": rates(6.0, 3.0), "pfs": rates(3.0, 3.0, duplex=True), "s3": rates(1.0, 0.5)}
+
+
+def traffic(
+    counts: Counts, truth: dict[str, PathRates], noise: Callable[[], float] = lambda: 1.0
+) -> dict[str, PathTraffic]:
+    """A step in which a path reads all the time that it does not write, as a shared device would."""
+    found = {}
+    for name, n in counts.items():
+        rate, nbytes = truth[name], n * SUBGROUP_BYTES
+        read = nbytes / rate.read_bytes_per_second / noise()
+        write = nbytes / rate.write_bytes_per_second / noise()
+        both = min(read, write) if rate.duplex else 0.0
+        found[name] = PathTraffic(
+            read_bytes=nbytes, read_seconds=read, write_bytes=nbytes, write_seconds=write, both_seconds=both
+        )
+    return found
+
+
+def run(
+    estimator: SplitEstimator,
+    counts: Counts,
+    truth: dict[str, PathRates],
+    steps: int,
+    noise: Callable[[], float] = lambda: 1.0,
+) -> tuple[Counts, int]:
+    """The counts after so many steps, and how often they changed."""
+    moves = 0
+    for _ in range(steps):
+        estimator.observe(traffic(counts, truth, noise))
+        if (better := estimator.propose(counts)) is not None:
+            counts, moves = better, moves + 1
+    return counts, moves
+
+
+def slowed(name: str, factor: float) -> dict[str, PathRates]:
+    rate = PATHS[name]
+    return PATHS | {
+        name: PathRates(
+            read_bytes_per_second=rate.read_bytes_per_second / factor,
+            write_bytes_per_second=rate.write_bytes_per_second / factor,
+            duplex=rate.duplex,
+        )
+    }
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_path_slowed_to_a_quarter_is_followed_within_five_steps_and_so_is_its_recovery(
+    name: str, noisy: bool
+) -> None:
+    random_ = random.Random(name)
+    noise = (lambda: random_.uniform(0.9, 1.1)) if noisy else (lambda: 1.0)
+    estimator, counts = SplitEstimator(PATHS), balanced_split(COUNT, PATHS)
+    for truth in (PATHS, slowed(name, 4.0), PATHS):
+        counts, _ = run(estimator, counts, truth, 5, noise)
+        best = makespan_seconds(balanced_split(COUNT, truth), truth, SUBGROUP_BYTES)
+        slack = 1.12 if noisy else 1.06
+        assert makespan_seconds(counts, truth, SUBGROUP_BYTES) < slack * best
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_noise_moves_nothing(seed: int) -> None:
+    random_ = random.Random(seed)
+    start = balanced_split(COUNT, PATHS)
+    counts, moves = run(SplitEstimator(PATHS), start, PATHS, 400, lambda: random_.uniform(0.9, 1.1))
+    assert (counts, moves) == (start, 0)
+
+
+def test_one_hiccup_moves_nothing() -> None:
+    start = balanced_split(COUNT, PATHS)
+    estimator = SplitEstimator(PATHS)
+    for _ in range(5):
+        assert run(estimator, start, slowed("nvme", 8.0), 1) == (start, 0)
+        assert run(estimator, start, PATHS, 1) == (start, 0)
+    assert estimator.rates["nvme"].read_bytes_per_second == pytest.approx(6e9)
+
+
+def test_a_slow_drift_is_followed() -> None:
+    estimator, counts = SplitEstimator(PATHS), balanced_split(COUNT, PATHS)
+    for percent in range(0, 60, 2):
+        counts, _ = run(estimator, counts, slowed("nvme", 1 + percent / 100), 1)
+    counts, moves = run(estimator, counts, slowed("nvme", 1.6), 30)
+    truth = slowed("nvme", 1.6)
+    best = makespan_seconds(balanced_split(COUNT, truth), truth, 1)
+    assert makespan_seconds(counts, truth, 1) < 1.06 * best
+    assert moves <= 2, "it settles"
+
+
+def test_a_gain_below_the_threshold_is_left() -> None:
+    made = {"a": rates(1, 1), "b": rates(1, 1)}
+    assert SplitEstimator(made).propose({"a": 52, "b": 48}) is None
+    assert SplitEstimator(made).propose({"a": 53, "b": 47}) == {"a": 50, "b": 50}
+    assert SplitEstimator(made, minimum_gain=0.01).propose({"a": 52, "b": 48}) == {"a": 50, "b": 50}
+
+
+def test_what_moves_nothing_keeps_its_speed() -> None:
+    estimator = SplitEstimator(PATHS)
+    estimator.observe({"nvme": PathTraffic(), "pfs": PathTraffic(read_bytes=1, read_seconds=0.0)})
+    for name in ("nvme", "pfs"):
+        assert estimator.rates[name].read_bytes_per_second == pytest.approx(PATHS[name].read_bytes_per_second)
+    estimator.observe({"s3": PathTraffic(read_bytes=10**9, read_seconds=1.1)})
+    assert estimator.rates["s3"].write_bytes_per_second == pytest.approx(0.5e9)
+    assert 0.9e9 < estimator.rates["s3"].read_bytes_per_second < 1e9
+
+
+def test_every_open_path_is_probed() -> None:
+    truth = slowed("pfs", 1000.0)
+    estimator = SplitEstimator(PATHS)
+    counts, _ = run(estimator, balanced_split(COUNT, PATHS), truth, 3)
+    assert counts["pfs"] == 1
+    assert run(estimator, counts, PATHS, 3)[0] == balanced_split(COUNT, PATHS), "so that its recovery is seen"
+    assert SplitEstimator(PATHS).propose({"nvme": 40, "pfs": 30, "s3": 0}) is not None
+    closed = SplitEstimator(PATHS).propose({"nvme": 40, "pfs": 30, "s3": 0}, capacity={"s3": 0})
+    assert closed is None or closed["s3"] == 0
+    few = {"nvme": 1, "pfs": 1, "s3": 0}
+    assert SplitEstimator(PATHS).propose(few) is None, "there are not enough for all"
+
+
+def test_a_split_that_fits_no_more_is_left_at_once() -> None:
+    estimator, counts = SplitEstimator(PATHS), balanced_split(COUNT, PATHS)
+    fuller = estimator.propose(counts, capacity={"nvme": counts["nvme"] - 1})
+    assert fuller is not None
+    assert fuller["nvme"] == counts["nvme"] - 1
+    assert estimator.propose({"gone": 3, "nvme": 30, "pfs": 30, "s3": 7}) == balanced_split(COUNT, PATHS)
+    with pytest.raises(CapacityError):
+        estimator.propose(counts, capacity=dict.fromkeys(PATHS, 1))
+
+
+def test_time_shared_by_reads_and_writes_is_counted_once() -> None:
+    """On a shared device both lanes are busy for two seconds in all, a gigabyte each way: it does 1 GB/s alone."""
+    step = {"a": PathTraffic(read_bytes=10**9, read_seconds=2, write_bytes=10**9, write_seconds=2, both_seconds=2)}
+    shared, duplex = SplitEstimator({"a": rates(1, 1)}), SplitEstimator({"a": rates(0.5, 0.5, duplex=True)})
+    for estimator in (shared, duplex):
+        for _ in range(3):
+            estimator.observe(step)
+        assert makespan_seconds({"a": 1}, estimator.rates, 10**9) == pytest.approx(2.0)

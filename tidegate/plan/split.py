@@ -1,0 +1,188 @@
+"""The tier split: how many of the tiered subgroups go to each path, and which ones.
+
+MLP: Maurya et al., "MLP-Offload", SC '25. Pure functions of exact arithmetic: equal arguments give equal results.
+Paths stand in the order of the mapping that names them; ties go to the earlier one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final
+
+from tidegate.errors import CapacityError, ConfigError
+
+Counts = dict[str, int]
+"""Subgroups by path."""
+
+_REMEDY: Final = "Free space on a path, add one, or raise host_cache."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathRates:
+    """The speeds of one path, in bytes per second, each measured with the other direction at rest.
+
+    duplex: reads and writes run at full speed at the same time. Otherwise they share the device.
+    """
+
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    duplex: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("read_bytes_per_second", "write_bytes_per_second"):
+            rate = getattr(self, name)
+            if not 0 < rate < float("inf"):
+                raise ConfigError(f"{name}={rate!r} of a path must be positive and finite: calibrate the path again.")
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Time of the path for each byte that is read and written once: the longer way, or one after the other."""
+        read, write = 1 / self.read_bytes_per_second, 1 / self.write_bytes_per_second
+        return max(read, write) if self.duplex else read + write
+
+
+def makespan_seconds(counts: Mapping[str, int], rates: Mapping[str, PathRates], subgroup_bytes: int) -> float:
+    """When the last path is done if each reads and writes its subgroups of `subgroup_bytes` once, all at work at once.
+
+    That is the lower bound of the storage: nothing else holds a path up.
+    """
+    return max((n * rates[name].seconds_per_byte for name, n in counts.items()), default=0.0) * subgroup_bytes
+
+
+def subgroup_capacity(free_bytes: Mapping[str, int], subgroup_bytes: int) -> Counts:
+    """How many subgroups of `subgroup_bytes` (the largest) fit into the free bytes of each path."""
+    return {name: max(0, free) // subgroup_bytes for name, free in free_bytes.items()}
+
+
+def eq1_split(count: int, rates: Mapping[str, PathRates], *, capacity: Mapping[str, int] | None = None) -> Counts:
+    """MLP Eq. 1: the share of a path is B_i / ΣB, with B_i the smaller of its read and write bandwidth.
+
+    Whole subgroups by largest remainder. capacity: most subgroups of each path, without limit where absent; what is
+    over goes to the other paths by the same rule. CapacityError when they do not all fit.
+    """
+    bandwidths = {
+        name: Fraction(min(rate.read_bytes_per_second, rate.write_bytes_per_second)) for name, rate in rates.items()
+    }
+    return _proportional(count, bandwidths, capacity or {})
+
+
+def user_split(count: int, weights: Mapping[str, float], *, capacity: Mapping[str, int] | None = None) -> Counts:
+    """Shares in proportion to `weights`, such as {"nvme": 2, "pfs": 1}, by largest remainder. Weight 0 gets none.
+
+    capacity: as in `eq1_split`. A weight below 0, or none above it, raises ConfigError.
+    """
+    shown = ",".join(f"{name}:{weight:g}" for name, weight in weights.items())
+    if not all(0 <= weight < float("inf") for weight in weights.values()) or not any(weights.values()):
+        raise ConfigError(f"weights {shown!r} cannot divide subgroups: give numbers from 0, one of them above 0.")
+    return _proportional(count, {name: Fraction(weight) for name, weight in weights.items()}, capacity or {})
+
+
+def balanced_split(
+    count: int, rates: Mapping[str, PathRates], *, capacity: Mapping[str, int] | None = None, minimum: int = 0
+) -> Counts:
+    """The whole numbers that give the shortest makespan: no path is busy longer than it must be.
+
+    Reads and writes are told apart, and whether they share the device; Eq. 1 sees only the slower of both. Exact: one
+    subgroup at a time goes where it is done first, and as the time of a path only grows with its subgroups no exchange
+    can undercut that. capacity: as in `eq1_split`. minimum: subgroups that each path gets at least, as far as its
+    capacity goes; of no account when there are not enough for all.
+    """
+    rooms = {name: _room(name, count, capacity or {}) for name in rates}
+    _require_room(count, rooms)
+    counts = {name: min(minimum, room) for name, room in rooms.items()}
+    if sum(counts.values()) > count:
+        counts = dict.fromkeys(rates, 0)
+    cost = {name: rate.seconds_per_byte for name, rate in rates.items()}
+    order = {name: place for place, name in enumerate(rates)}
+    queue = [((counts[name] + 1) * cost[name], order[name], name) for name in rates if counts[name] < rooms[name]]
+    heapq.heapify(queue)
+    for _ in range(count - sum(counts.values())):
+        _, place, name = heapq.heappop(queue)
+        counts[name] += 1
+        if counts[name] < rooms[name]:
+            heapq.heappush(queue, ((counts[name] + 1) * cost[name], place, name))
+    return counts
+
+
+def assign(ids: Sequence[int], counts: Mapping[str, int], current: Mapping[int, str] | None = None) -> dict[int, str]:
+    """A path for each subgroup: `counts[path]` of them each, as few moved away from `current` as can be.
+
+    Paths are spread evenly over the order of `ids`, so that all of them work at once: from scratch, any first k ids
+    have less than one subgroup more or less of a path than k × its share. What is told to move is chosen for evenness
+    too. Ids in `current` that are not in `ids` are ignored, paths that are not in `counts` are left.
+    """
+    if sum(counts.values()) != len(ids):
+        raise ConfigError(f"counts of {sum(counts.values())} subgroups cannot be given to {len(ids)}: make them equal.")
+    now = {i: path for i in ids if (path := (current or {}).get(i)) in counts}
+    held = Counter(now.values())
+    keeps = {path: min(held[path], n) for path, n in counts.items()}
+    leaves = {path: held[path] - keeps[path] for path in counts}
+    takes = {path: n - keeps[path] for path, n in counts.items()}
+    given = dict.fromkeys(counts, 0)
+    order = {path: place for place, path in enumerate(counts)}
+    assigned: dict[int, str] = {}
+
+    def urgency(path: str, place: int) -> tuple[bool, int, int]:
+        """Due paths first, by the place at which their next one is late: earliest deadline, as in pfair scheduling."""
+        early = given[path] * len(ids) >= place * counts[path]
+        return early, -(-(given[path] + 1) * len(ids) // counts[path]), order[path]
+
+    for place, i in enumerate(ids, start=1):
+        home = now.get(i)
+        choices = [] if home is not None and not leaves[home] else [path for path in counts if takes[path]]
+        if home is not None and keeps[home]:
+            choices.append(home)
+        path = min(choices, key=lambda choice: urgency(choice, place))
+        if path == home:
+            keeps[path] -= 1
+        else:
+            takes[path] -= 1
+            if home is not None:
+                leaves[home] -= 1
+        given[path] += 1
+        assigned[i] = path
+    return assigned
+
+
+def _proportional(count: int, weights: Mapping[str, Fraction], capacity: Mapping[str, int]) -> Counts:
+    """Largest remainder; paths that would overflow are filled, and the rest is divided anew among the others."""
+    open_weights = {name: weight for name, weight in weights.items() if weight > 0}
+    rooms = {name: _room(name, count, capacity) if name in open_weights else 0 for name in weights}
+    _require_room(count, rooms)
+    counts = dict.fromkeys(weights, 0)
+    while left := count - sum(counts.values()):
+        shares = _largest_remainder(left, open_weights)
+        over = [name for name, share in shares.items() if share > rooms[name]]
+        if not over:
+            return counts | shares
+        for name in over:
+            counts[name] = rooms[name]
+            del open_weights[name]
+    return counts
+
+
+def _largest_remainder(count: int, weights: Mapping[str, Fraction]) -> Counts:
+    total = sum(weights.values())
+    exact = {name: count * weight / total for name, weight in weights.items()}
+    shares = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: shares[name] - exact[name])
+    for name in by_remainder[: count - sum(shares.values())]:
+        shares[name] += 1
+    return shares
+
+
+def _room(name: str, count: int, capacity: Mapping[str, int]) -> int:
+    return min(count, max(0, capacity.get(name, count)))
+
+
+def _require_room(count: int, rooms: Mapping[str, int]) -> None:
+    total = sum(rooms.values())
+    if total < count:
+        each = ", ".join(f"{name} takes {room}" for name, room in rooms.items()) or "there is no path"
+        raise CapacityError(
+            f"{count} subgroups do not fit on the paths: {each}, {total} in all. {_REMEDY}", count, total
+        )
