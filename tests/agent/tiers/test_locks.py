@@ -16,6 +16,7 @@ import pytest
 
 from tests.agent.tiers.neighbour import SPAWN, neighbour
 from tests.services import until
+from tidegate.agent.tiers import locks as locks_module
 from tidegate.agent.tiers.locks import TURNSTILE, TierLocks, device_key, lock_directory, locked_by_other
 from tidegate.errors import LocksUnusable
 
@@ -214,6 +215,36 @@ def test_another_process_that_waits_goes_before_more_threads(folder: Path, pool:
         other.leave()
         assert all(thread.result() > left for thread in late)
         staying.result()
+
+
+def test_while_a_thread_waits_in_line_no_other_thread_goes_round_it(
+    folder: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turnstile belongs to the process: a thread that tried it would leave it for the one that waits there."""
+    locks = TierLocks(folder, "device", timeout_seconds=LONG)
+    pass_turnstile, go = locks_module._pass_turnstile, threading.Event()
+
+    def held_up(fd: int) -> None:
+        assert go.wait(LONG)
+        pass_turnstile(fd)
+
+    def hold() -> bool:
+        with locks.hold() as held:
+            return held.acquired
+
+    monkeypatch.setattr(locks_module, "_pass_turnstile", held_up)
+    with neighbour(folder) as other:
+        assert other.hold()
+        first = pool.submit(hold)
+        wait_in_line(locks, 1)
+        other.leave()
+        second = pool.submit(hold)
+        wait_in_line(locks, 2)
+        go.set()
+        assert first.result()
+        assert second.result()
+        until(lambda: locks._file.queue is None, "the end of the line")
+        assert other.hold()
 
 
 def test_what_interrupts_a_wait_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

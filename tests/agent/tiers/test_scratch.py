@@ -364,6 +364,18 @@ def test_more_than_there_is_leaves_the_file_as_it_was(tmp_path: Path, file: int)
     assert os.fstat(file).st_size == 4
 
 
+def test_what_was_allocated_before_space_ran_out_is_given_back(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(fd: int, _: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes // 2)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    os.write(file, b"kept")
+    monkeypatch.setattr(os, "posix_fallocate", half)
+    with pytest.raises(PathFull, match="quota"):
+        reserve(file, 1 << 20)
+    assert os.fstat(file).st_size == 4
+
+
 def test_reserving_nothing_is_a_mistake(file: int) -> None:
     with pytest.raises(ValueError, match="nbytes is 0"):
         reserve(file, 0)
