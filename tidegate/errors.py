@@ -10,6 +10,16 @@ TidegateError
 ├── EngineError            the engine could not finish a step
 │   ├── LaneStuckError     an op outlived the watchdog; names lane and op
 │   └── DeviceAccessError  an op touched memory that is not where it must be
+├── StorageError           a path cannot hold state, or what lies there is not the state that was asked for
+│   ├── PathUnusable       missing, not a directory, not writable, read-only, another user's
+│   ├── PathFull           no room; carries the figures
+│   ├── LocksUnusable      the folder of lock files is not private, or cannot lock
+│   ├── ScratchTaken       scratch that is, or may be, in use; or that an earlier run left behind
+│   └── StateFileError     one file of state; names what was found and what was expected
+│       ├── NotAStateFile, NewerFormat, ForeignByteOrder, UnknownChecksum
+│       ├── HeaderTruncated, HeaderDamaged, HeaderContradiction, DataTruncated
+│       ├── BlockDamaged   the data differ from their checksum; names block and offset
+│       └── ForeignRun, ForeignState, WrongStep, WeightsMismatch
 ├── DaemonError            the daemon answered with a problem (RFC 9457), or cannot be reached
 │   ├── DaemonUnreachable
 │   ├── NotAuthorized
@@ -20,6 +30,9 @@ TidegateError
 """
 
 from __future__ import annotations
+
+import os
+from typing import ClassVar
 
 
 class TidegateError(Exception):
@@ -81,6 +94,142 @@ class LaneStuckError(EngineError):
 
 class DeviceAccessError(EngineError):
     """An op touched memory that is not where it must be."""
+
+
+class StorageError(TidegateError):
+    """A path cannot hold state, or what lies there is not the state that was asked for."""
+
+
+class PathUnusable(StorageError):
+    """A directory that cannot hold state: missing, not a directory, not writable, read-only, another user's."""
+
+
+class PathFull(StorageError):
+    """What was asked for does not fit on a path. `needed_bytes` and `free_bytes` are the figures behind the message."""
+
+    def __init__(self, message: str, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+class LocksUnusable(StorageError):
+    """The folder of lock files is not private to this user, or its file system cannot lock."""
+
+
+class ScratchTaken(StorageError):
+    """Scratch that is in use, may be in use, or was left behind by an earlier run."""
+
+
+class StateFileError(StorageError):
+    """A file that does not hold the state that was asked for; nothing of it may be used.
+
+    The message names file, trouble, what was found, what was expected, and the remedy.
+    """
+
+    trouble: ClassVar[str] = "is not what was asked for"
+    remedy: ClassVar[str] = "Load a checkpoint; what is in this file is lost."
+
+    def __init__(self, file: str | os.PathLike[str], found: object, expected: object) -> None:
+        super().__init__(f"{os.fspath(file)} {self.trouble}: found {found}, expected {expected}. {self.remedy}")
+        self.file = os.fspath(file)
+        self.found = found
+        self.expected = expected
+
+
+class NotAStateFile(StateFileError):
+    """The file does not begin as state files do."""
+
+    trouble = "is not a state file of Tidegate, or its first bytes are damaged"
+    remedy = "Give the directory that Tidegate wrote, or load a checkpoint."
+
+
+class NewerFormat(StateFileError):
+    """A later Tidegate wrote the file."""
+
+    trouble = "has a format that this Tidegate does not know"
+    remedy = "Read it with the Tidegate that wrote it, or a later one."
+
+
+class ForeignByteOrder(StateFileError):
+    """The numbers in the data have the other byte order."""
+
+    trouble = "was written on a machine of another byte order"
+    remedy = "Load a checkpoint made with state_dict, which moves between machines."
+
+
+class UnknownChecksum(StateFileError):
+    """The blocks carry checksums of a kind that is not known here."""
+
+    trouble = "carries checksums of an unknown kind"
+    remedy = "Read it with the Tidegate that wrote it, or a later one."
+
+
+class HeaderTruncated(StateFileError):
+    """The file ends inside its header."""
+
+    trouble = "ends inside its header"
+
+
+class HeaderDamaged(StateFileError):
+    """The header differs from its checksum."""
+
+    trouble = "has a damaged header"
+
+
+class HeaderContradiction(StateFileError):
+    """Values in the header cannot be true together."""
+
+    trouble = "has a header that contradicts itself"
+
+
+class DataTruncated(StateFileError):
+    """The file ends before its data do."""
+
+    trouble = "is too short for its data"
+
+
+class BlockDamaged(StateFileError):
+    """The data of block number `block`, at byte `offset` of the file, differ from their checksum."""
+
+    trouble = "has a damaged block"
+    remedy = "The device may be failing: look at its health, then load a checkpoint."
+
+    def __init__(
+        self, file: str | os.PathLike[str], block: int, offset: int, found_checksum: int, expected_checksum: int
+    ) -> None:
+        where = f"block {block} at byte {offset:,}"
+        super().__init__(file, f"checksum {found_checksum:#010x} in {where}", f"{expected_checksum:#010x}")
+        self.block = block
+        self.offset = offset
+
+
+class ForeignRun(StateFileError):
+    """Another run wrote the file."""
+
+    trouble = "belongs to another run"
+    remedy = "Give each run its own directory or name."
+
+
+class ForeignState(StateFileError):
+    """The state of another rank, subgroup, format or update rule."""
+
+    trouble = "holds the state of another model, rank or optimizer"
+    remedy = "Resume with the model, dtype, subgroup size, optimizer and number of ranks that wrote it."
+
+
+class WrongStep(StateFileError):
+    """The state is that of another step."""
+
+    trouble = "holds the state of another step"
+    remedy = "A flush was lost, or checkpoints were mixed: load one checkpoint as a whole."
+
+
+class WeightsMismatch(StateFileError):
+    """The weights in the model are not those that the state belongs to."""
+
+    trouble = "belongs to other weights than the model has"
+    remedy = "Load weights and state of the same checkpoint, or start the optimizer anew."
 
 
 class DataError(TidegateError):

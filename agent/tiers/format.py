@@ -1,0 +1,309 @@
+"""The file that holds the state of one subgroup: a header of whole pages, then the data, padded to a page.
+
+All offsets are multiples of 4096 bytes, so that header and data can be read and written past the page cache. Numbers
+in the header are little-endian; those in the data have the byte order of the machine, which the header marks.
+
+    byte   size
+    0      8     "TIDEGATE"
+    8      4     version of the format, 1
+    12     4     0x01020304 in the byte order of the data
+    16     16    id of the run
+    32     16    name of the update rule, ASCII, filled up with zeros
+    48     4     rank
+    52     4     weight format, a number that only kernels know
+    56     8     subgroup
+    64     8     numel: parameters in the subgroup
+    72     4     bytes of state per parameter
+    76     4     kind of the checksums of blocks and weights
+    80     8     step: number of the last update, 0 before the first
+    88     8     bytes of a block, a multiple of 4096; the last block may be shorter
+    96     8     bytes of data: numel × bytes per parameter
+    104    8     number of blocks
+    112    8     checksum of the weights that the state belongs to
+    120    4·n   checksum of each block, without the padding
+    …            zeros
+    end-4  4     CRC-32 (zlib's) of all header bytes before it
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import zlib
+from dataclasses import astuple, dataclass, fields
+from enum import IntEnum
+from typing import Final
+
+from tidegate.errors import (
+    BlockDamaged,
+    DataTruncated,
+    ForeignByteOrder,
+    ForeignRun,
+    ForeignState,
+    HeaderContradiction,
+    HeaderDamaged,
+    HeaderTruncated,
+    NewerFormat,
+    NotAStateFile,
+    UnknownChecksum,
+    WeightsMismatch,
+    WrongStep,
+)
+
+PAGE_BYTES: Final = 4096
+MAGIC: Final = b"TIDEGATE"
+VERSION: Final = 1
+BYTE_ORDER_MARKS: Final = {"little": 0x01020304, "big": 0x04030201}
+"""The mark, read as little-endian, by the byte order of the data."""
+
+_START: Final = struct.Struct("<8sII")
+_FIELDS: Final = struct.Struct("<16s16sIIQQIIQQQQQ")
+_CHECKSUM: Final = struct.Struct("<I")
+_BLOCKS_AT: Final = _START.size + _FIELDS.size
+
+Name = str | os.PathLike[str]
+
+
+class ChecksumKind(IntEnum):
+    """How the checksums of blocks and weights are computed, by whoever moves the data."""
+
+    CRC32C = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StateKind:
+    """Whose state a file holds: what must be equal for it to be of use."""
+
+    rule: str
+    """Name of the update rule: 1 to 16 ASCII characters."""
+    rank: int
+    subgroup: int
+    numel: int
+    weight_format: int
+    state_bytes: int
+    """Per parameter."""
+
+    def __post_init__(self) -> None:
+        if not (self.rule.isascii() and self.rule.isprintable() and 1 <= len(self.rule) <= 16):
+            raise ValueError(f"rule is {self.rule!r}, it must be 1 to 16 printable ASCII characters")
+        for name, least in (("rank", 0), ("subgroup", 0), ("numel", 1), ("weight_format", 0), ("state_bytes", 1)):
+            _at_least(name, getattr(self, name), least)
+
+    @property
+    def data_bytes(self) -> int:
+        return self.numel * self.state_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What stands before the data. `data_bytes` and offsets follow from it.
+
+    ValueError for values that no file can hold: a mistake of the caller, not of a file.
+    """
+
+    kind: StateKind
+    run_id: bytes
+    """16 bytes."""
+    step: int
+    block_bytes: int
+    block_checksums: tuple[int, ...]
+    """32 bits each, one for every block."""
+    weights_checksum: int
+    """Up to 64 bits."""
+    checksum_kind: ChecksumKind = ChecksumKind.CRC32C
+
+    def __post_init__(self) -> None:
+        if len(self.run_id) != 16:
+            raise ValueError(f"run_id has {len(self.run_id)} bytes, it must have 16")
+        if self.block_bytes < PAGE_BYTES or self.block_bytes % PAGE_BYTES:
+            raise ValueError(f"block_bytes is {self.block_bytes}, it must be a multiple of {PAGE_BYTES}")
+        expected = num_blocks(self.kind.data_bytes, self.block_bytes)
+        if len(self.block_checksums) != expected:
+            raise ValueError(
+                f"{len(self.block_checksums)} block checksums: {self.kind.data_bytes:,} bytes in blocks of "
+                f"{self.block_bytes:,} make {expected}"
+            )
+        _at_least("step", self.step, 0)
+        _at_least("weights_checksum", self.weights_checksum, 0)
+
+    @property
+    def data_bytes(self) -> int:
+        """Without the padding."""
+        return self.kind.data_bytes
+
+    @property
+    def header_bytes(self) -> int:
+        """Also where the data begin."""
+        return header_bytes(len(self.block_checksums))
+
+    @property
+    def file_bytes(self) -> int:
+        return file_bytes(self.data_bytes, self.block_bytes)
+
+    def block(self, index: int) -> tuple[int, int]:
+        """Offset in the file and bytes, without the padding, of one block."""
+        start = index * self.block_bytes
+        if not 0 <= start < self.data_bytes:
+            raise IndexError(f"block {index} of {len(self.block_checksums)}")
+        return self.header_bytes + start, min(self.block_bytes, self.data_bytes - start)
+
+    def pack(self) -> bytes:
+        """The header as it stands in the file, `header_bytes` long. ValueError when a number does not fit."""
+        kind = self.kind
+        try:
+            packed = (
+                _START.pack(MAGIC, VERSION, BYTE_ORDER_MARKS[sys.byteorder])
+                + _FIELDS.pack(
+                    self.run_id, kind.rule.encode("ascii"), kind.rank, kind.weight_format, kind.subgroup, kind.numel,
+                    kind.state_bytes, self.checksum_kind, self.step, self.block_bytes, self.data_bytes,
+                    len(self.block_checksums), self.weights_checksum,
+                )
+                + struct.pack(f"<{len(self.block_checksums)}I", *self.block_checksums)
+            )  # fmt: skip
+        except struct.error as error:
+            raise ValueError(f"{self} has a number that does not fit in the header: {error}") from error
+        body = packed.ljust(self.header_bytes - _CHECKSUM.size, b"\0")
+        return body + _CHECKSUM.pack(zlib.crc32(body))
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray | memoryview, file: Name) -> Header:
+        """The header at the beginning of `data`, which may go on after it; `file` is named in errors.
+
+        StateFileError, by what is wrong: NotAStateFile, NewerFormat, HeaderTruncated, HeaderDamaged,
+        HeaderContradiction, ForeignByteOrder, UnknownChecksum.
+        """
+        view = memoryview(data).cast("B")
+        mark = _check_start(view, file)
+        nbytes = _check_whole(view, file)
+        order = next((order for order, known in BYTE_ORDER_MARKS.items() if known == mark), f"mark {mark:#010x}")
+        if order != sys.byteorder:
+            raise ForeignByteOrder(file, order, sys.byteorder)
+        return _read(view[:nbytes], file)
+
+    def check_file(self, nbytes: int, file: Name) -> None:
+        """DataTruncated when a file of `nbytes` cannot hold the data. It may be longer: space reserved for more."""
+        if nbytes < self.file_bytes:
+            raise DataTruncated(file, f"{nbytes:,} bytes", f"{self.file_bytes:,}")
+
+    def check_run(self, run_id: bytes, file: Name) -> None:
+        """ForeignRun when another run wrote it. Not for files that a run resumes from."""
+        if self.run_id != run_id:
+            raise ForeignRun(file, f"run {self.run_id.hex()}", run_id.hex())
+
+    def check_kind(self, kind: StateKind, file: Name) -> None:
+        """ForeignState when it is not the state of this rank, subgroup, format and rule."""
+        if self.kind != kind:
+            names = [field.name for field in fields(StateKind)]
+            rows = zip(names, astuple(self.kind), astuple(kind), strict=True)
+            differing = [(name, mine, theirs) for name, mine, theirs in rows if mine != theirs]
+            found = ", ".join(f"{name} {mine}" for name, mine, _ in differing)
+            raise ForeignState(file, found, ", ".join(f"{name} {theirs}" for name, _, theirs in differing))
+
+    def check_step(self, step: int, file: Name) -> None:
+        """WrongStep when it is the state after another update."""
+        if self.step != step:
+            raise WrongStep(file, f"step {self.step}", step)
+
+    def check_block(self, index: int, checksum: int, file: Name) -> None:
+        """BlockDamaged when the data that were read of this block have another checksum."""
+        if self.block_checksums[index] != checksum:
+            raise BlockDamaged(file, index, self.block(index)[0], checksum, self.block_checksums[index])
+
+    def check_weights(self, checksum: int, file: Name) -> None:
+        """WeightsMismatch when the model's weights have another checksum than those the state was written for."""
+        if self.weights_checksum != checksum:
+            raise WeightsMismatch(
+                file, f"state of weights {self.weights_checksum:#018x}", f"{checksum:#018x}, which the model has"
+            )
+
+
+def num_blocks(data_bytes: int, block_bytes: int) -> int:
+    return -(-data_bytes // block_bytes)
+
+
+def header_bytes(num_blocks: int) -> int:
+    """Bytes of the header of a file with so many blocks: whole pages."""
+    return padded_bytes(_BLOCKS_AT + _CHECKSUM.size * num_blocks + _CHECKSUM.size)
+
+
+def file_bytes(data_bytes: int, block_bytes: int) -> int:
+    """Bytes of the file of so much data: what to reserve."""
+    return header_bytes(num_blocks(data_bytes, block_bytes)) + padded_bytes(data_bytes)
+
+
+def padded_bytes(nbytes: int) -> int:
+    """`nbytes` rounded up to whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def bytes_to_read(first_page: bytes | bytearray | memoryview, file: Name) -> int:
+    """Bytes of the whole header, from its first page: for a reader that does not know how many blocks there are.
+
+    The number is not yet covered by the checksum: a damaged one may be large, never smaller than a page. Errors as
+    `Header.unpack`.
+    """
+    view = memoryview(first_page).cast("B")
+    _check_start(view, file)
+    return header_bytes(_count_blocks(view, file))
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name} is {value}, the least is {least}")
+
+
+def _check_start(view: memoryview, file: Name) -> int:
+    """The byte order mark, of a file that is ours."""
+    if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)] or not view:
+        raise NotAStateFile(file, bytes(view[: len(MAGIC)]), MAGIC)
+    if len(view) < _BLOCKS_AT:
+        raise HeaderTruncated(file, f"{len(view):,} bytes", f"at least {PAGE_BYTES:,}")
+    _, version, mark = _START.unpack_from(view)
+    if version > VERSION:
+        raise NewerFormat(file, f"version {version}", f"at most {VERSION}")
+    return int(mark)
+
+
+def _count_blocks(view: memoryview, file: Name) -> int:
+    """The number of blocks, which must be that of the data: it says where the checksum stands."""
+    *_, block_bytes, data_bytes, count, _ = _FIELDS.unpack_from(view, _START.size)
+    if not block_bytes or count != num_blocks(data_bytes, block_bytes):
+        found = f"{count:,} blocks of {block_bytes:,} bytes for {data_bytes:,} bytes"
+        raise HeaderContradiction(file, found, "as many blocks as the data fill")
+    return int(count)
+
+
+def _check_whole(view: memoryview, file: Name) -> int:
+    """Bytes of the header, which is all there and equals its checksum."""
+    nbytes = header_bytes(_count_blocks(view, file))
+    if len(view) < nbytes:
+        raise HeaderTruncated(file, f"{len(view):,} bytes", f"{nbytes:,}")
+    end = nbytes - _CHECKSUM.size
+    (expected,) = _CHECKSUM.unpack_from(view, end)
+    found = zlib.crc32(view[:end])
+    if found != expected:
+        raise HeaderDamaged(file, f"checksum {found:#010x}", f"{expected:#010x}")
+    return nbytes
+
+
+def _read(view: memoryview, file: Name) -> Header:
+    """The values of a header that is whole: what is wrong now was written so."""
+    (
+        run_id, rule, rank, weight_format, subgroup, numel, state_bytes, checksum_kind, step, block_bytes, data_bytes,
+        count, weights_checksum,
+    ) = _FIELDS.unpack_from(view, _START.size)  # fmt: skip
+    if checksum_kind not in tuple(ChecksumKind):
+        raise UnknownChecksum(file, checksum_kind, ", ".join(f"{kind.value} ({kind.name})" for kind in ChecksumKind))
+    if data_bytes != numel * state_bytes:
+        found = f"{data_bytes:,} bytes for {numel:,} parameters of {state_bytes}"
+        raise HeaderContradiction(file, found, f"{numel * state_bytes:,} bytes")
+    checksums = struct.unpack_from(f"<{count}I", view, _BLOCKS_AT)
+    try:
+        kind = StateKind(rule.rstrip(b"\0").decode("ascii"), rank, subgroup, numel, weight_format, state_bytes)
+        header = Header(kind, run_id, step, block_bytes, checksums, weights_checksum, ChecksumKind(checksum_kind))
+    except ValueError as error:
+        raise HeaderContradiction(file, f"{error}", "values that can be written") from error
+    if header.pack() != view:
+        raise HeaderContradiction(file, "bytes beside the values", "zeros, and the version that this is")
+    return header
