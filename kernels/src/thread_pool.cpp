@@ -3,7 +3,6 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,6 +12,8 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+
+#include "signals_blocked.h"
 
 namespace tidegate {
 
@@ -102,20 +103,6 @@ void pin(std::thread& worker, const std::vector<int>& cpus, const cpu_set_t& set
     if (!CPU_ISSET(cpu, &actual))
       throw std::invalid_argument("cpu " + std::to_string(cpu) + " may not be used by this process");
 }
-
-// Signals are for the thread that Python runs in; workers inherit the mask of the thread that starts them.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &saved_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &saved_, nullptr); }
-
- private:
-  sigset_t saved_;
-};
 
 }  // namespace
 

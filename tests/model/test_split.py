@@ -9,21 +9,21 @@ import pytest
 
 from tidegate.errors import CapacityError
 from tidegate.model.split import PathTraffic, SplitEstimator
-from tidegate.plan.split import Counts, PathRates, balanced_split, makespan_seconds
+from tidegate.plan.split import Counts, PathSpeeds, balanced_split, makespan_seconds
 
 SUBGROUP_BYTES = 1_000_000_000
 COUNT = 70
 
 
-def rates(read: float, write: float, duplex: bool = False) -> PathRates:
-    return PathRates(read_bytes_per_second=read * 1e9, write_bytes_per_second=write * 1e9, duplex=duplex)
+def rates(read: float, write: float, duplex: bool = False) -> PathSpeeds:
+    return PathSpeeds(read_bytes_per_second=read * 1e9, write_bytes_per_second=write * 1e9, duplex=duplex)
 
 
 PATHS = {"nvme": rates(6.0, 3.0), "pfs": rates(3.0, 3.0, duplex=True), "s3": rates(1.0, 0.5)}
 
 
 def traffic(
-    counts: Counts, truth: dict[str, PathRates], noise: Callable[[], float] = lambda: 1.0
+    counts: Counts, truth: dict[str, PathSpeeds], noise: Callable[[], float] = lambda: 1.0
 ) -> dict[str, PathTraffic]:
     """A step in which a path reads all the time that it does not write, as a shared device would."""
     found = {}
@@ -41,7 +41,7 @@ def traffic(
 def run(
     estimator: SplitEstimator,
     counts: Counts,
-    truth: dict[str, PathRates],
+    truth: dict[str, PathSpeeds],
     steps: int,
     noise: Callable[[], float] = lambda: 1.0,
 ) -> tuple[Counts, int]:
@@ -54,10 +54,10 @@ def run(
     return counts, moves
 
 
-def slowed(name: str, factor: float) -> dict[str, PathRates]:
+def slowed(name: str, factor: float) -> dict[str, PathSpeeds]:
     rate = PATHS[name]
     return PATHS | {
-        name: PathRates(
+        name: PathSpeeds(
             read_bytes_per_second=rate.read_bytes_per_second / factor,
             write_bytes_per_second=rate.write_bytes_per_second / factor,
             duplex=rate.duplex,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tidegate.errors import CapacityError, ConfigError
 from tidegate.plan.split import (
-    PathRates,
+    PathSpeeds,
     assign,
     balanced_split,
     eq1_split,
@@ -23,8 +23,8 @@ from tidegate.plan.split import (
 )
 
 
-def rates(read: float, write: float, duplex: bool = False) -> PathRates:
-    return PathRates(read_bytes_per_second=read, write_bytes_per_second=write, duplex=duplex)
+def rates(read: float, write: float, duplex: bool = False) -> PathSpeeds:
+    return PathSpeeds(read_bytes_per_second=read, write_bytes_per_second=write, duplex=duplex)
 
 
 NAMES = ("nvme", "pfs", "s3", "tape")
@@ -32,7 +32,7 @@ SPEEDS = st.builds(rates, st.floats(0.1, 10), st.floats(0.1, 10), st.booleans())
 
 
 @st.composite
-def paths(draw: st.DrawFn) -> dict[str, PathRates]:
+def paths(draw: st.DrawFn) -> dict[str, PathSpeeds]:
     return {name: draw(SPEEDS) for name in NAMES[: draw(st.integers(1, 3))]}
 
 
@@ -59,7 +59,7 @@ def test_equation_1_by_hand(count: int, bandwidths: dict[str, float], expected: 
 
 
 @given(st.integers(0, 60), paths())
-def test_equation_1_is_within_one_of_its_share(count: int, made: dict[str, PathRates]) -> None:
+def test_equation_1_is_within_one_of_its_share(count: int, made: dict[str, PathSpeeds]) -> None:
     split = eq1_split(count, made)
     slower = {n: min(r.read_bytes_per_second, r.write_bytes_per_second) for n, r in made.items()}
     assert sum(split.values()) == count
@@ -102,7 +102,7 @@ def test_a_users_split() -> None:
 
 @given(paths(), st.integers(0, 9), st.data())
 @settings(max_examples=300)
-def test_balanced_is_the_best_of_all_splits(made: dict[str, PathRates], count: int, data: st.DataObject) -> None:
+def test_balanced_is_the_best_of_all_splits(made: dict[str, PathSpeeds], count: int, data: st.DataObject) -> None:
     """Held against every split that there is, capacities and a minimum included."""
     capacity = {name: data.draw(st.integers(0, 9)) for name in made if data.draw(st.booleans())}
     minimum = data.draw(st.integers(0, 2))

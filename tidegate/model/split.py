@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tidegate.plan.split import Counts, PathRates, balanced_split, makespan_seconds
+from tidegate.plan.split import Counts, PathSpeeds, balanced_split, makespan_seconds
 
 MINIMUM_GAIN: Final = 0.05
 """Share of the makespan that a move must promise."""
@@ -65,17 +65,17 @@ class SplitEstimator:
     the same proposals. Not thread-safe.
     """
 
-    def __init__(self, rates: Mapping[str, PathRates], *, minimum_gain: float = MINIMUM_GAIN) -> None:
+    def __init__(self, rates: Mapping[str, PathSpeeds], *, minimum_gain: float = MINIMUM_GAIN) -> None:
         self._duplex = {name: rate.duplex for name, rate in rates.items()}
         self._reads = {name: _Speed(rate.read_bytes_per_second) for name, rate in rates.items()}
         self._writes = {name: _Speed(rate.write_bytes_per_second) for name, rate in rates.items()}
         self._minimum_gain = minimum_gain
 
     @property
-    def rates(self) -> dict[str, PathRates]:
+    def rates(self) -> dict[str, PathSpeeds]:
         """The present estimate."""
         return {
-            name: PathRates(
+            name: PathSpeeds(
                 read_bytes_per_second=1 / self._reads[name].seconds_per_byte,
                 write_bytes_per_second=1 / self._writes[name].seconds_per_byte,
                 duplex=duplex,

@@ -22,7 +22,7 @@ _REMEDY: Final = "Free space on a path, add one, or raise host_cache."
 
 
 @dataclass(frozen=True, kw_only=True)
-class PathRates:
+class PathSpeeds:
     """The speeds of one path, in bytes per second, each measured with the other direction at rest.
 
     duplex: reads and writes run at full speed at the same time. Otherwise they share the device.
@@ -45,7 +45,7 @@ class PathRates:
         return max(read, write) if self.duplex else read + write
 
 
-def makespan_seconds(counts: Mapping[str, int], rates: Mapping[str, PathRates], subgroup_bytes: int) -> float:
+def makespan_seconds(counts: Mapping[str, int], rates: Mapping[str, PathSpeeds], subgroup_bytes: int) -> float:
     """When the last path is done if each reads and writes its subgroups of `subgroup_bytes` once, all at work at once.
 
     That is the lower bound of the storage: nothing else holds a path up.
@@ -58,7 +58,7 @@ def subgroup_capacity(free_bytes: Mapping[str, int], subgroup_bytes: int) -> Cou
     return {name: max(0, free) // subgroup_bytes for name, free in free_bytes.items()}
 
 
-def eq1_split(count: int, rates: Mapping[str, PathRates], *, capacity: Mapping[str, int] | None = None) -> Counts:
+def eq1_split(count: int, rates: Mapping[str, PathSpeeds], *, capacity: Mapping[str, int] | None = None) -> Counts:
     """MLP Eq. 1: the share of a path is B_i / ΣB, with B_i the smaller of its read and write bandwidth.
 
     Whole subgroups by largest remainder. capacity: most subgroups of each path, without limit where absent; what is
@@ -82,7 +82,7 @@ def user_split(count: int, weights: Mapping[str, float], *, capacity: Mapping[st
 
 
 def balanced_split(
-    count: int, rates: Mapping[str, PathRates], *, capacity: Mapping[str, int] | None = None, minimum: int = 0
+    count: int, rates: Mapping[str, PathSpeeds], *, capacity: Mapping[str, int] | None = None, minimum: int = 0
 ) -> Counts:
     """The whole numbers that give the shortest makespan: no path is busy longer than it must be.
 
