@@ -160,7 +160,8 @@ class Training:
 
         for sign in (-1, 1):
             watch.sign = sign
-            handles = list(attach._watch_phases(self.optimizer, module)) if sign > 0 else []
+            hooks = attach._PhaseHooks(self.optimizer)
+            handles = hooks.on(module) if sign > 0 else []
             for _ in range(calls):
                 watch.around(once)
             for handle in handles:
