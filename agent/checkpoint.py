@@ -25,7 +25,7 @@ def gather(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int])
         return {}  # as cheap as it is for torch: Accelerate asks at construction
     found: list[dict[str, torch.Tensor]] = [_empty_moments(param) for param in params]
     for layout in engine.layouts:
-        with engine.memory.on_host(layout.id) as arrays:
+        with engine.memory.arrays(layout.id, changed=False) as arrays:
             for s in layout.segments:
                 for name, array in arrays.items():
                     # On the host, where it comes from: the device need not have room for it.
@@ -113,7 +113,7 @@ def scatter(engine: Engine, params: Sequence[torch.Tensor], state: Mapping[int, 
     """Puts a checked state where the subgroups live; moments of parameters without state become 0."""
     engine.weights_loaded()
     for layout in engine.layouts:
-        with engine.memory.on_host(layout.id) as arrays:
+        with engine.memory.arrays(layout.id) as arrays:
             for s in layout.segments:
                 for name, array in arrays.items():
                     part = array[s.start : s.start + s.numel]

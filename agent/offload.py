@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 from tidegate.agent.devices.emulated import EmulatedRates
 from tidegate.agent.gradients import Mode
+from tidegate.agent.tiers.path import PathSettings
 from tidegate.errors import ConfigError
-from tidegate.knobs import AUTO, Knobs
+from tidegate.knobs import AUTO, PATH_KNOBS, Knobs, check_path_name, specs_for
 from tidegate.plan import Policy
 
 
@@ -32,6 +35,12 @@ class Offload:
     gradient_memory_bytes: with "release", what gradients may take on the device while they wait for the update; more
         are spilled to the host and come back with their state. 0 for what weights, state and headroom leave.
     policy: "interleaved", or a baseline: "sequential", "twinflow".
+    paths: storage for state that neither device nor host memory keeps: directories, or `PathSettings`, by name.
+    tier_split: what share of it each path gets, "nvme:2,pfs:1"; "auto": what measured speeds call for.
+    host_cache: bytes of host memory ("8GiB") that hold some of it between steps; "auto": 90 % of what is free.
+    order: "pinned" keeps the same subgroups in the host cache; "alternate" runs every other update backwards and keeps
+        those that the next one begins with (MLP-Offload); "auto": pinned.
+    host_slots: staging slots in host memory for each path; three let a fetch, an update and a flush overlap.
     """
 
     stride: float | str = AUTO
@@ -47,11 +56,19 @@ class Offload:
     gradient_memory_bytes: int = 0
     policy: Policy = "interleaved"
     watchdog_seconds: float = 120.0
+    paths: Mapping[str, str | os.PathLike[str] | PathSettings] = field(default_factory=dict)
+    tier_split: str = AUTO
+    host_cache: int | str = AUTO
+    order: str = AUTO
+    host_slots: int = 3
 
     def __post_init__(self) -> None:
+        for name in self.paths:
+            check_path_name(name)
         self.knobs()
-        for name in ("subgroup_numel", "num_slots", "cpu_threads", "headroom_bytes", "gradient_memory_bytes"):
-            minimum = 1 if name in ("subgroup_numel", "num_slots") else 0
+        for name in ("subgroup_numel", "num_slots", "host_slots", "cpu_threads", "headroom_bytes",
+                     "gradient_memory_bytes"):  # fmt: skip
+            minimum = 1 if name in ("subgroup_numel", "num_slots", "host_slots") else 0
             if getattr(self, name) < minimum:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range: at least {minimum}.")
         if self.device not in ("auto", "emulated"):
@@ -60,4 +77,14 @@ class Offload:
             raise ConfigError(f"gradients={self.gradients!r} is unknown: 'keep' or 'release'.")
 
     def knobs(self) -> Knobs:
-        return Knobs(stride=self.stride, static_ratio=self.static_ratio)  # type: ignore[arg-type]
+        """What the run begins with. KnobError for what is out of range or needs paths that are not there."""
+        wanted: dict[str, Any] = {"stride": self.stride, "static_ratio": self.static_ratio}
+        wanted |= {name: getattr(self, name) for name in PATH_KNOBS if getattr(self, name) != AUTO}
+        return Knobs().changed(wanted, specs_for(tuple(self.paths)))
+
+    def path_settings(self) -> dict[str, PathSettings]:
+        """By name, in their order."""
+        return {
+            name: path if isinstance(path, PathSettings) else PathSettings(directory=path)
+            for name, path in self.paths.items()
+        }

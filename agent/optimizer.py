@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol, Self
@@ -16,18 +16,22 @@ import torch
 
 from tidegate.agent import checkpoint
 from tidegate.agent.devices.choose import choose_device
-from tidegate.agent.engine.engine import Effective, Engine, StepResult
+from tidegate.agent.devices.pinned import host_available_bytes
+from tidegate.agent.engine.engine import Engine, StepResult
+from tidegate.agent.engine.residences import Effective
 from tidegate.agent.hyperparameters import TORCH_DEFAULTS, LossScale, check_group, check_max_grad_norm, step_inputs
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.offload import Offload
 from tidegate.agent.ownership import claim, give_up
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
+from tidegate.agent.tiers.store import TierStore
 from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError
-from tidegate.knobs import AUTO, Knobs, KnobValue
+from tidegate.knobs import AUTO, Knobs, KnobValue, weights_of
 
 log = logging.getLogger("tidegate")
 
+CACHE_SHARE = 0.9
 START_STRIDE = 2.0
 """What `auto` begins with, before rates are measured: the papers' choice."""
 
@@ -94,6 +98,11 @@ class AdamW(torch.optim.Optimizer):
         claim(self, self._params)
         self.device = choose_device(self.offload, self._params)
         layouts = cut([group["params"] for group in self.param_groups], self.offload.subgroup_numel)
+        self.knobs = self.offload.knobs()
+        self._auto_stride: float | str = START_STRIDE
+        paths = self.offload.path_settings()
+        store = TierStore(paths, _rank()) if paths else None
+        self._auto_cache_bytes = self._ample_cache(layouts)
         self.engine = Engine(
             self._params,
             layouts,
@@ -106,8 +115,10 @@ class AdamW(torch.optim.Optimizer):
             headroom_bytes=self.offload.headroom_bytes,
             early_gradients=not _is_distributed(),
             watchdog_seconds=self.offload.watchdog_seconds,
+            effective=self._effective(self.knobs),
+            store=store,
+            host_slots=self.offload.host_slots,
         )
-        self.knobs = self.offload.knobs()
         self.phases = PhaseClock(self.device.take_peak_bytes)
         self.observers: list[Callable[[StepResult, StepPhases], None]] = []
         """Called in the training thread when an update is done: in its `step()`, or later if it goes on meanwhile."""
@@ -123,7 +134,6 @@ class AdamW(torch.optim.Optimizer):
         """Phases of steps, and results of steps, that observers have not heard of; in the order of the steps."""
         self._settling = threading.Lock()
         self._backward_id = -1
-        self._auto_stride: float | str = START_STRIDE
         try:
             self.check_knobs(self.knobs)
         except BaseException:
@@ -252,7 +262,8 @@ class AdamW(torch.optim.Optimizer):
     # ---- knobs
 
     def check_knobs(self, knobs: Knobs) -> None:
-        """MemoryBudgetError with figures when these knobs do not fit. Safe from any thread."""
+        """MemoryBudgetError or CapacityError with figures when these knobs do not fit, KnobError when they name a path
+        that is not there. Safe from any thread."""
         self.engine.check(self._effective(knobs), self.offload.headroom_bytes)
 
     def apply_knobs(self, knobs: Knobs) -> None:
@@ -271,13 +282,34 @@ class AdamW(torch.optim.Optimizer):
         self.apply_knobs(self.knobs)
 
     def effective_knobs(self) -> dict[str, KnobValue]:
-        return {"stride": self.engine.effective.stride, "static_ratio": self.engine.effective.static_ratio}
+        effective, residences = self.engine.effective, self.engine.residences
+        values: dict[str, KnobValue] = {"stride": effective.stride, "static_ratio": effective.static_ratio}
+        if residences is not None:
+            values["tier_split"] = ",".join(f"{name}:{count}" for name, count in sorted(residences.counts.items()))
+            values["host_cache"] = effective.host_cache_bytes
+            values["order"] = "alternate" if effective.alternate else "pinned"
+        return values
 
     def _effective(self, knobs: Knobs) -> Effective:
         stride = self._auto_stride if knobs.stride == AUTO else knobs.stride
         if self.offload.policy == "twinflow":
             stride = "off"
-        return Effective(stride, knobs.static_ratio)  # type: ignore[arg-type]
+        split = None if knobs.tier_split == AUTO else tuple(weights_of(knobs.tier_split).items())
+        cache = self._auto_cache_bytes if knobs.host_cache == AUTO else int(knobs.host_cache)
+        return Effective(stride, knobs.static_ratio, split, cache, knobs.order == "alternate")  # type: ignore[arg-type]
+
+    def _ample_cache(self, layouts: Sequence[Layout]) -> int:
+        """`auto`: 90 % of the host memory that is free now, less what else the engine needs of it."""
+        if not self.offload.paths:
+            return 0
+        subgroups = [layout.subgroup() for layout in layouts]
+        state = sum(s.nbytes("state") for s in subgroups)
+        beside = sum(s.nbytes("weight") + s.nbytes("gradient") for s in subgroups)
+        largest = max((s.nbytes("state") + s.nbytes("weight") + s.nbytes("gradient") for s in subgroups), default=0)
+        slots = len(self.offload.paths) * self.offload.host_slots * largest
+        free = CACHE_SHARE * host_available_bytes() - slots
+        # What is cached and updated on the CPU has a mirror of its weight and a gradient in host memory, too.
+        return max(0, int(free * state / max(1, state + beside)))
 
     # ---- state
 
@@ -410,6 +442,10 @@ class AdamW(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if _is_distributed() else 0
 
 
 def _is_distributed() -> bool:

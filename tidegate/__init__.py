@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tidegate.agent.overlap import ForwardOverlap as ForwardOverlap
     from tidegate.agent.overlap import overlap_forward as overlap_forward
     from tidegate.agent.overlap import wait as wait
+    from tidegate.agent.tiers.path import PathSettings as PathSettings
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ _HOME = {
     "ForwardOverlap": "tidegate.agent.overlap",
     "overlap_forward": "tidegate.agent.overlap",
     "wait": "tidegate.agent.overlap",
+    "PathSettings": "tidegate.agent.tiers.path",
 }
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "EmulatedRates",
     "ForwardOverlap",
     "Offload",
+    "PathSettings",
     "attach",
     "overlap_ddp",
     "overlap_forward",

@@ -47,6 +47,12 @@ def busy_seconds(spans: Iterable[Interval], window: tuple[float, float] | None =
     return sum(end - start for start, end in union(spans, window))
 
 
+def both_busy_seconds(one: Iterable[Interval], other: Iterable[Interval]) -> float:
+    """Seconds in which a span of each is in progress."""
+    one, other = list(one), list(other)
+    return max(0.0, busy_seconds(one) + busy_seconds(other) - busy_seconds([*one, *other]))
+
+
 def busy_by_lane(timeline: Timeline, phase: Phase | None = None) -> dict[str, float]:
     """Busy seconds of each lane that has spans, in one phase or in all."""
     window = timeline.window(phase) if phase is not None else None

@@ -11,6 +11,7 @@ TidegateError
 │   ├── LaneStuckError     an op outlived the watchdog; names lane and op
 │   └── DeviceAccessError  an op touched memory that is not where it must be
 ├── StorageError           a path cannot hold state, or what lies there is not the state that was asked for
+│   ├── PathFailed         a read or a write that failed for good; names path, subgroup and step
 │   ├── PathUnusable       missing, not a directory, not writable, read-only, another user's
 │   ├── PathFull           no room; carries the figures
 │   ├── LocksUnusable      the folder of lock files is not private, or cannot lock
@@ -98,6 +99,16 @@ class DeviceAccessError(EngineError):
 
 class StorageError(TidegateError):
     """A path cannot hold state, or what lies there is not the state that was asked for."""
+
+
+class PathFailed(StorageError):
+    """A read or a write of one subgroup's state failed, and went on failing. `errno` is what the system said."""
+
+    def __init__(self, message: str, path: str, subgroup: int, errno: int) -> None:
+        super().__init__(message)
+        self.path = path
+        self.subgroup = subgroup
+        self.errno = errno
 
 
 class PathUnusable(StorageError):

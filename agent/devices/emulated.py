@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tidegate.agent.devices.base import Copy, DoneEvent, Event, GradRef, UpdateRun
 from tidegate.errors import DeviceAccessError, MemoryBudgetError
-from tidegate.kernels import ThreadPool, copy, fill, sum_of_squares
+from tidegate.kernels import ThreadPool, aligned_buffer, copy, fill, sum_of_squares
 from tidegate.plan.ops import D2H, H2D
 from tidegate.wire import DeviceKind
 
@@ -143,7 +143,8 @@ class EmulatedDevice:
             self._arena.free(address)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        """Pages of its own, huge ones if there are any: what comes from and goes to paths is moved at full speed."""
+        return torch.from_numpy(aligned_buffer(max(nbytes, 1)))[:nbytes]
 
     def adopt(self, tensor: torch.Tensor) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,16 +18,17 @@ from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.memory import StateMemory
+from tidegate.agent.engine.residences import Effective, Residences, StepOrder
 from tidegate.agent.engine.runner import MemoryRunner, StepInputs
 from tidegate.agent.gradients import Gradients, Mode
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.subgroups import Layout
+from tidegate.agent.tiers.store import PathClock, TierStore
 from tidegate.agent.weights import Weights
 from tidegate.errors import EngineError
 from tidegate.kernels import ThreadPool
-from tidegate.knobs import Off
 from tidegate.plan import Placement, Plan, Policy, make_plan, place, verify
-from tidegate.plan.ops import D2H, DEVICE, H2D, OpKind, Residence
+from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, OpKind, Processor, Residence, path_lanes
 from tidegate.timeline import Span
 
 READS_GRADIENT = (OpKind.GRAD_D2H, OpKind.GRAD_NORM, OpKind.DEVICE_UPDATE)
@@ -35,14 +36,6 @@ WRITES_WEIGHT = (OpKind.WEIGHT_H2D, OpKind.DEVICE_UPDATE)
 MAX_PLANS = 16
 MAX_DROPPED_SPANS = 10_000
 """Whoever calls backward and never `step()` must not fill the memory."""
-
-
-@dataclass(frozen=True)
-class Effective:
-    """The knobs as numbers: what the next plan is made from."""
-
-    stride: float | Off
-    static_ratio: float
 
 
 @dataclass(frozen=True)
@@ -68,10 +61,6 @@ class _Flight:
     stepped: tuple[int, ...] | None = None
     """Parameters that this step updates."""
 
-    @property
-    def spilled(self) -> list[bool]:
-        return [placement.spilled for placement in self.plan.placements]
-
 
 class Engine:
     """One per optimizer. Driven by the training thread (and autograd's, in hooks)."""
@@ -90,12 +79,17 @@ class Engine:
         headroom_bytes: int = 0,
         early_gradients: bool = True,
         watchdog_seconds: float = 120.0,
+        effective: Effective | None = None,
+        store: TierStore | None = None,
+        host_slots: int = 3,
     ) -> None:
+        """`effective`: the knobs to begin with. `store`: the storage paths; `host_slots`: staging slots in host memory
+        that each of them has."""
         self.params, self.layouts, self.device = list(params), list(layouts), device
         self.subgroups = tuple(layout.subgroup() for layout in layouts)
         self.num_slots = num_slots
         self.policy: Policy = policy
-        self.effective = Effective("off", 0.0)
+        self.effective = effective or Effective("off", 0.0)
         self.early_gradients = early_gradients
         self.gradients_come_reduced = False
         """What autograd accumulates is one rank's part: `gradients_reduced` tells of the whole."""
@@ -104,12 +98,20 @@ class Engine:
         self._dropped: deque[Span] = deque(maxlen=MAX_DROPPED_SPANS)
         """What plans did that were dropped since the last step."""
         released = gradients == "release"
-        self.memory = StateMemory(device, self.layouts, num_slots, slot_gradients=released)
+        self.store = store
+        self.host_slots = dict.fromkeys(store.paths, host_slots) if store is not None else {}
+        if store is not None:
+            store.know(layouts)
+            store.calibrate()
+        self.residences = Residences(store) if store is not None else None
+        self.memory = StateMemory(device, self.layouts, num_slots, released, store, self.host_slots)
+        self._settle_new()
         self.gradients = Gradients(device, params, self.layouts, gradients, speculative=early_gradients)
         self.weights = Weights(device, self.memory, self.params)
         self._runner = MemoryRunner(device, self.memory, self.gradients, self.params, self._pool)
-        self._executor = Executor(self._runner, MonotonicClock(), watchdog_seconds=watchdog_seconds)
-        self._plans: dict[tuple[Placement, ...], Plan] = {}
+        lanes = (*LANES, *(lane for path in self.host_slots for lane in path_lanes(path)))
+        self._executor = Executor(self._runner, MonotonicClock(), lanes=lanes, watchdog_seconds=watchdog_seconds)
+        self._plans: dict[tuple[tuple[Placement, ...], StepOrder], Plan] = {}
         self._order: tuple[int, ...] = ()
         self._arrived: dict[int, None] = {}
         """Subgroups in the order in which their gradients came: the next plan expects the same."""
@@ -126,10 +128,20 @@ class Engine:
         self.params += params
         self.layouts += layouts
         self.subgroups = tuple(layout.subgroup() for layout in self.layouts)
+        if self.store is not None:
+            self.store.know(layouts)
         self.memory.extend(layouts)
+        self._settle_new()
         self.gradients.extend(params, layouts)
         self.weights.extend(layouts)
         self._plans.clear()
+
+    def _settle_new(self) -> None:
+        """Subgroups that were never updated begin where the knobs want them."""
+        if self.residences is not None:
+            now = self.effective
+            placed = place(len(self.layouts), stride=now.stride, static_ratio=now.static_ratio)
+            self.memory.settle(self.residences.after(self.subgroups, placed, now)[0])
 
     # ---- a step
 
@@ -152,12 +164,12 @@ class Engine:
         effective = self.effective
         placed = place(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
         spilled = self.memory.spilled(placed, self._gradient_room(placed))
-        processors, after = [p for p, _ in placed], [r for _, r in placed]
-        self.memory.prepare(processors, after, spilled)
-        plan = self._plan(tuple(
-            Placement(processor, self.memory.residence[i], lives, self.memory.mirror_valid[i], spilled[i])
-            for i, (processor, lives) in enumerate(placed)
-        ))  # fmt: skip
+        after, order = self._after(placed, effective)
+        placements = tuple(
+            self._placement(i, processor, after[i], spilled[i]) for i, (processor, _) in enumerate(placed)
+        )
+        self.memory.prepare(placements)
+        plan = self._plan(placements, order)
         self._runner.begin()
         self._arrived.clear()
         self.gradients.expect_reads([
@@ -167,6 +179,22 @@ class Engine:
         self._follow_framework(H2D, D2H)
         self._executor.start(plan)
         return _Flight(plan, effective)
+
+    def _after(
+        self, placed: Sequence[tuple[Processor, Residence]], effective: Effective
+    ) -> tuple[list[Residence], StepOrder]:
+        if self.residences is None:
+            return [residence for _, residence in placed], "ascending"
+        return self.residences.after(self.subgroups, placed, effective)
+
+    def _placement(self, subgroup: int, processor: Processor, after: Residence, spilled: bool) -> Placement:
+        before = self.memory.residence[subgroup]
+        placed = Placement(processor, before, after, self.memory.mirror_valid[subgroup], spilled)
+        if not placed.uses_host_slot:
+            return placed
+        # Its host slot has room for the gradient, too; one that is released cannot wait until the slot is free.
+        in_slot = processor == "cpu" and self.gradients.mode == "keep"
+        return replace(placed, mirror_valid=False, grad_in_slot=in_slot)
 
     def _gradient_room(self, placed: Sequence[tuple[str, Residence]]) -> int:
         """Bytes that gradients may take on the device until they are used. In mode `keep` they are the framework's."""
@@ -210,6 +238,8 @@ class Engine:
         self._begin_anew_if_needed()
         flight = self._in_flight()
         self._runner.inputs = flight.inputs = inputs
+        if self.store is not None:
+            self.store.step += 1
         # Whatever else an update writes comes after NORM, which this lane and the host wait for.
         self._follow_framework(DEVICE)
         try:
@@ -255,7 +285,7 @@ class Engine:
             self._flight = None
             inputs = flight.inputs
             assert inputs is not None
-            self._finish(flight, skipped)
+            self._finish(flight, skipped, spans)
             dropped = tuple(self._dropped)
             self._dropped.clear()
             return StepResult(
@@ -311,13 +341,14 @@ class Engine:
         for lane in lanes:
             self.device.wait(lane, now)
 
-    def _finish(self, flight: _Flight, skipped: bool) -> None:
+    def _finish(self, flight: _Flight, skipped: bool, spans: Sequence[Span]) -> None:
         self._order = tuple(self._arrived)
         self.gradients.step_done()
         self._runner.begin()
         if not skipped:
-            placements = flight.plan.placements
-            self.memory.commit([p.processor for p in placements], [p.after for p in placements], flight.spilled)
+            self.memory.commit(flight.plan.placements)
+            if self.residences is not None:
+                self.residences.observe(spans)
         self.weights.settled()
 
     def _stale(self, plan: Plan) -> list[int]:
@@ -326,13 +357,14 @@ class Engine:
             if self._runner.copied.get(op.subgroup) != self.gradients.take(self.layouts[op.subgroup])
         ] if self.gradients.mode == "keep" else []  # fmt: skip
 
-    def _plan(self, placements: tuple[Placement, ...]) -> Plan:
-        key = placements
+    def _plan(self, placements: tuple[Placement, ...], order: StepOrder) -> Plan:
+        key = (placements, order)
         if key not in self._plans:
-            order = self._order if len(self._order) == len(self.layouts) else None
+            arrival = self._order if len(self._order) == len(self.layouts) else None
             plan = make_plan(
-                self.subgroups, placements, num_slots=self.num_slots, policy=self.policy, grad_on_host_order=order,
-                norms="gradient" if self.gradients.mode == "release" else "step",
+                self.subgroups, placements, num_slots=self.num_slots, policy=self.policy, grad_on_host_order=arrival,
+                norms="gradient" if self.gradients.mode == "release" else "step", host_slots=self.host_slots,
+                order=order, rates=PathClock(self.store.speeds) if self.store is not None else None,
             )  # fmt: skip
             verify(plan)
             if len(self._plans) >= MAX_PLANS:
@@ -360,6 +392,9 @@ class Engine:
             # They are released as they come: a backward needs room for the largest parameter's.
             gradients = max((p.numel() * p.element_size() for p in self.params), default=0)
         self.memory.check_fits(effective.stride, effective.static_ratio, weights + gradients + headroom_bytes, more)
+        if self.residences is not None:
+            self.residences.check(subgroups, effective)
+            self.memory.check_host(effective.host_cache_bytes)
 
     def watch(self, on_gradient: Callable[[int], None]) -> None:
         self.gradients.watch(on_gradient)
@@ -375,6 +410,8 @@ class Engine:
         if self._executor.stuck:
             return  # a lane still works on this memory
         self.memory.close()
+        if self.store is not None:
+            self.store.close()
         self._pool.close()
         self.device.close()
 

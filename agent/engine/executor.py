@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -83,11 +83,14 @@ class Executor:
         runner: OpRunner,
         clock: Clock,
         *,
+        lanes: Sequence[str] = LANES,
         watchdog_seconds: float = 120.0,
         on_thread_end: Callable[[], None] | None = None,
     ) -> None:
+        """`lanes`: all that plans may have."""
         self._runner = runner
         self._clock = clock
+        self._lanes = tuple(lanes)
         self._watchdog_seconds = watchdog_seconds
         self._on_thread_end = on_thread_end
         self._progress: _Progress | None = None
@@ -100,7 +103,7 @@ class Executor:
                 name=f"tidegate-{lane}",
                 daemon=True,
             )
-            for lane in LANES
+            for lane in lanes
         ]
         # An executor that nobody holds any more takes its threads along.
         # Not when the interpreter ends: a fork has the lock as it was, perhaps held by a thread that it has not.
@@ -119,7 +122,7 @@ class Executor:
             if self.closed:
                 raise EngineError("This optimizer is closed.")
             assert self._progress is None, "one plan at a time"
-            self._progress = _Progress(plan, {lane: deque(ops) for lane, ops in plan.lanes.items()})
+            self._progress = _Progress(plan, {lane: deque(plan.lanes.get(lane, ())) for lane in self._lanes})
             self._clock.notify()
 
     def gradient_ready(self, subgroups: Iterable[int]) -> None:

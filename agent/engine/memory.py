@@ -1,21 +1,27 @@
-"""Where every byte of optimizer state is: host state, mirrors of weights, gradient buffers, slots, residents."""
+"""Where every byte of optimizer state is: host state, mirrors of weights, gradient buffers, slots, residents; and which
+path holds what is not in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from tidegate.agent.devices.base import Copy, Device
+from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.subgroups import Layout
+from tidegate.agent.tiers.store import TierStore
 from tidegate.errors import MemoryBudgetError
 from tidegate.kernels import WeightFormat
-from tidegate.plan.ops import D2H, H2D, Residence
+from tidegate.plan import Placement
+from tidegate.plan.ops import D2H, H2D, Place, Residence, is_path
 from tidegate.plan.placement import place
 
 ALIGNMENT = 256
+PAGE_BYTES = 4096
+"""Host memory that goes to and from paths is whole pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +41,23 @@ def state_addresses(layout: Layout, block: int) -> StateAddresses:
 class StateMemory:
     """Owns the memory of all subgroups. `residence`, `mirror_valid` say what is true between steps.
 
-    `slot_gradients`: slots have room for a gradient that was spilled, behind that for the state.
+    `slot_gradients`: slots have room for a gradient that was spilled, behind that for the state. `store`: the paths;
+    `host_slots`: how many staging slots in host memory each of them has.
     """
 
-    def __init__(self, device: Device, layouts: Sequence[Layout], num_slots: int, slot_gradients: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        layouts: Sequence[Layout],
+        num_slots: int,
+        slot_gradients: bool = False,
+        store: TierStore | None = None,
+        host_slots: Mapping[str, int] | None = None,
+    ) -> None:
         self.device = device
+        self.store = store
+        self.host_slots: list[torch.Tensor] = []
+        self._num_host_slots = sum((host_slots or {}).values())
         self.layouts: list[Layout] = []
         self.residence: list[Residence] = []
         self.mirror_valid: list[bool] = []
@@ -53,29 +71,48 @@ class StateMemory:
         self.extend(layouts)
 
     def extend(self, layouts: Sequence[Layout]) -> None:
-        """More subgroups, behind those that are there."""
+        """More subgroups, behind those that are there, with zeros for state."""
         for layout in layouts:
-            self._state[layout.id] = self.device.host_buffer(layout.numel * layout.format.state_bytes)
+            if self.store is None:
+                self._state[layout.id] = self._host_buffer(layout)
         self.layouts += layouts
         self.residence += ["host"] * len(layouts)
         self.mirror_valid += [False] * len(layouts)
         self._free_slots()
+        self.host_slots.clear()
 
     def _free_slots(self) -> None:
         for slot in self.slots:
             self.device.free(slot)
         self.slots.clear()
 
+    def settle(self, residences: Sequence[Residence]) -> None:
+        """With paths: subgroups that have no state in memory yet begin where they will be kept, with zeros."""
+        assert self.store is not None
+        for layout in self.layouts:
+            s, lives = layout.id, residences[layout.id]
+            if self.residence[s] == "host" and s not in self._state:
+                if is_path(lives):
+                    self.store.reserve(s, lives)
+                    self.residence[s] = lives
+                else:
+                    self._state[s] = self._host_buffer(layout)
+
+    def _host_buffer(self, layout: Layout) -> torch.Tensor:
+        return self.device.host_buffer(_whole_pages(layout.numel * layout.format.state_bytes))
+
     # ---- addresses
 
-    def host_state(self, subgroup: int) -> int:
-        return self._state[subgroup].data_ptr()
-
-    def mirror(self, subgroup: int) -> int:
-        return self._mirror[subgroup].data_ptr()
-
-    def gradient(self, subgroup: int) -> int:
-        return self._gradient[subgroup].data_ptr()
+    def on_host(self, place: Place) -> int:
+        """The address of a place of a plan (`Op.host_state`, `host_weight`, `host_grad`) in host memory."""
+        kind, number = place
+        if kind.startswith("host_slot"):
+            state, weight, _ = self._host_slot_sizes()
+            behind = {"host_slot": 0, "host_slot_weight": state, "host_slot_grad": state + weight}[kind]
+            return self.host_slots[number].data_ptr() + behind
+        return {"host_state": self._state, "host_weight": self._mirror, "host_grad": self._gradient}[kind][
+            number
+        ].data_ptr()
 
     def on_device(self, subgroup: int, slot: int | None) -> int:
         return self._resident[subgroup] if slot is None else self.slots[slot]
@@ -91,7 +128,7 @@ class StateMemory:
         found = [False] * len(self.layouts)
         staged: list[int] = []
         for layout, (processor, lives) in zip(self.layouts, placed, strict=True):
-            if processor == "device" and lives == self.residence[layout.id] == "host":
+            if processor == "device" and "device" not in (lives, self.residence[layout.id]):
                 staged.append(layout.id)
             elif processor == "device":
                 room_bytes -= layout.numel * layout.format.grad_bytes
@@ -122,71 +159,97 @@ class StateMemory:
         grad = max((s.numel * s.format.grad_bytes for s in layouts), default=0)
         return -(-state // ALIGNMENT) * ALIGNMENT, grad if self._slot_gradients else 0
 
-    def prepare(self, processors: Sequence[str], after: Sequence[Residence], spilled: Sequence[bool]) -> None:
-        """Makes room for a step: mirrors and gradient buffers of the CPU's, slots, residents' places, host state."""
-        for layout, processor, lives, spills in zip(self.layouts, processors, after, spilled, strict=True):
-            s = layout.id
-            if processor == "cpu" and s not in self._mirror:
+    def _host_slot_sizes(self) -> tuple[int, int, int]:
+        """Bytes of a host slot for state, weight and gradient, in this order, each of whole pages."""
+        return (
+            _whole_pages(max((s.numel * s.format.state_bytes for s in self.layouts), default=0)),
+            _whole_pages(max((s.numel * s.format.weight_bytes for s in self.layouts), default=0)),
+            _whole_pages(max((s.numel * s.format.grad_bytes for s in self.layouts), default=0)),
+        )
+
+    def prepare(self, placements: Sequence[Placement]) -> None:
+        """Makes room for a step: mirrors and gradient buffers of the CPU's, slots, residents' places, host state, and
+        space on the paths that state goes to."""
+        for layout, placed in zip(self.layouts, placements, strict=True):
+            s, on_cpu = layout.id, placed.processor == "cpu"
+            if on_cpu and not placed.uses_host_slot and s not in self._mirror:
                 self._mirror[s] = self.device.host_buffer(layout.numel * layout.format.weight_bytes)
-                self.mirror_valid[s] = False
-            if (processor == "cpu" or spills) and s not in self._gradient:
+            if (on_cpu or placed.spilled) and not placed.grad_in_slot and s not in self._gradient:
                 self._gradient[s] = self.device.host_buffer(layout.numel * layout.format.grad_bytes)
-            if lives == "device" and s not in self._resident:
+            if placed.after == "device" and s not in self._resident:
                 self._resident[s] = self.device.alloc(layout.numel * layout.format.state_bytes)
-            if s not in self._state and not (lives == "device" and self.residence[s] == "device"):
-                self._state[s] = self.device.host_buffer(layout.numel * layout.format.state_bytes)
-            staged = processor == "device" and lives == "host" and self.residence[s] == "host"
-            while staged and len(self.slots) < self._num_slots:
+            if "host" in (placed.before, placed.after) and s not in self._state:
+                self._state[s] = self._host_buffer(layout)
+            while placed.is_staged and len(self.slots) < self._num_slots:
                 self.slots.append(self.device.alloc(sum(self._slot_sizes(self.layouts))))
+            while placed.uses_host_slot and len(self.host_slots) < self._num_host_slots:
+                self.host_slots.append(self.device.host_buffer(sum(self._host_slot_sizes())))
+            if is_path(placed.after) and self.store is not None:
+                self.store.reserve(s, placed.after)
 
-    def commit(self, processors: Sequence[str], after: Sequence[Residence], spilled: Sequence[bool]) -> None:
+    def commit(self, placements: Sequence[Placement]) -> None:
         """The step is done: releases what its placement no longer needs."""
-        for layout, processor, lives, spills in zip(self.layouts, processors, after, spilled, strict=True):
-            s = layout.id
+        for layout, placed in zip(self.layouts, placements, strict=True):
+            s, lives = layout.id, placed.after
             self.residence[s] = lives
-            if lives == "device":
+            if lives != "host":
                 self._state.pop(s, None)
-            elif s in self._resident:
+            if lives != "device" and s in self._resident:
                 self.device.free(self._resident.pop(s))
-            self.mirror_valid[s] = processor == "cpu"
-            if processor == "device":
+            if is_path(placed.before) and self.store is not None and lives not in ("host", placed.before):
+                self.store.left(s, placed.before)
+            self.mirror_valid[s] = placed.processor == "cpu" and not placed.uses_host_slot
+            if not self.mirror_valid[s]:
                 self._mirror.pop(s, None)
-                if not spills:
-                    self._gradient.pop(s, None)
+            if placed.grad_in_slot or (placed.processor == "device" and not placed.spilled):
+                self._gradient.pop(s, None)
 
-    def pull(self, subgroup: int) -> None:
-        """Brings the state of a resident to the host, as for a checkpoint; it stays resident."""
-        layout = self.layouts[subgroup]
-        if self.residence[subgroup] == "device":
+    def _pull(self, subgroup: int) -> None:
+        """Brings the state of a subgroup to host memory, whatever holds it; it goes on living there."""
+        layout, lives = self.layouts[subgroup], self.residence[subgroup]
+        if lives == "host":
+            return
+        if subgroup not in self._state:
+            self._state[subgroup] = self._host_buffer(layout)
+        address = self._state[subgroup].data_ptr()
+        if lives == "device":
             nbytes = layout.numel * layout.format.state_bytes
-            self._state.setdefault(subgroup, self.device.host_buffer(nbytes))
-            copy = Copy(self._state[subgroup].data_ptr(), self._resident[subgroup], nbytes)
-            self.device.copy(D2H, [copy]).wait()
+            self.device.copy(D2H, [Copy(address, self._resident[subgroup], nbytes)]).wait()
+        elif self.store is not None:
+            self.store.fetch(lives, subgroup, address)
 
-    def push(self, subgroup: int) -> None:
-        """Brings state that was pulled, and may have been changed, back to a resident's place."""
-        if self.residence[subgroup] == "device":
-            state = self._state.pop(subgroup)
-            self.device.copy(H2D, [Copy(self._resident[subgroup], state.data_ptr(), state.numel())]).wait()
+    def _push(self, subgroup: int, changed: bool) -> None:
+        """What was pulled goes back to where it lives, if it was changed."""
+        layout, lives = self.layouts[subgroup], self.residence[subgroup]
+        if lives == "host":
+            return
+        state = self._state.pop(subgroup)
+        if not changed:
+            return
+        if lives == "device":
+            nbytes = layout.numel * layout.format.state_bytes
+            self.device.copy(H2D, [Copy(self._resident[subgroup], state.data_ptr(), nbytes)]).wait()
+        elif self.store is not None:
+            self.store.flush(lives, subgroup, state.data_ptr())
 
     @contextmanager
-    def on_host(self, subgroup: int) -> Iterator[dict[str, torch.Tensor]]:
-        """The state of a subgroup as named arrays that may be read and written; a resident goes back afterwards.
+    def arrays(self, subgroup: int, changed: bool = True) -> Iterator[dict[str, torch.Tensor]]:
+        """The state of a subgroup as named arrays; `changed`: what is written to them counts.
 
         `remainder` (int16) or `master` (fp32) is there for 16-bit weights.
         """
-        self.pull(subgroup)
+        self._pull(subgroup)
         layout, block = self.layouts[subgroup], self._state[subgroup]
         n = layout.numel
         arrays = {"exp_avg": block[: 4 * n].view(torch.float32), "exp_avg_sq": block[4 * n : 8 * n].view(torch.float32)}
         if layout.format.weight == WeightFormat.BF16_REMAINDER:
-            arrays["remainder"] = block[8 * n :].view(torch.int16)
+            arrays["remainder"] = block[8 * n : 10 * n].view(torch.int16)
         elif layout.format.aux_bytes:
-            arrays["master"] = block[8 * n :].view(torch.float32)
+            arrays["master"] = block[8 * n : 12 * n].view(torch.float32)
         try:
             yield arrays
         finally:
-            self.push(subgroup)
+            self._push(subgroup, changed)
 
     def drop_residents(self) -> None:
         """All state is on the host again (after `pull` of each, or because it is about to be replaced)."""
@@ -197,16 +260,42 @@ class StateMemory:
 
     def reset_aux(self, subgroup: int, start: int, weights: torch.Tensor) -> None:
         """The weights from `start` on were set by the user: their remainder is 0, their fp32 master is the weight."""
-        with self.on_host(subgroup) as arrays:
+        if self.layouts[subgroup].format.weight == WeightFormat.BF16_REMAINDER and self._is_all_zeros(subgroup):
+            return
+        with self.arrays(subgroup) as arrays:
             if "remainder" in arrays:
                 arrays["remainder"][start : start + weights.numel()] = 0
             if "master" in arrays:
                 arrays["master"][start : start + weights.numel()] = weights.float()
 
+    def _is_all_zeros(self, subgroup: int) -> bool:
+        """It was never written since a path took it: bringing it to memory would be in vain."""
+        lives = self.residence[subgroup]
+        return self.store is not None and is_path(lives) and self.store.is_new(lives, subgroup)
+
     def host_bytes(self) -> dict[str, int]:
         """Host memory by kind."""
         kinds = {"state": self._state, "mirror": self._mirror, "gradient": self._gradient}
-        return {kind: sum(t.numel() for t in tensors.values()) for kind, tensors in kinds.items()}
+        found = {kind: sum(t.numel() for t in tensors.values()) for kind, tensors in kinds.items()}
+        if self.store is not None:
+            found["slot"] = sum(slot.numel() for slot in self.host_slots)
+        return found
+
+    def host_slot_bytes(self) -> int:
+        """What all staging slots in host memory take while there is state on paths."""
+        return self._num_host_slots * sum(self._host_slot_sizes())
+
+    def check_host(self, cache_bytes: int) -> None:
+        """MemoryBudgetError with figures when host slots and a cache of so many bytes do not fit in host memory."""
+        needed = self.host_slot_bytes() + min(cache_bytes, sum(s.numel * s.format.state_bytes for s in self.layouts))
+        available = host_available_bytes() + sum(self.host_bytes().values())
+        if needed > available:
+            raise MemoryBudgetError(
+                f"host_cache={cache_bytes:,} bytes does not fit in host memory: with {self._num_host_slots} host slots "
+                f"{needed:,} bytes are needed, {available:,} are available. Lower host_cache, use smaller subgroups or "
+                "fewer host_slots.",
+                needed, available,
+            )  # fmt: skip
 
     def check_fits(
         self, stride: float | str, static_ratio: float, reserved_bytes: int, more: Sequence[Layout] = ()
@@ -234,5 +323,10 @@ class StateMemory:
     def close(self) -> None:
         self.drop_residents()
         self._free_slots()
+        self.host_slots.clear()
         for buffers in (self._state, self._mirror, self._gradient):
             buffers.clear()
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

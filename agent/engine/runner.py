@@ -14,7 +14,10 @@ from tidegate.agent.engine.memory import StateMemory, state_addresses
 from tidegate.agent.gradients import Gradients, Taken, reference
 from tidegate.agent.subgroups import Layout, Segment, flat
 from tidegate.kernels import Scalars, ThreadPool
-from tidegate.plan.ops import Op, OpKind
+from tidegate.plan.ops import D2H, DEVICE, H2D, Op, OpKind
+
+DEVICE_LANES = frozenset({H2D, D2H, DEVICE})
+"""Streams: they wait for each other on the device. The other lanes are host threads."""
 
 
 @dataclass
@@ -64,10 +67,10 @@ class MemoryRunner:
         self.squares.clear()
 
     def wait(self, lane: str, event: Event) -> None:
-        if lane == "cpu":
-            event.wait()
-        else:
+        if lane in DEVICE_LANES:
             self._device.wait(lane, event)
+        else:
+            event.wait()
 
     def run(self, op: Op) -> Issued:
         match op.kind:
@@ -76,15 +79,27 @@ class MemoryRunner:
             case OpKind.GRAD_NORM:
                 return self._grad_norm(op, self._memory.layouts[op.subgroup])
             case OpKind.CPU_UPDATE:
-                return self._cpu_update(self._memory.layouts[op.subgroup])
+                return self._cpu_update(op, self._memory.layouts[op.subgroup])
             case OpKind.DEVICE_UPDATE:
                 return self._device_update(op, self._memory.layouts[op.subgroup])
             case OpKind.GRAD_D2H:
                 return self._grad_d2h(op, self._memory.layouts[op.subgroup])
+            case OpKind.FETCH | OpKind.FLUSH:
+                return self._transfer(op)
         return self._copy(op.lane, list(self._copies(op, self._memory.layouts[op.subgroup])))
 
     def _copy(self, lane: str, copies: Sequence[Copy]) -> Issued:
         return Issued(self._device.copy(lane, copies), sum(copy.nbytes for copy in copies), 0)
+
+    def _transfer(self, op: Op) -> Issued:
+        """To or from a path; the lane does nothing else meanwhile."""
+        store = self._memory.store
+        assert store is not None, "only engines with paths plan these"
+        assert op.path is not None, "the planner names the path"
+        move = store.fetch if op.kind is OpKind.FETCH else store.flush
+        moved = move(op.path, op.subgroup, self._memory.on_host(op.host_state))
+        # What is moved, padding and all, is the store's affair; a state that was never written needs no moving.
+        return Issued(moved, op.nbytes if moved.nbytes else 0, 0)
 
     # ---- copies
 
@@ -92,20 +107,20 @@ class MemoryRunner:
         s, memory = layout.id, self._memory
         match op.kind:
             case OpKind.GRAD_H2D if op.slot is not None:
-                yield Copy(memory.slot_gradient(op.slot), memory.gradient(s), op.nbytes)
+                yield Copy(memory.slot_gradient(op.slot), memory.on_host(op.host_grad), op.nbytes)
             case OpKind.WEIGHT_D2H:
-                for weight, mirror, nbytes in self._weight_pieces(layout):
+                for weight, mirror, nbytes in self._weight_pieces(op, layout):
                     yield Copy(mirror, weight, nbytes)
             case OpKind.WEIGHT_H2D:
-                for weight, mirror, nbytes in self._weight_pieces(layout):
+                for weight, mirror, nbytes in self._weight_pieces(op, layout):
                     yield Copy(weight, mirror, nbytes)
             case OpKind.STATE_H2D:
-                yield Copy(memory.on_device(s, op.slot), memory.host_state(s), op.nbytes)
+                yield Copy(memory.on_device(s, op.slot), memory.on_host(op.host_state), op.nbytes)
             case OpKind.STATE_D2H:
-                yield Copy(memory.host_state(s), memory.on_device(s, op.slot), op.nbytes)
+                yield Copy(memory.on_host(op.host_state), memory.on_device(s, op.slot), op.nbytes)
 
     def _grad_d2h(self, op: Op, layout: Layout) -> Issued:
-        size, base = layout.format.grad_bytes, self._memory.gradient(layout.id)
+        size, base = layout.format.grad_bytes, self._memory.on_host(op.host_grad)
         taken = self._gradients.take(layout)
         if self._gradients.mode == "keep":
             # The copy that this one repeats may still read a gradient that nobody holds any longer.
@@ -123,8 +138,8 @@ class MemoryRunner:
         self._gradients.was_read(layout, taken, op.lane)
         return issued
 
-    def _weight_pieces(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
-        size, mirror = layout.format.weight_bytes, self._memory.mirror(layout.id)
+    def _weight_pieces(self, op: Op, layout: Layout) -> Iterator[tuple[int, int, int]]:
+        size, mirror = layout.format.weight_bytes, self._memory.on_host(op.host_weight)
         for segment in layout.segments:
             yield self._weight(segment, size), mirror + segment.start * size, segment.numel * size
 
@@ -166,14 +181,14 @@ class MemoryRunner:
         numel = sum(reference.numel for reference in present)
         return Issued(event if present else DoneEvent(start, time.monotonic()), 0, numel)
 
-    def _cpu_update(self, layout: Layout) -> Issued:
+    def _cpu_update(self, op: Op, layout: Layout) -> Issued:
         start, fmt = time.monotonic(), layout.format
-        weight, grad = self._memory.mirror(layout.id), self._memory.gradient(layout.id)
+        state, weight, grad = (self._memory.on_host(place) for place in (op.host_state, op.host_weight, op.host_grad))
         updated = 0
         for first, numel, step in self._joined(layout):
             run = self._run(
                 layout,
-                self._memory.host_state(layout.id),
+                state,
                 weight + first * fmt.weight_bytes,
                 grad + first * fmt.grad_bytes,
                 first,

@@ -20,7 +20,7 @@ in the header are little-endian; those in the data have the byte order of the ma
     96     8     bytes of data: numel × bytes per parameter
     104    8     number of blocks
     112    8     checksum of the weights that the state belongs to
-    120    4·n   checksum of each block, without the padding
+    120    4·n   checksum of each block; the last one's with the padding, which is zeros
     …            zeros
     end-4  4     CRC-32 (zlib's) of all header bytes before it
 """
@@ -142,11 +142,11 @@ class Header:
         return file_bytes(self.data_bytes, self.block_bytes)
 
     def block(self, index: int) -> tuple[int, int]:
-        """Offset in the file and bytes, without the padding, of one block."""
+        """Offset in the file and bytes of one block, with the padding behind the last."""
         start = index * self.block_bytes
         if not 0 <= start < self.data_bytes:
             raise IndexError(f"block {index} of {len(self.block_checksums)}")
-        return self.header_bytes + start, min(self.block_bytes, self.data_bytes - start)
+        return self.header_bytes + start, min(self.block_bytes, padded_bytes(self.data_bytes) - start)
 
     def pack(self) -> bytes:
         """The header as it stands in the file, `header_bytes` long. ValueError when a number does not fit."""

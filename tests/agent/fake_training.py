@@ -87,7 +87,7 @@ class WatchedDevice(CudaDevice):
 @contextmanager
 def watched(fake: FakeCuda) -> Iterator[None]:
     """Optimizers that are built inside work on the CUDA device over `fake`, and host threads are watched."""
-    on_host = StateMemory.on_host
+    arrays_of = StateMemory.arrays
 
     class WatchedClock(MonotonicClock):
         def __init__(self) -> None:
@@ -98,8 +98,8 @@ def watched(fake: FakeCuda) -> Iterator[None]:
         apply(run, pool)
 
     @contextmanager
-    def watched_on_host(memory: StateMemory, subgroup: int) -> Iterator[dict[str, torch.Tensor]]:
-        with on_host(memory, subgroup) as arrays:
+    def watched_arrays(memory: StateMemory, subgroup: int, changed: bool = True) -> Iterator[dict[str, torch.Tensor]]:
+        with arrays_of(memory, subgroup, changed) as arrays:
             for array in arrays.values():
                 nbytes = array.numel() * array.element_size()
                 fake.host_access(array.data_ptr(), nbytes, True, "reading and writing state on the host")
@@ -109,7 +109,7 @@ def watched(fake: FakeCuda) -> Iterator[None]:
         patch.setattr(optimizer_module, "choose_device", lambda *_: WatchedDevice(fake))
         patch.setattr(engine_module, "MonotonicClock", WatchedClock)
         patch.setattr(UpdateRun, "apply", host_update)
-        patch.setattr(StateMemory, "on_host", watched_on_host)
+        patch.setattr(StateMemory, "arrays", watched_arrays)
         yield
 
 
