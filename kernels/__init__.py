@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from tidegate.kernels import _native
+from tidegate.kernels.built_from import require_current
 from tidegate.kernels.direct_io import ALIGNMENT, IoPool, IoTicket, aligned_buffer, num_blocks, open_direct
 from tidegate.kernels.scalars import GradDtype, Scalars, WeightFormat, scalars
 
@@ -36,6 +37,8 @@ __all__ = [
     "sum_of_squares",
     "use_instruction_set",
 ]
+
+require_current()
 
 
 class ThreadPool:

@@ -1,4 +1,6 @@
 # Types of the extension module that kernels/src/module.cpp defines. Use tidegate.kernels, which adds names to numbers.
+SOURCES: str
+
 class ThreadPool:
     def __init__(self, num_threads: int, cpus: list[int]) -> None: ...
     @property

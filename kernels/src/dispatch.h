@@ -6,8 +6,8 @@
 #include <vector>
 
 // TIDEGATE_EACH_ISA(X) expands to X(name, attribute): from the plainest to the widest.
-// CMake defines TIDEGATE_HAS_TARGET_CLONES where the compiler and the C library know these levels of x86-64.
-#if defined(TIDEGATE_HAS_TARGET_CLONES)
+// CMake defines TIDEGATE_HAS_X86_LEVELS where the compiler and the C library know these levels of x86-64.
+#if defined(TIDEGATE_HAS_X86_LEVELS)
 #define TIDEGATE_EACH_ISA(X)                                \
   X(Baseline, )                                             \
   X(Avx2, __attribute__((target("arch=x86-64-v3"))))        \
@@ -31,7 +31,7 @@ namespace tidegate {
 enum class Isa : int { Baseline = 0, Avx2 = 1, Avx512 = 2 };
 
 inline Isa widest_isa() {
-#if defined(TIDEGATE_HAS_TARGET_CLONES)
+#if defined(TIDEGATE_HAS_X86_LEVELS)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("x86-64-v4")) return Isa::Avx512;
   if (__builtin_cpu_supports("x86-64-v3")) return Isa::Avx2;

@@ -108,6 +108,7 @@ NB_MODULE(_native, m) {
       .def(nb::init<int, const std::vector<int>&>(), arg("num_threads"), arg("cpus"))
       .def_prop_ro("num_threads", &ThreadPool::num_threads)
       .def("close", &ThreadPool::close, nb::call_guard<nb::gil_scoped_release>());
+  m.attr("SOURCES") = TIDEGATE_SOURCES;
   m.def("adamw_update", &py_adamw_update);
   m.def("stream_like", &py_stream_like);
   m.def("sum_of_squares", &py_sum_of_squares);
