@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +18,14 @@ from tidegate.agent.engine.executor import Issued
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.plan import Plan
 from tidegate.plan.ops import Op, OpKind
+
+
+@pytest.fixture(autouse=True)
+def interrupts_are_heard() -> Iterator[None]:
+    """Also where whoever started the tests in the background had SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_in_the_middle_of_an_update_comes_after_it() -> None:
