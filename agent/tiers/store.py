@@ -72,6 +72,10 @@ class TierStore:
         """Nothing was written yet: its state is zeros."""
         return self.paths[path].is_new(subgroup)
 
+    def nbytes(self, subgroup: int) -> int:
+        """Of its state."""
+        return self._kinds[subgroup].data_bytes
+
     def fetch(self, path: str, subgroup: int, address: int) -> Transfer:
         return self.paths[path].read(subgroup, address)
 

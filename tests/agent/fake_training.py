@@ -30,6 +30,8 @@ from tidegate.agent.engine import engine as engine_module
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Issued
 from tidegate.agent.engine.memory import StateMemory
+from tidegate.agent.tiers.path import Transfer
+from tidegate.agent.tiers.store import TierStore
 from tidegate.kernels import ThreadPool
 from tidegate.plan.ops import Op
 
@@ -87,7 +89,7 @@ class WatchedDevice(CudaDevice):
 @contextmanager
 def watched(fake: FakeCuda) -> Iterator[None]:
     """Optimizers that are built inside work on the CUDA device over `fake`, and host threads are watched."""
-    arrays_of = StateMemory.arrays
+    arrays_of, fetch, flush = StateMemory.arrays, TierStore.fetch, TierStore.flush
 
     class WatchedClock(MonotonicClock):
         def __init__(self) -> None:
@@ -105,11 +107,21 @@ def watched(fake: FakeCuda) -> Iterator[None]:
                 fake.host_access(array.data_ptr(), nbytes, True, "reading and writing state on the host")
             yield arrays
 
+    def watched_fetch(store: TierStore, path: str, subgroup: int, address: int) -> Transfer:
+        fake.host_access(address, store.nbytes(subgroup), True, "a fetch")
+        return fetch(store, path, subgroup, address)
+
+    def watched_flush(store: TierStore, path: str, subgroup: int, address: int) -> Transfer:
+        fake.host_access(address, store.nbytes(subgroup), False, "a flush")
+        return flush(store, path, subgroup, address)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_module, "choose_device", lambda *_: WatchedDevice(fake))
         patch.setattr(engine_module, "MonotonicClock", WatchedClock)
         patch.setattr(UpdateRun, "apply", host_update)
         patch.setattr(StateMemory, "arrays", watched_arrays)
+        patch.setattr(TierStore, "fetch", watched_fetch)
+        patch.setattr(TierStore, "flush", watched_flush)
         yield
 
 

@@ -6,8 +6,10 @@ The heart is `test_without_this_wait_something_goes_wrong`: each wait that devic
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import random
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +22,6 @@ from tests.agent.test_exactness import make_params, random_grads
 from tests.services import until
 from tidegate.agent.devices.base import Copy
 from tidegate.agent.devices.cuda import CudaDevice
-from tidegate.knobs import Knobs
 from tidegate.plan.ops import CPU, D2H, DEVICE, H2D
 
 SHAPES = [((40, 3), 0), ((77,), 1), ((5, 11), 2), ((3,), 0), ((130,), 0), ((64,), 1), ((90,), 2)]
@@ -38,8 +39,14 @@ class Case:
     policy: Any = "interleaved"
     gradients: Any = "keep"
     background: bool = False
+    stored: bool = False
+    """State lives on two paths."""
 
     def __call__(self, drop: str) -> FakeCuda:
+        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+            return self.train(drop, {"nvme": one, "pfs": other} if self.stored else {})
+
+    def train(self, drop: str, paths: dict[str, str]) -> FakeCuda:
         choices = random.Random(self.seed)
         fake = FakeCuda(self.seed, eagerness=choices.choice((0.0, 0.2, 0.6)), drop=drop)
         with fake_training(
@@ -53,6 +60,8 @@ class Case:
             policy=self.policy,
             gradients=self.gradients,
             gradient_memory_bytes=choices.choice((0, 1, 400)),
+            paths=paths,
+            **self.storage(choices),
         ) as training:
             training.optimizer.background = self.background
             for step in range(7):
@@ -60,6 +69,16 @@ class Case:
             training.optimizer.wait()
             training.forward()
         return fake
+
+    def storage(self, choices: random.Random) -> dict[str, Any]:
+        if not self.stored:
+            return {}
+        return {
+            "host_cache": choices.choice((0, 1500, 4000)),
+            "order": choices.choice(("pinned", "alternate")),
+            "tier_split": choices.choice(("nvme:1,pfs:1", "nvme:1")),
+            "host_slots": choices.choice((1, 2, 3)),
+        }
 
 
 def one_step(training: FakeTraining, choices: random.Random, seed: int) -> None:
@@ -91,7 +110,8 @@ def one_step(training: FakeTraining, choices: random.Random, seed: int) -> None:
     if sometimes():
         optimizer.load_state_dict(optimizer.state_dict())
     knobs = (choices.choice(("off", 1.0, 1.7, 3.0)), choices.choice((0.0, 0.3, 0.6, 1.0)))
-    optimizer.apply_knobs(Knobs(stride=knobs[0], static_ratio=knobs[1]))
+    now = optimizer.knobs
+    optimizer.apply_knobs(dataclasses.replace(now, stride=knobs[0], static_ratio=knobs[1]))
 
 
 def change_gradients(training: FakeTraining, choices: random.Random) -> None:
@@ -106,6 +126,8 @@ def change_gradients(training: FakeTraining, choices: random.Random) -> None:
 KEPT = [Case(seed) for seed in range(10)]
 RELEASED = [Case(seed, gradients="release") for seed in range(10)]
 OVERLAPPED = [Case(seed, gradients="release", background=True) for seed in range(10)]
+STORED = [Case(seed, gradients=mode, stored=True) for seed in range(10) for mode in ("keep", "release")]
+STORED += [Case(seed, gradients="release", background=True, stored=True) for seed in range(5)]
 BASELINES = [Case(seed, policy=policy) for seed in range(3) for policy in ("sequential", "twinflow")]
 
 
@@ -114,7 +136,7 @@ def undisturbed(scenario: Scenario) -> FakeCuda:
     return scenario("")
 
 
-@pytest.mark.parametrize("case", [*KEPT, *RELEASED, *OVERLAPPED, *BASELINES], ids=str)
+@pytest.mark.parametrize("case", [*KEPT, *RELEASED, *OVERLAPPED, *STORED, *BASELINES], ids=str)
 def test_equals_the_oracle_without_a_race(case: Case) -> None:
     fake = undisturbed(case)
     assert fake.error is None
@@ -180,6 +202,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     gradients_changed_after_they_were_copied,
     *FAILING,
     *MIXED,
+    *STORED,
 )
 
 
@@ -199,6 +222,12 @@ NEEDED = (
     "h2d waits for d2h in state_h2d after state_d2h",
     "host waits for d2h in cpu_update after a repeated copy",
     "host waits for d2h in cpu_update after grad_d2h",
+    # With paths: slots in host memory are used again, and state comes and goes by way of them.
+    "d2h waits for h2d in weight_d2h after weight_h2d",
+    "host waits for d2h in cpu_update after state_d2h",
+    "host waits for d2h in cpu_update after weight_d2h",
+    "host waits for d2h in flush after state_d2h",
+    "host waits for h2d in fetch after state_h2d",
     # Between the framework and the lanes.
     "d2h waits for framework in Engine._follow_framework < Engine._launch",
     "d2h waits for framework in MemoryRunner._grad_d2h < MemoryRunner.run",
