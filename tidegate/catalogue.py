@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from tidegate.plan.ops import path_lanes
 from tidegate.timeline import PHASES, STALL_CAUSES
 
 MetricType = Literal["counter", "gauge", "histogram"]
@@ -13,7 +15,13 @@ Screen = Literal["now", "update", "links", "knobs", "prometheus"]
 DIRECTIONS: Final = ("h2d", "d2h")
 CONTENTS: Final = ("gradient", "weight", "state")
 PROCESSORS: Final = ("cpu", "device")
-RESIDENCES: Final = ("host", "device")
+PATH: Final = "<path>"
+"""In a closed set of label values: each of the names of the run's storage paths. A run without any lacks the families
+that have a label of that set alone."""
+PATH_OPERATIONS: Final = ("read", "write")
+RESIDENCES: Final = ("host", "device", PATH)
+CAUSES: Final = (*STALL_CAUSES, *path_lanes(PATH))
+KNOBS: Final = ("device_share", "static_ratio", "host_cache_bytes", "alternate_order")
 
 SECONDS_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -31,9 +39,22 @@ class Metric:
     """Where the live view shows it; `prometheus` for those that are made for rules only."""
     owner: Literal["agent", "daemon"] = "agent"
 
+    @property
+    def needs_paths(self) -> bool:
+        """Only runs with storage paths have it."""
+        return (PATH,) in self.labels.values()
+
+    def values(self, label: str, paths: Sequence[str] = ()) -> tuple[str, ...]:
+        """What `label` may be in a run with these storage paths."""
+        found: dict[str, None] = {}
+        for value in self.labels[label]:
+            found |= dict.fromkeys([value.replace(PATH, path) for path in paths] if PATH in value else [value])
+        return tuple(found)
+
 
 _P = {"phase": PHASES}
 _LINK = {"direction": DIRECTIONS, "phase": PHASES, "content": CONTENTS}
+_PATH = {"path": (PATH,), "operation": PATH_OPERATIONS}
 
 
 def _m(name: str, type: MetricType, unit: str, screen: Screen, help: str, **labels: tuple[str, ...]) -> Metric:
@@ -67,13 +88,64 @@ METRICS: Final[tuple[Metric, ...]] = (
         phase=PHASES,
     ),
     _m(
+        "path_bytes_total",
+        "counter",
+        "bytes",
+        "links",
+        "Bytes read from and written to a storage path, padding included, counted at the call.",
+        **_PATH,
+        **_P,
+    ),
+    _m(
+        "path_busy_seconds_total",
+        "counter",
+        "seconds",
+        "links",
+        "Time with a read or write of a storage path in progress, waits for its lock excluded.",
+        **_PATH,
+        **_P,
+    ),
+    _m(
+        "path_lock_wait_seconds_total",
+        "counter",
+        "seconds",
+        "links",
+        "Time that reads and writes waited for other processes of this node to leave a storage path.",
+        **_PATH,
+    ),
+    _m(
+        "path_errors_total",
+        "counter",
+        "attempts",
+        "links",
+        "Reads and writes of a storage path that failed, those that were repeated included.",
+        **_PATH,
+    ),
+    _m(
+        "path_ceiling_bytes_per_second",
+        "gauge",
+        "bytes/s",
+        "links",
+        "What a storage path could do alone when the run began.",
+        **_PATH,
+    ),
+    _m("path_free_bytes", "gauge", "bytes", "links", "What more state may take on a storage path.", path=(PATH,)),
+    _m(
+        "path_written_bytes_per_day",
+        "gauge",
+        "bytes/day",
+        "links",
+        "Bytes that this rank writes to a storage path in a day at the pace of the last hour: what wears out an SSD.",
+        path=(PATH,),
+    ),
+    _m(
         "stall_seconds_total",
         "counter",
         "seconds",
         "update",
         "Time the step could not proceed, by what it waited for.",
         phase=PHASES,
-        cause=STALL_CAUSES,
+        cause=CAUSES,
     ),
     _m(
         "update_spill_seconds_total",
@@ -96,7 +168,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "bytes",
         "now",
         "Host memory that the engine holds.",
-        kind=("state", "mirror", "gradient"),
+        kind=("state", "mirror", "gradient", "slot"),
     ),
     _m("cpu_seconds_total", "counter", "seconds", "now", "CPU time of this process.", **_P),
     _m("update_params_total", "counter", "parameters", "update", "Parameters updated.", processor=PROCESSORS),
@@ -113,8 +185,17 @@ METRICS: Final[tuple[Metric, ...]] = (
         "gauge",
         "1",
         "knobs",
-        "Knobs as numbers: stride as device_share; desired auto is absent.",
-        knob=("device_share", "static_ratio"),
+        "Knobs as numbers: stride as device_share, order as alternate_order; desired auto is absent.",
+        knob=KNOBS,
+        state=("desired", "effective"),
+    ),
+    _m(
+        "tier_share",
+        "gauge",
+        "1",
+        "knobs",
+        "Share of the subgroups in storage that a path gets (knob tier_split); desired auto is absent.",
+        path=(PATH,),
         state=("desired", "effective"),
     ),
     _m("generation", "gauge", "1", "knobs", "The newest generation of knobs that this rank has applied."),

@@ -86,8 +86,8 @@ def print_preview(preview: KnobPreview) -> None:
     if before is not None and after is not None:
         rows.append(("update, predicted", _seconds(before), _seconds(after)))
     _table(("", "now", "then"), rows)
-    if before is None or after is None:
-        print("No prediction yet: it needs the rates of a few steps.")
+    if preview.no_prediction:
+        print(preview.no_prediction)
 
 
 def print_generations(found: Iterable[GenerationView]) -> None:

@@ -20,6 +20,7 @@ Text = Annotated[str, Field(max_length=2000)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 PathName = Annotated[str, AfterValidator(check_path_name)]
+PathOperation = Literal["read", "write"]
 DeviceKind = Literal["cuda", "emulated"]
 GenerationState = Literal["proposed", "committed", "applied", "refused", "aborted", "superseded"]
 Liveness = Literal["live", "stale", "lost", "finished"]
@@ -93,6 +94,9 @@ class StepReport(Message):
     spill_seconds: Seconds = 0.0
     """How long the update went on after `step()` had returned."""
     links: tuple[LinkRow, ...] = ()
+    paths: Annotated[tuple[PathRow, ...], Field(max_length=1024)] = ()
+    path_states: Annotated[tuple[PathState, ...], Field(max_length=64)] = ()
+    """One for each storage path, as the step ended."""
     device_memory_peak_bytes: dict[Label, Count] = {}
     host_memory_bytes: dict[Label, Count] = {}
     cpu_seconds: dict[Label, Seconds] = {}
@@ -118,6 +122,31 @@ class LinkRow(Message):
     content: Label
     bytes: Count
     busy_seconds: Seconds
+
+
+class PathRow(Message):
+    """What one step read from or wrote to one path in one phase; bytes as they were moved, padding included."""
+
+    path: PathName
+    operation: PathOperation
+    phase: Label
+    bytes: Count
+    busy_seconds: Seconds
+
+
+class PathState(Message):
+    """One storage path; sums are since the run began."""
+
+    path: PathName
+    free_bytes: Count
+    bytes: dict[PathOperation, Count] = {}
+    lock_wait_seconds: dict[PathOperation, Seconds] = {}
+    errors: dict[PathOperation, Count] = {}
+    """Attempts that failed, those that were repeated included."""
+    ceiling_bytes_per_second: dict[PathOperation, Seconds] = {}
+    """What it could do alone when the run began."""
+    written_bytes_per_day: Seconds | None = None
+    """At the pace of the last hour; None while it is too early to tell."""
 
 
 class SpanRow(Message):
@@ -306,6 +335,8 @@ class KnobPreview(Message):
     changed: KnobChanges
     predicted_update_seconds_before: Seconds | None = None
     predicted_update_seconds_after: Seconds | None = None
+    no_prediction: Text = ""
+    """Why there is none, as a sentence."""
 
 
 class RankView(Message):

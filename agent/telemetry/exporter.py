@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -17,7 +17,8 @@ from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry.recorder import Histogram, Recorder
 from tidegate.catalogue import BY_NAME, SECONDS_BUCKETS
 from tidegate.errors import ConfigError
-from tidegate.knobs import KnobValue, device_share
+from tidegate.knobs import AUTO, KnobValue, device_share, weights_of
+from tidegate.plan.ops import path_lanes
 from tidegate.timeline import STALL_CAUSES
 
 Labels = tuple[str, ...]
@@ -30,6 +31,11 @@ class StepCollector:
         self._optimizer = optimizer
         self._recorder = recorder
         self.generation = 0
+        store = optimizer.engine.store
+        self._paths = dict(store.paths) if store is not None else {}
+        causes = [cause for cause in STALL_CAUSES if cause not in ("lock", "collective")]
+        causes += [lane for path in self._paths for lane in path_lanes(path)]
+        self._known_causes = {("update", cause): 0.0 for cause in causes}
         self.overhead: dict[str, float] = {"tuner": 0.0, "exporter": 0.0, "link": 0.0}
 
     def describe(self) -> Iterable[Metric]:
@@ -38,6 +44,8 @@ class StepCollector:
     def collect(self) -> Iterator[Metric]:
         with self._recorder.lock:
             families = [*self._counters(), *self._gauges(), *self._control()]
+            if self._paths:
+                families += [*self._path_counters(), *self._path_gauges()]
         yield from families
 
     def _counters(self) -> Iterator[Metric]:
@@ -49,8 +57,7 @@ class StepCollector:
         yield _counter("tidegate_tokens_total", {(): t.tokens})
         yield _counter("tidegate_link_bytes_total", t.link_bytes)
         yield _counter("tidegate_link_busy_seconds_total", t.link_busy)
-        known = {("update", cause): 0.0 for cause in STALL_CAUSES if cause not in ("lock", "collective")}
-        yield _counter("tidegate_stall_seconds_total", {**known, **t.stalls})
+        yield _counter("tidegate_stall_seconds_total", {**self._known_causes, **t.stalls})
         yield _counter("tidegate_update_spill_seconds_total", {(): t.spill})
         yield _counter("tidegate_cpu_seconds_total", {(phase,): v for phase, v in t.cpu.items()})
         yield _counter("tidegate_update_params_total", {(where,): v for where, v in t.updated.items()})
@@ -78,10 +85,36 @@ class StepCollector:
             if value is not None:
                 yield _gauge(name, {("update",): value})
 
+    def _path_counters(self) -> Iterator[Metric]:
+        t, paths = self._recorder.totals, self._paths.items()
+        yield _counter("tidegate_path_bytes_total", t.path_bytes)
+        yield _counter("tidegate_path_busy_seconds_total", t.path_busy)
+        # As they are now, in a step that hangs, too.
+        waits = {(name, op): s for name, path in paths for op, s in path.counters.lock_wait_seconds.items()}
+        yield _counter("tidegate_path_lock_wait_seconds_total", waits)
+        errors = {(name, op): n for name, path in paths for op, n in path.counters.errors.items()}
+        yield _counter("tidegate_path_errors_total", errors)
+
+    def _path_gauges(self) -> Iterator[Metric]:
+        last = self._recorder.totals.last
+        states = last.path_states if last is not None else ()
+        ceilings = {(s.path, op): speed for s in states for op, speed in s.ceiling_bytes_per_second.items()}
+        yield _gauge("tidegate_path_ceiling_bytes_per_second", ceilings)
+        yield _gauge("tidegate_path_free_bytes", {(s.path,): s.free_bytes for s in states})
+        wear = {(s.path,): s.written_bytes_per_day for s in states if s.written_bytes_per_day is not None}
+        yield _gauge("tidegate_path_written_bytes_per_day", wear)
+        shares: dict[Labels, float] = {}
+        for state, knobs in self._knobs():
+            for path, share in _shares(knobs.get("tier_split", AUTO), list(self._paths)).items():
+                shares[path, state] = share
+        yield _gauge("tidegate_tier_share", shares)
+
+    def _knobs(self) -> tuple[tuple[str, Mapping[str, KnobValue]], ...]:
+        return ("desired", self._optimizer.knobs.as_dict()), ("effective", self._optimizer.effective_knobs())
+
     def _control(self) -> Iterator[Metric]:
         rows: dict[Labels, float] = {}
-        desired, effective = self._optimizer.knobs.as_dict(), self._optimizer.effective_knobs()
-        for state, knobs in (("desired", desired), ("effective", effective)):
+        for state, knobs in self._knobs():
             for name, number in _as_numbers(knobs).items():
                 rows[name, state] = number
         yield _gauge("tidegate_knob", rows)
@@ -154,9 +187,20 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _as_numbers(knobs: Mapping[str, KnobValue]) -> dict[str, float]:
     numbers = {"static_ratio": float(knobs["static_ratio"])}
-    if knobs["stride"] != "auto":
+    if knobs["stride"] != AUTO:
         numbers["device_share"] = device_share(knobs["stride"])  # type: ignore[arg-type]
+    if (cache := knobs.get("host_cache", AUTO)) != AUTO:
+        numbers["host_cache_bytes"] = float(cache)
+    if (order := knobs.get("order", AUTO)) != AUTO:
+        numbers["alternate_order"] = float(order == "alternate")
     return numbers
+
+
+def _shares(tier_split: KnobValue, paths: Sequence[str]) -> dict[str, float]:
+    """The share of each path; none while it is `auto`, or nothing is in storage."""
+    weights = {} if tier_split == AUTO else weights_of(str(tier_split))
+    total = sum(weights.values())
+    return {path: weights.get(path, 0.0) / total for path in paths} if total else {}
 
 
 def _family(kind: type[Any], name: str) -> Any:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from tidegate.agent.engine.engine import StepResult
+from tidegate.agent.telemetry.paths import PathNote
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.timeline import PhaseSpan, Span, Timeline
 from tidegate.wire import MAX_SPANS, TimelineView
@@ -25,6 +26,7 @@ class FinishedStep:
     host_bytes: dict[str, int]
     subgroups: dict[str, int]
     """By residence."""
+    paths: tuple[PathNote, ...] = ()
     timestamp: float = field(default_factory=time.time)
     _wall: float = field(default_factory=lambda: time.time() - time.monotonic())
     """Seconds since the epoch at second 0 of the monotonic clock."""

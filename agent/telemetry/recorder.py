@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry.finished import FinishedStep
+from tidegate.agent.telemetry.paths import PathWatch
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.report import report_of
 from tidegate.catalogue import SECONDS_BUCKETS
@@ -61,6 +62,9 @@ class Totals:
     spill: float = 0.0
     link_bytes: defaultdict[tuple[str, str, str], int] = field(default_factory=lambda: defaultdict(int))
     link_busy: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    path_bytes: defaultdict[tuple[str, str, str], int] = field(default_factory=lambda: defaultdict(int))
+    path_busy: defaultdict[tuple[str, str, str], float] = field(default_factory=lambda: defaultdict(float))
+    """By path, operation and phase."""
     updated: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     last: StepReport | None = None
     predicted_update_seconds: float | None = None
@@ -84,6 +88,9 @@ class Recorder:
         """CPU time of the training thread that recording has cost so far, the phase clock's included."""
         self._optimizer = optimizer
         self._totals = Totals()
+        store = optimizer.engine.store
+        self._paths = PathWatch(store) if store is not None else None
+        self._residences = ("host", "device", *(store.paths if store is not None else ()))
         self._noted: deque[FinishedStep] = deque()
         self._unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
         self._rates: RateCard | None = None
@@ -146,7 +153,8 @@ class Recorder:
             phases=phases,
             deps=self._deps,
             host_bytes=memory.host_bytes(),
-            subgroups={where: memory.residence.count(where) for where in ("host", "device")},
+            subgroups={where: memory.residence.count(where) for where in self._residences},
+            paths=self._paths.note() if self._paths is not None else (),
         )
 
     def _catch_up(self) -> None:
@@ -190,6 +198,9 @@ class Recorder:
         for link in report.links:
             totals.link_bytes[link.direction, link.phase, link.content] += link.bytes
             totals.link_busy[link.direction, link.phase] += link.busy_seconds
+        for row in report.paths:
+            totals.path_bytes[row.path, row.operation, row.phase] += row.bytes
+            totals.path_busy[row.path, row.operation, row.phase] += row.busy_seconds
         for processor, numel in report.update_params.items():
             totals.updated[processor] += numel
         # What goes on in the next forward is the update's, too.

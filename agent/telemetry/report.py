@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from tidegate.agent.telemetry.division import Moved, divided
 from tidegate.agent.telemetry.finished import FinishedStep
-from tidegate.analysis import exposed_waits, split_by_phase
+from tidegate.agent.telemetry.paths import path_rows, path_states
+from tidegate.analysis import exposed_waits
 from tidegate.plan import OpKind
 from tidegate.plan.ops import LINK_LANES
-from tidegate.timeline import Phase, PhaseSpan, Span
+from tidegate.timeline import PhaseSpan, Span
 from tidegate.wire import LinkRow, StallRow, StepReport
 
 
@@ -25,6 +26,8 @@ def report_of(step: FinishedStep) -> StepReport:
         stalls=_stall_rows(step),
         spill_seconds=max(0.0, max((span.end for span in result.spans), default=0.0) - phases.spans[-1].end),
         links=_link_rows(result.spans, phases.with_tail),
+        paths=path_rows(step.paths, phases.with_tail) if step.paths else (),
+        path_states=path_states(step.paths),
         device_memory_peak_bytes=dict(phases.device_peak_bytes.items()),
         host_memory_bytes=step.host_bytes,
         cpu_seconds={phase: max(0.0, seconds) for phase, seconds in phases.cpu_seconds.items()},
@@ -50,19 +53,19 @@ def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
 
 def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[LinkRow, ...]:
     """Bytes and busy time by direction, phase and content; a copy across a boundary is divided by time."""
-    rows: defaultdict[tuple[str, str, str], _Moved] = defaultdict(_Moved)
+    rows: defaultdict[tuple[str, str, str], Moved] = defaultdict(Moved)
     starts = [phase.start for phase in phases]
     for span in spans:
         if span.lane not in LINK_LANES or span.content is None:
             continue
         at = bisect_right(starts, span.start) - 1
         if at >= 0 and span.end <= phases[at].end:
-            # Nearly every span: it lies in one phase.
+            # Nearly every span lies in one phase, and this runs for each of them.
             row = rows[span.lane, phases[at].phase, span.content]
             row.nbytes += span.nbytes
             row.seconds += span.end - span.start
             continue
-        for phase, nbytes, seconds in _divided(span, phases):
+        for phase, nbytes, seconds in divided(span, span.nbytes, phases):
             row = rows[span.lane, phase, span.content]
             row.nbytes += nbytes
             row.seconds += seconds
@@ -70,23 +73,6 @@ def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[Link
         LinkRow(direction=lane, phase=phase, content=content, bytes=row.nbytes, busy_seconds=row.seconds)
         for (lane, phase, content), row in rows.items()
     )
-
-
-@dataclass(slots=True)
-class _Moved:
-    nbytes: int = 0
-    seconds: float = 0.0
-
-
-def _divided(span: Span, phases: Sequence[PhaseSpan]) -> Iterator[tuple[Phase, int, float]]:
-    """Phase, bytes and seconds of each part of a copy across a boundary."""
-    left = span.nbytes
-    shares = list(split_by_phase(span, phases).items())
-    for i, (phase, share) in enumerate(shares):
-        # The last phase takes what rounding left, so that phases add up to what was copied.
-        nbytes = left if i == len(shares) - 1 else round(span.nbytes * share)
-        left -= nbytes
-        yield phase, nbytes, span.seconds * share
 
 
 def _updated(spans: Sequence[Span]) -> dict[str, int]:

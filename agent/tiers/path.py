@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ log = logging.getLogger("tidegate.tiers")
 
 ATTEMPTS: Final = 3
 """How often an op that the system refuses with EIO is tried."""
+MAX_MOVES: Final = 10_000
+"""Moves that are kept for telemetry until it takes them: nobody may listen."""
 POLL_SECONDS: Final = 1.0
 """How long a wait holds back Python's signal handlers."""
 
@@ -40,6 +43,8 @@ class PathSettings:
     block_bytes: the unit of one transfer and of one checksum; a multiple of 4096.
     lock_slots: processes of this node that may use the device at once; 0 for no exclusive access.
     capacity_bytes: what state may take here; 0 for all that is free.
+    wear_bytes_per_day: bytes written a day beyond which a warning is logged, once, by runs that are attached; 0 for
+        never. A drive of 4 TB that is rated for one write of all of it a day: 4_000_000_000_000.
     """
 
     directory: str | os.PathLike[str]
@@ -47,9 +52,11 @@ class PathSettings:
     block_bytes: int = 1 << 20
     lock_slots: int = 1
     capacity_bytes: int = 0
+    wear_bytes_per_day: int = 0
 
     def __post_init__(self) -> None:
-        for name, minimum in (("threads", 1), ("block_bytes", 4096), ("lock_slots", 0), ("capacity_bytes", 0)):
+        bounds = {"threads": 1, "block_bytes": 4096, "lock_slots": 0, "capacity_bytes": 0, "wear_bytes_per_day": 0}
+        for name, minimum in bounds.items():
             if getattr(self, name) < minimum:
                 raise ConfigError(f"{name}={getattr(self, name)} of a path is out of range: at least {minimum}.")
         if self.block_bytes % 4096:
@@ -83,9 +90,22 @@ class _File:
 
 @dataclass
 class PathCounters:
-    """What happened on a path since the run began."""
+    """What happened on a path since the run began, by operation: `read`, `write`. Calibration does not count."""
 
     retries: dict[str, int] = field(default_factory=lambda: {"read": 0, "write": 0})
+    errors: dict[str, int] = field(default_factory=lambda: {"read": 0, "write": 0})
+    """Attempts that failed, those that were repeated included."""
+    bytes: dict[str, int] = field(default_factory=lambda: {"read": 0, "write": 0})
+    """As they were moved, padding included."""
+    lock_wait_seconds: dict[str, float] = field(default_factory=lambda: {"read": 0.0, "write": 0.0})
+    moves: deque[tuple[str, Transfer]] = field(default_factory=lambda: deque(maxlen=MAX_MOVES))
+    """The newest, with their operation; who wants to know takes them out."""
+
+    def count(self, operation: str, moved: Transfer) -> Transfer:
+        self.bytes[operation] += moved.nbytes
+        self.lock_wait_seconds[operation] += moved.lock_wait_seconds
+        self.moves.append((operation, moved))
+        return moved
 
 
 class StoragePath:
@@ -113,7 +133,7 @@ class StoragePath:
         """What more state may take."""
         free = free_bytes(self._scratch.directory)
         if self.settings.capacity_bytes:
-            used = sum(self._file_bytes(file.kind) for file in self._files.values())
+            used = sum(self._file_bytes(file.kind) for file in list(self._files.values()))
             free = min(free, self.settings.capacity_bytes - used)
         return max(free, 0)
 
@@ -225,11 +245,12 @@ class StoragePath:
                 f"{os.strerror(error.errno)}. The last state that it holds is that of step {file.step}.",
                 self.name, file.kind.subgroup, error.errno,
             ) from None  # fmt: skip
-        return Transfer(first, ticket.end, file.data_bytes, waited)
+        return self.counters.count(operation, Transfer(first, ticket.end, file.data_bytes, waited))
 
     def _check(self, operation: Literal["read", "write"], file: _File, address: int, ticket: IoTicket) -> None:
         if ticket.ok:
             return
+        self.counters.errors[operation] += 1
         where = ticket.failed_block * self.settings.block_bytes
         if ticket.checksum_mismatch:
             nbytes = min(self.settings.block_bytes, file.data_bytes - where)

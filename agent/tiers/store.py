@@ -36,6 +36,8 @@ class TierStore:
             self.close()
             raise
         self.speeds: dict[str, PathSpeeds] = {}
+        """As far as is known now; `ceilings` are those measured at the start, with nothing else going on."""
+        self.ceilings: dict[str, PathSpeeds] = {}
 
     def know(self, layouts: Sequence[Layout]) -> None:
         """Subgroups that may come to live on a path."""
@@ -48,12 +50,12 @@ class TierStore:
         """Measures each path, on no more than a share of what will be stored: a small state deserves no long start."""
         stored = sum(kind.data_bytes for kind in self._kinds.values())
         for name, path in self.paths.items():
-            self.speeds[name] = path.calibrate(min(CALIBRATION_BYTES, stored // 4))
+            self.speeds[name] = self.ceilings[name] = path.calibrate(min(CALIBRATION_BYTES, stored // 4))
 
     def capacity(self, held: Mapping[int, str]) -> dict[str, int]:
         """How many subgroups each path can hold, with those that it holds already."""
         largest = max(self._file_bytes(name, kind) for name in self.paths for kind in self._kinds.values())
-        count = {name: sum(where == name for where in held.values()) for name in self.paths}
+        count = {name: sum(where == name for where in list(held.values())) for name in self.paths}
         return {name: count[name] + path.free_bytes // largest for name, path in self.paths.items()}
 
     def _file_bytes(self, path: str, kind: StateKind) -> int:

@@ -15,6 +15,9 @@ from tidegate.wire import KnobPreview
 
 log = logging.getLogger(__name__)
 
+NO_STORAGE = "No prediction: storage is not yet in it, and this run has storage paths."
+NO_RATES = "No prediction yet: it needs the rates of a few steps."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
@@ -68,12 +71,14 @@ def preview(
     paths: whether the run has storage paths, and so their knobs.
     """
     old, new = before.as_dict(paths=paths), after.as_dict(paths=paths)
+    now, then = (known.update_seconds(knobs) if known else None for knobs in (before, after))
     return KnobPreview(
         run=run,
         generation=generation,
         before=old,
         after=new,
         changed={name: value for name, value in new.items() if not same(name, value, old[name])},
-        predicted_update_seconds_before=known.update_seconds(before) if known else None,
-        predicted_update_seconds_after=known.update_seconds(after) if known else None,
+        predicted_update_seconds_before=now,
+        predicted_update_seconds_after=then,
+        no_prediction="" if now is not None and then is not None else NO_STORAGE if paths else NO_RATES,
     )

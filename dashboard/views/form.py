@@ -146,7 +146,7 @@ def _preview(url: str, knobs: KnobsView) -> None:
         _notice(run, "error", _sentence(error, url))
         return
     before, after = preview.predicted_update_seconds_before, preview.predicted_update_seconds_after
-    figures = "No prediction: the run has not measured its rates yet."
+    figures = preview.no_prediction
     if before is not None and after is not None:
         figures = f"Predicted update: {units.seconds(before)} → {units.seconds(after)}"
         figures += f" ({(after - before) / before:+.0%})." if before > 0 else "."

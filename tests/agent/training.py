@@ -18,9 +18,11 @@ from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.runner import StepInputs
 from tidegate.agent.telemetry.phases import StepPhases
+from tidegate.agent.tiers.path import StoragePath, Transfer
 
 RATES = tidegate.EmulatedRates(h2d_bytes_per_second=4e8, d2h_bytes_per_second=4e8, update_params_per_second=1e8)
 WIDTH = 1024
+PAGE = 4096
 
 
 def offload(**changes: Any) -> tidegate.Offload:
@@ -55,6 +57,9 @@ class Outside:
 
     cpu_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     link_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    lane_bytes: Counter[str] = field(default_factory=Counter)
+    """Of link and paths, whatever the phase."""
+    lane_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     memory_bytes: dict[str, int] = field(default_factory=dict)
     copies: list[tuple[str, int, float, float]] = field(default_factory=list)
     windows: list[tuple[str, float, float]] = field(default_factory=list)
@@ -65,6 +70,8 @@ class Outside:
     def divide_copies(self) -> None:
         """Bytes of the step's copies by the phase in which they moved; all lanes are at rest."""
         for lane, nbytes, start, end in self.copies:
+            self.lane_bytes[lane] += nbytes
+            self.lane_seconds[lane] += end - start
             for name, since, until in self.windows:
                 inside = max(0.0, min(end, until) - max(start, since))
                 self.link_bytes[lane, name] += round(nbytes * inside / (end - start))
@@ -84,6 +91,7 @@ class Training:
         self.steps = 0
         self.failed: BaseException | None = None
         self._note_copies()
+        self._note_transfers()
         self._time_update()
         self.optimizer.observers.append(self._note_plan)
         self._stop = threading.Event()
@@ -157,6 +165,26 @@ class Training:
             return event
 
         self.device.copy = noted  # type: ignore[method-assign]
+
+    def _note_transfers(self) -> None:
+        """What goes to and from storage paths: whole pages of each state, counted here, as copies on lanes."""
+        engine = self.optimizer.engine
+        pages = [-(-s.nbytes("state") // PAGE) * PAGE for s in engine.subgroups]
+        for name, path in engine.store.paths.items() if engine.store is not None else ():
+            for operation in ("read", "write"):
+                self._note_transfer(path, operation, f"{name}:{operation}", pages)
+
+    def _note_transfer(self, path: StoragePath, operation: str, lane: str, pages: Sequence[int]) -> None:
+        move = getattr(path, operation)
+
+        def noted(subgroup: int, *more: int) -> Transfer:
+            begins_with_zeros = operation == "read" and path.is_new(subgroup)
+            moved: Transfer = move(subgroup, *more)
+            if not begins_with_zeros:
+                self.outside.copies.append((lane, pages[subgroup], moved.start, moved.end))
+            return moved
+
+        setattr(path, operation, noted)
 
 
 @dataclass

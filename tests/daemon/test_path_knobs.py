@@ -94,6 +94,7 @@ def test_a_preview_compares_ratios_and_predicts_nothing(daemon: Daemon) -> None:
     assert seen.changed == {"tier_split": "auto", "host_cache": 0}
     assert seen.before["tier_split"] == "nvme:2,pfs:1"
     assert seen.predicted_update_seconds_after is None
+    assert seen.no_prediction == "No prediction: storage is not yet in it, and this run has storage paths."
 
 
 def test_the_run_has_the_paths_of_its_ranks(daemon: Daemon) -> None:

@@ -1,0 +1,139 @@
+"""What storage paths did: taken from them when a step ends, and made into rows when somebody asks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+from tidegate.agent.telemetry.division import Moved, divided
+from tidegate.agent.tiers.path import StoragePath, Transfer
+from tidegate.agent.tiers.store import TierStore
+from tidegate.plan.split import PathSpeeds
+from tidegate.timeline import PhaseSpan
+from tidegate.wire import PathOperation, PathRow, PathState
+
+log = logging.getLogger("tidegate")
+
+DAY_SECONDS: Final = 86_400.0
+WEAR_WINDOW_SECONDS: Final = 3_600.0
+WEAR_SAMPLE_SECONDS: Final = 30.0
+MIN_WEAR_SECONDS: Final = 10.0
+"""Before, the first steps' pace says little about a day."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathNote:
+    """One path at the end of a step: what it moved since the last one, and its sums since the run began."""
+
+    name: str
+    moves: tuple[tuple[str, Transfer], ...]
+    free_bytes: int
+    nbytes: Mapping[str, int]
+    lock_wait_seconds: Mapping[str, float]
+    errors: Mapping[str, int]
+    ceilings: PathSpeeds
+    written_bytes_per_day: float | None
+
+
+class Wear:
+    """Bytes written per day at the pace of the last hour; a warning, once, when that is beyond `limit` (0: none)."""
+
+    def __init__(self, path: str, limit: int, now: float, written: int) -> None:
+        self._path, self._limit = path, limit
+        self._samples: deque[tuple[float, int]] = deque([(now, written)])
+
+    def per_day(self, now: float, written: int) -> float | None:
+        """`written` bytes so far at `now`, in seconds; None while it is too early to tell."""
+        samples = self._samples
+        if now - samples[-1][0] >= WEAR_SAMPLE_SECONDS:
+            samples.append((now, written))
+        while len(samples) > 1 and now - samples[1][0] >= WEAR_WINDOW_SECONDS:
+            samples.popleft()
+        since, before = samples[0]
+        if now - since < MIN_WEAR_SECONDS:
+            return None
+        rate = (written - before) / (now - since) * DAY_SECONDS
+        if 0 < self._limit < rate:
+            log.warning(
+                "path %s: %s bytes a day are written at this pace, more than wear_bytes_per_day=%s. A larger "
+                "host_cache or static_ratio, or a smaller share of tier_split, writes less.",
+                self._path, f"{rate:,.0f}", f"{self._limit:,}",
+            )  # fmt: skip
+            self._limit = 0
+        return rate
+
+
+class PathWatch:
+    """Asked by the training thread once a step, when no transfer is under way that belongs to it."""
+
+    def __init__(self, store: TierStore) -> None:
+        self._store = store
+        now = time.monotonic()
+        self._wear = {
+            name: Wear(name, path.settings.wear_bytes_per_day, now, path.counters.bytes["write"])
+            for name, path in store.paths.items()
+        }
+        for path in store.paths.values():
+            path.counters.moves.clear()  # what was moved before has no phase of ours
+
+    def note(self) -> tuple[PathNote, ...]:
+        """Takes what was moved since the last call."""
+        now = time.monotonic()
+        return tuple(self._note(name, path, now) for name, path in self._store.paths.items())
+
+    def _note(self, name: str, path: StoragePath, now: float) -> PathNote:
+        counters = path.counters
+        moves = tuple(counters.moves.popleft() for _ in range(len(counters.moves)))
+        return PathNote(
+            name=name,
+            moves=moves,
+            free_bytes=path.free_bytes,
+            nbytes=dict(counters.bytes),
+            lock_wait_seconds=dict(counters.lock_wait_seconds),
+            errors=dict(counters.errors),
+            ceilings=self._store.ceilings[name],
+            written_bytes_per_day=self._wear[name].per_day(now, counters.bytes["write"]),
+        )
+
+
+def path_rows(notes: Sequence[PathNote], phases: Sequence[PhaseSpan]) -> tuple[PathRow, ...]:
+    """Bytes and busy time by path, operation and phase; a transfer across a boundary is divided by time.
+
+    Each lane does one transfer at a time, so that the seconds of its transfers are the time it was busy.
+    """
+    rows: defaultdict[tuple[str, str, str], Moved] = defaultdict(Moved)
+    for note in notes:
+        for operation, transfer in note.moves:
+            for phase, nbytes, seconds in divided(transfer, transfer.nbytes, phases):
+                row = rows[note.name, operation, phase]
+                row.nbytes += nbytes
+                row.seconds += seconds
+    return tuple(
+        PathRow(
+            path=path, operation=cast(PathOperation, operation), phase=phase, bytes=row.nbytes, busy_seconds=row.seconds
+        )
+        for (path, operation, phase), row in rows.items()
+    )
+
+
+def path_states(notes: Sequence[PathNote]) -> tuple[PathState, ...]:
+    """Each path as the step ended."""
+    return tuple(
+        PathState(
+            path=note.name,
+            free_bytes=note.free_bytes,
+            bytes=cast(dict[PathOperation, int], dict(note.nbytes)),
+            lock_wait_seconds=cast(dict[PathOperation, float], dict(note.lock_wait_seconds)),
+            errors=cast(dict[PathOperation, int], dict(note.errors)),
+            ceiling_bytes_per_second={
+                "read": note.ceilings.read_bytes_per_second,
+                "write": note.ceilings.write_bytes_per_second,
+            },
+            written_bytes_per_day=note.written_bytes_per_day,
+        )
+        for note in notes
+    )

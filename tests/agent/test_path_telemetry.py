@@ -1,0 +1,229 @@
+"""Metrics of storage paths, held against what was seen at their boundary and at the kernel's: real files."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import tidegate
+from tests.agent.training import Training
+from tests.services import program
+from tidegate.agent.telemetry.division import divided
+from tidegate.agent.telemetry.paths import MIN_WEAR_SECONDS, WEAR_WINDOW_SECONDS, Wear
+from tidegate.agent.tiers.path import StoragePath
+from tidegate.catalogue import METRICS
+from tidegate.errors import ConfigError
+from tidegate.timeline import PhaseSpan
+from tidegate.wire import StepReport
+
+STEPS = 8
+PATHS = ("nvme", "pfs")
+LANES = [(path, operation) for path in PATHS for operation in ("read", "write")]
+Row = tuple[dict[str, str], float]
+
+
+def training(folder: Path, **changes: Any) -> Training:
+    for name in PATHS:
+        (folder / name).mkdir()
+    settings: dict[str, Any] = {"host_cache": 7_000_000, "tier_split": "nvme:2,pfs:1"}
+    return Training(paths={name: folder / name for name in PATHS}, **{**settings, **changes})
+
+
+def kernel_bytes() -> dict[str, int]:
+    """What this process had storage read and write, as the kernel counts it: not what came from the page cache."""
+    rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {"read": int(rows["read_bytes"]), "write": int(rows["write_bytes"])}
+
+
+class Run:
+    """A training that has run its steps, and what was scraped of it."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.attachment = tidegate.attach(training.optimizer, training.model, run="paths")
+        before = kernel_bytes()
+        for _ in range(STEPS):
+            training.optimizer.log(loss=1.0)
+            training.step()
+        after = kernel_bytes()
+        self.kernel = {operation: after[operation] - before[operation] for operation in after}
+
+    def scrape(self) -> str:
+        return httpx.get(f"http://{self.attachment.metrics_address}/metrics", trust_env=False).text
+
+    def samples(self) -> dict[str, list[Row]]:
+        found: dict[str, list[Row]] = defaultdict(list)
+        for family in text_string_to_metric_families(self.scrape()):
+            for sample in family.samples:
+                found[sample.name].append((sample.labels, sample.value))
+        return found
+
+    def value(self, name: str, **labels: str) -> float:
+        return sum(value for found, value in self.samples()[name] if labels.items() <= found.items())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    made = training(tmp_path_factory.mktemp("paths"))
+    with made.optimizer:
+        yield Run(made)
+
+
+def test_bytes_are_those_that_crossed_the_boundary_in_each_phase_and_in_all(run: Run) -> None:
+    outside = run.training.outside
+    for path, operation in LANES:
+        lane = f"{path}:{operation}"
+        assert run.value("tidegate_path_bytes_total", path=path, operation=operation) == outside.lane_bytes[lane] > 0
+        for phase in ("forward", "backward", "update"):
+            said = run.value("tidegate_path_bytes_total", path=path, operation=operation, phase=phase)
+            assert said == pytest.approx(outside.link_bytes[lane, phase], rel=0.02, abs=200_000), (lane, phase)
+
+
+def test_bytes_are_those_that_the_kernel_moved(run: Run) -> None:
+    if not min(run.kernel.values()):
+        pytest.skip("the test directory is on no block device: the kernel counts nothing")
+    for operation in ("read", "write"):
+        assert run.value("tidegate_path_bytes_total", operation=operation) == pytest.approx(
+            run.kernel[operation], rel=0.03
+        )
+
+
+def test_busy_time_is_that_of_the_transfers(run: Run) -> None:
+    for path, operation in LANES:
+        busy = run.value("tidegate_path_busy_seconds_total", path=path, operation=operation)
+        assert busy == pytest.approx(run.training.outside.lane_seconds[f"{path}:{operation}"], rel=1e-6)
+        ceiling = run.value("tidegate_path_ceiling_bytes_per_second", path=path, operation=operation)
+        assert ceiling > 0
+
+
+def test_the_ceiling_stays_what_it_was_when_live_speeds_change(run: Run) -> None:
+    store = run.training.optimizer.engine.store
+    assert store is not None
+    assert store.speeds != store.ceilings
+    for path in PATHS:
+        said = run.value("tidegate_path_ceiling_bytes_per_second", path=path, operation="read")
+        assert said == store.ceilings[path].read_bytes_per_second
+
+
+def test_every_family_has_only_labels_of_this_runs_paths(run: Run) -> None:
+    families = {family.name: family for family in text_string_to_metric_families(run.scrape())}
+    by_name = {metric.name.removesuffix("_total"): metric for metric in METRICS}
+    assert {name for name in families if name.startswith("tidegate_")} == set(by_name)
+    for name, metric in by_name.items():
+        for sample in families[name].samples:
+            for label, value in sample.labels.items():
+                assert label == "le" or value in metric.values(label, PATHS), sample
+    causes = {labels["cause"] for labels, _ in run.samples()["tidegate_stall_seconds_total"]}
+    assert {f"{path}:{operation}" for path, operation in LANES} <= causes
+
+
+def test_promtool_accepts_it_and_series_are_few(run: Run) -> None:
+    text = run.scrape()
+    done = subprocess.run([program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len([line for line in text.splitlines() if not line.startswith("#")]) <= 600
+
+
+def test_where_state_lives_and_what_the_knobs_are(run: Run) -> None:
+    optimizer = run.training.optimizer
+    for where in ("host", "device", *PATHS):
+        assert run.value("tidegate_subgroups", residence=where) == optimizer.engine.memory.residence.count(where)
+    assert run.value("tidegate_tier_share", path="nvme", state="desired") == pytest.approx(2 / 3)
+    counts = optimizer.engine.residences.counts  # type: ignore[union-attr]
+    effective = run.value("tidegate_tier_share", path="nvme", state="effective")
+    assert effective == pytest.approx(counts["nvme"] / sum(counts.values()))
+    assert run.value("tidegate_knob", knob="host_cache_bytes", state="effective") == 7_000_000
+    assert run.value("tidegate_knob", knob="alternate_order", state="effective") == 0
+    assert not [row for row in run.samples()["tidegate_knob"] if row[0]["knob"] == "alternate_order"][1:], (
+        "auto: absent"
+    )
+    assert run.value("tidegate_host_memory_bytes", kind="slot") > 0
+
+
+def test_free_space_is_what_the_file_system_says(run: Run) -> None:
+    for path in run.training.optimizer.engine.store.paths.values():  # type: ignore[union-attr]
+        found = os.statvfs(path.settings.directory)
+        said = run.value("tidegate_path_free_bytes", path=path.name)
+        assert said == pytest.approx(found.f_bavail * found.f_frsize, rel=0.05)
+
+
+def test_a_checkpoint_is_counted_in_its_phase(tmp_path: Path) -> None:
+    made = training(tmp_path)
+    with made.optimizer:
+        run = Run(made)
+        before = made.outside.lane_bytes.total()
+        made.optimizer.state_dict()
+        made.step()
+        read = run.value("tidegate_path_bytes_total", operation="read", phase="checkpoint")
+        stored = sum(
+            -(-s.nbytes("state") // 4096) * 4096
+            for s, where in zip(made.optimizer.engine.subgroups, made.optimizer.engine.memory.residence, strict=True)
+            if where in PATHS
+        )
+        assert read == stored > 0
+        assert before < made.outside.lane_bytes.total()
+
+
+def test_attempts_that_fail_are_counted_where_they_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real pool, and a ticket that says what a disk that has a bad moment would."""
+    made = training(tmp_path)
+    with made.optimizer:
+        run = Run(made)
+        check, failures = StoragePath._check, [errno.EIO, errno.EIO]
+
+        def bad_moment(path: StoragePath, operation: Any, file: Any, address: int, ticket: Any) -> None:
+            if failures and (path.name, operation) == ("pfs", "write"):
+                said = SimpleNamespace(
+                    ok=False, failed_block=0, checksum_mismatch=False, end_of_file=False, error=failures.pop()
+                )
+                check(path, operation, file, address, said)  # type: ignore[arg-type]
+            check(path, operation, file, address, ticket)
+
+        monkeypatch.setattr(StoragePath, "_check", bad_moment)
+        made.step()
+        assert not failures
+        assert run.value("tidegate_path_errors_total", path="pfs", operation="write") == 2
+        assert run.value("tidegate_path_errors_total") == 2
+
+
+def test_a_report_of_an_agent_without_paths_still_reads() -> None:
+    report = StepReport.model_validate({"step": 1, "timestamp": 0.0, "phase_seconds": {}})
+    assert (report.paths, report.path_states) == ((), ())
+
+
+def test_what_is_divided_adds_up() -> None:
+    phases = [PhaseSpan("forward", 0.0, 1.0), PhaseSpan("backward", 1.0, 3.0), PhaseSpan("update", 3.0, 3.5)]
+    parts = list(divided(PhaseSpan("other", 0.5, 3.25), 1001, phases))
+    assert [phase for phase, _, _ in parts] == ["forward", "backward", "update"]
+    assert sum(nbytes for _, nbytes, _ in parts) == 1001
+    assert sum(seconds for _, _, seconds in parts) == pytest.approx(2.75)
+
+
+def test_wear_is_the_pace_of_the_last_hour_and_its_warning_comes_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "tidegate")
+    wear = Wear("nvme", 200 * 86_400, 0.0, 1_000)
+    assert wear.per_day(MIN_WEAR_SECONDS / 2, 10**9) is None
+    assert wear.per_day(100.0, 1_000 + 100 * 100) == pytest.approx(100 * 86_400)
+    assert not caplog.records
+    now, written = 100.0, 11_000
+    while now < 100.0 + 2 * WEAR_WINDOW_SECONDS:
+        now, written = now + 20.0, written + 300 * 20
+        last = wear.per_day(now, written)
+    assert last == pytest.approx(300 * 86_400, rel=0.01), "what was written more than an hour ago is forgotten"
+    assert ["nvme" in r.message and "wear_bytes_per_day=17,280,000" in r.message for r in caplog.records] == [True]
+
+
+def test_a_wear_limit_is_checked() -> None:
+    with pytest.raises(ConfigError, match="wear_bytes_per_day=-1"):
+        tidegate.PathSettings(directory="/", wear_bytes_per_day=-1)
