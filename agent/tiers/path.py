@@ -333,6 +333,10 @@ class StoragePath:
                         f"{os.strerror(ticket.error or errno.EIO)}."
                     )
                 seconds[operation] = max(ticket.end - ticket.start, 1e-9)
+        except OSError as error:
+            raise PathUnusable(
+                f"Path {self.name} cannot reserve {size:,} bytes in {self.settings.directory}: {error.strerror}."
+            ) from error
         finally:
             os.close(fd)
             os.unlink(name)

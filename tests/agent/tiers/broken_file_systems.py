@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -206,10 +207,52 @@ def hangs(base: Path) -> None:
         run("fsfreeze", "-u", bad)
 
 
+def throttled(base: Path) -> None:
+    """The kernel lets one path have a hundredth of its speed: it gets one subgroup, and the results stay right."""
+    bad = loop_file_system(base / "bad", base / "image")
+    number = os.stat(bad).st_dev
+    paths = {"bad": bad, "good": good(base)}
+    # Much more than what a throttled device may have at once, unnoticed.
+    with training(paths, stride="off", size=20) as pair:
+        train(pair, 0, 2)
+        before = pair.optimizer.effective_knobs()["tier_split"]
+        speeds = store_of(pair.optimizer).speeds["bad"]
+        with throttle(f"{os.major(number)}:{os.minor(number)}", 4_000_000):
+            train(pair, 2, 6)
+            slower = store_of(pair.optimizer).speeds["bad"]
+            assert slower.write_bytes_per_second < speeds.write_bytes_per_second / 10, (speeds, slower)
+            assert pair.optimizer.effective_knobs()["tier_split"] == "bad:1,good:7", before
+        pair.assert_same_state()
+
+
+@contextmanager
+def throttle(device: str, bytes_per_second: int) -> Iterator[None]:
+    """This process gets so much of a block device, by a control group of its own. Ends it with SKIP where it cannot."""
+    group = Path("/sys/fs/cgroup/blkio", f"tidegate-test-{os.getpid()}")
+    if not group.parent.is_dir():
+        print("SKIP there is no controller for block I/O (cgroup blkio) on this machine")
+        sys.exit(0)
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    home = next(line.split(":")[2] for line in lines if "blkio" in line.split(":")[1].split(","))
+    try:
+        group.mkdir()
+    except OSError as error:
+        print(f"SKIP no control group can be made: {error.strerror}")
+        sys.exit(0)
+    try:
+        for direction in ("read", "write"):
+            (group / f"blkio.throttle.{direction}_bps_device").write_text(f"{device} {bytes_per_second}")
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (group.parent / home.lstrip("/") / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
 SCENARIOS: dict[str, Callable[[Path], None]] = {
     scenario.__name__: scenario
     for scenario in (
-        read_error, full_device, late_write_error, nowhere_left, small_path, cannot_start, hangs
+        read_error, full_device, late_write_error, nowhere_left, small_path, cannot_start, hangs, throttled
     )
 }  # fmt: skip
 

@@ -65,8 +65,8 @@ class Delayed:
 
 class FaultyPool:
     """The pool of one direction of a path; `fault` says for each transfer what the system answers: an errno, 0 for
-    nothing unusual, or a delay in seconds as a float. What fails was moved nevertheless: nobody may rely on an old state
-    being there still."""
+    nothing unusual, or a delay in seconds as a float. What fails was moved nevertheless: nobody may rely on an old
+    state being there still."""
 
     def __init__(self, real: IoPool, fault: Callable[[], float]) -> None:
         self._real, self._fault = real, fault
@@ -98,6 +98,11 @@ def store_of(optimizer: tidegate.AdamW) -> TierStore:
 def break_path(optimizer: tidegate.AdamW, name: str, operation: str, fault: Callable[[], float]) -> None:
     pools = store_of(optimizer).paths[name]._pools
     pools[operation] = FaultyPool(pools[operation], fault)  # type: ignore[assignment]
+
+
+def heal_path(optimizer: tidegate.AdamW, name: str, operation: str) -> None:
+    pools = store_of(optimizer).paths[name]._pools
+    pools[operation] = pools[operation]._real  # type: ignore[attr-defined]
 
 
 def always(code: int) -> Callable[[], int]:
@@ -137,11 +142,13 @@ class Snapshot:
 
 
 @contextmanager
-def training(paths: dict[str, Any], dtype: torch.dtype = torch.float32, **changes: Any) -> Iterator[Pair]:
-    """An optimizer with its oracle; eight subgroups, all of them on paths."""
+def training(
+    paths: dict[str, Any], dtype: torch.dtype = torch.float32, *, size: int = 1, **changes: Any
+) -> Iterator[Pair]:
+    """An optimizer with its oracle; eight subgroups of `size` times SUBGROUP, all of them on paths."""
     generator = torch.Generator().manual_seed(1)
-    params = [torch.nn.Parameter(torch.randn(NUMEL // 2, generator=generator).to(dtype)) for _ in range(2)]
-    settings: dict[str, Any] = {"stride": 2.0, "subgroup_numel": SUBGROUP, "host_cache": 0, "emulated": FAST}
+    params = [torch.nn.Parameter(torch.randn(size * NUMEL // 2, generator=generator).to(dtype)) for _ in range(2)]
+    settings: dict[str, Any] = {"stride": 2.0, "subgroup_numel": size * SUBGROUP, "host_cache": 0, "emulated": FAST}
     offload = tidegate.Offload(paths=paths, **(settings | changes))
     with tidegate.AdamW(params, lr=0.02, offload=offload) as optimizer:
         yield Pair.of(optimizer, None)
