@@ -100,25 +100,17 @@ class AdamW(torch.optim.Optimizer):
         layouts = cut([group["params"] for group in self.param_groups], self.offload.subgroup_numel)
         self.knobs = self.offload.knobs()
         self._auto_stride: float | str = START_STRIDE
-        paths = self.offload.path_settings()
-        store = TierStore(paths, _rank()) if paths else None
         self._auto_cache_bytes = self._ample_cache(layouts)
-        self.engine = Engine(
-            self._params,
-            layouts,
-            self.device,
-            num_slots=self.offload.num_slots,
-            cpu_threads=self.offload.cpu_threads or max(1, (os.cpu_count() or 2) - 1),
-            policy=self.offload.policy,
-            gradients=self.offload.gradients,
-            gradient_memory_bytes=self.offload.gradient_memory_bytes,
-            headroom_bytes=self.offload.headroom_bytes,
-            early_gradients=not _is_distributed(),
-            watchdog_seconds=self.offload.watchdog_seconds,
-            effective=self._effective(self.knobs),
-            store=store,
-            host_slots=self.offload.host_slots,
-        )
+        store: TierStore | None = None
+        try:
+            paths = self.offload.path_settings()
+            store = TierStore(paths, _rank()) if paths else None
+            self.engine = self._engine(layouts, store)
+        except BaseException:
+            if store is not None:
+                store.close()
+            give_up(self, self._params)
+            raise
         self.phases = PhaseClock(self.device.take_peak_bytes)
         self.observers: list[Callable[[StepResult, StepPhases], None]] = []
         """Called in the training thread when an update is done: in its `step()`, or later if it goes on meanwhile."""
@@ -141,6 +133,24 @@ class AdamW(torch.optim.Optimizer):
             raise
         self.apply_knobs(self.knobs)
         self.engine.watch(self._on_gradient)
+
+    def _engine(self, layouts: Sequence[Layout], store: TierStore | None) -> Engine:
+        return Engine(
+            self._params,
+            layouts,
+            self.device,
+            num_slots=self.offload.num_slots,
+            cpu_threads=self.offload.cpu_threads or max(1, (os.cpu_count() or 2) - 1),
+            policy=self.offload.policy,
+            gradients=self.offload.gradients,
+            gradient_memory_bytes=self.offload.gradient_memory_bytes,
+            headroom_bytes=self.offload.headroom_bytes,
+            early_gradients=not _is_distributed(),
+            watchdog_seconds=self.offload.watchdog_seconds,
+            effective=self._effective(self.knobs),
+            store=store,
+            host_slots=self.offload.host_slots,
+        )
 
     # ---- training
 

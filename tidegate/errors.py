@@ -12,6 +12,8 @@ TidegateError
 │   └── DeviceAccessError  an op touched memory that is not where it must be
 ├── StorageError           a path cannot hold state, or what lies there is not the state that was asked for
 │   ├── PathFailed         a read or a write that failed for good; names path, subgroup and step
+│   ├── StateLost          the only copy of a subgroup's state cannot be had; names subgroup, path, step, checkpoint
+│   ├── NoPathLeft         state that no path takes, nor host memory; names subgroup, path, step; carries the figures
 │   ├── PathUnusable       missing, not a directory, not writable, read-only, another user's
 │   ├── PathFull           no room; carries the figures
 │   ├── LocksUnusable      the folder of lock files is not private, or cannot lock
@@ -109,6 +111,43 @@ class PathFailed(StorageError):
         self.path = path
         self.subgroup = subgroup
         self.errno = errno
+
+
+class StateLost(StorageError):
+    """The only copy of a subgroup's state cannot be read, or is damaged. The cause is chained.
+
+    `step`: number of the update whose result it was. `checkpoint`: the last good one, None when there is none.
+    """
+
+    def __init__(self, why: object, path: str, subgroup: int, step: int, checkpoint: str | None) -> None:
+        remedy = f"load {checkpoint}, the last good checkpoint" if checkpoint else "there is no checkpoint of this run"
+        super().__init__(
+            f"The state of subgroup {subgroup} after step {step}, on path {path}, is lost: {why} "
+            f"Training cannot go on from here: {remedy}."
+        )
+        self.path = path
+        self.subgroup = subgroup
+        self.step = step
+        self.checkpoint = checkpoint
+
+
+class NoPathLeft(StorageError):
+    """State that its path failed to take, and for which there is room neither on another path nor in host memory.
+
+    `needed_bytes`; `free_bytes` is the most that a path which still works has, `step` the number of the update.
+    """
+
+    def __init__(self, why: object, path: str, subgroup: int, step: int, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"The state of subgroup {subgroup} after step {step} can be stored nowhere. Path {path}: {why} It needs "
+            f"{needed_bytes:,} bytes; the other paths have {free_bytes:,} free, and host memory has no room for it. "
+            "Free space or add a path, then load a checkpoint."
+        )
+        self.path = path
+        self.subgroup = subgroup
+        self.step = step
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
 
 
 class PathUnusable(StorageError):

@@ -10,6 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +26,7 @@ from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.subgroups import Layout
 from tidegate.agent.tiers.store import PathClock, TierStore
 from tidegate.agent.weights import Weights
-from tidegate.errors import EngineError
+from tidegate.errors import EngineError, PathFull, PathUnusable
 from tidegate.kernels import ThreadPool
 from tidegate.plan import Placement, Plan, Policy, make_plan, place, verify
 from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, OpKind, Processor, Residence, path_lanes
@@ -141,7 +142,19 @@ class Engine:
         if self.residences is not None:
             now = self.effective
             placed = place(len(self.layouts), stride=now.stride, static_ratio=now.static_ratio)
-            self.memory.settle(self.residences.after(self.subgroups, placed, now)[0])
+            residences = self.residences
+            self._on_paths_left(lambda: self.memory.settle(residences.after(self.subgroups, placed, now)[0]))
+
+    def _on_paths_left(self, attempt: Callable[[], None]) -> None:
+        """Places subgroups; a path that turns out to be full or broken gets less, and they are divided anew.
+
+        CapacityError when there is too little room, or the error of the last path.
+        """
+        for _ in range(2 * len(self.host_slots)):  # each path may first be full, then fail
+            with suppress(PathFull, PathUnusable):
+                attempt()
+                return
+        attempt()
 
     # ---- a step
 
@@ -164,12 +177,7 @@ class Engine:
         effective = self.effective
         placed = place(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
         spilled = self.memory.spilled(placed, self._gradient_room(placed))
-        after, order = self._after(placed, effective)
-        placements = tuple(
-            self._placement(i, processor, after[i], spilled[i]) for i, (processor, _) in enumerate(placed)
-        )
-        self.memory.prepare(placements)
-        plan = self._plan(placements, order)
+        plan = self._prepared(placed, spilled, effective)
         self._runner.begin()
         self._arrived.clear()
         self.gradients.expect_reads([
@@ -179,6 +187,23 @@ class Engine:
         self._follow_framework(H2D, D2H)
         self._executor.start(plan)
         return _Flight(plan, effective)
+
+    def _prepared(
+        self, placed: Sequence[tuple[Processor, Residence]], spilled: Sequence[bool], effective: Effective
+    ) -> Plan:
+        """The plan of the next step, with all memory and all space on paths that it needs."""
+        found: list[Plan] = []
+
+        def prepare() -> None:
+            after, order = self._after(placed, effective)
+            placements = tuple(
+                self._placement(i, processor, after[i], spilled[i]) for i, (processor, _) in enumerate(placed)
+            )
+            self.memory.prepare(placements)
+            found.append(self._plan(placements, order))
+
+        self._on_paths_left(prepare)
+        return found[0]
 
     def _after(
         self, placed: Sequence[tuple[Processor, Residence]], effective: Effective
@@ -348,7 +373,7 @@ class Engine:
         if not skipped:
             self.memory.commit(flight.plan.placements)
             if self.residences is not None:
-                self.residences.observe(spans)
+                self.residences.observe(spans, self.memory.residence)
         self.weights.settled()
 
     def _stale(self, plan: Plan) -> list[int]:
@@ -378,6 +403,9 @@ class Engine:
         """State is about to be loaded for the weights as they are now: remainders start at 0, mirrors are copied anew,
         and an earlier failure is over."""
         self._broken = None
+        if self.store is not None:
+            self.memory.forget_stored()
+            self._settle_new()
         self.weights.loaded()
 
     # ---- knobs, life
@@ -408,7 +436,11 @@ class Engine:
         self._flight = None
         self.gradients.close()
         if self._executor.stuck:
-            return  # a lane still works on this memory
+            # A lane still works on this memory: it is given back when the lane ends, if it ever does. Its thread holds
+            # on to it.
+            if self.store is not None:
+                self.store.close()
+            return
         self.memory.close()
         if self.store is not None:
             self.store.close()

@@ -3,6 +3,7 @@ path holds what is not in memory."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from tidegate.agent.devices.base import Copy, Device
 from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.subgroups import Layout
 from tidegate.agent.tiers.store import TierStore
-from tidegate.errors import MemoryBudgetError
+from tidegate.errors import MemoryBudgetError, NoPathLeft
 from tidegate.kernels import WeightFormat
 from tidegate.plan import Placement
 from tidegate.plan.ops import D2H, H2D, Place, Residence, is_path
@@ -65,6 +66,8 @@ class StateMemory:
         self._mirror: dict[int, torch.Tensor] = {}
         self._gradient: dict[int, torch.Tensor] = {}
         self._resident: dict[int, int] = {}
+        self._kept: set[int] = set()
+        """Subgroups that no path took in this step: host memory has their state."""
         self.slots: list[int] = []
         self._num_slots = num_slots
         self._slot_gradients = slot_gradients
@@ -190,19 +193,58 @@ class StateMemory:
     def commit(self, placements: Sequence[Placement]) -> None:
         """The step is done: releases what its placement no longer needs."""
         for layout, placed in zip(self.layouts, placements, strict=True):
-            s, lives = layout.id, placed.after
-            self.residence[s] = lives
+            s = layout.id
+            lives = self.residence[s] = self._really_after(s, placed.after)
             if lives != "host":
                 self._state.pop(s, None)
             if lives != "device" and s in self._resident:
                 self.device.free(self._resident.pop(s))
-            if is_path(placed.before) and self.store is not None and lives not in ("host", placed.before):
-                self.store.left(s, placed.before)
+            if self.store is not None and lives != "host":  # what is cached keeps its place on its path
+                self.store.lives(s, lives)
             self.mirror_valid[s] = placed.processor == "cpu" and not placed.uses_host_slot
             if not self.mirror_valid[s]:
                 self._mirror.pop(s, None)
             if placed.grad_in_slot or (placed.processor == "device" and not placed.spilled):
                 self._gradient.pop(s, None)
+
+    def _really_after(self, subgroup: int, planned: Residence) -> Residence:
+        """Where its state is after a step: where the plan said, unless a path failed."""
+        if self.store is None or not is_path(planned):
+            return planned
+        if subgroup in self._kept:
+            self._kept.discard(subgroup)
+            return "host"
+        return self.store.where(subgroup)
+
+    def keep(self, subgroup: int, place: Place) -> bool:
+        """The state at a place of a plan stays in host memory, as no path takes it. False when there is no room."""
+        layout, nbytes = self.layouts[subgroup], self._state_bytes(subgroup)
+        if place != ("host_state", subgroup):
+            if nbytes > host_available_bytes():
+                return False
+            state = self._host_buffer(layout)
+            ctypes.memmove(state.data_ptr(), self.on_host(place), layout.numel * layout.format.state_bytes)
+            self._state[subgroup] = state
+        self._kept.add(subgroup)
+        return True
+
+    def _state_bytes(self, subgroup: int) -> int:
+        layout = self.layouts[subgroup]
+        return _whole_pages(layout.numel * layout.format.state_bytes)
+
+    def forget_stored(self) -> None:
+        """All state is about to be replaced: what lies on paths is zeros from now on, unread. What a retired path had
+        is nowhere, until `settle` gives it a place."""
+        self._kept.clear()
+        for layout in self.layouts:
+            s, lives = layout.id, self.residence[layout.id]
+            if self.store is None:
+                continue
+            self.store.forget(s)
+            if is_path(lives):
+                self._state.pop(s, None)
+                if lives in self.store.retired:
+                    self.residence[s] = "host"
 
     def _pull(self, subgroup: int) -> None:
         """Brings the state of a subgroup to host memory, whatever holds it; it goes on living there."""
@@ -216,7 +258,11 @@ class StateMemory:
             nbytes = layout.numel * layout.format.state_bytes
             self.device.copy(D2H, [Copy(address, self._resident[subgroup], nbytes)]).wait()
         elif self.store is not None:
-            self.store.fetch(lives, subgroup, address)
+            try:
+                self.store.fetch(lives, subgroup, address)
+            except BaseException:
+                del self._state[subgroup]
+                raise
 
     def _push(self, subgroup: int, changed: bool) -> None:
         """What was pulled goes back to where it lives, if it was changed."""
@@ -230,7 +276,12 @@ class StateMemory:
             nbytes = layout.numel * layout.format.state_bytes
             self.device.copy(H2D, [Copy(self._resident[subgroup], state.data_ptr(), nbytes)]).wait()
         elif self.store is not None:
-            self.store.flush(lives, subgroup, state.data_ptr())
+            try:
+                self.store.flush(lives, subgroup, state.data_ptr())
+            except NoPathLeft:  # it is in memory already
+                self._state[subgroup], self.residence[subgroup] = state, "host"
+            else:
+                self.residence[subgroup] = self.store.where(subgroup)
 
     @contextmanager
     def arrays(self, subgroup: int, changed: bool = True) -> Iterator[dict[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from tidegate.agent.engine.executor import Issued, StepSkipped
 from tidegate.agent.engine.memory import StateMemory, state_addresses
 from tidegate.agent.gradients import Gradients, Taken, reference
 from tidegate.agent.subgroups import Layout, Segment, flat
+from tidegate.errors import NoPathLeft
 from tidegate.kernels import Scalars, ThreadPool
 from tidegate.plan.ops import D2H, DEVICE, H2D, Op, OpKind
 
@@ -96,8 +97,14 @@ class MemoryRunner:
         store = self._memory.store
         assert store is not None, "only engines with paths plan these"
         assert op.path is not None, "the planner names the path"
-        move = store.fetch if op.kind is OpKind.FETCH else store.flush
-        moved = move(op.path, op.subgroup, self._memory.on_host(op.host_state))
+        start, address = time.monotonic(), self._memory.on_host(op.host_state)
+        try:
+            move = store.fetch if op.kind is OpKind.FETCH else store.flush
+            moved = move(op.path, op.subgroup, address)
+        except NoPathLeft:
+            if not self._memory.keep(op.subgroup, op.host_state):
+                raise
+            return Issued(DoneEvent(start, time.monotonic()), 0, 0)
         # What is moved, padding and all, is the store's affair; a state that was never written needs no moving.
         return Issued(moved, op.nbytes if moved.nbytes else 0, 0)
 

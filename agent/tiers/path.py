@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential
 
 from tidegate.agent.devices.base import DoneEvent
 from tidegate.agent.tiers.format import Header, StateKind, file_bytes, header_bytes, num_blocks, padded_bytes
 from tidegate.agent.tiers.locks import TierLocks, device_key, lock_directory
 from tidegate.agent.tiers.scratch import Scratch, free_bytes, reserve
-from tidegate.errors import BlockDamaged, ConfigError, DataTruncated, PathFailed, PathUnusable
+from tidegate.errors import BlockDamaged, ConfigError, DataTruncated, PathFailed, PathFull, PathUnusable
 from tidegate.kernels import IoPool, IoTicket, aligned_buffer, crc32c, fill, open_direct
 from tidegate.plan.split import PathSpeeds
 
 log = logging.getLogger("tidegate.tiers")
 
 ATTEMPTS: Final = 3
-"""How often an op that the system refuses with EIO is tried."""
+"""How often an op is tried whose error may pass."""
+PASSING: Final = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ENOMEM})
+"""Errors that may pass. Any other (no such device, read-only, …) is for good."""
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 MAX_MOVES: Final = 10_000
 """Moves that are kept for telemetry until it takes them: nobody may listen."""
 POLL_SECONDS: Final = 1.0
@@ -100,6 +104,9 @@ class PathCounters:
     lock_wait_seconds: dict[str, float] = field(default_factory=lambda: {"read": 0.0, "write": 0.0})
     moves: deque[tuple[str, Transfer]] = field(default_factory=lambda: deque(maxlen=MAX_MOVES))
     """The newest, with their operation; who wants to know takes them out."""
+    taken_over_bytes: int = 0
+    """Written here because the path that the plan named had failed; in timelines these bytes and seconds are in the
+    lane of that path."""
 
     def count(self, operation: str, moved: Transfer) -> Transfer:
         self.bytes[operation] += moved.nbytes
@@ -121,19 +128,29 @@ class StoragePath:
         self.counters = PathCounters()
         self._run_id = run_id
         self._files: dict[int, _File] = {}
+        self._moving: set[IoTicket] = set()
         self._scratch = Scratch.create(settings.directory, run, rank)
-        self._locks: TierLocks | None = None
-        if settings.lock_slots:
-            self._locks = TierLocks(lock_directory(), device_key(settings.directory), settings.lock_slots)
-        self._pools = {"read": IoPool(settings.threads), "write": IoPool(settings.threads)}
+        try:
+            self._locks: TierLocks | None = None
+            if settings.lock_slots:
+                self._locks = TierLocks(lock_directory(), device_key(settings.directory), settings.lock_slots)
+            self._pools = {"read": IoPool(settings.threads), "write": IoPool(settings.threads)}
+        except BaseException:
+            self._scratch.close()
+            raise
         self._said_buffered = False
 
     @property
+    def busy(self) -> bool:
+        """A transfer is in progress: the kernel may still use its file, and the memory that it was given."""
+        return bool(self._moving)
+
+    @property
     def free_bytes(self) -> int:
-        """What more state may take."""
+        """What more state may take. OSError when the directory is gone."""
         free = free_bytes(self._scratch.directory)
         if self.settings.capacity_bytes:
-            used = sum(self._file_bytes(file.kind) for file in list(self._files.values()))
+            used = sum(self._file_bytes(file.kind) for file in tuple(self._files.values()))
             free = min(free, self.settings.capacity_bytes - used)
         return max(free, 0)
 
@@ -174,8 +191,19 @@ class StoragePath:
     def remove(self, subgroup: int) -> None:
         """Its state lives elsewhere now."""
         file = self._files.pop(subgroup)
-        os.close(file.fd)
-        os.unlink(file.name)
+        try:
+            os.close(file.fd)
+            os.unlink(file.name)
+        except OSError as error:  # a path that fails, or a directory that somebody removed
+            log.warning("path %s: %s stays behind: %s", self.name, file.name, error.strerror)
+
+    def forget(self, subgroup: int) -> None:
+        """Its state is zeros again, whatever was written."""
+        self._files[subgroup].step = -1
+
+    def step_of(self, subgroup: int) -> int:
+        """Number of the last update that was written; -1 before the first."""
+        return self._files[subgroup].step
 
     def read(self, subgroup: int, address: int) -> Transfer:
         """Brings its state to `address`, verified. PathFailed, BlockDamaged or DataTruncated when it cannot be had."""
@@ -194,7 +222,13 @@ class StoragePath:
         return self._move("read", file, address, begin)
 
     def write(self, subgroup: int, address: int, step: int) -> Transfer:
-        """Stores the state at `address`, as it is after the update number `step`. PathFailed when it cannot be."""
+        """Stores the state at `address`, as it is after the update number `step`. PathFailed or PathFull when it cannot
+        be; what the file held is lost then.
+
+        Through the page cache an error would come after the last moment at which the state is still in memory. So a
+        file without direct I/O is synchronised after each write: what returns from here is on the medium, or the
+        error names this update.
+        """
         file = self._files[subgroup]
         fill(address + file.kind.data_bytes, 0, file.data_bytes - file.kind.data_bytes)
 
@@ -227,25 +261,52 @@ class StoragePath:
         attempts = Retrying(
             stop=stop_after_attempt(ATTEMPTS),
             wait=wait_exponential(multiplier=0.02),
-            retry=retry_if_exception_type(_TransientError),
+            retry=_may_pass,
+            before_sleep=lambda _: self._count_retry(operation),
             reraise=True,
         )
         try:
             for attempt in attempts:
                 with attempt, self._locks.hold() if self._locks is not None else nullcontext() as held:
                     waited += held.waited_seconds if held is not None else 0.0
-                    ticket = begin()
-                    while not ticket.wait(POLL_SECONDS):
-                        pass  # lets Python handle signals
+                    ticket = self._moved(begin)
                     first = ticket.start if first != first else first
                     self._check(operation, file, address, ticket)
-        except _TransientError as error:
-            raise PathFailed(
-                f"Path {self.name} failed to {operation} subgroup {file.kind.subgroup}, {ATTEMPTS} times: "
-                f"{os.strerror(error.errno)}. The last state that it holds is that of step {file.step}.",
-                self.name, file.kind.subgroup, error.errno,
-            ) from None  # fmt: skip
-        return self.counters.count(operation, Transfer(first, ticket.end, file.data_bytes, waited))
+                    end = self._synchronised(file.fd) if operation == "write" else None
+        except _RefusedError as error:
+            raise self._for_good(operation, file, error.errno, attempts.statistics["attempt_number"]) from None
+        moved = Transfer(first, ticket.end if end is None else end, file.data_bytes, waited)
+        return self.counters.count(operation, moved)
+
+    def _moved(self, begin: Callable[[], IoTicket]) -> IoTicket:
+        """The ticket of a transfer that has ended. Whatever is raised meanwhile, the kernel is done with the memory."""
+        ticket = begin()
+        self._moving.add(ticket)
+        try:
+            try:
+                while not ticket.wait(POLL_SECONDS):
+                    pass  # lets Python handle signals
+            except BaseException:  # Ctrl-C, outside a lane
+                ticket.cancel()
+                while not ticket.wait(POLL_SECONDS):
+                    pass
+                raise
+            return ticket
+        finally:
+            self._moving.discard(ticket)
+
+    def _count_retry(self, operation: Literal["read", "write"]) -> None:
+        self.counters.retries[operation] += 1
+
+    def _synchronised(self, fd: int) -> float | None:
+        """When what was written is on the medium; None where it went around the page cache, and is there already."""
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            return None
+        try:
+            os.fdatasync(fd)
+        except OSError as error:
+            raise _RefusedError(error.errno or errno.EIO) from None
+        return time.monotonic()
 
     def _check(self, operation: Literal["read", "write"], file: _File, address: int, ticket: IoTicket) -> None:
         if ticket.ok:
@@ -263,8 +324,16 @@ class StoragePath:
             )
         if ticket.end_of_file:
             raise DataTruncated(file.name, f"{os.fstat(file.fd).st_size:,} bytes", f"{self._file_bytes(file.kind):,}")
-        self.counters.retries[operation] += 1
-        raise _TransientError(ticket.error or errno.EIO)
+        raise _RefusedError(ticket.error or errno.EIO)
+
+    def _for_good(
+        self, operation: Literal["read", "write"], file: _File, code: int, attempts: int
+    ) -> PathFailed | PathFull:
+        subgroup, held = file.kind.subgroup, "nothing" if file.step < 0 else f"the state after step {file.step}"
+        tried = f"Path {self.name} failed to {operation} subgroup {subgroup} ({attempts} times): {os.strerror(code)}."
+        if operation == "write" and code in NO_ROOM:
+            return PathFull(tried, self._file_bytes(file.kind), _free_bytes_or_zero(file.fd))
+        return PathFailed(f"{tried} Before, it held {held}.", self.name, subgroup, code)
 
     def calibrate(self, nbytes: int) -> PathSpeeds:
         """How fast it writes and reads `nbytes` alone: a first estimate, that live rates replace. Takes space."""
@@ -284,6 +353,10 @@ class StoragePath:
                         f"{os.strerror(ticket.error or errno.EIO)}."
                     )
                 seconds[operation] = max(ticket.end - ticket.start, 1e-9)
+        except OSError as error:
+            raise PathUnusable(
+                f"Path {self.name} cannot reserve {size:,} bytes in {self.settings.directory}: {error.strerror}."
+            ) from error
         finally:
             os.close(fd)
             os.unlink(name)
@@ -296,12 +369,33 @@ class StoragePath:
         for pool in self._pools.values():
             pool.close()
         for file in self._files.values():
-            os.close(file.fd)
+            with suppress(OSError):  # what a close can say of lost writes matters to nobody now
+                os.close(file.fd)
         self._files.clear()
-        self._scratch.close()
+        try:
+            self._scratch.close()
+        except OSError as error:
+            log.warning("path %s: what lies in %s stays behind: %s", self.name, self._scratch.directory, error.strerror)
 
 
-class _TransientError(Exception):
+class _RefusedError(Exception):
     def __init__(self, errno: int) -> None:
         super().__init__(errno)
         self.errno = errno
+
+
+def _may_pass(state: RetryCallState) -> bool:
+    """Whether another try is worth it. One after a checksum that differs: the transfer may have been bad, not what is
+    stored."""
+    error = state.outcome.exception() if state.outcome is not None else None
+    if isinstance(error, BlockDamaged):
+        return state.attempt_number == 1
+    return isinstance(error, _RefusedError) and error.errno in PASSING
+
+
+def _free_bytes_or_zero(fd: int) -> int:
+    """0 when the file system no longer says."""
+    try:
+        return free_bytes(fd)
+    except OSError:
+        return 0

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from tidegate.agent.subgroups import Layout
 from tidegate.agent.tiers.format import StateKind, file_bytes
 from tidegate.agent.tiers.path import PathSettings, StoragePath, Transfer
+from tidegate.errors import BlockDamaged, DataTruncated, NoPathLeft, PathFailed, PathFull, PathUnusable, StateLost
 from tidegate.kernels import WeightFormat
-from tidegate.plan.ops import Op, OpKind
+from tidegate.plan.ops import Op, OpKind, Residence
 from tidegate.plan.schedule import TypicalClock
 from tidegate.plan.split import PathSpeeds
+
+log = logging.getLogger("tidegate.tiers")
 
 CALIBRATION_BYTES: Final = 64 << 20
 RULE: Final = "adamw"
@@ -28,6 +34,13 @@ class TierStore:
         self.step = 0
         """Number of the update that writes now."""
         self.paths: dict[str, StoragePath] = {}
+        self.retired: dict[str, str] = {}
+        """Paths that failed for good, and why: nothing more is written there."""
+        self.last_checkpoint: str | None = None
+        """What to load when state is lost."""
+        self._full: set[str] = set()
+        """Paths with less room than they said, until something leaves them."""
+        self._where: dict[int, str] = {}
         self._kinds: dict[int, StateKind] = {}
         try:
             for name, settings in paths.items():
@@ -53,22 +66,63 @@ class TierStore:
             self.speeds[name] = self.ceilings[name] = path.calibrate(min(CALIBRATION_BYTES, stored // 4))
 
     def capacity(self, held: Mapping[int, str]) -> dict[str, int]:
-        """How many subgroups each path can hold, with those that it holds already."""
+        """How many subgroups each path can hold, with those that it holds already; a retired one holds none."""
         largest = max(self._file_bytes(name, kind) for name in self.paths for kind in self._kinds.values())
-        count = {name: sum(where == name for where in list(held.values())) for name in self.paths}
-        return {name: count[name] + path.free_bytes // largest for name, path in self.paths.items()}
+        return {name: self._capacity_of(name, held, largest) for name in self.paths}
+
+    def _capacity_of(self, name: str, held: Mapping[int, str], largest: int) -> int:
+        room = self._free_bytes(name) if name not in self.retired else 0
+        if name in self.retired:
+            return 0
+        # What is assigned to it without a file (it is in the host cache, or new) needs room like any other.
+        files = sum(where == name and self.paths[name].holds(s) for s, where in tuple(held.items()))
+        return files if name in self._full else files + room // largest
 
     def _file_bytes(self, path: str, kind: StateKind) -> int:
         return file_bytes(kind.data_bytes, self.paths[path].settings.block_bytes)
 
-    def reserve(self, subgroup: int, path: str) -> None:
-        """Makes sure that its state can be written to `path`. PathFull when it cannot."""
-        if not self.paths[path].holds(subgroup):
-            self.paths[path].make(self._kinds[subgroup])
+    def retire(self, path: str, why: object) -> None:
+        """It takes no more state. What it holds can be fetched, as long as it can be read, and goes elsewhere next time
+        it is flushed."""
+        if path not in self.retired:
+            self.retired[path] = str(why)
+            log.error("path %s is retired, it takes no more state: %s", path, why)
 
-    def left(self, subgroup: int, path: str) -> None:
-        """Its state is elsewhere now."""
-        self.paths[path].remove(subgroup)
+    def reserve(self, subgroup: int, path: str) -> None:
+        """Makes sure that its state can be written to `path`.
+
+        PathFull or PathUnusable when it cannot; the path has less `capacity` then, so that one can divide anew.
+        """
+        if self.paths[path].holds(subgroup):
+            return
+        try:
+            self.paths[path].make(self._kinds[subgroup])
+        except PathFull as error:
+            log.warning("path %s is full: %s", path, error)
+            self._full.add(path)
+            raise
+        except (PathUnusable, OSError) as error:
+            self.retire(path, error)
+            raise PathUnusable(f"Path {path} cannot take subgroup {subgroup}: {error}") from error
+
+    def lives(self, subgroup: int, residence: Residence) -> None:
+        """Its state is there now, and on no other path."""
+        for name in self.paths:
+            if name != residence:
+                self._left(subgroup, name)
+
+    def _left(self, subgroup: int, path: str) -> None:
+        if self.paths[path].holds(subgroup):
+            self.paths[path].remove(subgroup)
+            self._full.discard(path)
+
+    def forget(self, subgroup: int) -> None:
+        """Its state is about to be replaced: files of it are zeros, and a retired path has none any more."""
+        for name, path in self.paths.items():
+            if name in self.retired:
+                self._left(subgroup, name)
+            elif path.holds(subgroup):
+                path.forget(subgroup)
 
     def is_new(self, path: str, subgroup: int) -> bool:
         """Nothing was written yet: its state is zeros."""
@@ -79,14 +133,83 @@ class TierStore:
         return self._kinds[subgroup].data_bytes
 
     def fetch(self, path: str, subgroup: int, address: int) -> Transfer:
-        return self.paths[path].read(subgroup, address)
+        """StateLost when it cannot be had: there is no other copy of it."""
+        try:
+            return self.paths[path].read(subgroup, address)
+        except (PathFailed, BlockDamaged, DataTruncated) as error:
+            if isinstance(error, PathFailed):
+                self.retire(path, error)
+            step = self.paths[path].step_of(subgroup)
+            raise StateLost(error, path, subgroup, step, self.last_checkpoint) from error
 
     def flush(self, path: str, subgroup: int, address: int) -> Transfer:
-        return self.paths[path].write(subgroup, address, self.step)
+        """Stores its state on `path` or, where that fails for good, on another one: `where` tells.
+
+        A path that failed is retired. NoPathLeft when none takes the state: then it is at `address` and nowhere else.
+        """
+        start, why = time.monotonic(), self.retired.get(path, "")
+        if not why:
+            try:
+                moved = self.paths[path].write(subgroup, address, self.step)
+            except (PathFailed, PathFull) as error:
+                self.retire(path, error)
+                why = str(error)
+            else:
+                self._where[subgroup] = path
+                return moved
+        moved = self._flush_elsewhere(path, subgroup, address, why)
+        # What the file held is older than this state, or half overwritten.
+        self._left(subgroup, path)
+        # In the timeline this is the time of the lane that was at it, and so are the bytes: see `PathCounters`.
+        return replace(moved, start=start)
+
+    def _flush_elsewhere(self, path: str, subgroup: int, address: int, why: str) -> Transfer:
+        """To the path with the most room that takes it."""
+        tried: set[str] = set()
+        while others := self._with_room(subgroup, tried):
+            name = others[0]
+            tried.add(name)
+            try:
+                self.reserve(subgroup, name)
+                moved = self.paths[name].write(subgroup, address, self.step)
+            except (PathFull, PathUnusable, PathFailed) as error:
+                if self.paths[name].holds(subgroup):
+                    self.retire(name, error)
+                    self._left(subgroup, name)
+                continue
+            self._where[subgroup] = name
+            self.paths[name].counters.taken_over_bytes += moved.nbytes
+            log.warning("path %s takes subgroup %d, which %s could not", name, subgroup, path)
+            return moved
+        free = max((self._free_bytes(name) for name in self.paths if name not in self.retired), default=0)
+        raise NoPathLeft(why, path, subgroup, self.step, self._file_bytes(path, self._kinds[subgroup]), free)
+
+    def _with_room(self, subgroup: int, tried: Container[str]) -> list[str]:
+        """Paths that may take it, the one with the most room first."""
+        room = {name: self._free_bytes(name) for name in self.paths if name not in self.retired and name not in tried}
+        kind = self._kinds[subgroup]
+        fit = [n for n in room if self.paths[n].holds(subgroup) or room[n] >= self._file_bytes(n, kind)]
+        return sorted(fit, key=lambda name: -room[name])
+
+    def _free_bytes(self, path: str) -> int:
+        try:
+            return self.paths[path].free_bytes
+        except OSError as error:
+            self.retire(path, f"{self.paths[path].settings.directory}: {error.strerror}.")
+            return 0
+
+    def where(self, subgroup: int) -> str:
+        """The path that its last flush reached: the one that was asked for, unless that failed."""
+        return self._where[subgroup]
 
     def close(self) -> None:
-        for path in self.paths.values():
-            path.close()
+        """Files of state are gone afterwards; but what the kernel is still at is left alone, and goes with the process.
+        `tidegate doctor` finds its files later."""
+        for path in tuple(self.paths.values()):
+            if path.busy:
+                self.retire(path.name, "It hangs; what lies there stays behind.")
+            else:
+                path.close()
 
 
 class PathClock(TypicalClock):
