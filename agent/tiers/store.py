@@ -40,9 +40,7 @@ class TierStore:
     def know(self, layouts: Sequence[Layout]) -> None:
         """Subgroups that may come to live on a path."""
         for layout in layouts:
-            self._kinds[layout.id] = StateKind(
-                RULE, self.rank, layout.id, layout.numel, FORMATS[layout.format.weight], layout.format.state_bytes
-            )
+            self._kinds[layout.id] = kind_of(layout, self.rank)
 
     def calibrate(self) -> None:
         """Measures each path, on no more than a share of what will be stored: a small state deserves no long start."""
@@ -81,6 +79,11 @@ class TierStore:
     def close(self) -> None:
         for path in self.paths.values():
             path.close()
+
+
+def kind_of(layout: Layout, rank: int) -> StateKind:
+    """What a file of this subgroup's state says of itself."""
+    return StateKind(RULE, rank, layout.id, layout.numel, FORMATS[layout.format.weight], layout.format.state_bytes)
 
 
 class PathClock(TypicalClock):
