@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
 
 import torch
@@ -23,8 +24,12 @@ from tidegate.agent.hyperparameters import TORCH_DEFAULTS, LossScale, check_grou
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.offload import Offload
 from tidegate.agent.ownership import claim, give_up
+from tidegate.agent.ranks import Ranks
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
+from tidegate.agent.tiers.checkpoint import Contents, save
+from tidegate.agent.tiers.manifest import Checkpoint, choose
+from tidegate.agent.tiers.resume import Reader
 from tidegate.agent.tiers.store import TierStore
 from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError
 from tidegate.knobs import AUTO, Knobs, KnobValue, weights_of
@@ -362,6 +367,76 @@ class AdamW(torch.optim.Optimizer):
             self._restate()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 1,
+        save_also: Callable[[Path], object] | None = None,
+    ) -> Checkpoint:
+        """Writes `directory/step-<n>` without gathering state in memory. All ranks call it, on a directory all see.
+
+        keep: so many of the newest complete checkpoints stay.
+        save_also: called with the folder that this rank's files are in; what it writes there becomes part of the
+            checkpoint and goes with it: the model's weights.
+
+        PathFull when there is no room for it, or for what is flushed after it; CheckpointFailed when it cannot be
+        written. Older checkpoints are then as they were, and training may go on.
+        """
+        self.wait()
+        self.engine.require_usable()
+        self.engine.quiesce()
+        with self.phases.within("checkpoint"):
+            self.engine.weights.take_edited()
+            contents = Contents(self.engine, self._params, self._small_state(), self.num_steps)
+            return save(contents, directory, keep, save_also, Ranks.now())
+
+    @torch.no_grad()
+    def load_checkpoint(self, directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
+        """Takes the newest complete checkpoint in `directory`, or that of `step`. Load the weights first.
+
+        Paths, split, stride and size of subgroups may be others than it was saved with.
+
+        NoCheckpoint; ForeignState or WeightsMismatch for another model, other weights or another number of ranks, with
+        nothing changed; another `StateFileError` for damage: when it is found in the data, this optimizer is not
+        usable until a whole checkpoint is loaded.
+        """
+        self.engine.require_loadable()
+        ranks = Ranks.now()
+        found = choose(directory, ranks.rank, step)
+        with Reader(found, self._params, ranks) as reader:
+            small = reader.optimizer()
+            if self.engine.usable:
+                self.wait()
+            self.engine.quiesce()
+            with checkpoint.without_load_hooks(self):
+                super().load_state_dict({"state": small["state"], "param_groups": small["param_groups"]})
+            with self.phases.within("checkpoint"):
+                self._take(reader, found.step)
+            self._steps = list(small["steps"])
+        self._results.clear()
+        self._cuts.clear()
+        self._restate()
+        return found
+
+    def _take(self, reader: Reader, step: int) -> None:
+        self.num_steps = step
+        try:
+            self.engine.weights_loaded()
+            if self.engine.store is not None:
+                self.engine.store.step = step
+            reader.scatter(self.engine)
+        except BaseException as error:
+            self.engine.state_lost(error)
+            raise
+
+    def _small_state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the state of subgroups."""
+        places = {id(param): index for index, param in enumerate(self._params)}
+        groups = [{**group, "params": [places[id(p)] for p in group["params"]]} for group in self.param_groups]
+        others = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
+        return {"param_groups": groups, "state": others, "steps": list(self._steps)}
 
     def _restate(self) -> None:
         for index, param in enumerate(self._params):

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tidegate.agent.overlap import ForwardOverlap as ForwardOverlap
     from tidegate.agent.overlap import overlap_forward as overlap_forward
     from tidegate.agent.overlap import wait as wait
+    from tidegate.agent.tiers.manifest import Checkpoint as Checkpoint
+    from tidegate.agent.tiers.manifest import find_checkpoints as find_checkpoints
     from tidegate.agent.tiers.path import PathSettings as PathSettings
 
 __version__ = "0.1.0"
@@ -30,16 +32,20 @@ _HOME = {
     "overlap_forward": "tidegate.agent.overlap",
     "wait": "tidegate.agent.overlap",
     "PathSettings": "tidegate.agent.tiers.path",
+    "Checkpoint": "tidegate.agent.tiers.manifest",
+    "find_checkpoints": "tidegate.agent.tiers.manifest",
 }
 
 __all__ = [
     "AdamW",
     "Attachment",
+    "Checkpoint",
     "EmulatedRates",
     "ForwardOverlap",
     "Offload",
     "PathSettings",
     "attach",
+    "find_checkpoints",
     "overlap_ddp",
     "overlap_forward",
     "wait",

@@ -18,9 +18,12 @@ TidegateError
 │   ├── PathFull           no room; carries the figures
 │   ├── LocksUnusable      the folder of lock files is not private, or cannot lock
 │   ├── ScratchTaken       scratch that is, or may be, in use; or that an earlier run left behind
+│   ├── NoCheckpoint       none that is complete, or none of that step
+│   ├── CheckpointFailed   a checkpoint that could not be written; the one before is as it was
 │   └── StateFileError     one file of state; names what was found and what was expected
 │       ├── NotAStateFile, NewerFormat, ForeignByteOrder, UnknownChecksum
 │       ├── HeaderTruncated, HeaderDamaged, HeaderContradiction, DataTruncated
+│       ├── ManifestDamaged
 │       ├── BlockDamaged   the data differ from their checksum; names block and offset
 │       └── ForeignRun, ForeignState, WrongStep, WeightsMismatch
 ├── DaemonError            the daemon answered with a problem (RFC 9457), or cannot be reached
@@ -171,6 +174,14 @@ class ScratchTaken(StorageError):
     """Scratch that is in use, may be in use, or was left behind by an earlier run."""
 
 
+class NoCheckpoint(StorageError):
+    """No complete checkpoint where one was asked for."""
+
+
+class CheckpointFailed(StorageError):
+    """A checkpoint that could not be written; the one before is as it was."""
+
+
 class StateFileError(StorageError):
     """A file that does not hold the state that was asked for; nothing of it may be used.
 
@@ -239,6 +250,13 @@ class DataTruncated(StateFileError):
     trouble = "is too short for its data"
 
 
+class ManifestDamaged(StateFileError):
+    """The list of what a checkpoint holds is not what was written."""
+
+    trouble = "is a damaged manifest"
+    remedy = "Remove its checkpoint to resume from the one before."
+
+
 class BlockDamaged(StateFileError):
     """The data of block number `block`, at byte `offset` of the file, differ from their checksum."""
 
@@ -265,7 +283,7 @@ class ForeignState(StateFileError):
     """The state of another rank, subgroup, format or update rule."""
 
     trouble = "holds the state of another model, rank or optimizer"
-    remedy = "Resume with the model, dtype, subgroup size, optimizer and number of ranks that wrote it."
+    remedy = "Resume with the model, dtype, optimizer and number of ranks that wrote it."
 
 
 class WrongStep(StateFileError):

@@ -408,6 +408,10 @@ class Engine:
             self._settle_new()
         self.weights.loaded()
 
+    def state_lost(self, error: BaseException) -> None:
+        """What replaced the state failed half-way: nothing can be done until a whole one is loaded."""
+        self._broken = f"loading its state failed: {type(error).__name__}: {error}"
+
     # ---- knobs, life
 
     def check(self, effective: Effective, headroom_bytes: int, more: Sequence[Layout] = ()) -> None:

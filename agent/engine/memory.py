@@ -39,6 +39,17 @@ def state_addresses(layout: Layout, block: int) -> StateAddresses:
     return StateAddresses(block, block + 4 * n, block + 8 * n if layout.format.aux_bytes else 0)
 
 
+def state_arrays(block: torch.Tensor, numel: int, weight: WeightFormat) -> dict[str, torch.Tensor]:
+    """The named arrays in one block of state, which is bytes."""
+    n = numel
+    arrays = {"exp_avg": block[: 4 * n].view(torch.float32), "exp_avg_sq": block[4 * n : 8 * n].view(torch.float32)}
+    if weight == WeightFormat.BF16_REMAINDER:
+        arrays["remainder"] = block[8 * n : 10 * n].view(torch.int16)
+    elif weight.aux_bytes:
+        arrays["master"] = block[8 * n : 12 * n].view(torch.float32)
+    return arrays
+
+
 class StateMemory:
     """Owns the memory of all subgroups. `residence`, `mirror_valid` say what is true between steps.
 
@@ -290,15 +301,9 @@ class StateMemory:
         `remainder` (int16) or `master` (fp32) is there for 16-bit weights.
         """
         self._pull(subgroup)
-        layout, block = self.layouts[subgroup], self._state[subgroup]
-        n = layout.numel
-        arrays = {"exp_avg": block[: 4 * n].view(torch.float32), "exp_avg_sq": block[4 * n : 8 * n].view(torch.float32)}
-        if layout.format.weight == WeightFormat.BF16_REMAINDER:
-            arrays["remainder"] = block[8 * n : 10 * n].view(torch.int16)
-        elif layout.format.aux_bytes:
-            arrays["master"] = block[8 * n : 12 * n].view(torch.float32)
+        layout = self.layouts[subgroup]
         try:
-            yield arrays
+            yield state_arrays(self._state[subgroup], layout.numel, layout.format.weight)
         finally:
             self._push(subgroup, changed)
 

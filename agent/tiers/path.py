@@ -85,6 +85,8 @@ class _File:
     kind: StateKind
     checksums: NDArray[np.uint32]
     step: int = -1
+    linked: Header | None = None
+    """What its header says, once a checkpoint may hold the file, too: it must never be written to again."""
 
     @property
     def data_bytes(self) -> int:
@@ -129,6 +131,8 @@ class StoragePath:
         self._run_id = run_id
         self._files: dict[int, _File] = {}
         self._moving: set[IoTicket] = set()
+        self._spares: dict[int, _File] = {}
+        """Where state goes at its next flush, when a checkpoint holds the file that it is in."""
         self._scratch = Scratch.create(settings.directory, run, rank)
         try:
             self._locks: TierLocks | None = None
@@ -139,6 +143,8 @@ class StoragePath:
             self._scratch.close()
             raise
         self._said_buffered = False
+        self._made = 0
+        """Files, ever: no name is used twice."""
 
     @property
     def busy(self) -> bool:
@@ -150,7 +156,8 @@ class StoragePath:
         """What more state may take. OSError when the directory is gone."""
         free = free_bytes(self._scratch.directory)
         if self.settings.capacity_bytes:
-            used = sum(self._file_bytes(file.kind) for file in tuple(self._files.values()))
+            files = (*tuple(self._files.values()), *tuple(self._spares.values()))
+            used = sum(self._file_bytes(file.kind) for file in files)
             free = min(free, self.settings.capacity_bytes - used)
         return max(free, 0)
 
@@ -165,9 +172,20 @@ class StoragePath:
         """Nothing was written to its file."""
         return self._files[subgroup].step < 0
 
+    def step(self, subgroup: int) -> int:
+        """The update that its file holds the state after."""
+        return max(self._files[subgroup].step, 0)
+
     def make(self, kind: StateKind) -> None:
         """A file for a subgroup, with zeros for state and its space reserved. PathFull when there is not so much."""
-        name = str(self._scratch.directory / f"{kind.subgroup:06d}.tide")
+        self._files[kind.subgroup] = self._new_file(kind)
+
+    def _new_file(self, kind: StateKind, given: str | os.PathLike[str] | None = None) -> _File:
+        """One with its space reserved; out of the file `given`, which is no longer where it was."""
+        self._made += 1
+        name = str(self._scratch.directory / f"{kind.subgroup:06d}-{self._made}.tide")
+        if given is not None:
+            os.rename(given, name)
         fd = self._open(name)
         try:
             reserve(fd, self._file_bytes(kind))
@@ -176,7 +194,7 @@ class StoragePath:
             os.unlink(name)
             raise
         blocks = num_blocks(padded_bytes(kind.data_bytes), self.settings.block_bytes)
-        self._files[kind.subgroup] = _File(name, fd, kind, np.zeros(blocks, np.uint32))
+        return _File(name, fd, kind, np.zeros(blocks, np.uint32))
 
     def _open(self, name: str) -> int:
         try:
@@ -190,7 +208,11 @@ class StoragePath:
 
     def remove(self, subgroup: int) -> None:
         """Its state lives elsewhere now."""
-        file = self._files.pop(subgroup)
+        for files in (self._files, self._spares):
+            if subgroup in files:
+                self._discard(files.pop(subgroup))
+
+    def _discard(self, file: _File) -> None:
         try:
             os.close(file.fd)
             os.unlink(file.name)
@@ -229,7 +251,8 @@ class StoragePath:
         file without direct I/O is synchronised after each write: what returns from here is on the medium, or the
         error names this update.
         """
-        file = self._files[subgroup]
+        before = self._files[subgroup]
+        file = before if before.linked is None else self._spare(before)
         fill(address + file.kind.data_bytes, 0, file.data_bytes - file.kind.data_bytes)
 
         def begin() -> IoTicket:
@@ -240,11 +263,55 @@ class StoragePath:
 
         moved = self._move("write", file, address, begin)
         file.step = step
+        if file is not before:
+            self._files[subgroup] = self._spares.pop(subgroup)
+            self._discard(before)
         return moved
 
-    def header(self, subgroup: int, weights_checksum: int) -> Header:
-        """What its file should say of itself, for a checkpoint."""
+    def _spare(self, file: _File) -> _File:
+        """It is there since the checkpoint, unless it was to come from one that another rank has not let go."""
+        subgroup = file.kind.subgroup
+        if subgroup not in self._spares:
+            self._spares[subgroup] = self._new_file(file.kind)
+        return self._spares[subgroup]
+
+    # ---- checkpoints
+
+    def link_bytes(self, subgroup: int, weights_checksum: int, device: int) -> int | None:
+        """The size of the file that `link` would link to the file system `device`; None when it cannot."""
         file = self._files[subgroup]
+        if file.step < 0 or os.fstat(file.fd).st_dev != device:
+            return None
+        if file.linked not in (None, self._header(file, weights_checksum)):
+            return None  # an earlier checkpoint holds it, with other weights
+        return os.fstat(file.fd).st_size
+
+    def link(self, subgroup: int, weights_checksum: int, target: str | os.PathLike[str]) -> bool:
+        """Gives the state on the disk the name `target`, too, header and all; from now on it is flushed to its spare.
+        False, and no `target`, where the file system will not have it. To be asked for when `link_bytes` says so."""
+        file = self._files[subgroup]
+        header = self._header(file, weights_checksum)
+        if file.linked is None:
+            write_header(file.fd, header)
+        os.fsync(file.fd)
+        file.linked = header
+        try:
+            os.link(file.name, target)
+        except OSError as error:
+            if error.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+                return False
+            raise
+        return True
+
+    def has_spare(self, subgroup: int) -> bool:
+        return subgroup in self._spares
+
+    def add_spare(self, subgroup: int, given: str | os.PathLike[str] | None = None) -> None:
+        """Makes the file that is flushed to once a checkpoint holds the present one; or takes the file `given`, of this
+        file system, for it. PathFull when there is not so much space."""
+        self._spares[subgroup] = self._new_file(self._files[subgroup].kind, given)
+
+    def _header(self, file: _File, weights_checksum: int) -> Header:
         return Header(
             kind=file.kind,
             run_id=self._run_id,
@@ -368,14 +435,24 @@ class StoragePath:
             return
         for pool in self._pools.values():
             pool.close()
-        for file in self._files.values():
-            with suppress(OSError):  # what a close can say of lost writes matters to nobody now
-                os.close(file.fd)
-        self._files.clear()
+        for files in (self._files, self._spares):
+            for file in files.values():
+                with suppress(OSError):  # what a close can say of lost writes matters to nobody now
+                    os.close(file.fd)
+            files.clear()
         try:
             self._scratch.close()
         except OSError as error:
             log.warning("path %s: what lies in %s stays behind: %s", self.name, self._scratch.directory, error.strerror)
+
+
+def write_header(fd: int, header: Header) -> None:
+    """Puts it at the beginning of an open file, directly if the file is open so."""
+    page = aligned_buffer(header.header_bytes)
+    page[:] = np.frombuffer(header.pack(), np.uint8)
+    written = os.pwrite(fd, page.data, 0)
+    if written != header.header_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class _RefusedError(Exception):

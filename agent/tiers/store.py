@@ -55,9 +55,7 @@ class TierStore:
     def know(self, layouts: Sequence[Layout]) -> None:
         """Subgroups that may come to live on a path."""
         for layout in layouts:
-            self._kinds[layout.id] = StateKind(
-                RULE, self.rank, layout.id, layout.numel, FORMATS[layout.format.weight], layout.format.state_bytes
-            )
+            self._kinds[layout.id] = kind_of(layout, self.rank)
 
     def calibrate(self) -> None:
         """Measures each path, on no more than a share of what will be stored: a small state deserves no long start."""
@@ -210,6 +208,11 @@ class TierStore:
                 self.retire(path.name, "It hangs; what lies there stays behind.")
             else:
                 path.close()
+
+
+def kind_of(layout: Layout, rank: int) -> StateKind:
+    """What a file of this subgroup's state says of itself."""
+    return StateKind(RULE, rank, layout.id, layout.numel, FORMATS[layout.format.weight], layout.format.state_bytes)
 
 
 class PathClock(TypicalClock):
