@@ -17,6 +17,8 @@ from tidegate.wire import SpanRow, TimelineView
 
 Scope = Literal["update", "step"]
 HEIGHT = 330
+LANE_HEIGHT = 14
+"""For each lane of a storage path."""
 MAX_BARS = 800
 WAITS = "waits"
 
@@ -116,7 +118,7 @@ def gantt(view: TimelineView, stalls: Sequence[Stall], scope: Scope = "update") 
     lanes = [*(lane for lane in (*LANES[::-1],) if any(row.lane == lane for row in shown))]
     lanes = sorted({row.lane for row in shown} - set(LANES)) + lanes
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=[*lanes, WAITS], showgrid=False)
-    frame(figure, HEIGHT, legend=True)
+    frame(figure, HEIGHT + LANE_HEIGHT * max(0, len(lanes) - len(LANES)), legend=True)
     figure.update_layout(uirevision=scope, dragmode="zoom", legend={"itemwidth": 30, "tracegroupgap": 0})
     figure.update_yaxes(fixedrange=True)
     return figure
@@ -145,7 +147,7 @@ def _stall_trace(cause: str, found: Sequence[Stall], first: float, scale: float)
         y=[WAITS for _ in found],
         base=[(stall.start - first) * scale for stall in found],
         x=[(stall.end - stall.start) * scale for stall in found],
-        marker=hatched(palette.CAUSE.get(cause, palette.GREY)),
+        marker=hatched(palette.cause(cause)),
         customdata=[
             f"<b>waits for {cause}</b>, {units.seconds(s.end - s.start)}<br>"
             f"from {units.seconds(max(0.0, s.start - first))}: no update in progress"

@@ -9,7 +9,7 @@ import streamlit as st
 from tidegate.client import find_daemon
 from tidegate.dashboard import URL_VARIABLE, feed, markup
 from tidegate.dashboard.digest import digest
-from tidegate.dashboard.views import control, form, header, phases, resources, states, update
+from tidegate.dashboard.views import control, form, header, phases, resources, states, storage, update
 from tidegate.wire import RunView
 
 REFRESH_SECONDS = 1.5
@@ -79,6 +79,7 @@ def _live(url: str, run: str, rank: int) -> None:
         update.lanes(snapshot)
     with third:
         update.division(snapshot, figures)
+    storage.paths(snapshot, figures)
     first, second, third = st.columns(3, gap="medium")
     with first:
         resources.links(snapshot)

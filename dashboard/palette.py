@@ -50,3 +50,18 @@ KIND_NAME: Final = {
     "fetch": "fetch",
     "flush": "flush",
 }
+
+
+def lane(name: str) -> str:
+    """The colour of a lane; those of paths have that of their ops."""
+    return LANE.get(name) or {"read": KIND["fetch"], "write": KIND["flush"]}.get(name.rpartition(":")[2], GREY)
+
+
+def cause(name: str) -> str:
+    """The colour of what a step waited for."""
+    return CAUSE.get(name) or lane(name)
+
+
+def place(residence: str) -> str:
+    """The colour of where state lives: device memory, host memory, or a path."""
+    return {"device": LANE["device"], "host": LANE["cpu"], "cpu": LANE["cpu"]}.get(residence, KIND["fetch"])

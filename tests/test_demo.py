@@ -26,7 +26,7 @@ KEEP = "TIDEGATE_KEEP_SCREENSHOTS"
 
 KEYS = {
     "steps", "tokens", "loss_first", "loss_last", "device", "phase_seconds", "stall_seconds", "exposed_seconds",
-    "generations", "agent_overhead_ratio", "update_params", "link_bytes",
+    "generations", "agent_overhead_ratio", "update_params", "link_bytes", "subgroups", "paths",
 }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_the_demo_trains_shows_itself_and_takes_knobs(tmp_path: Path, ports: lis
     assert len(children) >= 2
 
     assert "first" in demo.tidegate("status")
-    changed = demo.tidegate("knobs", "set", "stride=3", "static_ratio=0.25")
+    changed = demo.tidegate("knobs", "set", "stride=3", "static_ratio=0.25", "tier_split=nvme:2,pfs:1")
     assert "generation 1" in changed.lower()
     assert "0.25" in demo.tidegate("knobs", "get")
     until(lambda: "tidegate_generation 1.0" in httpx.get(metrics, trust_env=False).text, "generation 1 in /metrics")
@@ -120,6 +120,9 @@ def test_the_demo_trains_shows_itself_and_takes_knobs(tmp_path: Path, ports: lis
     check_summary(tmp_path / "runs" / "first")
     assert "loss" in demo.said
     assert "backward" in demo.said
+    assert re.search(r"storage\s+nvme: \S+/nvme\n\s+storage\s+pfs: ", demo.said)
+    assert re.search(r"state of \d+ subgroups lives: \d+ in host memory, \d+ in device memory, \d+ on nvme", demo.said)
+    assert re.search(r"nvme: [\d,]+ MB read, [\d,]+ MB written", demo.said)
 
 
 def check_summary(folder: Path) -> None:
@@ -132,11 +135,23 @@ def check_summary(folder: Path) -> None:
     assert min(summary["update_params"].values()) > 0
     assert summary["link_bytes"]["h2d"] == summary["planned_link_bytes"]["h2d"]
     assert [row["generation"] for row in summary["generations"]] == [0, 1]
-    assert summary["knobs"] == {"stride": 3, "static_ratio": 0.25}
+    assert summary["knobs"] == {
+        "stride": 3,
+        "static_ratio": 0.25,
+        "tier_split": "nvme:2,pfs:1",
+        "host_cache": 12_000_000,
+    }
+    assert set(summary["subgroups"]) == {"device", "host", "nvme", "pfs"}
+    assert min(summary["subgroups"].values()) > 0
+    assert summary["subgroups"]["nvme"] > summary["subgroups"]["pfs"]
+    for path in ("nvme", "pfs"):
+        moved = summary["paths"][path]["bytes"]
+        assert moved["write"] >= moved["read"] > 1_000_000
+    assert not (folder / "storage").exists(), "state goes with the run"
     assert set(summary["phase_seconds"]) == {"forward", "backward", "update", "other"}
     trace = json.loads((folder / "trace.json").read_text())
     kinds = {event.get("cat") for event in trace["traceEvents"] if event["ph"] == "X"}
-    assert {"phase", "cpu_update", "device_update", "state_h2d", "grad_d2h"} <= kinds
+    assert {"phase", "cpu_update", "device_update", "state_h2d", "grad_d2h", "fetch", "flush"} <= kinds
 
 
 @pytest.mark.timeout(180)
@@ -167,6 +182,10 @@ def test_errors_are_one_sentence_and_a_non_zero_exit(tmp_path: Path, ports: list
         (["demo", "--text", str(empty), *ports], "0 bytes of readable text"),
         (["demo", "--static-ratio", "2", *ports], "static_ratio=2.0 is out of range"),
         (["demo", "--stride", "0.2", *ports], "stride='0.2' is out of range"),
+        (["demo", "--path", "/nvme", *ports], "is not NAME=DIR"),
+        (["demo", "--path", "host=/nvme", *ports], "A path cannot be called 'host'"),
+        (["demo", "--path", f"nvme={empty}", "--tier-split", "ssd:1", *ports], "names 'ssd'"),
+        (["demo", "--path", f"nvme={tmp_path}/nowhere", *ports], "nowhere does not exist: create it first"),
     ):
         demo = Demo(tmp_path, arguments)
         started.append(demo)

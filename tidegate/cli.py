@@ -210,11 +210,24 @@ def trace(
 
 
 @app.command()
-def doctor(url: Daemon = None, as_json: Json = False) -> None:
-    """Check what this machine has, and whether the daemon can be reached."""
+def doctor(
+    path: Annotated[list[Path] | None, typer.Option("--path", help="A directory of storage paths; repeat it.")] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove what dead runs left on --path.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before removing.")] = False,
+    url: Daemon = None,
+    as_json: Json = False,
+) -> None:
+    """Check what this machine has, whether the daemon can be reached, and what runs have left on storage paths."""
+    from tidegate import doctor_paths
     from tidegate.doctor import examine, print_findings
 
-    findings = examine(url or find_daemon())
+    if remove and not path:
+        raise ConfigError("Say where to remove what dead runs left: --path DIRECTORY.")
+    leftovers = doctor_paths.look(path or [])
+    if remove:
+        findings = doctor_paths.remove_dead(leftovers, yes, typer.confirm)
+    else:
+        findings = examine(url or find_daemon()) + (doctor_paths.findings(path, leftovers) if path else [])
     if as_json:
         print(json.dumps([finding.as_dict() for finding in findings]))
     else:

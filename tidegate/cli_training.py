@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from tidegate.demo import DemoOptions, run_demo
-from tidegate.errors import TidegateError
-from tidegate.knobs import spec
+from tidegate.errors import ConfigError, TidegateError
+from tidegate.knobs import check_path_name, spec
 
 _DEFAULT: Final = DemoOptions()
 _EXTRAS: Final = {
@@ -38,6 +38,26 @@ def needs(extra: str = "") -> Iterator[None]:
         raise TidegateError(f"This needs {missing}: pip install 'tidegate[{named}]'.") from error
 
 
+def _paths(words: Sequence[str] | None) -> tuple[tuple[str, Path], ...] | None:
+    """The paths in `--path NAME=DIR`, None without any. ConfigError for what is not of that form."""
+    if not words:
+        return None
+    found: dict[str, Path] = {}
+    for word in words:
+        name, equals, directory = word.partition("=")
+        if not equals or not directory:
+            raise ConfigError(f"--path {word!r} is not NAME=DIR, as in --path nvme=/nvme/tide.")
+        if check_path_name(name) in found:
+            raise ConfigError(f"--path names {name!r} twice: give each path its own name.")
+        found[name] = Path(directory)
+    return tuple(found.items())
+
+
+def _cache(text: str) -> int | str:
+    value = spec("host_cache").parse(text)
+    return value if isinstance(value, str) else int(value)
+
+
 def training_command(*, view: bool) -> Callable[..., None]:
     """The command with or without the live view."""
 
@@ -57,6 +77,17 @@ def training_command(*, view: bool) -> Callable[..., None]:
             _DEFAULT.static_ratio
         ),
         subgroup_numel: Annotated[int, typer.Option(help="Parameters per subgroup.", min=1)] = _DEFAULT.subgroup_numel,
+        path: Annotated[
+            list[str] | None,
+            typer.Option(metavar="NAME=DIR", help="A storage path; repeat it. Default: two in the run's folder."),
+        ] = None,
+        tier_split: Annotated[str, typer.Option(help="What each path gets: nvme:2,pfs:1; or auto.")] = (
+            _DEFAULT.tier_split
+        ),
+        host_cache: Annotated[str, typer.Option(help="Host memory for state, as in 12MB; or auto.")] = str(
+            _DEFAULT.host_cache
+        ),
+        order: Annotated[str, typer.Option(help="pinned, alternate or auto.")] = _DEFAULT.order,
         reset_knobs: Annotated[bool, typer.Option("--reset-knobs", help="Forget the run's earlier knobs.")] = False,
     ) -> None:
         options = DemoOptions(
@@ -71,6 +102,10 @@ def training_command(*, view: bool) -> Callable[..., None]:
             stride=spec("stride").parse(stride),
             static_ratio=float(spec("static_ratio").parse(static_ratio)),
             subgroup_numel=subgroup_numel,
+            paths=_paths(path),
+            tier_split=str(spec("tier_split").parse(tier_split)),
+            host_cache=_cache(host_cache),
+            order=str(spec("order").parse(order)),
             reset_knobs=reset_knobs,
             view=view,
         )

@@ -98,10 +98,14 @@ class StepCollector:
     def _path_gauges(self) -> Iterator[Metric]:
         last = self._recorder.totals.last
         states = last.path_states if last is not None else ()
-        ceilings = {(s.path, op): speed for s in states for op, speed in s.ceiling_bytes_per_second.items()}
+        ceilings: dict[Labels, float] = {
+            (s.path, op): speed for s in states for op, speed in s.ceiling_bytes_per_second.items()
+        }
         yield _gauge("tidegate_path_ceiling_bytes_per_second", ceilings)
         yield _gauge("tidegate_path_free_bytes", {(s.path,): s.free_bytes for s in states})
-        wear = {(s.path,): s.written_bytes_per_day for s in states if s.written_bytes_per_day is not None}
+        wear: dict[Labels, float] = {
+            (s.path,): s.written_bytes_per_day for s in states if s.written_bytes_per_day is not None
+        }
         yield _gauge("tidegate_path_written_bytes_per_day", wear)
         shares: dict[Labels, float] = {}
         for state, knobs in self._knobs():

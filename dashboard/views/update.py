@@ -59,7 +59,7 @@ def lanes(snapshot: Snapshot) -> None:
         return
     rows = []
     for use in lane_use(snapshot.timeline, *window(snapshot.timeline, "update")):
-        color = palette.LANE.get(use.lane, palette.GREY)
+        color = palette.lane(use.lane)
         work = units.nbytes(use.nbytes) if use.nbytes else f"{units.count(use.numel)} params"
         speed = units.rate(use.bytes_per_second) if use.nbytes else f"{units.count(use.params_per_second)} params/s"
         rows.append(
@@ -98,11 +98,9 @@ def _shares(what: str, unit: str, counts: dict[str, int]) -> list[tuple[str, str
     total = sum(counts.values())
     return [
         (
-            markup.dot(f"{what} {place}", palette.LANE.get(place, palette.LANE["cpu"])),
+            markup.dot(f"{what} {place}", palette.place(place)),
             f"{units.count(number)} {unit}",
-            markup.bar(number / total, units.share(number / total), palette.LANE.get(place, palette.LANE["cpu"]))
-            if total
-            else units.NONE,
+            markup.bar(number / total, units.share(number / total), palette.place(place)) if total else units.NONE,
         )
         for place, number in sorted(counts.items(), reverse=True)
     ]

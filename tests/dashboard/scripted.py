@@ -22,6 +22,8 @@ from tidegate.wire import (
     DeviceKind,
     Directive,
     LinkRow,
+    PathRow,
+    PathState,
     PhaseRow,
     Rates,
     SpanRow,
@@ -142,7 +144,7 @@ class Agent:
         made, now = [], time.time() - ago
         for left in range(num_steps - 1, -1, -1):
             self.step += 1
-            made.append(step_report(self.step, now - left * 3.5))
+            made.append(step_report(self.step, now - left * 3.5, self.paths))
         self.report(steps=tuple(made), timeline=timeline(self.step))
 
     def report(self, **more: object) -> None:
@@ -193,7 +195,20 @@ class Agent:
         self.client.goodbye(self.id)
 
 
-def step_report(step: int, timestamp: float) -> StepReport:
+def path_state(path: str, step: int) -> PathState:
+    return PathState(
+        path=path,
+        free_bytes=900_000 * MB,
+        bytes={"read": step * 4_000 * MB, "write": step * 4_000 * MB},
+        lock_wait_seconds={"read": 0.25, "write": 1.0},
+        errors={"read": 0, "write": 2},
+        ceiling_bytes_per_second={"read": 8e9, "write": 5e9},
+        written_bytes_per_day=98.7e12,
+    )
+
+
+def step_report(step: int, timestamp: float, paths: tuple[str, ...] = ()) -> StepReport:
+    """Each path holds two subgroups, and reads at half of its ceiling."""
     wobble = 1 + 0.04 * ((step * 7919) % 11 - 5) / 5
     update = 1.46 * wobble
     return StepReport(
@@ -216,7 +231,14 @@ def step_report(step: int, timestamp: float) -> StepReport:
         host_memory_bytes={"state": 16_000 * MB, "mirror": 2_200 * MB, "gradient": 3_200 * MB},
         cpu_seconds={"forward": 0.7, "backward": 1.6, "update": 14.8},
         update_params={"cpu": 11 * NUMEL, "device": 5 * NUMEL},
-        subgroups={"host": 14, "device": 2},
+        subgroups={"host": 14 - 2 * len(paths), "device": 2, **dict.fromkeys(paths, 2)},
+        paths=tuple(
+            PathRow(path=path, operation=operation, phase=phase, bytes=2_000 * MB, busy_seconds=0.5)
+            for path in paths
+            for operation in ("read", "write")
+            for phase in ("backward", "update")
+        ),
+        path_states=tuple(path_state(path, step) for path in paths),
         loss=2.1 + 3.2 / (1 + step / 30) + 0.05 * wobble,
         tokens=16_384,
         grad_norm=0.8 + 0.3 * wobble,

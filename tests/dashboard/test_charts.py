@@ -69,6 +69,14 @@ def test_every_phase_lane_kind_and_cause_has_one_colour_of_its_own() -> None:
         assert len(set(colours.values())) == len(colours)
 
 
+def test_lanes_causes_and_places_of_paths_have_a_colour_too() -> None:
+    assert palette.lane("nvme:read") == palette.cause("nvme:read") == palette.place("nvme") == palette.KIND["fetch"]
+    assert palette.lane("nvme:write") == palette.KIND["flush"]
+    assert (palette.lane("cpu"), palette.lane("new"), palette.cause("lock")) == (
+        palette.LANE["cpu"], palette.GREY, palette.CAUSE["lock"],
+    )  # fmt: skip
+
+
 def test_the_digest_is_of_the_newest_steps() -> None:
     figures = digest(STEPS)
     assert figures.steps == 20

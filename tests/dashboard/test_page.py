@@ -242,6 +242,18 @@ def test_a_run_without_paths_has_no_fields_for_them(daemon: Daemon) -> None:
     assert not any(word in text(app) for word in ("tier_split", "host_cache", "order, effective"))
 
 
+def test_storage_paths_have_a_table_where_there_are_any(daemon: Daemon) -> None:
+    Agent(daemon).train(2)
+    assert "Storage paths" not in text(page())
+    Agent(daemon, run="tiered", paths=("nvme", "pfs")).train(25)
+    shown = text(page(run="tiered"))
+    assert "Storage paths means of 20 steps" in shown
+    row = "2 of 16 4.00 GB 50 %, 4.00 GB/s 4.00 GB 80 %, 4.00 GB/s 1.25 s 2 900 GB 98.7 TB"
+    assert f"nvme {row} pfs {row}" in shown
+    for words in ("state on nvme 2 subgroups", "tier_split, effective", "host_cache, effective", "order, effective"):
+        assert words in shown, words
+
+
 def test_the_knobs_of_storage_paths_are_turned(daemon: Daemon) -> None:
     agent = Agent(daemon, paths=("nvme", "pfs"))
     agent.train(2)

@@ -32,6 +32,7 @@ BETAS = (0.9, 0.95)
 RATES = {"h2d_bytes_per_second": 5.0e8, "d2h_bytes_per_second": 5.0e8, "update_params_per_second": 2.0e8}
 """The emulated device of the demo: slow enough that the update is worth looking at."""
 
+OWN_PATHS = ("nvme", "pfs")
 INTERRUPTED = 130
 
 
@@ -70,7 +71,7 @@ class Session:
         if self.options.view:
             view, service = start_view(self.options.dashboard_port, url, self.folder / "live-view.log")
             stack.callback(service.stop)
-        optimizer, model = self._build()
+        optimizer, model = self._build(self._make_paths(stack))
         stack.callback(optimizer.close)
         attachment = tidegate.attach(optimizer, model, run=self.name, daemon=url, reset_knobs=self.options.reset_knobs)
         self._announce(model, optimizer, attachment, url, view)
@@ -85,7 +86,17 @@ class Session:
                 signal.pause()
         return 0
 
-    def _build(self) -> tuple[AdamW, torch.nn.Module]:
+    def _make_paths(self, stack: ExitStack) -> dict[str, Path]:
+        """The user's, or two directories of the run that go with it: as if one were a local disk, one a shared one."""
+        if self.options.paths is not None:
+            return dict(self.options.paths)
+        paths = {name: self.folder / "storage" / name for name in OWN_PATHS}
+        for directory in paths.values():
+            directory.mkdir(parents=True, exist_ok=True)
+        stack.callback(_remove_empty, [*paths.values(), self.folder / "storage"])
+        return paths
+
+    def _build(self, paths: dict[str, Path]) -> tuple[AdamW, torch.nn.Module]:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -108,6 +119,10 @@ class Session:
                 subgroup_numel=self.options.subgroup_numel,
                 device="emulated" if self.options.emulated else "auto",
                 emulated=tidegate.EmulatedRates(**RATES),
+                paths=paths,
+                tier_split=self.options.tier_split,
+                host_cache=self.options.host_cache,
+                order=self.options.order,
             ),
         )
         return optimizer, model
@@ -121,11 +136,13 @@ class Session:
         say(f"  model      Llama architecture, {params:,} parameters, byte-level, {subgroups} subgroups")
         if optimizer.device.kind == "emulated":
             say("  device     [yellow]emulated[/yellow]: paced to stated rates, no performance claim is made from it")
+        for name, path in optimizer.engine.store.paths.items() if optimizer.engine.store is not None else ():
+            say(f"  storage    {name}: {path.settings.directory}")
         if view is not None:
             say(f"  live view  {view}")
         say(f"  REST docs  {url}/docs")
         say(f"  metrics    http://{attachment.metrics_address}/metrics")
-        say("  try        tidegate status    tidegate knobs set stride=3 static_ratio=0.25\n")
+        say("  try        tidegate status    tidegate knobs set stride=3 static_ratio=0.25 tier_split=nvme:2,pfs:1\n")
 
     def _train(
         self, model: torch.nn.Module, optimizer: AdamW, attachment: Attachment, text: torch.Tensor, summary: Summary
@@ -168,11 +185,21 @@ class Session:
     ) -> None:
         """A bar on a terminal; elsewhere a line every tenth of the way."""
         effective = optimizer.effective_knobs()
-        knobs = f"stride {effective['stride']} static {effective['static_ratio']} generation {attachment.generation}"
+        knobs = (
+            f"stride {effective['stride']} static {effective['static_ratio']} split {effective['tier_split']} "
+            f"generation {attachment.generation}"
+        )
         progress.update(task, completed=step, loss=loss, knobs=knobs)
         if not self.interactive and (step == 1 or step % max(1, self.options.steps // 10) == 0):
             self.console.print(f"  step {step}/{self.options.steps}  loss {loss:.3f}  {knobs}")
             sys.stdout.flush()
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    """What holds something that is not ours stays."""
+    for directory in directories:
+        with suppress(OSError):
+            directory.rmdir()
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -20,6 +20,8 @@ from tidegate.trace import write_trace
 
 TRACED_STEPS = 5
 LOSS_WINDOW = 5
+_PLACES = {"host": "in host memory", "device": "in device memory"}
+_DONE = {"read": "read", "write": "written"}
 
 
 class Summary:
@@ -74,8 +76,18 @@ class Summary:
             "agent_overhead_ratio": self._attachment.overhead_seconds / wall if wall else 0.0,
             "update_params": dict(totals.updated),
             "planned_update_params": dict(self._planned_params),
+            "subgroups": dict(totals.last.subgroups) if totals.last is not None else {},
             "link_bytes": dict(link),
+            "paths": self._paths(),
             "planned_link_bytes": dict(self._planned_bytes),
+        }
+
+    def _paths(self) -> dict[str, dict[str, Any]]:
+        """What each storage path has moved, and what it would be written a day at the pace of this run."""
+        last = self._attachment.recorder.totals.last
+        return {
+            state.path: {"bytes": dict(state.bytes), "written_bytes_per_day": state.written_bytes_per_day}
+            for state in (last.path_states if last is not None else ())
         }
 
     def write(self, folder: Path) -> None:
@@ -98,6 +110,12 @@ class Summary:
         console.print(f"update waited for: {waits or 'nothing'}")
         console.print(f"updated: {params['cpu']:,} parameters on the CPU, {params['device']:,} on the device")
         console.print("link: " + ", ".join(f"{lane} {n / 1e6:,.0f} MB" for lane, n in result["link_bytes"].items()))
+        where = ", ".join(f"{count} {_PLACES.get(at, f'on {at}')}" for at, count in result["subgroups"].items())
+        console.print(f"state of {sum(result['subgroups'].values())} subgroups lives: {where}")
+        for name, path in result["paths"].items():
+            moved = ", ".join(f"{path['bytes'][op] / 1e6:,.0f} MB {done}" for op, done in _DONE.items())
+            wear = path["written_bytes_per_day"]
+            console.print(f"{name}: {moved}" + (f"; {wear / 1e12:,.2f} TB a day at this pace" if wear else ""))
         console.print(f"loss {result['loss_first']:.3f} → {result['loss_last']:.3f}")
         console.print(f"wrote {folder / 'summary.json'} and {folder / 'trace.json'} (open it in ui.perfetto.dev)")
 

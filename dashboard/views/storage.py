@@ -1,0 +1,50 @@
+"""The storage paths of a run: what lives on each, how much it moves, and how near it is to what it can do."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from tidegate.dashboard import markup, palette, units
+from tidegate.dashboard.digest import Digest
+from tidegate.dashboard.feed import Snapshot
+from tidegate.dashboard.storage import PathFigures, PathUse, path_figures
+
+COLUMNS = (
+    "path", "state on it", "read a step", "of its ceiling", "written a step", "of its ceiling", "lock wait", "errors",
+    "free", "written a day",
+)  # fmt: skip
+
+
+def paths(snapshot: Snapshot, figures: Digest) -> None:
+    """A row for each path; nothing for a run without any."""
+    found = path_figures(snapshot.steps)
+    if not found:
+        return
+    total = sum(snapshot.steps[-1].subgroups.values())
+    st.html(
+        markup.title("Storage paths", f"means of {figures.steps} steps; waits and errors since the run began")
+        + markup.table(COLUMNS, [_row(path, total) for path in found])
+    )
+
+
+def _row(path: PathFigures, total: int) -> tuple[str, ...]:
+    held = f"{path.subgroups} of {total}"
+    return (
+        markup.dot(path.name, palette.place(path.name)),
+        markup.bar(path.subgroups / total, held, palette.place(path.name)) if total else held,
+        units.nbytes(path.read.bytes_per_step),
+        _speed(path.read, palette.lane(f"{path.name}:read")),
+        units.nbytes(path.write.bytes_per_step),
+        _speed(path.write, palette.lane(f"{path.name}:write")),
+        units.seconds(path.lock_wait_seconds),
+        str(path.errors),
+        units.nbytes(path.free_bytes),
+        units.nbytes(path.written_bytes_per_day),
+    )
+
+
+def _speed(use: PathUse, color: str) -> str:
+    """While busy, as a share of what the path can do alone."""
+    if use.bytes_per_second is None or use.ceiling_share is None:
+        return units.rate(use.bytes_per_second)
+    return markup.bar(use.ceiling_share, f"{units.share(use.ceiling_share)}, {units.rate(use.bytes_per_second)}", color)

@@ -1,0 +1,74 @@
+"""`tidegate doctor --path`: what runs have left on storage paths, and its removal where nobody uses it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tidegate.doctor import Finding, Verdict
+from tidegate.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from tidegate.agent.tiers.scratch import Leftover
+
+_UNITS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"))
+
+
+def look(directories: Sequence[Path]) -> list[Leftover]:
+    """State on these paths, that of live runs too. PathUnusable when one cannot be read."""
+    from tidegate.agent.tiers.scratch import find_leftovers
+
+    return [leftover for directory in directories for leftover in find_leftovers(directory)]
+
+
+def findings(directories: Sequence[Path], found: Sequence[Leftover]) -> list[Finding]:
+    """One for each leftover, or one that says that there is none."""
+    if not found:
+        return [Finding("path", "good", f"no state of any run in {', '.join(map(str, directories))}")]
+    return [_finding(leftover) for leftover in found]
+
+
+def _finding(leftover: Leftover) -> Finding:
+    what = f"{leftover.directory}: {leftover.nbytes / 1e6:,.1f} MB, {_age(leftover.age_seconds)} old"
+    who = f"process {leftover.owner.pid} on {leftover.owner.host}" if leftover.owner else "a process that left no name"
+    said: dict[str, tuple[Verdict, str]] = {
+        "yes": ("good", f"in use by {who}"),
+        "no": ("missing", f"left behind by {who}, which is dead: remove it with --remove"),
+        "unknown": ("missing", f"of {who}, and nobody can tell from here whether it lives: look there, then delete it"),
+    }
+    verdict, sentence = said[leftover.alive]
+    return Finding("path", verdict, f"{what}, {sentence}")
+
+
+def remove_dead(found: Sequence[Leftover], yes: bool, ask: Callable[[str], bool]) -> list[Finding]:
+    """Removes what dead runs left, after `ask(question)` unless `yes`: a finding for each. Live ones are not touched,
+    nor those of which nobody can tell.
+
+    ConfigError when there is nobody to ask.
+    """
+    from tidegate.agent.tiers.scratch import remove
+
+    dead = [leftover for leftover in found if leftover.alive == "no"]
+    if not dead:
+        return [Finding("path", "good", "nothing to remove: no dead run left anything there")]
+    if not yes and not sys.stdin.isatty():
+        raise ConfigError("There is nobody to ask before state is removed: say --yes as well.")
+    total = sum(leftover.nbytes for leftover in dead)
+    places = "\n".join(f"  {leftover.directory}" for leftover in dead)
+    if not yes and not ask(f"{places}\nRemove the state of {len(dead)} dead ranks, {total / 1e6:,.1f} MB?"):
+        return [Finding("path", "missing", "nothing was removed")]
+    done = []
+    for leftover in dead:
+        try:
+            remove(leftover)  # looks again, under its lock
+        except StorageError as error:
+            done.append(Finding("path", "bad", str(error)))
+        else:
+            done.append(Finding("path", "good", f"removed {leftover.directory}, {leftover.nbytes / 1e6:,.1f} MB"))
+    return done
+
+
+def _age(seconds: float) -> str:
+    return next((f"{seconds / size:.1f} {unit}" for size, unit in _UNITS if seconds >= size), f"{seconds:.0f} s")
