@@ -158,7 +158,7 @@ def test_any_cut_becomes_any_other(
 def test_param_groups_and_steps_come_back(tmp_path: Path) -> None:
     params = [torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(7)), torch.nn.Parameter(torch.ones(2))]
     groups = [
-        {"params": params[:1], "lr": torch.tensor(0.5), "mine": (1, "x")},
+        {"params": params[:1], "lr": torch.tensor(0.5), "mine": (1, 2)},
         {"params": params[1:], "betas": (0, 0.5)},
     ]
     with tidegate.AdamW(groups, lr=0.1) as optimizer:
@@ -176,7 +176,7 @@ def test_param_groups_and_steps_come_back(tmp_path: Path) -> None:
         assert set(found["state"]) == {0, 1}, "the third was never updated"
         assert [float(found["state"][i]["step"]) for i in (0, 1)] == [1, 3]
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        assert optimizer.param_groups[0]["mine"] == (1, "x")
+        assert optimizer.param_groups[0]["mine"] == (1, 2)
         assert optimizer.param_groups[0]["initial_lr"] == 0.5
 
 
