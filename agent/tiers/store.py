@@ -28,6 +28,8 @@ class TierStore:
         self.step = 0
         """Number of the update that writes now."""
         self.paths: dict[str, StoragePath] = {}
+        self.last_checkpoint: str | None = None
+        """What to load when state is lost."""
         self._kinds: dict[int, StateKind] = {}
         try:
             for name, settings in paths.items():

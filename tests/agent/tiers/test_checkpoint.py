@@ -275,6 +275,7 @@ def test_files_are_linked_where_they_can_be_and_never_written_to_again(
         assert state_files(first) == before
         assert state_files(second) == state_files(again)
         assert again.directory.name == "step-4.3"
+        assert run.optimizer.engine.store.last_checkpoint == str(again.directory)
         assert [found.directory for found in find_checkpoints(tmp_path / "saved")] == [
             again.directory, second.directory, first.directory
         ]  # fmt: skip
@@ -423,6 +424,15 @@ def test_no_room_is_said_when_it_is_saved(tmp_path: Path, disk: Path, monkeypatc
         assert list((tmp_path / "saved").iterdir()) == []
         assert not any(run.optimizer.engine.store.paths["disk"].has_spare(s) for s in range(files))
         run.steps(2, 4)
+
+
+def test_spares_count_against_the_capacity_of_a_path(tmp_path: Path, disk: Path) -> None:
+    settings_ = tidegate.PathSettings(directory=disk, capacity_bytes=300_000)
+    with Run(paths={"disk": settings_}, host_cache=0, stride="off") as run:
+        run.steps(0, 1)
+        with pytest.raises(PathFull, match="of what is on path disk needs 155,648 bytes more, 144,352 are free"):
+            run.optimizer.save_checkpoint(tmp_path / "saved")
+        run.steps(1, 2)
 
 
 FULL_DISK = """
