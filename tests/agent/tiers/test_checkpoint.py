@@ -250,12 +250,16 @@ def test_torchs_distributed_checkpoint_saves_and_loads_tiered_state(tmp_path: Pa
 # ---- files
 
 
+def files_of(checkpoint: tidegate.Checkpoint) -> list[Path]:
+    return sorted(checkpoint.folder.glob("*.tide"))
+
+
 def state_files(checkpoint: tidegate.Checkpoint) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(checkpoint.folder.glob("*.tide"))}
+    return {path.name: path.read_bytes() for path in files_of(checkpoint)}
 
 
 def links(checkpoint: tidegate.Checkpoint) -> list[int]:
-    return [path.stat().st_nlink for path in sorted(checkpoint.folder.glob("*.tide"))]
+    return [path.stat().st_nlink for path in files_of(checkpoint)]
 
 
 def test_files_are_linked_where_they_can_be_and_never_written_to_again(
@@ -286,10 +290,11 @@ def test_linked_state_whose_weights_were_edited_is_copied(tmp_path: Path, disk: 
     with Run(paths={"disk": disk}, host_cache=0) as run:
         run.steps(0, 2)
         first = run.optimizer.save_checkpoint(tmp_path / "saved", keep=2)
-        before = state_files(first)
+        before, touched = state_files(first), [path.stat().st_mtime_ns for path in files_of(first)]
         run.params[0].data.mul_(2)
         second = run.optimizer.save_checkpoint(tmp_path / "saved", keep=2)
         assert state_files(first) == before
+        assert [path.stat().st_mtime_ns for path in files_of(first)] == touched, "not even by the same bytes"
         assert min(links(second)) == 1, "those of the edited weight"
         assert max(links(second)) == 3, "the others"
         with Run(like=run) as other:
@@ -391,6 +396,37 @@ def test_an_interrupted_save_leaves_the_one_before(
             other.steps(newest, 6)
             other.optimizer.save_checkpoint(tmp_path / "saved")
         assert os.listdir(tmp_path / "saved") == ["step-6"]
+
+
+def test_all_is_on_the_disk_before_the_manifest_is(
+    tmp_path: Path, disk: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no test can cut the power for: every file and directory is synchronised, then the manifest is renamed, then
+    its directory is synchronised."""
+    order: list[str] = []
+    sync, rename = os.fsync, os.rename
+
+    def noted_sync(fd: int) -> None:
+        order.append(os.readlink(f"/proc/self/fd/{fd}"))
+        sync(fd)
+
+    def noted_rename(source: Any, target: Any) -> None:
+        order.append(f"{source} to {target}")
+        rename(source, target)
+
+    saved = tmp_path / "saved"
+    with Run(**both(disk, memory)) as run:
+        run.steps(0, 2)
+        monkeypatch.setattr(os, "fsync", noted_sync)
+        monkeypatch.setattr(os, "rename", noted_rename)
+        made = run.optimizer.save_checkpoint(saved, save_also=lambda at: (at / "mine").write_text("x"))
+        monkeypatch.undo()
+    new, manifest = made.directory / "rank0.new", made.directory / "rank0.json"
+    moment = order.index(f"{new} to {manifest}")
+    wanted = {saved, made.directory, made.folder, *made.folder.iterdir(), new}
+    assert set(map(Path, order[:moment])) >= wanted
+    assert {"mine", "optimizer.pt", "000000.tide"} <= {path.name for path in wanted}
+    assert order[moment + 1] == str(made.directory)
 
 
 def test_a_save_that_fails_changes_nothing(tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import tidegate
+from tidegate.agent.tiers.manifest import Manifest
 from tidegate.errors import CheckpointFailed, ForeignState, NoCheckpoint
 
 SPAWN = mp.get_context("spawn")
@@ -76,9 +78,11 @@ def test_two_ranks_have_one_checkpoint_or_none(tmp_path: Path) -> None:
         (step / "rank1.json").unlink()
         with pytest.raises(NoCheckpoint):
             alone.load_checkpoint(saved)
-        other_attempt = (step / "rank0.json").read_bytes()
         assert tidegate.find_checkpoints(saved) == []
-        (step / "rank1.json").write_bytes(other_attempt)
+        (step / "rank1.json").write_bytes((step / "rank0.json").read_bytes())
         assert tidegate.find_checkpoints(saved) == [], "rank 0 twice is not two ranks"
+        theirs = Manifest.unpack((tmp_path / "kept").read_bytes(), tmp_path / "kept")
+        (step / "rank1.json").write_bytes(replace(theirs, attempt="another").pack())
+        assert tidegate.find_checkpoints(saved) == [], "parts of two attempts"
         shutil.copy(tmp_path / "kept", step / "rank1.json")
         assert len(tidegate.find_checkpoints(saved)) == 1
