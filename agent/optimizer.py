@@ -413,19 +413,20 @@ class AdamW(torch.optim.Optimizer):
             with checkpoint.without_load_hooks(self):
                 super().load_state_dict({"state": small["state"], "param_groups": small["param_groups"]})
             with self.phases.within("checkpoint"):
-                self._take(reader, found.step)
+                self._take(reader, found)
             self._steps = list(small["steps"])
         self._results.clear()
         self._cuts.clear()
         self._restate()
         return found
 
-    def _take(self, reader: Reader, step: int) -> None:
-        self.num_steps = step
+    def _take(self, reader: Reader, found: Checkpoint) -> None:
+        self.num_steps = found.step
         try:
             self.engine.weights_loaded()
             if self.engine.store is not None:
-                self.engine.store.step = step
+                self.engine.store.step = found.step
+                self.engine.store.last_checkpoint = os.fspath(found.directory)
             reader.scatter(self.engine)
         except BaseException as error:
             self.engine.state_lost(error)

@@ -90,6 +90,8 @@ def save(
         raise CheckpointFailed(f"Another rank could not write its part of {made.directory}: it is not complete.")
     writer.retire()
     remove_remains(base, ranks.rank)
+    if contents.engine.store is not None:
+        contents.engine.store.last_checkpoint = os.fspath(made.directory)
     return made
 
 
@@ -129,7 +131,7 @@ class _Writer:
 
     def write(self, directory: Path, attempt: str, number: int, save_also: SaveAlso | None) -> Checkpoint:
         folder = directory / folder_name(self._ranks.rank, attempt)
-        folder.mkdir(parents=True)
+        _make(folder)
         try:
             sync(directory.parent)
             stored = self._write_state(folder)
@@ -197,7 +199,7 @@ class _Writer:
         """Spares for what will be linked, from expiring checkpoints where they have such files. PathFull, with nothing
         changed, when those and the copies do not fit."""
         donors = self._donors(folder)
-        made: list[tuple[Layout, str]] = []
+        made: defaultdict[str, list[Layout]] = defaultdict(list)
         needed = sum(_file_bytes(kind_of(layout, self._ranks.rank)) for layout in copied)
         for layout in self._contents.engine.layouts:
             lives = self._contents.engine.memory.residence[layout.id]
@@ -206,19 +208,18 @@ class _Writer:
             if donors[linked[layout.id]]:
                 self._promised.append((layout, lives, donors[linked[layout.id]].pop()))
             else:
-                made.append((layout, lives))
+                made[lives].append(layout)
                 needed += linked[layout.id]
-        free = free_bytes(folder)
-        if needed > free:
-            raise PathFull(
-                f"A checkpoint in {folder.parent.parent} needs {needed:,} bytes more, {free:,} are free: for copies of "
-                f"{len(copied)} subgroups, and for {len(made)} spare files, as what is linked is never written to "
-                "again. Keep fewer checkpoints, or save to another file system.",
-                needed, free,
-            )  # fmt: skip
-        for layout, lives in made:
+        count = sum(map(len, made.values()))
+        _check_room(f"in {folder.parent.parent}", needed, free_bytes(folder), len(copied), count)
+        for name, layouts in made.items():
             assert self._store is not None, "spares are a path's"
-            self._store.paths[lives].add_spare(layout.id)
+            path, spares = self._store.paths[name], sum(linked[layout.id] for layout in layouts)
+            _check_room(f"of what is on path {name}", spares, path.free_bytes, 0, len(layouts))
+        for name, layouts in made.items():
+            assert self._store is not None, "spares are a path's"
+            for layout in layouts:
+                self._store.paths[name].add_spare(layout.id)
 
     def _donors(self, folder: Path) -> defaultdict[int, list[Path]]:
         """State files that nothing else holds, and that nobody needs once this checkpoint is complete; by size."""
@@ -237,7 +238,7 @@ class _Writer:
         """The step of the state, None when the file system would not link it."""
         assert self._store is not None, "files are a path's"
         path = self._store.paths[self._contents.engine.memory.residence[layout.id]]
-        return path.step(layout.id) if path.link(layout.id, weights, target) else None
+        return path.step_of(layout.id) if path.link(layout.id, weights, target) else None
 
     def _copy(self, pool: IoPool, layout: Layout, weights: int, target: Path) -> int:
         kind = kind_of(layout, self._ranks.rank)
@@ -276,6 +277,24 @@ class _Writer:
             ) from error
         target.write_bytes(written.getvalue())
         return zlib.crc32(written.getvalue())
+
+
+def _check_room(where: str, needed: int, free: int, copies: int, spares: int) -> None:
+    if needed > free:
+        raise PathFull(
+            f"A checkpoint {where} needs {needed:,} bytes more, {free:,} are free: for copies of {copies} subgroups "
+            f"and {spares} spare files, as what is linked is never written to again. Free space, keep fewer "
+            "checkpoints, or save to another file system.",
+            needed, free,
+        )  # fmt: skip
+
+
+def _make(folder: Path) -> None:
+    """With its parent, which another rank may be removing right now, as an empty one."""
+    while True:
+        with suppress(FileNotFoundError):
+            folder.mkdir(parents=True)
+            return
 
 
 def _file_bytes(kind: StateKind) -> int:

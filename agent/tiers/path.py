@@ -172,9 +172,9 @@ class StoragePath:
         """Nothing was written to its file."""
         return self._files[subgroup].step < 0
 
-    def step(self, subgroup: int) -> int:
-        """The update that its file holds the state after."""
-        return max(self._files[subgroup].step, 0)
+    def step_of(self, subgroup: int) -> int:
+        """Number of the last update that was written; -1 before the first."""
+        return self._files[subgroup].step
 
     def make(self, kind: StateKind) -> None:
         """A file for a subgroup, with zeros for state and its space reserved. PathFull when there is not so much."""
@@ -288,12 +288,12 @@ class StoragePath:
 
     def link(self, subgroup: int, weights_checksum: int, target: str | os.PathLike[str]) -> bool:
         """Gives the state on the disk the name `target`, too, header and all; from now on it is flushed to its spare.
-        False, and no `target`, where the file system will not have it. To be asked for when `link_bytes` says so."""
+        Durable after fsync. False, and no `target`, where the file system will not have it. To be asked for when
+        `link_bytes` says so."""
         file = self._files[subgroup]
         header = self._header(file, weights_checksum)
         if file.linked is None:
             write_header(file.fd, header)
-        os.fsync(file.fd)
         file.linked = header
         try:
             os.link(file.name, target)

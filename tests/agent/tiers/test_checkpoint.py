@@ -158,7 +158,7 @@ def test_any_cut_becomes_any_other(
 def test_param_groups_and_steps_come_back(tmp_path: Path) -> None:
     params = [torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(7)), torch.nn.Parameter(torch.ones(2))]
     groups = [
-        {"params": params[:1], "lr": torch.tensor(0.5), "mine": (1, "x")},
+        {"params": params[:1], "lr": torch.tensor(0.5), "mine": (1, 2)},
         {"params": params[1:], "betas": (0, 0.5)},
     ]
     with tidegate.AdamW(groups, lr=0.1) as optimizer:
@@ -176,7 +176,7 @@ def test_param_groups_and_steps_come_back(tmp_path: Path) -> None:
         assert set(found["state"]) == {0, 1}, "the third was never updated"
         assert [float(found["state"][i]["step"]) for i in (0, 1)] == [1, 3]
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        assert optimizer.param_groups[0]["mine"] == (1, "x")
+        assert optimizer.param_groups[0]["mine"] == (1, 2)
         assert optimizer.param_groups[0]["initial_lr"] == 0.5
 
 
@@ -250,12 +250,16 @@ def test_torchs_distributed_checkpoint_saves_and_loads_tiered_state(tmp_path: Pa
 # ---- files
 
 
+def files_of(checkpoint: tidegate.Checkpoint) -> list[Path]:
+    return sorted(checkpoint.folder.glob("*.tide"))
+
+
 def state_files(checkpoint: tidegate.Checkpoint) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(checkpoint.folder.glob("*.tide"))}
+    return {path.name: path.read_bytes() for path in files_of(checkpoint)}
 
 
 def links(checkpoint: tidegate.Checkpoint) -> list[int]:
-    return [path.stat().st_nlink for path in sorted(checkpoint.folder.glob("*.tide"))]
+    return [path.stat().st_nlink for path in files_of(checkpoint)]
 
 
 def test_files_are_linked_where_they_can_be_and_never_written_to_again(
@@ -275,6 +279,7 @@ def test_files_are_linked_where_they_can_be_and_never_written_to_again(
         assert state_files(first) == before
         assert state_files(second) == state_files(again)
         assert again.directory.name == "step-4.3"
+        assert run.optimizer.engine.store.last_checkpoint == str(again.directory)
         assert [found.directory for found in find_checkpoints(tmp_path / "saved")] == [
             again.directory, second.directory, first.directory
         ]  # fmt: skip
@@ -285,10 +290,11 @@ def test_linked_state_whose_weights_were_edited_is_copied(tmp_path: Path, disk: 
     with Run(paths={"disk": disk}, host_cache=0) as run:
         run.steps(0, 2)
         first = run.optimizer.save_checkpoint(tmp_path / "saved", keep=2)
-        before = state_files(first)
+        before, touched = state_files(first), [path.stat().st_mtime_ns for path in files_of(first)]
         run.params[0].data.mul_(2)
         second = run.optimizer.save_checkpoint(tmp_path / "saved", keep=2)
         assert state_files(first) == before
+        assert [path.stat().st_mtime_ns for path in files_of(first)] == touched, "not even by the same bytes"
         assert min(links(second)) == 1, "those of the edited weight"
         assert max(links(second)) == 3, "the others"
         with Run(like=run) as other:
@@ -392,6 +398,37 @@ def test_an_interrupted_save_leaves_the_one_before(
         assert os.listdir(tmp_path / "saved") == ["step-6"]
 
 
+def test_all_is_on_the_disk_before_the_manifest_is(
+    tmp_path: Path, disk: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no test can cut the power for: every file and directory is synchronised, then the manifest is renamed, then
+    its directory is synchronised."""
+    order: list[str] = []
+    sync, rename = os.fsync, os.rename
+
+    def noted_sync(fd: int) -> None:
+        order.append(os.readlink(f"/proc/self/fd/{fd}"))
+        sync(fd)
+
+    def noted_rename(source: Any, target: Any) -> None:
+        order.append(f"{source} to {target}")
+        rename(source, target)
+
+    saved = tmp_path / "saved"
+    with Run(**both(disk, memory)) as run:
+        run.steps(0, 2)
+        monkeypatch.setattr(os, "fsync", noted_sync)
+        monkeypatch.setattr(os, "rename", noted_rename)
+        made = run.optimizer.save_checkpoint(saved, save_also=lambda at: (at / "mine").write_text("x"))
+        monkeypatch.undo()
+    new, manifest = made.directory / "rank0.new", made.directory / "rank0.json"
+    moment = order.index(f"{new} to {manifest}")
+    wanted = {saved, made.directory, made.folder, *made.folder.iterdir(), new}
+    assert set(map(Path, order[:moment])) >= wanted
+    assert {"mine", "optimizer.pt", "000000.tide"} <= {path.name for path in wanted}
+    assert order[moment + 1] == str(made.directory)
+
+
 def test_a_save_that_fails_changes_nothing(tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Run(paths={"disk": disk}, host_cache=0) as run:
         run.steps(0, 2)
@@ -423,6 +460,15 @@ def test_no_room_is_said_when_it_is_saved(tmp_path: Path, disk: Path, monkeypatc
         assert list((tmp_path / "saved").iterdir()) == []
         assert not any(run.optimizer.engine.store.paths["disk"].has_spare(s) for s in range(files))
         run.steps(2, 4)
+
+
+def test_spares_count_against_the_capacity_of_a_path(tmp_path: Path, disk: Path) -> None:
+    settings_ = tidegate.PathSettings(directory=disk, capacity_bytes=300_000)
+    with Run(paths={"disk": settings_}, host_cache=0, stride="off") as run:
+        run.steps(0, 1)
+        with pytest.raises(PathFull, match="of what is on path disk needs 155,648 bytes more, 144,352 are free"):
+            run.optimizer.save_checkpoint(tmp_path / "saved")
+        run.steps(1, 2)
 
 
 FULL_DISK = """

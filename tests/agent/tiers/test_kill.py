@@ -137,5 +137,5 @@ def test_killed_two_hundred_times(places: Places) -> None:
     began = time.monotonic()
     story = run_and_kill(places, 200, seed=int(time.time()))
     assert story.insides["elsewhere"] <= 100, story.insides
-    finish(places, story)
     print(f"\n200 kills, {story.steps} steps, {time.monotonic() - began:.0f} s; inside: {dict(story.insides)}")
+    finish(places, story)
