@@ -204,9 +204,9 @@ def test_a_report_of_an_agent_without_paths_still_reads() -> None:
 
 def test_what_is_divided_adds_up() -> None:
     phases = [PhaseSpan("forward", 0.0, 1.0), PhaseSpan("backward", 1.0, 3.0), PhaseSpan("update", 3.0, 3.5)]
-    parts = list(divided(PhaseSpan("other", 0.5, 3.25), 1001, phases))
+    parts = list(divided(PhaseSpan("other", 0.5, 3.25), 1003, phases))
     assert [phase for phase, _, _ in parts] == ["forward", "backward", "update"]
-    assert sum(nbytes for _, nbytes, _ in parts) == 1001
+    assert sum(nbytes for _, nbytes, _ in parts) == 1003
     assert sum(seconds for _, _, seconds in parts) == pytest.approx(2.75)
 
 
@@ -217,8 +217,8 @@ def test_wear_is_the_pace_of_the_last_hour_and_its_warning_comes_once(caplog: py
     assert wear.per_day(100.0, 1_000 + 100 * 100) == pytest.approx(100 * 86_400)
     assert not caplog.records
     now, written = 100.0, 11_000
-    while now < 100.0 + 2 * WEAR_WINDOW_SECONDS:
-        now, written = now + 20.0, written + 300 * 20
+    while now < 3 * WEAR_WINDOW_SECONDS:
+        now, written = now + 20.0, written + (100 if now < WEAR_WINDOW_SECONDS else 300) * 20
         last = wear.per_day(now, written)
     assert last == pytest.approx(300 * 86_400, rel=0.01), "what was written more than an hour ago is forgotten"
     assert ["nvme" in r.message and "wear_bytes_per_day=17,280,000" in r.message for r in caplog.records] == [True]
