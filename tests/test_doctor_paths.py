@@ -17,14 +17,14 @@ from tidegate.errors import ConfigError
 
 
 def doctor(folder: Path, *words: str) -> tuple[int, str]:
-    """Exit code, and all that it said. Nobody is there to answer."""
+    """Exit code, and all that it said, on one line. Nobody is there to answer."""
     env = {**os.environ, "TIDEGATE_STATE_DIR": str(folder / "state"), "TIDEGATE_DAEMON": "http://127.0.0.1:9"}
     done = subprocess.run(
         [sys.executable, "-m", "tidegate", "doctor", *words],
         cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout + done.stderr
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
 @pytest.fixture

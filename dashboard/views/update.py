@@ -11,7 +11,7 @@ from tidegate.dashboard import charts, markup, palette, units
 from tidegate.dashboard.digest import Digest
 from tidegate.dashboard.feed import Snapshot
 from tidegate.dashboard.gantt import HEIGHT, Scope, as_timeline, gantt, window
-from tidegate.dashboard.lanes import lane_use
+from tidegate.dashboard.lanes import LaneUse, lane_use
 from tidegate.dashboard.views.header import prediction
 from tidegate.dashboard.views.phases import CONFIG
 from tidegate.wire import TimelineView
@@ -60,8 +60,7 @@ def lanes(snapshot: Snapshot) -> None:
     rows = []
     for use in lane_use(snapshot.timeline, *window(snapshot.timeline, "update")):
         color = palette.lane(use.lane)
-        work = units.nbytes(use.nbytes) if use.nbytes else f"{units.count(use.numel)} params"
-        speed = units.rate(use.bytes_per_second) if use.nbytes else f"{units.count(use.params_per_second)} params/s"
+        work, speed = _work(use)
         rows.append(
             (
                 markup.dot(use.lane, color),
@@ -73,6 +72,15 @@ def lanes(snapshot: Snapshot) -> None:
             )
         )
     st.html(markup.table(("lane", "ops", "busy", "of the update", "moved", "speed"), rows))
+
+
+def _work(use: LaneUse) -> tuple[str, str]:
+    """What the lane moved or updated, and how fast."""
+    if use.nbytes:
+        return units.nbytes(use.nbytes), units.rate(use.bytes_per_second)
+    if use.numel:
+        return f"{units.count(use.numel)} params", f"{units.count(use.params_per_second)}/s"
+    return units.NONE, units.NONE
 
 
 def waits(snapshot: Snapshot, figures: Digest) -> None:

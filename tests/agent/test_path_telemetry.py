@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import tidegate
 from tests.agent.training import Training
 from tests.services import program
+from tidegate.agent.telemetry import paths as path_telemetry
 from tidegate.agent.telemetry.division import divided
 from tidegate.agent.telemetry.paths import MIN_WEAR_SECONDS, WEAR_WINDOW_SECONDS, Wear
 from tidegate.agent.tiers.path import StoragePath
@@ -204,9 +205,9 @@ def test_a_report_of_an_agent_without_paths_still_reads() -> None:
 
 def test_what_is_divided_adds_up() -> None:
     phases = [PhaseSpan("forward", 0.0, 1.0), PhaseSpan("backward", 1.0, 3.0), PhaseSpan("update", 3.0, 3.5)]
-    parts = list(divided(PhaseSpan("other", 0.5, 3.25), 1001, phases))
+    parts = list(divided(PhaseSpan("other", 0.5, 3.25), 1003, phases))
     assert [phase for phase, _, _ in parts] == ["forward", "backward", "update"]
-    assert sum(nbytes for _, nbytes, _ in parts) == 1001
+    assert sum(nbytes for _, nbytes, _ in parts) == 1003
     assert sum(seconds for _, _, seconds in parts) == pytest.approx(2.75)
 
 
@@ -217,11 +218,26 @@ def test_wear_is_the_pace_of_the_last_hour_and_its_warning_comes_once(caplog: py
     assert wear.per_day(100.0, 1_000 + 100 * 100) == pytest.approx(100 * 86_400)
     assert not caplog.records
     now, written = 100.0, 11_000
-    while now < 100.0 + 2 * WEAR_WINDOW_SECONDS:
-        now, written = now + 20.0, written + 300 * 20
+    while now < 3 * WEAR_WINDOW_SECONDS:
+        now, written = now + 20.0, written + (100 if now < WEAR_WINDOW_SECONDS else 300) * 20
         last = wear.per_day(now, written)
     assert last == pytest.approx(300 * 86_400, rel=0.01), "what was written more than an hour ago is forgotten"
     assert ["nvme" in r.message and "wear_bytes_per_day=17,280,000" in r.message for r in caplog.records] == [True]
+
+
+def test_a_run_that_wears_out_a_drive_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(path_telemetry, "MIN_WEAR_SECONDS", 0.0)
+    path = tidegate.PathSettings(directory=tmp_path, wear_bytes_per_day=1_000_000)
+    made = Training(paths={"ssd": path}, host_cache=0)
+    with made.optimizer:
+        run = Run(made)
+        last = run.attachment.recorder.totals.last
+        assert last is not None
+        wear = run.value("tidegate_path_written_bytes_per_day", path="ssd")
+        assert wear == last.path_states[0].written_bytes_per_day > 1_000_000
+    assert sum("wear_bytes_per_day=1,000,000" in record.message for record in caplog.records) == 1
 
 
 def test_a_wear_limit_is_checked() -> None:
