@@ -109,7 +109,7 @@ def measure_paths(names: list[str], folder: Path, options: argparse.Namespace) -
             name: stack.enter_context(
                 ThrottledPath(
                     group,
-                    folder / name,
+                    folder / f"{name}-of-{len(names)}",
                     folder if name == "disk" else Path("/dev/shm"),
                     state + (256 << 20),
                     SPEEDS[name],

@@ -25,8 +25,12 @@ from tidegate.plan.split import PathSpeeds
 
 log = logging.getLogger("tidegate.tiers")
 
+Operation = Literal["read", "write"]
+
 ATTEMPTS: Final = 3
 """How often an op that the system refuses with EIO is tried."""
+DUPLEX_SHARE: Final = 0.75
+"""Reads and writes at once that take less than this share of one after the other do not share the device."""
 POLL_SECONDS: Final = 1.0
 """How long a wait holds back Python's signal handlers."""
 
@@ -200,9 +204,7 @@ class StoragePath:
             weights_checksum=weights_checksum,
         )
 
-    def _move(
-        self, operation: Literal["read", "write"], file: _File, address: int, begin: Callable[[], IoTicket]
-    ) -> Transfer:
+    def _move(self, operation: Operation, file: _File, address: int, begin: Callable[[], IoTicket]) -> Transfer:
         waited, first = 0.0, float("nan")
         attempts = Retrying(
             stop=stop_after_attempt(ATTEMPTS),
@@ -227,7 +229,7 @@ class StoragePath:
             ) from None  # fmt: skip
         return Transfer(first, ticket.end, file.data_bytes, waited)
 
-    def _check(self, operation: Literal["read", "write"], file: _File, address: int, ticket: IoTicket) -> None:
+    def _check(self, operation: Operation, file: _File, address: int, ticket: IoTicket) -> None:
         if ticket.ok:
             return
         where = ticket.failed_block * self.settings.block_bytes
@@ -246,27 +248,40 @@ class StoragePath:
         raise _TransientError(ticket.error or errno.EIO)
 
     def calibrate(self, nbytes: int) -> PathSpeeds:
-        """How fast it writes and reads `nbytes` alone: a first estimate, that live rates replace. Takes space."""
+        """How fast it writes and reads `nbytes` alone, a first estimate that live rates replace, and whether both ways
+        run at full speed at once. Takes space."""
         size = max(padded_bytes(nbytes), self.settings.block_bytes)
         name = str(self._scratch.directory / "calibration")
         memory, fd = aligned_buffer(size), self._open(name)
         try:
             reserve(fd, size)
-            seconds = {}
-            for operation in ("write", "read"):
-                move = getattr(self._pools[operation], operation)
-                ticket = move(fd, memory.ctypes.data, size, 0, self.settings.block_bytes)
-                ticket.wait()
-                if not ticket.ok:
-                    raise PathUnusable(
-                        f"Path {self.name} cannot {operation} {size:,} bytes in {self.settings.directory}: "
-                        f"{os.strerror(ticket.error or errno.EIO)}."
-                    )
-                seconds[operation] = max(ticket.end - ticket.start, 1e-9)
+            seconds = {moves: self._timed(moves, fd, memory) for moves in (("write",), ("read",), ("write", "read"))}
         finally:
             os.close(fd)
             os.unlink(name)
-        return PathSpeeds(read_bytes_per_second=size / seconds["read"], write_bytes_per_second=size / seconds["write"])
+        write, read, both = seconds.values()
+        return PathSpeeds(
+            read_bytes_per_second=size / read,
+            write_bytes_per_second=size / write,
+            duplex=both < DUPLEX_SHARE * (read + write),
+        )
+
+    def _timed(self, moves: tuple[Operation, ...], fd: int, memory: NDArray[np.uint8]) -> float:
+        """Seconds until all of `memory` has moved each of these ways at once, whatever the file then holds."""
+        tickets = [
+            getattr(self._pools[move], move)(fd, memory.ctypes.data, len(memory), 0, self.settings.block_bytes)
+            for move in moves
+        ]
+        for ticket in tickets:
+            ticket.wait()
+        for move, ticket in zip(moves, tickets, strict=True):
+            if not ticket.ok:
+                raise PathUnusable(
+                    f"Path {self.name} cannot {move} {len(memory):,} bytes in {self.settings.directory}: "
+                    f"{os.strerror(ticket.error or errno.EIO)}."
+                )
+        start, end = min(ticket.start for ticket in tickets), max(ticket.end for ticket in tickets)
+        return max(end - start, 1e-9)
 
     def close(self) -> None:
         """Its files are gone afterwards. Idempotent; nothing in a fork."""

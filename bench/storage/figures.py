@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tidegate.analysis import union
 from tidegate.timeline import Span
 
 
@@ -30,15 +31,18 @@ def bytes_between(spans: Iterable[Span], start: float, end: float) -> float:
     )
 
 
-def all_busy_seconds(groups: Sequence[Iterable[Span]]) -> float:
-    """Seconds in which a span of every group is in progress. Spans of one group do not run at once."""
-    edges = sorted((at, step) for group in groups for s in group for at, step in ((s.start, 1), (s.end, -1)))
-    running, since, total = 0, 0.0, 0.0
-    for at, step in edges:
+def overlap(*groups: Sequence[Span]) -> float:
+    """Time in which a span of every group is in progress, by the busy time of the group that is busy for the shortest
+    time; 0 when a group has no spans."""
+    stretches = [union(group) for group in groups]
+    edges = sorted(edge for group in stretches for start, end in group for edge in ((start, 1), (end, -1)))
+    running, since, together = 0, 0.0, 0.0
+    for at, change in edges:
         if running == len(groups):
-            total += at - since
-        running, since = running + step, at
-    return total
+            together += at - since
+        running, since = running + change, at
+    shortest = min(math.fsum(end - start for start, end in group) for group in stretches)
+    return together / shortest if shortest else 0.0
 
 
 def cpu_name() -> str:

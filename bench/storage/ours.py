@@ -7,7 +7,7 @@ import time
 from itertools import combinations
 from typing import Any
 
-from storage.figures import all_busy_seconds, bytes_between
+from storage.figures import bytes_between, overlap
 from storage.side import Model
 
 UNPACED = 1e15
@@ -59,34 +59,23 @@ class Ours:
         self._optimizer.zero_grad()
 
     def told(self, backward_began: float) -> dict[str, Any]:
+        from tidegate.analysis import busy_seconds
         from tidegate.plan.ops import OpKind
 
         spans = self._result.spans
         moved = [s for s in spans if s.kind in (OpKind.FETCH, OpKind.FLUSH) and s.nbytes]
         kinds = (OpKind.FETCH, OpKind.CPU_UPDATE, OpKind.FLUSH)
-        groups = [[s for s in spans if s.kind is kind] for kind in kinds]
-        seconds = {kind.name.lower(): sum(s.seconds for s in group) for kind, group in zip(kinds, groups, strict=True)}
-        by_path: dict[str, dict[str, float]] = {}
-        for span in moved:
-            name = span.lane.rpartition(":")[0]
-            path = by_path.setdefault(name, {"bytes": 0, "start": span.start, "end": span.end})
-            path["bytes"] += span.nbytes
-            path["start"], path["end"] = min(path["start"], span.start), max(path["end"], span.end)
-        shortest = min(seconds.values())
-        by_kind = {kind.name.lower(): group for kind, group in zip(kinds, groups, strict=True)}
-        pairs = {
-            f"{one}+{other}": all_busy_seconds([by_kind[one], by_kind[other]])
-            / max(1e-9, min(seconds[one], seconds[other]))
-            for one, other in combinations(by_kind, 2)
-        }
+        groups = {kind.name.lower(): [s for s in spans if s.kind is kind] for kind in kinds}
+        busy = {name: busy_seconds(group) for name, group in groups.items()}
+        pairs = {f"{one}+{other}": overlap(groups[one], groups[other]) for one, other in combinations(groups, 2)}
         return {
             "state_bytes": sum(s.nbytes for s in moved),
             "bytes_in_step": bytes_between(moved, *self._window),
             "seconds_in_step": self._window[1] - self._window[0],
-            "busy_seconds": seconds,
-            "overlap": all_busy_seconds(groups) / shortest if shortest else None,
+            "busy_seconds": busy,
+            "overlap": overlap(*groups.values()),
             "overlap_of_pairs": pairs,
-            "paths": by_path,
+            "operation_seconds": [s.seconds for s in moved],
             "split": self._optimizer.effective_knobs()["tier_split"],
             "host_bytes": self._optimizer.engine.memory.host_bytes(),
         }
