@@ -174,11 +174,15 @@ class StateMemory:
         return -(-state // ALIGNMENT) * ALIGNMENT, grad if self._slot_gradients else 0
 
     def _host_slot_sizes(self) -> tuple[int, int, int]:
-        """Bytes of a host slot for state, weight and gradient, in this order, each of whole pages."""
+        """Bytes of a host slot for state, weight and gradient, in this order, each of whole pages.
+
+        Gradients that are released cannot wait for a host slot: they have buffers of their own.
+        """
+        grad = 0 if self._slot_gradients else max((s.numel * s.format.grad_bytes for s in self.layouts), default=0)
         return (
             _whole_pages(max((s.numel * s.format.state_bytes for s in self.layouts), default=0)),
             _whole_pages(max((s.numel * s.format.weight_bytes for s in self.layouts), default=0)),
-            _whole_pages(max((s.numel * s.format.grad_bytes for s in self.layouts), default=0)),
+            _whole_pages(grad),
         )
 
     def prepare(self, placements: Sequence[Placement]) -> None:

@@ -27,6 +27,8 @@ from tidegate.plan.split import PathSpeeds
 
 log = logging.getLogger("tidegate.tiers")
 
+Operation = Literal["read", "write"]
+
 ATTEMPTS: Final = 3
 """How often an op is tried whose error may pass."""
 PASSING: Final = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ENOMEM})
@@ -34,6 +36,8 @@ PASSING: Final = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOU
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 MAX_MOVES: Final = 10_000
 """Moves that are kept for telemetry until it takes them: nobody may listen."""
+DUPLEX_SHARE: Final = 0.75
+"""Reads and writes at once that take less than this share of one after the other do not share the device."""
 POLL_SECONDS: Final = 1.0
 """How long a wait holds back Python's signal handlers."""
 
@@ -321,9 +325,7 @@ class StoragePath:
             weights_checksum=weights_checksum,
         )
 
-    def _move(
-        self, operation: Literal["read", "write"], file: _File, address: int, begin: Callable[[], IoTicket]
-    ) -> Transfer:
+    def _move(self, operation: Operation, file: _File, address: int, begin: Callable[[], IoTicket]) -> Transfer:
         waited, first = 0.0, float("nan")
         attempts = Retrying(
             stop=stop_after_attempt(ATTEMPTS),
@@ -375,7 +377,7 @@ class StoragePath:
             raise _RefusedError(error.errno or errno.EIO) from None
         return time.monotonic()
 
-    def _check(self, operation: Literal["read", "write"], file: _File, address: int, ticket: IoTicket) -> None:
+    def _check(self, operation: Operation, file: _File, address: int, ticket: IoTicket) -> None:
         if ticket.ok:
             return
         self.counters.errors[operation] += 1
@@ -403,23 +405,14 @@ class StoragePath:
         return PathFailed(f"{tried} Before, it held {held}.", self.name, subgroup, code)
 
     def calibrate(self, nbytes: int) -> PathSpeeds:
-        """How fast it writes and reads `nbytes` alone: a first estimate, that live rates replace. Takes space."""
+        """How fast it writes and reads `nbytes` alone, a first estimate that live rates replace, and whether both ways
+        run at full speed at once. Takes space."""
         size = max(padded_bytes(nbytes), self.settings.block_bytes)
         name = str(self._scratch.directory / "calibration")
         memory, fd = aligned_buffer(size), self._open(name)
         try:
             reserve(fd, size)
-            seconds = {}
-            for operation in ("write", "read"):
-                move = getattr(self._pools[operation], operation)
-                ticket = move(fd, memory.ctypes.data, size, 0, self.settings.block_bytes)
-                ticket.wait()
-                if not ticket.ok:
-                    raise PathUnusable(
-                        f"Path {self.name} cannot {operation} {size:,} bytes in {self.settings.directory}: "
-                        f"{os.strerror(ticket.error or errno.EIO)}."
-                    )
-                seconds[operation] = max(ticket.end - ticket.start, 1e-9)
+            seconds = {moves: self._timed(moves, fd, memory) for moves in (("write",), ("read",), ("write", "read"))}
         except OSError as error:
             raise PathUnusable(
                 f"Path {self.name} cannot reserve {size:,} bytes in {self.settings.directory}: {error.strerror}."
@@ -427,7 +420,29 @@ class StoragePath:
         finally:
             os.close(fd)
             os.unlink(name)
-        return PathSpeeds(read_bytes_per_second=size / seconds["read"], write_bytes_per_second=size / seconds["write"])
+        write, read, both = seconds.values()
+        return PathSpeeds(
+            read_bytes_per_second=size / read,
+            write_bytes_per_second=size / write,
+            duplex=both < DUPLEX_SHARE * (read + write),
+        )
+
+    def _timed(self, moves: tuple[Operation, ...], fd: int, memory: NDArray[np.uint8]) -> float:
+        """Seconds until all of `memory` has moved each of these ways at once, whatever the file then holds."""
+        tickets = [
+            getattr(self._pools[move], move)(fd, memory.ctypes.data, len(memory), 0, self.settings.block_bytes)
+            for move in moves
+        ]
+        for ticket in tickets:
+            ticket.wait()
+        for move, ticket in zip(moves, tickets, strict=True):
+            if not ticket.ok:
+                raise PathUnusable(
+                    f"Path {self.name} cannot {move} {len(memory):,} bytes in {self.settings.directory}: "
+                    f"{os.strerror(ticket.error or errno.EIO)}."
+                )
+        start, end = min(ticket.start for ticket in tickets), max(ticket.end for ticket in tickets)
+        return max(end - start, 1e-9)
 
     def close(self) -> None:
         """Its files are gone afterwards. Idempotent; nothing in a fork."""

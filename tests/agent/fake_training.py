@@ -93,7 +93,7 @@ def watched(fake: FakeCuda) -> Iterator[None]:
 
     class WatchedClock(MonotonicClock):
         def __init__(self) -> None:
-            self.lock = threading.Condition(WatchedLock(fake))  # type: ignore[arg-type]
+            super().__init__(WatchedLock(fake))  # type: ignore[arg-type]
 
     def host_update(run: UpdateRun, pool: ThreadPool) -> None:
         fake.host_update(run)

@@ -1,0 +1,194 @@
+"""Claim: paths together give what each gives alone, the split is the best one, and it follows a change of speed.
+
+Two and then three file systems of their own on loop devices, the first with its file on a disk, the others in memory.
+The kernel throttles them to unequal speeds, each way (blkio controller of cgroup v1), outside of the engine, which is
+told no speed. fio, in the same group, says what each gives alone: as many reads as writes, in blocks of the same size,
+with as many in flight. Needs root, loop devices, that controller and fio; says so where one is missing.
+
+`aggregate_share`: what an update moves a second on all paths, by the sum of these rates. `split_off_by`: subgroups by
+which the split differs from that with the shortest makespan by fio's rates. Then the fastest path is slowed down to a
+quarter while training goes on. `steps_to_adapt`: steps until the split is within one subgroup of the new best one;
+`slowed_step_ratio`: the update's time from then on, by that which the new split takes at fio's new rates.
+
+The device is emulated and nothing is claimed about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from storage import fio
+from storage.figures import cpu_name, spread
+from storage.ours import Ours
+from storage.side import Model, Side
+from storage.throttled import Group, ThrottledPath, unavailable
+
+from tidegate.plan.split import PathSpeeds, balanced_split, makespan_seconds
+
+MB = 10**6
+SPEEDS = {"disk": 200 * MB, "memory": 100 * MB, "archive": 50 * MB}
+"""Bytes a second each way, by path; two paths are the first two."""
+SLOWED = 4
+WARM_UP = 2
+IO_THREADS = 4
+BLOCK_BYTES = 1 << 20
+STATE_BYTES_PER_PARAM = 8
+MIX = fio.Mix(block_bytes=BLOCK_BYTES, depth=2 * IO_THREADS, file_bytes=128 << 20, seconds=3.0)
+
+
+def speeds_of(rates: dict[str, float]) -> dict[str, PathSpeeds]:
+    """By what fio reads and writes at once: each way half of it."""
+    return {name: PathSpeeds(read_bytes_per_second=r / 2, write_bytes_per_second=r / 2, duplex=True)
+            for name, r in rates.items()}  # fmt: skip
+
+
+def counts_of(split: str) -> dict[str, int]:
+    return {name: int(count) for name, _, count in (part.partition(":") for part in split.split(","))}
+
+
+def off_by(split: str, best: dict[str, int]) -> int:
+    return max(abs(counts_of(split).get(name, 0) - count) for name, count in best.items())
+
+
+def moved_a_second(step: dict[str, Any]) -> float:
+    return float(step["bytes_in_step"] / step["seconds_in_step"])
+
+
+def steady(side: Side, rates: dict[str, float], subgroups: int, steps: int) -> dict[str, Any]:
+    """Paths of constant speed."""
+    done = [side.step() for _ in range(steps)]
+    best = balanced_split(subgroups, speeds_of(rates))
+    shares = [moved_a_second(step) / sum(rates.values()) for step in done]
+    return {
+        "aggregate_share": round(statistics.median(shares), 4),
+        "split": done[-1]["split"],
+        "best_split": best,
+        "split_off_by": off_by(done[-1]["split"], best),
+        "update_seconds": spread([step["seconds_in_step"] for step in done]),
+        "spread": {"aggregate_share": spread(shares)},
+    }
+
+
+def slowed(side: Side, rates: dict[str, float], subgroups: int, subgroup_bytes: int, steps: int) -> dict[str, Any]:
+    """`rates` are those from now on."""
+    speeds = speeds_of(rates)
+    best = balanced_split(subgroups, speeds)
+    best_seconds = makespan_seconds(best, speeds, subgroup_bytes)
+    done = [side.step() for _ in range(steps)]
+    near = [i for i, step in enumerate(done) if off_by(step["split"], best) <= 1]
+    after = done[near[0] + 1 :] if near else []
+    ratios = [step["seconds_in_step"] / best_seconds for step in after]
+    return {
+        "steps_to_adapt": near[0] + 1 if near else None,
+        "slowed_step_ratio": round(statistics.median(ratios), 3) if ratios else None,
+        "split": done[-1]["split"],
+        "best_split": best,
+        "best_update_seconds": round(best_seconds, 3),
+        "update_seconds_by_step": [round(step["seconds_in_step"], 3) for step in done],
+        "split_by_step": [step["split"] for step in done],
+    }
+
+
+def measure_paths(names: list[str], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One training on these paths, all at constant speed and then with the first one slowed down."""
+    model = Model(layers=options.layers, width=options.width)
+    subgroup = model.width**2 // options.subgroups_per_layer
+    count, state = model.numel // subgroup, STATE_BYTES_PER_PARAM * model.numel
+    with ExitStack() as stack:
+        group = stack.enter_context(Group())
+        paths = {
+            name: stack.enter_context(
+                ThrottledPath(
+                    group,
+                    folder / f"{name}-of-{len(names)}",
+                    folder if name == "disk" else Path("/dev/shm"),
+                    state + (256 << 20),
+                    SPEEDS[name],
+                )
+            )
+            for name in names
+        }
+        rates = {name: path.fio_rate(MIX) for name, path in paths.items()}
+        (folder / f"locks-{len(names)}").mkdir(mode=0o700)
+        side = stack.enter_context(
+            Side(
+                Ours,
+                join=group.members,
+                model=model,
+                offload={
+                    "paths": {
+                        name: {"directory": str(path.directory), "threads": IO_THREADS, "block_bytes": BLOCK_BYTES}
+                        for name, path in paths.items()
+                    },
+                    "stride": "off",
+                    "subgroup_numel": subgroup,
+                    "host_cache": 0,
+                    "gradients": "release",
+                },
+                lock_directory=str(folder / f"locks-{len(names)}"),
+                threads=options.threads,
+            )
+        )
+        for _ in range(WARM_UP):
+            side.step()
+        constant = steady(side, rates, count, options.steps)
+        first = paths[names[0]]
+        first.throttle(first.bytes_per_second // SLOWED)
+        slower = {**rates, names[0]: first.fio_rate(MIX)}
+        changed = slowed(side, slower, count, STATE_BYTES_PER_PARAM * subgroup, options.steps)
+    return {
+        "fio_mb_per_second_alone": {name: round(rate / MB, 1) for name, rate in rates.items()},
+        "subgroups": count,
+        "constant": constant,
+        "slowed": {"fio_mb_per_second_alone": {n: round(rate / MB, 1) for n, rate in slower.items()}, **changed},
+    }
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    names = list(SPEEDS)
+    found = {f"{count}_paths": measure_paths(names[:count], folder, options) for count in (2, 3)}
+    return {
+        "aggregate_share": min(one["constant"]["aggregate_share"] for one in found.values()),
+        "split_off_by": max(one["constant"]["split_off_by"] for one in found.values()),
+        **found,
+        "throttled_to_mb_per_second_each_way": {name: speed // MB for name, speed in SPEEDS.items()},
+        "parameters": options.layers * options.width**2,
+        "device": "emulated",
+        "cpu": cpu_name(),
+        "cores": options.threads,
+        "kernel": platform.release(),
+        "note": None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path(), help="a folder in it is used")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=2048, help="a layer has width² parameters")
+    parser.add_argument("--subgroups-per-layer", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10, help="with constant speeds, and as many after the change")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", action="store_true", help="print nothing but the result")
+    options = parser.parse_args()
+    reason = unavailable() or fio.available()
+    if reason:
+        print(json.dumps({"aggregate_share": None, "note": reason}))
+        return
+    if not options.json:
+        print(f"paths of {[speed // MB for speed in SPEEDS.values()]} MB/s ...", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="multipath-", dir=options.directory) as folder:
+        print(json.dumps(measure(Path(folder).resolve(), options)))
+
+
+if __name__ == "__main__":
+    main()

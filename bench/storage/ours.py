@@ -1,0 +1,84 @@
+"""A training with Tidegate, whose state is on storage paths. The device is emulated, as fast as the machine itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import combinations
+from typing import Any
+
+from storage.figures import bytes_between, overlap
+from storage.side import Model
+
+UNPACED = 1e15
+"""Bytes or parameters a second: no emulated lane waits, what takes time is real work."""
+
+
+class Ours:
+    """`offload`: arguments of `tidegate.Offload`; `paths` may hold settings as dicts. `lock_directory`: where the locks
+    of this training lie, so that it waits for no one else's."""
+
+    def __init__(
+        self, *, model: Model, offload: dict[str, Any], lock_directory: str, threads: int, max_grad_norm: float = 1.0
+    ) -> None:
+        os.environ["XDG_RUNTIME_DIR"] = lock_directory
+        import torch
+
+        import tidegate
+        from tidegate.agent.devices.emulated import EmulatedRates
+        from tidegate.agent.tiers.path import PathSettings
+
+        torch.manual_seed(0)
+        torch.set_num_threads(threads)
+        dtype = getattr(torch, model.dtype)
+        linear = [torch.nn.Linear(model.width, model.width, bias=False, dtype=dtype) for _ in range(model.layers)]
+        self._net = torch.nn.Sequential(*linear)
+        self._x = torch.randn(model.batch, model.width, dtype=dtype)
+        paths = {name: PathSettings(**one) for name, one in offload["paths"].items()}
+        rates = EmulatedRates(
+            h2d_bytes_per_second=UNPACED, d2h_bytes_per_second=UNPACED, update_params_per_second=UNPACED
+        )
+        settings = tidegate.Offload(**{**offload, "paths": paths}, device="emulated", emulated=rates)
+        self._optimizer = tidegate.AdamW(self._net.parameters(), lr=1e-4, max_grad_norm=max_grad_norm, offload=settings)
+        self._optimizer.observers.append(self._observe)
+        self._result: Any = None
+
+    def _observe(self, result: Any, phases: Any) -> None:
+        self._result = result
+
+    def forward(self) -> None:
+        self._loss = self._net(self._x).float().pow(2).mean()
+
+    def backward(self) -> None:
+        self._loss.backward()
+
+    def update(self) -> None:
+        begin = time.monotonic()
+        self._optimizer.step()
+        self._window = begin, time.monotonic()
+        self._optimizer.zero_grad()
+
+    def told(self, backward_began: float) -> dict[str, Any]:
+        from tidegate.analysis import busy_seconds
+        from tidegate.plan.ops import OpKind
+
+        spans = self._result.spans
+        moved = [s for s in spans if s.kind in (OpKind.FETCH, OpKind.FLUSH) and s.nbytes]
+        kinds = (OpKind.FETCH, OpKind.CPU_UPDATE, OpKind.FLUSH)
+        groups = {kind.name.lower(): [s for s in spans if s.kind is kind] for kind in kinds}
+        busy = {name: busy_seconds(group) for name, group in groups.items()}
+        pairs = {f"{one}+{other}": overlap(groups[one], groups[other]) for one, other in combinations(groups, 2)}
+        return {
+            "state_bytes": sum(s.nbytes for s in moved),
+            "bytes_in_step": bytes_between(moved, *self._window),
+            "seconds_in_step": self._window[1] - self._window[0],
+            "busy_seconds": busy,
+            "overlap": overlap(*groups.values()),
+            "overlap_of_pairs": pairs,
+            "operation_seconds": [s.seconds for s in moved],
+            "split": self._optimizer.effective_knobs()["tier_split"],
+            "host_bytes": self._optimizer.engine.memory.host_bytes(),
+        }
+
+    def close(self) -> None:
+        self._optimizer.close()

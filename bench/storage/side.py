@@ -1,0 +1,156 @@
+"""A training in a process of its own, one step at a time, so that several take turns on one machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from storage.fio import HUGE_PAGES
+
+ENVIRONMENT = {
+    **HUGE_PAGES,
+    # Where others use the machine too, threads of OpenMP that spin at barriers cost more than they gain.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "DS_ACCELERATOR": "cpu",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Linear layers of `width`² weights, each alike: `DeepSpeed` never splits one, so that they make subgroups."""
+
+    layers: int
+    width: int
+    batch: int = 8
+    dtype: str = "float32"
+
+    @property
+    def numel(self) -> int:
+        return self.layers * self.width**2
+
+
+class Training(Protocol):
+    """Built in the process that trains. Phases of one iteration, in this order, and what is to be told of it."""
+
+    def forward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+    def update(self) -> None: ...
+
+    def told(self, backward_began: float) -> dict[str, Any]:
+        """Of the step that has just been made; times are monotonic."""
+
+    def close(self) -> None: ...
+
+
+Build = Callable[..., Training]
+
+
+class Side:
+    """A process that trains when it is told to. A context manager; the process ends with it."""
+
+    def __init__(self, build: Build, *, join: str | None = None, **settings: Any) -> None:
+        """`build(**settings)` makes the training, in the new process. Waits until it is there.
+
+        join: a file of a control group to which the process writes its id before that.
+        """
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        before = {name: os.environ.get(name) for name in ENVIRONMENT}
+        os.environ.update(ENVIRONMENT)  # read when the process begins
+        try:
+            self._process = context.Process(target=_serve, args=(other, build, join, settings), daemon=True)
+            self._process.start()
+        finally:
+            _restore(before)
+        other.close()
+        self._answer()
+
+    def step(self) -> dict[str, Any]:
+        """One iteration: seconds of its phases, bytes that the process read from and wrote to disks, and what the
+        training tells."""
+        self._pipe.send("step")
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            raise SystemExit("a side ended by itself: what it wrote to stderr says why") from None
+        if isinstance(answer, str):
+            raise SystemExit(answer)
+        return dict(answer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self._process.join(timeout=30)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join()
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _serve(pipe: Connection, build: Build, join: str | None, settings: dict[str, Any]) -> None:
+    if join is not None:
+        Path(join).write_text(str(os.getpid()))
+    os.dup2(2, 1)  # the result of the bench is alone on stdout
+    try:
+        training = build(**settings)
+        pipe.send({"peak_resident_bytes": _peak_resident_bytes()})
+        while True:
+            pipe.recv()
+            pipe.send(_iteration(training))
+    except (EOFError, BrokenPipeError):
+        training.close()
+    except Exception as error:
+        pipe.send(f"{build.__name__}: {type(error).__name__}: {error}")
+        raise
+
+
+def _iteration(training: Training) -> dict[str, Any]:
+    before, times = _disk_bytes(), [time.monotonic()]
+    for phase in (training.forward, training.backward, training.update):
+        phase()
+        times.append(time.monotonic())
+    after = _disk_bytes()
+    forward, backward, update = (end - start for start, end in pairwise(times))
+    return {
+        "forward": forward,
+        "backward": backward,
+        "update": update,
+        "backward_and_update": backward + update,
+        "iteration": forward + backward + update,
+        "read_bytes": after[0] - before[0],
+        "written_bytes": after[1] - before[1],
+        "peak_resident_bytes": _peak_resident_bytes(),
+        **training.told(times[1]),
+    }
+
+
+def _disk_bytes() -> tuple[int, int]:
+    """What this process has read from and written to disks so far; what the page cache answered is not in it."""
+    rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(rows["read_bytes"]), int(rows["write_bytes"])
+
+
+def _peak_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -1,0 +1,246 @@
+"""Claim: with state on one disk and the same host memory, backward and update take far less time than DeepSpeed's.
+
+DeepSpeed is ZeRO-3 with `offload_optimizer: nvme`, pipelined both ways, on its CPU accelerator. Both train the same
+fp32 model in processes of their own, on the same disk, past the page cache, with buffers in huge pages; a third process
+trains it in bf16 with remainders. Rounds are interleaved, and each has a run of fio with as many reads as writes, in
+blocks of the same size, with as many of them in flight: disks of VMs are throttled in bursts.
+
+Weights and one gradient for each are in both sides' memory anyway (on a GPU they would be on the device, here that is
+emulated and nothing is claimed about a GPU). The budget is what comes beside them: staging buffers and cache.
+DeepSpeed gets the least that it can pipeline with; we get as much, less than a quarter of our state.
+
+`ratio_vs_deepspeed`: their backward and update by ours; `iteration_ratio`: with the forward. `bound_ratio_by_bytes`:
+what it would be if both ran at the speed of the disk: their bytes by ours. `share_of_disk_bandwidth`: what our update
+moves a second, by fio's rate. `overlap`: time in which a fetch, an update and a flush are all in progress, by the busy
+time of that of the three which is busy for the shortest time; `overlap_of_pairs`: the same of two of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from storage import fio
+from storage.deepspeed_side import DeepSpeed, buffer_bytes
+from storage.figures import cpu_name, ratios, spread
+from storage.ours import Ours
+from storage.side import Model, Side
+
+WARM_UP = 2
+IO_THREADS = 4
+"""That read, and as many that write."""
+SLOT_BYTES = {"float32": 8 + 4, "bfloat16": 10 + 2}
+"""For each parameter in a host slot or in the cache: state and weight."""
+STATE_BYTES = {"float32": 8, "bfloat16": 10}
+Rounds = dict[str, list[dict[str, Any]]]
+
+
+def our_offload(model: Model, directory: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Slots and cache that take as much memory as DeepSpeed's buffers, of subgroups of half a layer."""
+    subgroup, slot = model.width**2 // 2, SLOT_BYTES[model.dtype]
+    left = buffer_bytes(model) - options.host_slots * subgroup * slot
+    return {
+        "paths": {"disk": {"directory": str(directory), "threads": IO_THREADS, "block_bytes": options.block_kib << 10}},
+        "stride": "off",
+        "subgroup_numel": subgroup,
+        "host_slots": options.host_slots,
+        "host_cache": max(0, left) * STATE_BYTES[model.dtype] // slot,
+        "gradients": "release",
+        "cpu_threads": options.threads,
+    }
+
+
+def start_sides(stack: ExitStack, folder: Path, options: argparse.Namespace) -> tuple[dict[str, Side], str | None]:
+    """Every side by name, and why DeepSpeed is missing when it is."""
+    sides, note = {}, None
+    for name, dtype in (("tidegate", "float32"), ("tidegate_bf16", "bfloat16")):
+        model = Model(layers=options.layers, width=options.width, dtype=dtype)
+        (folder / name).mkdir()
+        (folder / f"{name}-locks").mkdir(mode=0o700)
+        sides[name] = stack.enter_context(
+            Side(
+                Ours,
+                model=model,
+                offload=our_offload(model, folder / name, options),
+                lock_directory=str(folder / f"{name}-locks"),
+                threads=options.threads,
+            )
+        )
+    if importlib.util.find_spec("deepspeed") is None:
+        return sides, "DeepSpeed is not installed: its ratios are null"
+    (folder / "deepspeed").mkdir()
+    sides["deepspeed"] = stack.enter_context(
+        Side(
+            DeepSpeed,
+            model=Model(layers=options.layers, width=options.width),
+            directory=str(folder / "deepspeed"),
+            block_bytes=options.block_kib << 10,
+            depth=2 * IO_THREADS,
+            threads=options.threads,
+        )
+    )
+    return sides, note
+
+
+def interleaved(sides: dict[str, Side], yardstick: Path | None, options: argparse.Namespace) -> Rounds:
+    """One step of each a round, and a run of fio, until the rounds or the seconds are used up."""
+    for side in sides.values():
+        for _ in range(WARM_UP):
+            side.step()
+    mix = fio.Mix(block_bytes=options.block_kib << 10, depth=2 * IO_THREADS)
+    found: Rounds = {name: [] for name in (*sides, *(["fio"] if yardstick else []))}
+    if yardstick:
+        fio.rate(yardstick, mix)
+    shuffle, end = random.Random(0).shuffle, time.monotonic() + options.seconds
+    for done in range(options.rounds):
+        if done >= 3 and time.monotonic() > end:
+            break
+        names = list(found)
+        shuffle(names)
+        for name in names:
+            if name == "fio" and yardstick:
+                found[name].append({"rate": fio.rate(yardstick, mix)})
+            else:
+                found[name].append(sides[name].step())
+    return found
+
+
+def of(rounds: list[dict[str, Any]], key: str) -> list[float]:
+    return [float(one[key]) for one in rounds]
+
+
+def medians(rounds: list[dict[str, Any]], key: str) -> dict[str, float]:
+    """Of each value in a table that every round has."""
+    return {name: round(statistics.median(one[key][name] for one in rounds), 4) for name in rounds[0][key]}
+
+
+def our_figures(rounds: Rounds, name: str, numel: int) -> dict[str, Any]:
+    """What one of our sides did, with the spread of what varies."""
+    ours = rounds[name]
+    spreads: dict[str, Any] = {
+        **{key: spread(of(ours, key)) for key in ("backward", "update", "backward_and_update", "iteration")},
+        "overlap": spread(of(ours, "overlap")),
+    }
+    if "fio" in rounds:
+        disk = of(rounds["fio"], "rate")
+        in_step = ratios(of(ours, "bytes_in_step"), of(ours, "seconds_in_step"))
+        whole = ratios(of(ours, "state_bytes"), of(ours, "backward_and_update"))
+        spreads["share_of_disk_bandwidth"] = spread(ratios(in_step, disk))
+        spreads["share_with_backward"] = spread(ratios(whole, disk))
+    return {
+        "bytes_per_param_read": round(statistics.median(of(ours, "read_bytes")) / numel, 3),
+        "bytes_per_param_written": round(statistics.median(of(ours, "written_bytes")) / numel, 3),
+        "bytes_per_param_of_state_moved": round(statistics.median(of(ours, "state_bytes")) / numel, 3),
+        "overlap": spreads["overlap"]["median"],
+        "overlap_of_pairs": medians(ours, "overlap_of_pairs"),
+        "share_of_disk_bandwidth": spreads.get("share_of_disk_bandwidth", {}).get("median"),
+        "share_with_backward": spreads.get("share_with_backward", {}).get("median"),
+        "busy_seconds": medians(ours, "busy_seconds"),
+        "host_bytes": ours[-1]["host_bytes"],
+        "peak_resident_bytes": ours[-1]["peak_resident_bytes"],
+        "spread": spreads,
+    }
+
+
+def result(rounds: Rounds, options: argparse.Namespace) -> dict[str, Any]:
+    numel = options.layers * options.width**2
+    ours, theirs = rounds["tidegate"], rounds.get("deepspeed")
+    figures, bf16 = our_figures(rounds, "tidegate", numel), our_figures(rounds, "tidegate_bf16", numel)
+    found: dict[str, Any] = {"ratio_vs_deepspeed": None, "iteration_ratio": None, "bound_ratio_by_bytes": None}
+    if theirs is not None:
+        moved = [
+            sum(statistics.median(of(side, key)) for key in ("read_bytes", "written_bytes")) for side in (theirs, ours)
+        ]
+        for key, phases in (("ratio_vs_deepspeed", "backward_and_update"), ("iteration_ratio", "iteration")):
+            figures["spread"][key] = spread(ratios(of(theirs, phases), of(ours, phases)))
+            found[key] = figures["spread"][key]["median"]
+        found["bound_ratio_by_bytes"] = round(moved[0] / moved[1], 3)
+        found["deepspeed"] = {
+            "bytes_per_param_read": round(statistics.median(of(theirs, "read_bytes")) / numel, 3),
+            "bytes_per_param_written": round(statistics.median(of(theirs, "written_bytes")) / numel, 3),
+            "peak_resident_bytes": theirs[-1]["peak_resident_bytes"],
+            "spread": {
+                key: spread(of(theirs, key)) for key in ("backward", "update", "backward_and_update", "iteration")
+            },
+        }
+    if "fio" in rounds:
+        found["fio_mib_per_second"] = spread([rate / (1 << 20) for rate in of(rounds["fio"], "rate")], 1)
+    return {**found, **figures, "bf16": bf16, "rounds": len(ours)}
+
+
+def budget(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
+    """Host memory beside weights and one gradient for each."""
+    model = Model(layers=options.layers, width=options.width)
+    theirs = buffer_bytes(model)
+    found: dict[str, Any] = {"bytes": theirs, "share_of_state": round(theirs / (8 * model.numel), 3)}
+    for name, host, gradient in (
+        ("tidegate", measured["host_bytes"], 4),
+        ("tidegate_bf16", measured["bf16"]["host_bytes"], 2),
+    ):
+        # All gradients are in the engine's buffers; the mirrors' weights come on top of the model's.
+        found[f"{name}_bytes"] = sum(host.values()) - gradient * model.numel
+    return {**found, "enforced": "by configuration, not by a cgroup"}
+
+
+def version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    reason = fio.available()
+    with ExitStack() as stack:
+        sides, note = start_sides(stack, folder, options)
+        rounds = interleaved(sides, None if reason else folder / "fio", options)
+    measured = result(rounds, options)
+    return {
+        **measured,
+        "budget": budget(options, measured),
+        "parameters": options.layers * options.width**2,
+        "block_bytes": options.block_kib << 10,
+        "blocks_in_flight": 2 * IO_THREADS,
+        "pages": "huge, where the system has them: ours, DeepSpeed's and fio's",
+        "device": "emulated",
+        "cpu": cpu_name(),
+        "cores": options.threads,
+        "kernel": platform.release(),
+        "versions": {name: version(name) for name in ("torch", "deepspeed", "tidegate")},
+        "note": "; ".join(text for text in (reason, note) if text) or None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure; a folder in it is used")
+    parser.add_argument("--layers", type=int, default=25)
+    parser.add_argument("--width", type=int, default=2048, help="a layer has width² parameters")
+    parser.add_argument("--block-kib", type=int, default=1024)
+    parser.add_argument("--host-slots", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=180.0, help="begin no round after this long, but do three")
+    parser.add_argument("--json", action="store_true", help="print nothing but the result")
+    options = parser.parse_args()
+    if not options.json:
+        numel = options.layers * options.width**2
+        print(f"{numel / 1e6:.1f} M parameters in {options.directory.resolve()} ...", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="tiered-update-", dir=options.directory) as folder:
+        print(json.dumps(measure(Path(folder).resolve(), options)))
+
+
+if __name__ == "__main__":
+    main()
