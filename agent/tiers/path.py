@@ -201,7 +201,7 @@ class StoragePath:
                 file.fd, address, file.data_bytes, where, self.settings.block_bytes, file.checksums
             )
 
-        return self._move("read", file, address, begin)
+        return self._move("read", file, address, file.step, begin)
 
     def write(self, subgroup: int, address: int, step: int) -> Transfer:
         """Stores the state at `address`, as it is after the update number `step`. PathFailed or PathFull when it cannot
@@ -220,7 +220,7 @@ class StoragePath:
                 file.fd, address, file.data_bytes, where, self.settings.block_bytes, file.checksums
             )
 
-        moved = self._move("write", file, address, begin)
+        moved = self._move("write", file, address, step, begin)
         file.step = step
         return moved
 
@@ -237,8 +237,9 @@ class StoragePath:
         )
 
     def _move(
-        self, operation: Literal["read", "write"], file: _File, address: int, begin: Callable[[], IoTicket]
+        self, operation: Literal["read", "write"], file: _File, address: int, step: int, begin: Callable[[], IoTicket]
     ) -> Transfer:
+        """`step`: number of the update whose state it is."""
         waited, first = 0.0, float("nan")
         attempts = Retrying(
             stop=stop_after_attempt(ATTEMPTS),
@@ -256,7 +257,12 @@ class StoragePath:
                     self._check(operation, file, address, ticket)
                     end = self._synchronised(file.fd) if operation == "write" else None
         except _RefusedError as error:
-            raise self._for_good(operation, file, error.errno, attempts.statistics["attempt_number"]) from None
+            what = f"{operation} the state of subgroup {file.kind.subgroup} after step {step}"
+            tries = attempts.statistics["attempt_number"]
+            why = f"Path {self.name} failed to {what} in {tries} attempt{'s'[: tries - 1]}: {os.strerror(error.errno)}."
+            if operation == "write" and error.errno in NO_ROOM:
+                raise PathFull(why, self._file_bytes(file.kind), _free_bytes_or_zero(file.fd)) from None
+            raise PathFailed(why, self.name, file.kind.subgroup, error.errno) from None
         return Transfer(first, ticket.end if end is None else end, file.data_bytes, waited)
 
     def _moved(self, begin: Callable[[], IoTicket]) -> IoTicket:
@@ -305,15 +311,6 @@ class StoragePath:
         if ticket.end_of_file:
             raise DataTruncated(file.name, f"{os.fstat(file.fd).st_size:,} bytes", f"{self._file_bytes(file.kind):,}")
         raise _RefusedError(ticket.error or errno.EIO)
-
-    def _for_good(
-        self, operation: Literal["read", "write"], file: _File, code: int, attempts: int
-    ) -> PathFailed | PathFull:
-        subgroup, held = file.kind.subgroup, "nothing" if file.step < 0 else f"the state after step {file.step}"
-        tried = f"Path {self.name} failed to {operation} subgroup {subgroup} ({attempts} times): {os.strerror(code)}."
-        if operation == "write" and code in NO_ROOM:
-            return PathFull(tried, self._file_bytes(file.kind), _free_bytes_or_zero(file.fd))
-        return PathFailed(f"{tried} Before, it held {held}.", self.name, subgroup, code)
 
     def calibrate(self, nbytes: int) -> PathSpeeds:
         """How fast it writes and reads `nbytes` alone: a first estimate, that live rates replace. Takes space."""
