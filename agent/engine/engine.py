@@ -402,11 +402,11 @@ class Engine:
     def weights_loaded(self) -> None:
         """State is about to be loaded for the weights as they are now: remainders start at 0, mirrors are copied anew,
         and an earlier failure is over."""
-        self._broken = None
         if self.store is not None:
             self.memory.forget_stored()
             self._settle_new()
         self.weights.loaded()
+        self._broken = None
 
     def state_lost(self, error: BaseException) -> None:
         """What replaced the state failed half-way: nothing can be done until a whole one is loaded."""

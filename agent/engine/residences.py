@@ -138,7 +138,7 @@ class Residences:
             counts = self._estimator.propose(counts, capacity=capacity) or counts
         self._split = split
         if counts != self._counts or any(i not in self._assigned for i in stored):
-            self._assigned |= assign(stored, counts, self._assigned)
+            self._assigned = self._assigned | assign(stored, counts, self._assigned)
             self._counts = counts
 
     @property
@@ -150,7 +150,8 @@ class Residences:
         """A step is done: what its fetches and flushes show of the paths' speeds, and where state really is now."""
         self._steps += 1
         self._in_memory = {i for i, lives in enumerate(residences) if lives == "host"}
-        self._assigned |= {i: lives for i, lives in enumerate(residences) if is_path(lives)}
+        # Another one, not the same one changed: `check` may be looking at it in another thread.
+        self._assigned = self._assigned | {i: lives for i, lives in enumerate(residences) if is_path(lives)}
         self._estimator.observe(traffic(spans))
         self._store.speeds.update(self._estimator.rates)
 

@@ -176,10 +176,6 @@ class StoragePath:
         """Nothing was written to its file."""
         return self._files[subgroup].step < 0
 
-    def step_of(self, subgroup: int) -> int:
-        """Number of the last update that was written; -1 before the first."""
-        return self._files[subgroup].step
-
     def make(self, kind: StateKind) -> None:
         """A file for a subgroup, with zeros for state and its space reserved. PathFull when there is not so much."""
         self._files[kind.subgroup] = self._new_file(kind)
@@ -245,7 +241,7 @@ class StoragePath:
                 file.fd, address, file.data_bytes, where, self.settings.block_bytes, file.checksums
             )
 
-        return self._move("read", file, address, begin)
+        return self._move("read", file, address, file.step, begin)
 
     def write(self, subgroup: int, address: int, step: int) -> Transfer:
         """Stores the state at `address`, as it is after the update number `step`. PathFailed or PathFull when it cannot
@@ -265,7 +261,7 @@ class StoragePath:
                 file.fd, address, file.data_bytes, where, self.settings.block_bytes, file.checksums
             )
 
-        moved = self._move("write", file, address, begin)
+        moved = self._move("write", file, address, step, begin)
         file.step = step
         if file is not before:
             self._files[subgroup] = self._spares.pop(subgroup)
@@ -325,7 +321,10 @@ class StoragePath:
             weights_checksum=weights_checksum,
         )
 
-    def _move(self, operation: Operation, file: _File, address: int, begin: Callable[[], IoTicket]) -> Transfer:
+    def _move(
+        self, operation: Operation, file: _File, address: int, step: int, begin: Callable[[], IoTicket]
+    ) -> Transfer:
+        """`step`: number of the update whose state it is."""
         waited, first = 0.0, float("nan")
         attempts = Retrying(
             stop=stop_after_attempt(ATTEMPTS),
@@ -343,7 +342,12 @@ class StoragePath:
                     self._check(operation, file, address, ticket)
                     end = self._synchronised(file.fd) if operation == "write" else None
         except _RefusedError as error:
-            raise self._for_good(operation, file, error.errno, attempts.statistics["attempt_number"]) from None
+            what = f"{operation} the state of subgroup {file.kind.subgroup} after step {step}"
+            tries = attempts.statistics["attempt_number"]
+            why = f"Path {self.name} failed to {what} in {tries} attempt{'s'[: tries - 1]}: {os.strerror(error.errno)}."
+            if operation == "write" and error.errno in NO_ROOM:
+                raise PathFull(why, self._file_bytes(file.kind), _free_bytes_or_zero(file.fd)) from None
+            raise PathFailed(why, self.name, file.kind.subgroup, error.errno) from None
         moved = Transfer(first, ticket.end if end is None else end, file.data_bytes, waited)
         return self.counters.count(operation, moved)
 
@@ -364,7 +368,7 @@ class StoragePath:
         finally:
             self._moving.discard(ticket)
 
-    def _count_retry(self, operation: Literal["read", "write"]) -> None:
+    def _count_retry(self, operation: Operation) -> None:
         self.counters.retries[operation] += 1
 
     def _synchronised(self, fd: int) -> float | None:
@@ -394,15 +398,6 @@ class StoragePath:
         if ticket.end_of_file:
             raise DataTruncated(file.name, f"{os.fstat(file.fd).st_size:,} bytes", f"{self._file_bytes(file.kind):,}")
         raise _RefusedError(ticket.error or errno.EIO)
-
-    def _for_good(
-        self, operation: Literal["read", "write"], file: _File, code: int, attempts: int
-    ) -> PathFailed | PathFull:
-        subgroup, held = file.kind.subgroup, "nothing" if file.step < 0 else f"the state after step {file.step}"
-        tried = f"Path {self.name} failed to {operation} subgroup {subgroup} ({attempts} times): {os.strerror(code)}."
-        if operation == "write" and code in NO_ROOM:
-            return PathFull(tried, self._file_bytes(file.kind), _free_bytes_or_zero(file.fd))
-        return PathFailed(f"{tried} Before, it held {held}.", self.name, subgroup, code)
 
     def calibrate(self, nbytes: int) -> PathSpeeds:
         """How fast it writes and reads `nbytes` alone, a first estimate that live rates replace, and whether both ways
@@ -442,7 +437,7 @@ class StoragePath:
                     f"{os.strerror(ticket.error or errno.EIO)}."
                 )
         start, end = min(ticket.start for ticket in tickets), max(ticket.end for ticket in tickets)
-        return max(end - start, 1e-9)
+        return max(float(end - start), 1e-9)
 
     def close(self) -> None:
         """Its files are gone afterwards. Idempotent; nothing in a fork."""

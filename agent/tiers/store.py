@@ -156,8 +156,6 @@ class TierStore:
                 self._where[subgroup] = path
                 return moved
         moved = self._flush_elsewhere(path, subgroup, address, why)
-        # What the file held is older than this state, or half overwritten.
-        self._left(subgroup, path)
         # In the timeline this is the time of the lane that was at it, and so are the bytes: see `PathCounters`.
         return replace(moved, start=start)
 
