@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+import weakref
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -34,6 +35,8 @@ class TierStore:
         self.step = 0
         """Number of the update that writes now."""
         self.paths: dict[str, StoragePath] = {}
+        # Nobody has to call `close`: files go with the store that nobody holds, and with the process that ends.
+        self._closed = weakref.finalize(self, _close, self.paths)
         self.retired: dict[str, str] = {}
         """Paths that failed for good, and why: nothing more is written there."""
         self.last_checkpoint: str | None = None
@@ -200,12 +203,16 @@ class TierStore:
 
     def close(self) -> None:
         """Files of state are gone afterwards; but what the kernel is still at is left alone, and goes with the process.
-        `tidegate doctor` finds its files later."""
-        for path in tuple(self.paths.values()):
-            if path.busy:
-                self.retire(path.name, "It hangs; what lies there stays behind.")
-            else:
-                path.close()
+        `tidegate doctor` finds its files later. Idempotent; nothing in a fork."""
+        self._closed()
+
+
+def _close(paths: Mapping[str, StoragePath]) -> None:
+    for name, path in paths.items():
+        if path.busy:
+            log.warning("path %s hangs: what lies there stays behind", name)
+        else:
+            path.close()
 
 
 def kind_of(layout: Layout, rank: int) -> StateKind:
