@@ -145,12 +145,16 @@ class Pair:
         assert self.plain.same_weights(self.params)
 
     def assert_same_state(self) -> None:
-        """The moments of every parameter that was updated, from wherever they are."""
+        """The state of every parameter that was updated, from wherever it is, hidden bits of weights included."""
         state = self.optimizer.state_dict()["state"]
         for index, known in enumerate(self.plain.params):
             if known.step:
-                for name, mine in (("exp_avg", known.exp_avg), ("exp_avg_sq", known.exp_avg_sq)):
-                    assert np.array_equal(array(state[index][name]).view(np.uint8), mine.view(np.uint8)), (index, name)
+                arrays = {"exp_avg": known.exp_avg, "exp_avg_sq": known.exp_avg_sq}
+                if known.aux is not None:
+                    arrays["master" if known.aux.dtype == np.float32 else "remainder"] = known.aux
+                for name, mine in arrays.items():
+                    found = state[index][name].flatten().numpy().view(np.uint8)
+                    assert np.array_equal(found, mine.view(np.uint8)), (index, name)
 
 
 @settings(max_examples=100, deadline=None)
