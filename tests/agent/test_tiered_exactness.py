@@ -227,3 +227,18 @@ def test_state_goes_from_path_to_path_to_memory_to_device_and_back(dtype: torch.
                         dict(part.split(":") for part in knobs.tier_split.split(","))
                     )
             pair.assert_same_state()
+
+
+@pytest.mark.parametrize("kind", ["edit", "edit data"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_hidden_behind_an_edited_weight_starts_anew_on_its_path(dtype: torch.dtype, kind: str) -> None:
+    params = [torch.nn.Parameter(torch.randn(3000, dtype=torch.float32).to(dtype))]
+    with directories() as paths:
+        offload = tidegate.Offload(stride="off", subgroup_numel=1000, emulated=FAST, paths=paths, host_cache=0)
+        with tidegate.AdamW(params, lr=0.02, offload=offload) as optimizer:
+            pair = Pair.of(optimizer, None)
+            for step in range(3):
+                pair.train(step, micro_batches=1, some=False, skip=False)
+                pair.happens(Event(kind, 0, Knobs()))
+            pair.train(9, micro_batches=1, some=False, skip=False)
+            pair.assert_same_state()
