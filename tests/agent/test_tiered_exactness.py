@@ -145,12 +145,16 @@ class Pair:
         assert self.plain.same_weights(self.params)
 
     def assert_same_state(self) -> None:
-        """The moments of every parameter that was updated, from wherever they are."""
+        """The state of every parameter that was updated, from wherever it is, hidden bits of weights included."""
         state = self.optimizer.state_dict()["state"]
         for index, known in enumerate(self.plain.params):
             if known.step:
-                for name, mine in (("exp_avg", known.exp_avg), ("exp_avg_sq", known.exp_avg_sq)):
-                    assert np.array_equal(array(state[index][name]).view(np.uint8), mine.view(np.uint8)), (index, name)
+                arrays = {"exp_avg": known.exp_avg, "exp_avg_sq": known.exp_avg_sq}
+                if known.aux is not None:
+                    arrays["master" if known.aux.dtype == np.float32 else "remainder"] = known.aux
+                for name, mine in arrays.items():
+                    found = state[index][name].flatten().numpy().view(np.uint8)
+                    assert np.array_equal(found, mine.view(np.uint8)), (index, name)
 
 
 @settings(max_examples=100, deadline=None)
@@ -222,4 +226,19 @@ def test_state_goes_from_path_to_path_to_memory_to_device_and_back(dtype: torch.
                     assert {where for where in lives if is_path(where)} == set(
                         dict(part.split(":") for part in knobs.tier_split.split(","))
                     )
+            pair.assert_same_state()
+
+
+@pytest.mark.parametrize("kind", ["edit", "edit data"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_hidden_behind_an_edited_weight_starts_anew_on_its_path(dtype: torch.dtype, kind: str) -> None:
+    params = [torch.nn.Parameter(torch.randn(3000, dtype=torch.float32).to(dtype))]
+    with directories() as paths:
+        offload = tidegate.Offload(stride="off", subgroup_numel=1000, emulated=FAST, paths=paths, host_cache=0)
+        with tidegate.AdamW(params, lr=0.02, offload=offload) as optimizer:
+            pair = Pair.of(optimizer, None)
+            for step in range(3):
+                pair.train(step, micro_batches=1, some=False, skip=False)
+                pair.happens(Event(kind, 0, Knobs()))
+            pair.train(9, micro_batches=1, some=False, skip=False)
             pair.assert_same_state()
