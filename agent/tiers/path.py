@@ -424,7 +424,7 @@ class StoragePath:
 
     def _timed(self, moves: tuple[Operation, ...], fd: int, memory: NDArray[np.uint8]) -> float:
         """Seconds until all of `memory` has moved each of these ways at once, whatever the file then holds."""
-        tickets = [
+        tickets: list[IoTicket] = [
             getattr(self._pools[move], move)(fd, memory.ctypes.data, len(memory), 0, self.settings.block_bytes)
             for move in moves
         ]
