@@ -14,6 +14,13 @@ SMOOTHING: Final = 0.125
 """Weight of the newest step: noise of ±10 % a step leaves about ±1.5 %, far less than a move must promise."""
 JUMP: Final = 0.25
 """A step that is off by more is no noise. One is forgotten; a second one on the same side is the new speed."""
+RISE: Final = 2.0
+"""How many times as fast as known a path may be taken for in one step."""
+BELIEVED: Final = 8
+"""Steps that a rise must last. After one that did not, no other is believed for `DISTRUST` steps, then for twice as
+many, up to `MOST_DISTRUST`."""
+DISTRUST: Final = 16
+MOST_DISTRUST: Final = 512
 PROBE: Final = 1
 """Subgroups of every path that may have any, or nobody would see that it recovered."""
 
@@ -33,13 +40,22 @@ class PathTraffic:
 
 
 class _Speed:
-    """Seconds per byte of one direction: times add up, rates do not."""
+    """Seconds per byte of one direction: times add up, rates do not.
+
+    A path that is throttled, or has a cache, serves its first bytes at once: while it gets little it looks fast, and
+    once it gets more it is slow. So a rise is believed by degrees, and one that did not last makes the next one wait.
+    """
 
     def __init__(self, bytes_per_second: float) -> None:
         self.seconds_per_byte = 1 / bytes_per_second
         self._suspect: float | None = None
+        self._step = 0
+        self._rose_at = -BELIEVED
+        self._distrust = DISTRUST
+        self._no_rise_before = 0
 
     def observe(self, nbytes: int, seconds: float) -> None:
+        self._step += 1
         if nbytes <= 0 or seconds <= 0:
             return
         seen = seconds / nbytes
@@ -47,10 +63,24 @@ class _Speed:
         if not side:
             self.seconds_per_byte += SMOOTHING * (seen - self.seconds_per_byte)
             self._suspect = None
+        elif side < 0 and self._step < self._no_rise_before:
+            self._suspect = None
         elif self._suspect is not None and self._side(self._suspect) == side:
-            self.seconds_per_byte, self._suspect = seen, None
+            self._jump(seen, side)
         else:
             self._suspect = seen
+
+    def _jump(self, seen: float, side: int) -> None:
+        if side > 0:
+            self.seconds_per_byte, self._suspect = seen, None
+            if self._step - self._rose_at < BELIEVED:
+                self._no_rise_before = self._step + self._distrust
+                self._distrust = min(2 * self._distrust, MOST_DISTRUST)
+            return
+        self._rose_at = self._step
+        self.seconds_per_byte = max(seen, self.seconds_per_byte / RISE)
+        # Where that was not all of it, the next step need not be confirmed again.
+        self._suspect = seen if seen < self.seconds_per_byte else None
 
     def _side(self, seen: float) -> int:
         """1 for much slower than known, -1 for much faster, 0 for as known."""
