@@ -164,7 +164,8 @@ def test_ctrl_c_at_any_moment_leaves_nothing_behind(
     until(lambda: moment in demo.said, moment, 60)
     children = demo.children()
     demo.process.send_signal(signal.SIGINT)
-    assert demo.wait(30) == 130, demo.said
+    # Python ends by the signal itself where it had to leave an exec() of some import; for a shell both are 130.
+    assert demo.wait(30) in (130, -signal.SIGINT), demo.said
     assert "Traceback" not in demo.said
     alive = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     assert not alive

@@ -458,9 +458,8 @@ def test_arrays_live_as_long_as_the_transfer(file: int, slow: Callable[[IoPool],
         running = slow(pool)
         pool.write(file, memory.ctypes.data, ALIGNMENT, 0, ALIGNMENT, crcs)
         del crcs
-        gc.collect()
-        assert not running.done
         assert held() is not None, "a thread will write to memory that is gone"
+        assert not running.done, "it was too fast to show anything"
         last = pool.write(file, memory.ctypes.data, ALIGNMENT, 0, ALIGNMENT)
         assert last.wait(30)
         assert pool.write(file, memory.ctypes.data, ALIGNMENT, 0, ALIGNMENT).wait(30)

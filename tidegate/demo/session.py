@@ -46,9 +46,11 @@ class Session:
         self.headless = not self.interactive if options.headless is None else options.headless
         self.name = options.run or time.strftime("demo-%Y%m%d-%H%M%S")
         self.folder = Path("runs") / self.name
+        self._interrupted = False
 
     def run(self) -> int:
-        signal.signal(signal.SIGTERM, _interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._interrupt)
         with ExitStack() as stack:
             try:
                 return self._run(stack)
@@ -60,6 +62,15 @@ class Session:
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.SIG_IGN)
 
+    def _interrupt(self, _signal: int, _frame: FrameType | None) -> None:
+        self._interrupted = True
+        raise KeyboardInterrupt
+
+    def _go_on(self) -> None:
+        """What is raised while Python forks or cleans up is printed and dropped: so a Ctrl-C is asked for, too."""
+        if self._interrupted:
+            raise KeyboardInterrupt
+
     def _run(self, stack: ExitStack) -> int:
         text = read_text(self.options.text, WINDOW)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -67,10 +78,12 @@ class Session:
         url, daemon = start_daemon(self.options.port, self.folder / "daemon.log")
         if daemon is not None:
             stack.callback(daemon.stop)
+        self._go_on()
         view = None
         if self.options.view:
             view, service = start_view(self.options.dashboard_port, url, self.folder / "live-view.log")
             stack.callback(service.stop)
+        self._go_on()
         optimizer, model = self._build(self._make_paths(stack))
         stack.callback(optimizer.close)
         attachment = tidegate.attach(optimizer, model, run=self.name, daemon=url, reset_knobs=self.options.reset_knobs)
@@ -184,6 +197,7 @@ class Session:
         self, progress: Progress, task: Any, step: int, loss: float, optimizer: AdamW, attachment: Attachment
     ) -> None:
         """A bar on a terminal; elsewhere a line every tenth of the way."""
+        self._go_on()
         effective = optimizer.effective_knobs()
         knobs = (
             f"stride {effective['stride']} static {effective['static_ratio']} split {effective['tier_split']} "
@@ -200,7 +214,3 @@ def _remove_empty(directories: list[Path]) -> None:
     for directory in directories:
         with suppress(OSError):
             directory.rmdir()
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
