@@ -17,6 +17,7 @@ from tidegate.errors import ConfigError
 
 START_SECONDS = 60.0
 PR_SET_PDEATHSIG = 1
+INTERRUPTIONS = {signal.SIGINT, signal.SIGTERM}
 
 
 class Service:
@@ -24,11 +25,16 @@ class Service:
 
     def __init__(self, name: str, command: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.name, self.log = name, log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                start_new_session=True, env=dict(env or os.environ), preexec_fn=_die_with_parent,
-            )  # fmt: skip
+        # A Ctrl-C while Python forks would be printed and dropped: it waits until the child is known.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)
+        try:
+            with log.open("wb") as output:
+                self.process = subprocess.Popen(
+                    command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                    start_new_session=True, env=dict(env or os.environ), preexec_fn=_begin,
+                )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """ConfigError with the end of its log when the service ends, or is not ready in time."""
@@ -104,7 +110,8 @@ def _last_line(log: Path) -> str:
     return lines[-1].removeprefix("tidegate: ") if lines else f"it said nothing (see {log})"
 
 
-def _die_with_parent() -> None:
-    """Linux: when the demo is killed with no chance to clean up, the kernel ends its children."""
+def _begin() -> None:
+    """In the child. Linux: when the demo is killed with no chance to clean up, the kernel ends its children."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTIONS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
