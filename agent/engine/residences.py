@@ -173,12 +173,3 @@ def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
             both_seconds=both_busy_seconds(reads, writes),
         )
     return found
-
-
-def paths_of(residences: Sequence[Residence]) -> Counts:
-    """How many of these are on each path."""
-    counts: Counts = {}
-    for residence in residences:
-        if is_path(residence):
-            counts[residence] = counts.get(residence, 0) + 1
-    return counts
