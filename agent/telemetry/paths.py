@@ -91,13 +91,21 @@ class PathWatch:
         return PathNote(
             name=name,
             moves=moves,
-            free_bytes=path.free_bytes,
+            free_bytes=_free_bytes(path),
             nbytes=dict(counters.bytes),
             lock_wait_seconds=dict(counters.lock_wait_seconds),
             errors=dict(counters.errors),
             ceilings=self._store.ceilings[name],
             written_bytes_per_day=self._wear[name].per_day(now, counters.bytes["write"]),
         )
+
+
+def _free_bytes(path: StoragePath) -> int:
+    """0 when its directory is gone: the other figures of the step are still wanted."""
+    try:
+        return path.free_bytes
+    except OSError:
+        return 0
 
 
 def path_rows(notes: Sequence[PathNote], phases: Sequence[PhaseSpan]) -> tuple[PathRow, ...]:

@@ -45,6 +45,8 @@ class TierStore:
         """Paths with less room than they said, until something leaves them."""
         self._where: dict[int, str] = {}
         self._kinds: dict[int, StateKind] = {}
+        self._largest: dict[str, int] = {}
+        """Bytes of the largest file that each path may have to take."""
         try:
             for name, settings in paths.items():
                 self.paths[name] = StoragePath(name, settings, self.run_id.hex, rank, self.run_id.bytes)
@@ -59,6 +61,8 @@ class TierStore:
         """Subgroups that may come to live on a path."""
         for layout in layouts:
             self._kinds[layout.id] = kind_of(layout, self.rank)
+        for name in self.paths:
+            self._largest[name] = max((self._file_bytes(name, kind) for kind in self._kinds.values()), default=1)
 
     def calibrate(self) -> None:
         """Measures each path, on no more than a share of what will be stored: a small state deserves no long start."""
@@ -68,8 +72,7 @@ class TierStore:
 
     def capacity(self, held: Mapping[int, str]) -> dict[str, int]:
         """How many subgroups each path can hold, with those that it holds already; a retired one holds none."""
-        largest = max(self._file_bytes(name, kind) for name in self.paths for kind in self._kinds.values())
-        return {name: self._capacity_of(name, held, largest) for name in self.paths}
+        return {name: self._capacity_of(name, held, self._largest[name]) for name in self.paths}
 
     def _capacity_of(self, name: str, held: Mapping[int, str], largest: int) -> int:
         room = self._free_bytes(name) if name not in self.retired else 0

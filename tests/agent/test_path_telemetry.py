@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import tidegate
+from tests.agent.test_exactness import FAST
+from tests.agent.test_optimizer import params_of, run_steps
 from tests.agent.training import Training
 from tests.services import program
 from tidegate.agent.telemetry import paths as path_telemetry
@@ -243,3 +246,25 @@ def test_a_run_that_wears_out_a_drive_says_so_once(
 def test_a_wear_limit_is_checked() -> None:
     with pytest.raises(ConfigError, match="wear_bytes_per_day=-1"):
         tidegate.PathSettings(directory="/", wear_bytes_per_day=-1)
+
+
+def test_a_directory_that_is_gone_does_not_end_the_figures(tmp_path: Path) -> None:
+    for name in ("nvme", "pfs"):
+        (tmp_path / name).mkdir()
+    params = params_of((400,))
+    offload = tidegate.Offload(
+        subgroup_numel=50, emulated=FAST, host_cache=0, paths={name: tmp_path / name for name in ("nvme", "pfs")}
+    )
+    with (
+        tidegate.AdamW(params, offload=offload) as optimizer,
+        tidegate.attach(optimizer, run="gone") as attachment,
+    ):
+        run_steps(optimizer, params, 0, 2)
+        shutil.rmtree(tmp_path / "pfs")
+        run_steps(optimizer, params, 2, 3)
+        steps = attachment.recorder.take_unreported()
+        assert len(steps) == 5
+        assert [{state.path: state.free_bytes > 0 for state in step.path_states} for step in steps[-2:]] == [
+            {"nvme": True, "pfs": False}
+        ] * 2
+        assert attachment.recorder.totals.path_bytes["nvme", "write", "update"] > 0

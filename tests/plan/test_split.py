@@ -18,7 +18,6 @@ from tidegate.plan.split import (
     balanced_split,
     eq1_split,
     makespan_seconds,
-    subgroup_capacity,
     user_split,
 )
 
@@ -141,10 +140,6 @@ def test_duplex_halves_the_time_of_equal_ways() -> None:
 def test_rates_are_positive(rate: float) -> None:
     with pytest.raises(ConfigError, match="calibrate the path again"):
         rates(1.0, rate)
-
-
-def test_capacity_in_subgroups() -> None:
-    assert subgroup_capacity({"nvme": 999, "pfs": 1000, "s3": -5}, 100) == {"nvme": 9, "pfs": 10, "s3": 0}
 
 
 # ---- which subgroup goes where

@@ -53,11 +53,6 @@ def makespan_seconds(counts: Mapping[str, int], rates: Mapping[str, PathSpeeds],
     return max((n * rates[name].seconds_per_byte for name, n in counts.items()), default=0.0) * subgroup_bytes
 
 
-def subgroup_capacity(free_bytes: Mapping[str, int], subgroup_bytes: int) -> Counts:
-    """How many subgroups of `subgroup_bytes` (the largest) fit into the free bytes of each path."""
-    return {name: max(0, free) // subgroup_bytes for name, free in free_bytes.items()}
-
-
 def eq1_split(count: int, rates: Mapping[str, PathSpeeds], *, capacity: Mapping[str, int] | None = None) -> Counts:
     """MLP Eq. 1: the share of a path is B_i / ΣB, with B_i the smaller of its read and write bandwidth.
 
