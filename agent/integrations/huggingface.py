@@ -59,7 +59,7 @@ class _Passed:
         return _Passed(self.step - before.step, self.update - before.update, stalls)
 
 
-class TidegateCallback(TrainerCallback):  # type: ignore[misc]
+class TidegateCallback(TrainerCallback):
     """Attaches the Trainer's optimizer when training begins, and adds to each log entry what the update cost since the
     last: `tidegate_update_seconds`, `tidegate_stall_seconds`, and `tidegate_verdict`, one sentence.
 
