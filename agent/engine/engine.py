@@ -23,6 +23,7 @@ from tidegate.agent.engine.residences import Effective, Residences, StepOrder
 from tidegate.agent.engine.runner import MemoryRunner, StepInputs
 from tidegate.agent.gradients import Gradients, Mode
 from tidegate.agent.interrupts import Uninterrupted
+from tidegate.agent.shards import NormOverRanks, shard_of
 from tidegate.agent.subgroups import Layout
 from tidegate.agent.tiers.store import PathClock, TierStore
 from tidegate.agent.weights import Weights
@@ -87,6 +88,9 @@ class Engine:
         """`effective`: the knobs to begin with. `store`: the storage paths; `host_slots`: staging slots in host memory
         that each of them has."""
         self.params, self.layouts, self.device = list(params), list(layouts), device
+        self.shards = [shard_of(param) for param in params]
+        """What this rank has of the parameters: all of those that are not divided among ranks."""
+        self._norm = NormOverRanks(params)
         self.subgroups = tuple(layout.subgroup() for layout in layouts)
         self.num_slots = num_slots
         self.policy: Policy = policy
@@ -108,8 +112,8 @@ class Engine:
         self.memory = StateMemory(device, self.layouts, num_slots, released, store, self.host_slots)
         self._settle_new()
         self.gradients = Gradients(device, params, self.layouts, gradients, speculative=early_gradients)
-        self.weights = Weights(device, self.memory, self.params)
-        self._runner = MemoryRunner(device, self.memory, self.gradients, self.params, self._pool)
+        self.weights = Weights(device, self.memory, self.shards)
+        self._runner = MemoryRunner(device, self.memory, self.gradients, self.shards, self._norm, self._pool)
         lanes = (*LANES, *(lane for path in self.host_slots for lane in path_lanes(path)))
         self._executor = Executor(self._runner, MonotonicClock(), lanes=lanes, watchdog_seconds=watchdog_seconds)
         self._plans: dict[tuple[tuple[Placement, ...], StepOrder], Plan] = {}
@@ -127,6 +131,8 @@ class Engine:
         self.require_idle()
         self.weights.take_edited()  # what was edited until now would be taken for ours
         self.params += params
+        self.shards += [shard_of(param) for param in params]
+        self._norm.extend(params)
         self.layouts += layouts
         self.subgroups = tuple(layout.subgroup() for layout in self.layouts)
         if self.store is not None:
@@ -275,7 +281,7 @@ class Engine:
             raise
         flight.stepped = tuple(i for i, has in enumerate(inputs.has_grad) if has) if goes_on else ()
         for index in flight.stepped:
-            torch.autograd.graph.increment_version(self.params[index])
+            torch.autograd.graph.increment_version(self.shards[index])
         self.weights.note()
         self.gradients.clear_released()
         return flight.stepped
@@ -422,7 +428,7 @@ class Engine:
             gradients = sum(s.nbytes("gradient") for s in subgroups)
         else:
             # They are released as they come: a backward needs room for the largest parameter's.
-            gradients = max((p.numel() * p.element_size() for p in self.params), default=0)
+            gradients = max((p.numel() * p.element_size() for p in self.shards), default=0)
         self.memory.check_fits(effective.stride, effective.static_ratio, weights + gradients + headroom_bytes, more)
         if self.residences is not None:
             self.residences.check(subgroups, effective)

@@ -12,6 +12,7 @@ from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRu
 from tidegate.agent.engine.executor import Issued, StepSkipped
 from tidegate.agent.engine.memory import StateMemory, state_addresses
 from tidegate.agent.gradients import Gradients, Taken, reference
+from tidegate.agent.shards import NormOverRanks
 from tidegate.agent.subgroups import Layout, Segment, flat
 from tidegate.errors import NoPathLeft
 from tidegate.kernels import Scalars, ThreadPool
@@ -48,13 +49,16 @@ class MemoryRunner:
         device: Device,
         memory: StateMemory,
         gradients: Gradients,
-        params: Sequence[torch.nn.Parameter],
+        weights: Sequence[torch.Tensor],
+        norm: NormOverRanks,
         pool: ThreadPool,
     ) -> None:
+        """`weights`: of this rank, as they grow with the engine's."""
         self._device = device
         self._memory = memory
         self._gradients = gradients
-        self._params = params
+        self._weights = weights
+        self._norm_over_ranks = norm
         self._pool = pool
         self.copied: dict[int, Taken] = {}
         """What gradients that are kept were when they were copied to the host, by subgroup."""
@@ -151,7 +155,7 @@ class MemoryRunner:
             yield self._weight(segment, size), mirror + segment.start * size, segment.numel * size
 
     def _weight(self, segment: Segment, size: int) -> int:
-        return flat(self._params[segment.param]).data_ptr() + segment.offset * size
+        return flat(self._weights[segment.param]).data_ptr() + segment.offset * size
 
     # ---- compute
 
@@ -178,11 +182,11 @@ class MemoryRunner:
         for param, (ready, values, place) in self.squares.items():
             ready.wait()
             known[param] = values[place]
-        # In the order of the parameters, however they came: a sum depends on its order.
-        squares = [known[i] for i, has in enumerate(inputs.has_grad) if has]
-        norm = sum((square for square, _ in squares), 0.0) ** 0.5
+        squares = {i: known[i] for i, has in enumerate(inputs.has_grad) if has}
+        total, skip = self._norm_over_ranks.total(squares, inputs.skip)
+        norm = total**0.5
         inputs.grad_norm = norm * inputs.unscale
-        if inputs.skip or any(bad for _, bad in squares):
+        if skip:
             raise StepSkipped
         inputs.grad_scale = inputs.clip(norm)
         numel = sum(reference.numel for reference in present)
