@@ -110,8 +110,14 @@ class Engine:
         self.gradients = Gradients(device, params, self.layouts, gradients, speculative=early_gradients)
         self.weights = Weights(device, self.memory, self.params)
         self._runner = MemoryRunner(device, self.memory, self.gradients, self.params, self._pool)
-        lanes = (*LANES, *(lane for path in self.host_slots for lane in path_lanes(path)))
-        self._executor = Executor(self._runner, MonotonicClock(), lanes=lanes, watchdog_seconds=watchdog_seconds)
+        of_paths = [lane for path in self.host_slots for lane in path_lanes(path)]
+        self._executor = Executor(
+            self._runner,
+            MonotonicClock(),
+            lanes=(*LANES, *of_paths),
+            ahead=of_paths,
+            watchdog_seconds=watchdog_seconds,
+        )
         self._plans: dict[tuple[tuple[Placement, ...], StepOrder], Plan] = {}
         self._order: tuple[int, ...] = ()
         self._arrived: dict[int, None] = {}

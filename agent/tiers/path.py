@@ -42,6 +42,10 @@ POLL_SECONDS: Final = 1.0
 """How long a wait holds back Python's signal handlers."""
 
 
+def nothing() -> None:
+    """What is called when nobody wants to be told."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PathSettings:
     """One storage path.
@@ -227,8 +231,12 @@ class StoragePath:
         """Number of the last update that was written; -1 before the first."""
         return self._files[subgroup].step
 
-    def read(self, subgroup: int, address: int) -> Transfer:
-        """Brings its state to `address`, verified. PathFailed, BlockDamaged or DataTruncated when it cannot be had."""
+    def read(self, subgroup: int, address: int, begun: Callable[[], None] = nothing) -> Transfer:
+        """Brings its state to `address`, verified. PathFailed, BlockDamaged or DataTruncated when it cannot be had.
+
+        begun: called when all of it is queued, again when it is tried again: what another thread asks for from then on
+            comes after it.
+        """
         file = self._files[subgroup]
         if file.step < 0:
             start = time.monotonic()
@@ -241,11 +249,11 @@ class StoragePath:
                 file.fd, address, file.data_bytes, where, self.settings.block_bytes, file.checksums
             )
 
-        return self._move("read", file, address, file.step, begin)
+        return self._move("read", file, address, file.step, begin, begun)
 
-    def write(self, subgroup: int, address: int, step: int) -> Transfer:
+    def write(self, subgroup: int, address: int, step: int, begun: Callable[[], None] = nothing) -> Transfer:
         """Stores the state at `address`, as it is after the update number `step`. PathFailed or PathFull when it cannot
-        be; what the file held is lost then.
+        be; what the file held is lost then. `begun`: see `read`.
 
         Through the page cache an error would come after the last moment at which the state is still in memory. So a
         file without direct I/O is synchronised after each write: what returns from here is on the medium, or the
@@ -261,7 +269,7 @@ class StoragePath:
                 file.fd, address, file.data_bytes, where, self.settings.block_bytes, file.checksums
             )
 
-        moved = self._move("write", file, address, step, begin)
+        moved = self._move("write", file, address, step, begin, begun)
         file.step = step
         if file is not before:
             self._files[subgroup] = self._spares.pop(subgroup)
@@ -322,7 +330,13 @@ class StoragePath:
         )
 
     def _move(
-        self, operation: Operation, file: _File, address: int, step: int, begin: Callable[[], IoTicket]
+        self,
+        operation: Operation,
+        file: _File,
+        address: int,
+        step: int,
+        begin: Callable[[], IoTicket],
+        begun: Callable[[], None],
     ) -> Transfer:
         """`step`: number of the update whose state it is."""
         waited, first = 0.0, float("nan")
@@ -337,7 +351,7 @@ class StoragePath:
             for attempt in attempts:
                 with attempt, self._locks.hold() if self._locks is not None else nullcontext() as held:
                     waited += held.waited_seconds if held is not None else 0.0
-                    ticket = self._moved(begin)
+                    ticket = self._moved(begin, begun)
                     first = ticket.start if first != first else first
                     self._check(operation, file, address, ticket)
                     end = self._synchronised(file.fd) if operation == "write" else None
@@ -351,12 +365,13 @@ class StoragePath:
         moved = Transfer(first, ticket.end if end is None else end, file.data_bytes, waited)
         return self.counters.count(operation, moved)
 
-    def _moved(self, begin: Callable[[], IoTicket]) -> IoTicket:
+    def _moved(self, begin: Callable[[], IoTicket], begun: Callable[[], None]) -> IoTicket:
         """The ticket of a transfer that has ended. Whatever is raised meanwhile, the kernel is done with the memory."""
         ticket = begin()
         self._moving.add(ticket)
         try:
             try:
+                begun()
                 while not ticket.wait(POLL_SECONDS):
                     pass  # lets Python handle signals
             except BaseException:  # Ctrl-C, outside a lane

@@ -6,13 +6,13 @@ import logging
 import time
 import uuid
 import weakref
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from tidegate.agent.subgroups import Layout
 from tidegate.agent.tiers.format import StateKind, file_bytes
-from tidegate.agent.tiers.path import PathSettings, StoragePath, Transfer
+from tidegate.agent.tiers.path import PathSettings, StoragePath, Transfer, nothing
 from tidegate.errors import BlockDamaged, DataTruncated, NoPathLeft, PathFailed, PathFull, PathUnusable, StateLost
 from tidegate.kernels import WeightFormat
 from tidegate.plan.ops import Op, OpKind, Residence
@@ -136,25 +136,26 @@ class TierStore:
         """Of its state."""
         return self._kinds[subgroup].data_bytes
 
-    def fetch(self, path: str, subgroup: int, address: int) -> Transfer:
-        """StateLost when it cannot be had: there is no other copy of it."""
+    def fetch(self, path: str, subgroup: int, address: int, begun: Callable[[], None] = nothing) -> Transfer:
+        """StateLost when it cannot be had: there is no other copy of it. `begun`: see `StoragePath.read`."""
         try:
-            return self.paths[path].read(subgroup, address)
+            return self.paths[path].read(subgroup, address, begun)
         except (PathFailed, BlockDamaged, DataTruncated) as error:
             if isinstance(error, PathFailed):
                 self.retire(path, error)
             step = self.paths[path].step_of(subgroup)
             raise StateLost(error, path, subgroup, step, self.last_checkpoint) from error
 
-    def flush(self, path: str, subgroup: int, address: int) -> Transfer:
-        """Stores its state on `path` or, where that fails for good, on another one: `where` tells.
+    def flush(self, path: str, subgroup: int, address: int, begun: Callable[[], None] = nothing) -> Transfer:
+        """Stores its state on `path` or, where that fails for good, on another one: `where` tells. `begun`: see
+        `StoragePath.read`.
 
         A path that failed is retired. NoPathLeft when none takes the state: then it is at `address` and nowhere else.
         """
         start, why = time.monotonic(), self.retired.get(path, "")
         if not why:
             try:
-                moved = self.paths[path].write(subgroup, address, self.step)
+                moved = self.paths[path].write(subgroup, address, self.step, begun)
             except (PathFailed, PathFull) as error:
                 self.retire(path, error)
                 why = str(error)
