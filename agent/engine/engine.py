@@ -6,8 +6,10 @@ after `step()` it runs to its end, while the caller waits or, if it wants to, do
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -58,9 +60,19 @@ class _Flight:
 
     plan: Plan
     effective: Effective
+    began: float
+    """Seconds of the monotonic clock."""
     inputs: StepInputs | None = None
     stepped: tuple[int, ...] | None = None
     """Parameters that this step updates."""
+
+
+def rounded_down(seconds: float, before: float) -> float:
+    """To a power of two, so that times which vary a little give the same plan; the one `before`, as long as it is at
+    least a quarter of `seconds` and not more. 0 for less than a millisecond."""
+    if before <= seconds < 4 * before:
+        return before
+    return 2.0 ** math.floor(math.log2(seconds)) if seconds >= 1e-3 else 0.0
 
 
 class Engine:
@@ -118,10 +130,12 @@ class Engine:
             ahead=of_paths,
             watchdog_seconds=watchdog_seconds,
         )
-        self._plans: dict[tuple[tuple[Placement, ...], StepOrder], Plan] = {}
+        self._plans: dict[tuple[tuple[Placement, ...], StepOrder, float], Plan] = {}
         self._order: tuple[int, ...] = ()
         self._arrived: dict[int, None] = {}
         """Subgroups in the order in which their gradients came: the next plan expects the same."""
+        self._step_at = 0.0
+        """Seconds from the start of a plan to its `step()`, at least."""
         self._flight: _Flight | None = None
         self._starting = threading.Lock()
         """Under DDP gradients are announced by the threads of the collectives."""
@@ -192,7 +206,7 @@ class Engine:
         # State comes into memory that the framework may have used just now, and weights go to their mirrors.
         self._follow_framework(H2D, D2H)
         self._executor.start(plan)
-        return _Flight(plan, effective)
+        return _Flight(plan, effective, time.monotonic())
 
     def _prepared(
         self, placed: Sequence[tuple[Processor, Residence]], spilled: Sequence[bool], effective: Effective
@@ -271,6 +285,7 @@ class Engine:
         self._runner.inputs = flight.inputs = inputs
         if self.store is not None:
             self.store.step += 1
+            self._step_at = rounded_down(time.monotonic() - flight.began, self._step_at)
         # Whatever else an update writes comes after NORM, which this lane and the host wait for.
         self._follow_framework(DEVICE)
         try:
@@ -389,13 +404,14 @@ class Engine:
         ] if self.gradients.mode == "keep" else []  # fmt: skip
 
     def _plan(self, placements: tuple[Placement, ...], order: StepOrder) -> Plan:
-        key = (placements, order)
+        key = (placements, order, self._step_at)
         if key not in self._plans:
             arrival = self._order if len(self._order) == len(self.layouts) else None
             plan = make_plan(
                 self.subgroups, placements, num_slots=self.num_slots, policy=self.policy, grad_on_host_order=arrival,
                 norms="gradient" if self.gradients.mode == "release" else "step", host_slots=self.host_slots,
                 order=order, rates=PathClock(self.store.speeds) if self.store is not None else None,
+                step_at=self._step_at,
             )  # fmt: skip
             verify(plan)
             if len(self._plans) >= MAX_PLANS:
