@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -117,18 +119,34 @@ class PathCounters:
     taken_over_bytes: int = 0
     """Written here because the path that the plan named had failed; in timelines these bytes and seconds are in the
     lane of that path."""
+    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """A lane that runs ahead counts in two threads."""
 
     def count(self, operation: str, moved: Transfer) -> Transfer:
-        self.bytes[operation] += moved.nbytes
-        self.lock_wait_seconds[operation] += moved.lock_wait_seconds
-        self.moves.append((operation, moved))
+        with self._counting:
+            self.bytes[operation] += moved.nbytes
+            self.lock_wait_seconds[operation] += moved.lock_wait_seconds
+            self.moves.append((operation, moved))
         return moved
+
+    def count_retry(self, operation: str) -> None:
+        with self._counting:
+            self.retries[operation] += 1
+
+    def count_error(self, operation: str) -> None:
+        with self._counting:
+            self.errors[operation] += 1
+
+    def count_taken_over(self, nbytes: int) -> None:
+        with self._counting:
+            self.taken_over_bytes += nbytes
 
 
 class StoragePath:
     """Holds the state of subgroups in files of its own, which go with it.
 
-    One thread may read and another write at once. Memory is given by address: whole pages, `padded_bytes` of the state.
+    Threads may read and write at once, each the state of other subgroups. Memory is given by address: whole pages,
+    `padded_bytes` of the state.
     """
 
     def __init__(self, name: str, settings: PathSettings, run: str, rank: int, run_id: bytes) -> None:
@@ -151,8 +169,8 @@ class StoragePath:
             self._scratch.close()
             raise
         self._said_buffered = False
-        self._made = 0
-        """Files, ever: no name is used twice."""
+        self._numbers = itertools.count(1)
+        """Of files: no name is used twice."""
 
     @property
     def busy(self) -> bool:
@@ -186,8 +204,7 @@ class StoragePath:
 
     def _new_file(self, kind: StateKind, given: str | os.PathLike[str] | None = None) -> _File:
         """One with its space reserved; out of the file `given`, which is no longer where it was."""
-        self._made += 1
-        name = str(self._scratch.directory / f"{kind.subgroup:06d}-{self._made}.tide")
+        name = str(self._scratch.directory / f"{kind.subgroup:06d}-{next(self._numbers)}.tide")
         if given is not None:
             os.rename(given, name)
         fd = self._open(name)
@@ -344,7 +361,7 @@ class StoragePath:
             stop=stop_after_attempt(ATTEMPTS),
             wait=wait_exponential(multiplier=0.02),
             retry=_may_pass,
-            before_sleep=lambda _: self._count_retry(operation),
+            before_sleep=lambda _: self.counters.count_retry(operation),
             reraise=True,
         )
         try:
@@ -383,9 +400,6 @@ class StoragePath:
         finally:
             self._moving.discard(ticket)
 
-    def _count_retry(self, operation: Operation) -> None:
-        self.counters.retries[operation] += 1
-
     def _synchronised(self, fd: int) -> float | None:
         """When what was written is on the medium; None where it went around the page cache, and is there already."""
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
@@ -399,7 +413,7 @@ class StoragePath:
     def _check(self, operation: Operation, file: _File, address: int, ticket: IoTicket) -> None:
         if ticket.ok:
             return
-        self.counters.errors[operation] += 1
+        self.counters.count_error(operation)
         where = ticket.failed_block * self.settings.block_bytes
         if ticket.checksum_mismatch:
             nbytes = min(self.settings.block_bytes, file.data_bytes - where)
