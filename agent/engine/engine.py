@@ -6,7 +6,6 @@ after `step()` it runs to its end, while the caller waits or, if it wants to, do
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.memory import StateMemory
+from tidegate.agent.engine.pace import Pace
 from tidegate.agent.engine.residences import Effective, Residences, StepOrder
 from tidegate.agent.engine.runner import MemoryRunner, StepInputs
 from tidegate.agent.gradients import Gradients, Mode
@@ -65,14 +65,6 @@ class _Flight:
     inputs: StepInputs | None = None
     stepped: tuple[int, ...] | None = None
     """Parameters that this step updates."""
-
-
-def rounded_down(seconds: float, before: float) -> float:
-    """To a power of two, so that times which vary a little give the same plan; the one `before`, as long as it is at
-    least a quarter of `seconds` and not more. 0 for less than a millisecond."""
-    if before <= seconds < 4 * before:
-        return before
-    return 2.0 ** math.floor(math.log2(seconds)) if seconds >= 1e-3 else 0.0
 
 
 class Engine:
@@ -134,8 +126,7 @@ class Engine:
         self._order: tuple[int, ...] = ()
         self._arrived: dict[int, None] = {}
         """Subgroups in the order in which their gradients came: the next plan expects the same."""
-        self._step_at = 0.0
-        """Seconds from the start of a plan to its `step()`, at least."""
+        self._pace = Pace()
         self._flight: _Flight | None = None
         self._starting = threading.Lock()
         """Under DDP gradients are announced by the threads of the collectives."""
@@ -285,7 +276,7 @@ class Engine:
         self._runner.inputs = flight.inputs = inputs
         if self.store is not None:
             self.store.step += 1
-            self._step_at = rounded_down(time.monotonic() - flight.began, self._step_at)
+            self._pace.observe(time.monotonic() - flight.began)
         # Whatever else an update writes comes after NORM, which this lane and the host wait for.
         self._follow_framework(DEVICE)
         try:
@@ -404,14 +395,14 @@ class Engine:
         ] if self.gradients.mode == "keep" else []  # fmt: skip
 
     def _plan(self, placements: tuple[Placement, ...], order: StepOrder) -> Plan:
-        key = (placements, order, self._step_at)
+        key = (placements, order, self._pace.step_at)
         if key not in self._plans:
             arrival = self._order if len(self._order) == len(self.layouts) else None
             plan = make_plan(
                 self.subgroups, placements, num_slots=self.num_slots, policy=self.policy, grad_on_host_order=arrival,
                 norms="gradient" if self.gradients.mode == "release" else "step", host_slots=self.host_slots,
                 order=order, rates=PathClock(self.store.speeds) if self.store is not None else None,
-                step_at=self._step_at,
+                step_at=self._pace.step_at,
             )  # fmt: skip
             verify(plan)
             if len(self._plans) >= MAX_PLANS:
