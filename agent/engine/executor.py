@@ -253,14 +253,14 @@ class Executor:
 
     def _check_watchdog(self, progress: _Progress) -> None:
         now = self._clock.now()
-        for lane, running in progress.running.items():
-            first = running[0]  # whatever comes after it may wait for it
-            if now - first.since > self._watchdog_seconds:
-                self.stuck = True
-                raise LaneStuckError(
-                    f"Lane {lane} is stuck: {first.op.name} runs for {now - first.since:.0f} s "
-                    f"(watchdog_seconds={self._watchdog_seconds:g})."
-                )
+        # In each lane whatever comes after the first op may wait for it, and lanes may wait for each other's locks.
+        first = min((running[0] for running in progress.running.values()), key=lambda one: one.since, default=None)
+        if first is not None and now - first.since > self._watchdog_seconds:
+            self.stuck = True
+            raise LaneStuckError(
+                f"Lane {first.op.lane} is stuck: {first.op.name} runs for {now - first.since:.0f} s "
+                f"(watchdog_seconds={self._watchdog_seconds:g})."
+            )
 
     def _take(self, lane: str) -> tuple[_Progress, _Running, list[Event]]:
         """The lane's next op, now running, and the events that it must wait for. With the lock held."""
