@@ -111,7 +111,15 @@ def test_ops_of_a_lane_begin_in_order(lane: str) -> None:
 
 
 def test_what_has_not_said_that_it_has_begun_is_alone() -> None:
-    runner = Runner(says_begun=False)
+    second = threading.Event()
+
+    def on(op: Op) -> None:
+        if short(op) == "fetch 0":
+            second.wait(0.1)
+        if short(op) == "fetch 1":
+            second.set()
+
+    runner = Runner(on, says_begun=False)
     finished(runner, plan_of(30))
     assert runner.most_at_once[READ] == runner.most_at_once[WRITE] == 1
 
@@ -165,26 +173,27 @@ def test_spans_of_a_lane_do_not_overlap_and_cover_the_same_time() -> None:
     assert [(span.start, span.end) for span in spans] == [(1.0, 3.0), (3.0, 5.0), (5.0, 5.0), (6.0, 7.0)]
 
 
-def test_an_error_waits_for_what_is_in_flight() -> None:
+@pytest.mark.parametrize("failing", ["fetch 0", "fetch 1"])
+def test_an_error_waits_for_what_is_in_flight(failing: str) -> None:
     """Memory is given back when `finish` raises: nothing may work on it then."""
-    failing, raised = threading.Event(), threading.Event()
+    both = threading.Barrier(2)
+    never = threading.Event()
 
     def on(op: Op) -> None:
-        if short(op) == "fetch 0":
-            assert failing.wait(LONG)
-            assert not raised.wait(0.05), "the error did not wait"
-        if short(op) == "fetch 1":
-            failing.set()
-            raise ValueError("broken disk")
+        if short(op) in ("fetch 0", "fetch 1"):
+            both.wait(LONG)
+            if short(op) == failing:
+                raise ValueError("broken disk")
+            never.wait(0.1)
 
     runner = Runner(on)
     with running(runner, plan_of(4)) as executor:
         executor.step()
         with pytest.raises(ValueError, match="broken disk"):
             executor.finish()
-        raised.set()
-        assert "fetch 0" in runner.ended
+        assert {"fetch 0", "fetch 1"} <= set(runner.ended)
         assert not executor.busy
+        runner.on = lambda op: None
         executor.start(plan_of(2))
         executor.cancel()
 
