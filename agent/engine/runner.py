@@ -42,7 +42,7 @@ class StepInputs:
 
 
 class MemoryRunner:
-    """Runs ops against device and state memory. One op a lane at a time, lanes at once."""
+    """Runs ops against device and state memory. Lanes at once, one op at a time but for those of paths."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class MemoryRunner:
         else:
             event.wait()
 
-    def run(self, op: Op) -> Issued:
+    def run(self, op: Op, begun: Callable[[], None]) -> Issued:
         match op.kind:
             case OpKind.NORM:
                 return self._norm()
@@ -90,21 +90,21 @@ class MemoryRunner:
             case OpKind.GRAD_D2H:
                 return self._grad_d2h(op, self._memory.layouts[op.subgroup])
             case OpKind.FETCH | OpKind.FLUSH:
-                return self._transfer(op)
+                return self._transfer(op, begun)
         return self._copy(op.lane, list(self._copies(op, self._memory.layouts[op.subgroup])))
 
     def _copy(self, lane: str, copies: Sequence[Copy]) -> Issued:
         return Issued(self._device.copy(lane, copies), sum(copy.nbytes for copy in copies), 0)
 
-    def _transfer(self, op: Op) -> Issued:
-        """To or from a path; the lane does nothing else meanwhile."""
+    def _transfer(self, op: Op, begun: Callable[[], None]) -> Issued:
+        """To or from a path; the lane may begin its next op when this one is queued."""
         store = self._memory.store
         assert store is not None, "only engines with paths plan these"
         assert op.path is not None, "the planner names the path"
         start, address = time.monotonic(), self._memory.on_host(op.host_state)
         try:
             move = store.fetch if op.kind is OpKind.FETCH else store.flush
-            moved = move(op.path, op.subgroup, address)
+            moved = move(op.path, op.subgroup, address, begun)
         except NoPathLeft:
             if not self._memory.keep(op.subgroup, op.host_state):
                 raise

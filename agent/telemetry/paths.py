@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
+from tidegate.agent.devices.base import DoneEvent
 from tidegate.agent.telemetry.division import Moved, divided
 from tidegate.agent.tiers.path import StoragePath, Transfer
 from tidegate.agent.tiers.store import TierStore
@@ -111,12 +112,15 @@ def _free_bytes(path: StoragePath) -> int:
 def path_rows(notes: Sequence[PathNote], phases: Sequence[PhaseSpan]) -> tuple[PathRow, ...]:
     """Bytes and busy time by path, operation and phase; a transfer across a boundary is divided by time.
 
-    Each lane does one transfer at a time, so that the seconds of its transfers are the time it was busy.
+    Where two transfers of one operation overlap, the time is that of the one that began first.
     """
     rows: defaultdict[tuple[str, str, str], Moved] = defaultdict(Moved)
     for note in notes:
-        for operation, transfer in note.moves:
-            for phase, nbytes, seconds in divided(transfer, transfer.nbytes, phases):
+        busy_until: dict[str, float] = {}
+        for operation, transfer in sorted(note.moves, key=lambda move: move[1].start):
+            start = max(transfer.start, busy_until.get(operation, transfer.start))
+            end = busy_until[operation] = max(start, transfer.end)
+            for phase, nbytes, seconds in divided(DoneEvent(start, end), transfer.nbytes, phases):
                 row = rows[note.name, operation, phase]
                 row.nbytes += nbytes
                 row.seconds += seconds
