@@ -150,7 +150,7 @@ class Session:
         if optimizer.device.kind == "emulated":
             say("  device     [yellow]emulated[/yellow]: paced to stated rates, no performance claim is made from it")
         for name, path in optimizer.engine.store.paths.items() if optimizer.engine.store is not None else ():
-            say(f"  storage    {name}: {path.settings.directory}")
+            say(f"  storage    {name}: {path.settings.place}")
         if view is not None:
             say(f"  live view  {view}")
         say(f"  REST docs  {url}/docs")

@@ -1,0 +1,329 @@
+"""One storage path of a rank in an object store: an object for each block of a subgroup's state.
+
+A flush writes new objects, under a name with its step that nothing else ever has, and only when all are there are the
+old ones given up: an object is there whole or not at all, and nobody ever reads half of a flush. Checksums of blocks
+are kept in memory while the run lives, as those of files are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidegate.agent.tiers.format import StateKind, num_blocks, padded_bytes
+from tidegate.agent.tiers.locks import TierLocks, lock_directory
+from tidegate.agent.tiers.object_client import Refused, bucket_key, connect, unusable
+from tidegate.agent.tiers.object_scratch import ObjectScratch
+from tidegate.agent.tiers.object_settings import ObjectSettings
+from tidegate.agent.tiers.path import DUPLEX_SHARE, Operation, PathCounters, Transfer
+from tidegate.errors import BlockDamaged, DataTruncated, PathFailed, PathFull
+from tidegate.kernels import aligned_buffer, copy, crc32c, fill
+from tidegate.plan.split import PathSpeeds
+
+log = logging.getLogger("tidegate.tiers")
+
+CALIBRATION: Final = "calibration"
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One flush: objects `<folder>/00000`, `<folder>/00001`, … in the order of the blocks."""
+
+    folder: str
+    checksums: NDArray[np.uint32]
+
+    @property
+    def keys(self) -> list[str]:
+        return [f"{self.folder}/{block:05d}" for block in range(len(self.checksums))]
+
+
+@dataclass
+class _State:
+    """One subgroup. `step` is -1 while nothing was written: then its state is zeros."""
+
+    kind: StateKind
+    step: int = -1
+    stored: _Stored | None = None
+
+    @property
+    def data_bytes(self) -> int:
+        """With the padding."""
+        return padded_bytes(self.kind.data_bytes)
+
+
+class ObjectPath:
+    """Holds the state of subgroups in objects of its own, which go with it. Used as `StoragePath` is, whose public
+    methods it has, but for those with which a checkpoint takes over files: what is here, checkpoints copy.
+
+    One thread may read and another write at once. Memory is given by address: whole pages, `padded_bytes` of the state.
+    """
+
+    def __init__(self, name: str, settings: ObjectSettings, run: str, rank: int) -> None:
+        """ConfigError, PathUnusable or LocksUnusable when it cannot work."""
+        self.name = name
+        self.settings = settings
+        self.counters = PathCounters()
+        self._states: dict[int, _State] = {}
+        self._moving = 0
+        self._made = 0
+        """Flushes, ever: no key is used twice."""
+        self._there: set[str] = set()
+        """Keys that may exist."""
+        self._counting = threading.Lock()
+        self._locks: TierLocks | None = None
+        if settings.lock_slots:
+            self._locks = TierLocks(lock_directory(), bucket_key(settings), settings.lock_slots)
+        self._client, self._brief = connect(settings)
+        try:
+            self._scratch = ObjectScratch(settings, self._brief, run, rank)
+        except Refused as error:
+            raise unusable(settings, error) from error
+        self._pools = {
+            operation: ThreadPoolExecutor(settings.threads, f"tidegate-{name}-{operation}")
+            for operation in ("read", "write")
+        }
+
+    @property
+    def busy(self) -> bool:
+        """A transfer is in progress: it may still use the memory that it was given."""
+        return self._moving > 0
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What more state may take; None where no bound was set, as an object store knows none."""
+        if not self.settings.capacity_bytes:
+            return None
+        used = sum(state.data_bytes for state in tuple(self._states.values()))
+        return max(self.settings.capacity_bytes - used, 0)
+
+    def holds(self, subgroup: int) -> bool:
+        """It is counted as state of this path, written or not."""
+        return subgroup in self._states
+
+    def is_new(self, subgroup: int) -> bool:
+        """Nothing was written of it."""
+        return self._states[subgroup].step < 0
+
+    def make(self, kind: StateKind) -> None:
+        """Takes in a subgroup, with zeros for state. PathFull when that is beyond the capacity: the only room there is
+        to reserve in an object store."""
+        state, free = _State(kind), self.free_bytes
+        if free is not None and state.data_bytes > free:
+            raise PathFull(
+                f"{self.settings.url} needs {state.data_bytes:,} bytes more, {free:,} of its capacity_bytes="
+                f"{self.settings.capacity_bytes:,} are left. Set more, or give this path a smaller share.",
+                state.data_bytes, free,
+            )  # fmt: skip
+        self._states[kind.subgroup] = state
+
+    def remove(self, subgroup: int) -> None:
+        """Its state lives elsewhere now."""
+        self._give_up(self._states.pop(subgroup).stored)
+
+    def forget(self, subgroup: int) -> None:
+        """Its state is zeros again, whatever was written."""
+        self._states[subgroup].step = -1
+
+    def step_of(self, subgroup: int) -> int:
+        """Number of the last update that was written; -1 before the first."""
+        return self._states[subgroup].step
+
+    def read(self, subgroup: int, address: int) -> Transfer:
+        """Brings its state to `address`, verified. PathFailed, BlockDamaged or DataTruncated when it cannot be had."""
+        state = self._states[subgroup]
+        if state.step < 0 or state.stored is None:
+            start = time.monotonic()
+            fill(address, 0, state.data_bytes)
+            return Transfer(start, time.monotonic(), 0, 0.0)
+        stored = state.stored
+        return self._move(
+            "read", state, state.step, stored, lambda: self._begin_read(stored, address, state.data_bytes)
+        )
+
+    def write(self, subgroup: int, address: int, step: int) -> Transfer:
+        """Stores the state at `address`, as it is after the update number `step`. PathFailed when it cannot be."""
+        state, before = self._states[subgroup], self._states[subgroup].stored
+        fill(address + state.kind.data_bytes, 0, state.data_bytes - state.kind.data_bytes)
+        stored = self._new(f"{subgroup:06d}-step{step}", state.data_bytes)
+        try:
+            moved = self._move(
+                "write", state, step, stored, lambda: self._begin_write(stored, address, state.data_bytes)
+            )
+        except BaseException:
+            self._give_up(stored)
+            raise
+        state.step, state.stored = step, stored
+        self._give_up(before)
+        return moved
+
+    def _new(self, name: str, nbytes: int) -> _Stored:
+        self._made += 1
+        checksums = np.zeros(num_blocks(nbytes, self.settings.block_bytes), np.uint32)
+        return _Stored(f"{self._scratch.folder}/{name}-{self._made}", checksums)
+
+    def _give_up(self, stored: _Stored | None) -> None:
+        """Removes objects, while other things happen; what cannot be removed now goes at the end."""
+        if stored is not None:
+            self._pools["write"].submit(self._delete, [key for key in stored.keys if key in self._there])
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        try:
+            if keys:
+                self._brief.delete(keys)
+        except Refused as error:
+            log.warning("path %s: %d objects stay behind until the end: %s", self.name, len(keys), error)
+        else:
+            self._there.difference_update(keys)
+
+    # ---- moving
+
+    def _move(
+        self,
+        operation: Operation,
+        state: _State,
+        step: int,
+        stored: _Stored,
+        begin: Callable[[], list[Future[None]]],
+    ) -> Transfer:
+        """`step`: number of the update whose state it is."""
+        with self._locks.hold() if self._locks is not None else nullcontext() as held:
+            start = time.monotonic()
+            try:
+                self._finish(begin)
+            except Refused as error:
+                self._count(operation, again=False)
+                raise PathFailed(
+                    f"Path {self.name} failed to {operation} the state of subgroup {state.kind.subgroup} after step "
+                    f"{step}, {self.settings.url}: {error}.",
+                    self.name, state.kind.subgroup, error.errno,
+                ) from None  # fmt: skip
+            end = time.monotonic()
+        moved = Transfer(start, end, state.data_bytes, held.waited_seconds if held is not None else 0.0)
+        return self.counters.count(operation, moved)
+
+    def _finish(self, begin: Callable[[], list[Future[None]]]) -> None:
+        """Raises what the first request raised that failed. Whatever is raised, nothing uses the memory afterwards."""
+        self._moving += 1
+        futures: list[Future[None]] = []
+        try:
+            futures = begin()
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+            self._moving -= 1
+        for future in futures:
+            if not future.cancelled():
+                future.result()
+
+    def _blocks(self, nbytes: int) -> list[tuple[int, int]]:
+        """Offset and bytes of each."""
+        size = self.settings.block_bytes
+        return [(at, min(size, nbytes - at)) for at in range(0, nbytes, size)]
+
+    def _begin_read(self, stored: _Stored, address: int, nbytes: int) -> list[Future[None]]:
+        return [
+            self._pools["read"].submit(self._read_block, key, block, address, at, size, int(stored.checksums[block]))
+            for block, (key, (at, size)) in enumerate(zip(stored.keys, self._blocks(nbytes), strict=True))
+        ]
+
+    def _read_block(self, key: str, block: int, address: int, at: int, nbytes: int, expected: int) -> None:
+        """Once more when it differs: the transfer may have been bad, not what is stored."""
+        for attempt in (1, 2):
+            self._fetch(key, address + at, nbytes)
+            found = crc32c(address + at, nbytes)
+            if found == expected:
+                return
+            self._count("read", again=attempt == 1)
+        raise BlockDamaged(self._url(key), block, 0, found, expected)
+
+    def _fetch(self, key: str, address: int, nbytes: int) -> None:
+        try:
+            data = self._client.get(key, nbytes, lambda: self._count("read", again=True))
+        except Refused as error:
+            if error.errno != errno.ENOENT:
+                raise
+            self._count("read", again=False)
+            raise DataTruncated(self._url(key), f"no object ({error})", f"{nbytes:,} bytes") from None
+        if len(data) != nbytes:
+            self._count("read", again=False)
+            raise DataTruncated(self._url(key), f"{len(data):,} bytes", f"{nbytes:,}")
+        copy(address, np.frombuffer(data, np.uint8).ctypes.data, nbytes)
+
+    def _begin_write(self, stored: _Stored, address: int, nbytes: int) -> list[Future[None]]:
+        self._there.update(stored.keys)
+        return [
+            self._pools["write"].submit(self._write_block, stored, block, key, address + at, size)
+            for block, (key, (at, size)) in enumerate(zip(stored.keys, self._blocks(nbytes), strict=True))
+        ]
+
+    def _write_block(self, stored: _Stored, block: int, key: str, address: int, nbytes: int) -> None:
+        stored.checksums[block] = crc32c(address, nbytes)
+        memory = (ctypes.c_uint8 * nbytes).from_address(address)
+        self._client.put(key, memoryview(memory).cast("B"), lambda: self._count("write", again=True))
+
+    def _count(self, operation: Operation, again: bool) -> None:
+        """An attempt that failed, and whether it is repeated."""
+        with self._counting:
+            self.counters.errors[operation] += 1
+            self.counters.retries[operation] += again
+
+    def _url(self, key: str) -> str:
+        return f"{self.settings.url.rstrip('/')}/{key}"
+
+    # ---- start and end
+
+    def calibrate(self, nbytes: int) -> PathSpeeds:
+        """How fast it writes and reads `nbytes` alone, a first estimate that live rates replace, and whether both ways
+        run at full speed at once."""
+        size = max(padded_bytes(nbytes), self.settings.block_bytes)
+        memory = aligned_buffer(size)
+        here = memory.ctypes.data
+        one, other = self._new(CALIBRATION, size), self._new(CALIBRATION, size)
+        try:
+            write = self._seconds(lambda: self._begin_write(one, here, size))
+            read = self._seconds(lambda: self._begin_read(one, here, size))
+            both = self._seconds(lambda: self._begin_write(other, here, size) + self._begin_read(one, here, size))
+        except Refused as error:
+            raise unusable(self.settings, error) from error
+        finally:
+            self._give_up(one)
+            self._give_up(other)
+        return PathSpeeds(
+            read_bytes_per_second=size / read,
+            write_bytes_per_second=size / write,
+            duplex=both < DUPLEX_SHARE * (read + write),
+        )
+
+    def _seconds(self, begin: Callable[[], list[Future[None]]]) -> float:
+        start = time.monotonic()
+        self._finish(begin)
+        return max(time.monotonic() - start, 1e-9)
+
+    def close(self) -> None:
+        """Its objects are gone afterwards. Idempotent; nothing in a fork."""
+        if self._scratch.owner.pid != os.getpid():
+            return
+        for pool in self._pools.values():
+            pool.shutdown(cancel_futures=True)
+        self._states.clear()
+        try:
+            if self._there:
+                self._brief.delete(sorted(self._there))
+            self._there.clear()
+            self._scratch.close()
+        except Refused as error:
+            log.warning("path %s: what lies in %s stays behind: %s", self.name, self._scratch.url, error)
