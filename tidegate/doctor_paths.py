@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _UNITS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
-def look(places: Sequence[str], endpoint: str = "") -> list[AnyLeftover]:
+def look(places: Sequence[str | os.PathLike[str]], endpoint: str = "") -> list[AnyLeftover]:
     """State on these paths, that of live runs too: directories, or prefixes of the object store at `endpoint`.
 
     PathUnusable when one cannot be read, ConfigError for an address that is none.
@@ -27,7 +28,8 @@ def look(places: Sequence[str], endpoint: str = "") -> list[AnyLeftover]:
 
     found: list[AnyLeftover] = []
     for place in places:
-        found += _in_objects(place, endpoint) if "://" in place else find_leftovers(place)
+        url = os.fspath(place)
+        found += _in_objects(url, endpoint) if "://" in url else find_leftovers(place)
     return found
 
 

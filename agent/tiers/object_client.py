@@ -15,7 +15,7 @@ from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential, wait_random
 
 from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.errors import ConfigError, PathUnusable
@@ -89,7 +89,7 @@ class Client:
         """`repeated` is called before each attempt but the first."""
         attempts = Retrying(
             stop=stop_after_delay(self._retry_seconds),
-            wait=wait_exponential_jitter(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, jitter=FIRST_PAUSE_SECONDS),
+            wait=wait_exponential(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS) + wait_random(0, FIRST_PAUSE_SECONDS),
             retry=retry_if_exception(lambda error: isinstance(error, Refused) and error.passing),
             before_sleep=lambda _: repeated(),
             reraise=True,
