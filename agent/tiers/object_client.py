@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -31,7 +32,8 @@ CONNECT_SECONDS: Final = 5.0
 FIRST_PAUSE_SECONDS: Final = 0.05
 LONGEST_PAUSE_SECONDS: Final = 5.0
 BRIEF_SECONDS: Final = 2.0
-"""How long is retried what nobody should wait for: the first contact, leases, removal."""
+BRIEF_TIMEOUT_SECONDS: Final = 10.0
+"""For what nobody should wait for: the first contact, leases, removal."""
 
 _STATUS: Final = re.compile(r"status code: (\d{3})([^:\n<]*)")
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
@@ -56,9 +58,9 @@ class Client:
     """Requests to the objects of one prefix, named without it. Each raises `Refused`, after the retries that
     `retry_seconds` leaves. Threads may share it; a forked child must not use it."""
 
-    def __init__(self, settings: ObjectSettings, retry_seconds: float) -> None:
+    def __init__(self, settings: ObjectSettings) -> None:
         """ConfigError or PathUnusable; nothing is asked of the server yet."""
-        self._retry_seconds = retry_seconds
+        self._retry_seconds = settings.retry_seconds
         self._obstore = _require("obstore")
         self._store = _store(settings)
 
@@ -124,7 +126,12 @@ class Client:
 
 def connect(settings: ObjectSettings) -> tuple[Client, Client]:
     """A client for state, and one that is soon done with trying. ConfigError or PathUnusable."""
-    return Client(settings, settings.retry_seconds), Client(settings, min(BRIEF_SECONDS, settings.retry_seconds))
+    brief = replace(
+        settings,
+        retry_seconds=min(BRIEF_SECONDS, settings.retry_seconds),
+        timeout_seconds=min(BRIEF_TIMEOUT_SECONDS, settings.timeout_seconds),
+    )
+    return Client(settings), Client(brief)
 
 
 def bucket_key(settings: ObjectSettings) -> str:
@@ -136,10 +143,10 @@ def unusable(settings: ObjectSettings, error: Refused) -> PathUnusable:
     """What to say at the start."""
     server = settings.server or "Amazon S3"
     remedy = {
-        errno.ENOENT: "create the bucket first, or name another one.",
-        errno.EACCES: "these credentials may not read, write and delete there: look at the policy of the bucket.",
-    }.get(error.errno, "is the endpoint right, and can this machine reach it?")
-    return PathUnusable(f"{settings.url} at {server} cannot be used: {error}. Remedy: {remedy}")
+        errno.ENOENT: "Create the bucket first, or name another one.",
+        errno.EACCES: "These credentials may not read, write and delete there: look at the policy of the bucket.",
+    }.get(error.errno, "Is the endpoint right, and can this machine reach it?")
+    return PathUnusable(f"{settings.url} at {server} cannot be used: {error}. {remedy}")
 
 
 def _store(settings: ObjectSettings) -> S3Store:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -35,6 +36,9 @@ from tidegate.plan.split import PathSpeeds
 log = logging.getLogger("tidegate.tiers")
 
 CALIBRATION: Final = "calibration"
+
+_Job = tuple[Operation, Callable[[], None]]
+"""One object, and the threads that move it."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,9 @@ class ObjectPath:
             self._scratch = ObjectScratch(settings, self._brief, run, rank)
         except Refused as error:
             raise unusable(settings, error) from error
-        self._pools = {
-            operation: ThreadPoolExecutor(settings.threads, f"tidegate-{name}-{operation}")
-            for operation in ("read", "write")
+        self._pools: dict[Operation, ThreadPoolExecutor] = {
+            "read": ThreadPoolExecutor(settings.threads, f"tidegate-{name}-read"),
+            "write": ThreadPoolExecutor(settings.threads, f"tidegate-{name}-write"),
         }
 
     @property
@@ -147,24 +151,20 @@ class ObjectPath:
             start = time.monotonic()
             fill(address, 0, state.data_bytes)
             return Transfer(start, time.monotonic(), 0, 0.0)
-        stored = state.stored
-        return self._move(
-            "read", state, state.step, stored, lambda: self._begin_read(stored, address, state.data_bytes)
-        )
+        return self._move("read", state, state.step, self._reads(state.stored, address, state.data_bytes))
 
     def write(self, subgroup: int, address: int, step: int) -> Transfer:
-        """Stores the state at `address`, as it is after the update number `step`. PathFailed when it cannot be."""
-        state, before = self._states[subgroup], self._states[subgroup].stored
+        """Stores the state at `address`, as it is after the update number `step`. PathFailed when it cannot be; what
+        was written before is still there then."""
+        state = self._states[subgroup]
         fill(address + state.kind.data_bytes, 0, state.data_bytes - state.kind.data_bytes)
         stored = self._new(f"{subgroup:06d}-step{step}", state.data_bytes)
         try:
-            moved = self._move(
-                "write", state, step, stored, lambda: self._begin_write(stored, address, state.data_bytes)
-            )
+            moved = self._move("write", state, step, self._writes(stored, address, state.data_bytes))
         except BaseException:
             self._give_up(stored)
             raise
-        state.step, state.stored = step, stored
+        before, state.step, state.stored = state.stored, step, stored
         self._give_up(before)
         return moved
 
@@ -189,19 +189,12 @@ class ObjectPath:
 
     # ---- moving
 
-    def _move(
-        self,
-        operation: Operation,
-        state: _State,
-        step: int,
-        stored: _Stored,
-        begin: Callable[[], list[Future[None]]],
-    ) -> Transfer:
+    def _move(self, operation: Operation, state: _State, step: int, jobs: Sequence[_Job]) -> Transfer:
         """`step`: number of the update whose state it is."""
         with self._locks.hold() if self._locks is not None else nullcontext() as held:
             start = time.monotonic()
             try:
-                self._finish(begin)
+                self._finish(jobs)
             except Refused as error:
                 self._count(operation, again=False)
                 raise PathFailed(
@@ -213,12 +206,13 @@ class ObjectPath:
         moved = Transfer(start, end, state.data_bytes, held.waited_seconds if held is not None else 0.0)
         return self.counters.count(operation, moved)
 
-    def _finish(self, begin: Callable[[], list[Future[None]]]) -> None:
-        """Raises what the first request raised that failed. Whatever is raised, nothing uses the memory afterwards."""
-        self._moving += 1
+    def _finish(self, jobs: Sequence[_Job]) -> None:
+        """Raises what the first one raised that failed. Whatever is raised, nothing uses the memory afterwards."""
         futures: list[Future[None]] = []
+        self._moving += 1
         try:
-            futures = begin()
+            for operation, job in jobs:
+                futures.append(self._pools[operation].submit(job))
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             for future in futures:
@@ -234,17 +228,17 @@ class ObjectPath:
         size = self.settings.block_bytes
         return [(at, min(size, nbytes - at)) for at in range(0, nbytes, size)]
 
-    def _begin_read(self, stored: _Stored, address: int, nbytes: int) -> list[Future[None]]:
+    def _reads(self, stored: _Stored, address: int, nbytes: int) -> list[_Job]:
         return [
-            self._pools["read"].submit(self._read_block, key, block, address, at, size, int(stored.checksums[block]))
+            ("read", partial(self._read_block, key, block, address + at, size, int(stored.checksums[block])))
             for block, (key, (at, size)) in enumerate(zip(stored.keys, self._blocks(nbytes), strict=True))
         ]
 
-    def _read_block(self, key: str, block: int, address: int, at: int, nbytes: int, expected: int) -> None:
+    def _read_block(self, key: str, block: int, address: int, nbytes: int, expected: int) -> None:
         """Once more when it differs: the transfer may have been bad, not what is stored."""
         for attempt in (1, 2):
-            self._fetch(key, address + at, nbytes)
-            found = crc32c(address + at, nbytes)
+            self._fetch(key, address, nbytes)
+            found = crc32c(address, nbytes)
             if found == expected:
                 return
             self._count("read", again=attempt == 1)
@@ -263,10 +257,10 @@ class ObjectPath:
             raise DataTruncated(self._url(key), f"{len(data):,} bytes", f"{nbytes:,}")
         copy(address, np.frombuffer(data, np.uint8).ctypes.data, nbytes)
 
-    def _begin_write(self, stored: _Stored, address: int, nbytes: int) -> list[Future[None]]:
+    def _writes(self, stored: _Stored, address: int, nbytes: int) -> list[_Job]:
         self._there.update(stored.keys)
         return [
-            self._pools["write"].submit(self._write_block, stored, block, key, address + at, size)
+            ("write", partial(self._write_block, stored, block, key, address + at, size))
             for block, (key, (at, size)) in enumerate(zip(stored.keys, self._blocks(nbytes), strict=True))
         ]
 
@@ -294,9 +288,9 @@ class ObjectPath:
         here = memory.ctypes.data
         one, other = self._new(CALIBRATION, size), self._new(CALIBRATION, size)
         try:
-            write = self._seconds(lambda: self._begin_write(one, here, size))
-            read = self._seconds(lambda: self._begin_read(one, here, size))
-            both = self._seconds(lambda: self._begin_write(other, here, size) + self._begin_read(one, here, size))
+            write = self._seconds(self._writes(one, here, size))
+            read = self._seconds(self._reads(one, here, size))
+            both = self._seconds(self._writes(other, here, size) + self._reads(one, here, size))
         except Refused as error:
             raise unusable(self.settings, error) from error
         finally:
@@ -308,9 +302,9 @@ class ObjectPath:
             duplex=both < DUPLEX_SHARE * (read + write),
         )
 
-    def _seconds(self, begin: Callable[[], list[Future[None]]]) -> float:
+    def _seconds(self, jobs: Sequence[_Job]) -> float:
         start = time.monotonic()
-        self._finish(begin)
+        self._finish(jobs)
         return max(time.monotonic() - start, 1e-9)
 
     def close(self) -> None:

@@ -222,10 +222,10 @@ def test_a_store_that_cannot_work_says_so_at_the_start(
     good = settings_of(server.endpoint, "start")
     (tmp_path / "dir").mkdir()
     missing = ObjectSettings(url="s3://nowhere/x", endpoint=server.endpoint)
-    with pytest.raises(PathUnusable, match=r"s3://nowhere/x.*404 Not Found, NoSuchBucket.*create the bucket"):
+    with pytest.raises(PathUnusable, match=r"s3://nowhere/x.*404 Not Found, NoSuchBucket.*Create the bucket"):
         start({"dir": tmp_path / "dir", "store": missing})
     assert os.listdir(tmp_path / "dir") == []
-    with pytest.raises(PathUnusable, match=r"Connection refused.*is the endpoint right"):
+    with pytest.raises(PathUnusable, match=r"Connection refused.*Is the endpoint right"):
         start({"store": settings_of(f"http://127.0.0.1:{free_port()}", "start")})
     front.answer = lambda _: 403
     with pytest.raises(PathUnusable, match=r"403 Forbidden, Injected.*policy"):

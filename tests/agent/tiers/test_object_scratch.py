@@ -39,7 +39,8 @@ from tidegate.kernels import aligned_buffer
 
 path = ObjectPath("store", ObjectSettings(url=sys.argv[2], endpoint=sys.argv[1], block_bytes=16384), sys.argv[3], 2)
 path.make(StateKind("adamw", 2, 0, 12_800, 1, 8))
-path.write(0, aligned_buffer(102_400).ctypes.data, 1)
+memory = aligned_buffer(102_400)
+path.write(0, memory.ctypes.data, 1)
 print("ready", flush=True)
 sys.stdin.read()
 path.close()
