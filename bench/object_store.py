@@ -248,6 +248,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds is at least 2: there are quartiles")
     result = measure(args)
     if args.json:
         print(json.dumps(result))

@@ -40,10 +40,10 @@ def _in_objects(url: str, endpoint: str) -> list[ObjectLeftover]:
     return find_object_leftovers(ObjectSettings(url=url, endpoint=endpoint))
 
 
-def findings(places: Sequence[str], found: Sequence[AnyLeftover]) -> list[Finding]:
+def findings(places: Sequence[str | os.PathLike[str]], found: Sequence[AnyLeftover]) -> list[Finding]:
     """One for each leftover, or one that says that there is none."""
     if not found:
-        return [Finding("path", "good", f"no state of any run in {', '.join(places)}")]
+        return [Finding("path", "good", f"no state of any run in {', '.join(map(str, places))}")]
     return [_finding(leftover) for leftover in found]
 
 
