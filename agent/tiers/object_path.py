@@ -86,6 +86,7 @@ class ObjectPath:
         self._there: set[str] = set()
         """Keys that may exist."""
         self._counting = threading.Lock()
+        self._closed = False
         self._locks: TierLocks | None = None
         if settings.lock_slots:
             self._locks = TierLocks(lock_directory(), bucket_key(settings), settings.lock_slots)
@@ -309,15 +310,16 @@ class ObjectPath:
 
     def close(self) -> None:
         """Its objects are gone afterwards. Idempotent; nothing in a fork."""
-        if self._scratch.owner.pid != os.getpid():
+        if self._closed or self._scratch.owner.pid != os.getpid():
             return
+        self._closed = True
         for pool in self._pools.values():
             pool.shutdown(cancel_futures=True)
         self._states.clear()
+        self._scratch.end()
         try:
             if self._there:
                 self._brief.delete(sorted(self._there))
-            self._there.clear()
-            self._scratch.close()
+            self._scratch.remove()
         except Refused as error:
             log.warning("path %s: what lies in %s stays behind: %s", self.name, self._scratch.url, error)

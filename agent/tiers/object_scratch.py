@@ -110,12 +110,13 @@ class ObjectScratch:
             else:
                 late = False
 
-    def close(self) -> None:
-        """Removes the lease, after everything else. Refused when it stays behind. Idempotent."""
-        if self._ended.is_set():
-            return
+    def end(self) -> None:
+        """The lease is not renewed any more. Idempotent."""
         self._ended.set()
         self._thread.join()
+
+    def remove(self) -> None:
+        """Removes the lease, after everything else. Refused when it stays behind."""
         self._client.delete([f"{self.folder}/{OWNER}"])
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -413,6 +414,15 @@ def test_a_store_without_a_bound_has_no_figure_for_what_is_free(server: S3Server
             assert states["store"].bytes["write"] > 0
 
 
+def test_a_store_with_a_bound_gets_no_more_than_that(server: S3Server, tmp_path: Path) -> None:
+    paths = two(server, tmp_path, "share", capacity_bytes=3 * 45_056)
+    with training(paths, tier_split="dir:1,store:3") as pair:
+        train(pair, 0, 3)
+        residence = pair.optimizer.engine.memory.residence
+        assert (residence.count("dir"), residence.count("store")) == (5, 3)
+        pair.assert_same_state()
+
+
 def test_credentials_stay_out_of_what_is_said(
     server: S3Server, front: Gate, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -425,6 +435,7 @@ def test_credentials_stay_out_of_what_is_said(
             train(pair, 1)
         said += [str(lost.value), repr(store_of(pair.optimizer).paths["store"].settings)]
     front.answer = lambda _: None
+    assert "tidegate-lease" not in {thread.name for thread in threading.enumerate()}
     said += [server.get(key).decode(errors="replace") for key in server.keys("hush") if key.endswith("owner.json")]
     said.append(caplog.text)
     assert "stays behind" in caplog.text
