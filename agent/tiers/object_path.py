@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import logging
 import os
 import threading
@@ -41,6 +42,10 @@ _Job = tuple[Operation, Callable[[], None]]
 """One object, and the threads that move it."""
 
 
+def _nothing() -> None:
+    """What is called when nobody wants to be told."""
+
+
 @dataclass(frozen=True)
 class _Stored:
     """One flush: objects `<folder>/00000`, `<folder>/00001`, … in the order of the blocks."""
@@ -71,7 +76,8 @@ class ObjectPath:
     """Holds the state of subgroups in objects of its own, which go with it. Used as `StoragePath` is, whose public
     methods it has, but for those with which a checkpoint takes over files: what is here, checkpoints copy.
 
-    One thread may read and another write at once. Memory is given by address: whole pages, `padded_bytes` of the state.
+    Threads may read and write at once, each the state of other subgroups. Memory is given by address: whole pages,
+    `padded_bytes` of the state.
     """
 
     def __init__(self, name: str, settings: ObjectSettings, run: str, rank: int) -> None:
@@ -80,9 +86,9 @@ class ObjectPath:
         self.settings = settings
         self.counters = PathCounters()
         self._states: dict[int, _State] = {}
-        self._moving = 0
-        self._made = 0
-        """Flushes, ever: no key is used twice."""
+        self._moving: set[object] = set()
+        self._numbers = itertools.count(1)
+        """Of flushes: no key is used twice."""
         self._there: set[str] = set()
         """Keys that may exist."""
         self._counting = threading.Lock()
@@ -103,7 +109,17 @@ class ObjectPath:
     @property
     def busy(self) -> bool:
         """A transfer is in progress: it may still use the memory that it was given."""
-        return self._moving > 0
+        return bool(self._moving)
+
+    @property
+    def lock_timeouts(self) -> int:
+        """Waits for exclusive access that took too long."""
+        return self._locks.timeouts if self._locks is not None else 0
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What the settings allow; None where they set no bound."""
+        return self.settings.capacity_bytes or None
 
     @property
     def free_bytes(self) -> int | None:
@@ -145,23 +161,26 @@ class ObjectPath:
         """Number of the last update that was written; -1 before the first."""
         return self._states[subgroup].step
 
-    def read(self, subgroup: int, address: int) -> Transfer:
-        """Brings its state to `address`, verified. PathFailed, BlockDamaged or DataTruncated when it cannot be had."""
+    def read(self, subgroup: int, address: int, begun: Callable[[], None] = _nothing) -> Transfer:
+        """Brings its state to `address`, verified. PathFailed, BlockDamaged or DataTruncated when it cannot be had.
+
+        begun: called when all of it is queued: what another thread asks for from then on comes after it.
+        """
         state = self._states[subgroup]
         if state.step < 0 or state.stored is None:
             start = time.monotonic()
             fill(address, 0, state.data_bytes)
             return Transfer(start, time.monotonic(), 0, 0.0)
-        return self._move("read", state, state.step, self._reads(state.stored, address, state.data_bytes))
+        return self._move("read", state, state.step, self._reads(state.stored, address, state.data_bytes), begun)
 
-    def write(self, subgroup: int, address: int, step: int) -> Transfer:
+    def write(self, subgroup: int, address: int, step: int, begun: Callable[[], None] = _nothing) -> Transfer:
         """Stores the state at `address`, as it is after the update number `step`. PathFailed when it cannot be; what
-        was written before is still there then."""
+        was written before is still there then. `begun`: see `read`."""
         state = self._states[subgroup]
         fill(address + state.kind.data_bytes, 0, state.data_bytes - state.kind.data_bytes)
         stored = self._new(f"{subgroup:06d}-step{step}", state.data_bytes)
         try:
-            moved = self._move("write", state, step, self._writes(stored, address, state.data_bytes))
+            moved = self._move("write", state, step, self._writes(stored, address, state.data_bytes), begun)
         except BaseException:
             self._give_up(stored)
             raise
@@ -170,9 +189,8 @@ class ObjectPath:
         return moved
 
     def _new(self, name: str, nbytes: int) -> _Stored:
-        self._made += 1
         checksums = np.zeros(num_blocks(nbytes, self.settings.block_bytes), np.uint32)
-        return _Stored(f"{self._scratch.folder}/{name}-{self._made}", checksums)
+        return _Stored(f"{self._scratch.folder}/{name}-{next(self._numbers)}", checksums)
 
     def _give_up(self, stored: _Stored | None) -> None:
         """Removes objects, while other things happen; what cannot be removed now goes at the end."""
@@ -190,12 +208,14 @@ class ObjectPath:
 
     # ---- moving
 
-    def _move(self, operation: Operation, state: _State, step: int, jobs: Sequence[_Job]) -> Transfer:
+    def _move(
+        self, operation: Operation, state: _State, step: int, jobs: Sequence[_Job], begun: Callable[[], None]
+    ) -> Transfer:
         """`step`: number of the update whose state it is."""
         with self._locks.hold() if self._locks is not None else nullcontext() as held:
             start = time.monotonic()
             try:
-                self._finish(jobs)
+                self._finish(jobs, begun)
             except Refused as error:
                 self._count(operation, again=False)
                 raise PathFailed(
@@ -205,21 +225,24 @@ class ObjectPath:
                 ) from None  # fmt: skip
             end = time.monotonic()
         moved = Transfer(start, end, state.data_bytes, held.waited_seconds if held is not None else 0.0)
-        return self.counters.count(operation, moved)
+        with self._counting:
+            return self.counters.count(operation, moved)
 
-    def _finish(self, jobs: Sequence[_Job]) -> None:
+    def _finish(self, jobs: Sequence[_Job], begun: Callable[[], None] = _nothing) -> None:
         """Raises what the first one raised that failed. Whatever is raised, nothing uses the memory afterwards."""
         futures: list[Future[None]] = []
-        self._moving += 1
+        move = object()
+        self._moving.add(move)
         try:
             for operation, job in jobs:
                 futures.append(self._pools[operation].submit(job))
+            begun()
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             for future in futures:
                 future.cancel()
             wait(futures)
-            self._moving -= 1
+            self._moving.discard(move)
         for future in futures:
             if not future.cancelled():
                 future.result()

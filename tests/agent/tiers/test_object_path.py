@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,15 @@ def test_what_is_written_is_read(server: S3Server, numel: int, block: int, threa
     assert server.keys("alone") == []
 
 
+def test_whoever_wants_to_know_is_told_when_all_is_queued(server: S3Server) -> None:
+    with closing(made_path(settings_of(server.endpoint, "begun"))) as path:
+        path.make(kind())
+        memory, told = random_state(40_000, 1), []
+        path.write(0, memory.ctypes.data, 1, lambda: told.append(path.busy))
+        path.read(0, memory.ctypes.data, lambda: told.append(path.busy))
+        assert told == [True, True]
+
+
 def test_calibration_measures_and_leaves_nothing(server: S3Server) -> None:
     with closing(made_path(settings_of(server.endpoint, "calibrated"))) as path:
         speeds = path.calibrate(100_000)
@@ -148,14 +158,14 @@ def test_capacity_is_a_bound(server: S3Server) -> None:
     with closing(made_path(settings_of(server.endpoint, "bound", capacity_bytes=100_000))) as path:
         path.make(kind(0))
         path.make(kind(1))
-        assert path.free_bytes == 100_000 - 2 * 40_960
+        assert (path.capacity_bytes, path.free_bytes) == (100_000, 100_000 - 2 * 40_960)
         with pytest.raises(PathFull, match="100,000") as full:
             path.make(kind(2))
         assert (full.value.needed_bytes, full.value.free_bytes) == (40_960, 100_000 - 2 * 40_960)
         path.remove(0)
         path.make(kind(2))
     with closing(made_path(settings_of(server.endpoint, "bound"))) as path:
-        assert path.free_bytes is None
+        assert (path.capacity_bytes, path.free_bytes) == (None, None)
 
 
 def test_a_child_that_was_forked_takes_nothing_away(server: S3Server) -> None:
@@ -177,7 +187,26 @@ def test_exclusive_access_goes_by_bucket(server: S3Server, monkeypatch: pytest.M
         with closing(made_path(settings_of(server.endpoint, prefix, lock_slots=1))) as path:
             path.make(kind())
             written(path, 1)
+            assert path.lock_timeouts == 0
     assert len(list(tmp_path.glob("tidegate/s3-*.lock"))) == 1
+
+
+def test_several_threads_move_the_state_of_several_subgroups(server: S3Server) -> None:
+    with closing(made_path(settings_of(server.endpoint, "threads"))) as path, ThreadPoolExecutor(4) as threads:
+        for subgroup in range(8):
+            path.make(kind(subgroup))
+
+        def there_and_back(subgroup: int) -> bool:
+            found = [
+                np.array_equal(written(path, 10 * subgroup + step, subgroup=subgroup), read(path, subgroup=subgroup))
+                for step in range(1, 4)
+            ]
+            return all(found)
+
+        assert all(threads.map(there_and_back, range(8)))
+        assert path.counters.bytes == {"read": 24 * 40_960, "write": 24 * 40_960}
+        assert not path.busy
+    assert server.keys("threads") == []
 
 
 # ---- what may pass, and what may not
