@@ -7,55 +7,32 @@ are kept in memory while the run lives, as those of files are.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import itertools
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tidegate.agent.tiers.format import StateKind, num_blocks, padded_bytes
 from tidegate.agent.tiers.locks import TierLocks, lock_directory
+from tidegate.agent.tiers.object_blocks import BlockMover, Job, StoredBlocks, nothing
 from tidegate.agent.tiers.object_client import Refused, bucket_key, connect, unusable
 from tidegate.agent.tiers.object_scratch import ObjectScratch
 from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.agent.tiers.path import DUPLEX_SHARE, Operation, PathCounters, Transfer
-from tidegate.errors import BlockDamaged, DataTruncated, PathFailed, PathFull
-from tidegate.kernels import aligned_buffer, copy, crc32c, fill
+from tidegate.errors import PathFailed, PathFull
+from tidegate.kernels import aligned_buffer, fill
 from tidegate.plan.split import PathSpeeds
 
 log = logging.getLogger("tidegate.tiers")
 
 CALIBRATION: Final = "calibration"
-
-_Job = tuple[Operation, Callable[[], None]]
-"""One object, and the threads that move it."""
-
-
-def _nothing() -> None:
-    """What is called when nobody wants to be told."""
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """One flush: objects `<folder>/00000`, `<folder>/00001`, … in the order of the blocks."""
-
-    folder: str
-    checksums: NDArray[np.uint32]
-
-    @property
-    def keys(self) -> list[str]:
-        return [f"{self.folder}/{block:05d}" for block in range(len(self.checksums))]
 
 
 @dataclass
@@ -64,7 +41,7 @@ class _State:
 
     kind: StateKind
     step: int = -1
-    stored: _Stored | None = None
+    stored: StoredBlocks | None = None
 
     @property
     def data_bytes(self) -> int:
@@ -86,30 +63,25 @@ class ObjectPath:
         self.settings = settings
         self.counters = PathCounters()
         self._states: dict[int, _State] = {}
-        self._moving: set[object] = set()
         self._numbers = itertools.count(1)
         """Of flushes: no key is used twice."""
         self._there: set[str] = set()
         """Keys that may exist."""
-        self._counting = threading.Lock()
         self._closed = False
         self._locks: TierLocks | None = None
         if settings.lock_slots:
             self._locks = TierLocks(lock_directory(), bucket_key(settings), settings.lock_slots)
-        self._client, self._brief = connect(settings)
+        client, self._brief = connect(settings)
         try:
             self._scratch = ObjectScratch(settings, self._brief, run, rank)
         except Refused as error:
             raise unusable(settings, error) from error
-        self._pools: dict[Operation, ThreadPoolExecutor] = {
-            "read": ThreadPoolExecutor(settings.threads, f"tidegate-{name}-read"),
-            "write": ThreadPoolExecutor(settings.threads, f"tidegate-{name}-write"),
-        }
+        self._mover = BlockMover(name, settings, client, self.counters)
 
     @property
     def busy(self) -> bool:
         """A transfer is in progress: it may still use the memory that it was given."""
-        return bool(self._moving)
+        return self._mover.busy
 
     @property
     def lock_timeouts(self) -> int:
@@ -161,7 +133,7 @@ class ObjectPath:
         """Number of the last update that was written; -1 before the first."""
         return self._states[subgroup].step
 
-    def read(self, subgroup: int, address: int, begun: Callable[[], None] = _nothing) -> Transfer:
+    def read(self, subgroup: int, address: int, begun: Callable[[], None] = nothing) -> Transfer:
         """Brings its state to `address`, verified. PathFailed, BlockDamaged or DataTruncated when it cannot be had.
 
         begun: called when all of it is queued: what another thread asks for from then on comes after it.
@@ -171,16 +143,16 @@ class ObjectPath:
             start = time.monotonic()
             fill(address, 0, state.data_bytes)
             return Transfer(start, time.monotonic(), 0, 0.0)
-        return self._move("read", state, state.step, self._reads(state.stored, address, state.data_bytes), begun)
+        return self._move("read", state, state.step, self._mover.reads(state.stored, address, state.data_bytes), begun)
 
-    def write(self, subgroup: int, address: int, step: int, begun: Callable[[], None] = _nothing) -> Transfer:
+    def write(self, subgroup: int, address: int, step: int, begun: Callable[[], None] = nothing) -> Transfer:
         """Stores the state at `address`, as it is after the update number `step`. PathFailed when it cannot be; what
         was written before is still there then. `begun`: see `read`."""
         state = self._states[subgroup]
         fill(address + state.kind.data_bytes, 0, state.data_bytes - state.kind.data_bytes)
         stored = self._new(f"{subgroup:06d}-step{step}", state.data_bytes)
         try:
-            moved = self._move("write", state, step, self._writes(stored, address, state.data_bytes), begun)
+            moved = self._move("write", state, step, self._mover.writes(stored, address, state.data_bytes), begun)
         except BaseException:
             self._give_up(stored)
             raise
@@ -188,19 +160,20 @@ class ObjectPath:
         self._give_up(before)
         return moved
 
-    def _new(self, name: str, nbytes: int) -> _Stored:
+    def _new(self, name: str, nbytes: int) -> StoredBlocks:
         checksums = np.zeros(num_blocks(nbytes, self.settings.block_bytes), np.uint32)
-        return _Stored(f"{self._scratch.folder}/{name}-{next(self._numbers)}", checksums)
+        stored = StoredBlocks(f"{self._scratch.folder}/{name}-{next(self._numbers)}", checksums)
+        self._there.update(stored.keys)
+        return stored
 
-    def _give_up(self, stored: _Stored | None) -> None:
+    def _give_up(self, stored: StoredBlocks | None) -> None:
         """Removes objects, while other things happen; what cannot be removed now goes at the end."""
         if stored is not None:
-            self._pools["write"].submit(self._delete, [key for key in stored.keys if key in self._there])
+            self._mover.later(partial(self._delete, stored.keys))
 
     def _delete(self, keys: Sequence[str]) -> None:
         try:
-            if keys:
-                self._brief.delete(keys)
+            self._brief.delete(keys)
         except Refused as error:
             log.warning("path %s: %d objects stay behind until the end: %s", self.name, len(keys), error)
         else:
@@ -209,15 +182,15 @@ class ObjectPath:
     # ---- moving
 
     def _move(
-        self, operation: Operation, state: _State, step: int, jobs: Sequence[_Job], begun: Callable[[], None]
+        self, operation: Operation, state: _State, step: int, jobs: Sequence[Job], begun: Callable[[], None]
     ) -> Transfer:
         """`step`: number of the update whose state it is."""
         with self._locks.hold() if self._locks is not None else nullcontext() as held:
             start = time.monotonic()
             try:
-                self._finish(jobs, begun)
+                self._mover.move(jobs, begun)
             except Refused as error:
-                self._count(operation, again=False)
+                self._mover.count(operation, again=False)
                 raise PathFailed(
                     f"Path {self.name} failed to {operation} the state of subgroup {state.kind.subgroup} after step "
                     f"{step}, {self.settings.url}: {error}.",
@@ -225,82 +198,7 @@ class ObjectPath:
                 ) from None  # fmt: skip
             end = time.monotonic()
         moved = Transfer(start, end, state.data_bytes, held.waited_seconds if held is not None else 0.0)
-        with self._counting:
-            return self.counters.count(operation, moved)
-
-    def _finish(self, jobs: Sequence[_Job], begun: Callable[[], None] = _nothing) -> None:
-        """Raises what the first one raised that failed. Whatever is raised, nothing uses the memory afterwards."""
-        futures: list[Future[None]] = []
-        move = object()
-        self._moving.add(move)
-        try:
-            for operation, job in jobs:
-                futures.append(self._pools[operation].submit(job))
-            begun()
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            for future in futures:
-                future.cancel()
-            wait(futures)
-            self._moving.discard(move)
-        for future in futures:
-            if not future.cancelled():
-                future.result()
-
-    def _blocks(self, nbytes: int) -> list[tuple[int, int]]:
-        """Offset and bytes of each."""
-        size = self.settings.block_bytes
-        return [(at, min(size, nbytes - at)) for at in range(0, nbytes, size)]
-
-    def _reads(self, stored: _Stored, address: int, nbytes: int) -> list[_Job]:
-        return [
-            ("read", partial(self._read_block, key, block, address + at, size, int(stored.checksums[block])))
-            for block, (key, (at, size)) in enumerate(zip(stored.keys, self._blocks(nbytes), strict=True))
-        ]
-
-    def _read_block(self, key: str, block: int, address: int, nbytes: int, expected: int) -> None:
-        """Once more when it differs: the transfer may have been bad, not what is stored."""
-        for attempt in (1, 2):
-            self._fetch(key, address, nbytes)
-            found = crc32c(address, nbytes)
-            if found == expected:
-                return
-            self._count("read", again=attempt == 1)
-        raise BlockDamaged(self._url(key), block, 0, found, expected)
-
-    def _fetch(self, key: str, address: int, nbytes: int) -> None:
-        try:
-            data = self._client.get(key, nbytes, lambda: self._count("read", again=True))
-        except Refused as error:
-            if error.errno != errno.ENOENT:
-                raise
-            self._count("read", again=False)
-            raise DataTruncated(self._url(key), f"no object ({error})", f"{nbytes:,} bytes") from None
-        if len(data) != nbytes:
-            self._count("read", again=False)
-            raise DataTruncated(self._url(key), f"{len(data):,} bytes", f"{nbytes:,}")
-        copy(address, np.frombuffer(data, np.uint8).ctypes.data, nbytes)
-
-    def _writes(self, stored: _Stored, address: int, nbytes: int) -> list[_Job]:
-        self._there.update(stored.keys)
-        return [
-            ("write", partial(self._write_block, stored, block, key, address + at, size))
-            for block, (key, (at, size)) in enumerate(zip(stored.keys, self._blocks(nbytes), strict=True))
-        ]
-
-    def _write_block(self, stored: _Stored, block: int, key: str, address: int, nbytes: int) -> None:
-        stored.checksums[block] = crc32c(address, nbytes)
-        memory = (ctypes.c_uint8 * nbytes).from_address(address)
-        self._client.put(key, memoryview(memory).cast("B"), lambda: self._count("write", again=True))
-
-    def _count(self, operation: Operation, again: bool) -> None:
-        """An attempt that failed, and whether it is repeated."""
-        with self._counting:
-            self.counters.errors[operation] += 1
-            self.counters.retries[operation] += again
-
-    def _url(self, key: str) -> str:
-        return f"{self.settings.url.rstrip('/')}/{key}"
+        return self._mover.moved(operation, moved)
 
     # ---- start and end
 
@@ -312,9 +210,9 @@ class ObjectPath:
         here = memory.ctypes.data
         one, other = self._new(CALIBRATION, size), self._new(CALIBRATION, size)
         try:
-            write = self._seconds(self._writes(one, here, size))
-            read = self._seconds(self._reads(one, here, size))
-            both = self._seconds(self._writes(other, here, size) + self._reads(one, here, size))
+            write = self._mover.seconds(self._mover.writes(one, here, size))
+            read = self._mover.seconds(self._mover.reads(one, here, size))
+            both = self._mover.seconds(self._mover.writes(other, here, size) + self._mover.reads(one, here, size))
         except Refused as error:
             raise unusable(self.settings, error) from error
         finally:
@@ -326,18 +224,12 @@ class ObjectPath:
             duplex=both < DUPLEX_SHARE * (read + write),
         )
 
-    def _seconds(self, jobs: Sequence[_Job]) -> float:
-        start = time.monotonic()
-        self._finish(jobs)
-        return max(time.monotonic() - start, 1e-9)
-
     def close(self) -> None:
         """Its objects are gone afterwards. Idempotent; nothing in a fork."""
         if self._closed or self._scratch.owner.pid != os.getpid():
             return
         self._closed = True
-        for pool in self._pools.values():
-            pool.shutdown(cancel_futures=True)
+        self._mover.close()
         self._states.clear()
         self._scratch.end()
         try:
