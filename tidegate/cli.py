@@ -211,7 +211,10 @@ def trace(
 
 @app.command()
 def doctor(
-    path: Annotated[list[Path] | None, typer.Option("--path", help="A directory of storage paths; repeat it.")] = None,
+    path: Annotated[
+        list[str] | None, typer.Option("--path", help="A directory or s3://bucket/prefix of storage paths; repeat it.")
+    ] = None,
+    endpoint: Annotated[str, typer.Option("--endpoint", help="The server of s3:// paths, where not Amazon's.")] = "",
     remove: Annotated[bool, typer.Option("--remove", help="Remove what dead runs left on --path.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before removing.")] = False,
     url: Daemon = None,
@@ -223,7 +226,7 @@ def doctor(
 
     if remove and not path:
         raise ConfigError("Say where to remove what dead runs left: --path DIRECTORY.")
-    leftovers = doctor_paths.look(path or [])
+    leftovers = doctor_paths.look(path or [], endpoint)
     if remove:
         findings = doctor_paths.remove_dead(leftovers, yes, typer.confirm)
     else:

@@ -138,7 +138,8 @@ class PathState(Message):
     """One storage path; sums are since the run began."""
 
     path: PathName
-    free_bytes: Count
+    free_bytes: Count | None = None
+    """None where no bound is known."""
     bytes: dict[PathOperation, Count] = {}
     lock_wait_seconds: dict[PathOperation, Seconds] = {}
     errors: dict[PathOperation, Count] = {}

@@ -102,7 +102,7 @@ class StepCollector:
             (s.path, op): speed for s in states for op, speed in s.ceiling_bytes_per_second.items()
         }
         yield _gauge("tidegate_path_ceiling_bytes_per_second", ceilings)
-        yield _gauge("tidegate_path_free_bytes", {(s.path,): s.free_bytes for s in states})
+        yield _gauge("tidegate_path_free_bytes", {(s.path,): s.free_bytes for s in states if s.free_bytes is not None})
         wear: dict[Labels, float] = {
             (s.path,): s.written_bytes_per_day for s in states if s.written_bytes_per_day is not None
         }

@@ -11,6 +11,7 @@ from typing import Final, cast
 
 from tidegate.agent.devices.base import DoneEvent
 from tidegate.agent.telemetry.division import Moved, divided
+from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.path import StoragePath, Transfer
 from tidegate.agent.tiers.store import TierStore
 from tidegate.plan.split import PathSpeeds
@@ -32,7 +33,8 @@ class PathNote:
 
     name: str
     moves: tuple[tuple[str, Transfer], ...]
-    free_bytes: int
+    free_bytes: int | None
+    """None where no bound is known."""
     nbytes: Mapping[str, int]
     lock_wait_seconds: Mapping[str, float]
     errors: Mapping[str, int]
@@ -77,6 +79,7 @@ class PathWatch:
         self._wear = {
             name: Wear(name, path.settings.wear_bytes_per_day, now, path.counters.bytes["write"])
             for name, path in store.paths.items()
+            if isinstance(path, StoragePath)  # whoever runs an object store looks after its media
         }
         for path in store.paths.values():
             path.counters.moves.clear()  # what was moved before has no phase of ours
@@ -86,8 +89,9 @@ class PathWatch:
         now = time.monotonic()
         return tuple(self._note(name, path, now) for name, path in self._store.paths.items())
 
-    def _note(self, name: str, path: StoragePath, now: float) -> PathNote:
+    def _note(self, name: str, path: StoragePath | ObjectPath, now: float) -> PathNote:
         counters = path.counters
+        wear = self._wear.get(name)
         moves = tuple(counters.moves.popleft() for _ in range(len(counters.moves)))
         return PathNote(
             name=name,
@@ -97,11 +101,11 @@ class PathWatch:
             lock_wait_seconds=dict(counters.lock_wait_seconds),
             errors=dict(counters.errors),
             ceilings=self._store.ceilings[name],
-            written_bytes_per_day=self._wear[name].per_day(now, counters.bytes["write"]),
+            written_bytes_per_day=wear.per_day(now, counters.bytes["write"]) if wear is not None else None,
         )
 
 
-def _free_bytes(path: StoragePath) -> int:
+def _free_bytes(path: StoragePath | ObjectPath) -> int | None:
     """0 when its directory is gone: the other figures of the step are still wanted."""
     try:
         return path.free_bytes

@@ -76,6 +76,11 @@ class PathSettings:
         if self.block_bytes % 4096:
             raise ConfigError(f"block_bytes={self.block_bytes} of a path must be a multiple of 4096.")
 
+    @property
+    def place(self) -> str:
+        """Where it is, for people."""
+        return os.fspath(self.directory)
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer(DoneEvent):

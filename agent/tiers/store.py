@@ -13,6 +13,8 @@ from typing import Final
 
 from tidegate.agent.subgroups import Layout
 from tidegate.agent.tiers.format import StateKind, file_bytes
+from tidegate.agent.tiers.object_path import ObjectPath
+from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.agent.tiers.path import PathSettings, StoragePath, Transfer, nothing
 from tidegate.errors import BlockDamaged, DataTruncated, NoPathLeft, PathFailed, PathFull, PathUnusable, StateLost
 from tidegate.kernels import WeightFormat
@@ -24,18 +26,20 @@ log = logging.getLogger("tidegate.tiers")
 
 CALIBRATION_BYTES: Final = 64 << 20
 RULE: Final = "adamw"
+UNBOUNDED: Final = 1 << 62
+"""Free bytes of a path that has no bound."""
 FORMATS: Final = {fmt: number for number, fmt in enumerate(WeightFormat)}
 
 
 class TierStore:
     """Knows where the state of each subgroup lies. Lanes fetch and flush; everything else happens between steps."""
 
-    def __init__(self, paths: Mapping[str, PathSettings], rank: int = 0) -> None:
+    def __init__(self, paths: Mapping[str, PathSettings | ObjectSettings], rank: int = 0) -> None:
         self.run_id = uuid.uuid4()
         self.rank = rank
         self.step = 0
         """Number of the update that writes now."""
-        self.paths: dict[str, StoragePath] = {}
+        self.paths: dict[str, StoragePath | ObjectPath] = {}
         # Nobody has to call `close`: files go with the store that nobody holds, and with the process that ends.
         self._closed = weakref.finalize(self, _close, self.paths)
         self.retired: dict[str, str] = {}
@@ -52,7 +56,7 @@ class TierStore:
         """Bytes of the largest file that each path may have to take."""
         try:
             for name, settings in paths.items():
-                self.paths[name] = StoragePath(name, settings, self.run_id.hex, rank, self.run_id.bytes)
+                self.paths[name] = _path(name, settings, self.run_id, rank)
         except BaseException:
             self.close()
             raise
@@ -211,10 +215,11 @@ class TierStore:
 
     def _free_bytes(self, path: str) -> int:
         try:
-            return self.paths[path].free_bytes
+            free = self.paths[path].free_bytes
         except OSError as error:
-            self.retire(path, f"{self.paths[path].settings.directory}: {error.strerror}.")
+            self.retire(path, f"{self.paths[path].settings.place}: {error.strerror}.")
             return 0
+        return UNBOUNDED if free is None else free
 
     def where(self, subgroup: int) -> str:
         """The path that its last flush reached: the one that was asked for, unless that failed."""
@@ -226,7 +231,13 @@ class TierStore:
         self._closed()
 
 
-def _close(paths: Mapping[str, StoragePath]) -> None:
+def _path(name: str, settings: PathSettings | ObjectSettings, run_id: uuid.UUID, rank: int) -> StoragePath | ObjectPath:
+    if isinstance(settings, ObjectSettings):
+        return ObjectPath(name, settings, run_id.hex, rank)
+    return StoragePath(name, settings, run_id.hex, rank, run_id.bytes)
+
+
+def _close(paths: Mapping[str, StoragePath | ObjectPath]) -> None:
     for name, path in paths.items():
         if path.busy:
             log.warning("path %s hangs: what lies there stays behind", name)
