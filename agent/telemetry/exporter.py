@@ -15,9 +15,10 @@ from prometheus_client.exposition import choose_encoder
 
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry.recorder import Histogram, Recorder
-from tidegate.catalogue import BY_NAME, SECONDS_BUCKETS
+from tidegate.catalogue import BY_NAME
 from tidegate.errors import ConfigError
 from tidegate.knobs import AUTO, KnobValue, device_share, weights_of
+from tidegate.metric import SECONDS_BUCKETS
 from tidegate.plan.ops import path_lanes
 from tidegate.timeline import STALL_CAUSES
 

@@ -16,8 +16,8 @@ from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.agent.telemetry.paths import PathWatch
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.report import report_of
-from tidegate.catalogue import SECONDS_BUCKETS
 from tidegate.errors import ConfigError
+from tidegate.metric import SECONDS_BUCKETS
 from tidegate.model.rates import RateCard, seen
 from tidegate.model.simulate import update_seconds
 from tidegate.plan import Plan

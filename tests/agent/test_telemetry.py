@@ -68,7 +68,7 @@ def test_stalls_and_compute_make_up_the_update(run: tuple[Training, tidegate.Att
 
 def test_every_family_of_the_agent_is_exported_with_its_labels(run: tuple[Training, tidegate.Attachment]) -> None:
     families = {family.name: family for family in text_string_to_metric_families(scrape(run[1]))}
-    known = [metric for metric in METRICS if not metric.needs_paths]
+    known = [metric for metric in METRICS if not metric.needs]
     for metric in known:
         name = metric.name.removesuffix("_total")
         assert name in families, metric.name
