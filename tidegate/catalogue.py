@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from tidegate.metric import (
@@ -26,30 +27,32 @@ from tidegate.metric import (
 )
 from tidegate.timeline import PHASES
 
+Labels = Mapping[str, tuple[str, ...]]
+
 _PHASE = {"phase": PHASES}
-_LINK: dict[str, tuple[str, ...]] = {"direction": DIRECTIONS, "phase": PHASES, "content": CONTENTS}
+_LINK: Labels = {"direction": DIRECTIONS, "phase": PHASES, "content": CONTENTS}
 _DIRECTION = {"direction": DIRECTIONS}
 _PATH = {"path": (PATH,)}
-_LANE: dict[str, tuple[str, ...]] = {"path": (PATH,), "operation": PATH_OPERATIONS}
-_PCIE: dict[str, tuple[str, ...]] = {"direction": DIRECTIONS, "source": PCIE_SOURCES}
+_LANE: Labels = {"path": (PATH,), "operation": PATH_OPERATIONS}
+_PCIE: Labels = {"direction": DIRECTIONS, "source": PCIE_SOURCES}
 _UPDATE = {"phase": ("update",)}
 _RULES = "For alert rules."
 _CROSS_CHECK = "A second opinion on counted bytes, for Prometheus."
 
 
-def _metric(kind: Any, name: str, unit: str, labels: dict[str, tuple[str, ...]], help: str, **more: Any) -> Metric:
+def _metric(kind: Any, name: str, unit: str, labels: Labels, help: str, **more: Any) -> Metric:
     return Metric(name=f"tidegate_{name}", type=kind, unit=unit, labels=labels, help=help, **more)
 
 
-def _counter(name: str, unit: str, labels: dict[str, tuple[str, ...]], help: str, **more: Any) -> Metric:
+def _counter(name: str, unit: str, labels: Labels, help: str, **more: Any) -> Metric:
     return _metric("counter", f"{name}_total", unit, labels, help, **more)
 
 
-def _gauge(name: str, unit: str, labels: dict[str, tuple[str, ...]], help: str, **more: Any) -> Metric:
+def _gauge(name: str, unit: str, labels: Labels, help: str, **more: Any) -> Metric:
     return _metric("gauge", name, unit, labels, help, **more)
 
 
-def _histogram(name: str, labels: dict[str, tuple[str, ...]], help: str, **more: Any) -> Metric:
+def _histogram(name: str, labels: Labels, help: str, **more: Any) -> Metric:
     return _metric("histogram", name, "seconds", labels, help, **more)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -61,7 +61,7 @@ class Metric:
     type: MetricType
     unit: str
     help: str
-    labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     screen: Screen | None = None
     """The section of the live view that shows it."""
     unseen: str = ""

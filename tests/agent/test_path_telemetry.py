@@ -267,4 +267,4 @@ def test_a_directory_that_is_gone_does_not_end_the_figures(tmp_path: Path) -> No
         assert [{state.path: state.free_bytes > 0 for state in step.path_states} for step in steps[-2:]] == [
             {"nvme": True, "pfs": False}
         ] * 2
-        assert attachment.recorder.totals.path_bytes["nvme", "write", "update"] > 0
+        assert attachment.recorder.rows("tidegate_path_bytes_total")["nvme", "write", "update"] > 0
