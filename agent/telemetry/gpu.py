@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tidegate.agent.telemetry.nvml import PERIOD_SECONDS, Gpu, Pcie, sums
+from tidegate.logs import event
 
 log = logging.getLogger("tidegate.gpu")
 
@@ -62,7 +63,7 @@ class GpuSampler:
                 self.cpu_seconds = time.thread_time()
         except Exception as error:
             # A GPU that is lost, for one: what was last seen of it is no longer so.
-            log.warning("no more figures from NVML: %s", error)
+            log.warning("no more figures from NVML: %s", error, extra=event("nvml_lost", reason=str(error)))
             self.figures = GpuFigures()
         finally:
             self._gpu.close()
