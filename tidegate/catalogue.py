@@ -93,7 +93,8 @@ _LINKS: Final = (
     ),
     _gauge(
         "link_ceiling_bytes_per_second", "bytes/s", _DIRECTION,
-        "The highest speed of large copies in any step of this run: what the link is known to do.",
+        "The highest mean speed of copies in any step of this run that copied at least 1 MiB: what the link is known "
+        "to do.",
         unseen="For alerts on a saturated link; the live view shows the speed while busy.",
     ),
 )  # fmt: skip

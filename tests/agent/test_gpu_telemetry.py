@@ -153,8 +153,8 @@ def test_samples_of_20_ms_give_a_speed_and_no_sum(stub: Stub) -> None:
     stub.fields, stub.rx_mib, stub.tx_mib = NO, 3.0, 5.0
     gpu = open_gpu(UUID)
     assert gpu is not None
-    sampler = GpuSampler(gpu, dict)
-    sampler.sample(0.0)
+    sampler = GpuSampler(lambda: gpu, dict)
+    sampler.sample(gpu, 0.0)
     assert sampler.figures.source == "throughput"
     assert sampler.figures.pcie_bytes_per_second == {"h2d": 3.0 * MIB, "d2h": 5.0 * MIB}
     assert (sampler.figures.pcie_bytes, sampler.figures.discrepancy) == ({}, {})
@@ -163,14 +163,14 @@ def test_samples_of_20_ms_give_a_speed_and_no_sum(stub: Stub) -> None:
 
 def test_what_tidegate_did_not_count_is_published(stub: Stub, gpu: Gpu) -> None:
     counted = {"h2d": 0, "d2h": 0}
-    sampler = GpuSampler(gpu, lambda: dict(counted))
-    sampler.sample(0.0)
-    sampler.sample(1.0)
+    sampler = GpuSampler(lambda: gpu, lambda: dict(counted))
+    sampler.sample(gpu, 0.0)
+    sampler.sample(gpu, 1.0)
     stub.moved(h2d=100 * MIB, d2h=40 * MIB)
     counted |= {"h2d": 75 * MIB, "d2h": 40 * MIB}
-    sampler.sample(2.0)
+    sampler.sample(gpu, 2.0)
     assert sampler.figures.discrepancy == {}, "not before something is compared"
-    sampler.sample(2.0 + COMPARE_SECONDS)
+    sampler.sample(gpu, 2.0 + COMPARE_SECONDS)
     assert sampler.figures.discrepancy == {"h2d": 0.25, "d2h": 0.0}
     assert sampler.figures.pcie_bytes == {"h2d": 100 * MIB, "d2h": 40 * MIB}
 
@@ -179,14 +179,14 @@ def test_nothing_is_compared_across_a_gap(stub: Stub) -> None:
     stub.value_type = U32
     gpu = open_gpu(UUID)
     assert gpu is not None
-    sampler = GpuSampler(gpu, lambda: {"h2d": 0, "d2h": 0})
+    sampler = GpuSampler(lambda: gpu, lambda: {"h2d": 0, "d2h": 0})
     now = 0.0
     for _ in range(300):
         now += WRAP_PERIOD_SECONDS
         stub.moved(h2d=MIB, d2h=MIB)
-        sampler.sample(now)
+        sampler.sample(gpu, now)
     assert sampler.figures.discrepancy == {"h2d": 1.0, "d2h": 1.0}
-    sampler.sample(now + 1.0)
+    sampler.sample(gpu, now + 1.0)
     assert sampler.figures.discrepancy == {}
     assert sampler.figures.pcie_bytes == {"h2d": 299 * MIB, "d2h": 299 * MIB}
     gpu.close()
@@ -197,8 +197,8 @@ def test_utilization_is_a_share_and_absent_where_it_is_not_supported(stub: Stub,
     assert gpu.utilization_ratio() == 0.37
     stub.utilization = NO
     assert gpu.utilization_ratio() is None
-    sampler = GpuSampler(gpu, dict)
-    sampler.sample(0.0)
+    sampler = GpuSampler(lambda: gpu, dict)
+    sampler.sample(gpu, 0.0)
     assert sampler.figures.utilization_ratio is None
 
 
@@ -225,7 +225,7 @@ def test_a_gpu_that_is_lost_has_no_figures_any_more(stub: Stub, caplog: pytest.L
     stub.value_type = U32
     gpu = open_gpu(UUID)
     assert gpu is not None
-    sampler = GpuSampler(gpu, lambda: {"h2d": 0, "d2h": 0})
+    sampler = GpuSampler(lambda: gpu, lambda: {"h2d": 0, "d2h": 0})
     sampler.start()
     until(lambda: sampler.figures.source, "a sample")
     stub.fields = pynvml.NVML_ERROR_GPU_IS_LOST
