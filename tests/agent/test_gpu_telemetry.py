@@ -8,13 +8,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pynvml
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tidegate
+from tests.agent.training import Training
 from tests.services import until
+from tidegate.agent.telemetry import watch
 from tidegate.agent.telemetry.gpu import COMPARE_SECONDS, GpuFigures, GpuSampler
 from tidegate.agent.telemetry.nvml import (
     MAX_LINK_BYTES_PER_SECOND,
@@ -239,3 +245,38 @@ def test_without_the_library_there_are_no_figures() -> None:
     code = f"from tidegate.agent.telemetry.nvml import open_gpu; print(open_gpu({UUID!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("None\n", "")
+
+
+def test_a_rank_on_a_gpu_exports_what_nvml_says_and_any_other_nothing(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer is one of the emulated device; the watch is told that its parameters are on a GPU."""
+    training = Training()
+    real = training.optimizer
+    on_gpu = SimpleNamespace(
+        device=SimpleNamespace(kind="cuda"),
+        param_groups=[{"params": [SimpleNamespace(device=torch.device("cuda", 3))]}],
+    )
+    asked: list[object] = []
+
+    def properties(device: object) -> SimpleNamespace:
+        asked.append(device)
+        return SimpleNamespace(uuid=UUID.removeprefix("GPU-"))
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    stub.busy_percent = 25
+    with real, tidegate.attach(real, training.model, run="gpu") as attachment:
+        training.step()
+        url = f"http://{attachment.metrics_address}/metrics"
+        assert "tidegate_gpu" not in httpx.get(url, trust_env=False).text
+        assert watch._sampler(real, attachment.recorder) is None
+        sampler = attachment._watch._sampler = watch._sampler(on_gpu, attachment.recorder)  # type: ignore[arg-type]
+        assert sampler is not None
+        until(lambda: sampler.figures.source, "a sample")
+        stub.moved(h2d=7, d2h=5)
+        until(lambda: sampler.figures.pcie_bytes.get("h2d"), "another")
+        text = httpx.get(url, trust_env=False).text
+        assert 'tidegate_gpu_pcie_bytes_total{direction="h2d",source="fields"} 7.0' in text
+        assert "tidegate_gpu_utilization_ratio 0.25" in text
+        assert 'tidegate_agent_overhead_seconds_total{part="sampler"}' in text
+    assert asked == [torch.device("cuda", 3)]
