@@ -26,6 +26,22 @@ logging.getLogger("theirs").info("not ours")
 """
 
 
+TRAINING = """
+import logging, os, sys
+from tidegate import cli, cli_training
+
+def train(options):
+    logging.getLogger("tidegate").info("trained %d steps", options.steps)
+    logging.getLogger("theirs").warning("a warning")
+    print(os.environ.get("TIDEGATE_LOG_FORMAT"))
+    return 0
+
+cli_training.run_demo = train
+sys.argv = ["tidegate", *{arguments!r}]
+cli.main()
+"""
+
+
 def python(code: str, form: str | None) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != VARIABLE} | ({VARIABLE: form} if form else {})
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
@@ -64,6 +80,15 @@ def test_an_agent_logs_as_json_where_the_environment_says_so() -> None:
 def test_an_agent_leaves_the_logs_of_other_peoples_programs_alone() -> None:
     done = python(AGENT, None)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_training_commands_and_the_daemon_that_they_start_log_in_the_form_that_they_are_told(command: str) -> None:
+    done = python(TRAINING.format(arguments=[command, "--steps", "3", "--log-format", "json"]), None)
+    assert (done.returncode, done.stdout) == (0, "json\n"), done.stderr
+    assert [row["message"] for row in rows(done.stderr)] == ["trained 3 steps", "a warning"]
+    quiet = python(TRAINING.format(arguments=[command, "--steps", "3"]), None)
+    assert (quiet.stdout, quiet.stderr) == ("None\n", "a warning\n")
 
 
 def test_a_format_that_there_is_not_is_said() -> None:

@@ -187,6 +187,11 @@ _MACHINE: Final = (
         "host_memory_bytes", "bytes", {"kind": HOST_MEMORY_KINDS}, "Host memory that the engine holds.", screen="Memory"
     ),
     _counter("cpu_seconds", "seconds", _PHASE, "CPU time of this process.", screen="Phases"),
+    _counter(
+        "process_io_bytes", "bytes", {"operation": PATH_OPERATIONS},
+        "Bytes that this process had storage read and write, as the kernel counts them: not what the page cache gave.",
+        unseen=_CROSS_CHECK,
+    ),
     _gauge(
         "gpu_utilization_ratio", "1", {}, "Share of NVML's last sample period in which the GPU ran a kernel.",
         unseen="NVML knows no phases; for Prometheus.", needs="nvml",

@@ -133,6 +133,7 @@ def test_every_family_has_only_labels_of_this_runs_paths(run: Run) -> None:
     by_name = {metric.name.removesuffix("_total"): metric for metric in METRICS if metric.needs != "nvml"}
     assert {name for name in families if name.startswith("tidegate_")} == set(by_name)
     for name, metric in by_name.items():
+        assert len(families[name].samples) <= metric.max_series(PATHS), name
         for sample in families[name].samples:
             for label, value in sample.labels.items():
                 assert label == "le" or value in metric.values(label, PATHS), sample

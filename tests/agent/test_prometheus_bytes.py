@@ -89,10 +89,12 @@ def test_bytes_in_prometheus_are_the_kernels_less_what_else_the_process_does_and
     ):
         for _ in range(WARM_UP_STEPS):
             made.step()
-        before = scraped(prometheus, made.steps)
+        before, io = scraped(prometheus, made.steps), Counter[str]()
+        io.subtract(process_io(prometheus))
         seen = Counter(made.outside.link_bytes)
         truth = Truth(made)
         after = scraped(prometheus, made.steps)
+        io.update(process_io(prometheus))
         exemplars = httpx.get(
             f"{prometheus.url}/api/v1/query_exemplars",
             params={"query": "tidegate_phase_seconds_bucket", "start": "0", "end": "9999999999"},
@@ -111,6 +113,7 @@ def test_bytes_in_prometheus_are_the_kernels_less_what_else_the_process_does_and
     if not min(truth.kernel.values()):
         pytest.skip("the test directory is on no block device: the kernel counts nothing")
     for operation in ("read", "write"):
+        assert io[operation] == pytest.approx(truth.kernel[operation], rel=0.01)
         total = sum(moved[path, operation, phase] for path in PATHS for phase in PHASES)
         assert total == pytest.approx(truth.kernel[operation] - else_moved[operation], rel=0.01), operation
 
@@ -120,3 +123,8 @@ def scraped(prometheus: Prometheus, steps: int) -> Counter[tuple[str, str, str]]
     until(lambda: prometheus.value("tidegate_steps_total") == steps, "the scrape of the last step")
     rows = prometheus.query("tidegate_path_bytes_total")
     return Counter({(row["path"], row["operation"], row["phase"]): int(row["value"]) for row in rows})
+
+
+def process_io(prometheus: Prometheus) -> dict[str, int]:
+    """The kernel's count, as the rank exports it."""
+    return {row["operation"]: int(row["value"]) for row in prometheus.query("tidegate_process_io_bytes_total")}

@@ -75,6 +75,7 @@ def test_every_family_of_the_agent_is_exported_with_its_labels(run: tuple[Traini
         assert name in families, metric.name
         family = families[name]
         assert family.type == metric.type
+        assert len(family.samples) <= metric.max_series()
         for sample in family.samples:
             labels = {label: value for label, value in sample.labels.items() if label != "le"}
             assert set(labels) == set(metric.labels), sample
@@ -99,6 +100,7 @@ def test_where_openmetrics_is_negotiated_buckets_say_which_step_fell_into_them(
     answer = httpx.get(f"http://{run[1].metrics_address}/metrics", headers=accepted, trust_env=False)
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     families = {family.name: family for family in openmetrics.text_string_to_metric_families(answer.text)}
+    assert "_created" not in answer.text
     seconds = {step.step: step.phase_seconds["update"] for step in run[1].recorder.take_unreported()}
     found = [
         sample
