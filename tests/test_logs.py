@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.services import free_port, until
+from tests.services import ROOT, free_port, until
 from tidegate.logs import VARIABLE, JsonFormatter, event
 
 AGENT = """
@@ -115,3 +117,20 @@ def test_the_daemon_logs_in_the_form_that_it_is_told(tmp_path: Path, form: str) 
         assert all(json.loads(line)["logger"].startswith("tidegate") for line in lines)
     else:
         assert "WARNING tidegate.daemon" in warned[0]
+
+
+def test_every_event_is_described_and_every_description_has_its_event() -> None:
+    """With the fields that it has."""
+    table = (ROOT / "docs" / "logs.md").read_text()
+    described = {
+        name: set(re.findall(r"`(\w+)`", fields))
+        for name, fields in re.findall(r"^`(\w+)` \| \w+ \| ([^|]*)\|", table, re.MULTILINE)
+    }
+    logged: dict[str, set[str]] = {}
+    for path in [path for part in ("agent", "daemon", "dashboard", "tidegate") for path in (ROOT / part).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "event":
+                first = node.args[0]
+                assert isinstance(first, ast.Constant)
+                logged[str(first.value)] = {str(keyword.arg) for keyword in node.keywords}
+    assert logged == described
