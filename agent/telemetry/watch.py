@@ -23,6 +23,7 @@ class Watch:
         self.overhead = {"tuner": 0.0, "exporter": 0.0, "link": 0.0}
         self._optimizer, self._recorder = optimizer, recorder
         self._exposition = Exposition(bool(recorder.path_names))
+        self._sampler: GpuSampler | None = None
         self._exporter = Exporter(self._answer, self.overhead, bind, port)
         self.port = self._exporter.port
         self._sampler = _sampler(optimizer, recorder)
