@@ -18,12 +18,13 @@ from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.hooks import ModelHook
 from tidegate.agent.link import AgentLink, Committed
 from tidegate.agent.optimizer import AdamW
-from tidegate.agent.telemetry.exporter import Exporter, StepCollector
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.recorder import Recorder
+from tidegate.agent.telemetry.watch import Watch
 from tidegate.client import find_token
 from tidegate.errors import ConfigError, MemoryBudgetError
 from tidegate.knobs import AUTO
+from tidegate.logs import configure_from_environment, event
 from tidegate.model.tuner import StrideTuner
 from tidegate.wire import AgentHello, AgentReport, Rates, SubgroupSizes
 
@@ -52,6 +53,7 @@ class Attachment:
     ) -> None:
         if optimizer.attachment is not None:
             raise ConfigError("This optimizer is attached already; close() that attachment first.")
+        configure_from_environment()
         self.run, self.rank, self.world_size = run, *_rank_and_world()
         self.generation = 0
         self.applied_at: list[tuple[int, int]] = [(0, 1)]
@@ -62,28 +64,33 @@ class Attachment:
         self._refused = -1
         self._first_step = optimizer.num_steps + 1
         self.recorder = Recorder(optimizer)
-        self._collector = StepCollector(optimizer, self.recorder)
-        self._exporter = Exporter(self._collector, metrics_bind, metrics_port)
-        self.metrics_address = f"{advertise_host or metrics_bind}:{self._exporter.port}"
+        self._watch = Watch(optimizer, self.recorder, metrics_bind, metrics_port)
+        self.metrics_address = f"{advertise_host or metrics_bind}:{self._watch.port}"
         self.link: AgentLink | None = None
         try:
             if daemon is not None:
                 self.link = self._connect(daemon, token or find_token("agent"), reset_knobs)
             self._apply_committed(1)
         except BaseException:
-            self._exporter.close()
+            self._watch.close()
             raise
         self._phases = _PhaseHooks(optimizer)
         self._handles = self._phases.on(model) if model is not None else []
         optimizer.observers.append(self._on_step)
         optimizer.boundaries.append(self._between_steps)
         optimizer.attachment = self
+        log.info(
+            "run %s, rank %d of %d: metrics at %s", self.run, self.rank, self.world_size, self.metrics_address,
+            extra=event(
+                "attached", run=self.run, rank=self.rank, world_size=self.world_size,
+                metrics_address=self.metrics_address, device=optimizer.device.kind,
+            ),
+        )  # fmt: skip
 
     @property
     def overhead(self) -> dict[str, float]:
-        """CPU seconds that recording, tuning, exporting and reporting have cost so far, each by its name."""
-        link = self.link.cpu_seconds if self.link is not None else 0.0
-        return {**self._collector.overhead, "recorder": self.recorder.cpu_seconds, "link": link}
+        """CPU seconds that recording, tuning, exporting, sampling and reporting have cost so far, each by its name."""
+        return {**self._watch.costs, "link": self.link.cpu_seconds if self.link is not None else 0.0}
 
     @property
     def overhead_seconds(self) -> float:
@@ -100,7 +107,11 @@ class Attachment:
                 handle.remove()
             if self.link is not None:
                 self.link.close()
-            self._exporter.close()
+            self._watch.close()
+            log.info(
+                "run %s, rank %d: %d steps", self.run, self.rank, self.recorder.steps,
+                extra=event("detached", run=self.run, rank=self.rank, steps=self.recorder.steps),
+            )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -121,9 +132,9 @@ class Attachment:
         self._apply_committed(next_step - self._first_step + 1)
         began = time.thread_time()
         self._tune()
-        self._collector.overhead["tuner"] += time.thread_time() - began
+        self._watch.overhead["tuner"] += time.thread_time() - began
         if self.link is not None:
-            self._collector.overhead["link"] = self.link.cpu_seconds
+            self._watch.overhead["link"] = self.link.cpu_seconds
 
     def _apply_committed(self, next_step: int) -> None:
         """Applies what the daemon committed, on all ranks before the same step or on none."""
@@ -134,7 +145,7 @@ class Attachment:
         if generation == self._refused or (committed.knobs != self._optimizer.knobs and not self._apply(committed)):
             self._refused = generation
             return
-        self.generation = self._collector.generation = generation
+        self.generation = self._watch.generation = generation
         if generation != self.applied_at[-1][0]:
             self.applied_at.append((generation, next_step))
         if self.link is not None:
@@ -144,10 +155,17 @@ class Attachment:
         try:
             self._optimizer.check_knobs(committed.knobs)
         except ConfigError as refusal:
-            log.error("generation %d kept from the run, last good knobs stay: %s", committed.generation, refusal)
+            log.error(
+                "generation %d kept from the run, last good knobs stay: %s", committed.generation, refusal,
+                extra=event("generation_refused", run=self.run, generation=committed.generation, reason=str(refusal)),
+            )  # fmt: skip
             return False
         self._optimizer.apply_knobs(committed.knobs)
-        log.info("generation %d applied: %s", committed.generation, committed.knobs.as_dict())
+        knobs = committed.knobs.as_dict()
+        log.info(
+            "generation %d applied: %s", committed.generation, knobs,
+            extra=event("generation_applied", run=self.run, generation=committed.generation, knobs=knobs),
+        )  # fmt: skip
         return True
 
     def _tune(self) -> None:

@@ -44,14 +44,13 @@ class _Passed:
 
     @classmethod
     def of(cls, attachment: Attachment) -> _Passed:
-        with attachment.recorder.lock:
-            totals = attachment.recorder.totals
-            by_cause: dict[str, float] = {}
-            for (phase, cause), seconds in totals.stalls.items():
-                if phase == "update":
-                    by_cause[cause] = by_cause.get(cause, 0.0) + seconds
-            phases = {phase: histogram.total for phase, histogram in totals.phases.items()}
-            return cls(sum(phases.values()), phases.get("update", 0.0) + totals.spill, tuple(by_cause.items()))
+        recorder = attachment.recorder
+        with recorder.lock:
+            stalls = recorder.rows("tidegate_stall_seconds_total")
+            phases = {phase: seconds for (phase,), seconds in recorder.seconds("tidegate_phase_seconds").items()}
+            spill = sum(recorder.rows("tidegate_update_spill_seconds_total").values())
+        by_cause = tuple((cause, seconds) for (phase, cause), seconds in stalls.items() if phase == "update")
+        return cls(sum(phases.values()), phases.get("update", 0.0) + spill, by_cause)
 
     def since(self, before: _Passed) -> _Passed:
         earlier = dict(before.stalls)

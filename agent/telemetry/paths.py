@@ -14,6 +14,7 @@ from tidegate.agent.telemetry.division import Moved, divided
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.path import StoragePath, Transfer
 from tidegate.agent.tiers.store import TierStore
+from tidegate.logs import event
 from tidegate.plan.split import PathSpeeds
 from tidegate.timeline import PhaseSpan
 from tidegate.wire import PathOperation, PathRow, PathState
@@ -65,6 +66,7 @@ class Wear:
                 "path %s: %s bytes a day are written at this pace, more than wear_bytes_per_day=%s. A larger "
                 "host_cache or static_ratio, or a smaller share of tier_split, writes less.",
                 self._path, f"{rate:,.0f}", f"{self._limit:,}",
+                extra=event("path_wears", path=self._path, bytes_per_day=rate, limit=self._limit),
             )  # fmt: skip
             self._limit = 0
         return rate
@@ -81,6 +83,8 @@ class PathWatch:
             for name, path in store.paths.items()
             if isinstance(path, StoragePath)  # whoever runs an object store looks after its media
         }
+        self.capacities = {name: _capacity_bytes(path) for name, path in store.paths.items()}
+        """Sizes. Asked once: a file system that hangs must not hold up a scrape."""
         for path in store.paths.values():
             path.counters.moves.clear()  # what was moved before has no phase of ours
 
@@ -109,6 +113,14 @@ def _free_bytes(path: StoragePath | ObjectPath) -> int | None:
     """0 when its directory is gone: the other figures of the step are still wanted."""
     try:
         return path.free_bytes
+    except OSError:
+        return 0
+
+
+def _capacity_bytes(path: StoragePath) -> int:
+    """0 when its directory is gone."""
+    try:
+        return path.capacity_bytes
     except OSError:
         return 0
 

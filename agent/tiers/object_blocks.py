@@ -47,7 +47,6 @@ class BlockMover:
         self._settings = settings
         self._client = client
         self._counters = counters
-        self._counting = threading.Lock()
         self._moving: set[object] = set()
         self._pools: dict[Operation, ThreadPoolExecutor] = {
             "read": ThreadPoolExecutor(settings.threads, f"tidegate-{name}-read"),
@@ -107,14 +106,13 @@ class BlockMover:
 
     def moved(self, operation: Operation, transfer: Transfer) -> Transfer:
         """Notes what has ended well."""
-        with self._counting:
-            return self._counters.count(operation, transfer)
+        return self._counters.count(operation, transfer)
 
     def count(self, operation: Operation, again: bool) -> None:
         """Notes an attempt that failed, and whether it is repeated."""
-        with self._counting:
-            self._counters.errors[operation] += 1
-            self._counters.retries[operation] += again
+        self._counters.count_error(operation)
+        if again:
+            self._counters.count_retry(operation)
 
     def url(self, key: str) -> str:
         return f"{self._settings.url.rstrip('/')}/{key}"

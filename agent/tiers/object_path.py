@@ -188,7 +188,8 @@ class ObjectPath:
         with self._locks.hold() if self._locks is not None else nullcontext() as held:
             start = time.monotonic()
             try:
-                self._mover.move(jobs, begun)
+                with self.counters.going_on(operation):
+                    self._mover.move(jobs, begun)
             except Refused as error:
                 self._mover.count(operation, again=False)
                 raise PathFailed(

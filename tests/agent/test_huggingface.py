@@ -113,8 +113,8 @@ def test_each_log_entry_says_what_the_update_cost_since_the_last(tmp_path: Path)
     try:
         entries = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert len(entries) == 3
-        totals = results[0].totals
-        measured = totals.phases["update"].total + totals.spill
+        seconds = results[0].seconds("tidegate_phase_seconds")
+        measured = seconds[("update",)] + results[0].rows("tidegate_update_spill_seconds_total")[()]
         assert sum(entry["tidegate_update_seconds"] for entry in entries) == pytest.approx(measured, rel=1e-3)
         assert all(0 <= e["tidegate_stall_seconds"] <= e["tidegate_update_seconds"] for e in entries)
         assert all("of the step" in entry["tidegate_verdict"] for entry in entries)
