@@ -1,4 +1,4 @@
-"""The daemon as users run it, but that it takes a rank for lost after three seconds."""
+"""The daemon as users run it, but that it takes a rank for lost after six seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tidegate.daemon.main import serve
 from tidegate.daemon.settings import Settings
 
-LEASE_SECONDS = 1.0
+LEASE_SECONDS = 2.0
 
 
 if __name__ == "__main__":

@@ -16,6 +16,12 @@ import tidegate
 WIDTH = 320
 NUM_LAYERS = 2
 RATES = {"h2d_bytes_per_second": 1e10, "d2h_bytes_per_second": 1e10, "update_params_per_second": 2e6}
+WEAR_BYTES_PER_DAY = 4_000_000_000_000
+
+
+def settings(directory: str) -> tidegate.PathSettings:
+    """With a limit on wear, so that the family that tells it is there."""
+    return tidegate.PathSettings(directory=directory, wear_bytes_per_day=WEAR_BYTES_PER_DAY)
 
 
 def main() -> None:
@@ -39,7 +45,7 @@ def main() -> None:
             stride=1.0,
             subgroup_numel=25_000,
             cpu_threads=1,
-            paths=dict(word.split("=", 1) for word in options.path),
+            paths={name: settings(directory) for name, directory in (word.split("=", 1) for word in options.path)},
             tier_split=options.tier_split,
             host_cache=0,
         ),
