@@ -49,7 +49,7 @@ def create_app(settings: Settings) -> FastAPI:
         app.include_router(part.router)
     if settings.metrics:
         app.include_router(health.metrics_router)
-    app.add_middleware(Gate, tokens=Tokens(store), hosts=settings.hosts, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Gate, tokens=Tokens(store), settings=settings)
     app.add_middleware(Measured, requests=Requests(registry))
     return app
 

@@ -20,6 +20,7 @@ TITLES = {
     413: "Too large",
     422: "Invalid",
     428: "Precondition required",
+    429: "Too many requests",
     500: "Internal error",
     503: "Not ready",
 }

@@ -10,22 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import create_engine, event, func, select
+from sqlalchemy import create_engine, event, select
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import sessionmaker
 
 from tidegate.daemon.control.generations import Ballot, Generation
-from tidegate.daemon.schema import (
-    SCHEMA_VERSION,
-    AgentRow,
-    AuditEntry,
-    Base,
-    GenerationRow,
-    RunRow,
-    SchemaRow,
-    TokenRow,
-)
+from tidegate.daemon.migrations.upgrade import upgrade
+from tidegate.daemon.schema import AgentRow, AuditEntry, GenerationRow, RunRow
+from tidegate.daemon.tokens import TokenTable
 from tidegate.errors import DaemonError
 from tidegate.wire import AgentHello, AuditRow, KnobChanges, Liveness, MeasuredEffect
 
@@ -57,20 +50,20 @@ class AuditNote:
 
 
 class Store:
-    """Opens the database at `url` and makes its tables; a database of a newer version is refused."""
+    """Opens the database at `url` and brings its tables up to date; one of a newer version is refused."""
 
     def __init__(self, url: str) -> None:
         try:
             self._engine = create_engine(url)
             if self._engine.dialect.name == "sqlite":
                 event.listen(self._engine, "connect", _use_wal)
-            Base.metadata.create_all(self._engine)
-            self._session = sessionmaker(self._engine, expire_on_commit=False)
-            _check_version(self._session)
+            upgrade(self._engine)
         except (SQLAlchemyError, ImportError) as error:
             why = str(getattr(error, "orig", None) or error).splitlines()[0]
             shown = url if "@" not in url else url.partition("://")[0]
             raise DaemonError(f"The database {shown} cannot be opened: {why}.") from error
+        self._session = sessionmaker(self._engine, expire_on_commit=False)
+        self.tokens = TokenTable(self._session)
 
     @property
     def engine(self) -> Engine:
@@ -117,7 +110,7 @@ class Store:
         with self._session() as session:
             return _generation(session.get_one(GenerationRow, (run, number)))
 
-    # ---- agents, audit, tokens
+    # ---- agents and audit
 
     def agents(self) -> list[AgentRecord]:
         with self._session() as session:
@@ -139,32 +132,12 @@ class Store:
             rows = list(session.scalars(query))
         return [AuditRow(**{name: getattr(row, name) for name in AuditRow.model_fields}) for row in reversed(rows)]
 
-    def tokens(self) -> list[tuple[str, str, str]]:
-        """(digest, name, scope) of every token."""
-        with self._session() as session:
-            return [(row.digest, row.name, row.scope) for row in session.scalars(select(TokenRow))]
-
-    def add_token(self, digest: str, name: str, scope: str, created_at: float) -> None:
-        with self._session.begin() as session:
-            session.merge(TokenRow(digest=digest, name=name, scope=scope, created_at=created_at))
-
 
 def _use_wal(connection: Any, _: Any) -> None:
     if isinstance(connection, sqlite3.Connection):
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA busy_timeout=5000")
-
-
-def _check_version(sessions: sessionmaker[Session]) -> None:
-    with sessions.begin() as session:
-        found = session.scalar(select(func.max(SchemaRow.version)))
-        if found is None:
-            session.add(SchemaRow(version=SCHEMA_VERSION))
-        elif found > SCHEMA_VERSION:
-            raise DaemonError(
-                f"The database is of version {found}, this Tidegate knows {SCHEMA_VERSION}: install a newer Tidegate."
-            )
 
 
 def _generation_row(run: str, g: Generation) -> GenerationRow:

@@ -69,7 +69,12 @@ def test_help_and_status_need_no_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "extra"),
-    [(("daemon",), "daemon"), (("token", "read"), "daemon"), (("dashboard",), "dashboard"), (("demo",), "demo")],
+    [
+        (("daemon",), "daemon"),
+        (("token", "create", "read"), "daemon"),
+        (("dashboard",), "dashboard"),
+        (("demo",), "demo"),
+    ],
 )
 def test_a_missing_extra_is_named(tmp_path: Path, words: tuple[str, ...], extra: str) -> None:
     code, text = without(PARTS, *words, state=tmp_path)
@@ -93,7 +98,10 @@ def test_a_missing_extra_is_named(tmp_path: Path, words: tuple[str, ...], extra:
         (("knobs", "get"), 1, "No run is running."),
         (("trace", "--run", "nowhere"), 1, "There is no run 'nowhere'."),
         (("status", "--daemon", "head"), 1, "'head' is not an address of a daemon: say http://host:port."),
-        (("token", "root"), 2, "There is no scope 'root'. The scopes are: read, operate, agent, alert."),
+        (("token", "create", "read", "--run", "a/b"), 2, "'a/b' cannot be the name of a run"),
+        (("token", "create", "read", "--expires", "soon"), 2, "--expires 'soon' is no duration: say 12h or 30d"),
+        (("token", "revoke", "nothing"), 1, "Not exactly one token has an id that begins with 'nothing'"),
+        (("token", "create", "root"), 2, "There is no scope 'root'. The scopes are: read, operate, agent, alert."),
         (("train", "--stride", "0"), 2, "stride='0' is out of range"),
     ],
 )
@@ -252,12 +260,20 @@ def test_trace(daemon: Daemon, tmp_path: Path) -> None:
     assert (code, "cannot be written" in error) == (1, True)
 
 
-def test_token(daemon: Daemon) -> None:
-    code, token, _ = run(daemon, "token", "read", "--name", "grafana")
+def test_tokens(daemon: Daemon) -> None:
+    code, token, _ = run(daemon, "token", "create", "read", "--name", "grafana", "--run", "one", "--expires", "12h")
     daemon.tokens["grafana"] = token.strip()
     assert code == 0
     wait_until(lambda: daemon.http("GET", "/v1/runs", "grafana").status_code == 200, "the new token")
     assert daemon.http("PATCH", "/v1/runs/x/knobs", "grafana").status_code == 403
+    assert "grafana" in run(daemon, "token", "list")[1]
+    (row,) = (row for row in json.loads(run(daemon, "token", "list", "--json")[1]) if row["name"] == "grafana")
+    assert (row["scope"], row["run"], row["state"]) == ("read", "one", "valid")
+    assert row["ends"] - row["made"] == pytest.approx(12 * 3600, abs=60)
+    code, text, _ = run(daemon, "token", "revoke", row["id"])
+    assert (code, token.strip() in text) == (0, False)
+    wait_until(lambda: daemon.http("GET", "/v1/runs", "grafana").status_code == 401, "the end of the token")
+    assert daemon.http("GET", "/v1/runs", "grafana").json()["type"] == "revoked-token"
 
 
 def test_doctor(daemon: Daemon) -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 from pydantic import BaseModel, ValidationError
 
+from tidegate import cli_tokens
 from tidegate.cli_training import needs, training_command
-from tidegate.client import SCOPES, DaemonClient, find_daemon, find_token, state_dir
+from tidegate.client import DaemonClient, find_daemon, find_token, state_dir
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.knobs import KnobValue
 from tidegate.knobs import spec as knob_spec
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 knobs_app = typer.Typer(help="Read and turn the knobs of a run.", no_args_is_help=True)
 app.add_typer(knobs_app, name="knobs")
+app.add_typer(cli_tokens.app, name="token")
 
 Daemon = Annotated[str | None, typer.Option("--daemon", help="Address of the daemon; default: the one of this user.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
@@ -61,6 +63,8 @@ def daemon(
     advertise: Annotated[str | None, typer.Option("--advertise-address", help="Its name on other machines.")] = None,
     allowed_host: Annotated[list[str] | None, typer.Option(help="One more Host header to accept.")] = None,
     metrics: Annotated[bool, typer.Option(help="Serve /metrics.")] = True,
+    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file: speak HTTPS with this certificate.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key, if not in the same file.")] = None,
 ) -> None:
     """Run the control daemon until it is told to stop."""
     with needs():
@@ -75,28 +79,12 @@ def daemon(
             advertise_address=advertise,
             allowed_hosts=tuple(allowed_host or ()),
             metrics=metrics,
+            tls_certificate=tls_certificate,
+            tls_key=tls_key,
         )
     except ValidationError as error:
         raise ConfigError(f"The settings are not valid: {error.errors()[0]['msg']}.") from error
     sys.exit(serve(settings))
-
-
-@app.command()
-def token(
-    scope: Annotated[str, typer.Argument(help=f"One of: {', '.join(SCOPES)}.")],
-    name: Annotated[str | None, typer.Option(help="Whose it is, for the audit log.")] = None,
-    state: Annotated[Path | None, typer.Option("--state-dir", help="State directory of the daemon.")] = None,
-    database_url: Annotated[str | None, typer.Option(help="The daemon's database, if not SQLite.")] = None,
-) -> None:
-    """Make a token and print it, once. The running daemon knows it within two seconds."""
-    found = next((known for known in SCOPES if known == scope), None)
-    if found is None:
-        raise ConfigError(f"There is no scope {scope!r}. The scopes are: {', '.join(SCOPES)}.")
-    with needs():
-        from tidegate.daemon.auth import make_token
-        from tidegate.daemon.settings import Settings
-    settings = Settings(state_dir=(state or state_dir()).expanduser().absolute(), database_url=database_url)
-    print(make_token(settings, found, name or scope))
 
 
 @app.command()

@@ -16,7 +16,7 @@ from tidegate.knobs import check_path_name, spec
 
 _DEFAULT: Final = DemoOptions()
 _EXTRAS: Final = {
-    "daemon": ("fastapi", "starlette", "uvicorn", "sqlalchemy", "prometheus_client"),
+    "daemon": ("alembic", "fastapi", "starlette", "uvicorn", "sqlalchemy", "prometheus_client"),
     "dashboard": ("streamlit", "plotly", "pandas", "altair"),
     "agent": ("torch", "numpy", "psutil"),
     "demo": ("transformers",),

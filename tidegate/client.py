@@ -8,6 +8,7 @@ import getpass
 import json
 import os
 import socket
+import ssl
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -83,10 +84,12 @@ class DaemonClient:
 
     token: bearer token; None sends none (only health() works then).
     timeout: seconds for one answer; long polls add what they wait for.
+    ca: PEM file of the authority that signed the daemon's certificate (or the certificate itself); None is
+        TIDEGATE_CA_FILE, else what the system trusts.
     Every method raises DaemonUnreachable, NotAuthorized, NotFound, StaleKnobs, RankTaken, KnobError or DaemonError.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout: float = 5.0) -> None:
+    def __init__(self, url: str, token: str | None = None, timeout: float = 5.0, ca: Path | None = None) -> None:
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -101,6 +104,7 @@ class DaemonClient:
             base_url=self.url,
             headers=headers,
             timeout=timeout,
+            verify=_trust(ca) if parts.scheme == "https" else True,
             trust_env=parts.hostname not in _LOOPBACK,  # a proxy cannot reach our loopback
             limits=httpx.Limits(keepalive_expiry=30.0),  # less than the daemon's, or it closes under our request
         )
@@ -251,10 +255,26 @@ class DaemonClient:
         return answer
 
     def _unreachable(self, error: httpx.HTTPError) -> DaemonUnreachable:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return DaemonUnreachable(
+                f"TLS: the certificate of {self.url} is not trusted. If it should be, name its PEM file in "
+                "TIDEGATE_CA_FILE."
+            )
         if isinstance(error, httpx.ConnectError):
             return DaemonUnreachable(f"No daemon answers at {self.url}. Start one with `tidegate daemon`.")
         why = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
         return DaemonUnreachable(f"The daemon at {self.url} did not answer: {why}.")
+
+
+def _trust(ca: Path | None) -> ssl.SSLContext | bool:
+    """Whom to believe that it is the daemon."""
+    given = ca or os.environ.get("TIDEGATE_CA_FILE")
+    if not given:
+        return True
+    try:
+        return ssl.create_default_context(cafile=given)
+    except OSError as error:  # ssl.SSLError is one
+        raise DaemonError(f"The certificates in {given} cannot be used: {error.strerror or error}.") from error
 
 
 def _at(*parts: str | int) -> str:
