@@ -6,15 +6,16 @@ A method has committed when it returns: what the daemon acknowledges, it keeps.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import create_engine, event, select
+from sqlalchemy import create_engine, event, func, select
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
+from tidegate.daemon.control import canary
 from tidegate.daemon.control.generations import Ballot, Generation
 from tidegate.daemon.migrations.upgrade import upgrade
 from tidegate.daemon.schema import AgentRow, AuditEntry, GenerationRow, RunRow
@@ -106,6 +107,14 @@ class Store:
         with self._session() as session:
             return [_generation(row) for row in session.scalars(query)]
 
+    def newest_of(self, run: str, states: Collection[str], below: int) -> int | None:
+        """The newest generation older than `below` that is in one of these states."""
+        query = select(func.max(GenerationRow.number)).where(
+            GenerationRow.run == run, GenerationRow.number < below, GenerationRow.state.in_(states)
+        )
+        with self._session() as session:
+            return session.scalar(query)
+
     def generation(self, run: str, number: int) -> Generation:
         with self._session() as session:
             return _generation(session.get_one(GenerationRow, (run, number)))
@@ -155,6 +164,8 @@ def _generation_row(run: str, g: Generation) -> GenerationRow:
         votes={str(rank): [ballot.can, ballot.reason] for rank, ballot in g.votes.items()},
         applied={str(rank): step for rank, step in g.applied.items()},
         effect=g.effect.model_dump() if g.effect else None,
+        canary=dict(canary.as_json(g.canary)) if g.canary else None,
+        restores=g.restores,
     )
 
 
@@ -172,6 +183,8 @@ def _generation(row: GenerationRow) -> Generation:
         votes={int(rank): Ballot(*ballot) for rank, ballot in row.votes.items()},
         applied={int(rank): step for rank, step in row.applied.items()},
         effect=MeasuredEffect.model_validate(row.effect) if row.effect else None,
+        canary=canary.from_json(row.canary) if row.canary else None,
+        restores=row.restores,
     )
 
 

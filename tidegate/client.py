@@ -37,6 +37,7 @@ from tidegate.wire import (
     TimelineView,
     Vote,
 )
+from tidegate.wire_canary import CanaryRequest, Rollback
 
 Scope = Literal["read", "operate", "agent", "alert"]
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
@@ -173,17 +174,25 @@ class DaemonClient:
         generation: int | None = None,
         reason: str = "",
         wait: float = 10.0,
+        canary: CanaryRequest | None = None,
     ) -> GenerationView:
         """Makes a new generation on top of `generation` and waits up to `wait` seconds for what becomes of it.
 
         generation: the newest one that the caller has seen; StaleKnobs when there is a newer one. None reads it first.
+        canary: keep it only if the steps that follow are no worse than those before.
         """
         etag = self.knobs(run).generation if generation is None else generation
-        body = KnobPatch(changes=dict(changes), reason=reason)
+        body = KnobPatch(changes=dict(changes), reason=reason, canary=canary)
         query = {"wait": wait}
         return self._ask(
             GenerationView, "PATCH", _at("runs", run, "knobs"), body=body, query=query, generation=etag, wait=wait
         )
+
+    def roll_back(self, run: str, to: int | None = None, *, reason: str = "", wait: float = 10.0) -> GenerationView:
+        """Brings back the knobs of generation `to` as a new one; None: the one before, or what a canary is against."""
+        body = Rollback(to=to, reason=reason)
+        path = _at("runs", run, "rollback")
+        return self._ask(GenerationView, "POST", path, body=body, query={"wait": wait}, wait=wait)
 
     def generations(self, run: str) -> list[GenerationView]:
         """All generations of the run, oldest first."""

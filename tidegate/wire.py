@@ -10,27 +10,19 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from tidegate.knobs import KnobKind, KnobSpec, KnobValue, check_path_name
+from tidegate.wire_base import Count, Label, Message, Seconds, Text
+from tidegate.wire_canary import CanaryRequest, CanaryView
 
 PROTOCOL_VERSION = 1
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Rank = Annotated[int, Field(ge=0, lt=1_000_000)]
-Label = Annotated[str, Field(max_length=64)]
-Text = Annotated[str, Field(max_length=2000)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 PathName = Annotated[str, AfterValidator(check_path_name)]
 PathOperation = Literal["read", "write"]
 DeviceKind = Literal["cuda", "emulated"]
 GenerationState = Literal["proposed", "committed", "applied", "refused", "aborted", "superseded"]
 Liveness = Literal["live", "stale", "lost", "finished"]
 KnobChanges = dict[str, KnobValue]
-
-
-class Message(BaseModel):
-    """Base of all messages: unknown fields are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 # ---- agent → daemon
@@ -78,6 +70,8 @@ class AgentHello(Message):
     """Start-up settings win over the desired knobs that the run has from before."""
     subgroups: tuple[SubgroupSizes, ...] = ()
     num_slots: Annotated[int, Field(ge=1, le=64)] = 2
+    device_memory_bytes: Count | None = None
+    """What the device has in all; None where that is not known."""
     paths: Annotated[tuple[PathName, ...], Field(max_length=64)] = ()
     """Names of the storage paths, in their order; a run without any has no knobs for them."""
     started_at: float
@@ -307,6 +301,10 @@ class GenerationView(Message):
     applied: dict[int, int] = {}
     """First step that ran with it, by rank."""
     measured_effect: MeasuredEffect | None = None
+    canary: CanaryView | None = None
+    """The trial that it is or was on."""
+    restores: Count | None = None
+    """The generation whose knobs it brings back."""
 
 
 class MeasuredEffect(Message):
@@ -323,6 +321,8 @@ class KnobPatch(Message):
 
     changes: Annotated[KnobChanges, Field(min_length=1, max_length=16)]
     reason: Text = ""
+    canary: CanaryRequest | None = None
+    """Keep it only if it does no harm."""
 
 
 class KnobPreview(Message):
