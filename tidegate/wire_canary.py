@@ -11,6 +11,7 @@ from tidegate.wire_base import Count, Message, Seconds, Text
 CanaryState = Literal["waiting", "promoted", "condemned", "rolled_back", "superseded"]
 """waiting: too few steps yet. condemned: it harms, and the ranks are being asked to go back."""
 MAX_CANARY_STEPS = 200
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class CanaryRequest(Message):
@@ -24,19 +25,26 @@ class CanaryRequest(Message):
 
 
 class CanaryMeasure(Message):
-    """A step is forward, backward and update, on its slowest rank. Medians over the steps on each side."""
+    """Medians over the steps on each side, on the slowest rank of each step.
+
+    A step is forward, backward and update; exposed is what of it training waited for us (the update where ranks do not
+    tell). Shifts are Hodges-Lehmann estimates as shares of the median step before; scores are the standard normal ones
+    of the Mann-Whitney test, 2.33 is one in a hundred by chance. Positive is slower.
+    """
 
     steps_before: Count
     steps_after: Count
     step_seconds_before: Seconds
     step_seconds_after: Seconds
+    exposed_seconds_before: Seconds
+    exposed_seconds_after: Seconds
     update_seconds_before: Seconds
     update_seconds_after: Seconds
-    shift: Annotated[float, Field(allow_inf_nan=False)]
-    """Hodges-Lehmann estimate of the change of a step's time, as a share of the median before; positive is slower."""
-    confidence: Annotated[float, Field(allow_inf_nan=False)]
-    """Standard normal score of the Mann-Whitney test; positive is slower, 2.33 is one in a hundred by chance."""
-    headroom: Annotated[float | None, Field(allow_inf_nan=False)] = None
+    step_shift: Finite
+    step_score: Finite
+    exposed_shift: Finite
+    exposed_score: Finite
+    headroom: Finite | None = None
     """Least share of device memory that was free; None where the ranks did not tell its size."""
 
 

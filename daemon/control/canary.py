@@ -1,7 +1,9 @@
 """Whether a change on trial helps or harms: steps with it against steps before it. Pure functions of what was measured.
 
 A step's time has outliers and is no normal distribution. So the change is the Hodges-Lehmann shift (median of all
-differences, after minus before), and whether it could be chance is the rank test of Mann and Whitney.
+differences, after minus before), and whether it could be chance is the rank test of Mann and Whitney. Both are asked of
+the whole step, which may suffer where knobs do not act directly, and of its exposed part, which is ours and far less
+noisy than the model's own computing.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median, quantiles
 from typing import Final
 
 from tidegate.wire import StepReport
@@ -30,6 +32,7 @@ class Step:
     """One step on its slowest rank; `free_share` of device memory at its peak, None where the size is not known."""
 
     seconds: float
+    exposed_seconds: float
     update_seconds: float
     free_share: float | None = None
 
@@ -84,9 +87,14 @@ def _slowest(row: Sequence[tuple[StepReport, int | None]]) -> Step:
     ]
     return Step(
         seconds=max(sum(s.phase_seconds.get(phase, 0.0) for phase in PHASES) for s, _ in row),
+        exposed_seconds=max(_exposed(s) for s, _ in row),
         update_seconds=max(s.phase_seconds["update"] for s, _ in row),
         free_share=min(shares, default=None),
     )
+
+
+def _exposed(step: StepReport) -> float:
+    return sum(step.exposed_seconds.values()) if step.exposed_seconds else step.phase_seconds["update"]
 
 
 def judge(canary: Canary, after: Sequence[Step]) -> Canary:
@@ -101,10 +109,13 @@ def judge(canary: Canary, after: Sequence[Step]) -> Canary:
     if not short and not early and len(seen) < canary.steps:
         return canary
     measured = measure(canary.before, seen)
-    slower = measured.shift > canary.min_effect and measured.confidence > CHANCE
-    faster = measured.shift < -canary.min_effect and measured.confidence < -CHANCE
-    words = f"a step took {measured.step_seconds_after:.4g} s, {measured.step_seconds_before:.4g} s before"
-    told = f"{words} ({measured.shift:+.1%} over {len(seen)} steps); {_against_prediction(canary, measured)}"
+    # What the model's own computing varies by, on a machine that is shared say, is no effect of knobs.
+    least = max(canary.min_effect, spread([s.seconds for s in canary.before]) / max(measured.step_seconds_before, 1e-9))
+    slower = _differs(measured.exposed_shift, measured.exposed_score, canary.min_effect) or _differs(
+        measured.step_shift, measured.step_score, least
+    )
+    faster = _differs(-measured.exposed_shift, -measured.exposed_score, canary.min_effect)
+    told = f"{_in_words(measured)}; {_against_prediction(canary, measured)}"
     if short:
         return replace(canary, state="condemned", verdict=f"Harmful: {short}; {told}.", measured=measured)
     if early or slower:
@@ -113,21 +124,42 @@ def judge(canary: Canary, after: Sequence[Step]) -> Canary:
     return replace(canary, state="promoted", verdict=f"{what}: {told}.", measured=measured)
 
 
+def _differs(shift: float, score: float, least: float) -> bool:
+    return shift > least and score > CHANCE
+
+
+def spread(values: Sequence[float]) -> float:
+    """Between the quartiles."""
+    low, _, high = quantiles(values, n=4) if len(values) > 1 else (0.0, 0.0, 0.0)
+    return high - low
+
+
 def measure(before: Sequence[Step], after: Sequence[Step]) -> CanaryMeasure:
     """Both sides need at least one step."""
     old, new = [s.seconds for s in before], [s.seconds for s in after]
+    ours, now = [s.exposed_seconds for s in before], [s.exposed_seconds for s in after]
+    whole = max(median(old), 1e-9)
     shares = [s.free_share for s in after if s.free_share is not None]
     return CanaryMeasure(
         steps_before=len(before),
         steps_after=len(after),
         step_seconds_before=median(old),
         step_seconds_after=median(new),
+        exposed_seconds_before=median(ours),
+        exposed_seconds_after=median(now),
         update_seconds_before=median(s.update_seconds for s in before),
         update_seconds_after=median(s.update_seconds for s in after),
-        shift=median(b - a for a in old for b in new) / max(median(old), 1e-9),
-        confidence=rank_score(old, new),
+        step_shift=shift(old, new) / whole,
+        step_score=rank_score(old, new),
+        exposed_shift=shift(ours, now) / whole,
+        exposed_score=rank_score(ours, now),
         headroom=min(shares, default=None),
     )
+
+
+def shift(old: Sequence[float], new: Sequence[float]) -> float:
+    """Hodges and Lehmann's estimate of how much larger `new` is."""
+    return median(b - a for a in old for b in new)
 
 
 def rank_score(old: Sequence[float], new: Sequence[float]) -> float:
@@ -135,6 +167,14 @@ def rank_score(old: Sequence[float], new: Sequence[float]) -> float:
     wins = sum((b > a) + 0.5 * (b == a) for a in old for b in new)
     pairs = len(old) * len(new)
     return (wins - pairs / 2) / math.sqrt(pairs * (len(old) + len(new) + 1) / 12)
+
+
+def _in_words(m: CanaryMeasure) -> str:
+    return (
+        f"a step took {m.step_seconds_after:.4g} s, {m.step_seconds_before:.4g} s before ({m.step_shift:+.1%}); "
+        f"exposed {m.exposed_seconds_after:.4g} s, {m.exposed_seconds_before:.4g} s before "
+        f"({m.exposed_shift:+.1%} of a step); {m.steps_after} steps against {m.steps_before}"
+    )
 
 
 def _short_of_memory(canary: Canary, after: Sequence[Step]) -> str:
@@ -155,7 +195,7 @@ def _against_prediction(canary: Canary, measured: CanaryMeasure) -> str:
 
 def as_json(canary: Canary) -> Mapping[str, object]:
     """For the database."""
-    rows = [[s.seconds, s.update_seconds, s.free_share] for s in canary.before]
+    rows = [[s.seconds, s.exposed_seconds, s.update_seconds, s.free_share] for s in canary.before]
     measured = canary.measured.model_dump() if canary.measured else None
     names = ("base", "steps", "min_effect", "min_headroom", "state", "verdict", "predicted_before", "predicted_after")
     return {**{name: getattr(canary, name) for name in names}, "before": rows, "measured": measured}

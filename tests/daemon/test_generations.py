@@ -34,7 +34,7 @@ def control(*ranks: int) -> Control:
     return Control(newest=0, committed=START, present=frozenset(ranks))
 
 
-TRIAL = Canary(base=0, steps=5, min_effect=0.1, min_headroom=0.05, before=(Step(1.0, 0.5),))
+TRIAL = Canary(base=0, steps=5, min_effect=0.1, min_headroom=0.05, before=(Step(1.0, 0.5, 0.5),))
 
 
 def propose(stride: float = 3.0, *, commit: bool = False, trial: bool = False, restores: int | None = None) -> Propose:
