@@ -227,6 +227,17 @@ class DaemonClient:
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
 
+    def newest_event(self, run: str) -> int:
+        """The id of the run's newest event; 0 when it has none."""
+        try:
+            with self._http.stream("GET", _at("runs", run, "events")) as answer:
+                if answer.is_error:
+                    answer.read()
+                    raise _error(answer)
+                return int(answer.headers["Tidegate-Newest-Event"])
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
     def health(self) -> bool:
         """Whether a ready daemon answers."""
         try:
