@@ -49,6 +49,8 @@ def scopes_allowed(method: str, path: str) -> frozenset[Scope] | None:
         return None
     if method in ("GET", "HEAD"):
         return READERS
+    if method not in ("POST", "PUT", "PATCH", "DELETE"):
+        return frozenset(SCOPES)  # no route has it: 405
     if path == "/v1/alerts" and method == "POST":
         return frozenset({"alert"})
     return frozenset({"agent"}) if path == "/v1/agents" or path.startswith("/v1/agents/") else frozenset({"operate"})

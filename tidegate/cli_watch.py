@@ -26,7 +26,10 @@ def status(
 ) -> None:
     """Show the runs, their ranks and their last step."""
     with client_for("read", url) as client:
-        ask = lambda: [client.run(run)] if run else client.runs()  # noqa: E731
+
+        def ask() -> list[RunView]:
+            return [client.run(run)] if run else client.runs()
+
         if not watch:
             runs = ask()
         elif as_json:

@@ -6,21 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tidegate.wire_base import Count, Message, Seconds, Text
+from tidegate.wire_base import Count, Finite, Message, Seconds, Text
 
 CanaryState = Literal["waiting", "promoted", "condemned", "rolled_back", "superseded"]
 """waiting: too few steps yet. condemned: it harms, and the ranks are being asked to go back."""
 MAX_CANARY_STEPS = 200
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class CanaryRequest(Message):
     """Asks that a change be kept only if `steps` steps with it are not worse than those before."""
 
-    steps: Annotated[int, Field(ge=5, le=MAX_CANARY_STEPS)] = 20
-    min_effect: Annotated[float, Field(gt=0, le=1)] = 0.05
+    steps: Annotated[int, Field(strict=True, ge=5, le=MAX_CANARY_STEPS)] = 20
+    min_effect: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.05
     """The least change of the time of a step that counts, as a share of it."""
-    min_headroom: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    min_headroom: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.05
     """Share of the device's memory that must stay free; not asked where it was not free before."""
 
 

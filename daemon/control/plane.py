@@ -29,6 +29,7 @@ from tidegate.daemon.control.restore import restore
 from tidegate.daemon.control.roster import Roster
 from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.control.trials import Predicted, Trials
+from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.store import AgentRecord, AuditNote, Store
 from tidegate.knobs import Knobs
 from tidegate.wire import AgentHello, AgentReport, KnobChanges, Lease, Vote
@@ -81,6 +82,9 @@ class ControlPlane:
 
     def report(self, agent: str, report: AgentReport) -> Lease:
         run, member = self.roster.member(agent)
+        if member.is_past(report):
+            detail = f"The report of step {report.step} is older than what rank {member.hello.rank} has told since."
+            raise ProblemError(409, "past-report", detail)
         self._revive(run, member)
         member.take(report)
         rank = member.hello.rank

@@ -30,6 +30,7 @@ Own = Annotated[str, Depends(_own)]
 
 @router.post("", status_code=201)
 async def hello(plane: Plane, who: Who, message: AgentHello) -> Lease:
+    """Registers one rank of a run; the first one makes the run."""
     who.check_run(message.run)
     if message.protocol != PROTOCOL_VERSION:
         detail = (
@@ -45,6 +46,7 @@ async def hello(plane: Plane, who: Who, message: AgentHello) -> Lease:
 
 @router.post("/{agent}/reports")
 async def report(plane: Plane, agent: Own, message: AgentReport) -> Lease:
+    """What the rank did since its last report; renews its lease."""
     return plane.report(agent, message)
 
 
@@ -65,16 +67,19 @@ async def directive(
 
 @router.post("/{agent}/votes", status_code=204)
 async def vote(plane: Plane, agent: Own, message: Vote) -> None:
+    """Whether the rank can have the knobs that were proposed."""
     plane.vote(agent, message)
 
 
 @router.post("/{agent}/applied", status_code=204)
 async def applied(plane: Plane, agent: Own, message: Applied) -> None:
+    """The rank has the knobs of a generation now."""
     plane.applied(agent, message.generation, message.step)
 
 
 @router.delete("/{agent}", status_code=204)
 async def goodbye(plane: Plane, agent: Own) -> None:
+    """The rank ends on purpose."""
     plane.goodbye(agent)
 
 

@@ -26,6 +26,7 @@ router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
 
 @router.get("/knobs")
 async def knobs(plane: Plane, run: str, response: Response) -> KnobsView:
+    """The desired knobs, their bounds, and what each rank has. The ETag is for If-Match."""
     found = plane.roster.run(run)
     response.headers["ETag"] = f'"{found.control.newest}"'
     return views.knobs_view(found, plane.roster.states(found))

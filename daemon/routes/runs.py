@@ -23,6 +23,7 @@ async def runs(plane: Plane, who: Who) -> list[RunView]:
 
 @router.get("/{run}")
 async def one(plane: Plane, run: str) -> RunView:
+    """One run and its ranks."""
     found = plane.roster.run(run)
     return views.run_view(found, plane.roster.states(found))
 
@@ -37,6 +38,7 @@ async def timeline(plane: Plane, run: str, rank: int) -> TimelineView | Response
 async def steps(
     plane: Plane, run: str, rank: int, limit: Annotated[int, Query(ge=1, le=STEPS_KEPT)] = 200
 ) -> StepsView:
+    """The newest steps of one rank, oldest first."""
     return StepsView(run=run, rank=rank, steps=tuple(plane.roster.rank(run, rank).steps)[-limit:])
 
 
