@@ -30,7 +30,13 @@ def _author(request: Request) -> str:
     return f"{claim[:40]} ({caller.name[:20]})" if claim else caller.name[:64]
 
 
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.state.caller
+    return caller
+
+
 Alerts = Annotated[AlertBook, Depends(_alerts)]
 Plane = Annotated[ControlPlane, Depends(_plane)]
+Who = Annotated[Caller, Depends(_caller)]
 Author = Annotated[str, Depends(_author)]
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds")]
