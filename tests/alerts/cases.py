@@ -85,6 +85,11 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         alert="TidegateUpdateStalled",
+        why="stalls of another phase",
+        series={**_update(), 'tidegate_stall_seconds_total{phase="backward"}': "0+6x400"},
+    ),
+    Case(
+        alert="TidegateUpdateStalled",
         why="a slow first minute is pending and never fires",
         series=_stall("h2d", "0+8x2 16x400"),
         at="3m",
@@ -155,13 +160,13 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         alert="TidegateStepOverdue",
-        why="a minute and a half is within the limit",
+        why="over the limit of a minute and 45 seconds, for 15 seconds only",
         series={
             "tidegate_step_timestamp_seconds": "0+15x40 600x400",
             **_HUNG,
             'tidegate_phase_open_seconds{phase="update"}': "5x40 15+15x400",
         },
-        at="11m30s",
+        at="12m15s",
     ),
     Case(
         alert="TidegateStepOverdue",
@@ -360,6 +365,7 @@ CASES: Final[tuple[Case, ...]] = (
         alert="TidegateGenerationNotAcknowledged",
         why="it takes two minutes, as long as a step",
         series={"tidegate_generation": "2x16 4x400", "tidegate_desired_generation": "2x8 4x400"},
+        at="3m30s",
     ),
     Case(
         alert="TidegateGenerationNotAcknowledged",
@@ -433,6 +439,6 @@ CASES: Final[tuple[Case, ...]] = (
         alert="TidegateDaemonDown",
         why="one scrape that failed",
         series={'up{job="tidegate-daemon"}': "1x20 0 1x400"},
-        at="5m30s",
+        at="5m15s",
     ),
 )
