@@ -18,7 +18,7 @@ from tidegate.logs import VARIABLE, LogFormat, configure
 
 _DEFAULT: Final = DemoOptions()
 _EXTRAS: Final = {
-    "daemon": ("fastapi", "starlette", "uvicorn", "sqlalchemy", "prometheus_client"),
+    "daemon": ("alembic", "fastapi", "starlette", "uvicorn", "sqlalchemy", "prometheus_client"),
     "dashboard": ("streamlit", "plotly", "pandas", "altair"),
     "agent": ("torch", "numpy", "psutil"),
     "demo": ("transformers",),
