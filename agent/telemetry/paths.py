@@ -117,10 +117,10 @@ def _free_bytes(path: StoragePath | ObjectPath) -> int | None:
         return 0
 
 
-def _capacity_bytes(path: StoragePath) -> int:
-    """0 when its directory is gone."""
+def _capacity_bytes(path: StoragePath | ObjectPath) -> int:
+    """0 when its directory is gone, or no bound is known."""
     try:
-        return path.capacity_bytes
+        return path.capacity_bytes or 0
     except OSError:
         return 0
 

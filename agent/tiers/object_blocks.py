@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
