@@ -186,8 +186,8 @@ def _look_in_a_read(optimizer: Any, take: Callable[[], None]) -> None:
     path = optimizer.engine.store.paths["nvme"]
     moved, seen = path._moved, []
 
-    def looking(begin: Any) -> Any:
-        ticket = moved(begin)
+    def looking(begin: Any, begun: Any) -> Any:
+        ticket = moved(begin, begun)
         # Some transfers of the step have ended.
         if path.counters.moves and not seen and "read" in dict(path.counters.under_way.values()):
             seen.append(1)

@@ -193,14 +193,14 @@ def test_a_read_that_hangs_is_seen_while_it_lasts(tmp_path: Path, monkeypatch: p
     hangs, release = threading.Event(), threading.Event()
     moved = StoragePath._moved
 
-    def hanging(path: StoragePath, begin: Any) -> Any:
+    def hanging(path: StoragePath, begin: Any, begun: Any) -> Any:
         if path.name == "nvme" and ("read", path.name) not in seen:
             operations = {operation for operation, _ in tuple(path.counters.under_way.values())}
             if "read" in operations:
                 seen.add(("read", path.name))
                 hangs.set()
                 assert release.wait(60)
-        return moved(path, begin)
+        return moved(path, begin, begun)
 
     seen: set[tuple[str, str]] = set()
     with made.optimizer:
