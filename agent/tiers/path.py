@@ -124,8 +124,8 @@ class PathCounters:
     taken_over_bytes: int = 0
     """Written here because the path that the plan named had failed; in timelines these bytes and seconds are in the
     lane of that path."""
-    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    """A lane that runs ahead counts in two threads."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Lanes may read and write in two threads each, and a checkpoint that is drained beside them."""
     under_way: dict[object, tuple[str, float]] = field(default_factory=dict)
     """Operation and begin, on the monotonic clock, of each transfer that has not ended."""
 
@@ -140,22 +140,22 @@ class PathCounters:
             del self.under_way[transfer]
 
     def count(self, operation: str, moved: Transfer) -> Transfer:
-        with self._counting:
+        with self._lock:
             self.bytes[operation] += moved.nbytes
             self.lock_wait_seconds[operation] += moved.lock_wait_seconds
             self.moves.append((operation, moved))
         return moved
 
     def count_retry(self, operation: str) -> None:
-        with self._counting:
+        with self._lock:
             self.retries[operation] += 1
 
     def count_error(self, operation: str) -> None:
-        with self._counting:
+        with self._lock:
             self.errors[operation] += 1
 
     def count_taken_over(self, nbytes: int) -> None:
-        with self._counting:
+        with self._lock:
             self.taken_over_bytes += nbytes
 
 
