@@ -14,7 +14,7 @@ from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry.division import divided
 from tidegate.agent.telemetry.gpu import GpuFigures
 from tidegate.agent.telemetry.meter import Labels, Meter
-from tidegate.agent.tiers.path import PathCounters
+from tidegate.agent.tiers.path import PathCounters, StoragePath
 from tidegate.agent.tiers.store import TierStore
 from tidegate.knobs import AUTO, KnobValue, device_share, weights_of
 from tidegate.metric import PATH_OPERATIONS
@@ -88,7 +88,7 @@ def _paths_now(store: TierStore | None, capacities: Mapping[str, int]) -> dict[s
             lock_timeouts=path.lock_timeouts,
             retired=name in store.retired,
             capacity_bytes=capacities[name],
-            wear_bytes_per_day=path.settings.wear_bytes_per_day,
+            wear_bytes_per_day=path.settings.wear_bytes_per_day if isinstance(path, StoragePath) else 0,
         )
         for name, path in store.paths.items()
     }

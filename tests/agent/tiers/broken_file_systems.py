@@ -85,7 +85,7 @@ def read_error(base: Path) -> None:
         assert (error.path, error.step, error.checkpoint) == ("bad", 2, "/checkpoints/step-2")
         for part in (f"subgroup {error.subgroup} ", "step 2", "path bad", "Input/output error", "/checkpoints/step-2"):
             assert part in str(error), (part, str(error))
-        assert store.paths["bad"].counters.retries["read"] == 2
+        assert store.paths["bad"].counters.retries["read"] in {2, 4}  # one read in flight or two
         assert "bad" in store.retired
         for broken in (pair.optimizer.step, pair.optimizer.state_dict):
             for param in pair.params:
