@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from tidegate.agent.devices.base import DoneEvent
-from tidegate.agent.telemetry.division import Moved, divided
+from tidegate.agent.telemetry.division import Moved, moves_by_phase
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.path import StoragePath, Transfer
 from tidegate.agent.tiers.store import TierStore
@@ -128,18 +127,14 @@ def _capacity_bytes(path: StoragePath | ObjectPath) -> int:
 def path_rows(notes: Sequence[PathNote], phases: Sequence[PhaseSpan]) -> tuple[PathRow, ...]:
     """Bytes and busy time by path, operation and phase; a transfer across a boundary is divided by time.
 
-    Where two transfers of one operation overlap, the time is that of the one that began first.
+    A lane may have two transfers in progress: the time is then counted once.
     """
     rows: defaultdict[tuple[str, str, str], Moved] = defaultdict(Moved)
     for note in notes:
-        busy_until: dict[str, float] = {}
-        for operation, transfer in sorted(note.moves, key=lambda move: move[1].start):
-            start = max(transfer.start, busy_until.get(operation, transfer.start))
-            end = busy_until[operation] = max(start, transfer.end)
-            for phase, nbytes, seconds in divided(DoneEvent(start, end), transfer.nbytes, phases):
-                row = rows[note.name, operation, phase]
-                row.nbytes += nbytes
-                row.seconds += seconds
+        for operation, phase, nbytes, seconds in moves_by_phase(note.moves, phases):
+            row = rows[note.name, operation, phase]
+            row.nbytes += nbytes
+            row.seconds += seconds
     return tuple(
         PathRow(
             path=path, operation=cast(PathOperation, operation), phase=phase, bytes=row.nbytes, busy_seconds=row.seconds
