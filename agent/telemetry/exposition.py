@@ -47,7 +47,7 @@ class Exposition:
             for labels, value in rows.items():
                 if (begin := series.get(labels)) is None:
                     begin = series[labels] = _series(metric.name, metric.labels, labels)
-                out.append(f"{begin} {floatToGoString(value)}\n")
+                out.append(f"{begin} {_number(value)}\n")
         if openmetrics:
             out.append("# EOF\n")
         return "".join(out).encode()
@@ -63,10 +63,14 @@ class Exposition:
                 seen += count
                 exemplar = ""
                 if openmetrics and (example := histogram.examples.get(i)) is not None:
-                    value = floatToGoString(example.value)
+                    value = _number(example.value)
                     exemplar = f' # {{step="{example.step}"}} {value} {example.timestamp}'
-                out.append(f"{begins[i]} {floatToGoString(seen)}{exemplar}\n")
-            out.append(f"{begins[-2]} {floatToGoString(seen)}\n{begins[-1]} {floatToGoString(histogram.total)}\n")
+                out.append(f"{begins[i]} {_number(seen)}{exemplar}\n")
+            out.append(f"{begins[-2]} {_number(seen)}\n{begins[-1]} {_number(histogram.total)}\n")
+
+
+def _number(value: float) -> str:
+    return str(floatToGoString(value))  # type: ignore[no-untyped-call]
 
 
 def _head(metric: Metric, openmetrics: bool) -> str:
