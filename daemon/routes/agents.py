@@ -62,7 +62,7 @@ async def directive(
         left = deadline - time.monotonic()
         if found.committed > committed or asked or left <= 0 or plane.closing:
             return found
-        await plane.roster.member(agent)[0].bell.wait(left)
+        await plane.roster.member(agent)[0].orders.wait(left)
 
 
 @router.post("/{agent}/votes", status_code=204)
