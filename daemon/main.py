@@ -60,6 +60,7 @@ def make_server(app: FastAPI, settings: Settings) -> Server:
     return Server(
         uvicorn.Config(
             app,
+            loop="asyncio",
             lifespan="on",
             ws="none",
             access_log=False,

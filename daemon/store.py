@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import create_engine, event, func, select
+from sqlalchemy import create_engine, event, func, select, update
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
@@ -100,6 +100,23 @@ class Store:
             for agent in agents:
                 session.merge(_agent_row(agent))
             session.add_all(_audit_entry(note) for note in notes)
+
+    def touch(self, agents: Iterable[AgentRecord]) -> None:
+        """Stores what changes all the time of agents that are known, in one statement."""
+        rows = [
+            {
+                "run": agent.hello.run,
+                "rank": agent.hello.rank,
+                "liveness": agent.liveness,
+                "last_seen": agent.last_seen,
+                "step": agent.step,
+                "applied_generation": agent.applied_generation,
+            }
+            for agent in agents
+        ]
+        if rows:
+            with self._session.begin() as session:
+                session.execute(update(AgentRow), rows)
 
     def generations(self, run: str) -> list[Generation]:
         """All generations of the run, oldest first."""

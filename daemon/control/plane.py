@@ -163,12 +163,13 @@ class ControlPlane:
         flush = now - self._flushed >= FLUSH_SECONDS
         for run in self.roster.runs.values():
             self._advance(run, Tick(now, at))
+            self._trials.look(run)
             self._trials.tick(run, now)
             for member in run.members.values():
                 self._watch(run, member, at)
             present = [run.members[rank] for rank in run.control.present]
             if flush and present:
-                self.store.save(run.name, agents=[self._record(member) for member in present])
+                self.store.touch([self._record(member) for member in present])
         if flush:
             self._flushed = now
             self._forget_gone()
@@ -178,10 +179,11 @@ class ControlPlane:
         self.closing = True
         for run in self.roster.runs.values():
             run.bell.ring()
+            run.orders.ring()
 
     def save_all(self) -> None:
         for run in self.roster.runs.values():
-            self.store.save(run.name, agents=[self._record(m) for m in run.members.values()])
+            self.store.touch([self._record(member) for member in run.members.values()])
 
     # ---- inside
 
@@ -274,8 +276,13 @@ class ControlPlane:
         before = run.control
         control, decisions = decide(before, event)
         notes = [decision_note(run.name, before, d, self._clock.wall()) for d in decisions if d.what in AUDITED]
-        kept = any(d.what != "voted" for d in decisions)  # a vote alone is void after a restart
-        self._store_and_tell(run, control, [d.generation for d in decisions], notes, keep=kept)
+        # A vote is void after a restart, and ranks tell again what they have: neither is worth a write for each rank.
+        if all(d.what in ("voted", "rank_applied") for d in decisions):
+            run.control = control
+            run.latest = next((d.generation for d in decisions if d.generation.number == control.newest), run.latest)
+            return
+        self._store_and_tell(run, control, [d.generation for d in decisions], notes)
+        run.orders.ring()
 
     def _store_and_tell(
         self,
@@ -283,10 +290,9 @@ class ControlPlane:
         control: Control,
         generations: list[Generation],
         notes: list[AuditNote],
-        keep: bool = True,
     ) -> None:
         newest = {g.number: g for g in generations}
-        if newest and keep:
+        if newest:
             self.store.save(run.name, newest.values(), notes)
         run.control = control
         run.latest = newest.get(control.newest, run.latest)

@@ -109,6 +109,9 @@ class Run:
     members: dict[int, Member] = field(default_factory=dict)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
     bell: Bell = field(default_factory=Bell)
+    """Rings with every event."""
+    orders: Bell = field(default_factory=Bell)
+    """Rings when what is wanted of the ranks changes: a bell for every report would wake every rank each time."""
 
     @property
     def lead(self) -> tuple[int, Member] | None:

@@ -18,6 +18,8 @@ from tidegate.wire_canary import CanaryRequest
 
 RETRY_SECONDS: Final = 5.0
 """A rank that did not agree to go back is asked again after so long."""
+LOOK_RATIO: Final = 20.0
+"""How much longer than a look the time to the next one is: a look goes over all steps of all ranks."""
 RAN: Final = frozenset({"committed", "applied"})
 
 
@@ -41,6 +43,8 @@ class Trials:
         self._proposal_seconds = proposal_seconds
         self._asked: dict[str, float] = {}
         """When the ranks of a run were last asked to go back."""
+        self._not_before: dict[str, float] = {}
+        """When a run may be looked at again."""
 
     def begin(self, run: Run, request: CanaryRequest, predicted: Predicted) -> Canary:
         """A trial against the steps until now. Ends the request when there is nothing to compare with."""
@@ -75,7 +79,11 @@ class Trials:
         committed = run.control.committed
         if committed.canary is None or committed.canary.state != "waiting" or committed.state != "applied":
             return
+        began = self._clock.mono()
+        if began < self._not_before.get(run.name, began):
+            return
         judged = judge(committed.canary, self._steps(run))
+        self._not_before[run.name] = began + LOOK_RATIO * (self._clock.mono() - began)
         if judged != committed.canary:
             self._advance(run, Judge(committed.number, judged))
             self.tick(run, self._clock.mono())

@@ -18,7 +18,7 @@ from tidegate.wire import PROTOCOL_VERSION, AgentHello, AgentReport, Applied, Di
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
 
 
-def _own(plane: Plane, who: Who, agent: str) -> str:
+async def _own(plane: Plane, who: Who, agent: str) -> str:
     """The agent, if the caller's token is for its run. One that is unknown is told so by who looks for it."""
     if seat := plane.roster.agents.get(agent):
         who.check_run(seat[0])
@@ -62,7 +62,7 @@ async def directive(
         left = deadline - time.monotonic()
         if found.committed > committed or asked or left <= 0 or plane.closing:
             return found
-        await plane.roster.member(agent)[0].bell.wait(left)
+        await plane.roster.member(agent)[0].orders.wait(left)
 
 
 @router.post("/{agent}/votes", status_code=204)

@@ -97,7 +97,7 @@ async def _outcome(plane: ControlPlane, run: Run, number: int, wait: float, resp
     """What became of the generation within `wait` seconds."""
     deadline = time.monotonic() + wait
     while (left := deadline - time.monotonic()) > 0 and _undecided(run, number) and not plane.closing:
-        await run.bell.wait(left)
+        await run.orders.wait(left)
     response.status_code = 202 if _undecided(run, number) else 200
     response.headers["ETag"] = f'"{run.control.newest}"'
     current = run.latest if run.latest.number == number else plane.store.generation(run.name, number)

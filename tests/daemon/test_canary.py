@@ -142,6 +142,7 @@ def test_promoted(daemon: Daemon) -> None:
     agent.train(10, 0.5)
     assert client.generations(run)[1].canary.state == "waiting"  # type: ignore[union-attr]
     agent.train(1, 0.5)
+    wait_until(lambda: client.generations(run)[1].canary.state != "waiting", "the verdict")  # type: ignore[union-attr]
     made = client.generations(run)[1]
     assert made.canary is not None
     assert made.canary.measured is not None
@@ -158,6 +159,7 @@ def test_rolled_back_by_all_ranks(daemon: Daemon) -> None:
     agents[0].train(11, 1.3)
     assert len(client.generations(run)) == 2, "rank 1 has not told yet"
     agents[1].train(11, 1.0)
+    wait_until(lambda: len(client.generations(run)) == 3, "the way back")
     made, back = client.generations(run)[1:]
     assert (made.canary.state, back.restores, back.state, back.author) == ("condemned", 0, "proposed", "daemon")  # type: ignore[union-attr]
     assert "Canary of generation 1: Harmful: a step took 1.4 s, 1.1 s before" in back.reason
@@ -173,6 +175,7 @@ def test_a_rank_that_does_not_agree_to_go_back_is_asked_again(daemon: Daemon, mo
     (agent,), client = on_trial(daemon), daemon.client()
     agent.refuse = "not now"
     agent.train(11, 3.0)
+    wait_until(lambda: len(client.generations(agent.message.run)) == 3, "the way back")
     agent.answer()
     assert client.generations(agent.message.run)[2].state == "refused"
     agent.refuse = ""
@@ -253,6 +256,7 @@ def test_a_trial_outlives_the_daemon(tmp_path: Any) -> None:
         agent.say(generation=1)
         agent.say(generation=1)
         agent.train(11, 1.3)
+        wait_until(lambda: len(daemon.client().generations(agent.message.run)) == 3, "the way back")
         settle([agent])
         made, back = daemon.client().generations(agent.message.run)[1:]
         assert (made.canary.state, back.restores) == ("rolled_back", 0)  # type: ignore[union-attr]
