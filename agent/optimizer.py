@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
@@ -27,11 +27,12 @@ from tidegate.agent.ownership import claim, give_up
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
-from tidegate.agent.tiers.checkpoint import Contents, save
+from tidegate.agent.tiers.checkpoint import Contents, Target, begin, save
+from tidegate.agent.tiers.drain import PendingCheckpoint
 from tidegate.agent.tiers.manifest import Checkpoint, choose
 from tidegate.agent.tiers.resume import Reader
 from tidegate.agent.tiers.store import TierStore
-from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError
+from tidegate.errors import CheckpointFailed, ConfigError, MemoryBudgetError, ParameterError
 from tidegate.knobs import AUTO, Knobs, KnobValue, weights_of
 
 log = logging.getLogger("tidegate")
@@ -131,6 +132,8 @@ class AdamW(torch.optim.Optimizer):
         """Phases of steps, and results of steps, that observers have not heard of; in the order of the steps."""
         self._settling = threading.Lock()
         self._backward_id = -1
+        self._draining: PendingCheckpoint | None = None
+        """The last checkpoint that was begun."""
         try:
             self.check_knobs(self.knobs)
         except BaseException:
@@ -161,7 +164,12 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update. `closure` re-evaluates the model and returns the loss, as in torch."""
+        """One update. `closure` re-evaluates the model and returns the loss, as in torch.
+
+        CheckpointFailed, once and with nothing done, when a checkpoint that was begun could not be completed.
+        """
+        if self._draining is not None:
+            self._draining.raise_if_failed()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -384,13 +392,42 @@ class AdamW(torch.optim.Optimizer):
         PathFull when there is no room for it, or for what is flushed after it; CheckpointFailed when it cannot be
         written. Older checkpoints are then as they were, and training may go on.
         """
+        with self._saving() as contents:
+            return save(contents, Target(directory, keep, save_also), Ranks.now())
+
+    def begin_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 1,
+        save_also: Callable[[Path], object] | None = None,
+        memory_bytes: int | None = None,
+    ) -> PendingCheckpoint:
+        """As `save_checkpoint`, but what cannot be linked is copied by a thread while training goes on: what lies on
+        other file systems, in host memory, on the device. Call `result()` on what it returns to wait.
+
+        save_also: is called now, and training waits for it.
+        memory_bytes: for copies of state that is not on a path, until it is written; None for half of the host memory
+            that is free. What does not fit is written at once.
+
+        The next checkpoint, `close` and the end of the process wait for it. CheckpointFailed is raised by `result`, or
+        by the next `step`, checkpoint or `close`, when it cannot be completed. PathFull as in `save_checkpoint`.
+        """
+        with self._saving() as contents:
+            self._draining = begin(contents, Target(directory, keep, save_also), Ranks.now(), memory_bytes)
+            return self._draining
+
+    @contextmanager
+    def _saving(self) -> Iterator[Contents]:
+        """Between steps, with nothing in flight and no checkpoint that is still written."""
         self.wait()
         self.engine.require_usable()
         self.engine.quiesce()
         with self.phases.within("checkpoint"):
+            if self._draining is not None:
+                self._draining.settle()
             self.engine.weights.take_edited()
-            contents = Contents(self.engine, self._params, self._small_state(), self.num_steps)
-            return save(contents, directory, keep, save_also, Ranks.now())
+            yield Contents(self.engine, self._params, self._small_state(), self.num_steps)
 
     @torch.no_grad()
     def load_checkpoint(self, directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
@@ -404,6 +441,9 @@ class AdamW(torch.optim.Optimizer):
         """
         self.engine.require_loadable()
         ranks = Ranks.now()
+        if self._draining is not None:
+            with suppress(CheckpointFailed):  # it was logged; an older one is what one wants now
+                self._draining.settle()
         found = choose(directory, ranks.rank, step)
         with Reader(found, self._params, ranks) as reader:
             small = reader.optimizer()
@@ -496,7 +536,11 @@ class AdamW(torch.optim.Optimizer):
         ]  # fmt: skip
 
     def close(self) -> None:
-        """Stops lanes and telemetry and releases the parameters. The weights stay. Idempotent; nothing in a fork."""
+        """Stops lanes and telemetry and releases the parameters. The weights stay. Idempotent; nothing in a fork.
+
+        Waits for a checkpoint that is still written, a Ctrl-C drops it; CheckpointFailed, when all is closed, if it
+        could not be completed.
+        """
         if os.getpid() != self._pid:
             return
         try:
@@ -505,7 +549,13 @@ class AdamW(torch.optim.Optimizer):
         except Exception:
             log.exception("the last update failed while the optimizer was closed")
         finally:
-            self._close()
+            try:
+                if self._draining is not None:
+                    self._draining.finish()
+            finally:
+                self._close()
+        if self._draining is not None:
+            self._draining.raise_if_failed()
 
     def _close(self) -> None:
         if self.overlap is not None:
@@ -518,8 +568,12 @@ class AdamW(torch.optim.Optimizer):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except CheckpointFailed:
+            if kind is None:  # else it would hide what went wrong; it was logged
+                raise
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -114,11 +115,35 @@ class PathCounters:
     """Written here because the path that the plan named had failed; in timelines these bytes and seconds are in the
     lane of that path."""
 
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Lanes and a checkpoint that is drained may read at once."""
+
     def count(self, operation: str, moved: Transfer) -> Transfer:
-        self.bytes[operation] += moved.nbytes
-        self.lock_wait_seconds[operation] += moved.lock_wait_seconds
-        self.moves.append((operation, moved))
+        with self._lock:
+            self.bytes[operation] += moved.nbytes
+            self.lock_wait_seconds[operation] += moved.lock_wait_seconds
+            self.moves.append((operation, moved))
         return moved
+
+
+@dataclass(slots=True)
+class HeldFile:
+    """State as it was on a path when it was held, behind `header`: an open file of its own, with a name or without."""
+
+    name: str
+    fd: int
+    header: Header
+    counters: PathCounters
+
+    def count(self, start: float, end: float, nbytes: int) -> None:
+        """Notes that some of it was read."""
+        self.counters.count("read", Transfer(start, end, nbytes, 0.0))
+
+    def close(self) -> None:
+        """Lets it go. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class StoragePath:
@@ -291,10 +316,7 @@ class StoragePath:
         Durable after fsync. False, and no `target`, where the file system will not have it. To be asked for when
         `link_bytes` says so."""
         file = self._files[subgroup]
-        header = self._header(file, weights_checksum)
-        if file.linked is None:
-            write_header(file.fd, header)
-        file.linked = header
+        self._freeze(file, self._header(file, weights_checksum))
         try:
             os.link(file.name, target)
         except OSError as error:
@@ -302,6 +324,21 @@ class StoragePath:
                 return False
             raise
         return True
+
+    def hold(self, subgroup: int, weights_checksum: int) -> HeldFile:
+        """The state on the disk, for others to read later: from now on it is flushed to its spare. Not for state that
+        was never written."""
+        file = self._files[subgroup]
+        header = self._header(file, weights_checksum)
+        if file.linked is None:
+            self._freeze(file, header)
+        return HeldFile(file.name, os.dup(file.fd), header, self.counters)
+
+    def _freeze(self, file: _File, header: Header) -> None:
+        """It is never written to again."""
+        if file.linked is None:
+            write_header(file.fd, header)
+        file.linked = header
 
     def has_spare(self, subgroup: int) -> bool:
         return subgroup in self._spares

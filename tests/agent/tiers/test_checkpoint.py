@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 import tidegate
 from tests.agent.plain import PlainAdamW
-from tidegate.agent.tiers import checkpoint as saving
+from tidegate.agent.tiers import drain as draining
+from tidegate.agent.tiers import spares
 from tidegate.agent.tiers.manifest import Manifest, find_checkpoints
 from tidegate.agent.tiers.resume import read_header
 from tidegate.errors import (
@@ -370,7 +371,7 @@ def test_an_interrupted_save_leaves_the_one_before(
                 (os, "link"),
                 (os, "rename"),
                 (os, "unlink"),
-                (saving.shutil, "rmtree"),
+                (draining.shutil, "rmtree"),
             ]:
                 real = getattr(module, name)
 
@@ -439,7 +440,7 @@ def test_a_save_that_fails_changes_nothing(tmp_path: Path, disk: Path, monkeypat
             raise OSError(5, "Input/output error")
 
         with monkeypatch.context() as patch:
-            patch.setattr(saving, "publish", refused)
+            patch.setattr(draining, "publish", refused)
             with pytest.raises(CheckpointFailed, match=r"step-3 cannot be written: .*Input/output error"):
                 run.optimizer.save_checkpoint(tmp_path / "saved")
         assert os.listdir(tmp_path / "saved") == ["step-2"]
@@ -451,7 +452,7 @@ def test_a_save_that_fails_changes_nothing(tmp_path: Path, disk: Path, monkeypat
 def test_no_room_is_said_when_it_is_saved(tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Run(paths={"disk": disk}, host_cache=0, stride="off") as run:
         run.steps(0, 2)
-        monkeypatch.setattr(saving, "free_bytes", lambda _: 100_000)
+        monkeypatch.setattr(spares, "free_bytes", lambda _: 100_000)
         with pytest.raises(PathFull, match="100,000 are free") as caught:
             run.optimizer.save_checkpoint(tmp_path / "saved")
         files = len(run.optimizer.engine.layouts)
