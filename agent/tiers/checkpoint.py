@@ -27,7 +27,7 @@ from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.subgroups import Layout, Segment, flat
-from tidegate.agent.tiers.drain import Part, PendingCheckpoint, abandoned_on_error
+from tidegate.agent.tiers.drain import Part, PendingCheckpoint, abandon
 from tidegate.agent.tiers.format import padded_bytes
 from tidegate.agent.tiers.manifest import (
     OPTIMIZER_FILE,
@@ -144,7 +144,7 @@ class _Writer:
     def write(self) -> Checkpoint:
         """Everything, now."""
         spares = Spares(self._engine, self._ranks.rank, self._expiring)
-        with _agreed(self._ranks, self._directory), abandoned_on_error(self._folder):
+        with _agreed(self._ranks, self._directory), _abandoned_on_error(self._folder):
             made = self._part(spares, _Ways()).publish()
         _retire(self._base, self._expiring, self._store, made, spares)
         return made
@@ -155,7 +155,7 @@ class _Writer:
         spares = Spares(self._engine, self._ranks.rank, ())
         store = weakref.ref(self._store) if self._store is not None else _nothing
         base, expiring = self._base, self._expiring
-        with abandoned_on_error(self._folder):
+        with _abandoned_on_error(self._folder):
             with _agreed(self._ranks, self._directory):
                 part = self._part(spares, ways)
             pending = PendingCheckpoint(
@@ -295,6 +295,20 @@ def _agreed(ranks: Ranks, directory: Path) -> Iterator[None]:
         raise
     if not ranks.all_true(True):
         raise CheckpointFailed(f"Another rank could not write its part of {directory}: it is not complete.")
+
+
+@contextmanager
+def _abandoned_on_error(folder: Path) -> Iterator[None]:
+    """What is in `folder`, a rank's part of a checkpoint, goes when this fails. CheckpointFailed for OSError."""
+    try:
+        yield
+    except BaseException as error:
+        abandon(folder)
+        if isinstance(error, OSError):
+            raise CheckpointFailed(
+                f"{folder.parent} cannot be written: {error}. Older ones are as they were."
+            ) from error
+        raise
 
 
 def _retire(

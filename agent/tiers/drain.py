@@ -11,8 +11,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
@@ -56,20 +56,11 @@ class Part:
             state.close()
 
 
-@contextmanager
-def abandoned_on_error(folder: Path) -> Iterator[None]:
-    """What is in `folder`, a rank's part of a checkpoint, goes when this fails. CheckpointFailed for OSError."""
-    try:
-        yield
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):
-            folder.parent.rmdir()
-        if isinstance(error, OSError):
-            raise CheckpointFailed(
-                f"{folder.parent} cannot be written: {error}. Older ones are as they were."
-            ) from error
-        raise
+def abandon(folder: Path) -> None:
+    """Removes a rank's part of a checkpoint that will not be complete."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        folder.parent.rmdir()
 
 
 class _DroppedError(Exception):
@@ -102,7 +93,7 @@ class PendingCheckpoint:
         self._made: Checkpoint | None = None
         self._failure: BaseException | None = None
         self._told = False
-        self._settled = False
+        self._agreed = False
         self._dropped = threading.Event()
         self._ended = threading.Event()
         self._pid = os.getpid()
@@ -111,7 +102,7 @@ class PendingCheckpoint:
     def complete(cls, made: Checkpoint) -> Self:
         """One that had nothing to drain."""
         pending = cls(Part(made.directory, made.manifest), lambda: False, lambda _: None, Ranks())
-        pending._made, pending._settled = made, True
+        pending._made, pending._agreed = made, True
         pending._ended.set()
         return pending
 
@@ -162,20 +153,20 @@ class PendingCheckpoint:
             self.result()
 
     def settle(self) -> None:
-        """Waits for it; all ranks call this. Afterwards the ranks agree on whether it is complete. CheckpointFailed
-        when it is not, and was not told yet."""
-        if self._settled:
-            return
+        """Waits for it; all ranks call this, and agree on whether it is complete. CheckpointFailed when it is not and,
+        with one rank, nobody was told."""
         self._ended.wait()
-        complete = self._ranks.all_true(self._failure is None)
-        self._settled = True
-        if complete and self._made is not None:
-            self._retire(self._made)
-        if not complete and not self._told:
-            self._told = True
-            raise self._failure or CheckpointFailed(
-                f"Another rank could not write its part of {self.directory}: it is not complete."
-            )
+        if not self._agreed:
+            self._agreed = True
+            complete = self._ranks.all_true(self._failure is None)
+            if not complete and self._ranks.count > 1:  # told or not: all ranks go on in the same way
+                self._told = True
+                raise self._failure or CheckpointFailed(
+                    f"Another rank could not write its part of {self.directory}: it is not complete."
+                )
+            if self._made is not None and self._ranks.count > 1:
+                self._retire(self._made)
+        self.raise_if_failed()
 
     def finish(self) -> None:
         """Waits for this rank's part, and says that it does. What interrupts the wait drops the checkpoint."""
@@ -193,14 +184,18 @@ class PendingCheckpoint:
     def _drain(self) -> None:
         try:
             self._copy()
-            self._complete()
+            made = self._part.publish()
         except BaseException as error:
+            abandon(self._part.folder)
             why = "it was dropped" if isinstance(error, _DroppedError) else f"{type(error).__name__}: {error}"
             self._failure = CheckpointFailed(
-                f"Checkpoint {self.directory} was not completed in the background, {why}. Older ones are as they were."
+                f"Checkpoint {self.directory} was not completed in the background: {why.removesuffix('.')}. Older ones "
+                "are as they were."
             )
             self._failure.__cause__ = error
             log.error("%s", self._failure)
+        else:
+            self._complete(made)
         finally:
             self._part.let_go()
             self._ended.set()
@@ -208,10 +203,17 @@ class PendingCheckpoint:
     def _copy(self) -> None:
         most = max((buffer_bytes(state) for state, _ in self._part.pending), default=0)
         buffer = aligned_buffer(most) if most else None
-        with abandoned_on_error(self._part.folder), IoPool(THREADS) as pool:
+        address = 0 if buffer is None else buffer.ctypes.data
+        with IoPool(THREADS) as pool:
             for state, target in self._part.pending:
-                write_state(pool, state, target, 0 if buffer is None else buffer.ctypes.data, self._pace)
+                write_state(pool, state, target, address, self._pace)
                 state.close()
+
+    def _complete(self, made: Checkpoint) -> None:
+        self._made = made
+        log.info("checkpoint %s is complete: %s", self.directory, self._how_far())
+        if self._ranks.count == 1:
+            self._retire(made)
 
     def _pace(self, nbytes: int) -> None:
         """Waits while an update runs; then `nbytes` more are about to be written."""
@@ -234,15 +236,6 @@ class PendingCheckpoint:
             f"{progress.written_bytes:,} of {self.total_bytes:,} bytes in {seconds:.1f} s, "
             f"{progress.paused_seconds:.1f} s of them waiting for updates"
         )
-
-    def _complete(self) -> None:
-        with abandoned_on_error(self._part.folder):
-            made = self._part.publish()
-        log.info("checkpoint %s is complete: %s", self.directory, self._how_far())
-        if self._ranks.count == 1:
-            self._retire(made)
-            self._settled = True
-        self._made = made
 
     def _retire(self, made: Checkpoint) -> None:
         try:
