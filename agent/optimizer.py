@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol, Self
 import torch
 
 from tidegate.agent import checkpoint
+from tidegate.agent.accumulation import check_fits, host_bytes
 from tidegate.agent.devices.choose import choose_device
 from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.engine.engine import Engine, StepResult
@@ -101,6 +102,7 @@ class AdamW(torch.optim.Optimizer):
         self._params: list[torch.nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
         self._steps = [0] * len(self._params)
         self._pid = os.getpid()
+        check_fits(self._params, self.offload.accumulation)
         claim(self, self._params)
         self.device = choose_device(self.offload, self._params)
         layouts = cut([group["params"] for group in self.param_groups], self.offload.subgroup_numel)
@@ -151,6 +153,7 @@ class AdamW(torch.optim.Optimizer):
             cpu_threads=self.offload.cpu_threads or max(1, (os.cpu_count() or 2) - 1),
             policy=self.offload.policy,
             gradients=self.offload.gradients,
+            accumulation=self.offload.accumulation,
             gradient_memory_bytes=self.offload.gradient_memory_bytes,
             headroom_bytes=self.offload.headroom_bytes,
             early_gradients=not _is_distributed(),
@@ -175,7 +178,7 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.wait()
-        if not any(p.grad is not None for p in self._params):
+        if not self.engine.gradients.any_set_aside and not any(p.grad is not None for p in self._params):
             return loss
         loss_scale = LossScale.of(self)
         self.phases.enter("update")
@@ -330,7 +333,7 @@ class AdamW(torch.optim.Optimizer):
         beside = sum(s.nbytes("weight") + s.nbytes("gradient") for s in subgroups)
         largest = max((s.nbytes("state") + s.nbytes("weight") + s.nbytes("gradient") for s in subgroups), default=0)
         slots = len(self.offload.paths) * self.offload.host_slots * largest
-        free = CACHE_SHARE * host_available_bytes() - slots
+        free = CACHE_SHARE * host_available_bytes() - slots - host_bytes(self._params, self.offload.accumulation)
         # What is cached and updated on the CPU has a mirror of its weight and a gradient in host memory, too.
         return max(0, int(free * state / max(1, state + beside)))
 

@@ -16,7 +16,7 @@ import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -155,17 +155,15 @@ class _Writer:
         spares = Spares(self._engine, self._ranks.rank, ())
         store = weakref.ref(self._store) if self._store is not None else _nothing
         base, expiring = self._base, self._expiring
-        with _abandoned_on_error(self._folder):
+        with _abandoned_on_error(self._folder), ExitStack() as on_error:
             with _agreed(self._ranks, self._directory):
                 part = self._part(spares, ways)
+                on_error.callback(part.let_go)
             pending = PendingCheckpoint(
                 part, _running(self._engine), lambda made: _retire(base, expiring, store(), made), self._ranks
             )
-            try:
-                pending.start()
-            except BaseException:
-                part.let_go()
-                raise
+            pending.start()
+            on_error.pop_all()
         return pending
 
     def ways(self, memory_bytes: int) -> _Ways:
