@@ -183,13 +183,10 @@ class Gradients:
         if total is None:
             return
         with torch.no_grad():
-            grad = weight.grad
-            if grad is None:
+            if weight.grad is None:
                 weight.grad = total.to(grad_dtype_of(weight))
-            elif total.dtype == grad.dtype:
-                grad.add_(total)
             else:
-                grad.copy_(total.add_(grad))
+                weight.grad.add_(total)  # in fp32 where one of them is, rounded once
 
     def _check_not_released(self, param: int) -> None:
         if self.mode == "release" and self._present[param]:

@@ -65,6 +65,20 @@ def test_the_sum_is_exactly_what_is_stated(
             assert plain.same_weights(params), step
 
 
+@pytest.mark.parametrize("how", ["host", "host_fp32"])
+def test_a_sum_of_one_gradient_is_that_gradient(how: str) -> None:
+    """The sign of its zeros, too."""
+    params = params_of((4,), dtype=torch.bfloat16)
+    with tidegate.AdamW(params, offload=offload(how)) as optimizer:
+        sums, grad = optimizer.engine.gradients.sums, torch.tensor([-0.0, 0.0, 1.5, -3.0], dtype=torch.bfloat16)
+        assert sums is not None
+        sums.add(0, grad)
+        found = sums.take(0, params[0])
+        assert found is not None
+        assert torch.equal(found.float().view(torch.int32), grad.float().view(torch.int32))
+        assert sums.take(0, params[0]) is None
+
+
 def test_weights_of_other_strides_and_gradients_of_others() -> None:
     params = [torch.nn.Parameter(torch.randn(6, 5, 4).permute(2, 0, 1)), torch.nn.Parameter(torch.randn(30))]
     with tidegate.AdamW(params, offload=offload("host")) as optimizer:

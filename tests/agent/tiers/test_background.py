@@ -139,6 +139,8 @@ def test_older_ones_go_and_the_last_good_one_is_named_only_when_it_is_complete(
         assert store is not None
         assert store.last_checkpoint == str(first.directory)
         assert find_checkpoints(tmp_path / "saved") == [first]
+        lives = run.optimizer.engine.memory.residence
+        assert all(store.paths[where].has_spare(s) for s, where in enumerate(lives) if where in store.paths)
         run.steps(1, 3)
         valve.open.set()
         made = pending.result()
