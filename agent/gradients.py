@@ -5,7 +5,8 @@ replaces `.grad` without the interpreter's lock, so that another thread that loo
 
 Mode `keep`: `.grad` stays. Copies before `step()` are speculative: `take` tells whether they still hold.
 Mode `release`: a gradient that has arrived is the engine's, `.grad` only says so (`ReleasedGradient`); its memory is
-given back when the last op that reads it was issued.
+given back when the last op that reads it was issued. Those of backward passes before the last one of a step stay in
+`.grad` or, with `sums`, go to the host and come back as one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from tidegate.agent.accumulation import HostSums
 from tidegate.agent.devices.base import Device, Event, GradRef
 from tidegate.agent.fingerprint import sample_view
 from tidegate.agent.shards import as_part_of, check_divided_alike, shard_of
@@ -95,8 +97,11 @@ class Gradients:
         layouts: Sequence[Layout],
         mode: Mode = "keep",
         speculative: bool = True,
+        sums: HostSums | None = None,
     ) -> None:
+        """`sums`: where gradients of a backward that is not the last of its step go; None for `.grad`."""
         self.mode = mode
+        self.sums = sums
         self.accumulating = False
         """A backward pass that is not the last of its step: `release` leaves `.grad` alone."""
         self._device = device
@@ -159,6 +164,39 @@ class Gradients:
         """Notes one accumulation; the subgroups whose gradients are all there now, as far as last step tells."""
         if self.accumulating and self.mode == "release":
             return ()
+        self._check_not_released(param)
+        self._bring_back(param)
+        self._note(param)
+        with self._lock:
+            self._readiness[param].count += 1
+            return tuple(layout.id for layout in self._subgroups_of[param] if self._is_ready(layout))
+
+    def set_aside(self, param: int) -> None:
+        """Notes one accumulation in a backward that is not the last of its step: without sums `.grad` has it."""
+        whole = self._params[param]
+        if self.sums is None or whole.grad is None:
+            return
+        self._check_not_released(param)
+        check_divided_alike(param, whole, whole.grad)
+        weight, grad = shard_of(whole), shard_of(whole.grad)
+        _check(param, weight, grad)
+        self.sums.add(param, _as_stored(weight, grad))
+        whole.grad = None
+
+    def _bring_back(self, param: int) -> None:
+        """The sum of the backward passes before, if there is one, and what `.grad` has become one gradient."""
+        whole = self._params[param]
+        weight = shard_of(whole)
+        total = self.sums.take(param, weight) if self.sums is not None else None
+        if total is None:
+            return
+        with torch.no_grad():
+            if whole.grad is None:
+                whole.grad = as_part_of(whole, total.to(grad_dtype_of(weight)))
+            else:
+                shard_of(whole.grad).add_(total)  # in fp32 where one of them is, rounded once
+
+    def _check_not_released(self, param: int) -> None:
         if self.mode == "release" and self._present[param]:
             raise ParameterError(
                 f"Parameter {param} got a second gradient in one step after its first was released. "
@@ -166,10 +204,6 @@ class Gradients:
                 "of a step into `with optimizer.accumulate():`. Under DDP, or where reentrant checkpoints share a "
                 "weight, use gradients='keep'."
             )
-        self._note(param)
-        with self._lock:
-            self._readiness[param].count += 1
-            return tuple(layout.id for layout in self._subgroups_of[param] if self._is_ready(layout))
 
     def reduced(self, param: int, grad: torch.Tensor) -> tuple[int, ...]:
         """Notes a gradient that a collective has made final, before it stands in `.grad`; as `accumulated`."""
@@ -199,6 +233,8 @@ class Gradients:
         """`step()` begins: what `.grad` is now counts, whoever changed it since it arrived."""
         for param in self._changed_in_place():
             self._current[param] = None
+        for param in self.sums.params() if self.sums is not None else ():
+            self._bring_back(param)
         for index, param_ in enumerate(self._params):
             replaced = param_.grad is not None and not is_released(param_.grad)
             if self.mode == "release" and self._present[index] and replaced:
@@ -259,6 +295,11 @@ class Gradients:
         assert arrived is not None, "only of gradients that are present"
         return reference(arrived)
 
+    @property
+    def any_set_aside(self) -> bool:
+        """Some gradients are in sums alone, `.grad` does not show them."""
+        return self.sums is not None and self.sums.any
+
     # ---- memory of released gradients
 
     @property
@@ -305,6 +346,8 @@ class Gradients:
 
     def forget(self) -> None:
         """Gradients were used or dropped: the step begins anew."""
+        if self.sums is not None:
+            self.sums.forget()
         for ready in self._readiness:
             ready.count = 0
         self._reduced.clear()
@@ -317,6 +360,8 @@ class Gradients:
             hook.remove()
         self._hooks.clear()
         self.forget()
+        if self.sums is not None:
+            self.sums.close()
 
 
 def reference(arrived: Arrived) -> GradRef:

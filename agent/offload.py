@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from tidegate.agent.accumulation import Accumulation
 from tidegate.agent.devices.emulated import EmulatedRates
 from tidegate.agent.gradients import Mode
 from tidegate.agent.tiers.object_settings import ObjectSettings
@@ -33,6 +34,9 @@ class Offload:
     gradients: "keep" leaves `.grad` as it is, what is done to it counts; "release" takes each gradient as it arrives
         and frees it as soon as it was copied or used: clip with `max_grad_norm`, and put all but the last backward of a
         step into `with optimizer.accumulate():`.
+    accumulation: with "release", where gradients of a step's backward passes before the last one wait: "device" leaves
+        them in `.grad`; "host" adds each to a sum in host memory, rounded as torch rounds sums in `.grad`; "host_fp32"
+        in fp32, rounded once. Then `.grad` is None between two backward passes, and the device has no gradients.
     gradient_memory_bytes: with "release", what gradients may take on the device while they wait for the update; more
         are spilled to the host and come back with their state. 0 for what weights, state and headroom leave.
     policy: "interleaved", or a baseline: "sequential", "twinflow".
@@ -55,6 +59,7 @@ class Offload:
     emulated: EmulatedRates = field(default_factory=EmulatedRates)
     headroom_bytes: int = 0
     gradients: Mode = "keep"
+    accumulation: Accumulation = "device"
     gradient_memory_bytes: int = 0
     policy: Policy = "interleaved"
     watchdog_seconds: float = 120.0
@@ -78,6 +83,12 @@ class Offload:
             raise ConfigError(f"device={self.device!r} is unknown: 'auto' or 'emulated'.")
         if self.gradients not in get_args(Mode):
             raise ConfigError(f"gradients={self.gradients!r} is unknown: 'keep' or 'release'.")
+        if self.accumulation not in get_args(Accumulation):
+            raise ConfigError(f"accumulation={self.accumulation!r} is unknown: 'device', 'host' or 'host_fp32'.")
+        if self.accumulation != "device" and self.gradients == "keep":
+            raise ConfigError(
+                f"accumulation={self.accumulation!r} needs gradients='release': with 'keep', `.grad` has the sum."
+            )
 
     def knobs(self) -> Knobs:
         """What the run begins with. KnobError for what is out of range or needs paths that are not there."""

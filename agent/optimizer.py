@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol, Self
 import torch
 
 from tidegate.agent import checkpoint
+from tidegate.agent.accumulation import check_fits, host_bytes
 from tidegate.agent.devices.choose import choose_device
 from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.engine.engine import Engine, StepResult
@@ -28,11 +29,12 @@ from tidegate.agent.ranks import Ranks
 from tidegate.agent.shards import is_divided, shard_of
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
-from tidegate.agent.tiers.checkpoint import Contents, save
+from tidegate.agent.tiers.checkpoint import Contents, Target, begin, save
+from tidegate.agent.tiers.drain import PendingCheckpoint
 from tidegate.agent.tiers.manifest import Checkpoint, choose
 from tidegate.agent.tiers.resume import Reader
 from tidegate.agent.tiers.store import TierStore
-from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError
+from tidegate.errors import CheckpointFailed, ConfigError, MemoryBudgetError, ParameterError
 from tidegate.knobs import AUTO, Knobs, KnobValue, weights_of
 from tidegate.timeline import PhaseSpan
 
@@ -102,6 +104,7 @@ class AdamW(torch.optim.Optimizer):
         self._params: list[torch.nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
         self._steps = [0] * len(self._params)
         self._pid = os.getpid()
+        check_fits([shard_of(param) for param in self._params], self.offload.accumulation)
         claim(self, self._params)
         self.device = choose_device(self.offload, [shard_of(param) for param in self._params])
         layouts = cut(
@@ -135,6 +138,8 @@ class AdamW(torch.optim.Optimizer):
         """Phases of steps, and results of steps, that observers have not heard of; in the order of the steps."""
         self._settling = threading.Lock()
         self._backward_id = -1
+        self._draining: PendingCheckpoint | None = None
+        """The last checkpoint that was begun."""
         try:
             self.check_knobs(self.knobs)
         except BaseException:
@@ -152,6 +157,7 @@ class AdamW(torch.optim.Optimizer):
             cpu_threads=self.offload.cpu_threads or max(1, (os.cpu_count() or 2) - 1),
             policy=self.offload.policy,
             gradients=self.offload.gradients,
+            accumulation=self.offload.accumulation,
             gradient_memory_bytes=self.offload.gradient_memory_bytes,
             headroom_bytes=self.offload.headroom_bytes,
             early_gradients=not _is_distributed() or all(map(is_divided, self._params)),
@@ -165,13 +171,18 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update. `closure` re-evaluates the model and returns the loss, as in torch."""
+        """One update. `closure` re-evaluates the model and returns the loss, as in torch.
+
+        CheckpointFailed, once and with nothing done, when a checkpoint that was begun could not be completed.
+        """
+        if self._draining is not None:
+            self._draining.raise_if_failed()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.wait()
-        if not any(p.grad is not None for p in self._params):
+        if not self.engine.gradients.any_set_aside and not any(p.grad is not None for p in self._params):
             return loss
         loss_scale = LossScale.of(self)
         self.phases.enter("update")
@@ -331,7 +342,7 @@ class AdamW(torch.optim.Optimizer):
         beside = sum(s.nbytes("weight") + s.nbytes("gradient") for s in subgroups)
         largest = max((s.nbytes("state") + s.nbytes("weight") + s.nbytes("gradient") for s in subgroups), default=0)
         slots = len(self.offload.paths) * self.offload.host_slots * largest
-        free = CACHE_SHARE * host_available_bytes() - slots
+        free = CACHE_SHARE * host_available_bytes() - slots - host_bytes(self._params, self.offload.accumulation)
         # What is cached and updated on the CPU has a mirror of its weight and a gradient in host memory, too.
         return max(0, int(free * state / max(1, state + beside)))
 
@@ -393,13 +404,42 @@ class AdamW(torch.optim.Optimizer):
         PathFull when there is no room for it, or for what is flushed after it; CheckpointFailed when it cannot be
         written. Older checkpoints are then as they were, and training may go on.
         """
+        with self._saving() as contents:
+            return save(contents, Target(directory, keep, save_also), Ranks.now())
+
+    def begin_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 1,
+        save_also: Callable[[Path], object] | None = None,
+        memory_bytes: int | None = None,
+    ) -> PendingCheckpoint:
+        """As `save_checkpoint`, but what cannot be linked is copied by a thread while training goes on: what lies on
+        other file systems, in host memory, on the device. Call `result()` on what it returns to wait.
+
+        save_also: is called now, and training waits for it.
+        memory_bytes: for copies of state that is not on a path, until it is written; None for half of the host memory
+            that is free. What does not fit is written at once.
+
+        The next checkpoint, `close` and the end of the process wait for it. CheckpointFailed is raised by `result`, or
+        by the next `step`, checkpoint or `close`, when it cannot be completed. PathFull as in `save_checkpoint`.
+        """
+        with self._saving() as contents:
+            self._draining = begin(contents, Target(directory, keep, save_also), Ranks.now(), memory_bytes)
+            return self._draining
+
+    @contextmanager
+    def _saving(self) -> Iterator[Contents]:
+        """Between steps, with nothing in flight and no checkpoint that is still written."""
         self.wait()
         self.engine.require_usable()
         self.engine.quiesce()
         with self.phases.within("checkpoint"):
+            if self._draining is not None:
+                self._draining.settle()
             self.engine.weights.take_edited()
-            contents = Contents(self.engine, self.engine.shards, self._small_state(), self.num_steps)
-            return save(contents, directory, keep, save_also, Ranks.now())
+            yield Contents(self.engine, self.engine.shards, self._small_state(), self.num_steps)
 
     @torch.no_grad()
     def load_checkpoint(self, directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
@@ -413,6 +453,9 @@ class AdamW(torch.optim.Optimizer):
         """
         self.engine.require_loadable()
         ranks = Ranks.now()
+        if self._draining is not None:
+            with suppress(CheckpointFailed):  # it was logged; an older one is what one wants now
+                self._draining.settle()
         found = choose(directory, ranks.rank, step)
         with Reader(found, self.engine.shards, ranks) as reader:
             small = reader.optimizer()
@@ -505,7 +548,11 @@ class AdamW(torch.optim.Optimizer):
         ]  # fmt: skip
 
     def close(self) -> None:
-        """Stops lanes and telemetry and releases the parameters. The weights stay. Idempotent; nothing in a fork."""
+        """Stops lanes and telemetry and releases the parameters. The weights stay. Idempotent; nothing in a fork.
+
+        Waits for a checkpoint that is still written, a Ctrl-C drops it; CheckpointFailed, when all is closed, if it
+        could not be completed.
+        """
         if os.getpid() != self._pid:
             return
         try:
@@ -514,7 +561,13 @@ class AdamW(torch.optim.Optimizer):
         except Exception:
             log.exception("the last update failed while the optimizer was closed")
         finally:
-            self._close()
+            try:
+                if self._draining is not None:
+                    self._draining.finish()
+            finally:
+                self._close()
+        if self._draining is not None:
+            self._draining.raise_if_failed()
 
     def _close(self) -> None:
         if self.overlap is not None:
@@ -527,8 +580,12 @@ class AdamW(torch.optim.Optimizer):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except CheckpointFailed:
+            if kind is None:  # else it would hide what went wrong; it was logged
+                raise
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -23,6 +23,7 @@ __all__ = [
     "Scalars",
     "ThreadPool",
     "WeightFormat",
+    "accumulate",
     "adamw_update",
     "aligned_buffer",
     "copy",
@@ -116,6 +117,14 @@ def sum_of_squares(pool: ThreadPool, address: int, numel: int, dtype: GradDtype)
     on how the parameter is cut into subgroups.
     """
     return _native.sum_of_squares(pool._native, address, numel, dtype)
+
+
+def accumulate(pool: ThreadPool, sums: int, sum_dtype: GradDtype, address: int, dtype: GradDtype, numel: int) -> None:
+    """Adds the gradient at `address` to `sums`, element by element; equals `oracle.accumulate` bit for bit.
+
+    Each addition is one of fp32; a sum of 16 bits is then rounded to nearest, ties to even: as torch adds into `.grad`.
+    """
+    _native.accumulate(pool._native, sums, sum_dtype, address, dtype, numel)
 
 
 def copy(dst: int, src: int, nbytes: int) -> None:

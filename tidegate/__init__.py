@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tidegate.agent.overlap import ForwardOverlap as ForwardOverlap
     from tidegate.agent.overlap import overlap_forward as overlap_forward
     from tidegate.agent.overlap import wait as wait
+    from tidegate.agent.tiers.drain import PendingCheckpoint as PendingCheckpoint
     from tidegate.agent.tiers.manifest import Checkpoint as Checkpoint
     from tidegate.agent.tiers.manifest import find_checkpoints as find_checkpoints
     from tidegate.agent.tiers.object_settings import ObjectSettings as ObjectSettings
@@ -34,6 +35,7 @@ _HOME = {
     "wait": "tidegate.agent.overlap",
     "ObjectSettings": "tidegate.agent.tiers.object_settings",
     "PathSettings": "tidegate.agent.tiers.path",
+    "PendingCheckpoint": "tidegate.agent.tiers.drain",
     "Checkpoint": "tidegate.agent.tiers.manifest",
     "find_checkpoints": "tidegate.agent.tiers.manifest",
 }
@@ -47,6 +49,7 @@ __all__ = [
     "ObjectSettings",
     "Offload",
     "PathSettings",
+    "PendingCheckpoint",
     "attach",
     "find_checkpoints",
     "overlap_ddp",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tidegate.agent.accumulation import Accumulation, HostSums
 from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
@@ -81,6 +82,7 @@ class Engine:
         cpu_threads: int,
         policy: Policy = "interleaved",
         gradients: Mode = "keep",
+        accumulation: Accumulation = "device",
         gradient_memory_bytes: int = 0,
         headroom_bytes: int = 0,
         early_gradients: bool = True,
@@ -115,7 +117,8 @@ class Engine:
         self.residences = Residences(store) if store is not None else None
         self.memory = StateMemory(device, self.layouts, num_slots, released, store, self.host_slots)
         self._settle_new()
-        self.gradients = Gradients(device, params, self.layouts, gradients, speculative=early_gradients)
+        sums = HostSums(device, self._pool, accumulation == "host_fp32") if accumulation != "device" else None
+        self.gradients = Gradients(device, params, self.layouts, gradients, speculative=early_gradients, sums=sums)
         self.weights = Weights(device, self.memory, self.shards)
         self._runner = MemoryRunner(device, self.memory, self.gradients, self.shards, self._norm, self._pool)
         of_paths = [lane for path in self.host_slots for lane in path_lanes(path)]
@@ -249,6 +252,7 @@ class Engine:
     def gradient_accumulated(self, param: int) -> None:
         """Autograd has accumulated into a parameter: its subgroups may be copied early."""
         if self.gradients.accumulating and self.gradients.mode == "release":
+            self.gradients.set_aside(param)
             return
         self.start()
         if self.gradients_come_reduced:

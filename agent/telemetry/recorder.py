@@ -138,13 +138,15 @@ class Recorder:
             self._unreported.extend([*steps, *later])
 
     def _note(self, result: StepResult, phases: StepPhases) -> FinishedStep:
-        memory = self._optimizer.engine.memory
+        memory, sums = self._optimizer.engine.memory, self._optimizer.engine.gradients.sums
+        host_bytes = memory.host_bytes()
+        host_bytes["gradient"] += sums.host_bytes() if sums is not None else 0
         return FinishedStep(
             number=self.steps,
             result=result,
             phases=phases,
             deps=self._deps,
-            host_bytes=memory.host_bytes(),
+            host_bytes=host_bytes,
             subgroups={where: memory.residence.count(where) for where in self._residences},
             paths=self._paths.note() if self._paths is not None else (),
         )

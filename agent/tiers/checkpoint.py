@@ -1,32 +1,34 @@
-"""Writes a checkpoint: a state file for each subgroup, linked where the file is on the same file system, else copied.
+"""Writes a checkpoint: a state file for each subgroup, linked where the file is on the same file system, else copied;
+at once, or held as it is and copied while training goes on (`drain`).
 
 Nothing is changed in a checkpoint that is complete, and no older one goes before the new one is. What it costs in
 space: files of expired checkpoints become the spare files of the paths, so that a path needs (1 + kept checkpoints)
-times its share.
+times its share; one more while a checkpoint is drained.
 """
 
 from __future__ import annotations
 
-import errno
+import ctypes
 import io
+import logging
 import os
-import shutil
 import uuid
+import weakref
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 
+from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.subgroups import Layout, Segment, flat
-from tidegate.agent.tiers.format import Header, StateKind, file_bytes, header_bytes, num_blocks, padded_bytes
+from tidegate.agent.tiers.drain import Part, PendingCheckpoint, abandon
+from tidegate.agent.tiers.format import padded_bytes
 from tidegate.agent.tiers.manifest import (
     OPTIMIZER_FILE,
     Checkpoint,
@@ -35,22 +37,24 @@ from tidegate.agent.tiers.manifest import (
     Stored,
     folder_name,
     forget_overtaken,
-    publish,
     readable_checkpoints,
     remove_remains,
     retract,
     sync,
 )
-from tidegate.agent.tiers.path import StoragePath, write_header
-from tidegate.agent.tiers.scratch import free_bytes, reserve
-from tidegate.agent.tiers.store import RULE, kind_of
-from tidegate.errors import CheckpointFailed, ConfigError, PathFull
-from tidegate.kernels import IoPool, IoTicket, crc32c, fill, open_direct
+from tidegate.agent.tiers.path import StoragePath
+from tidegate.agent.tiers.snapshot import State, StateInFile, StateInMemory, write_state
+from tidegate.agent.tiers.spares import Spares
+from tidegate.agent.tiers.store import RULE, TierStore, kind_of
+from tidegate.errors import CheckpointFailed, ConfigError
+from tidegate.kernels import IoPool, aligned_buffer, crc32c, fill
 from tidegate.plan.ops import is_path
 
-BLOCK_BYTES: Final = 1 << 20
+log = logging.getLogger("tidegate.tiers")
+
 THREADS: Final = 4
-POLL_SECONDS: Final = 1.0
+AUTO_MEMORY_SHARE: Final = 0.5
+"""Of the host memory that is free, for copies of state that is not on a path."""
 
 SaveAlso = Callable[[Path], object]
 
@@ -65,34 +69,37 @@ class Contents:
     step: int
 
 
-def save(
-    contents: Contents, directory: str | os.PathLike[str], keep: int, save_also: SaveAlso | None, ranks: Ranks
-) -> Checkpoint:
-    """Writes a checkpoint and, when it is complete, removes all but the `keep` newest.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint goes. `keep`: so many of the newest complete ones stay."""
+
+    directory: str | os.PathLike[str]
+    keep: int = 1
+    save_also: SaveAlso | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ConfigError(f"keep={self.keep} is out of range: at least 1.")
+
+
+def save(contents: Contents, target: Target, ranks: Ranks) -> Checkpoint:
+    """Writes a checkpoint and, when it is complete, removes all but the newest.
 
     PathFull when there is no room, CheckpointFailed when it cannot be written; then the others are as they were.
     """
-    if keep < 1:
-        raise ConfigError(f"keep={keep} is out of range: at least 1.")
-    base = Path(os.path.abspath(directory))
-    base.mkdir(parents=True, exist_ok=True)
-    complete = readable_checkpoints(base, ranks.rank)
-    forget_overtaken(base, complete, ranks.rank)
-    remove_remains(base, ranks.rank)
-    writer = _Writer(contents, ranks, complete[keep - 1 :])
-    name, attempt, number = ranks.from_first(_next(contents.step, complete))
-    try:
-        made = writer.write(base / name, attempt, number, save_also)
-    except BaseException:
-        ranks.all_true(False)
-        raise
-    if not ranks.all_true(True):
-        raise CheckpointFailed(f"Another rank could not write its part of {made.directory}: it is not complete.")
-    writer.retire()
-    remove_remains(base, ranks.rank)
-    if contents.engine.store is not None:
-        contents.engine.store.last_checkpoint = os.fspath(made.directory)
-    return made
+    return _Writer(contents, target, ranks).write()
+
+
+def begin(contents: Contents, target: Target, ranks: Ranks, memory_bytes: int | None) -> PendingCheckpoint:
+    """As `save`, but returns when all is linked or held: the rest is drained. `memory_bytes`: for copies of state that
+    is not on a path, in host memory; None for half of what is free. What does not fit is written first."""
+    if memory_bytes is not None and memory_bytes < 0:
+        raise ConfigError(f"memory_bytes={memory_bytes} is out of range: at least 0.")
+    writer = _Writer(contents, target, ranks)
+    ways = writer.ways(int(AUTO_MEMORY_SHARE * host_available_bytes()) if memory_bytes is None else memory_bytes)
+    if ranks.all_true(not (ways.held or ways.in_memory)):
+        return PendingCheckpoint.complete(writer.write())
+    return writer.begin(ways)
 
 
 def weights_checksum(params: Sequence[torch.Tensor], segments: Sequence[Segment]) -> int:
@@ -104,168 +111,163 @@ def weights_checksum(params: Sequence[torch.Tensor], segments: Sequence[Segment]
     return found
 
 
-def finish(ticket: IoTicket) -> IoTicket:
-    """When it is done; Python handles signals meanwhile."""
-    while not ticket.wait(POLL_SECONDS):
-        pass
-    return ticket
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """Which subgroups wait for the drain: held in the file that they are in, or as a copy in memory. The others are
+    linked or copied at once."""
 
-
-def _next(step: int, complete: Sequence[Checkpoint]) -> tuple[str, str, int]:
-    """Directory, attempt and number of the checkpoint that comes."""
-    number = max((one.manifest.number for one in complete), default=0) + 1
-    taken = {one.directory.name for one in complete}
-    name = f"step-{step}" if f"step-{step}" not in taken else f"step-{step}.{number}"
-    return name, uuid.uuid4().hex[:12], number
+    held: frozenset[int] = frozenset()
+    in_memory: frozenset[int] = frozenset()
 
 
 class _Writer:
-    """One rank's part. `expiring`: what goes when it is complete."""
+    """One rank's part of one checkpoint."""
 
-    def __init__(self, contents: Contents, ranks: Ranks, expiring: Sequence[Checkpoint]) -> None:
-        self._contents, self._ranks, self._expiring = contents, ranks, expiring
-        self._store = contents.engine.store
+    def __init__(self, contents: Contents, target: Target, ranks: Ranks) -> None:
+        self._contents, self._ranks, self._save_also = contents, ranks, target.save_also
+        self._engine, self._store = contents.engine, contents.engine.store
         self._run_id = self._store.run_id if self._store is not None else uuid.uuid4()
-        self._promised: list[tuple[Layout, str, Path]] = []
-        """Subgroups, their paths, and the file of an expiring checkpoint that becomes their spare."""
+        self._base = Path(os.path.abspath(target.directory))
+        self._base.mkdir(parents=True, exist_ok=True)
+        complete = readable_checkpoints(self._base, ranks.rank)
+        forget_overtaken(self._base, complete, ranks.rank)
+        remove_remains(self._base, ranks.rank)
+        self._expiring = complete[target.keep - 1 :]
+        """What goes when it is complete."""
+        name, self._attempt, self._number = ranks.from_first(_next(contents.step, complete))
+        self._directory = self._base / name
+        self._folder = self._directory / folder_name(ranks.rank, self._attempt)
+        self._sums = [weights_checksum(contents.params, layout.segments) for layout in self._engine.layouts]
+        self._linkable = self._find_linkable()
+        """Bytes of the files that can be linked, by subgroup."""
 
-    def write(self, directory: Path, attempt: str, number: int, save_also: SaveAlso | None) -> Checkpoint:
-        folder = directory / folder_name(self._ranks.rank, attempt)
-        _make(folder)
+    def write(self) -> Checkpoint:
+        """Everything, now."""
+        spares = Spares(self._engine, self._ranks.rank, self._expiring)
+        with _agreed(self._ranks, self._directory), _abandoned_on_error(self._folder):
+            made = self._part(spares, _Ways()).publish()
+        _retire(self._base, self._expiring, self._store, made, spares)
+        return made
+
+    def begin(self, ways: _Ways) -> PendingCheckpoint:
+        """What has to be now; the rest is drained."""
+        # Flushes may come before it is complete: until then no expiring checkpoint gives files.
+        spares = Spares(self._engine, self._ranks.rank, ())
+        store = weakref.ref(self._store) if self._store is not None else _nothing
+        base, expiring = self._base, self._expiring
+        with _abandoned_on_error(self._folder), ExitStack() as on_error:
+            with _agreed(self._ranks, self._directory):
+                part = self._part(spares, ways)
+                on_error.callback(part.let_go)
+            pending = PendingCheckpoint(
+                part, _running(self._engine), lambda made: _retire(base, expiring, store(), made), self._ranks
+            )
+            pending.start()
+            on_error.pop_all()
+        return pending
+
+    def ways(self, memory_bytes: int) -> _Ways:
+        """What can wait."""
+        held, in_memory = set(), set()
+        for layout in self._engine.layouts:
+            if layout.id in self._linkable:
+                continue
+            path = self._path(layout)
+            if path is not None and not path.is_new(layout.id):
+                held.add(layout.id)
+                continue
+            nbytes = padded_bytes(kind_of(layout, self._ranks.rank).data_bytes)
+            if nbytes <= memory_bytes:
+                memory_bytes -= nbytes
+                in_memory.add(layout.id)
+        return _Ways(frozenset(held), frozenset(in_memory))
+
+    def _path(self, layout: Layout) -> StoragePath | None:
+        """Where its state lives, if that is a path with files. What is in an object store is copied."""
+        lives = self._engine.memory.residence[layout.id]
+        path = self._store.paths[lives] if self._store is not None and is_path(lives) else None
+        return path if isinstance(path, StoragePath) else None
+
+    def _find_linkable(self) -> dict[int, int]:
+        found, device = {}, self._base.stat().st_dev
+        for layout in self._engine.layouts:
+            path = self._path(layout)
+            nbytes = path.link_bytes(layout.id, self._sums[layout.id], device) if path is not None else None
+            if nbytes is not None:
+                found[layout.id] = nbytes
+        return found
+
+    # ---- what is written now
+
+    def _part(self, spares: Spares, ways: _Ways) -> Part:
+        _make(self._folder)
+        sync(self._base)
+        pending: list[tuple[State, Path]] = []
         try:
-            sync(directory.parent)
-            stored = self._write_state(folder)
-            crc = self._write_optimizer(folder / OPTIMIZER_FILE)
-            if save_also is not None:
-                save_also(folder)
-            _sync_all(folder)
+            stored = tuple(self._put_states(spares, ways, pending))
+            crc = self._write_optimizer(self._folder / OPTIMIZER_FILE)
+            if self._save_also is not None:
+                self._save_also(self._folder)
             manifest = Manifest(
-                self._contents.step, number, attempt, self._run_id.hex, self._ranks.rank, self._ranks.count, RULE,
-                tuple(map(ParamForm.of, self._contents.params)), tuple(stored), crc,
+                self._contents.step, self._number, self._attempt, self._run_id.hex, self._ranks.rank, self._ranks.count,
+                RULE, tuple(map(ParamForm.of, self._contents.params)), stored, crc,
             )  # fmt: skip
-            publish(directory, manifest)
-        except BaseException as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):
-                directory.rmdir()
-            if isinstance(error, OSError):
-                raise CheckpointFailed(
-                    f"{directory} cannot be written: {error}. Older ones are as they were."
-                ) from error
+        except BaseException:
+            for state, _ in pending:
+                state.close()
             raise
-        return Checkpoint(directory, manifest)
+        return Part(self._directory, manifest, pending)
 
-    def retire(self) -> None:
-        """Removes what has expired; of its files the paths make their spares."""
-        for checkpoint in self._expiring:
-            retract(checkpoint)
-        for layout, path, file in self._promised:
-            self._files_of(path).add_spare(layout.id, file)
-
-    # ---- state
-
-    def _write_state(self, folder: Path) -> list[Stored]:
-        layouts, params = self._contents.engine.layouts, self._contents.params
-        sums = [weights_checksum(params, layout.segments) for layout in layouts]
-        linked = self._linkable(folder, sums)
-        copied = [layout for layout in layouts if layout.id not in linked]
-        self._make_room(folder, linked, copied)
-        stored = []
+    def _put_states(self, spares: Spares, ways: _Ways, pending: list[tuple[State, Path]]) -> Iterator[Stored]:
+        """Links, holds or copies each."""
+        layouts = self._engine.layouts
+        copied = [layout for layout in layouts if layout.id not in self._linkable]
+        spares.make_room(self._folder, self._linkable, copied)
+        held = frozenset(s for s in ways.held if spares.make_for(layouts[s]))
+        if len(held) < len(ways.held):
+            log.warning(
+                "checkpoint %s: %d of %d subgroups are copied while training waits, as their paths have no room for "
+                "spare files", self._directory, len(ways.held) - len(held), len(ways.held),
+            )  # fmt: skip
         with IoPool(THREADS) as pool:
             for layout in layouts:
-                target = folder / f"{layout.id:06d}.tide"
-                step = self._link(layout, sums[layout.id], target) if layout.id in linked else None
+                kind, target = kind_of(layout, self._ranks.rank), self._folder / f"{layout.id:06d}.tide"
+                step = self._linked(layout, target)
+                if step is None and layout.id in held:
+                    step = self._held(layout, target, pending)
                 if step is None:
-                    step = self._copy(pool, layout, sums[layout.id], target)
-                kind = kind_of(layout, self._ranks.rank)
-                stored.append(
-                    Stored(target.name, step, layout.numel, kind.weight_format, kind.state_bytes, layout.segments)
-                )
-        return stored
+                    step = self._copied(pool, layout, target, pending if layout.id in ways.in_memory else None)
+                yield Stored(target.name, step, layout.numel, kind.weight_format, kind.state_bytes, layout.segments)
 
-    def _linkable(self, folder: Path, sums: Sequence[int]) -> dict[int, int]:
-        """Bytes of the files that can be linked, by subgroup."""
-        found, device = {}, folder.stat().st_dev
-        for layout in self._contents.engine.layouts:
-            lives = self._contents.engine.memory.residence[layout.id]
-            if self._store is not None and is_path(lives) and isinstance(self._store.paths[lives], StoragePath):
-                nbytes = self._files_of(lives).link_bytes(layout.id, sums[layout.id], device)
-                if nbytes is not None:
-                    found[layout.id] = nbytes
-        return found
+    def _linked(self, layout: Layout, target: Path) -> int | None:
+        """The step of the state, None when it was not to be linked or the file system would not have it."""
+        path = self._path(layout)
+        if path is None or layout.id not in self._linkable:
+            return None
+        return path.step_of(layout.id) if path.link(layout.id, self._sums[layout.id], target) else None
 
-    def _make_room(self, folder: Path, linked: Mapping[int, int], copied: Sequence[Layout]) -> None:
-        """Spares for what will be linked, from expiring checkpoints where they have such files. PathFull, with nothing
-        changed, when those and the copies do not fit."""
-        donors = self._donors(folder)
-        made: defaultdict[str, list[Layout]] = defaultdict(list)
-        needed = sum(_file_bytes(kind_of(layout, self._ranks.rank)) for layout in copied)
-        for layout in self._contents.engine.layouts:
-            lives = self._contents.engine.memory.residence[layout.id]
-            if layout.id not in linked or self._files_of(lives).has_spare(layout.id):
-                continue
-            if donors[linked[layout.id]]:
-                self._promised.append((layout, lives, donors[linked[layout.id]].pop()))
-            else:
-                made[lives].append(layout)
-                needed += linked[layout.id]
-        count = sum(map(len, made.values()))
-        _check_room(f"in {folder.parent.parent}", needed, free_bytes(folder), len(copied), count)
-        for name, layouts in made.items():
-            path, spares = self._files_of(name), sum(linked[layout.id] for layout in layouts)
-            _check_room(f"of what is on path {name}", spares, path.free_bytes, 0, len(layouts))
-        for name, layouts in made.items():
-            for layout in layouts:
-                self._files_of(name).add_spare(layout.id)
+    def _held(self, layout: Layout, target: Path, pending: list[tuple[State, Path]]) -> int:
+        path = self._path(layout)
+        assert path is not None, "only files are held"
+        pending.append((StateInFile(path.hold(layout.id, self._sums[layout.id])), target))
+        return path.step_of(layout.id)
 
-    def _donors(self, folder: Path) -> defaultdict[int, list[Path]]:
-        """State files that nothing else holds, and that nobody needs once this checkpoint is complete; by size."""
-        found: defaultdict[int, list[Path]] = defaultdict(list)
-        device = folder.stat().st_dev
-        for checkpoint in self._expiring:
-            for stored in checkpoint.manifest.subgroups:
-                path = checkpoint.folder / stored.file
-                with suppress(FileNotFoundError):
-                    about = path.lstat()
-                    if about.st_nlink == 1 and about.st_dev == device:
-                        found[about.st_size].append(path)
-        return found
-
-    def _link(self, layout: Layout, weights: int, target: Path) -> int | None:
-        """The step of the state, None when the file system would not link it."""
-        path = self._files_of(self._contents.engine.memory.residence[layout.id])
-        return path.step_of(layout.id) if path.link(layout.id, weights, target) else None
-
-    def _files_of(self, path: str) -> StoragePath:
-        """The path that holds what is linked."""
-        assert self._store is not None, "files are a path's"
-        found = self._store.paths[path]
-        assert isinstance(found, StoragePath), "only files can be linked"
-        return found
-
-    def _copy(self, pool: IoPool, layout: Layout, weights: int, target: Path) -> int:
-        kind = kind_of(layout, self._ranks.rank)
-        with self._contents.engine.memory.arrays(layout.id, changed=False) as arrays:
+    def _copied(self, pool: IoPool, layout: Layout, target: Path, pending: list[tuple[State, Path]] | None) -> int:
+        """To the file or, where it may be `pending`, to memory."""
+        kind, step = kind_of(layout, self._ranks.rank), self._contents.step
+        nbytes, weights = padded_bytes(kind.data_bytes), self._sums[layout.id]
+        with self._engine.memory.arrays(layout.id, changed=False) as arrays:
             # One block of whole pages, which begins with the first array.
             address = arrays["exp_avg"].data_ptr()
-            fill(address + kind.data_bytes, 0, padded_bytes(kind.data_bytes) - kind.data_bytes)
-            self._write_file(pool, target, kind, address, weights)
-        return self._contents.step
-
-    def _write_file(self, pool: IoPool, target: Path, kind: StateKind, address: int, weights: int) -> None:
-        nbytes = padded_bytes(kind.data_bytes)
-        checksums = np.zeros(num_blocks(nbytes, BLOCK_BYTES), np.uint32)
-        fd, _ = open_direct(target, write=True, create=True)
-        try:
-            reserve(fd, _file_bytes(kind))
-            ticket = finish(pool.write(fd, address, nbytes, header_bytes(len(checksums)), BLOCK_BYTES, checksums))
-            if not ticket.ok:
-                code = ticket.error or errno.EIO
-                raise OSError(code, os.strerror(code), os.fspath(target))
-            blocks = tuple(map(int, checksums))
-            write_header(fd, Header(kind, self._run_id.bytes, self._contents.step, BLOCK_BYTES, blocks, weights))
-        finally:
-            os.close(fd)
+            fill(address + kind.data_bytes, 0, nbytes - kind.data_bytes)
+            if pending is None:
+                write_state(pool, StateInMemory(kind, self._run_id.bytes, step, weights, address, arrays), target)
+            else:
+                copy = aligned_buffer(nbytes)
+                ctypes.memmove(copy.ctypes.data, address, nbytes)
+                state = StateInMemory(kind, self._run_id.bytes, step, weights, copy.ctypes.data, copy)
+                pending.append((state, target))
+        return step
 
     def _write_optimizer(self, target: Path) -> int:
         """The checksum of what was written."""
@@ -282,14 +284,66 @@ class _Writer:
         return zlib.crc32(written.getvalue())
 
 
-def _check_room(where: str, needed: int, free: int, copies: int, spares: int) -> None:
-    if needed > free:
-        raise PathFull(
-            f"A checkpoint {where} needs {needed:,} bytes more, {free:,} are free: for copies of {copies} subgroups "
-            f"and {spares} spare files, as what is linked is never written to again. Free space, keep fewer "
-            "checkpoints, or save to another file system.",
-            needed, free,
-        )  # fmt: skip
+@contextmanager
+def _agreed(ranks: Ranks, directory: Path) -> Iterator[None]:
+    """All ranks come through this, or none does: CheckpointFailed where another one failed."""
+    try:
+        yield
+    except BaseException:
+        ranks.all_true(False)
+        raise
+    if not ranks.all_true(True):
+        raise CheckpointFailed(f"Another rank could not write its part of {directory}: it is not complete.")
+
+
+@contextmanager
+def _abandoned_on_error(folder: Path) -> Iterator[None]:
+    """What is in `folder`, a rank's part of a checkpoint, goes when this fails. CheckpointFailed for OSError."""
+    try:
+        yield
+    except BaseException as error:
+        abandon(folder)
+        if isinstance(error, OSError):
+            raise CheckpointFailed(
+                f"{folder.parent} cannot be written: {error}. Older ones are as they were."
+            ) from error
+        raise
+
+
+def _retire(
+    base: Path, expiring: Sequence[Checkpoint], store: TierStore | None, made: Checkpoint, spares: Spares | None = None
+) -> None:
+    """`made` is complete: older ones go, and of their files the paths make their spares."""
+    for checkpoint in expiring:
+        retract(checkpoint)
+    if spares is not None:
+        spares.take_promised()
+    remove_remains(base, made.manifest.rank)
+    if store is not None:
+        store.last_checkpoint = os.fspath(made.directory)
+
+
+def _running(engine: Engine) -> Callable[[], bool]:
+    """Whether an update runs. An engine that nobody holds any more has none."""
+    alive = weakref.ref(engine)
+
+    def running() -> bool:
+        found = alive()
+        return found is not None and found.running
+
+    return running
+
+
+def _nothing() -> None:
+    return None
+
+
+def _next(step: int, complete: Sequence[Checkpoint]) -> tuple[str, str, int]:
+    """Directory, attempt and number of the checkpoint that comes."""
+    number = max((one.manifest.number for one in complete), default=0) + 1
+    taken = {one.directory.name for one in complete}
+    name = f"step-{step}" if f"step-{step}" not in taken else f"step-{step}.{number}"
+    return name, uuid.uuid4().hex[:12], number
 
 
 def _make(folder: Path) -> None:
@@ -298,16 +352,3 @@ def _make(folder: Path) -> None:
         with suppress(FileNotFoundError):
             folder.mkdir(parents=True)
             return
-
-
-def _file_bytes(kind: StateKind) -> int:
-    return file_bytes(kind.data_bytes, BLOCK_BYTES)
-
-
-def _sync_all(folder: Path) -> None:
-    """All files in it, and all names; what a user's `save_also` has written too."""
-    for at, _, names in os.walk(folder):
-        for name in names:
-            sync(Path(at, name))
-        sync(Path(at))
-    sync(folder.parent)

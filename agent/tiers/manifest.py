@@ -190,7 +190,11 @@ def publish(step_directory: Path, manifest: Manifest) -> Path:
         file.flush()
         os.fsync(file.fileno())
     new.rename(path)
-    sync(step_directory)
+    try:
+        sync(step_directory)
+    except BaseException:  # nobody knows whether a power cut would undo it: what it names is about to be removed
+        path.unlink(missing_ok=True)
+        raise
     return path
 
 

@@ -159,6 +159,26 @@ class PathCounters:
             self.taken_over_bytes += nbytes
 
 
+@dataclass(slots=True)
+class HeldFile:
+    """State as it was on a path when it was held, behind `header`: an open file of its own, with a name or without."""
+
+    name: str
+    fd: int
+    header: Header
+    counters: PathCounters
+
+    def count(self, start: float, end: float, nbytes: int) -> None:
+        """Notes that some of it was read."""
+        self.counters.count("read", Transfer(start, end, nbytes, 0.0))
+
+    def close(self) -> None:
+        """Lets it go. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
 class StoragePath:
     """Holds the state of subgroups in files of its own, which go with it.
 
@@ -345,10 +365,7 @@ class StoragePath:
         Durable after fsync. False, and no `target`, where the file system will not have it. To be asked for when
         `link_bytes` says so."""
         file = self._files[subgroup]
-        header = self._header(file, weights_checksum)
-        if file.linked is None:
-            write_header(file.fd, header)
-        file.linked = header
+        self._freeze(file, self._header(file, weights_checksum))
         try:
             os.link(file.name, target)
         except OSError as error:
@@ -356,6 +373,21 @@ class StoragePath:
                 return False
             raise
         return True
+
+    def hold(self, subgroup: int, weights_checksum: int) -> HeldFile:
+        """The state on the disk, for others to read later: from now on it is flushed to its spare. Not for state that
+        was never written."""
+        file = self._files[subgroup]
+        header = self._header(file, weights_checksum)
+        if file.linked is None:
+            self._freeze(file, header)
+        return HeldFile(file.name, os.dup(file.fd), header, self.counters)
+
+    def _freeze(self, file: _File, header: Header) -> None:
+        """It is never written to again."""
+        if file.linked is None:
+            write_header(file.fd, header)
+        file.linked = header
 
     def has_spare(self, subgroup: int) -> bool:
         return subgroup in self._spares

@@ -18,9 +18,10 @@ from tidegate.agent.engine.engine import Engine
 from tidegate.agent.engine.memory import state_arrays
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.subgroups import Segment
-from tidegate.agent.tiers.checkpoint import THREADS, finish, weights_checksum
+from tidegate.agent.tiers.checkpoint import THREADS, weights_checksum
 from tidegate.agent.tiers.format import PAGE_BYTES, Header, StateKind, bytes_to_read, padded_bytes
 from tidegate.agent.tiers.manifest import OPTIMIZER_FILE, Checkpoint, ParamForm, Stored
+from tidegate.agent.tiers.snapshot import finish
 from tidegate.agent.tiers.store import RULE
 from tidegate.errors import BlockDamaged, CheckpointFailed, DataTruncated, ForeignState, ManifestDamaged
 from tidegate.kernels import IoPool, WeightFormat, aligned_buffer, crc32c, open_direct

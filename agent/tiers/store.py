@@ -224,6 +224,12 @@ class TierStore:
             return 0
         return UNBOUNDED if free is None else free
 
+    def files_of(self, path: str) -> StoragePath:
+        """A path whose state is in files, which checkpoints link or hold. What is in an object store they copy."""
+        found = self.paths[path]
+        assert isinstance(found, StoragePath), "objects cannot be linked"
+        return found
+
     def where(self, subgroup: int) -> str:
         """The path that its last flush reached: the one that was asked for, unless that failed."""
         return self._where[subgroup]

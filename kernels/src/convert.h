@@ -29,6 +29,12 @@ TIDEGATE_INLINE uint32_t tamed_bits(float x) {
 // Of tamed bits. bf16 nearest to fp32, ties away from zero: the only rule whose remainder always fits 16 signed bits.
 TIDEGATE_INLINE uint16_t bf16_of(uint32_t tamed) { return static_cast<uint16_t>((tamed + 0x8000u) >> 16); }
 
+// IEEE round to nearest even, as torch makes bf16 of fp32: for numbers that have no remainder beside them.
+TIDEGATE_INLINE uint16_t bf16_nearest_even(float x) {
+  const uint32_t bits = tamed_bits(x);
+  return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
 // Of tamed bits: what bf16_of left out.
 TIDEGATE_INLINE int16_t remainder_of(uint32_t tamed) { return static_cast<int16_t>(tamed & 0xFFFFu); }
 

@@ -42,6 +42,9 @@ void adamw_update(ThreadPool& pool, const Arrays& arrays, WeightFormat format, G
 // The memory traffic of adamw_update with no arithmetic, the yardstick of the benchmark. Changes nothing.
 void stream_like(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype);
 
+// sums[i] += elements[i]; the two never overlap.
+void accumulate(ThreadPool& pool, void* sums, GradDtype sum_dtype, const void* elements, GradDtype dtype, size_t numel);
+
 NormParts sum_of_squares(ThreadPool& pool, const void* elements, size_t numel, GradDtype dtype);
 
 }  // namespace tidegate

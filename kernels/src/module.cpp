@@ -83,6 +83,16 @@ std::pair<double, int64_t> py_sum_of_squares(ThreadPool& pool, uintptr_t address
   return {parts.sum, parts.nonfinite};
 }
 
+void py_accumulate(ThreadPool& pool, uintptr_t sums, int sum_dtype, uintptr_t address, int dtype, size_t numel) {
+  checked(sum_dtype, 3, "sum_dtype");
+  checked(dtype, 3, "dtype");
+  if (numel == 0) return;
+  void* into = at(sums, kGradBytes[sum_dtype], "sums");
+  const void* elements = at(address, kGradBytes[dtype], "address");
+  const nb::gil_scoped_release released;
+  accumulate(pool, into, GradDtype(sum_dtype), elements, GradDtype(dtype), numel);
+}
+
 void py_copy(uintptr_t dst, uintptr_t src, size_t nbytes) {
   if (nbytes == 0) return;
   void* to = at(dst, 1, "dst");
@@ -112,6 +122,7 @@ NB_MODULE(_native, m) {
   m.def("adamw_update", &py_adamw_update);
   m.def("stream_like", &py_stream_like);
   m.def("sum_of_squares", &py_sum_of_squares);
+  m.def("accumulate", &py_accumulate);
   m.def("copy", &py_copy);
   m.def("fill", &py_fill);
   m.def("instruction_sets", &instruction_sets);

@@ -74,8 +74,10 @@ def random_grads(params: list[torch.nn.Parameter], seed: int, some: bool) -> lis
     start=KNOBS,
     changes=st.lists(KNOBS, min_size=2, max_size=5),
     max_grad_norm=st.sampled_from([None, 0.7]),
-    gradients=st.sampled_from([("keep", 0), ("release", 0), ("release", 1), ("release", 3000)]),
-    micro_batches=st.integers(1, 2),
+    gradients=st.sampled_from(
+        [("keep", 0, "device"), ("release", 0, "device"), ("release", 1, "host"), ("release", 3000, "host")]
+    ),
+    micro_batches=st.integers(1, 3),
     cpu_threads=st.integers(1, 4),
     wide=st.booleans(),
     special=st.booleans(),
@@ -90,7 +92,7 @@ def test_equals_the_oracle_whatever_the_plan(
     start: tuple[Any, float],
     changes: list[tuple[Any, float]],
     max_grad_norm: float | None,
-    gradients: tuple[Any, int],
+    gradients: tuple[Any, int, Any],
     micro_batches: int,
     cpu_threads: int,
     wide: bool,
@@ -107,7 +109,8 @@ def test_equals_the_oracle_whatever_the_plan(
     offload = tidegate.Offload(
         stride=start[0], static_ratio=start[1], subgroup_numel=subgroup_numel, num_slots=num_slots,
         cpu_threads=cpu_threads,
-        policy=policy, emulated=FAST, gradients=gradients[0], gradient_memory_bytes=gradients[1],
+        policy=policy, emulated=FAST,
+        gradients=gradients[0], gradient_memory_bytes=gradients[1], accumulation=gradients[2],
     )  # fmt: skip
     with tidegate.AdamW(groups, max_grad_norm=max_grad_norm, offload=offload) as optimizer:
         plain = PlainAdamW([dict(group) for group in optimizer.param_groups], max_grad_norm)

@@ -58,13 +58,14 @@ class Story:
                 self.steps += word == "step"
                 assert rest[1] == self.expected(int(rest[0])), line
                 if word == "resumed":
-                    # What was said to be saved is there; what was about to be may be, too.
+                    # What was said to be saved is there; what was about to be may be, too: the next one begins only
+                    # when one that is drained is complete.
                     assert self._newest <= int(rest[0]) <= self._newest + self._pending, (line, self._newest)
                     self.resumed.append(saved := int(rest[0]))
             elif word == "saved":
                 saved = int(rest[0])
         self.insides.update({name for name, number in inside.items() if number} or {"elsewhere"})
-        self._newest, self._pending = saved, 3 if inside["checkpoint"] else 0
+        self._newest, self._pending = saved, 3 if inside["checkpoint"] or inside["drain"] else 0
         self._places.log.unlink()
 
     _newest = _pending = 0
@@ -128,6 +129,7 @@ def finish(places: Places, story: Story) -> None:
 def test_killed_ten_times(places: Places) -> None:
     story = run_and_kill(places, 10, seed=7)
     assert story.insides["elsewhere"] <= 5, story.insides
+    assert story.insides["drain"] > 0, story.insides
     assert story.steps > 20
     finish(places, story)
 
@@ -137,5 +139,6 @@ def test_killed_two_hundred_times(places: Places) -> None:
     began = time.monotonic()
     story = run_and_kill(places, 200, seed=int(time.time()))
     assert story.insides["elsewhere"] <= 100, story.insides
+    assert story.insides["drain"] > 10, story.insides
     print(f"\n200 kills, {story.steps} steps, {time.monotonic() - began:.0f} s; inside: {dict(story.insides)}")
     finish(places, story)

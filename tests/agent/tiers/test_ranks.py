@@ -7,12 +7,15 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import tidegate
+from tidegate.agent.tiers import drain as draining
+from tidegate.agent.tiers.drain import PendingCheckpoint
 from tidegate.agent.tiers.manifest import Manifest
 from tidegate.errors import CheckpointFailed, ForeignState, NoCheckpoint
 
@@ -53,9 +56,53 @@ def rank_main(rank: int, base: Path) -> None:
         optimizer.load_checkpoint(saved)
         assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], before)
         optimizer.save_checkpoint(saved)
+    drained_on_both_or_on_none(rank, base)
     torch.save(param.data, base / f"weights-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def drained_on_both_or_on_none(rank: int, base: Path) -> None:
+    """Two checkpoints in the background, of which rank 1 cannot write its part of the second."""
+    drained, param = base / "drained", torch.nn.Parameter(torch.full((500,), float(rank)))
+    offload = tidegate.Offload(paths={"disk": base / "disk"}, host_cache=10_000, subgroup_numel=100, cpu_threads=1)
+
+    def found() -> list[int]:
+        dist.barrier()
+        steps = [one.step for one in tidegate.find_checkpoints(drained, rank)]
+        dist.barrier()
+        return steps
+
+    with tidegate.AdamW([param], offload=offload) as optimizer:
+
+        def begin() -> PendingCheckpoint:
+            param.grad = torch.full((500,), 1.0 + rank)
+            optimizer.step()
+            return optimizer.begin_checkpoint(drained)
+
+        assert optimizer.engine.store is not None
+        begin().result()
+        assert begin().result().step == 2
+        assert found() == [2, 1], "older ones go when the ranks meet"
+        assert optimizer.engine.store.last_checkpoint == str(drained / "step-1")
+        write = draining.write_state
+        if rank == 1:
+            draining.write_state = refused
+        pending = begin()
+        pending._ended.wait()
+        draining.write_state = write
+        assert found() == [2]
+        assert optimizer.engine.store.last_checkpoint == str(drained / "step-2")
+        with pytest.raises(CheckpointFailed, match="this node" if rank == 1 else "Another rank"):
+            optimizer.begin_checkpoint(drained)
+        assert optimizer.begin_checkpoint(drained).result().step == 3
+        assert found() == [3, 2]
+        optimizer.save_checkpoint(drained)
+        assert found() == [3]
+
+
+def refused(*_: Any) -> None:
+    raise OSError("the disk of this node")
 
 
 def test_two_ranks_have_one_checkpoint_or_none(tmp_path: Path) -> None:

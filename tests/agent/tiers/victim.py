@@ -1,12 +1,13 @@
 """A training that test_kill kills: it resumes from the newest checkpoint, steps, saves, and logs what it is inside of.
 
-Each life cuts, places and divides the state in another way. A line of the log is one write to a file opened for
-appending: what was written before a SIGKILL stays written.
+Each life cuts, places and divides the state in another way; every other one lets checkpoints be drained. A line of the
+log is one write to a file opened for appending: what was written before a SIGKILL stays written.
 """
 
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ import torch
 
 import tidegate
 from tests.agent.plain import PlainAdamW, array
+from tidegate.agent.tiers import drain as draining
+from tidegate.agent.tiers.drain import PendingCheckpoint
 
 SHAPES = (((60, 100), torch.float32), ((4001,), torch.bfloat16), ((77,), torch.bfloat16), ((90, 90), torch.float32))
 OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "max_grad_norm": 3.0}
@@ -28,6 +31,10 @@ LIVES = (
     {"stride": 3.0, "subgroup_numel": 999, "static_ratio": 0.2, "host_cache": 20_000, "order": "alternate"},
     {"stride": 1.0, "subgroup_numel": 2500, "host_cache": 0, "gradients": "release"},
 )
+DRAINED_LIVES = (1, 2)
+"""Of four; their states lie on both paths, in memory and on the device."""
+SECONDS_PER_DRAINED_FILE = 0.004
+"""As if there were more to copy: a drain lasts as long as some steps."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,8 @@ def live(places: Places, life: int, until: int) -> None:
     os.environ["XDG_RUNTIME_DIR"] = str(places.runtime)
     torch.set_num_threads(1)
     log, params = Log(places.log), fresh_params()
+    drained = life % len(LIVES) in DRAINED_LIVES
+    watch_drains(log)
     offload = tidegate.Offload(
         cpu_threads=1, paths={"disk": places.disk, "memory": places.memory}, **LIVES[life % len(LIVES)]
     )
@@ -126,10 +135,32 @@ def live(places: Places, life: int, until: int) -> None:
             optimizer.zero_grad()
             log.say(f"step {step + 1} {fingerprint(params)}")
             if (step + 1) % STEPS_PER_CHECKPOINT == 0:
+                save = optimizer.begin_checkpoint if drained else optimizer.save_checkpoint
                 with log.inside("checkpoint"):
-                    optimizer.save_checkpoint(
+                    save(
                         places.checkpoints,
                         save_also=lambda folder: torch.save([p.data for p in params], folder / "weights.pt"),
                     )
-                log.say(f"saved {step + 1}")
+                if not drained:
+                    log.say(f"saved {step + 1}")
     log.say("done")
+
+
+def watch_drains(log: Log) -> None:
+    """Logs what is inside a drain, and each checkpoint that one has completed before anybody is told."""
+    drain, complete, write = PendingCheckpoint._drain, PendingCheckpoint._complete, draining.write_state
+
+    def drained(self: PendingCheckpoint) -> None:
+        with log.inside("drain"):
+            drain(self)
+
+    def completed(self: PendingCheckpoint, made: tidegate.Checkpoint) -> None:
+        complete(self, made)
+        log.say(f"saved {self._part.manifest.step}")
+
+    def written(*args: Any) -> None:
+        time.sleep(SECONDS_PER_DRAINED_FILE)
+        write(*args)
+
+    PendingCheckpoint._drain, PendingCheckpoint._complete = drained, completed  # type: ignore[method-assign]
+    draining.write_state = written
