@@ -56,6 +56,8 @@ class Rates(Message):
     norm_params_per_second: float | None = None
     overhead_seconds: float | None = None
     paths: dict[Label, dict[Label, float | None]] = {}
+    keeps: dict[Label, dict[Label, float]] = {}
+    """Share of its speed that a lane keeps while another works, by lane and other; see `RateCard`."""
 
 
 class AgentHello(Message):
@@ -78,6 +80,9 @@ class AgentHello(Message):
     """Start-up settings win over the desired knobs that the run has from before."""
     subgroups: tuple[SubgroupSizes, ...] = ()
     num_slots: Annotated[int, Field(ge=1, le=64)] = 2
+    host_slots: Annotated[int, Field(ge=1, le=1024)] = 3
+    """Staging slots in host memory that each storage path has."""
+    gradients: Literal["keep", "release"] = "keep"
     paths: Annotated[tuple[PathName, ...], Field(max_length=64)] = ()
     """Names of the storage paths, in their order; a run without any has no knobs for them."""
     started_at: float
@@ -325,6 +330,24 @@ class KnobPatch(Message):
     reason: Text = ""
 
 
+class PredictedUpdate(Message):
+    """What the simulator expects of an update under some knobs, once they have settled."""
+
+    update_seconds: Seconds
+    stalls: dict[Label, Seconds]
+    """Seconds in which nothing computes, by cause."""
+    lane_bytes: dict[Label, Count]
+    """Bytes of one step on the link and on the paths, by lane."""
+    host_memory_bytes: dict[Label, Count]
+    """By kind: `state` (with paths, the host cache), `mirror`, `gradient`, `slot`."""
+    device_memory_bytes: Count
+    """State of residents, and staging slots."""
+    bound_seconds: Seconds
+    """These knobs cannot go below that on this machine."""
+    bound_by: Label
+    """The lane, or the path, that decides the bound."""
+
+
 class KnobPreview(Message):
     """Answer to a PATCH with `dry_run=true`. Predictions are None until the run has measured its rates."""
 
@@ -335,6 +358,13 @@ class KnobPreview(Message):
     changed: KnobChanges
     predicted_update_seconds_before: Seconds | None = None
     predicted_update_seconds_after: Seconds | None = None
+    predicted_before: PredictedUpdate | None = None
+    predicted_after: PredictedUpdate | None = None
+    predicted_phase_seconds_after: dict[Label, Seconds] = {}
+    """Of all phases; those that knobs do not change are as they were measured, medians of the last steps."""
+    error_ratio: Seconds | None = None
+    """How far the prediction of the present knobs is off what was measured, as a share of that: the same must be
+    expected of this one."""
     no_prediction: Text = ""
     """Why there is none, as a sentence."""
 

@@ -17,7 +17,7 @@ from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry.recorder import Histogram, Recorder
 from tidegate.catalogue import BY_NAME, SECONDS_BUCKETS
 from tidegate.errors import ConfigError
-from tidegate.knobs import AUTO, KnobValue, device_share, weights_of
+from tidegate.knobs import AUTO, EQ1, KnobValue, device_share, weights_of
 from tidegate.plan.ops import path_lanes
 from tidegate.timeline import STALL_CAUSES
 
@@ -202,7 +202,7 @@ def _as_numbers(knobs: Mapping[str, KnobValue]) -> dict[str, float]:
 
 def _shares(tier_split: KnobValue, paths: Sequence[str]) -> dict[str, float]:
     """The share of each path; none while it is `auto`, or nothing is in storage."""
-    weights = {} if tier_split == AUTO else weights_of(str(tier_split))
+    weights = {} if tier_split in (AUTO, EQ1) else weights_of(str(tier_split))
     total = sum(weights.values())
     return {path: weights.get(path, 0.0) / total for path in paths} if total else {}
 
