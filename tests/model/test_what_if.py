@@ -64,7 +64,7 @@ def test_all_resident_takes_what_the_device_takes() -> None:
 @pytest.mark.parametrize(("stride", "ratio"), [("off", 0.0), (1, 0.0), (2, 0.0), (2.5, 0.3), (1.25, 0.1)])
 def test_figures_without_a_simulation_are_those_of_the_plan(stride: float, ratio: float) -> None:
     placements = steady(place(12, stride=stride, static_ratio=ratio))
-    plan = make_plan(subgroups(12), placements, num_slots=2, rates=H100)
+    plan = make_plan(subgroups(12), placements, num_slots=2)
     found = predict(12, stride, ratio)
     assert found.link_bytes == {lane: plan.link_bytes(lane) for lane in ("h2d", "d2h")}
     assert found.updated_params == {"cpu": plan.updated_params("cpu"), "device": plan.updated_params("device")}

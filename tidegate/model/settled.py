@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from tidegate.errors import ConfigError
 from tidegate.model.rates import RateCard
+from tidegate.plan.clock import PathClock
 from tidegate.plan.effective import Effective, cached, divide
 from tidegate.plan.ops import Norms, Op, Residence, Subgroup, is_path, path_lanes
 from tidegate.plan.placement import place, steady
@@ -53,10 +54,11 @@ class Settled:
     order: Order
 
     def plan(self, rates: RateCard) -> Plan:
+        """The plan that the engine would make."""
         rank = self.rank
         return make_plan(
             rank.subgroups, self.placements, num_slots=rank.num_slots, norms=rank.norms, host_slots=rank.host_slots,
-            order=self.order, rates=rates,
+            order=self.order, rates=PathClock(speeds_of(rates, rank.host_slots)) if rank.host_slots else None,
         )  # fmt: skip
 
     def work(self) -> Work:
