@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 from pydantic import BaseModel, ValidationError
 
+from tidegate.cli_calibrate import calibrate
 from tidegate.cli_training import needs, training_command
 from tidegate.client import SCOPES, DaemonClient, find_daemon, find_token, state_dir
 from tidegate.errors import ConfigError, TidegateError
@@ -234,6 +235,12 @@ def doctor(
         print_findings(findings)
     if any(finding.verdict == "bad" for finding in findings):
         sys.exit(1)
+
+
+# ---- this machine
+
+
+app.command("calibrate")(calibrate)
 
 
 # ---- training

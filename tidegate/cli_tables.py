@@ -32,7 +32,7 @@ def print_runs(runs: Sequence[RunView]) -> None:
         print("No runs yet: train with tidegate.attach(optimizer, model, run=…), or try `tidegate demo`.")
         return
     rows = [_rank_row(run, rank) for run in runs for rank in run.ranks]
-    _table(("run", "rank", "state", "step", "phase", "update", "exposed", "loss", "device", "host", "knobs"), rows)
+    print_table(("run", "rank", "state", "step", "phase", "update", "exposed", "loss", "device", "host", "knobs"), rows)
     if any(run.device_kind == "emulated" and run.liveness in ("live", "stale") for run in runs):
         print("Emulated devices copy and compute at stated rates: their speeds are no measurement.")
 
@@ -67,7 +67,7 @@ def print_knobs(view: KnobsView) -> None:
         if (bound := view.bounds.get(name))
     ]
     print(f"Run {view.run}, newest generation {view.generation}")
-    _table(("knob", "desired", "bounds", "what it does"), rows)
+    print_table(("knob", "desired", "bounds", "what it does"), rows)
     if view.pending:
         print(f"Generation {view.pending.generation} waits for the ranks: {shown(view.pending.changes)}")
     print_ranks(view.ranks)
@@ -76,7 +76,7 @@ def print_knobs(view: KnobsView) -> None:
 def print_ranks(ranks: Iterable[RankKnobs]) -> None:
     rows = [(str(r.rank), r.liveness, str(r.applied_generation), shown(r.effective), r.refused or "") for r in ranks]
     if rows:
-        _table(("rank", "state", "applied", "effective", "refused because"), rows)
+        print_table(("rank", "state", "applied", "effective", "refused because"), rows)
 
 
 def print_generation(made: GenerationView, ranks: Iterable[RankKnobs]) -> None:
@@ -95,7 +95,7 @@ def print_preview(preview: KnobPreview) -> None:
     if before is not None and after is not None:
         rows.append(("update, predicted", _seconds(before), _seconds(after)))
     rows += _predicted_rows(preview.predicted_before, preview.predicted_after)
-    _table(("", "now", "then"), rows)
+    print_table(("", "now", "then"), rows)
     if preview.error_ratio is not None:
         print(f"The prediction of the present knobs is off by {preview.error_ratio:.0%} of what was measured.")
     if preview.no_prediction:
@@ -124,7 +124,7 @@ def print_generations(found: Iterable[GenerationView]) -> None:
         what = shown(made.changes) or shown(made.knobs)
         told = " ".join(part for part in (made.outcome, made.reason and f"({made.reason})") if part)
         rows.append((str(made.generation), made.state, what, made.author, when, measured, told))
-    _table(("#", "state", "change", "who", "when", "update", "outcome"), rows)
+    print_table(("#", "state", "change", "who", "when", "update", "outcome"), rows)
 
 
 def shown(knobs: dict[str, KnobValue]) -> str:
@@ -150,7 +150,8 @@ def _seconds(value: float | None) -> str:
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Nothing when there are no rows."""
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:
         table.add_row(*row)
