@@ -52,11 +52,11 @@ def test_lanes_of_a_device_alone_and_together() -> None:
         cpu = measure.Load(CPU, lambda: 1.0)
         card = measure._with_device(RateCard(), [cpu, *loads], device, 1000, 0.01, lambda _: None)
         assert card.missing == ("cpu_params_per_second",)
-        assert (card.h2d_bytes_per_second or 0) <= 6e6
-        assert (card.d2h_bytes_per_second or 0) <= 1.5e6
-        rates.d2h_bytes_per_second = 0.5e6
+        assert (card.h2d_bytes_per_second or 0) <= 12e6
+        assert (card.d2h_bytes_per_second or 0) <= 3e6
+        rates.d2h_bytes_per_second = 0.1e6
         again = measure._with_device(RateCard(), [cpu, *loads], device, 1000, 0.01, lambda _: None)
-        assert (again.d2h_bytes_per_second or 0) <= 0.8e6, "what is behind by a little catches up"
+        assert (again.d2h_bytes_per_second or 0) <= 0.4e6, "a tenth, and what is behind may catch up"
         shares = dict(measure._contention(loads, 0.01, lambda _: None))
         assert {lane: set(others) for lane, others in shares.items()} == {
             H2D: {D2H, DEVICE}, D2H: {H2D, DEVICE}, DEVICE: {H2D, D2H},
