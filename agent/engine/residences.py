@@ -149,4 +149,7 @@ def _named(split: Split) -> tuple[tuple[str, float], ...]:
 def _near(counts: Counts, wanted: Counts, capacity: Mapping[str, int]) -> bool:
     """Whether no path has many more or fewer than is wanted, nor more than it can take."""
     slack = max(1.0, EQ1_SLACK * sum(wanted.values()))
-    return all(abs(counts[name] - n) <= slack and counts[name] <= capacity.get(name, n) for name, n in wanted.items())
+    return all(
+        abs(counts[name] - n) <= slack and counts[name] <= capacity.get(name, counts[name])
+        for name, n in wanted.items()
+    )

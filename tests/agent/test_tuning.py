@@ -9,6 +9,7 @@ import pytest
 import tidegate
 from tests.agent.training import Training
 from tidegate.agent.attach import Attachment
+from tidegate.agent.engine.residences import _near
 from tidegate.knobs import Knobs
 from tidegate.model.tuner import FIRST_LOOK_STEPS, Move
 from tidegate.plan.effective import Effective
@@ -71,7 +72,7 @@ def test_without_paths_there_is_no_order_to_choose() -> None:
         assert attachment.tuning.free == {"stride"}
 
 
-def test_eq1_divides_by_the_slower_direction_and_stays_while_speeds_wobble(tmp_path: Path) -> None:
+def test_eq1_divides_by_the_slower_direction(tmp_path: Path) -> None:
     training = Training(paths=two(tmp_path), host_cache=0, tier_split="eq1")
     with training.optimizer as optimizer:
         residences = optimizer.engine.residences
@@ -90,3 +91,20 @@ def test_eq1_divides_by_the_slower_direction_and_stays_while_speeds_wobble(tmp_p
         optimizer.apply_knobs(Knobs(tier_split="eq1", host_cache=0))
         training.step()
         assert residences.counts["pfs"] > 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "wanted", "capacity", "near"),
+    [
+        ({"a": 8, "b": 8}, {"a": 9, "b": 7}, {}, True),
+        ({"a": 8, "b": 8}, {"a": 10, "b": 6}, {}, False),
+        ({"a": 50, "b": 50}, {"a": 55, "b": 45}, {}, True),
+        ({"a": 50, "b": 50}, {"a": 56, "b": 44}, {}, False),
+        ({"a": 8, "b": 8}, {"a": 7, "b": 9}, {"a": 7}, False),
+    ],
+)
+def test_eq1_stays_while_speeds_wobble(
+    counts: dict[str, int], wanted: dict[str, int], capacity: dict[str, int], near: bool
+) -> None:
+    """One subgroup or 5 % more or less is not worth moving state, unless a path cannot hold what it has."""
+    assert _near(counts, wanted, capacity) is near

@@ -37,20 +37,20 @@ def best(
     Knobs in `free` may differ from `now`: `stride` (a fixed list and the stride of DOS Eq. 1, `off` where there is no
     slot), `order`, `tier_split` (what measured speeds call for) and `host_cache`, which may grow to `cache_bytes`: in
     the model more of it is never slower. allowed: refuses what does not fit; it is asked last. Of equals the one that
-    asks least of the device. The most promising are simulated first, and those that cannot be better than the best so
+    asks least of the device, in one order. The most promising are simulated first, and those that cannot be better than the best so
     far not at all: a training thread waits for this.
     """
     floors = [(_floor_seconds(rank, one, rates), one) for one in candidates(rank, now, rates, free, cache_bytes)]
-    found: tuple[float, float, Effective] | None = None
+    found: tuple[float, float, bool, Effective] | None = None
     for floor, one in sorted(floors, key=lambda pair: pair[0]):
         if floor > _ROUNDING * min(below_seconds, found[0] if found else math.inf):
             break
         seconds = predicted_seconds(rank, one, rates, backward_seconds=backward_seconds)
         # Nine digits: sums of the same durations in another order are the same time.
-        score = (float(f"{seconds:.9g}"), device_share(one.stride))
-        if seconds < below_seconds and (found is None or score < found[:2]) and allowed(one):
+        score = (float(f"{seconds:.9g}"), device_share(one.stride), one.alternate)
+        if seconds < below_seconds and (found is None or score < found[:3]) and allowed(one):
             found = (*score, one)
-    return (found[2], found[0]) if found else None
+    return (found[3], found[0]) if found else None
 
 
 def candidates(
@@ -66,7 +66,8 @@ def candidates(
         base = replace(base, tier_split=None)
     if rank.host_slots and "host_cache" in free:
         base = replace(base, host_cache_bytes=max(cache_bytes, now.host_cache_bytes))
-    orders = (False, True) if rank.host_slots and "order" in free else (now.alternate,)
+    # Without a cache both orders move the same.
+    orders = (False, True) if "order" in free and rank.host_slots and base.host_cache_bytes else (now.alternate,)
     for stride in strides:
         for alternate in orders:
             yield replace(base, stride=stride, alternate=alternate)
