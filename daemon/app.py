@@ -17,7 +17,7 @@ from tidegate.daemon.auth import Tokens, ensure_files
 from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.gate import Gate
 from tidegate.daemon.metrics import Measured, Requests, RunCollector
-from tidegate.daemon.routes import agents, events, health, knobs, runs, sd
+from tidegate.daemon.routes import advice, agents, events, health, knobs, runs, sd
 from tidegate.daemon.settings import Settings
 from tidegate.daemon.store import Store
 
@@ -45,7 +45,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.registry = registry = CollectorRegistry()
     registry.register(RunCollector(plane))
     problems.install(app)
-    for part in (agents, runs, knobs, events, sd, health):
+    for part in (agents, runs, knobs, events, sd, health, advice):
         app.include_router(part.router)
     if settings.metrics:
         app.include_router(health.metrics_router)

@@ -20,6 +20,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, NotFound, RankTaken, StaleKnobs
 from tidegate.knobs import KnobValue
 from tidegate.wire import (
+    Advice,
     AgentHello,
     AgentReport,
     Applied,
@@ -160,6 +161,10 @@ class DaemonClient:
         return self._ask(
             KnobPreview, "PATCH", _at("runs", run, "knobs"), body=body, query={"dry_run": True}, generation=etag
         )
+
+    def advice(self, run: str) -> Advice:
+        """What the model would choose for the run, pinned knobs included."""
+        return self._ask(Advice, "GET", _at("runs", run, "advice"))
 
     def set_knobs(
         self,

@@ -369,6 +369,18 @@ class KnobPreview(Message):
     """Why there is none, as a sentence."""
 
 
+class Advice(Message):
+    """What the model would choose for the lead rank, whether its knobs are pinned or not; nobody applies it."""
+
+    run: RunName
+    changes: KnobChanges = {}
+    """Empty when nothing is predicted to gain enough."""
+    predicted_update_seconds_now: Seconds | None = None
+    predicted_update_seconds_then: Seconds | None = None
+    sentence: Text
+    """The change with its figures, or why there is none."""
+
+
 class RankView(Message):
     rank: Rank
     agent: Label

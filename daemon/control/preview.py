@@ -10,13 +10,15 @@ from typing import Final
 
 from tidegate.daemon.control.run import Member, Run
 from tidegate.errors import TidegateError
-from tidegate.knobs import AUTO, EQ1, OFF, Knobs, KnobValue, same, weights_of
+from tidegate.knobs import AUTO, EQ1, OFF, Knobs, KnobValue, same, show, weights_of
+from tidegate.model.choose import best
 from tidegate.model.rates import RateCard
 from tidegate.model.settled import Rank
-from tidegate.model.what_if import what_if
+from tidegate.model.tuner import MINIMUM_GAIN
+from tidegate.model.what_if import predicted_seconds, what_if
 from tidegate.plan.effective import Effective, Split
 from tidegate.plan.ops import Subgroup
-from tidegate.wire import KnobPreview, PredictedUpdate, StepReport
+from tidegate.wire import Advice, KnobChanges, KnobPreview, PredictedUpdate, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -139,3 +141,51 @@ def preview(
         error_ratio=known.error_ratio if known and then else None,
         no_prediction="" if now is not None and then is not None else NO_RATES,
     )
+
+
+def advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
+    """What the model would choose of stride, order and split. Budgets of memory are the rank's: it may still refuse.
+
+    Slow enough to keep off the event loop.
+    """
+    now = known.numbers(knobs) if known else None
+    if known is None or now is None:
+        return Advice(run=run, sentence=NO_RATES)
+    backward = known.phase_seconds.get("backward")
+    try:
+        present = predicted_seconds(known.rank, now, known.rates, backward_seconds=backward)
+        found = best(
+            known.rank,
+            now,
+            known.rates,
+            {"stride", "order", "tier_split"},
+            below_seconds=(1 - MINIMUM_GAIN) * present,
+            backward_seconds=backward,
+        )
+    except TidegateError as error:
+        return Advice(run=run, sentence=f"No advice yet: {error}")
+    if found is None:
+        sentence = f"Nothing is predicted to take {MINIMUM_GAIN:.0%} off the update of {present:.3g} s."
+        return Advice(run=run, predicted_update_seconds_now=present, sentence=sentence)
+    changes, then = _changes(knobs, now, found[0]), found[1]
+    words = " ".join(f"{name}={show(name, value)}" for name, value in changes.items())
+    return Advice(
+        run=run,
+        changes=changes,
+        predicted_update_seconds_now=present,
+        predicted_update_seconds_then=then,
+        sentence=f"{words} is predicted to take the update from {present:.3g} s to {then:.3g} s "
+        f"({then / present - 1:+.0%}).",
+    )
+
+
+def _changes(knobs: Knobs, now: Effective, then: Effective) -> KnobChanges:
+    """The knobs that differ."""
+    changes: KnobChanges = {}
+    if then.stride != now.stride:
+        changes["stride"] = then.stride
+    if then.alternate != now.alternate:
+        changes["order"] = "alternate" if then.alternate else "pinned"
+    if then.tier_split is None and knobs.tier_split != AUTO:
+        changes["tier_split"] = AUTO
+    return changes

@@ -153,6 +153,27 @@ def test_a_preview_predicts_every_knob_of_storage(daemon: Daemon) -> None:
     assert set(after(tier_split="pfs:1", host_cache=0).predicted_after.stalls) >= {"pfs:read"}  # type: ignore[union-attr]
 
 
+def test_advice_is_for_pinned_knobs_too(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES, knobs={"tier_split": "pfs:1", "order": "pinned"})
+    assert (client.advice(run).changes, client.advice(run).sentence[:15]) == ({}, "No prediction y")
+    agent.say(rates=STORED, effective=EFFECTIVE)
+    seen = client.advice(run)
+    assert seen.changes["tier_split"] == "auto"
+    assert "order" not in seen.changes
+    assert seen.predicted_update_seconds_now is not None
+    assert seen.predicted_update_seconds_then is not None
+    assert seen.predicted_update_seconds_then < 0.95 * seen.predicted_update_seconds_now
+    assert "tier_split=auto" in seen.sentence
+    preview = client.preview_knobs(run, seen.changes)
+    assert preview.predicted_update_seconds_after == pytest.approx(seen.predicted_update_seconds_then, rel=1e-6)
+    with Agent(daemon, run, 1, paths=PATHS, subgroups=SIZES).answering(), agent.answering():
+        client.set_knobs(run, seen.changes, wait=10)
+    agent.say(rates=STORED, effective={**EFFECTIVE, **seen.changes})
+    assert client.advice(run).changes == {}
+    assert "Nothing is predicted to take 5%" in client.advice(run).sentence
+
+
 def test_eq1_is_a_split_that_needs_no_names(daemon: Daemon) -> None:
     run, client = new_run(), daemon.client()
     with Agent(daemon, run, paths=PATHS).answering():

@@ -37,8 +37,8 @@ def best(
     Knobs in `free` may differ from `now`: `stride` (a fixed list and the stride of DOS Eq. 1, `off` where there is no
     slot), `order`, `tier_split` (what measured speeds call for) and `host_cache`, which may grow to `cache_bytes`: in
     the model more of it is never slower. allowed: refuses what does not fit; it is asked last. Of equals the one that
-    asks least of the device, in one order. The most promising are simulated first, and those that cannot be better than the best so
-    far not at all: a training thread waits for this.
+    asks least of the device, in one order. The most promising are simulated first, and those that cannot be better than
+    the best so far not at all: a training thread waits for this.
     """
     floors = [(_floor_seconds(rank, one, rates), one) for one in candidates(rank, now, rates, free, cache_bytes)]
     found: tuple[float, float, bool, Effective] | None = None
