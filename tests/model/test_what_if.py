@@ -202,3 +202,9 @@ def test_what_holds_of_every_prediction(
     assert found.update_seconds == pytest.approx(
         predicted_seconds(rank, effective, STORED, backward_seconds=backward), rel=1e-9
     )
+
+
+def test_a_path_that_is_hardly_worth_it_keeps_one_subgroup_as_in_the_engine() -> None:
+    slow = PathSpeeds(read_bytes_per_second=1e6, write_bytes_per_second=1e6)
+    rates = H100.with_paths({"nvme": NVME, "pfs": slow})
+    assert stored(12, Effective("off", 0.0), rates).link_bytes["pfs:read"] == 1_000_000_000
