@@ -81,8 +81,8 @@ def _rows(found: Calibration) -> Iterator[tuple[str, str, str]]:
         if rate is not None:
             yield lane, f"{rate / 1e9:.2f} GB/s", _shares(found, lane)
     for name, speeds in card.paths.items():
-        for way, rate in (("read", speeds.read_bytes_per_second), ("write", speeds.write_bytes_per_second)):
-            yield f"{name}:{way}", f"{(rate or 0) / 1e9:.2f} GB/s", _shares(found, f"{name}:{way}")
+        for way, speed in (("read", speeds.read_bytes_per_second), ("write", speeds.write_bytes_per_second)):
+            yield f"{name}:{way}", f"{(speed or 0) / 1e9:.2f} GB/s", _shares(found, f"{name}:{way}")
 
 
 def _shares(found: Calibration, lane: str) -> str:

@@ -102,7 +102,7 @@ def print_preview(preview: KnobPreview) -> None:
         print(preview.no_prediction)
 
 
-def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | None) -> Iterator[tuple[str, str, str]]:
+def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | None) -> Iterator[tuple[str, ...]]:
     """Stalls by cause, memory and the lower bound."""
     if before is None or after is None:
         return
