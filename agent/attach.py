@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -21,11 +20,10 @@ from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.agent.telemetry.watch import Watch
+from tidegate.agent.tuning import Tuning
 from tidegate.client import find_token
-from tidegate.errors import ConfigError, MemoryBudgetError
-from tidegate.knobs import AUTO
+from tidegate.errors import ConfigError
 from tidegate.logs import configure_from_environment, event
-from tidegate.model.tuner import StrideTuner
 from tidegate.wire import AgentHello, AgentReport, Rates, SubgroupSizes
 
 log = logging.getLogger("tidegate")
@@ -60,10 +58,10 @@ class Attachment:
         """(generation, first step that ran with it), oldest first."""
         self._optimizer = optimizer
         self._agent = uuid.uuid4().hex
-        self._tuner = StrideTuner()
         self._refused = -1
         self._first_step = optimizer.num_steps + 1
         self.recorder = Recorder(optimizer)
+        self.tuning = Tuning(optimizer, self.recorder)
         self._watch = Watch(optimizer, self.recorder, metrics_bind, metrics_port)
         self.metrics_address = f"{advertise_host or metrics_bind}:{self._watch.port}"
         self.link: AgentLink | None = None
@@ -127,11 +125,13 @@ class Attachment:
         except Exception:
             # The weights are right whatever watching makes of it: training goes on.
             log.exception("step %d could not be recorded", self.recorder.steps)
+        self.tuning.observe(result, phases)
 
     def _between_steps(self, next_step: int) -> None:
         self._apply_committed(next_step - self._first_step + 1)
         began = time.thread_time()
-        self._tune()
+        if self.world_size == 1:
+            self.tuning.between_steps()
         self._watch.overhead["tuner"] += time.thread_time() - began
         if self.link is not None:
             self._watch.overhead["link"] = self.link.cpu_seconds
@@ -168,19 +168,6 @@ class Attachment:
         )  # fmt: skip
         return True
 
-    def _tune(self) -> None:
-        """Lets the tuner move what is `auto`."""
-        if self._optimizer.knobs.stride != AUTO or self.world_size > 1:
-            return
-        engine = self._optimizer.engine
-        now, slots = engine.effective, engine.num_slots
-        stride = self._tuner.propose(
-            now.stride, engine.subgroups, now.static_ratio, slots, rates=lambda: self.recorder.rates
-        )
-        if stride is not None:
-            with contextlib.suppress(MemoryBudgetError):
-                self._optimizer.set_auto_stride(stride)
-
     # ---- what the daemon hears
 
     def _connect(self, daemon: str, token: str | None, reset_knobs: bool) -> AgentLink:
@@ -203,6 +190,8 @@ class Attachment:
             ),
             num_slots=engine.num_slots,
             device_memory_bytes=self._optimizer.device.capacity_bytes,
+            host_slots=self._optimizer.offload.host_slots,
+            gradients=self._optimizer.offload.gradients,
             paths=tuple(engine.host_slots),
             started_at=time.time(),
         )

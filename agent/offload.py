@@ -42,7 +42,8 @@ class Offload:
     policy: "interleaved", or a baseline: "sequential", "twinflow".
     paths: storage for state that neither device nor host memory keeps: directories or
         "s3://bucket/prefix", by name; or `PathSettings`, `ObjectSettings`.
-    tier_split: what share of it each path gets, "nvme:2,pfs:1"; "auto": what measured speeds call for.
+    tier_split: what share of it each path gets, "nvme:2,pfs:1"; "auto": what measured speeds call for; "eq1": in
+        proportion to the slower of their read and write bandwidths (MLP-Offload, Eq. 1).
     host_cache: bytes of host memory ("8GiB") that hold some of it between steps; "auto": 90 % of what is free.
     order: "pinned" keeps the same subgroups in the host cache; "alternate" runs every other update backwards and keeps
         those that the next one begins with (MLP-Offload); "auto": pinned.

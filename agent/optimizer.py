@@ -20,7 +20,6 @@ from tidegate.agent.accumulation import check_fits, host_bytes
 from tidegate.agent.devices.choose import choose_device
 from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.engine.engine import Engine, StepResult
-from tidegate.agent.engine.residences import Effective
 from tidegate.agent.hyperparameters import TORCH_DEFAULTS, LossScale, check_group, check_max_grad_norm, step_inputs
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.offload import Offload
@@ -34,8 +33,9 @@ from tidegate.agent.tiers.drain import PendingCheckpoint
 from tidegate.agent.tiers.manifest import Checkpoint, choose
 from tidegate.agent.tiers.resume import Reader
 from tidegate.agent.tiers.store import TierStore
-from tidegate.errors import CheckpointFailed, ConfigError, MemoryBudgetError, ParameterError
-from tidegate.knobs import AUTO, Knobs, KnobValue, weights_of
+from tidegate.errors import CheckpointFailed, ConfigError, ParameterError
+from tidegate.knobs import AUTO, EQ1, Knobs, KnobValue, Off, weights_of
+from tidegate.plan.effective import Effective, Split
 from tidegate.timeline import PhaseSpan
 
 log = logging.getLogger("tidegate")
@@ -111,7 +111,8 @@ class AdamW(torch.optim.Optimizer):
             [[shard_of(param) for param in group["params"]] for group in self.param_groups], self.offload.subgroup_numel
         )
         self.knobs = self.offload.knobs()
-        self._auto_stride: float | str = START_STRIDE
+        self._auto_stride: float | Off = START_STRIDE
+        self._auto_alternate = False
         self._auto_cache_bytes = self._ample_cache(layouts)
         store: TierStore | None = None
         try:
@@ -306,13 +307,18 @@ class AdamW(torch.optim.Optimizer):
         self.knobs = knobs
         self.engine.effective = self._effective(knobs)
 
-    def set_auto_stride(self, stride: float | str) -> None:
-        """What `auto` stands for from the next step on; MemoryBudgetError, with nothing changed, if it does not fit."""
-        before, self._auto_stride = self._auto_stride, stride
+    def set_auto(self, *, stride: float | Off | None = None, alternate: bool | None = None) -> None:
+        """What `auto` stands for from the next step on, where it is not None.
+
+        MemoryBudgetError or CapacityError, with nothing changed, if it does not fit.
+        """
+        before = self._auto_stride, self._auto_alternate
+        self._auto_stride = before[0] if stride is None else stride
+        self._auto_alternate = before[1] if alternate is None else alternate
         try:
             self.check_knobs(self.knobs)
-        except MemoryBudgetError:
-            self._auto_stride = before
+        except ConfigError:
+            self._auto_stride, self._auto_alternate = before
             raise
         self.apply_knobs(self.knobs)
 
@@ -326,12 +332,17 @@ class AdamW(torch.optim.Optimizer):
         return values
 
     def _effective(self, knobs: Knobs) -> Effective:
-        stride = self._auto_stride if knobs.stride == AUTO else knobs.stride
+        stride: float | Off = self._auto_stride if knobs.stride == AUTO else knobs.stride
         if self.offload.policy == "twinflow":
             stride = "off"
-        split = None if knobs.tier_split == AUTO else tuple(weights_of(knobs.tier_split).items())
+        split: Split = None
+        if knobs.tier_split == EQ1:
+            split = EQ1
+        elif knobs.tier_split != AUTO:
+            split = tuple(weights_of(knobs.tier_split).items())
         cache = self._auto_cache_bytes if knobs.host_cache == AUTO else int(knobs.host_cache)
-        return Effective(stride, knobs.static_ratio, split, cache, knobs.order == "alternate")  # type: ignore[arg-type]
+        alternate = self._auto_alternate if knobs.order == AUTO else knobs.order == "alternate"
+        return Effective(stride, knobs.static_ratio, split, cache, alternate)
 
     def _ample_cache(self, layouts: Sequence[Layout]) -> int:
         """`auto`: 90 % of the host memory that is free now, less what else the engine needs of it."""

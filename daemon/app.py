@@ -19,7 +19,7 @@ from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.gate import Gate
 from tidegate.daemon.metrics import Measured, Requests, RunCollector
 from tidegate.daemon.openapi import describe
-from tidegate.daemon.routes import agents, alerts, events, health, knobs, runs, sd
+from tidegate.daemon.routes import advice, agents, alerts, events, health, knobs, runs, sd
 from tidegate.daemon.settings import Settings
 from tidegate.daemon.store import Store
 
@@ -48,7 +48,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.registry = registry = CollectorRegistry()
     registry.register(RunCollector(plane))
     problems.install(app)
-    routers = [part.router for part in (agents, runs, knobs, alerts, events, sd, health)]
+    routers = [part.router for part in (agents, runs, knobs, alerts, events, sd, health, advice)]
     for router in routers + ([health.metrics_router] if settings.metrics else []):
         app.include_router(router)
     app.state.routes = [route for router in routers for route in router.routes]

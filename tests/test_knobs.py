@@ -36,6 +36,7 @@ GIB = 2**30
         ("host_cache", "1.1GiB", int(1.1 * GIB), "1.1GiB"),
         ("host_cache", 12_345_678_901, 12_345_678_901, "11.5GiB"),
         ("tier_split", "AUTO", "auto", "auto"),
+        ("tier_split", " Eq1 ", "eq1", "eq1"),
         ("tier_split", "nvme:2,pfs:1", "nvme:2,pfs:1", "nvme:2,pfs:1"),
         ("tier_split", " pfs : 1.0 , nvme : 2 ", "nvme:2,pfs:1", "nvme:2,pfs:1"),
         ("tier_split", "nvme:4,pfs:2", "nvme:4,pfs:2", "nvme:4,pfs:2"),

@@ -11,6 +11,7 @@ import typer
 from pydantic import ValidationError
 
 from tidegate import cli_knobs, cli_tokens, cli_watch
+from tidegate.cli_calibrate import calibrate
 from tidegate.cli_options import Daemon, Json, RunOption, choose, client_for
 from tidegate.cli_training import needs, training_command
 from tidegate.client import find_daemon, state_dir
@@ -151,6 +152,12 @@ def doctor(
         print_findings(findings)
     if any(finding.verdict == "bad" for finding in findings):
         sys.exit(1)
+
+
+# ---- this machine
+
+
+app.command("calibrate")(calibrate)
 
 
 # ---- training

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from rich.console import Console
@@ -12,7 +12,16 @@ from rich.table import Table
 
 from tidegate.knob_kinds import show_size
 from tidegate.knobs import KnobValue, show
-from tidegate.wire import GenerationView, KnobBound, KnobPreview, KnobsView, RankKnobs, RankView, RunView
+from tidegate.wire import (
+    GenerationView,
+    KnobBound,
+    KnobPreview,
+    KnobsView,
+    PredictedUpdate,
+    RankKnobs,
+    RankView,
+    RunView,
+)
 
 # A pipe has no width: columns are not squeezed into a terminal that is not there.
 console: Final = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
@@ -87,13 +96,29 @@ def print_generation(made: GenerationView, ranks: Iterable[RankKnobs]) -> None:
 def print_preview(preview: KnobPreview) -> None:
     if not preview.changed:
         print("Nothing would change.")
-    rows = [(name, show(name, preview.before[name]), show(name, value)) for name, value in preview.changed.items()]
+    rows: list[tuple[str, ...]] = [
+        (name, show(name, preview.before[name]), show(name, value)) for name, value in preview.changed.items()
+    ]
     before, after = preview.predicted_update_seconds_before, preview.predicted_update_seconds_after
     if before is not None and after is not None:
         rows.append(("update, predicted", _seconds(before), _seconds(after)))
+    rows += _predicted_rows(preview.predicted_before, preview.predicted_after)
     table(("", "now", "then"), rows)
+    if preview.error_ratio is not None:
+        print(f"The prediction of the present knobs is off by {preview.error_ratio:.0%} of what was measured.")
     if preview.no_prediction:
         print(preview.no_prediction)
+
+
+def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | None) -> Iterator[tuple[str, ...]]:
+    """Stalls by cause, memory and the lower bound."""
+    if before is None or after is None:
+        return
+    for cause in dict.fromkeys([*before.stalls, *after.stalls]):
+        yield f"stalled by {cause}", _seconds(before.stalls.get(cause, 0.0)), _seconds(after.stalls.get(cause, 0.0))
+    yield "at least, and why", *(f"{_seconds(p.bound_seconds)} {p.bound_by}" for p in (before, after))
+    yield "host memory", *(show_size(sum(p.host_memory_bytes.values())) for p in (before, after))
+    yield "device memory for state", *(show_size(p.device_memory_bytes) for p in (before, after))
 
 
 def print_generations(found: Iterable[GenerationView]) -> None:

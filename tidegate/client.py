@@ -21,6 +21,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, NotFound, RankTaken, StaleKnobs
 from tidegate.knobs import KnobValue
 from tidegate.wire import (
+    Advice,
     AgentHello,
     AgentReport,
     AlertView,
@@ -166,6 +167,10 @@ class DaemonClient:
         return self._ask(
             KnobPreview, "PATCH", _at("runs", run, "knobs"), body=body, query={"dry_run": True}, generation=etag
         )
+
+    def advice(self, run: str) -> Advice:
+        """What the model would choose for the run, pinned knobs included."""
+        return self._ask(Advice, "GET", _at("runs", run, "advice"))
 
     def set_knobs(
         self,

@@ -11,6 +11,7 @@ from tidegate.knob_kinds import KnobKind, KnobSpec, KnobValue, check_path_name, 
 
 __all__ = [
     "AUTO",
+    "EQ1",
     "OFF",
     "PATH_KNOBS",
     "SPECS",
@@ -37,6 +38,7 @@ Stride = float | Auto | Off
 Order = Literal["auto", "pinned", "alternate"]
 
 AUTO: Final = "auto"
+EQ1: Final = "eq1"
 OFF: Final = "off"
 
 SPECS: Final[dict[str, KnobSpec]] = {
@@ -62,9 +64,10 @@ SPECS: Final[dict[str, KnobSpec]] = {
             kind="weights",
             minimum=0.0,
             maximum=1_000_000.0,
-            words=(AUTO,),
+            words=(AUTO, EQ1),
             unit="subgroups, as weights",
-            help="How the subgroups in storage are divided among the paths; one that is not named gets none.",
+            help="How the subgroups in storage are divided among the paths; one that is not named gets none. "
+            "eq1: by the slower of each path's read and write bandwidth (MLP-Offload, Eq. 1).",
         ),
         KnobSpec(
             name="host_cache",
@@ -91,7 +94,7 @@ PATH_KNOBS: Final = ("tier_split", "host_cache", "order")
 class Knobs:
     """One full set of desired knobs. Values outside the bounds raise KnobError at construction.
 
-    tier_split: `auto`, or weights as text, see `weights_of`. host_cache: `auto` or bytes.
+    tier_split: `auto`, `eq1`, or weights as text, see `weights_of`. host_cache: `auto` or bytes.
     """
 
     stride: Stride = AUTO
@@ -122,7 +125,7 @@ class Knobs:
         """
         if not paths:
             return replace(self, tier_split=AUTO, host_cache=AUTO, order=AUTO)
-        known = self.tier_split == AUTO or set(weights_of(self.tier_split)) <= set(paths)
+        known = self.tier_split in (AUTO, EQ1) or set(weights_of(self.tier_split)) <= set(paths)
         return self if known else replace(self, tier_split=AUTO)
 
 

@@ -51,6 +51,8 @@ class Rates(Message):
     norm_params_per_second: Number | None = None
     overhead_seconds: Number | None = None
     paths: dict[Label, dict[Label, Number | None]] = {}
+    keeps: dict[Label, dict[Label, Number]] = {}
+    """Share of its speed that a lane keeps while another works, by lane and other; see `RateCard`."""
 
 
 class AgentHello(Message):
@@ -75,6 +77,9 @@ class AgentHello(Message):
     num_slots: Annotated[int, Field(strict=True, ge=1, le=64)] = 2
     device_memory_bytes: Count | None = None
     """What the device has in all; None where that is not known."""
+    host_slots: Annotated[int, Field(strict=True, ge=1, le=1024)] = 3
+    """Staging slots in host memory that each storage path has."""
+    gradients: Literal["keep", "release"] = "keep"
     paths: Annotated[tuple[PathName, ...], Field(max_length=64)] = ()
     """Names of the storage paths, in their order; a run without any has no knobs for them."""
     started_at: Finite
@@ -329,6 +334,24 @@ class KnobPatch(Message):
     """Keep it only if it does no harm."""
 
 
+class PredictedUpdate(Message):
+    """What the simulator expects of an update under some knobs, once they have settled."""
+
+    update_seconds: Seconds
+    stalls: dict[Label, Seconds]
+    """Seconds in which nothing computes, by cause."""
+    lane_bytes: dict[Label, Count]
+    """Bytes of one step on the link and on the paths, by lane."""
+    host_memory_bytes: dict[Label, Count]
+    """By kind: `state` (with paths, the host cache), `mirror`, `gradient`, `slot`."""
+    device_memory_bytes: Count
+    """State of residents, and staging slots."""
+    bound_seconds: Seconds
+    """These knobs cannot go below that on this machine."""
+    bound_by: Label
+    """The lane, or the path, that decides the bound."""
+
+
 class KnobPreview(Message):
     """Answer to a PATCH with `dry_run=true`. Predictions are None until the run has measured its rates."""
 
@@ -339,8 +362,27 @@ class KnobPreview(Message):
     changed: KnobChanges
     predicted_update_seconds_before: Seconds | None = None
     predicted_update_seconds_after: Seconds | None = None
+    predicted_before: PredictedUpdate | None = None
+    predicted_after: PredictedUpdate | None = None
+    predicted_phase_seconds_after: dict[Label, Seconds] = {}
+    """Of all phases; those that knobs do not change are as they were measured, medians of the last steps."""
+    error_ratio: Seconds | None = None
+    """How far the prediction of the present knobs is off what was measured, as a share of that: the same must be
+    expected of this one."""
     no_prediction: Text = ""
     """Why there is none, as a sentence."""
+
+
+class Advice(Message):
+    """What the model would choose for the lead rank, whether its knobs are pinned or not; nobody applies it."""
+
+    run: RunName
+    changes: KnobChanges = {}
+    """Empty when nothing is predicted to gain enough."""
+    predicted_update_seconds_now: Seconds | None = None
+    predicted_update_seconds_then: Seconds | None = None
+    sentence: Text
+    """The change with its figures, or why there is none."""
 
 
 class RankView(Message):

@@ -22,18 +22,21 @@ from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.pace import Pace
-from tidegate.agent.engine.residences import Effective, Residences, StepOrder
+from tidegate.agent.engine.residences import Residences
 from tidegate.agent.engine.runner import MemoryRunner, StepInputs
 from tidegate.agent.gradients import Gradients, Mode
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.shards import NormOverRanks, shard_of
 from tidegate.agent.subgroups import Layout
-from tidegate.agent.tiers.store import PathClock, TierStore
+from tidegate.agent.tiers.store import TierStore
 from tidegate.agent.weights import Weights
 from tidegate.errors import EngineError, PathFull, PathUnusable
 from tidegate.kernels import ThreadPool
 from tidegate.plan import Placement, Plan, Policy, make_plan, place, verify
+from tidegate.plan.clock import PathClock
+from tidegate.plan.effective import Effective
 from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, OpKind, Processor, Residence, path_lanes
+from tidegate.plan.tasks import Order as StepOrder
 from tidegate.timeline import Span
 
 READS_GRADIENT = (OpKind.GRAD_D2H, OpKind.GRAD_NORM, OpKind.DEVICE_UPDATE)

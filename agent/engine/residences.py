@@ -4,35 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Final
 
 from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.tiers.store import TierStore
 from tidegate.analysis import both_busy_seconds, busy_seconds
 from tidegate.errors import KnobError
-from tidegate.knobs import Off
+from tidegate.knobs import EQ1
 from tidegate.model.split import PathTraffic, SplitEstimator
+from tidegate.plan.effective import Effective, Split, cached, divide
 from tidegate.plan.ops import OpKind, Residence, Subgroup, is_path
 from tidegate.plan.placement import place
-from tidegate.plan.split import Counts, assign, balanced_split, user_split
+from tidegate.plan.split import Counts, assign
+from tidegate.plan.tasks import Order as StepOrder
 from tidegate.timeline import Span
 
-StepOrder = Literal["ascending", "descending"]
-
-
-@dataclass(frozen=True)
-class Effective:
-    """The knobs as numbers: what the next plan is made from. The last three mean nothing without paths.
-
-    tier_split: weights by path, None for what measured speeds call for. alternate: every other step runs backwards.
-    """
-
-    stride: float | Off
-    static_ratio: float
-    tier_split: tuple[tuple[str, float], ...] | None = None
-    host_cache_bytes: int = 0
-    alternate: bool = False
+EQ1_SLACK: Final = 0.05
+"""Share of the subgroups that a path may have more or less than Eq. 1 says now: its speeds are never quite the same."""
 
 
 class Residences:
@@ -44,7 +32,7 @@ class Residences:
         self._assigned: dict[int, str] = {}
         """The path of each subgroup that ever had one; kept while it is in the cache."""
         self._counts: Counts = {}
-        self._split: tuple[tuple[str, float], ...] | None = None
+        self._split: Split = None
         self._in_memory: set[int] = set()
         """Subgroups whose state is in host memory between steps."""
         self._steps = 0
@@ -58,21 +46,21 @@ class Residences:
         """
         movable = [i for i, (_, residence) in enumerate(placed) if residence == "host"]
         order: StepOrder = "descending" if effective.alternate and self._steps % 2 else "ascending"
-        cached = self._cached(subgroups, movable, effective, order)
+        stay = cached([s.nbytes("state") for s in subgroups], movable, effective, order)
         # While orders alternate, each subgroup is in storage every other time: its path stays.
-        stored = movable if effective.alternate else [i for i in movable if i not in cached]
+        stored = movable if effective.alternate else [i for i in movable if i not in stay]
         capacity = self._store.capacity(self._assigned)
         kept = self._kept(subgroups, stored, capacity)
         self._assign([i for i in stored if i not in kept], effective.tier_split, capacity)
         residences = [residence for _, residence in placed]
         for i in movable:
-            residences[i] = "host" if i in cached or i in kept else self._assigned[i]
+            residences[i] = "host" if i in stay or i in kept else self._assigned[i]
         return residences, order
 
     def check(self, subgroups: Sequence[Subgroup], effective: Effective) -> None:
         """MemoryBudgetError, KnobError or CapacityError with figures when these knobs cannot work here."""
         known = list(self._store.paths)
-        for name, weight in effective.tier_split or ():
+        for name, weight in _named(effective.tier_split):
             if name not in known:
                 raise KnobError(f"tier_split names {name!r}; the paths here are: {', '.join(known)}.", "tier_split")
             if weight and name in self._store.retired and effective.tier_split != self._split:
@@ -83,21 +71,16 @@ class Residences:
                 )
         placed = place(len(subgroups), stride=effective.stride, static_ratio=effective.static_ratio)
         movable = [i for i, (_, residence) in enumerate(placed) if residence == "host"]
-        cached = self._cached(subgroups, movable, effective, "ascending")
-        stored = [i for i in movable if i not in cached]
+        stay = cached([s.nbytes("state") for s in subgroups], movable, effective, "ascending")
+        stored = [i for i in movable if i not in stay]
         capacity = self._store.capacity(self._assigned)
         count = len(stored) - len(self._kept(subgroups, stored, capacity))
-        weights = self._weights(effective.tier_split)
-        if weights is not None:
-            user_split(count, weights, capacity=capacity)
-        else:
-            balanced_split(count, self._estimator.rates, capacity=capacity)
+        divide(count, self._usable(effective.tier_split), self._estimator.rates, capacity=capacity)
 
-    def _weights(self, split: tuple[tuple[str, float], ...] | None) -> dict[str, float] | None:
-        """The weight of each path; None where speeds decide, as they do when all that were named are retired."""
-        if split is None or all(name in self._store.retired for name, weight in split if weight):
-            return None
-        return {name: dict(split).get(name, 0.0) for name in self._store.paths}
+    def _usable(self, split: Split) -> Split:
+        """None, speeds decide, when all that weights name are retired."""
+        named = [name for name, weight in _named(split) if weight]
+        return None if named and all(name in self._store.retired for name in named) else split
 
     def _kept(self, subgroups: Sequence[Subgroup], stored: Sequence[int], capacity: Counts) -> set[int]:
         """What stays in host memory because too little is left of the paths, after one of them was retired.
@@ -111,35 +94,18 @@ class Residences:
         fits = sum(subgroups[i].nbytes("state") for i in kept if i not in self._in_memory) <= host_available_bytes()
         return set(kept) if fits else set()
 
-    def _cached(
-        self, subgroups: Sequence[Subgroup], movable: Sequence[int], effective: Effective, order: StepOrder
-    ) -> set[int]:
-        """The first ones stay, or those that the next step, in the other order, begins with."""
-        # Those that come are in memory before those that leave are gone.
-        room = effective.host_cache_bytes // (2 if effective.alternate else 1)
-        backwards = effective.alternate and order == "ascending"
-        cached: set[int] = set()
-        for i in reversed(movable) if backwards else movable:
-            room -= subgroups[i].nbytes("state")
-            if room < 0:
-                break
-            cached.add(i)
-        return cached
-
-    def _assign(
-        self, stored: Sequence[int], split: tuple[tuple[str, float], ...] | None, capacity: Mapping[str, int]
-    ) -> None:
-        counts, weights = self._counts, self._weights(split)
-        if weights is not None:
-            counts = user_split(len(stored), weights, capacity=capacity)
-        elif sum(counts.values()) != len(stored) or self._split is not None:
-            counts = balanced_split(len(stored), self._estimator.rates, capacity=capacity, minimum=1)
-        else:
-            counts = self._estimator.propose(counts, capacity=capacity) or counts
+    def _assign(self, stored: Sequence[int], split: Split, capacity: Mapping[str, int]) -> None:
+        counts, usable = self._counts, self._usable(split)
+        anew = divide(len(stored), usable, self._estimator.rates, capacity=capacity, minimum=1)
+        others = sum(counts.values()) != len(stored) or self._split != split
+        if usable is None and not others:
+            anew = self._estimator.propose(counts, capacity=capacity) or counts
+        elif usable == EQ1 and not others and _near(counts, anew, capacity):
+            anew = counts
         self._split = split
-        if counts != self._counts or any(i not in self._assigned for i in stored):
-            self._assigned = self._assigned | assign(stored, counts, self._assigned)
-            self._counts = counts
+        if anew != self._counts or any(i not in self._assigned for i in stored):
+            self._assigned = self._assigned | assign(stored, anew, self._assigned)
+            self._counts = anew
 
     @property
     def counts(self) -> Counts:
@@ -173,3 +139,17 @@ def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
             both_seconds=both_busy_seconds(reads, writes),
         )
     return found
+
+
+def _named(split: Split) -> tuple[tuple[str, float], ...]:
+    """Path and weight of each that weights name."""
+    return split if isinstance(split, tuple) else ()
+
+
+def _near(counts: Counts, wanted: Counts, capacity: Mapping[str, int]) -> bool:
+    """Whether no path has many more or fewer than is wanted, nor more than it can take."""
+    slack = max(1.0, EQ1_SLACK * sum(wanted.values()))
+    return all(
+        abs(counts[name] - n) <= slack and counts[name] <= capacity.get(name, counts[name])
+        for name, n in wanted.items()
+    )

@@ -15,7 +15,7 @@ from tidegate.agent.telemetry.gpu import GpuFigures
 from tidegate.agent.telemetry.meter import Labels, Meter
 from tidegate.agent.tiers.path import PathCounters, StoragePath, Transfer
 from tidegate.agent.tiers.store import TierStore
-from tidegate.knobs import AUTO, KnobValue, device_share, weights_of
+from tidegate.knobs import AUTO, EQ1, KnobValue, device_share, weights_of
 from tidegate.metric import PATH_OPERATIONS
 from tidegate.timeline import PHASES, PhaseSpan
 
@@ -142,7 +142,7 @@ def _as_numbers(knobs: Mapping[str, KnobValue]) -> dict[str, float]:
 
 def _shares(tier_split: KnobValue, paths: Sequence[str]) -> dict[str, float]:
     """The share of each path; none while it is `auto`, or nothing is in storage."""
-    weights = {} if tier_split == AUTO else weights_of(str(tier_split))
+    weights = {} if tier_split in (AUTO, EQ1) else weights_of(str(tier_split))
     total = sum(weights.values())
     return {path: weights.get(path, 0.0) / total for path in paths} if total else {}
 

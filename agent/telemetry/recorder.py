@@ -181,7 +181,10 @@ class Recorder:
 
     def _live_rates(self) -> RateCard | None:
         if self._rates_are_old:
-            self._rates = RateCard.from_seen([seen(spans) for spans in self._recent], previous=self._rates)
+            card = RateCard.from_seen([seen(spans) for spans in self._recent], previous=self._rates)
+            store = self._optimizer.engine.store
+            # What the split goes by: smoothed, and each direction as if the other were at rest.
+            self._rates = card if store is None else card.with_paths(store.speeds)
             self._rates_are_old = False
         return self._rates
 

@@ -19,8 +19,7 @@ from tidegate.agent.tiers.path import PathSettings, StoragePath, Transfer, nothi
 from tidegate.errors import BlockDamaged, DataTruncated, NoPathLeft, PathFailed, PathFull, PathUnusable, StateLost
 from tidegate.kernels import WeightFormat
 from tidegate.logs import event
-from tidegate.plan.ops import Op, OpKind, Residence
-from tidegate.plan.schedule import TypicalClock
+from tidegate.plan.ops import Residence
 from tidegate.plan.split import PathSpeeds
 
 log = logging.getLogger("tidegate.tiers")
@@ -257,17 +256,3 @@ def _close(paths: Mapping[str, StoragePath | ObjectPath]) -> None:
 def kind_of(layout: Layout, rank: int) -> StateKind:
     """What a file of this subgroup's state says of itself."""
     return StateKind(RULE, rank, layout.id, layout.numel, FORMATS[layout.format.weight], layout.format.state_bytes)
-
-
-class PathClock(TypicalClock):
-    """Typical times of copies and updates, and of paths those that were measured: to order ops, nothing else."""
-
-    def __init__(self, speeds: Mapping[str, PathSpeeds]) -> None:
-        self._speeds = speeds
-
-    def seconds(self, op: Op, /) -> float:
-        if op.path is None or op.path not in self._speeds:
-            return super().seconds(op)
-        speeds = self._speeds[op.path]
-        fetches = op.kind is OpKind.FETCH
-        return op.nbytes / (speeds.read_bytes_per_second if fetches else speeds.write_bytes_per_second)

@@ -16,7 +16,8 @@ import tidegate
 from bench.gpu.target import Target, run_stage, spread
 from tidegate.knobs import Knobs
 from tidegate.model.rates import RateCard
-from tidegate.model.simulate import what_if
+from tidegate.model.settled import Rank
+from tidegate.model.what_if import what_if
 from tidegate.plan import Plan
 from tidegate.plan.ops import OpKind
 
@@ -85,10 +86,8 @@ def measure(
         target.finish_enqueued()
         if step >= 2:  # knobs settle in the first
             seconds.append(time.monotonic() - start)
-    predicted = what_if(
-        optimizer.engine.subgroups, stride=optimizer.engine.effective.stride, static_ratio=knobs.static_ratio,
-        num_slots=optimizer.engine.num_slots, rates=rates,
-    )  # fmt: skip
+    engine = optimizer.engine
+    predicted = what_if(Rank(engine.subgroups, engine.num_slots), engine.effective, rates)
     numel, found = sum(p.numel() for p in params), spread(seconds)
     bound = bound_seconds(plans[-1], rates)
     return {

@@ -3,82 +3,189 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Final
 
-from tidegate.daemon.control.run import Run
+from tidegate.daemon.control.run import Member, Run
 from tidegate.errors import TidegateError
-from tidegate.knobs import AUTO, OFF, Knobs, KnobValue, same
+from tidegate.knobs import AUTO, EQ1, OFF, Knobs, KnobValue, same, show, weights_of
+from tidegate.model.choose import best
 from tidegate.model.rates import RateCard
-from tidegate.model.simulate import what_if
+from tidegate.model.settled import Rank
+from tidegate.model.tuner import MINIMUM_GAIN
+from tidegate.model.what_if import predicted_seconds, what_if
+from tidegate.plan.effective import Effective, Split
 from tidegate.plan.ops import Subgroup
-from tidegate.wire import KnobPreview
+from tidegate.wire import Advice, KnobChanges, KnobPreview, PredictedUpdate, StepReport
 
 log = logging.getLogger(__name__)
 
-NO_STORAGE = "No prediction: storage is not yet in it, and this run has storage paths."
-NO_RATES = "No prediction yet: it needs the rates of a few steps."
+NO_RATES: Final = "No prediction yet: it needs the rates of a few steps."
+TYPICAL_STEPS: Final = 20
+"""Phases and error are medians of so many steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known of the lead rank: sizes and speeds. `effective_stride` is what `auto` stands for."""
+    """What is known of the lead rank: sizes, speeds, and what its last steps took."""
 
-    subgroups: tuple[Subgroup, ...]
+    rank: Rank
     rates: RateCard
-    num_slots: int
-    effective_stride: KnobValue
+    effective: Mapping[str, KnobValue]
+    """What `auto` stands for."""
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Medians of the last steps, as they were measured."""
+    error_ratio: float | None = None
 
-    def update_seconds(self, knobs: Knobs) -> float | None:
+    def predict(self, knobs: Knobs) -> PredictedUpdate | None:
         """None when a rate that these knobs need was never measured."""
-        stride = self.effective_stride if knobs.stride == AUTO else knobs.stride
-        if stride == AUTO:
+        wanted = self.numbers(knobs)
+        if wanted is None:
             return None
         try:
-            found = what_if(
-                self.subgroups,
-                stride=OFF if stride == OFF else float(stride),
-                static_ratio=knobs.static_ratio,
-                num_slots=self.num_slots,
-                rates=self.rates,
-            )
+            found = what_if(self.rank, wanted, self.rates, backward_seconds=self.phase_seconds.get("backward"))
         except TidegateError as error:
             log.info("no prediction: %s", error)
             return None
-        return found.update_seconds
+        return PredictedUpdate(
+            update_seconds=found.update_seconds,
+            stalls=found.stalls,
+            lane_bytes=found.link_bytes,
+            host_memory_bytes=found.host_bytes,
+            device_memory_bytes=found.device_bytes,
+            bound_seconds=found.least.seconds,
+            bound_by=found.least.resource,
+        )
+
+    def numbers(self, knobs: Knobs) -> Effective | None:
+        """The knobs as numbers; None while the rank has not told what `auto` stands for."""
+        values = {
+            name: self.effective.get(name, AUTO) if value == AUTO and name != "tier_split" else value
+            for name, value in knobs.as_dict(paths=True).items()
+        }
+        stride, cache = values["stride"], values["host_cache"]
+        if stride == AUTO or (cache == AUTO and self.rank.host_slots):
+            return None
+        return Effective(
+            stride=OFF if stride == OFF else float(stride),
+            static_ratio=knobs.static_ratio,
+            tier_split=_split(str(values["tier_split"])),
+            host_cache_bytes=0 if cache == AUTO else int(cache),
+            alternate=values["order"] == "alternate",
+        )
+
+
+def _split(text: str) -> Split:
+    if text == EQ1:
+        return EQ1
+    return None if text == AUTO else tuple(weights_of(text).items())
 
 
 def evidence(run: Run) -> Evidence | None:
-    """None until the lead rank has told its sizes and rates, and for runs with paths: `what_if` knows no storage."""
-    if run.lead is None or run.lead[1].rates is None or not run.lead[1].hello.subgroups or run.paths:
+    """None until the lead rank has told its sizes and rates."""
+    if run.lead is None or run.lead[1].rates is None or not run.lead[1].hello.subgroups:
         return None
     member = run.lead[1]
     hello, rates = member.hello, run.lead[1].rates
     kinds = [Subgroup(0, s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in hello.subgroups]
     repeated = [kind for kind, sizes in zip(kinds, hello.subgroups, strict=True) for _ in range(sizes.count)]
-    return Evidence(
+    rank = Rank(
         subgroups=tuple(replace(subgroup, id=number) for number, subgroup in enumerate(repeated)),
-        rates=RateCard.from_dict(rates.model_dump()),
         num_slots=hello.num_slots,
-        effective_stride=member.effective.get("stride", AUTO),
+        host_slots=dict.fromkeys(hello.paths, hello.host_slots),
+        gradients=hello.gradients,
     )
+    steps = [step for step in list(member.steps)[-TYPICAL_STEPS:] if not step.skipped]
+    phases = dict.fromkeys(phase for step in steps for phase in step.phase_seconds)
+    return Evidence(
+        rank=rank,
+        rates=RateCard.from_dict(rates.model_dump()),
+        effective=member.effective,
+        phase_seconds={phase: median(step.phase_seconds.get(phase, 0.0) for step in steps) for phase in phases},
+        error_ratio=_error_ratio(member, steps),
+    )
+
+
+def _error_ratio(member: Member, steps: list[StepReport]) -> float | None:
+    """None while there is nothing to compare."""
+    # What goes on in the next forward is the update's, too.
+    measured = [step.phase_seconds.get("update", 0.0) + step.spill_seconds for step in steps]
+    predicted = member.predicted_update_seconds
+    if predicted is None or not measured or not (typical := median(measured)):
+        return None
+    return abs(predicted - typical) / typical
 
 
 def preview(
     run: str, generation: int, before: Knobs, after: Knobs, known: Evidence | None, *, paths: bool
 ) -> KnobPreview:
-    """The difference, and the predicted update seconds before and after. Slow enough to keep off the event loop.
+    """The difference, and what is predicted of the update before and after. Slow enough to keep off the event loop.
 
     paths: whether the run has storage paths, and so their knobs.
     """
     old, new = before.as_dict(paths=paths), after.as_dict(paths=paths)
-    now, then = (known.update_seconds(knobs) if known else None for knobs in (before, after))
+    now, then = (known.predict(knobs) if known else None for knobs in (before, after))
     return KnobPreview(
         run=run,
         generation=generation,
         before=old,
         after=new,
         changed={name: value for name, value in new.items() if not same(name, value, old[name])},
-        predicted_update_seconds_before=now,
-        predicted_update_seconds_after=then,
-        no_prediction="" if now is not None and then is not None else NO_STORAGE if paths else NO_RATES,
+        predicted_update_seconds_before=now.update_seconds if now else None,
+        predicted_update_seconds_after=then.update_seconds if then else None,
+        predicted_before=now,
+        predicted_after=then,
+        predicted_phase_seconds_after={**known.phase_seconds, "update": then.update_seconds} if known and then else {},
+        error_ratio=known.error_ratio if known and then else None,
+        no_prediction="" if now is not None and then is not None else NO_RATES,
     )
+
+
+def advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
+    """What the model would choose of stride, order and split. Budgets of memory are the rank's: it may still refuse.
+
+    Slow enough to keep off the event loop.
+    """
+    now = known.numbers(knobs) if known else None
+    if known is None or now is None:
+        return Advice(run=run, sentence=NO_RATES)
+    backward = known.phase_seconds.get("backward")
+    try:
+        present = predicted_seconds(known.rank, now, known.rates, backward_seconds=backward)
+        found = best(
+            known.rank,
+            now,
+            known.rates,
+            {"stride", "order", "tier_split"},
+            below_seconds=(1 - MINIMUM_GAIN) * present,
+            backward_seconds=backward,
+        )
+    except TidegateError as error:
+        return Advice(run=run, sentence=f"No advice yet: {error}")
+    if found is None:
+        sentence = f"Nothing is predicted to take {MINIMUM_GAIN:.0%} off the update of {present:.3g} s."
+        return Advice(run=run, predicted_update_seconds_now=present, sentence=sentence)
+    changes, then = _changes(knobs, now, found[0]), found[1]
+    words = " ".join(f"{name}={show(name, value)}" for name, value in changes.items())
+    return Advice(
+        run=run,
+        changes=changes,
+        predicted_update_seconds_now=present,
+        predicted_update_seconds_then=then,
+        sentence=f"{words} is predicted to take the update from {present:.3g} s to {then:.3g} s "
+        f"({then / present - 1:+.0%}).",
+    )
+
+
+def _changes(knobs: Knobs, now: Effective, then: Effective) -> KnobChanges:
+    """The knobs that differ."""
+    changes: KnobChanges = {}
+    if then.stride != now.stride:
+        changes["stride"] = then.stride
+    if then.alternate != now.alternate:
+        changes["order"] = "alternate" if then.alternate else "pinned"
+    if then.tier_split is None and knobs.tier_split != AUTO:
+        changes["tier_split"] = AUTO
+    return changes

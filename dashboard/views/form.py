@@ -9,8 +9,9 @@ import streamlit as st
 from tidegate.client import DaemonClient
 from tidegate.dashboard import edits, feed, markup, units
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, StaleKnobs
+from tidegate.knob_kinds import show_size
 from tidegate.knobs import PATH_KNOBS
-from tidegate.wire import KnobBound, KnobsView
+from tidegate.wire import KnobBound, KnobPreview, KnobsView
 
 TOKEN = "operate_token"
 WAIT_SECONDS = 2.0
@@ -150,9 +151,25 @@ def _preview(url: str, knobs: KnobsView) -> None:
     if before is not None and after is not None:
         figures = f"Predicted update: {units.seconds(before)} → {units.seconds(after)}"
         figures += f" ({(after - before) / before:+.0%})." if before > 0 else "."
+        figures += _details(preview)
     _notice(
         run, "info", f"Preview of {edits.describe(preview.changed, preview.before)}. {figures} Nothing was changed."
     )
+
+
+def _details(preview: KnobPreview) -> str:
+    """Stalls, memory and what the machine could do at best, as sentences."""
+    then = preview.predicted_after
+    if then is None:
+        return ""
+    causes = sorted(then.stalls.items(), key=lambda cause: -cause[1])
+    waits = ", ".join(f"{cause} {units.seconds(seconds)}" for cause, seconds in causes if seconds > 0)
+    told = f" Then stalled by {waits}." if waits else " Then without a stall."
+    told += f" No faster than {units.seconds(then.bound_seconds)} ({then.bound_by})."
+    told += f" Host memory {show_size(sum(then.host_memory_bytes.values()))}."
+    if preview.error_ratio is not None:
+        told += f" Predictions of this run are off by {preview.error_ratio:.0%} now."
+    return told
 
 
 def _reset(url: str, run: str) -> None:

@@ -46,6 +46,7 @@ def divided(mesh: DeviceMesh, model: torch.nn.Sequential | None = None) -> torch
 def optimizer_of(model: torch.nn.Module, paths: Path | None = None, **settings: Any) -> tidegate.AdamW:
     offload = tidegate.Offload(
         device="emulated", stride=2.0, subgroup_numel=64, cpu_threads=1, gradients=settings.pop("gradients", "keep"),
+        accumulation=settings.pop("accumulation", "device"),
         paths={name: paths / name for name in ("one", "two")} if paths is not None else {},
         host_cache="auto" if paths is None else 0,
     )  # fmt: skip
@@ -101,6 +102,23 @@ def backward_of_twin(releasing: tidegate.AdamW, twin: torch.nn.Module, step: int
         backward(twin, step + 50)
     else:
         backward(twin, step)
+
+
+def sums_on_the_host_are_those_of_the_device(mesh: DeviceMesh) -> None:
+    model, twin = divided(mesh), divided(mesh)
+    with optimizer_of(model) as optimizer, optimizer_of(twin, gradients="release", accumulation="host") as summing:
+        for step in range(3):
+            for micro_batch in (0, 50, 100):
+                backward(model, step + micro_batch)
+            with summing.accumulate():
+                backward(twin, step)
+                backward(twin, step + 50)
+            assert all(param.grad is None for param in twin.parameters())
+            backward(twin, step + 100)
+            for one in (optimizer, summing):
+                one.step()
+                one.zero_grad()
+            assert same(whole(model.parameters()), whole(twin.parameters())), f"summed, step {step}"
 
 
 def norms_are_of_all_ranks(mesh: DeviceMesh) -> None:
@@ -251,6 +269,7 @@ def main(folder: Path, what: str) -> None:
             (folder / f"paths-{rank}" / name).mkdir(parents=True)
         equals_the_oracle(mesh, None)
         equals_the_oracle(mesh, folder / f"paths-{rank}")
+        sums_on_the_host_are_those_of_the_device(mesh)
         norms_are_of_all_ranks(mesh)
         refuses_what_is_divided_otherwise(mesh)
         resumes_from_its_own_checkpoint(mesh, folder)

@@ -93,10 +93,15 @@ def test_what_cannot_be_is_refused_in_one_sentence_and_nothing_changes(daemon: D
         assert (code, "Rank 0" in said, "pfs" in said) == (1, True, True), said
         code, _, errors = knobs(daemon, "tier_split=ssd:1")
         assert (code, "the run's paths are: nvme, pfs" in errors) == (2, True), errors
-        code, said, _ = knobs(daemon, "tier_split=pfs:1,nvme:1", "--dry-run")
-        assert (code, "storage is not yet in it" in said) == (0, True), said
-        code, said, _ = knobs(daemon, "tier_split=pfs:1,nvme:1", "--dry-run", "--json")
-        assert json.loads(said)["predicted_update_seconds_after"] is None
+        wanted = ("tier_split=pfs:1,nvme:1", "--dry-run", "--json")
+        until(lambda: json.loads(knobs(daemon, *wanted)[1])["predicted_after"], "rates of a few steps")
+        seen = json.loads(knobs(daemon, *wanted)[1])
+        assert seen["no_prediction"] == ""
+        assert seen["predicted_before"]["lane_bytes"]["pfs:read"] == 0
+        assert seen["predicted_after"]["lane_bytes"]["pfs:read"] > 0
+        code, said, _ = knobs(daemon, *wanted[:-1])
+        assert code == 0
+        assert all(words in said for words in ("update, predicted", "at least, and why", "host memory")), said
         steps = training.steps
         until(lambda: training.steps > steps + 2, "training goes on")
         training.stop()

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.live import Agent, Daemon, hello, new_run, threaded
+from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded
 from tests.daemon.test_knobs import RATES, SIZES
 from tidegate.errors import KnobError
+from tidegate.wire import KnobPreview
 
 GIB = 2**30
 PATHS = ("nvme", "pfs")
+WAYS = (("read", "write"), ("write", "read"))
 WANTED: dict[str, Any] = {"tier_split": "pfs:1,nvme:2", "host_cache": "8GiB", "order": "pinned"}
 GOT = {"tier_split": "nvme:2,pfs:1", "host_cache": 8 * GIB, "order": "pinned"}
 
@@ -84,17 +86,99 @@ def test_what_the_run_cannot_have_is_refused(daemon: Daemon, changes: dict[str, 
     assert daemon.client().knobs(run).generation == 0
 
 
-def test_a_preview_compares_ratios_and_predicts_nothing(daemon: Daemon) -> None:
-    """The simulator is not asked: it would count the tiered subgroups as if they lay on the host."""
+EFFECTIVE = {"stride": 2.0, "static_ratio": 0.0, "tier_split": "nvme:10,pfs:6", "host_cache": 32_000_000,
+             "order": "pinned"}  # fmt: skip
+STORED = RATES.model_copy(update={
+    "paths": {
+        "nvme": {"read_bytes_per_second": 4e8, "write_bytes_per_second": 2e8},
+        "pfs": {"read_bytes_per_second": 1e8, "write_bytes_per_second": 1e8},
+    },
+    "keeps": {f"{path}:{one}": {f"{path}:{other}": 0.5} for path in PATHS for one, other in WAYS},
+})  # fmt: skip
+
+
+def test_a_preview_compares_ratios_and_needs_rates(daemon: Daemon) -> None:
     run, client = new_run(), daemon.client()
     agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES, knobs={"tier_split": "nvme:2,pfs:1"})
-    agent.say(rates=RATES)
+    agent.say(rates=RATES, effective=EFFECTIVE)
     assert client.preview_knobs(run, {"tier_split": "nvme:4,pfs:2"}).changed == {}
     seen = client.preview_knobs(run, {"tier_split": "auto", "host_cache": 0})
     assert seen.changed == {"tier_split": "auto", "host_cache": 0}
     assert seen.before["tier_split"] == "nvme:2,pfs:1"
     assert seen.predicted_update_seconds_after is None
-    assert seen.no_prediction == "No prediction: storage is not yet in it, and this run has storage paths."
+    assert seen.predicted_after is None
+    assert seen.no_prediction == "No prediction yet: it needs the rates of a few steps."
+
+
+def test_a_preview_predicts_every_knob_of_storage(daemon: Daemon) -> None:
+    """16 subgroups of 8 MB of state, 4 of them in the cache: twelve on the paths."""
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES)
+    agent.step = 3
+    agent.say(
+        rates=STORED,
+        effective=EFFECTIVE,
+        predicted_update_seconds=1.2,
+        steps=[step_report(n, 1.0) for n in (1, 2, 3)],
+    )
+
+    def after(**changes: Any) -> KnobPreview:
+        seen = client.preview_knobs(run, changes)
+        assert (seen.no_prediction, seen.error_ratio) == ("", pytest.approx(0.2))
+        assert seen.predicted_after is not None
+        assert seen.predicted_phase_seconds_after["update"] == seen.predicted_update_seconds_after
+        return seen
+
+    def seconds(**changes: Any) -> float:
+        return after(**changes).predicted_update_seconds_after or 0.0
+
+    now = after(static_ratio=0.0)
+    assert now.predicted_update_seconds_after == now.predicted_update_seconds_before
+    found = now.predicted_after
+    assert found is not None
+    reads = [found.lane_bytes[f"{path}:read"] for path in PATHS]
+    assert sum(reads) == 12 * 8_000_000
+    assert reads[0] > reads[1]
+    assert found.host_memory_bytes["state"] == 4 * 8_003_584, "whole pages"
+    assert found.bound_by in PATHS
+    assert found.bound_seconds <= found.update_seconds
+    base = found.update_seconds
+    assert seconds(host_cache=0) > base > seconds(host_cache=128_000_000)
+    assert seconds(tier_split="pfs:1") > seconds(tier_split="nvme:1") > base
+    eq1 = after(tier_split="eq1").predicted_after
+    assert eq1 is not None
+    assert [eq1.lane_bytes[f"{path}:read"] for path in PATHS] == [8 * 8_000_000, 4 * 8_000_000], "2 to 1"
+    assert seconds(order="alternate") > base
+    assert seconds(static_ratio=1.0) < base
+    assert set(after(tier_split="pfs:1", host_cache=0).predicted_after.stalls) >= {"pfs:read"}  # type: ignore[union-attr]
+
+
+def test_advice_is_for_pinned_knobs_too(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES, knobs={"tier_split": "pfs:1", "order": "pinned"})
+    assert (client.advice(run).changes, client.advice(run).sentence[:15]) == ({}, "No prediction y")
+    agent.say(rates=STORED, effective=EFFECTIVE)
+    seen = client.advice(run)
+    assert seen.changes["tier_split"] == "auto"
+    assert "order" not in seen.changes
+    assert seen.predicted_update_seconds_now is not None
+    assert seen.predicted_update_seconds_then is not None
+    assert seen.predicted_update_seconds_then < 0.95 * seen.predicted_update_seconds_now
+    assert "tier_split=auto" in seen.sentence
+    preview = client.preview_knobs(run, seen.changes)
+    assert preview.predicted_update_seconds_after == pytest.approx(seen.predicted_update_seconds_then, rel=1e-6)
+    with Agent(daemon, run, 1, paths=PATHS, subgroups=SIZES).answering(), agent.answering():
+        client.set_knobs(run, seen.changes, wait=10)
+    agent.say(rates=STORED, effective={**EFFECTIVE, **seen.changes})
+    assert client.advice(run).changes == {}
+    assert "Nothing is predicted to take 5%" in client.advice(run).sentence
+
+
+def test_eq1_is_a_split_that_needs_no_names(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    with Agent(daemon, run, paths=PATHS).answering():
+        assert client.set_knobs(run, {"tier_split": "EQ1"}, wait=5).state in ("committed", "applied")
+    assert client.knobs(run).desired["tier_split"] == "eq1"
 
 
 def test_the_run_has_the_paths_of_its_ranks(daemon: Daemon) -> None:

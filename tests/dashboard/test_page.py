@@ -259,7 +259,7 @@ def test_the_knobs_of_storage_paths_are_turned(daemon: Daemon) -> None:
     agent.train(2)
     with agent.training(0.05):
         app = open_form(page(), daemon.token("operate"))
-        assert field(app, "tier_split").label == "tier_split: auto or weights of nvme, pfs"
+        assert field(app, "tier_split").label == "tier_split: auto, eq1 or weights of nvme, pfs"
         assert field(app, "tier_split").placeholder == "nvme:1,pfs:1"
         assert field(app, "host_cache").label == "host_cache: auto or 0 to 1024TiB"
         (order,) = app.selectbox

@@ -9,6 +9,7 @@ from typing import Any, Final
 from tidegate.analysis import busy_seconds
 from tidegate.errors import ConfigError
 from tidegate.plan.ops import D2H, H2D, LANE_OF, Op, OpKind, path_lanes
+from tidegate.plan.split import PathSpeeds
 from tidegate.timeline import Span, Timeline
 
 RATE_OF: Final[dict[OpKind, str]] = {
@@ -20,6 +21,9 @@ RATE_OF: Final[dict[OpKind, str]] = {
 LINK_RATE_OF: Final[dict[str, str]] = {H2D: "h2d_bytes_per_second", D2H: "d2h_bytes_per_second"}
 NAME_OF: Final[dict[OpKind, str]] = {kind: LINK_RATE_OF.get(lane) or RATE_OF[kind] for kind, lane in LANE_OF.items()}
 """The rate that ops of a kind run at. FETCH and FLUSH have one for each path: theirs are called like their lanes."""
+
+SHARED: Final = 0.5
+"""Share of its speed that each direction of a device keeps that serves both in turns."""
 
 Seen = dict[str, tuple[int, float]]
 """What one step shows of each rate, by its name: bytes or parameters, and the seconds in which they were under way."""
@@ -53,12 +57,22 @@ class RateCard:
     overhead_seconds: float | None = None
     paths: Mapping[str, PathRates] = field(default_factory=dict)
     """By name of the path."""
+    keeps: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Contention: `keeps[lane][other]` is the share of its speed alone that `lane` keeps while `other` works, above 0
+    and up to 1; what is not there is 1."""
 
     def __post_init__(self) -> None:
         for name in _SCALARS:
             value: float | None = getattr(self, name)
             if value is not None and not (value >= 0 if name == "overhead_seconds" else value > 0):
                 raise ConfigError(f"{name}={value!r} in a rate card must be positive. Run `tidegate calibrate` again.")
+        for lane, others in self.keeps.items():
+            for other, share in others.items():
+                if not 0 < share <= 1:
+                    raise ConfigError(
+                        f"keeps[{lane!r}][{other!r}]={share!r} in a rate card must be above 0 and at most 1. "
+                        "Run `tidegate calibrate` again."
+                    )
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -98,22 +112,44 @@ class RateCard:
         for lane in [name for name in rates if name not in _SCALARS]:
             path, _, direction = lane.rpartition(":")
             paths[path] = replace(paths.get(path, PathRates()), **{f"{direction}_bytes_per_second": rates.pop(lane)})
-        return replace(card, **rates, overhead_seconds=0.0, paths=paths)
+        scalars: dict[str, Any] = {**rates, "overhead_seconds": 0.0}
+        return replace(card, **scalars, paths=paths)
+
+    def with_paths(self, speeds: Mapping[str, PathSpeeds]) -> RateCard:
+        """This card with these speeds for paths; one that is not duplex gives each direction half while both work."""
+        keeps = {lane: dict(others) for lane, others in self.keeps.items()}
+        for path, known in speeds.items():
+            read, write = path_lanes(path)
+            for lane, other in ((read, write), (write, read)):
+                keeps[lane] = {**keeps.get(lane, {}), other: 1.0 if known.duplex else SHARED}
+        paths = {
+            path: PathRates(
+                read_bytes_per_second=known.read_bytes_per_second, write_bytes_per_second=known.write_bytes_per_second
+            )
+            for path, known in speeds.items()
+        }
+        return replace(self, paths={**self.paths, **paths}, keeps=keeps)
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers and None by name; `paths`, by the name of the path, only when there are any."""
-        paths = {"paths": {path: asdict(rates) for path, rates in self.paths.items()}} if self.paths else {}
-        return {name: getattr(self, name) for name in _SCALARS} | paths
+        """Numbers and None by name; `paths` and `keeps`, by the names of paths and lanes, only when there are any."""
+        found: dict[str, Any] = {name: getattr(self, name) for name in _SCALARS}
+        if self.paths:
+            found["paths"] = {path: asdict(rates) for path, rates in self.paths.items()}
+        if self.keeps:
+            found["keeps"] = {lane: dict(others) for lane, others in self.keeps.items()}
+        return found
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RateCard:
         """The card that `to_dict` gave; names of newer versions are ignored."""
         scalars = {name: value for name, value in values.items() if name in _SCALARS}
         paths: Mapping[str, Mapping[str, float | None]] = values.get("paths", {})
-        return cls(**scalars, paths={path: PathRates(**rates) for path, rates in paths.items()})
+        return cls(
+            **scalars, paths={path: PathRates(**rates) for path, rates in paths.items()}, keeps=values.get("keeps", {})
+        )
 
 
-_SCALARS: Final = tuple(field.name for field in fields(RateCard) if field.name != "paths")
+_SCALARS: Final = tuple(field.name for field in fields(RateCard) if field.name not in ("paths", "keeps"))
 
 
 def _rate_name(op: Op | Span) -> str:

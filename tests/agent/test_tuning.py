@@ -1,0 +1,110 @@
+"""The tuner in a real training with storage paths: what it asks and may move; and Eq. 1 as a split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tidegate
+from tests.agent.training import Training
+from tidegate.agent.attach import Attachment
+from tidegate.agent.engine.residences import _near
+from tidegate.knobs import Knobs
+from tidegate.model.tuner import FIRST_LOOK_STEPS, Move
+from tidegate.plan.effective import Effective
+
+
+def two(folder: Path) -> dict[str, str]:
+    for name in ("nvme", "pfs"):
+        (folder / name).mkdir()
+    return {name: str(folder / name) for name in ("nvme", "pfs")}
+
+
+def test_it_asks_the_model_of_the_run_and_moves_to_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(stride="auto", paths=two(tmp_path), host_cache=0)
+    with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run="tuning") as attachment:
+        moves: list[Move | None] = []
+        seen: list[Effective] = []
+        optimizer.observers.append(lambda result, _: seen.append(result.effective))
+        tuning = attachment.tuning
+        look = tuning._look
+
+        def watched() -> Move | None:
+            """The real look, on the real rates; then a move that does not depend on how fast this machine is now."""
+            moves.append(look())
+            now = optimizer.engine.effective
+            return Move(Effective(4.0, now.static_ratio, now.tier_split, now.host_cache_bytes, True), 0.5)
+
+        monkeypatch.setattr(tuning, "_look", watched)
+        for _ in range(FIRST_LOOK_STEPS + 2):
+            training.step()
+        assert len(moves) == 1
+        assert moves[0] is None or moves[0].to.static_ratio == 0.0
+        assert (seen[-1].stride, seen[-1].alternate) == (4.0, True)
+        assert tuning.free == {"stride", "order"}
+        rates = attachment.recorder.rates
+        assert rates is not None
+        assert set(rates.paths) == {"nvme", "pfs"}
+        assert rates.missing == ()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "free"),
+    [
+        (Knobs(stride="auto", order="pinned", host_cache=0), {"stride"}),
+        (Knobs(stride=2.0, host_cache=0), {"order"}),
+        (Knobs(stride="off", order="alternate", host_cache=0), set()),
+    ],
+)
+def test_what_is_pinned_is_not_moved(tmp_path: Path, knobs: Knobs, free: set[str]) -> None:
+    training = Training(paths=two(tmp_path), host_cache=0)
+    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="pinned") as attachment:
+        optimizer.apply_knobs(knobs)
+        assert attachment.tuning.free == free
+
+
+def test_without_paths_there_is_no_order_to_choose() -> None:
+    training = Training(stride="auto")
+    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="none") as attachment:
+        assert attachment.tuning.free == {"stride"}
+
+
+def test_eq1_divides_by_the_slower_direction(tmp_path: Path) -> None:
+    training = Training(paths=two(tmp_path), host_cache=0, tier_split="eq1")
+    with training.optimizer as optimizer:
+        residences = optimizer.engine.residences
+        assert residences is not None
+        speeds = {name: min(s.read_bytes_per_second, s.write_bytes_per_second)
+                  for name, s in optimizer.engine.store.ceilings.items()}  # type: ignore[union-attr]  # fmt: skip
+        counts = residences.counts
+        total = sum(counts.values())
+        assert total == len(optimizer.engine.layouts)
+        for name, count in counts.items():
+            assert abs(count - total * speeds[name] / sum(speeds.values())) <= 1
+        training.step()
+        optimizer.apply_knobs(Knobs(tier_split="nvme:1", host_cache=0))
+        training.step()
+        assert residences.counts == {"nvme": total, "pfs": 0}
+        optimizer.apply_knobs(Knobs(tier_split="eq1", host_cache=0))
+        training.step()
+        assert residences.counts["pfs"] > 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "wanted", "capacity", "near"),
+    [
+        ({"a": 8, "b": 8}, {"a": 9, "b": 7}, {}, True),
+        ({"a": 8, "b": 8}, {"a": 10, "b": 6}, {}, False),
+        ({"a": 50, "b": 50}, {"a": 55, "b": 45}, {}, True),
+        ({"a": 50, "b": 50}, {"a": 56, "b": 44}, {}, False),
+        ({"a": 8, "b": 8}, {"a": 7, "b": 9}, {"a": 7}, False),
+    ],
+)
+def test_eq1_stays_while_speeds_wobble(
+    counts: dict[str, int], wanted: dict[str, int], capacity: dict[str, int], near: bool
+) -> None:
+    """One subgroup or 5 % more or less is not worth moving state, unless a path cannot hold what it has."""
+    assert _near(counts, wanted, capacity) is near

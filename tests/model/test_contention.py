@@ -1,0 +1,115 @@
+"""Lanes that slow each other down, by hand; and without contention, the same times as the plain simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidegate.errors import ConfigError, PlanError
+from tidegate.model import RateCard, simulate
+from tidegate.model.bound import both_seconds
+from tidegate.model.contention import contended_times, speed
+from tidegate.plan import Op, OpKind, Plan, Subgroup, make_plan
+from tidegate.plan.plan import Placement
+from tidegate.wire import Rates
+
+CARD = RateCard(
+    h2d_bytes_per_second=100.0, d2h_bytes_per_second=50.0, cpu_params_per_second=10.0,
+    device_params_per_second=200.0, norm_params_per_second=400.0,
+)  # fmt: skip
+FETCH, FLUSH = Op(0, OpKind.FETCH, 0, 0, 0, path="disk"), Op(1, OpKind.FLUSH, 1, 0, 0, path="disk")
+TWO = Plan("interleaved", (), (), 0, (FETCH, FLUSH), paths=("disk",))
+
+
+def test_a_shared_disk_gives_each_half_until_one_is_done() -> None:
+    """4 s and 10 s of work alone: both at half speed until 8, then the flush has the disk: 6 s are left of it."""
+    keeps = {"disk:read": {"disk:write": 0.5}, "disk:write": {"disk:read": 0.5}}
+    assert contended_times(TWO, {0: 4.0, 1: 10.0}, keeps, {}) == ({0: 0.0, 1: 0.0}, {0: 8.0, 1: 14.0})
+
+
+def test_one_may_suffer_more_than_the_other_and_a_gate_opens_in_between() -> None:
+    """The flush runs alone until the fetch may start at 2, then at a quarter of its speed."""
+    keeps = {"disk:write": {"disk:read": 0.25}}
+    starts, ends = contended_times(TWO, {0: 4.0, 1: 10.0}, keeps, {0: 2.0})
+    assert (starts, ends) == ({0: 2.0, 1: 0.0}, {0: 6.0, 1: 13.0})
+
+
+def test_shares_are_multiplied() -> None:
+    keeps = {"cpu": {"h2d": 0.5, "d2h": 0.8, "device": 0.1}}
+    assert speed("cpu", {"h2d": 1, "d2h": 1, "cpu": 1}, keeps) == pytest.approx(0.4)
+    assert speed("h2d", {"cpu": 1}, keeps) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shares", "seconds"),
+    [
+        (4.0, 10.0, (0.5, 0.5), 14.0),
+        (4.0, 10.0, (0.2, 0.5), 14.0),  # in turns is better than at once
+        (4.0, 10.0, (1.0, 1.0), 10.0),
+        (4.0, 10.0, (0.8, 0.8), 5.0 + 6.0),
+        (10.0, 4.0, (0.8, 0.8), 5.0 + 6.0),
+        (0.0, 3.0, (0.5, 0.5), 3.0),
+    ],
+)
+def test_the_least_time_for_two_lanes(one: float, other: float, shares: tuple[float, float], seconds: float) -> None:
+    keeps = {"a": {"b": shares[0]}, "b": {"a": shares[1]}}
+    assert both_seconds(one, other, "a", "b", keeps) == pytest.approx(seconds)
+
+
+def tiered_plan(count: int, slots: int) -> Plan:
+    subgroups = [Subgroup(i, 10 + i, 2, 2, 10) for i in range(count)]
+    placements = [
+        Placement("device" if i % 3 else "cpu", path, path, False, grad_in_slot=not i % 3)
+        for i, path in zip(range(count), ("nvme", "pfs") * count, strict=False)
+    ]
+    return make_plan(subgroups, placements, num_slots=2, host_slots={"nvme": slots, "pfs": slots})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 9),
+    slots=st.integers(1, 3),
+    seconds=st.lists(st.floats(0, 10), min_size=7, max_size=7),
+    step_at=st.floats(0, 50),
+    share=st.floats(0.1, 1.0),
+)
+def test_contention_changes_times_and_nothing_else(
+    count: int, slots: int, seconds: list[float], step_at: float, share: float
+) -> None:
+    plan = tiered_plan(count, slots)
+    args = {"step_at": step_at, "durations": lambda op: seconds[op.id % len(seconds)]}
+    lanes = list(plan.lanes)
+    none = replace(CARD, keeps={lane: {other: 1.0 for other in lanes if other != lane} for lane in lanes})
+    alone, same = simulate(plan, CARD, **args), simulate(plan, none, **args)  # type: ignore[arg-type]
+    by_op = {span.op: span for span in same.spans}
+    for span in alone.spans:
+        assert (by_op[span.op].start, by_op[span.op].end) == pytest.approx((span.start, span.end), abs=1e-6)
+    slow = replace(CARD, keeps={lane: {other: share for other in lanes if other != lane} for lane in lanes})
+    found = simulate(plan, slow, **args)  # type: ignore[arg-type]
+    ends = {span.op: span.end for span in found.spans}
+    lane_end: dict[str, float] = {}
+    for op in plan.ops:
+        span = next(span for span in found.spans if span.op == op.id)
+        assert span.start >= max([lane_end.get(op.lane, 0.0), *(ends[dep] for dep in op.deps)]) - 1e-9
+        assert span.end - span.start >= args["durations"](op) - 1e-6  # type: ignore[operator]
+        lane_end[op.lane] = span.end
+
+
+def test_a_deadlock_is_told() -> None:
+    circle = replace(TWO, ops=(replace(FETCH, deps=(1,)), replace(FLUSH, deps=(0,))))
+    with pytest.raises(PlanError, match="still waits"):
+        contended_times(circle, {0: 1.0, 1: 1.0}, {"disk:read": {"disk:write": 0.5}}, {})
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, float("nan")])
+def test_what_cannot_be_a_share(share: float) -> None:
+    with pytest.raises(ConfigError, match=r"keeps\['cpu'\]\['h2d'\]"):
+        replace(CARD, keeps={"cpu": {"h2d": share}})
+
+
+def test_contention_travels() -> None:
+    card = replace(CARD, keeps={"cpu": {"h2d": 0.5}})
+    assert RateCard.from_dict(Rates(**card.to_dict()).model_dump()) == card

@@ -1,0 +1,72 @@
+"""The lower bound of an update: what its busiest resource needs, without a pause."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Final, NamedTuple
+
+from tidegate.model.contention import Keeps
+from tidegate.model.rates import RateCard
+from tidegate.model.settled import Settled, ops_of
+from tidegate.plan.ops import Op, OpKind, path_lanes
+from tidegate.plan.tasks import Work
+
+_MAY_BE_EARLY: Final = (OpKind.FETCH, OpKind.WEIGHT_D2H, OpKind.GRAD_D2H)
+
+
+class Bound(NamedTuple):
+    """No update under these knobs takes less than `seconds`; `resource` (a lane, or a path) decides that."""
+
+    seconds: float
+    resource: str
+
+
+def bound(step: Settled, rates: RateCard) -> Bound:
+    """The norm, and then the busiest resource. What may be done before `step()` is left out.
+
+    ConfigError when a rate is not known.
+    """
+    lanes: defaultdict[str, float] = defaultdict(float)
+    work = step.work()
+    for op in _late(work):
+        lanes[op.lane] += rates.seconds(op)
+    staged = sorted((rates.seconds(op) for op in ops_of(work) if _takes_slot(op)), reverse=True)
+    if staged:
+        lanes["h2d"] = max(0.0, lanes["h2d"] - sum(staged[: step.rank.num_slots]))
+    resources = dict(lanes)
+    for path in step.rank.host_slots:
+        read, write = path_lanes(path)
+        resources[path] = both_seconds(resources.pop(read, 0.0), resources.pop(write, 0.0), read, write, rates.keeps)
+    resource = max(resources, key=lambda name: resources[name], default="device")
+    return Bound(rates.seconds(work.norm) + resources.get(resource, 0.0), resource)
+
+
+def both_seconds(one: float, other: float, lane: str, beside: str, keeps: Keeps) -> float:
+    """The least time for work of two lanes, in seconds that each would take alone, when they slow each other down."""
+    first, second = _share(keeps, lane, beside), _share(keeps, beside, lane)
+    if first + second <= 1:
+        return one + other
+    if one / first > other / second:
+        one, other, first, second = other, one, second, first
+    # Both until the shorter one is done, then the rest of the longer one alone.
+    return one / first + max(0.0, other - second * one / first)
+
+
+def _share(keeps: Keeps, lane: str, beside: str) -> float:
+    return keeps.get(lane, {}).get(beside, 1.0)
+
+
+def _late(work: Work) -> list[Op]:
+    """What cannot be done before the norm is known: updates, what follows them, and what waits for a host slot."""
+    taken: set[int] = set()
+    late: list[Op] = []
+    for task in work.tasks:
+        slots = {op.host_slot for op in task.ops if op.host_slot is not None}
+        waits = bool(slots & taken)
+        taken |= slots
+        late += [op for op in task.ops if waits or op.kind not in _MAY_BE_EARLY]
+    return late
+
+
+def _takes_slot(op: Op) -> bool:
+    return op.kind is OpKind.STATE_H2D and op.slot is not None

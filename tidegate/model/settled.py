@@ -1,0 +1,190 @@
+"""What a rank does step after step under some knobs, once they have settled: placements, plans, bytes, memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from tidegate.errors import ConfigError
+from tidegate.model.rates import RateCard
+from tidegate.plan.clock import PathClock
+from tidegate.plan.effective import Effective, cached, divide
+from tidegate.plan.ops import Norms, Op, Residence, Subgroup, is_path, path_lanes
+from tidegate.plan.placement import place, steady
+from tidegate.plan.plan import Placement, Plan
+from tidegate.plan.planner import make_plan
+from tidegate.plan.split import PathSpeeds, assign
+from tidegate.plan.tasks import Order, Work, step_work
+
+MAX_SIMULATED_SUBGROUPS: Final = 400
+MAX_SIMULATED_TIERED: Final = 96
+"""With paths a subgroup has about twice as many ops, and lanes slow each other down: that takes longer to simulate."""
+_PAGE_BYTES: Final = 4096
+"""State in host memory is whole pages."""
+_DUPLEX: Final = 0.9
+"""A path whose reads keep this share of their speed while it writes does both at once."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What knobs do not change: the subgroups of a rank and its staging slots, on the device and for each path."""
+
+    subgroups: Sequence[Subgroup]
+    num_slots: int
+    host_slots: Mapping[str, int] = field(default_factory=dict)
+    gradients: Literal["keep", "release"] = "keep"
+
+    def __post_init__(self) -> None:
+        if not self.subgroups:
+            raise ConfigError("There are no subgroups to predict an update for.")
+
+    @property
+    def norms(self) -> Norms:
+        return "step" if self.gradients == "keep" else "gradient"
+
+
+@dataclass(frozen=True)
+class Settled:
+    """One of the steps that take turns: there are two where orders alternate, else one."""
+
+    rank: Rank
+    placements: tuple[Placement, ...]
+    order: Order
+
+    def plan(self, rates: RateCard) -> Plan:
+        """The plan that the engine would make."""
+        rank = self.rank
+        return make_plan(
+            rank.subgroups, self.placements, num_slots=rank.num_slots, norms=rank.norms, host_slots=rank.host_slots,
+            order=self.order, rates=PathClock(speeds_of(rates, rank.host_slots)) if rank.host_slots else None,
+        )  # fmt: skip
+
+    def work(self) -> Work:
+        """Its ops, not yet in one order: enough to count what they move, and made much faster than a plan."""
+        gradients = range(len(self.placements))
+        return step_work(
+            self.rank.subgroups, self.placements, gradients, self.rank.norms, self.rank.host_slots, self.order
+        )
+
+    def lane_bytes(self) -> dict[str, int]:
+        """Bytes that cross the link, and that come from and go to each path."""
+        found: Counter[str] = Counter()
+        for op in ops_of(self.work()):
+            found[op.lane] += op.nbytes
+        lanes = ["h2d", "d2h", *(lane for path in self.rank.host_slots for lane in path_lanes(path))]
+        return {lane: found[lane] for lane in lanes}
+
+    def device_bytes(self) -> int:
+        """Residents and staging slots; a slot holds the largest subgroup, and there is none with nothing to stage."""
+        both = list(zip(self.rank.subgroups, self.placements, strict=True))
+        residents = sum(s.nbytes("state") for s, p in both if p.after == "device")
+        if not any(p.is_staged for p in self.placements):
+            return residents
+        return residents + self.rank.num_slots * max(s.nbytes("state") for s in self.rank.subgroups)
+
+    def host_bytes(self) -> dict[str, int]:
+        """Host memory by kind: `state`, `mirror` of weights, `gradient` and, with paths, staging `slot`."""
+        found: Counter[str] = Counter()
+        for s, p in zip(self.rank.subgroups, self.placements, strict=True):
+            if "host" in (p.before, p.after):
+                found["state"] += _pages(s.nbytes("state"))
+            if p.processor == "cpu" and not p.uses_host_slot:
+                found["mirror"] += s.nbytes("weight")
+            if p.processor == "cpu" and not p.grad_in_slot:
+                found["gradient"] += s.nbytes("gradient")
+        kinds = ("state", "mirror", "gradient")
+        if any(p.uses_host_slot for p in self.placements):
+            contents = ("state", "weight", *(("gradient",) if self.rank.gradients == "keep" else ()))
+            slot = sum(_pages(max(s.nbytes(what) for s in self.rank.subgroups)) for what in contents)
+            found["slot"] = sum(self.rank.host_slots.values()) * slot
+            return {kind: found[kind] for kind in (*kinds, "slot")}
+        return {kind: found[kind] for kind in kinds}
+
+
+def ops_of(work: Work) -> Iterator[Op]:
+    yield from work.early
+    yield from work.squares
+    yield work.norm
+    for task in work.tasks:
+        yield from task.ops
+
+
+def sampled(rank: Rank, effective: Effective) -> tuple[Rank, Effective, float]:
+    """A rank with fewer subgroups that stands for `rank`, its knobs, and how many parameters each of its stands for.
+
+    Evenly spaced ones stand for the others; the host cache shrinks with them.
+    """
+    subgroups = rank.subgroups
+    count = min(len(subgroups), MAX_SIMULATED_TIERED if rank.host_slots else MAX_SIMULATED_SUBGROUPS)
+    if count == len(subgroups):
+        return replace(rank, subgroups=[replace(s, id=i) for i, s in enumerate(subgroups)]), effective, 1.0
+    few = [replace(subgroups[i * len(subgroups) // count], id=i) for i in range(count)]
+    scale = sum(s.numel for s in subgroups) / sum(s.numel for s in few)
+    smaller = replace(effective, host_cache_bytes=int(effective.host_cache_bytes / scale))
+    return replace(rank, subgroups=few), smaller, scale
+
+
+def settled(rank: Rank, effective: Effective, rates: RateCard) -> list[Settled]:
+    """The steps that take turns under these knobs. Without paths, those of storage mean nothing.
+
+    Speeds of paths decide the split where nothing else does. ConfigError when one of them is not known.
+    """
+    placed = place(len(rank.subgroups), stride=effective.stride, static_ratio=effective.static_ratio)
+    if not rank.host_slots:
+        return [Settled(rank, steady(placed), "ascending")]
+    sizes = [s.nbytes("state") for s in rank.subgroups]
+    movable = [i for i, (_, residence) in enumerate(placed) if residence == "host"]
+    orders: tuple[Order, ...] = ("ascending", "descending") if effective.alternate else ("ascending",)
+    stay = {order: cached(sizes, movable, effective, order) for order in orders}
+    # While orders alternate, each subgroup is in storage every other time.
+    stored = movable if effective.alternate else [i for i in movable if i not in stay["ascending"]]
+    counts = divide(len(stored), effective.tier_split, speeds_of(rates, rank.host_slots), minimum=1)
+    path_of = assign(stored, counts)
+    after: dict[Order, list[Residence]] = {
+        order: [
+            residence if residence == "device" else "host" if i in stay[order] else path_of[i]
+            for i, (_, residence) in enumerate(placed)
+        ]
+        for order in orders
+    }
+    return [
+        Settled(
+            rank,
+            tuple(
+                _placement(rank, processor, before, last)
+                for (processor, _), before, last in zip(placed, after[orders[turn - 1]], after[order], strict=True)
+            ),
+            order,
+        )
+        for turn, order in enumerate(orders)
+    ]
+
+
+def speeds_of(rates: RateCard, paths: Mapping[str, object]) -> dict[str, PathSpeeds]:
+    """The speeds of these paths, as a split wants them. ConfigError when one is not known."""
+    found: dict[str, PathSpeeds] = {}
+    for path in paths:
+        known = rates.paths.get(path)
+        if known is None or known.read_bytes_per_second is None or known.write_bytes_per_second is None:
+            raise ConfigError(f"The rate card lacks the speed of path {path}. Run `tidegate calibrate`.")
+        read, write = path_lanes(path)
+        found[path] = PathSpeeds(
+            read_bytes_per_second=known.read_bytes_per_second,
+            write_bytes_per_second=known.write_bytes_per_second,
+            duplex=rates.keeps.get(read, {}).get(write, 1.0) >= _DUPLEX,
+        )
+    return found
+
+
+def _placement(rank: Rank, processor: Literal["cpu", "device"], before: Residence, after: Residence) -> Placement:
+    """As the engine has it: what passes through a host slot has its gradient there, too, and no mirror of its own."""
+    placement = Placement(processor, before, after, mirror_valid=processor == "cpu")
+    if not placement.uses_host_slot:
+        return replace(placement, mirror_valid=processor == "cpu" and (is_path(before) or before == "host"))
+    return replace(placement, mirror_valid=False, grad_in_slot=processor == "cpu" and rank.gradients == "keep")
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES

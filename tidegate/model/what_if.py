@@ -1,0 +1,96 @@
+"""What an update would take and use under other knobs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from tidegate.analysis import exposed_waits
+from tidegate.model.bound import Bound, bound
+from tidegate.model.contention import speed
+from tidegate.model.rates import RateCard
+from tidegate.model.settled import Rank, Settled, sampled, settled
+from tidegate.model.simulate import simulate, update_seconds
+from tidegate.plan.effective import Effective
+from tidegate.plan.ops import OpKind, Processor
+from tidegate.plan.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What an update would take and use. Seconds from the call of `step()` until everything is done.
+
+    Where orders alternate, the mean of both steps; of memory, the larger.
+    """
+
+    update_seconds: float
+    stalls: dict[str, float]
+    """Seconds of the update in which nothing computes, by cause."""
+    link_bytes: dict[str, int]
+    """Bytes of one step by lane (`h2d`, `d2h` with gradients, `<path>:read`, `<path>:write`)."""
+    updated_params: dict[Processor, int]
+    device_bytes: int
+    """Device memory for residents and staging slots."""
+    host_bytes: dict[str, int]
+    """Host memory by kind: `state` (the host cache, with paths), `mirror`, `gradient`, `slot`."""
+    least: Bound
+    """What these knobs cannot go below on this machine, and what decides that."""
+
+
+def what_if(rank: Rank, effective: Effective, rates: RateCard, *, backward_seconds: float | None = None) -> Prediction:
+    """The update of `rank` under these knobs, once they have settled.
+
+    backward_seconds: how long the backward takes, in which copies and fetches may run; None for long enough to hide all
+    of them that can be hidden. Of many subgroups some stand for all, and seconds are scaled by parameters; bytes and
+    parameters are always exact. ConfigError when a rate is not known that these knobs need.
+    """
+    few, smaller, scale = sampled(rank, effective)
+    steps = settled(few, smaller, rates)
+    timelines = [simulate(plan, rates, step_at=at) for plan, at in _plans(steps, rates, backward_seconds)]
+    seconds, stalls = 0.0, Counter[str]()
+    for timeline in timelines:
+        update = timeline.phases[-1]
+        seconds += (update.end - update.start) * scale / len(timelines)
+        for cause, wait in exposed_waits(timeline).items():
+            stalls[cause] += wait * scale / len(timelines)  # type: ignore[assignment]
+    least = min(bound(step, rates) for step in steps)
+    whole = settled(rank, effective, rates)
+    moved = [step.lane_bytes() for step in whole]
+    on_device = sum(
+        s.numel for s, p in zip(rank.subgroups, whole[0].placements, strict=True) if p.processor == "device"
+    )
+    return Prediction(
+        update_seconds=seconds,
+        stalls=dict(stalls),
+        link_bytes={lane: sum(bytes_of[lane] for bytes_of in moved) // len(moved) for lane in moved[0]},
+        updated_params={"cpu": sum(s.numel for s in rank.subgroups) - on_device, "device": on_device},
+        device_bytes=max(step.device_bytes() for step in whole),
+        host_bytes=max((step.host_bytes() for step in whole), key=lambda kinds: sum(kinds.values())),
+        least=least._replace(seconds=least.seconds * scale),
+    )
+
+
+def predicted_seconds(
+    rank: Rank, effective: Effective, rates: RateCard, *, backward_seconds: float | None = None
+) -> float:
+    """The `update_seconds` of `what_if`, and nothing else: a training thread waits for it."""
+    few, smaller, scale = sampled(rank, effective)
+    plans = _plans(settled(few, smaller, rates), rates, backward_seconds)
+    return sum(update_seconds(plan, rates, step_at=at) for plan, at in plans) / len(plans) * scale
+
+
+def _plans(steps: list[Settled], rates: RateCard, backward_seconds: float | None) -> list[tuple[Plan, float]]:
+    """Each plan, and when its `step()` comes."""
+    plans = [step.plan(rates) for step in steps]
+    return [(plan, _early_seconds(plan, rates) if backward_seconds is None else backward_seconds) for plan in plans]
+
+
+def _early_seconds(plan: Plan, rates: RateCard) -> float:
+    """A backward that is long enough for all that may run before `step()`."""
+    d2h = sum(rates.seconds(op) for op in plan.of_kind(OpKind.GRAD_D2H))
+    h2d = sum(rates.seconds(op) for op in list(plan.of_kind(OpKind.STATE_H2D))[: plan.num_slots])
+    if not plan.paths:
+        return max(d2h, h2d)
+    # One after the other and with every lane in the way: more than is needed changes nothing.
+    slowest = min(speed(lane, plan.lanes, rates.keeps) for lane in plan.lane_names)
+    return (d2h + h2d + sum(rates.seconds(op) for op in plan.of_kind(OpKind.FETCH, OpKind.WEIGHT_D2H))) / slowest
