@@ -25,6 +25,8 @@ from tidegate.daemon.settings import Settings
 from tidegate.wire import AgentHello, AgentReport, Applied, Directive, Lease, StepReport, Vote
 
 ROOT = Path(__file__).parents[2]
+BARE = httpx.Client(trust_env=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))
+"""Making one takes longer than a request; each request has a connection of its own, as curl's."""
 
 
 def wait_until(true: Callable[[], Any], what: str, seconds: float = 10.0) -> Any:
@@ -59,7 +61,7 @@ class Daemon:
         """One bare request, as curl would make it."""
         headers = {"Authorization": f"Bearer {self.tokens[scope]}"} if scope else {}
         headers |= more.pop("headers", {})
-        return httpx.request(method, self.url + path, headers=headers, trust_env=False, timeout=10.0, **more)
+        return BARE.request(method, self.url + path, headers=headers, **more)
 
 
 def file_tokens(state: Path) -> dict[str, str]:
