@@ -90,7 +90,9 @@ def print_generation(made: GenerationView, ranks: Iterable[RankKnobs]) -> None:
 def print_preview(preview: KnobPreview) -> None:
     if not preview.changed:
         print("Nothing would change.")
-    rows = [(name, show(name, preview.before[name]), show(name, value)) for name, value in preview.changed.items()]
+    rows: list[tuple[str, ...]] = [
+        (name, show(name, preview.before[name]), show(name, value)) for name, value in preview.changed.items()
+    ]
     before, after = preview.predicted_update_seconds_before, preview.predicted_update_seconds_after
     if before is not None and after is not None:
         rows.append(("update, predicted", _seconds(before), _seconds(after)))
