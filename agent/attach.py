@@ -18,9 +18,9 @@ from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.hooks import ModelHook
 from tidegate.agent.link import AgentLink, Committed
 from tidegate.agent.optimizer import AdamW
-from tidegate.agent.telemetry.exporter import Exporter, StepCollector
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.recorder import Recorder
+from tidegate.agent.telemetry.watch import Watch
 from tidegate.client import find_token
 from tidegate.errors import ConfigError, MemoryBudgetError
 from tidegate.knobs import AUTO
@@ -62,16 +62,15 @@ class Attachment:
         self._refused = -1
         self._first_step = optimizer.num_steps + 1
         self.recorder = Recorder(optimizer)
-        self._collector = StepCollector(optimizer, self.recorder)
-        self._exporter = Exporter(self._collector, metrics_bind, metrics_port)
-        self.metrics_address = f"{advertise_host or metrics_bind}:{self._exporter.port}"
+        self._watch = Watch(optimizer, self.recorder, metrics_bind, metrics_port)
+        self.metrics_address = f"{advertise_host or metrics_bind}:{self._watch.port}"
         self.link: AgentLink | None = None
         try:
             if daemon is not None:
                 self.link = self._connect(daemon, token or find_token("agent"), reset_knobs)
             self._apply_committed(1)
         except BaseException:
-            self._exporter.close()
+            self._watch.close()
             raise
         self._phases = _PhaseHooks(optimizer)
         self._handles = self._phases.on(model) if model is not None else []
@@ -81,9 +80,8 @@ class Attachment:
 
     @property
     def overhead(self) -> dict[str, float]:
-        """CPU seconds that recording, tuning, exporting and reporting have cost so far, each by its name."""
-        link = self.link.cpu_seconds if self.link is not None else 0.0
-        return {**self._collector.overhead, "recorder": self.recorder.cpu_seconds, "link": link}
+        """CPU seconds that recording, tuning, exporting, sampling and reporting have cost so far, each by its name."""
+        return {**self._watch.costs, "link": self.link.cpu_seconds if self.link is not None else 0.0}
 
     @property
     def overhead_seconds(self) -> float:
@@ -100,7 +98,7 @@ class Attachment:
                 handle.remove()
             if self.link is not None:
                 self.link.close()
-            self._exporter.close()
+            self._watch.close()
 
     def __enter__(self) -> Self:
         return self
@@ -121,9 +119,9 @@ class Attachment:
         self._apply_committed(next_step - self._first_step + 1)
         began = time.thread_time()
         self._tune()
-        self._collector.overhead["tuner"] += time.thread_time() - began
+        self._watch.overhead["tuner"] += time.thread_time() - began
         if self.link is not None:
-            self._collector.overhead["link"] = self.link.cpu_seconds
+            self._watch.overhead["link"] = self.link.cpu_seconds
 
     def _apply_committed(self, next_step: int) -> None:
         """Applies what the daemon committed, on all ranks before the same step or on none."""
@@ -134,7 +132,7 @@ class Attachment:
         if generation == self._refused or (committed.knobs != self._optimizer.knobs and not self._apply(committed)):
             self._refused = generation
             return
-        self.generation = self._collector.generation = generation
+        self.generation = self._watch.generation = generation
         if generation != self.applied_at[-1][0]:
             self.applied_at.append((generation, next_step))
         if self.link is not None:

@@ -33,6 +33,7 @@ from tidegate.agent.tiers.resume import Reader
 from tidegate.agent.tiers.store import TierStore
 from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError
 from tidegate.knobs import AUTO, Knobs, KnobValue, weights_of
+from tidegate.timeline import PhaseSpan
 
 log = logging.getLogger("tidegate")
 
@@ -224,6 +225,11 @@ class AdamW(torch.optim.Optimizer):
                 phases = replace(phases, tail=self.phases.so_far())
             for observe in tuple(self.observers):
                 observe(result, phases)
+
+    def phases_so_far(self) -> tuple[PhaseSpan, ...]:
+        """Phases of the steps that observers have not heard of, the present one as far as it got. From any thread."""
+        ended = tuple(self._cuts)
+        return (*(span for step in ended for span in step.spans), *self.phases.so_far())
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

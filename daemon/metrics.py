@@ -12,8 +12,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tidegate.catalogue import BY_NAME, SECONDS_BUCKETS
+from tidegate.catalogue import BY_NAME
 from tidegate.daemon.control.plane import ControlPlane
+from tidegate.metric import SECONDS_BUCKETS
 from tidegate.wire import Liveness
 
 STATES: Final[tuple[Liveness, ...]] = get_args(Liveness)

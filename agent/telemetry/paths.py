@@ -77,6 +77,8 @@ class PathWatch:
             name: Wear(name, path.settings.wear_bytes_per_day, now, path.counters.bytes["write"])
             for name, path in store.paths.items()
         }
+        self.capacities = {name: _capacity_bytes(path) for name, path in store.paths.items()}
+        """Sizes. Asked once: a file system that hangs must not hold up a scrape."""
         for path in store.paths.values():
             path.counters.moves.clear()  # what was moved before has no phase of ours
 
@@ -104,6 +106,14 @@ def _free_bytes(path: StoragePath) -> int:
     """0 when its directory is gone: the other figures of the step are still wanted."""
     try:
         return path.free_bytes
+    except OSError:
+        return 0
+
+
+def _capacity_bytes(path: StoragePath) -> int:
+    """0 when its directory is gone."""
+    try:
+        return path.capacity_bytes
     except OSError:
         return 0
 

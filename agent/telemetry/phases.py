@@ -88,8 +88,12 @@ class PhaseClock:
         return done
 
     def so_far(self) -> tuple[PhaseSpan, ...]:
-        """The phases since the last cut, the present one as far as it got."""
-        return (*self._spans, PhaseSpan(self.current, self._since, time.monotonic()))
+        """The phases since the last cut, the present one as far as it got. From any thread: none overlaps another,
+        though the present one may miss its first moments."""
+        spans = tuple(self._spans)
+        # At a boundary the span is noted first.
+        since = max(self._since, spans[-1].end) if spans else self._since
+        return (*spans, PhaseSpan(self.current, since, max(since, time.monotonic())))
 
     def _reset(self) -> None:
         self._spans: list[PhaseSpan] = []

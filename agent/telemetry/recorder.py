@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.optimizer import AdamW
+from tidegate.agent.telemetry import figures
 from tidegate.agent.telemetry.finished import FinishedStep
+from tidegate.agent.telemetry.meter import Labels, Meter
 from tidegate.agent.telemetry.paths import PathWatch
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.report import report_of
-from tidegate.catalogue import SECONDS_BUCKETS
 from tidegate.errors import ConfigError
 from tidegate.model.rates import RateCard, seen
 from tidegate.model.simulate import update_seconds
@@ -37,35 +37,10 @@ RATE_WINDOW = 5
 
 
 @dataclass
-class Histogram:
-    """Observations of one series; `counts[i]` are those up to SECONDS_BUCKETS[i], the last one all the others."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS_BUCKETS) + 1))
-    total: float = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(SECONDS_BUCKETS, value)] += 1
-        self.total += value
-
-
-@dataclass
 class Totals:
-    """What /metrics shows: counters by label values, and the newest gauges."""
+    """What is known of the run beside its metrics."""
 
     steps: int = 0
-    skipped: int = 0
-    tokens: int = 0
-    phases: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
-    exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    cpu: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    stalls: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    spill: float = 0.0
-    link_bytes: defaultdict[tuple[str, str, str], int] = field(default_factory=lambda: defaultdict(int))
-    link_busy: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    path_bytes: defaultdict[tuple[str, str, str], int] = field(default_factory=lambda: defaultdict(int))
-    path_busy: defaultdict[tuple[str, str, str], float] = field(default_factory=lambda: defaultdict(float))
-    """By path, operation and phase."""
-    updated: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     last: StepReport | None = None
     predicted_update_seconds: float | None = None
     prediction_error: float | None = None
@@ -86,11 +61,16 @@ class Recorder:
         self.last_step: FinishedStep | None = None
         self.cpu_seconds = 0.0
         """CPU time of the training thread that recording has cost so far, the phase clock's included."""
+        self.meter = Meter()
+        """What /metrics shows; the holder of `lock` may use it."""
         self._optimizer = optimizer
         self._totals = Totals()
         store = optimizer.engine.store
+        self.path_names = tuple(store.paths) if store is not None else ()
+        figures.begin(self.meter, self.path_names)
         self._paths = PathWatch(store) if store is not None else None
-        self._residences = ("host", "device", *(store.paths if store is not None else ()))
+        self.path_capacities = self._paths.capacities if self._paths is not None else {}
+        self._residences = ("host", "device", *self.path_names)
         self._noted: deque[FinishedStep] = deque()
         self._unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
         self._rates: RateCard | None = None
@@ -111,18 +91,30 @@ class Recorder:
         self.last_step = self._note(result, phases)
         self._noted.append(self.last_step)
         if other_plan or len(self._noted) >= MAX_NOTED_STEPS:
-            self._catch_up()
+            self.catch_up()
         self.cpu_seconds += time.thread_time() - began + phases.clock_cpu_seconds
 
     @property
     def totals(self) -> Totals:
-        self._catch_up()
+        self.catch_up()
         return self._totals
+
+    def rows(self, family: str) -> dict[Labels, float]:
+        """A counter or gauge of finished steps, by label values."""
+        with self.lock:
+            self.catch_up()
+            return dict(self.meter.rows(family))
+
+    def seconds(self, family: str) -> dict[Labels, float]:
+        """The sum of all observations of a histogram of finished steps, by label values."""
+        with self.lock:
+            self.catch_up()
+            return {labels: histogram.total for labels, histogram in self.meter.histograms(family).items()}
 
     @property
     def rates(self) -> RateCard | None:
         """Speeds of the last steps; None before the first."""
-        self._catch_up()
+        self.catch_up()
         with self.lock:
             return self._live_rates()
 
@@ -132,7 +124,7 @@ class Recorder:
         return None if self.last_step is None else self.last_step.timeline
 
     def take_unreported(self) -> tuple[StepReport, ...]:
-        self._catch_up()
+        self.catch_up()
         with self.lock:
             taken = tuple(self._unreported)
             self._unreported.clear()
@@ -157,7 +149,7 @@ class Recorder:
             paths=self._paths.note() if self._paths is not None else (),
         )
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Makes the figures of the steps that are noted."""
         with self.lock:
             while self._noted:
@@ -174,40 +166,16 @@ class Recorder:
             # What was predicted was another plan's.
             self._totals.predicted_update_seconds, self._predict_at = None, 0.0
             self._predicted_plan = result.plan
-        report = report_of(step)
-        self._add(report)
+        report, totals = report_of(step), self._totals
+        error = figures.add_step(self.meter, step, report, totals.predicted_update_seconds)
+        totals.prediction_error = totals.prediction_error if error is None else error
+        totals.steps, totals.last = report.step, report
         self._unreported.append(report)
         self._recent.append(result.spans)
         self._rates_are_old = True
         if not result.skipped and not self._noted:
             self._predict(result.plan)
-
-    def _add(self, report: StepReport) -> None:
-        totals = self._totals
-        totals.steps = report.step
-        totals.skipped += report.skipped
-        totals.tokens += report.tokens or 0
-        for phase, seconds in report.phase_seconds.items():
-            totals.phases[phase].observe(seconds)
-        for target, rows in ((totals.exposed, report.exposed_seconds), (totals.cpu, report.cpu_seconds)):
-            for phase, seconds in rows.items():
-                target[phase] += seconds
-        totals.spill += report.spill_seconds
-        for stall in report.stalls:
-            totals.stalls[stall.phase, stall.cause] += stall.seconds
-        for link in report.links:
-            totals.link_bytes[link.direction, link.phase, link.content] += link.bytes
-            totals.link_busy[link.direction, link.phase] += link.busy_seconds
-        for row in report.paths:
-            totals.path_bytes[row.path, row.operation, row.phase] += row.bytes
-            totals.path_busy[row.path, row.operation, row.phase] += row.busy_seconds
-        for processor, numel in report.update_params.items():
-            totals.updated[processor] += numel
-        # What goes on in the next forward is the update's, too.
-        measured = report.phase_seconds.get("update", 0.0) + report.spill_seconds
-        if totals.predicted_update_seconds and measured and not report.skipped:
-            totals.prediction_error = abs(totals.predicted_update_seconds - measured) / measured
-        totals.last = report
+        figures.expect(self.meter, totals.predicted_update_seconds)
 
     def _live_rates(self) -> RateCard | None:
         if self._rates_are_old:

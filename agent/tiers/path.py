@@ -8,8 +8,8 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -113,6 +113,18 @@ class PathCounters:
     taken_over_bytes: int = 0
     """Written here because the path that the plan named had failed; in timelines these bytes and seconds are in the
     lane of that path."""
+    under_way: dict[object, tuple[str, float]] = field(default_factory=dict)
+    """Operation and begin, on the monotonic clock, of each transfer that has not ended."""
+
+    @contextmanager
+    def going_on(self, operation: str) -> Iterator[None]:
+        """For the duration of one attempt, the wait for the lock excluded."""
+        transfer = object()
+        self.under_way[transfer] = (operation, time.monotonic())
+        try:
+            yield
+        finally:
+            del self.under_way[transfer]
 
     def count(self, operation: str, moved: Transfer) -> Transfer:
         self.bytes[operation] += moved.nbytes
@@ -154,6 +166,18 @@ class StoragePath:
     def busy(self) -> bool:
         """A transfer is in progress: the kernel may still use its file, and the memory that it was given."""
         return bool(self._moving)
+
+    @property
+    def lock_timeouts(self) -> int:
+        """Waits for exclusive access that took too long."""
+        return self._locks.timeouts if self._locks is not None else 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of its file system, or what the settings allow if that is less. OSError when the directory is gone."""
+        found = os.statvfs(self._scratch.directory)
+        size = found.f_blocks * found.f_frsize
+        return min(size, self.settings.capacity_bytes) if self.settings.capacity_bytes else size
 
     @property
     def free_bytes(self) -> int:
@@ -337,10 +361,11 @@ class StoragePath:
             for attempt in attempts:
                 with attempt, self._locks.hold() if self._locks is not None else nullcontext() as held:
                     waited += held.waited_seconds if held is not None else 0.0
-                    ticket = self._moved(begin)
-                    first = ticket.start if first != first else first
-                    self._check(operation, file, address, ticket)
-                    end = self._synchronised(file.fd) if operation == "write" else None
+                    with self.counters.going_on(operation):
+                        ticket = self._moved(begin)
+                        first = ticket.start if first != first else first
+                        self._check(operation, file, address, ticket)
+                        end = self._synchronised(file.fd) if operation == "write" else None
         except _RefusedError as error:
             what = f"{operation} the state of subgroup {file.kind.subgroup} after step {step}"
             tries = attempts.statistics["attempt_number"]

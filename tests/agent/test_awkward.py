@@ -421,5 +421,5 @@ def test_copies_of_a_dropped_plan_are_counted() -> None:
         optimizer.zero_grad()
         backward(params, random_grads(params, 1, some=False))
         optimizer.step()
-        moved = attachment.recorder.totals.link_bytes
+        moved = attachment.recorder.rows("tidegate_link_bytes_total")
         assert sum(n for (lane, _, content), n in moved.items() if (lane, content) == ("d2h", "gradient")) == 4000

@@ -323,14 +323,16 @@ def test_the_tail_of_an_update_is_counted_where_it_moved_bytes() -> None:
             model(tokens(seed)).square().mean().backward()
             optimizer.step()
         tidegate.wait(optimizer)
-        totals = attachment.recorder.totals
+        recorder = attachment.recorder
+        link_bytes = recorder.rows("tidegate_link_bytes_total")
         moved = {lane: sum(plan.link_bytes(lane) for plan in plans) for lane in ("h2d", "d2h")}
         for lane, nbytes in moved.items():
-            assert sum(n for (where, _, _), n in totals.link_bytes.items() if where == lane) == nbytes
-        assert totals.link_bytes["h2d", "forward", "weight"] > 0
+            assert sum(n for (where, _, _), n in link_bytes.items() if where == lane) == nbytes
+        assert link_bytes["h2d", "forward", "weight"] > 0
         assert any(tail > 0 for tail in tails)
-        assert totals.spill == pytest.approx(sum(max(tail, 0.0) for tail in tails))
-        assert totals.steps == 5
+        spill = recorder.rows("tidegate_update_spill_seconds_total")[()]
+        assert spill == pytest.approx(sum(max(tail, 0.0) for tail in tails))
+        assert recorder.totals.steps == 5
 
 
 def test_parameters_outside_the_model_are_refused() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.dashboard.scripted import SUBGROUPS, step_report, timeline
 from tidegate.analysis import stalls
-from tidegate.catalogue import METRICS
 from tidegate.dashboard import charts, edits, gantt, palette, units
 from tidegate.dashboard.digest import digest, pace, verdict
 from tidegate.dashboard.lanes import lane_use
@@ -197,7 +196,3 @@ def test_the_outcome_of_a_refusal_has_its_figures() -> None:
     good, sentence = edits.outcome(refused)
     assert not good
     assert "21.3 GB, 14.0 GB" in sentence
-
-
-def test_the_catalogues_screens_are_known() -> None:
-    assert {metric.screen for metric in METRICS} <= {"now", "update", "links", "knobs", "prometheus"}

@@ -54,11 +54,12 @@ class Summary:
             self._timelines.append(timeline)
 
     def as_dict(self) -> dict[str, Any]:
-        totals = self._attachment.recorder.totals
+        recorder = self._attachment.recorder
+        totals = recorder.totals
         wall = time.monotonic() - self._started
         link: Counter[str] = Counter()
-        for (direction, _, _), nbytes in totals.link_bytes.items():
-            link[direction] += nbytes
+        for (direction, _, _), nbytes in recorder.rows("tidegate_link_bytes_total").items():
+            link[direction] += int(nbytes)
         return {
             "run": self.run,
             "steps": totals.steps,
@@ -67,14 +68,14 @@ class Summary:
             "loss_last": sum(self._losses[-LOSS_WINDOW:]) / max(1, len(self._losses[-LOSS_WINDOW:])),
             "device": self._optimizer.device.kind,
             "seconds": wall,
-            "phase_seconds": {phase: histogram.total for phase, histogram in totals.phases.items()},
-            "stall_seconds": _nested(totals.stalls),
-            "exposed_seconds": dict(totals.exposed),
+            "phase_seconds": _flat(recorder.seconds("tidegate_phase_seconds")),
+            "stall_seconds": _nested(recorder.rows("tidegate_stall_seconds_total")),
+            "exposed_seconds": _flat(recorder.rows("tidegate_exposed_seconds_total")),
             "generations": [{"generation": g, "first_step": step} for g, step in self._attachment.applied_at],
             "knobs": self._optimizer.knobs.as_dict(),
             "effective": self._optimizer.effective_knobs(),
             "agent_overhead_ratio": self._attachment.overhead_seconds / wall if wall else 0.0,
-            "update_params": dict(totals.updated),
+            "update_params": _flat(recorder.rows("tidegate_update_params_total")),
             "planned_update_params": dict(self._planned_params),
             "subgroups": dict(totals.last.subgroups) if totals.last is not None else {},
             "link_bytes": dict(link),
@@ -120,8 +121,12 @@ class Summary:
         console.print(f"wrote {folder / 'summary.json'} and {folder / 'trace.json'} (open it in ui.perfetto.dev)")
 
 
-def _nested(stalls: dict[tuple[str, str], float]) -> dict[str, dict[str, float]]:
+def _flat(rows: dict[tuple[str, ...], float]) -> dict[str, float]:
+    return {label: value for (label,), value in rows.items()}
+
+
+def _nested(stalls: dict[tuple[str, ...], float]) -> dict[str, dict[str, float]]:
     nested: dict[str, dict[str, float]] = {}
-    for (phase, cause), seconds in stalls.items():
+    for (phase, cause), seconds in ((labels, seconds) for labels, seconds in stalls.items() if seconds):
         nested.setdefault(phase, {})[cause] = seconds
     return nested

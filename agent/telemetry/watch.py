@@ -1,0 +1,64 @@
+"""Everything that a rank shows of itself: figures of steps, of the moment and of the GPU, served at /metrics."""
+
+from __future__ import annotations
+
+import torch
+
+from tidegate.agent.optimizer import AdamW
+from tidegate.agent.telemetry.exporter import Exporter, MeterCollector
+from tidegate.agent.telemetry.gpu import GpuFigures, GpuSampler
+from tidegate.agent.telemetry.nvml import open_gpu
+from tidegate.agent.telemetry.present import look, show
+from tidegate.agent.telemetry.recorder import Recorder
+from tidegate.metric import DIRECTIONS
+
+
+class Watch:
+    """`port` is where /metrics is served; `generation` is set by whoever applies knobs, `overhead` grows by what tuner
+    and link cost. ConfigError when nothing can listen there."""
+
+    def __init__(self, optimizer: AdamW, recorder: Recorder, bind: str, port: int) -> None:
+        self.generation = 0
+        self.overhead = {"tuner": 0.0, "exporter": 0.0, "link": 0.0}
+        self._optimizer, self._recorder = optimizer, recorder
+        collector = MeterCollector(recorder.meter, bool(recorder.path_names), self.refresh, recorder.lock)
+        self._exporter = Exporter(collector, self.overhead, bind, port)
+        self.port = self._exporter.port
+        self._sampler = _sampler(optimizer, recorder)
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """CPU seconds so far, by part."""
+        sampler = {} if self._sampler is None else {"sampler": self._sampler.cpu_seconds}
+        return {**self.overhead, "recorder": self._recorder.cpu_seconds, **sampler}
+
+    def refresh(self) -> None:
+        """Brings the meter up to date. With the recorder's lock held."""
+        self._recorder.catch_up()
+        gpu = self._sampler.figures if self._sampler is not None else GpuFigures()
+        capacities = self._recorder.path_capacities
+        show(self._recorder.meter, look(self._optimizer, capacities, self.generation, self.costs, gpu))
+
+    def close(self) -> None:
+        if self._sampler is not None:
+            self._sampler.close()
+        self._exporter.close()
+
+
+def _sampler(optimizer: AdamW, recorder: Recorder) -> GpuSampler | None:
+    """One that runs; None for a device that is not a GPU, or that NVML does not know."""
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+    if optimizer.device.kind != "cuda" or device is None or device.type != "cuda":
+        return None
+    gpu = open_gpu(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    if gpu is None:
+        return None
+    sampler = GpuSampler(gpu, lambda: counted_bytes(recorder))
+    sampler.start()
+    return sampler
+
+
+def counted_bytes(recorder: Recorder) -> dict[str, int]:
+    """Bytes that were copied in the steps that have ended, by direction."""
+    rows = recorder.rows("tidegate_link_bytes_total")
+    return {way: int(sum(n for (to, _, _), n in rows.items() if to == way)) for way in DIRECTIONS}
