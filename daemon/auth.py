@@ -94,6 +94,22 @@ def ensure_files(store: Store, state_dir: Path) -> None:
             raise DaemonError(f"The token file {path} cannot be used: {error.strerror}.") from error
 
 
+def read_files(store: Store, token_dir: Path) -> None:
+    """Makes the tokens in the files of every scope in FILED known to the store. DaemonError for one without a token.
+
+    Whoever mounts the files says who may read them: their modes are left alone.
+    """
+    for scope in FILED:
+        path = token_dir / f"{scope}.token"
+        try:
+            token = path.read_text().strip()
+        except OSError as error:
+            raise DaemonError(f"The token file {path} cannot be read: {error.strerror}.") from error
+        if not token:
+            raise DaemonError(f"The token file {path} is empty: write a long random text into it.")
+        store.add_token(_digest(token), scope, scope, time.time())
+
+
 def _digest(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
 

@@ -13,7 +13,7 @@ from tidegate.client import DaemonClient, Scope, find_token
 from tidegate.daemon.app import create_app
 from tidegate.daemon.auth import FILED, scopes_allowed
 from tidegate.daemon.settings import Settings
-from tidegate.errors import NotAuthorized
+from tidegate.errors import DaemonError, NotAuthorized
 
 OPEN = {"/healthz", "/readyz", "/metrics", "/sd"}
 METHODS = ("get", "put", "post", "delete", "options", "head", "patch")
@@ -84,6 +84,27 @@ def test_token_files_are_private_and_kept(tmp_path: Path) -> None:
         assert stat.S_IMODE((state / "operate.token").stat().st_mode) == 0o600
         assert daemon.tokens["agent"] != first["agent"]
         assert daemon.http("GET", "/v1/runs", "agent").status_code == 200
+
+
+def test_tokens_that_are_mounted_are_read_and_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted = tmp_path / "secrets"
+    mounted.mkdir()
+    with pytest.raises(DaemonError, match=r"read\.token cannot be read"):
+        create_app(Settings(state_dir=tmp_path / "state", token_dir=mounted))
+    for scope in FILED:
+        (mounted / f"{scope}.token").write_text(f"given-{scope}\n" if scope != "agent" else "\n")
+    with pytest.raises(DaemonError, match=r"agent\.token is empty"):
+        create_app(Settings(state_dir=tmp_path / "state", token_dir=mounted))
+    (mounted / "agent.token").write_text("given-agent")
+    os.chmod(mounted / "agent.token", 0o444)
+    create_app(Settings(state_dir=tmp_path / "state", token_dir=mounted)).state.plane.store.close()
+    with threaded(tmp_path / "state") as daemon:
+        assert daemon.http("GET", "/v1/runs", None, headers={"Authorization": "Bearer given-read"}).status_code == 200
+    assert stat.S_IMODE((mounted / "agent.token").stat().st_mode) == 0o444
+    monkeypatch.setenv("TIDEGATE_TOKEN_DIR", str(mounted))
+    for name in ("TIDEGATE_AGENT_TOKEN", "TIDEGATE_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    assert find_token("agent") == "given-agent"
 
 
 def test_what_reads_finds_a_token_that_can_only_read(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
