@@ -72,8 +72,8 @@ status=0; $(BIN)/pytest -m $(MARK) --timeout 0 $(PYTEST_ARGS) || status=$$?; \
 if [ $$status = 5 ]; then echo "no test is marked $(MARK)" >&2; fi; exit $$status
 endef
 
-# The tests use a real Prometheus, a real Alertmanager, a real browser, network namespaces, and the kernels of another processor under
-# emulation. RUNLEVEL=1 keeps Debian from starting services.
+# The tests use a real Prometheus, a real Alertmanager, a real browser, network namespaces, and the kernels of another
+# processor under emulation. RUNLEVEL=1 keeps Debian from starting services.
 .PHONY: system
 system:
 	@missing=; \
