@@ -24,6 +24,7 @@ from tidegate.agent.telemetry.watch import Watch
 from tidegate.client import find_token
 from tidegate.errors import ConfigError, MemoryBudgetError
 from tidegate.knobs import AUTO
+from tidegate.logs import configure_from_environment, event
 from tidegate.model.tuner import StrideTuner
 from tidegate.wire import AgentHello, AgentReport, Rates, SubgroupSizes
 
@@ -52,6 +53,7 @@ class Attachment:
     ) -> None:
         if optimizer.attachment is not None:
             raise ConfigError("This optimizer is attached already; close() that attachment first.")
+        configure_from_environment()
         self.run, self.rank, self.world_size = run, *_rank_and_world()
         self.generation = 0
         self.applied_at: list[tuple[int, int]] = [(0, 1)]
@@ -77,6 +79,13 @@ class Attachment:
         optimizer.observers.append(self._on_step)
         optimizer.boundaries.append(self._between_steps)
         optimizer.attachment = self
+        log.info(
+            "run %s, rank %d of %d: metrics at %s", self.run, self.rank, self.world_size, self.metrics_address,
+            extra=event(
+                "attached", run=self.run, rank=self.rank, world_size=self.world_size,
+                metrics_address=self.metrics_address, device=optimizer.device.kind,
+            ),
+        )  # fmt: skip
 
     @property
     def overhead(self) -> dict[str, float]:
@@ -99,6 +108,10 @@ class Attachment:
             if self.link is not None:
                 self.link.close()
             self._watch.close()
+            log.info(
+                "run %s, rank %d: %d steps", self.run, self.rank, self.recorder.steps,
+                extra=event("detached", run=self.run, rank=self.rank, steps=self.recorder.steps),
+            )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -142,10 +155,17 @@ class Attachment:
         try:
             self._optimizer.check_knobs(committed.knobs)
         except ConfigError as refusal:
-            log.error("generation %d kept from the run, last good knobs stay: %s", committed.generation, refusal)
+            log.error(
+                "generation %d kept from the run, last good knobs stay: %s", committed.generation, refusal,
+                extra=event("generation_refused", run=self.run, generation=committed.generation, reason=str(refusal)),
+            )  # fmt: skip
             return False
         self._optimizer.apply_knobs(committed.knobs)
-        log.info("generation %d applied: %s", committed.generation, committed.knobs.as_dict())
+        knobs = committed.knobs.as_dict()
+        log.info(
+            "generation %d applied: %s", committed.generation, knobs,
+            extra=event("generation_applied", run=self.run, generation=committed.generation, knobs=knobs),
+        )  # fmt: skip
         return True
 
     def _tune(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError, DaemonError, NotAuthorized, NotFound, RankTaken
 from tidegate.knobs import Knobs
+from tidegate.logs import event
 from tidegate.wire import AgentHello, AgentReport, Applied, Directive, Vote
 
 log = logging.getLogger("tidegate.link")
@@ -99,7 +100,7 @@ class AgentLink:
             self._listener_client.close()
             raise
         except DaemonError as error:
-            log.warning("daemon away, training goes on: %s", error)
+            log.warning("daemon away, training goes on: %s", error, extra=event("daemon_away", reason=str(error)))
 
     def _greet(self) -> None:
         """Says hello. The answer counts even where it is older: a daemon that lost its store begins anew from us."""
@@ -139,7 +140,7 @@ class AgentLink:
     def _deliver(self, final: bool = False) -> None:
         if not self.connected:
             self._greet()
-            log.info("the daemon is there again")
+            log.info("the daemon is there again", extra=event("daemon_back"))
         with self._lock:
             applied, self._applied = self._applied, None
         report = self._make_report()
@@ -159,7 +160,10 @@ class AgentLink:
 
     def _lost(self, error: DaemonError) -> None:
         if self.connected:
-            log.warning("daemon lost, training goes on with its last knobs: %s", error)
+            log.warning(
+                "daemon lost, training goes on with its last knobs: %s", error,
+                extra=event("daemon_lost", reason=str(error)),
+            )  # fmt: skip
         self.connected = False
 
     # ---- listening

@@ -222,24 +222,43 @@ def daemon_at(folder: Path) -> Iterator[tuple[str, str]]:
         service.stop()
 
 
+class Scrapes:
+    """What a process has seen that scrapes as Prometheus would: answers, the seconds they took, series of the last."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.answered, self.seconds, self.series = context.Value("i", 0), context.Value("d", 0.0), context.Value("i", 0)
+
+    def as_dict(self) -> dict[str, Any]:
+        answered = self.answered.value
+        milliseconds = round(1e3 * self.seconds.value / answered, 3) if answered else None
+        return {"scrapes": answered, "scrape_milliseconds": milliseconds, "series": self.series.value}
+
+
 @contextlib.contextmanager
-def scraper(port: int, seconds: float) -> Iterator[Callable[[], int]]:
-    """A process that scrapes as Prometheus would. Gives how many scrapes were answered so far."""
-    context = multiprocessing.get_context("spawn")
-    answered = context.Value("i", 0)
-    process = context.Process(target=_scrape, args=(f"http://127.0.0.1:{port}/metrics", seconds, answered), daemon=True)
+def scraper(port: int, seconds: float) -> Iterator[Scrapes]:
+    """A process that scrapes every so many seconds."""
+    found = Scrapes()
+    url = f"http://127.0.0.1:{port}/metrics"
+    process = multiprocessing.get_context("spawn").Process(
+        target=_scrape, args=(url, seconds, found.answered, found.seconds, found.series), daemon=True
+    )
     process.start()
     try:
-        yield lambda: answered.value
+        yield found
     finally:
         process.kill()
         process.join()
 
 
-def _scrape(url: str, seconds: float, answered: Any) -> None:
+def _scrape(url: str, pause: float, answered: Any, seconds: Any, series: Any) -> None:
     while True:
-        time.sleep(seconds)
-        answered.value += _get(url) is not None
+        time.sleep(pause)
+        began = time.perf_counter()
+        if (text := _get(url)) is not None:
+            seconds.value += time.perf_counter() - began
+            answered.value += 1
+            series.value = sum(bool(line) and not line.startswith(b"#") for line in text.splitlines())
 
 
 def _get(url: str) -> bytes | None:
@@ -275,7 +294,7 @@ def counted(training: Training, attached: Attach, port: int, repeats: int, steps
             seconds += [training.step() for _ in range(steps)]
             after, wall = _parts(training, attachment), time.perf_counter() - began
             windows.append({"wall": wall, **{part: after[part] - before[part] for part in after}})
-        answered = scrapes()
+        seen = scrapes.as_dict()
         hooks = training.hooks_seconds(20)
     parts = {part: [window[part] for window in windows] for part in windows[0] if part != "wall"}
     parts["hooks"] = [hooks * steps] * repeats
@@ -286,7 +305,7 @@ def counted(training: Training, attached: Attach, port: int, repeats: int, steps
         "overhead_ratio_high": round(max(ratios), 5),
         "repeats": repeats,
         "steps_per_repeat": steps,
-        "scrapes": answered,
+        **seen,
         "milliseconds_per_step": {part: round(1e3 * statistics.mean(v) / steps, 4) for part, v in parts.items()},
         "step_seconds": spread(seconds),
     }

@@ -93,7 +93,8 @@ _LINKS: Final = (
     ),
     _gauge(
         "link_ceiling_bytes_per_second", "bytes/s", _DIRECTION,
-        "The highest speed of large copies in any step of this run: what the link is known to do.",
+        "The highest mean speed of copies in any step of this run that copied at least 1 MiB: what the link is known "
+        "to do.",
         unseen="For alerts on a saturated link; the live view shows the speed while busy.",
     ),
 )  # fmt: skip
@@ -186,6 +187,11 @@ _MACHINE: Final = (
         "host_memory_bytes", "bytes", {"kind": HOST_MEMORY_KINDS}, "Host memory that the engine holds.", screen="Memory"
     ),
     _counter("cpu_seconds", "seconds", _PHASE, "CPU time of this process.", screen="Phases"),
+    _counter(
+        "process_io_bytes", "bytes", {"operation": PATH_OPERATIONS},
+        "Bytes that this process had storage read and write, as the kernel counts them: not what the page cache gave.",
+        unseen=_CROSS_CHECK,
+    ),
     _gauge(
         "gpu_utilization_ratio", "1", {}, "Share of NVML's last sample period in which the GPU ran a kernel.",
         unseen="NVML knows no phases; for Prometheus.", needs="nvml",

@@ -15,6 +15,7 @@ from tidegate.client import SCOPES, DaemonClient, find_daemon, find_token, state
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.knobs import KnobValue
 from tidegate.knobs import spec as knob_spec
+from tidegate.logs import VARIABLE, LogFormat, configure
 
 if TYPE_CHECKING:
     from tidegate.wire import RunView
@@ -64,6 +65,7 @@ def daemon(
     advertise: Annotated[str | None, typer.Option("--advertise-address", help="Its name on other machines.")] = None,
     allowed_host: Annotated[list[str] | None, typer.Option(help="One more Host header to accept.")] = None,
     metrics: Annotated[bool, typer.Option(help="Serve /metrics.")] = True,
+    log_format: Annotated[LogFormat, typer.Option(help="Form of the log on stderr.", envvar=VARIABLE)] = LogFormat.TEXT,
 ) -> None:
     """Run the control daemon until it is told to stop."""
     with needs():
@@ -82,6 +84,7 @@ def daemon(
         )
     except ValidationError as error:
         raise ConfigError(f"The settings are not valid: {error.errors()[0]['msg']}.") from error
+    configure(log_format)
     sys.exit(serve(settings))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from tidegate.demo import DemoOptions, run_demo
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.knobs import check_path_name, spec
+from tidegate.logs import VARIABLE, LogFormat, configure
 
 _DEFAULT: Final = DemoOptions()
 _EXTRAS: Final = {
@@ -95,7 +97,13 @@ def training_command(*, view: bool) -> Callable[..., None]:
             _DEFAULT.metrics_port
         ),
         advertise_host: Annotated[str | None, typer.Option(help="This machine's name for Prometheus.")] = None,
+        log_format: Annotated[
+            LogFormat | None, typer.Option(help="Log every event to stderr in this form; default: warnings alone.")
+        ] = None,
     ) -> None:
+        if log_format is not None:
+            os.environ[VARIABLE] = log_format  # the daemon that is started with it logs so, too
+            configure(log_format)
         options = DemoOptions(
             text=text,
             steps=steps,

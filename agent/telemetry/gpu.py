@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tidegate.agent.telemetry.nvml import PERIOD_SECONDS, Gpu, Pcie, sums
+from tidegate.logs import event
 
 log = logging.getLogger("tidegate.gpu")
 
@@ -35,14 +36,17 @@ class GpuFigures:
 
 
 class GpuSampler:
-    """`figures` may be read from any thread; `counted` says how many bytes were copied so far, by direction."""
+    """`figures` may be read from any thread; `counted` says how many bytes were copied so far, by direction.
 
-    def __init__(self, gpu: Gpu, counted: Callable[[], Mapping[str, int]]) -> None:
+    All calls of NVML are made by the thread: `open_gpu`, which gives None where NVML has nothing to say, may block for
+    some 40 ms as well.
+    """
+
+    def __init__(self, open_gpu: Callable[[], Gpu | None], counted: Callable[[], Mapping[str, int]]) -> None:
         self.figures = GpuFigures()
         self.cpu_seconds = 0.0
-        self._gpu, self._counted = gpu, counted
+        self._open_gpu, self._counted = open_gpu, counted
         self._compared: deque[tuple[Mapping[str, int], Mapping[str, int]]] = deque(maxlen=COMPARE_WINDOW)
-        self._period = gpu.pcie.period_seconds if gpu.pcie is not None else PERIOD_SECONDS
         self._look_at = self._compare_at = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tidegate-gpu", daemon=True)
@@ -56,27 +60,30 @@ class GpuSampler:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
+        gpu = self._open_gpu()
+        if gpu is None:
+            return
         try:
-            while not self._stop.wait(self._period):
-                self.sample(time.monotonic())
+            while not self._stop.wait(gpu.pcie.period_seconds if gpu.pcie is not None else PERIOD_SECONDS):
+                self.sample(gpu, time.monotonic())
                 self.cpu_seconds = time.thread_time()
         except Exception as error:
             # A GPU that is lost, for one: what was last seen of it is no longer so.
-            log.warning("no more figures from NVML: %s", error)
+            log.warning("no more figures from NVML: %s", error, extra=event("nvml_lost", reason=str(error)))
             self.figures = GpuFigures()
         finally:
-            self._gpu.close()
+            gpu.close()
 
-    def sample(self, now: float) -> None:
+    def sample(self, gpu: Gpu, now: float) -> None:
         """One reading, at `now` seconds on the monotonic clock."""
-        before, source = self.figures, self._gpu.pcie
+        before, source = self.figures, gpu.pcie
         pcie = source.read(now) if source is not None else Pcie()
         nbytes = sums(before.pcie_bytes, pcie.nbytes)
         if pcie.gap:
             self._compared.clear()
         utilization = before.utilization_ratio
         if now >= self._look_at:
-            self._look_at, utilization = now + PERIOD_SECONDS, self._gpu.utilization_ratio()
+            self._look_at, utilization = now + PERIOD_SECONDS, gpu.utilization_ratio()
         discrepancy = before.discrepancy if not pcie.gap else {}
         if nbytes and now >= self._compare_at:
             self._compare_at, discrepancy = now + COMPARE_SECONDS, self._compare(nbytes)

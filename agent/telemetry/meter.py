@@ -64,7 +64,9 @@ class Meter:
 
     def put(self, name: str, rows: Mapping[Labels, float]) -> None:
         """All series of a gauge, or of a counter that is counted elsewhere, as they are now."""
-        self._rows[name] = dict(rows)
+        series = self._rows[name]
+        series.clear()
+        series.update(rows)
 
     def put_one(self, name: str, value: float | None) -> None:
         """A gauge without labels; absent when there is no value."""

@@ -12,6 +12,7 @@ from typing import Final, cast
 from tidegate.agent.telemetry.division import Moved, divided
 from tidegate.agent.tiers.path import StoragePath, Transfer
 from tidegate.agent.tiers.store import TierStore
+from tidegate.logs import event
 from tidegate.plan.split import PathSpeeds
 from tidegate.timeline import PhaseSpan
 from tidegate.wire import PathOperation, PathRow, PathState
@@ -62,6 +63,7 @@ class Wear:
                 "path %s: %s bytes a day are written at this pace, more than wear_bytes_per_day=%s. A larger "
                 "host_cache or static_ratio, or a smaller share of tier_split, writes less.",
                 self._path, f"{rate:,.0f}", f"{self._limit:,}",
+                extra=event("path_wears", path=self._path, bytes_per_day=rate, limit=self._limit),
             )  # fmt: skip
             self._limit = 0
         return rate

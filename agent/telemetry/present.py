@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import psutil
+
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry.division import divided
 from tidegate.agent.telemetry.gpu import GpuFigures
@@ -45,6 +47,8 @@ class Present:
     generation: int
     overhead_seconds: Mapping[str, float]
     device_capacity_bytes: int
+    process_io_bytes: Mapping[str, int]
+    """By operation; empty where the kernel does not say."""
     gpu: GpuFigures = field(default_factory=GpuFigures)
 
 
@@ -62,8 +66,17 @@ def look(
         generation=generation,
         overhead_seconds=overhead,
         device_capacity_bytes=optimizer.device.capacity_bytes,
+        process_io_bytes=_process_io(),
         gpu=gpu,
     )
+
+
+def _process_io() -> dict[str, int]:
+    try:
+        found = psutil.Process().io_counters()
+    except (psutil.Error, OSError):
+        return {}
+    return {"read": found.read_bytes, "write": found.write_bytes}
 
 
 def _paths_now(store: TierStore | None, capacities: Mapping[str, int]) -> dict[str, PathNow]:
@@ -90,6 +103,7 @@ def show(meter: Meter, present: Present) -> None:
     )
     meter.put_one("tidegate_device_memory_capacity_bytes", present.device_capacity_bytes)
     meter.put("tidegate_agent_overhead_seconds_total", {(part,): s for part, s in present.overhead_seconds.items()})
+    meter.put("tidegate_process_io_bytes_total", {(op,): nbytes for op, nbytes in present.process_io_bytes.items()})
     _control(meter, present)
     if present.paths:
         _paths(meter, present)

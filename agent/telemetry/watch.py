@@ -46,14 +46,12 @@ class Watch:
 
 
 def _sampler(optimizer: AdamW, recorder: Recorder) -> GpuSampler | None:
-    """One that runs; None for a device that is not a GPU, or that NVML does not know."""
+    """One that runs; None for a device that is not a GPU."""
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
     if optimizer.device.kind != "cuda" or device is None or device.type != "cuda":
         return None
-    gpu = open_gpu(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    if gpu is None:
-        return None
-    sampler = GpuSampler(gpu, lambda: counted_bytes(recorder))
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    sampler = GpuSampler(lambda: open_gpu(uuid), lambda: counted_bytes(recorder))
     sampler.start()
     return sampler
 

@@ -15,6 +15,7 @@ from tidegate.agent.tiers.format import StateKind, file_bytes
 from tidegate.agent.tiers.path import PathSettings, StoragePath, Transfer
 from tidegate.errors import BlockDamaged, DataTruncated, NoPathLeft, PathFailed, PathFull, PathUnusable, StateLost
 from tidegate.kernels import WeightFormat
+from tidegate.logs import event
 from tidegate.plan.ops import Op, OpKind, Residence
 from tidegate.plan.schedule import TypicalClock
 from tidegate.plan.split import PathSpeeds
@@ -90,7 +91,8 @@ class TierStore:
         it is flushed."""
         if path not in self.retired:
             self.retired[path] = str(why)
-            log.error("path %s is retired, it takes no more state: %s", path, why)
+            said = event("path_retired", path=path, reason=str(why))
+            log.error("path %s is retired, it takes no more state: %s", path, why, extra=said)
 
     def reserve(self, subgroup: int, path: str) -> None:
         """Makes sure that its state can be written to `path`.
@@ -102,7 +104,7 @@ class TierStore:
         try:
             self.paths[path].make(self._kinds[subgroup])
         except PathFull as error:
-            log.warning("path %s is full: %s", path, error)
+            log.warning("path %s is full: %s", path, error, extra=event("path_full", path=path, reason=str(error)))
             self._full.add(path)
             raise
         except (PathUnusable, OSError) as error:
@@ -181,7 +183,8 @@ class TierStore:
                 continue
             self._where[subgroup] = name
             self.paths[name].counters.taken_over_bytes += moved.nbytes
-            log.warning("path %s takes subgroup %d, which %s could not", name, subgroup, path)
+            said = event("path_took_over", path=name, subgroup=subgroup, instead_of=path)
+            log.warning("path %s takes subgroup %d, which %s could not", name, subgroup, path, extra=said)
             return moved
         free = max((self._free_bytes(name) for name in self.paths if name not in self.retired), default=0)
         raise NoPathLeft(why, path, subgroup, self.step, self._file_bytes(path, self._kinds[subgroup]), free)

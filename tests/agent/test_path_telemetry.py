@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import subprocess
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import tidegate
 from tests.agent.test_exactness import FAST
 from tests.agent.test_optimizer import params_of, run_steps
-from tests.agent.training import Training
-from tests.services import program
+from tests.agent.training import Training, batch
+from tests.services import program, until
 from tidegate.agent.telemetry import paths as path_telemetry
 from tidegate.agent.telemetry.division import divided
 from tidegate.agent.telemetry.paths import MIN_WEAR_SECONDS, WEAR_WINDOW_SECONDS, Wear
@@ -48,6 +49,13 @@ def kernel_bytes() -> dict[str, int]:
     """What this process had storage read and write, as the kernel counts it: not what came from the page cache."""
     rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {"read": int(rows["read_bytes"]), "write": int(rows["write_bytes"])}
+
+
+def moved_bytes(made: Training) -> Iterator[int]:
+    """Of each path and operation, as the path itself counted it."""
+    store = made.optimizer.engine.store
+    for path in store.paths.values() if store is not None else ():
+        yield from path.counters.bytes.values()
 
 
 class Run:
@@ -125,6 +133,7 @@ def test_every_family_has_only_labels_of_this_runs_paths(run: Run) -> None:
     by_name = {metric.name.removesuffix("_total"): metric for metric in METRICS if metric.needs != "nvml"}
     assert {name for name in families if name.startswith("tidegate_")} == set(by_name)
     for name, metric in by_name.items():
+        assert len(families[name].samples) <= metric.max_series(PATHS), name
         for sample in families[name].samples:
             for label, value in sample.labels.items():
                 assert label == "le" or value in metric.values(label, PATHS), sample
@@ -177,6 +186,62 @@ def test_a_checkpoint_is_counted_in_its_phase(tmp_path: Path) -> None:
         )
         assert read == stored > 0
         assert before < made.outside.lane_bytes.total()
+
+
+def test_a_read_that_hangs_is_seen_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = training(tmp_path, host_cache=0)
+    hangs, release = threading.Event(), threading.Event()
+    moved = StoragePath._moved
+
+    def hanging(path: StoragePath, begin: Any) -> Any:
+        if path.name == "nvme" and ("read", path.name) not in seen:
+            operations = {operation for operation, _ in tuple(path.counters.under_way.values())}
+            if "read" in operations:
+                seen.add(("read", path.name))
+                hangs.set()
+                assert release.wait(60)
+        return moved(path, begin)
+
+    seen: set[tuple[str, str]] = set()
+    with made.optimizer:
+        run = Run(made)
+
+        def busy() -> float:
+            return run.value("tidegate_path_busy_seconds_total", path="nvme", operation="read")
+
+        before, nbytes = busy(), run.value("tidegate_path_bytes_total")
+        monkeypatch.setattr(StoragePath, "_moved", hanging)
+        made.start()
+        try:
+            assert hangs.wait(60)
+            until(lambda: busy() > before + 0.2, "time of the read that hangs")
+            assert run.value("tidegate_path_open_seconds", path="nvme", operation="read") > 0.2
+            assert run.value("tidegate_phase_open_seconds") > 0.2
+            hung = busy()
+            moved_so_far = run.value("tidegate_path_bytes_total")
+        finally:
+            release.set()
+            made.stop()
+        assert busy() >= hung, "what was shown never goes back"
+        assert run.value("tidegate_path_open_seconds") == 0
+        assert nbytes <= moved_so_far <= run.value("tidegate_path_bytes_total") == sum(moved_bytes(made))
+
+
+def test_what_has_moved_in_a_phase_is_shown_before_it_ends(tmp_path: Path) -> None:
+    """After the backward pass nothing of the step is recorded; what it has fetched is there."""
+    made = training(tmp_path, host_cache=0)
+    with made.optimizer as optimizer:
+        run = Run(made)
+        path = optimizer.engine.store.paths["nvme"]  # type: ignore[union-attr]
+        recorded = run.value("tidegate_path_bytes_total", path="nvme")
+        assert recorded == path.counters.bytes["read"] + path.counters.bytes["write"]
+        optimizer.zero_grad()
+        made.model(batch(0)).backward()
+        until(lambda: path.counters.moves, "a fetch in the backward pass")
+        until(lambda: run.value("tidegate_path_bytes_total", path="nvme") > recorded, "its bytes")
+        optimizer.step()
+        moved = path.counters.bytes["read"] + path.counters.bytes["write"]
+        assert run.value("tidegate_path_bytes_total", path="nvme") == moved > recorded
 
 
 def test_attempts_that_fail_are_counted_where_they_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

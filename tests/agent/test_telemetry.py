@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 import tidegate
@@ -74,6 +75,7 @@ def test_every_family_of_the_agent_is_exported_with_its_labels(run: tuple[Traini
         assert name in families, metric.name
         family = families[name]
         assert family.type == metric.type
+        assert len(family.samples) <= metric.max_series()
         for sample in family.samples:
             labels = {label: value for label, value in sample.labels.items() if label != "le"}
             assert set(labels) == set(metric.labels), sample
@@ -89,6 +91,37 @@ def test_promtool_accepts_the_scrape_and_series_are_few(run: tuple[Training, tid
     done = subprocess.run([program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len([line for line in text.splitlines() if not line.startswith("#")]) <= 600
+
+
+def test_where_openmetrics_is_negotiated_buckets_say_which_step_fell_into_them(
+    run: tuple[Training, tidegate.Attachment],
+) -> None:
+    accepted = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+    answer = httpx.get(f"http://{run[1].metrics_address}/metrics", headers=accepted, trust_env=False)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    families = {family.name: family for family in openmetrics.text_string_to_metric_families(answer.text)}
+    assert "_created" not in answer.text
+    seconds = {step.step: step.phase_seconds["update"] for step in run[1].recorder.take_unreported()}
+    found = [
+        sample
+        for sample in families["tidegate_phase_seconds"].samples
+        if sample.exemplar is not None and sample.labels["phase"] == "update"
+    ]
+    assert found
+    for sample in found:
+        assert sample.exemplar is not None
+        assert seconds[int(sample.exemplar.labels["step"])] == sample.exemplar.value <= float(sample.labels["le"])
+    assert max(int(sample.exemplar.labels["step"]) for sample in found if sample.exemplar) == STEPS
+    assert not any("step" in line for line in scrape(run[1]).splitlines() if "bucket" in line)
+
+
+def test_each_rank_has_a_registry_and_a_port_of_its_own(run: tuple[Training, tidegate.Attachment]) -> None:
+    other = Training()
+    with other.optimizer, tidegate.attach(other.optimizer, other.model, run="other") as attachment:
+        other.step()
+        assert attachment.metrics_address != run[1].metrics_address
+        assert "tidegate_steps_total 1.0" in scrape(attachment)
+        assert f"tidegate_steps_total {STEPS}.0" in scrape(run[1])
 
 
 def test_what_training_makes_and_what_watching_costs(run: tuple[Training, tidegate.Attachment]) -> None:
