@@ -14,10 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from tidegate.daemon import problems
 from tidegate.daemon.auth import Tokens, ensure_files, read_files
+from tidegate.daemon.control.alerts import AlertBook
 from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.gate import Gate
 from tidegate.daemon.metrics import Measured, Requests, RunCollector
-from tidegate.daemon.routes import agents, events, health, knobs, runs, sd
+from tidegate.daemon.routes import agents, alerts, events, health, knobs, runs, sd
 from tidegate.daemon.settings import Settings
 from tidegate.daemon.store import Store
 
@@ -45,10 +46,11 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.plane = plane
+    app.state.alerts = AlertBook(store)
     app.state.registry = registry = CollectorRegistry()
     registry.register(RunCollector(plane))
     problems.install(app)
-    for part in (agents, runs, knobs, events, sd, health):
+    for part in (agents, runs, knobs, alerts, events, sd, health):
         app.include_router(part.router)
     if settings.metrics:
         app.include_router(health.metrics_router)

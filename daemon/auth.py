@@ -1,4 +1,4 @@
-"""Bearer tokens: who may do what. Tokens are stored as SHA-256; the first start writes three to private files."""
+"""Bearer tokens: who may do what. Tokens are stored as SHA-256; the first start writes one a scope to private files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidegate.daemon.settings import Settings
 from tidegate.daemon.store import Store
 from tidegate.errors import DaemonError
 
-FILED: Final[tuple[Scope, ...]] = ("read", "operate", "agent")
+FILED: Final[tuple[Scope, ...]] = SCOPES
 READERS: Final[frozenset[Scope]] = frozenset({"read", "operate", "agent"})
 REFRESH_SECONDS: Final = 2.0
 log = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ def scopes_allowed(method: str, path: str) -> frozenset[Scope] | None:
         return None
     if method in ("GET", "HEAD"):
         return READERS
+    if path == "/v1/alerts" and method == "POST":
+        return frozenset({"alert"})
     return frozenset({"agent"}) if path == "/v1/agents" or path.startswith("/v1/agents/") else frozenset({"operate"})
 
 
@@ -95,12 +97,14 @@ def ensure_files(store: Store, state_dir: Path) -> None:
 
 
 def read_files(store: Store, token_dir: Path) -> None:
-    """Makes the tokens in the files of every scope in FILED known to the store. DaemonError for one without a token.
+    """Makes the tokens in the files `<scope>.token` known to the store; those of scopes in FILED have to be there.
 
-    Whoever mounts the files says who may read them: their modes are left alone.
+    Whoever mounts the files says who may read them: their modes are left alone. DaemonError for one without a token.
     """
-    for scope in FILED:
+    for scope in SCOPES:
         path = token_dir / f"{scope}.token"
+        if scope not in FILED and not path.exists():
+            continue
         try:
             token = path.read_text().strip()
         except OSError as error:

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import Depends, Query, Request
 
 from tidegate.daemon.auth import Caller
+from tidegate.daemon.control.alerts import AlertBook
 from tidegate.daemon.control.plane import ControlPlane
 
 MAX_WAIT_SECONDS = 60.0
@@ -17,6 +18,11 @@ def _plane(request: Request) -> ControlPlane:
     return plane
 
 
+def _alerts(request: Request) -> AlertBook:
+    book: AlertBook = request.app.state.alerts
+    return book
+
+
 def _author(request: Request) -> str:
     """Whose token it is, and who the holder says to be: `alice@node1 (operate)`."""
     caller: Caller = request.state.caller
@@ -24,6 +30,7 @@ def _author(request: Request) -> str:
     return f"{claim[:40]} ({caller.name[:20]})" if claim else caller.name[:64]
 
 
+Alerts = Annotated[AlertBook, Depends(_alerts)]
 Plane = Annotated[ControlPlane, Depends(_plane)]
 Author = Annotated[str, Depends(_author)]
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds")]

@@ -18,8 +18,8 @@ class Settings(BaseModel):
 
     state_dir: Path = Field(default_factory=state_dir)
     token_dir: Path | None = None
-    """Holds `<scope>.token` of read, operate and agent, made by somebody else: secrets as files. They are read, never
-    written. None: the daemon makes them in `state_dir`."""
+    """Holds `<scope>.token` of read, operate, agent and, where it is wanted, alert, made by somebody else: secrets as
+    files. They are read, never written. None: the daemon makes those that it needs in `state_dir`."""
     database_url: str | None = None
     """Any SQLAlchemy URL; None is an SQLite file in `state_dir`."""
     bind: str = "127.0.0.1"

@@ -6,7 +6,7 @@ A method has committed when it returns: what the daemon acknowledges, it keeps.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,8 +136,13 @@ class Store:
         """The newest `limit` rows of the run, oldest first."""
         query = select(AuditEntry).where(AuditEntry.run == run).order_by(AuditEntry.id.desc()).limit(limit)
         with self._session() as session:
-            rows = list(session.scalars(query))
-        return [AuditRow(**{name: getattr(row, name) for name in AuditRow.model_fields}) for row in reversed(rows)]
+            return _audit_rows(session.scalars(query))
+
+    def audit_of_actions(self, actions: Sequence[str], limit: int) -> list[AuditRow]:
+        """The newest `limit` rows of these actions in all runs, oldest first."""
+        query = select(AuditEntry).where(AuditEntry.action.in_(actions)).order_by(AuditEntry.id.desc()).limit(limit)
+        with self._session() as session:
+            return _audit_rows(session.scalars(query))
 
     def tokens(self) -> list[tuple[str, str, str]]:
         """(digest, name, scope) of every token."""
@@ -147,6 +152,11 @@ class Store:
     def add_token(self, digest: str, name: str, scope: str, created_at: float) -> None:
         with self._session.begin() as session:
             session.merge(TokenRow(digest=digest, name=name, scope=scope, created_at=created_at))
+
+
+def _audit_rows(newest_first: Iterable[AuditEntry]) -> list[AuditRow]:
+    rows = [AuditRow(**{name: getattr(row, name) for name in AuditRow.model_fields}) for row in newest_first]
+    return rows[::-1]
 
 
 def _use_wal(connection: Any, _: Any) -> None:

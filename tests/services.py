@@ -1,10 +1,9 @@
-"""Real services for tests: the daemon and Prometheus as processes of their own, on free ports."""
+"""Real services for tests: daemon, Prometheus and Alertmanager as processes of their own, on free ports."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from tests.alerts.scaling import copy_scaled
 from tidegate.client import DaemonClient
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,9 +42,10 @@ def until(found: Callable[[], T], what: str, seconds: float = 30.0) -> T:
         pause.wait(0.05)
 
 
-def program(name: str) -> str:
-    path = shutil.which(name)
-    assert path, f"{name} is not installed; as root, `make test` installs it (Debian package prometheus)."
+def program(*names: str) -> str:
+    """The first of these that is there: Debian has other names for some."""
+    path = next(filter(None, map(shutil.which, names)), None)
+    assert path, f"{names[0]} is not installed; as root, `make test` installs it (Debian packages prometheus*)."
     return path
 
 
@@ -54,6 +55,8 @@ class DaemonProcess:
 
     port: int
     state: Path
+    program: tuple[str, ...] = ("tidegate", "daemon")
+    """Module and arguments."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -67,7 +70,7 @@ class DaemonProcess:
         return DaemonClient(self.url, self.token(scope))
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tidegate", "daemon", "--port", str(self.port), "--state-dir", str(self.state)]
+        command = [sys.executable, "-m", *self.program, "--port", str(self.port), "--state-dir", str(self.state)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until(lambda: _ok(f"{self.url}/readyz"), "the daemon")
 
@@ -79,8 +82,8 @@ class DaemonProcess:
 
 
 @contextlib.contextmanager
-def daemon_process(state: Path) -> Iterator[DaemonProcess]:
-    daemon = DaemonProcess(free_port(), state)
+def daemon_process(state: Path, *program: str) -> Iterator[DaemonProcess]:
+    daemon = DaemonProcess(free_port(), state, program or DaemonProcess.program)
     daemon.start()
     try:
         yield daemon
@@ -115,27 +118,55 @@ class Prometheus:
         return [a for a in found if a["labels"]["alertname"] == name and a["state"] == state]
 
 
+@dataclass
+class Alertmanager:
+    url: str
+
+    def states(self, name: str) -> list[str]:
+        """`active` or `suppressed` (inhibited), for each alert of that name."""
+        answer = httpx.get(f"{self.url}/api/v2/alerts", trust_env=False).json()
+        return [a["status"]["state"] for a in answer if a["labels"]["alertname"] == name]
+
+
 @contextlib.contextmanager
-def prometheus(folder: Path, daemon_port: int) -> Iterator[Prometheus]:
+def prometheus(folder: Path, daemon_port: int, alertmanager_url: str = "") -> Iterator[Prometheus]:
     """A real Prometheus on the committed configuration and rules, with ports changed and durations scaled down."""
     source = ROOT / "grafana" / "prometheus"
-    rules = folder / "rules"
-    rules.mkdir(parents=True)
-    for path in (source / "rules").glob("*.yml"):
-        text = path.read_text().replace("[5m]", "[10s]").replace("for: 2m", "for: 2s")
-        (rules / path.name).write_text(text)
-    config = (source / "prometheus.yml").read_text().replace("127.0.0.1:8790", f"127.0.0.1:{daemon_port}")
-    config = re.sub(r"(scrape_interval|scrape_timeout|evaluation_interval|refresh_interval): \d+s", r"\1: 1s", config)
-    (folder / "prometheus.yml").write_text(config)
+    manager = alertmanager_url.removeprefix("http://") or "127.0.0.1:9"
+    replace = {"127.0.0.1:8790": f"127.0.0.1:{daemon_port}", "127.0.0.1:9093": manager}
+    for path in (source / "prometheus.yml", *(source / "rules").glob("*.yml")):
+        copy_scaled(path, folder / path.relative_to(source), replace)
     port = free_port()
     command = [
         program("prometheus"), f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
     ]  # fmt: skip
+    with _service(command, f"http://127.0.0.1:{port}", "Prometheus"):
+        yield Prometheus(f"http://127.0.0.1:{port}")
+
+
+@contextlib.contextmanager
+def alertmanager(folder: Path, daemon_port: int, token: Path) -> Iterator[Alertmanager]:
+    """A real Alertmanager on the committed configuration, with ports changed and durations scaled down."""
+    source = ROOT / "grafana" / "prometheus" / "alertmanager.yml"
+    copy_scaled(source, folder / source.name, {"127.0.0.1:8790": f"127.0.0.1:{daemon_port}"})
+    shutil.copy(token, folder / "alert.token")
+    port = free_port()
+    command = [
+        program("alertmanager", "prometheus-alertmanager"), f"--config.file={folder / source.name}",
+        f"--storage.path={folder / 'data'}", f"--web.listen-address=127.0.0.1:{port}",
+        "--cluster.listen-address=", "--log.level=error",
+    ]  # fmt: skip
+    with _service(command, f"http://127.0.0.1:{port}", "Alertmanager"):
+        yield Alertmanager(f"http://127.0.0.1:{port}")
+
+
+@contextlib.contextmanager
+def _service(command: list[str], url: str, name: str) -> Iterator[None]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_without_proxy())
     try:
-        until(lambda: _ok(f"http://127.0.0.1:{port}/-/ready"), "Prometheus")
-        yield Prometheus(f"http://127.0.0.1:{port}")
+        until(lambda: _ok(f"{url}/-/ready"), name)
+        yield
     finally:
         process.terminate()
         process.wait(20)

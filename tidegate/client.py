@@ -22,6 +22,7 @@ from tidegate.knobs import KnobValue
 from tidegate.wire import (
     AgentHello,
     AgentReport,
+    AlertView,
     Applied,
     AuditRow,
     Directive,
@@ -202,6 +203,10 @@ class DaemonClient:
     def audit(self, run: str) -> list[AuditRow]:
         """The newest rows of the run's audit log, oldest first."""
         return self._ask(list[AuditRow], "GET", _at("runs", run, "audit"))
+
+    def alerts(self, run: str) -> list[AlertView]:
+        """What fires in the run, and what was resolved last, oldest first."""
+        return self._ask(list[AlertView], "GET", _at("runs", run, "alerts"))
 
     def events(self, run: str, last_event_id: int | None = None) -> Iterator[Event]:
         """The run's events as they come, those after `last_event_id` first. Ends when the daemon closes the stream."""

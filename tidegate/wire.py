@@ -24,6 +24,7 @@ PathOperation = Literal["read", "write"]
 DeviceKind = Literal["cuda", "emulated"]
 GenerationState = Literal["proposed", "committed", "applied", "refused", "aborted", "superseded"]
 Liveness = Literal["live", "stale", "lost", "finished"]
+AlertState = Literal["firing", "resolved"]
 KnobChanges = dict[str, KnobValue]
 
 
@@ -394,8 +395,38 @@ class AuditRow(Message):
     effect: Text = ""
 
 
+class AlertView(Message):
+    """The newest word of Alertmanager on one alert. `run` is empty for those that concern none."""
+
+    run: Label
+    fingerprint: Label
+    """Alertmanager's name for this set of labels."""
+    alert: Label
+    state: AlertState
+    severity: Label = ""
+    summary: Text = ""
+    description: Text = ""
+    knob: Label = ""
+    """What to turn; `none` where no knob helps."""
+    runbook_url: Annotated[str, Field(max_length=500)] = ""
+    labels: Annotated[dict[str, str], Field(max_length=64)] = {}
+    starts_at: float
+    ends_at: float | None = None
+    received_at: float
+    """When the daemon was told of it last."""
+
+
+class AlertReceipt(Message):
+    """Answer to `POST /v1/alerts`: how many alerts of the message were news, and what the others were."""
+
+    changed: Count
+    repeated: Count
+    late: Count
+    unknown_run: Count
+
+
 class Event(Message):
-    """One server-sent event of a run: `kind` is report, generation, agent."""
+    """One server-sent event of a run: `kind` is report, generation, agent, alert."""
 
     id: Count
     kind: Label

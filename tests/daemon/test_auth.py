@@ -42,6 +42,7 @@ def test_every_route(daemon: Daemon, routes: list[tuple[str, str]]) -> None:
             allowed = {"read", "operate", "agent"}
         elif path not in OPEN:
             allowed = {"agent"} if path.startswith("/v1/agents") else {"operate"}
+            allowed = {"alert"} if path == "/v1/alerts" else allowed
         for who in ("none", "wrong", *SCOPES):
             headers = {"Authorization": "Bearer tide_wrong"} if who == "wrong" else {}
             scope = who if who in SCOPES else None
@@ -71,8 +72,8 @@ def test_token_files_are_private_and_kept(tmp_path: Path) -> None:
     with threaded(state) as daemon:
         first = dict(daemon.tokens)
         assert stat.S_IMODE(state.stat().st_mode) == 0o700
-        assert {path.stem for path in state.glob("*.token")} == set(FILED) == {"read", "operate", "agent"}
-        assert len({first[scope] for scope in FILED}) == 3
+        assert {path.stem for path in state.glob("*.token")} == set(FILED) == set(SCOPES)
+        assert len({first[scope] for scope in FILED}) == 4
         stored = b"".join(path.read_bytes() for path in state.glob("tidegate.db*"))
         for scope in FILED:
             assert stat.S_IMODE((state / f"{scope}.token").stat().st_mode) == 0o600

@@ -103,6 +103,16 @@ def test_tokens_are_the_mounted_ones_and_each_service_has_only_its_own(running: 
 
 
 @pytest.mark.timeout(240)
+def test_what_alertmanager_tells_the_daemon_arrives(running: Engine) -> None:
+    alert = '[{"labels": {"alertname": "TidegateTest", "severity": "info", "run": "demo"}}]'
+    sent = ("--post-data", alert, "--header", "Content-Type: application/json")
+    url = "http://alertmanager:9093/api/v2/alerts"
+    assert running.containers["prometheus"].run("wget", "-q", "-O", "-", *sent, url).returncode == 0
+    accepted = 'sum(tidegate_requests_total{route="/v1/alerts",status="2xx"})'
+    until(lambda: query(running, accepted), "the daemon to be told", 60)
+
+
+@pytest.mark.timeout(240)
 def test_nobody_is_root_and_the_files_cannot_be_written(running: Engine) -> None:
     for name, container in running.containers.items():
         if container.process is None or container.process.poll() is not None:

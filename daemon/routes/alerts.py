@@ -1,0 +1,94 @@
+"""/v1/alerts and /v1/runs/{run}/alerts: what Alertmanager's webhook tells, and what it has told."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import datetime
+from typing import Annotated, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+
+from tidegate.daemon.deps import Alerts, Author, Plane
+from tidegate.wire import AlertReceipt, AlertState, AlertView
+
+router = APIRouter(tags=["alerts"])
+
+MAX_ALERTS = 1_000
+MAX_LABELS = 32
+LABEL, VALUE, TEXT, URL = 64, 200, 2_000, 500
+"""Longer names, values, texts and addresses are cut."""
+
+Texts = Annotated[dict[str, str], Field(max_length=200)]
+
+
+class WebhookAlert(BaseModel):
+    """One alert of a message. What Alertmanager may add later is left alone."""
+
+    status: AlertState
+    labels: Texts
+    annotations: Texts = {}
+    startsAt: datetime
+    endsAt: datetime
+    """While it fires: the year 1."""
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
+
+
+class Webhook(BaseModel):
+    """The body of Alertmanager's webhook, version 4."""
+
+    version: Literal["4"]
+    alerts: Annotated[list[WebhookAlert], Field(max_length=MAX_ALERTS)]
+
+
+@router.post("/v1/alerts")
+async def take(plane: Plane, book: Alerts, author: Author, message: Webhook) -> AlertReceipt:
+    """Writes down what is new. Alerts of a run that the daemon does not know are left out, and counted: to refuse the
+    message would lose the others in it."""
+    now = time.time()
+    views = [_view(alert, now) for alert in message.alerts]
+    known = [view for view in views if not view.run or view.run in plane.roster.runs]
+    taken = book.take(known, author)
+    for alert in taken.changed:
+        if alert.run:
+            plane.roster.publish(plane.roster.run(alert.run), "alert", alert.model_dump(mode="json"))
+    return AlertReceipt(
+        changed=len(taken.changed), repeated=taken.repeated, late=taken.late, unknown_run=len(views) - len(known)
+    )
+
+
+@router.get("/v1/alerts")
+async def without_run(book: Alerts, state: AlertState | None = None) -> list[AlertView]:
+    """Alerts that concern no run, oldest first."""
+    return book.of("", state)
+
+
+@router.get("/v1/runs/{run}/alerts")
+async def of_run(plane: Plane, book: Alerts, run: str, state: AlertState | None = None) -> list[AlertView]:
+    """What fires in a run, and what was resolved last, oldest first."""
+    return book.of(plane.roster.run(run).name, state)
+
+
+def _view(alert: WebhookAlert, now: float) -> AlertView:
+    labels, notes = alert.labels, alert.annotations
+    return AlertView(
+        run=labels.get("run", "")[:LABEL],
+        fingerprint=alert.fingerprint,
+        alert=labels.get("alertname", "")[:LABEL],
+        state=alert.status,
+        severity=labels.get("severity", "")[:LABEL],
+        summary=notes.get("summary", "")[:TEXT],
+        description=notes.get("description", "")[:TEXT],
+        knob=notes.get("knob", "")[:LABEL],
+        runbook_url=notes.get("runbook_url", "")[:URL],
+        labels={name[:LABEL]: value[:VALUE] for name, value in list(labels.items())[:MAX_LABELS]},
+        starts_at=_seconds(alert.startsAt) or now,
+        ends_at=(_seconds(alert.endsAt) or now) if alert.status == "resolved" else None,
+        received_at=now,
+    )
+
+
+def _seconds(at: datetime) -> float:
+    """Since the epoch; 0 for times before it."""
+    return max(0.0, math.floor(at.timestamp() * 1000) / 1000) if at.year >= 1970 else 0.0
