@@ -1,4 +1,4 @@
-"""The Grafana dashboards as code: four functions that make them, and the JSON files that Grafana reads.
+"""The Grafana dashboards as code: functions that make them, and the JSON files that Grafana reads.
 
 `python -m tidegate.grafana.dashboards` writes the files anew; with `--check` it fails where they are not what the code
 makes.
@@ -14,7 +14,7 @@ from typing import Final
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from tidegate.grafana.dashboards import fleet, links, node, run
+from tidegate.grafana.dashboards import fleet, links, node, run, runbooks
 
 FOLDER: Final = Path(__file__).resolve().parent / "json"
 DASHBOARDS: Final[dict[str, Callable[[], Dashboard]]] = {
@@ -22,6 +22,7 @@ DASHBOARDS: Final[dict[str, Callable[[], Dashboard]]] = {
     "run": run.dashboard,
     "links": links.dashboard,
     "node": node.dashboard,
+    "runbooks": runbooks.dashboard,
 }
 """By the name of their files."""
 
@@ -32,4 +33,7 @@ def rendered() -> dict[Path, str]:
 
 
 def _text(made: Dashboard) -> str:
-    return json.dumps(made.build(), cls=JSONEncoder, indent=2, ensure_ascii=False) + "\n"
+    built = made.build()
+    for number, panel in enumerate(built.panels or (), start=1):
+        panel.id_val = number  # links to a panel name it
+    return json.dumps(built, cls=JSONEncoder, indent=2, ensure_ascii=False) + "\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 
-from tidegate.grafana.dashboards.frame import addresses, frame, variable
+from tidegate.grafana.dashboards.frame import frame, live_view, variable
 from tidegate.grafana.dashboards.panels import Column, Look, Query, lines, number, rows, states
 
 _STEP = (
@@ -24,7 +24,7 @@ _FIRING = 'sum by (run) (ALERTS{alertstate="firing",run=~"$run"})'
 
 def dashboard() -> Dashboard:
     made = frame("fleet", "Tidegate / Fleet", "Are the runs well, and if not, which one.", one_run=False)
-    addresses(made.with_variable(variable("run", 'tidegate_agents{state=~".+"}')))
+    live_view(made.with_variable(variable("run", 'tidegate_agents{state=~".+"}')))
     _now(made)
     _runs(made)
     _control(made)
@@ -132,7 +132,7 @@ def _runs(made: Dashboard) -> None:
         ),
         states(
             Look(title="Alerts over time", unit="short", width=8,
-                 why="Which alerts fired when. The runbook of each has its name."),
+                 why="Which alerts fired when. The dashboard Runbooks says what to do about each."),
             Query('max by (run, alertname) (ALERTS{alertstate="firing",run=~"$run"})', "{{run}}: {{alertname}}"),
             {"1": ("firing", "red")},
         ),

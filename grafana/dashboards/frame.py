@@ -16,10 +16,10 @@ RANK: Final = 'run=~"$run",host=~"$host",rank=~"$rank"'
 """Selects what the variables run, host and rank say."""
 
 
-def frame(uid: str, title: str, description: str, *, one_run: bool = True) -> build.Dashboard:
+def frame(uid: str, title: str, description: str, *, one_run: bool | None = True) -> build.Dashboard:
     """An empty dashboard with what all of them have. Only the code changes it: Grafana opens it read-only.
 
-    one_run: its variable `run` is one run, which the link to the live view names.
+    one_run: whether its variable `run` is one run, which the link to the live view names; None without that variable.
     """
     made = (
         build.Dashboard(title)
@@ -31,7 +31,6 @@ def frame(uid: str, title: str, description: str, *, one_run: bool = True) -> bu
         .timezone("browser")
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
         .readonly()
-        .with_variable(build.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
         .link(
             build.DashboardLink("Tidegate")
             .type(model.DashboardLinkType.DASHBOARDS)
@@ -48,15 +47,10 @@ def frame(uid: str, title: str, description: str, *, one_run: bool = True) -> bu
             .url("${live_view}/?run=${run}" if one_run else "${live_view}")
             .target_blank(True)
         )
-        .link(
-            build.DashboardLink("Runbooks")
-            .type(model.DashboardLinkType.LINK)
-            .icon("doc")
-            .tooltip("One page for each alert: what it means, how to look, what to turn.")
-            .url("${runbooks}")
-            .target_blank(True)
-        )
     )
+    if one_run is None:
+        return made
+    made.with_variable(build.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
     return made.annotation(_generations()).annotation(_alerts())
 
 
@@ -75,28 +69,24 @@ def variable(name: str, metric: str, *, label: str = "", multi: bool = True) -> 
 
 
 def selectors(made: build.Dashboard, *, one_run: bool, path: bool = False) -> build.Dashboard:
-    """Adds run, host, rank and, where asked for, path; each offers what the ones before it leave. And the addresses."""
+    """Adds run, host, rank and, where asked for, path; each offers what the ones before it leave."""
     made.with_variable(variable("run", "tidegate_steps_total", multi=not one_run))
     made.with_variable(variable("host", 'tidegate_steps_total{run=~"$run"}'))
     made.with_variable(variable("rank", 'tidegate_steps_total{run=~"$run",host=~"$host"}'))
     if path:
         made.with_variable(variable("path", f"tidegate_path_free_bytes{{{RANK}}}"))
-    return addresses(made)
+    return live_view(made)
 
 
-def addresses(made: build.Dashboard) -> build.Dashboard:
-    """Where live view and runbooks are: text fields, because each site has its own."""
-    for name, label, default in (
-        ("live_view", "Live view at", "http://127.0.0.1:8501"),
-        ("runbooks", "Runbooks at", "http://127.0.0.1:8080/docs/runbooks"),
-    ):
-        made.with_variable(
-            build.TextBoxVariable(name)
-            .label(label)
-            .default_value(default)
-            .current(model.VariableOption(text=default, value=default))
-        )
-    return made
+def live_view(made: build.Dashboard) -> build.Dashboard:
+    """Where the live view is: a text field, because each site has its own."""
+    default = "http://127.0.0.1:8501"
+    return made.with_variable(
+        build.TextBoxVariable("live_view")
+        .label("Live view at")
+        .default_value(default)
+        .current(model.VariableOption(text=default, value=default))
+    )
 
 
 def _generations() -> build.AnnotationQuery:

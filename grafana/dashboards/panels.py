@@ -13,6 +13,7 @@ from grafana_foundation_sdk.builders import (
     stat,
     statetimeline,
     table,
+    text,
     timeseries,
 )
 from grafana_foundation_sdk.builders import dashboard as build
@@ -20,6 +21,7 @@ from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import common as options
 from grafana_foundation_sdk.models import dashboard as model
 from grafana_foundation_sdk.models import prometheus as query_model
+from grafana_foundation_sdk.models import text as text_model
 
 SOURCE: Final = options.DataSourceRef(type_val="prometheus", uid="${datasource}")
 COLUMNS: Final = 24
@@ -140,7 +142,7 @@ def heat(look: Look, expr: str) -> heatmap.Panel:
     """How often durations of each size came up over time. `expr` is a rate of buckets, summed by `le`."""
     query = prometheus.Dataquery().expr(expr).legend_format("{{le}}").ref_id("A")
     panel = look.on(heatmap.Panel()).targets([query.format(query_model.PromQueryFormat.HEATMAP).range()])
-    return panel.calculate(False).cell_gap(1).show_legend()
+    return panel.calculate(False).cell_gap(1).show_legend().y_axis(heatmap.YAxisConfig().unit(look.unit))
 
 
 def states(look: Look, query: Query, colors: dict[str, tuple[str, Color]]) -> statetimeline.Panel:
@@ -195,6 +197,12 @@ def rows(look: Look, key: str, columns: Sequence[Column], *, link: str = "") -> 
         followed = {"title": "Look at this run", "url": link}
         panel.override_by_name(key, [model.DynamicConfigValue("links", [followed])])
     return panel
+
+
+def page(title: str, why: str, markdown: str, height: int) -> text.Panel:
+    """A text over the whole width."""
+    panel = text.Panel().title(title).description(why).height(height).span(COLUMNS)
+    return panel.mode(text_model.TextMode.MARKDOWN).content(markdown)
 
 
 def _target(query: Query, index: int, *, instant: bool = False) -> Builder[query_model.Dataquery]:

@@ -64,7 +64,8 @@ def board(name: str) -> dict[str, Any]:
 
 
 def panels(name: str) -> list[dict[str, Any]]:
-    return [panel for panel in board(name)["panels"] if panel["type"] != "row"]
+    """Those with figures."""
+    return [panel for panel in board(name)["panels"] if panel["type"] not in ("row", "text")]
 
 
 def requirement(panel: dict[str, Any]) -> str | None:
@@ -120,6 +121,9 @@ def test_nothing_overlaps_and_nothing_sticks_out(name: str) -> None:
         assert at["x"] + at["w"] <= COLUMNS, panel["title"]
         return {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
 
+    numbers = [panel["id"] for panel in board(name)["panels"]]
+    assert len(set(numbers)) == len(numbers)
+    assert 0 not in numbers
     for one, other in combinations(board(name)["panels"], 2):
         assert not cells(one) & cells(other), (one["title"], other["title"])
 
@@ -148,6 +152,7 @@ def test_variables_are_declared_once_before_use_and_used(name: str) -> None:
             assert set(VARIABLE.findall(variable["query"])) <= set(names[:i])
     links = json.dumps(made["links"])
     used = set(VARIABLE.findall(links + json.dumps(made["panels"]) + json.dumps(made["annotations"])))
+    used |= {name for variable in variables for name in VARIABLE.findall(json.dumps(variable.get("query")))}
     assert set(names) <= used, set(names) - used
 
 
@@ -157,6 +162,11 @@ def test_a_runbook_that_a_panel_names_is_the_one_of_an_alert(name: str) -> None:
               if "alert" in r}  # fmt: skip
     named = {word for panel in panels(name) for word in re.findall(r"\bTidegate[A-Z]\w+", panel["description"])}
     assert named <= alerts
+
+
+def test_every_runbook_is_a_panel() -> None:
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "runbooks").glob("Tidegate*.md")}
+    assert {panel["title"]: panel["options"]["content"] for panel in board("runbooks")["panels"]} == pages
 
 
 ANY = {"run": ".*", "host": ".*", "rank": ".*", "path": ".*"}
@@ -267,8 +277,8 @@ def test_every_panel_shows_data(prom: Prometheus, name: str, panel: dict[str, An
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_every_variable_has_values_and_every_annotation_happened(prom: Prometheus, name: str) -> None:
     chosen = values(prom, name)
-    assert RUN in chosen["run"].split("|")
-    for mark in board(name)["annotations"]["list"]:
+    assert RUN in chosen.get("run", RUN).split("|")
+    for mark in board(name)["annotations"].get("list", []):
         text = mark["titleFormat"] + mark["textFormat"]
         assert faults(prom, filled(mark["target"]["expr"], chosen), text) == [], mark["name"]
 
