@@ -121,7 +121,7 @@ def _annotation(name: str, expr: str, *, title: str, text: str, tags: str, color
         .datasource(SOURCE)
         .enable(True)
         .icon_color(color)
-        .target(prometheus.Dataquery().expr(expr).ref_id("Anno"))  # type: ignore[arg-type]
+        .target(prometheus.Dataquery().expr(expr).ref_id("Anno"))
         .title_format(title)
         .text_format(text)
         .tag_keys(tags)
