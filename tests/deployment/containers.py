@@ -179,7 +179,7 @@ class Engine:
 
 @contextlib.contextmanager
 def engine(folder: Path, secrets: Path, chosen: dict[str, Service]) -> Iterator[Engine]:
-    """All of `chosen` started, each when those that it waits for are healthy."""
+    """All of `chosen` started, each when those that it waits for are healthy; those that stay are healthy."""
     made = Engine(folder, secrets, list(chosen))
     try:
         made.connect()
@@ -187,6 +187,9 @@ def engine(folder: Path, secrets: Path, chosen: dict[str, Service]) -> Iterator[
             for name in service.waits_for:
                 until(made.containers[name].healthy, f"{name} healthy", 90)
             made.start(service)
+        for name, service in chosen.items():
+            if service.raw["restart"] != "no":  # that one may be done by now
+                until(made.containers[name].healthy, f"{name} healthy", 90)
         yield made
     finally:
         made.stop()

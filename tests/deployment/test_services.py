@@ -16,7 +16,7 @@ from tests.deployment.compose import services
 from tests.deployment.containers import Engine, engine, why_not
 from tests.services import ROOT, until
 
-STEPS = "40"
+STEPS = "12"
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,16 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     subprocess.run([ROOT / "deploy" / "make-secrets", secrets], check=True, capture_output=True)
     chosen = {name: service for name, service in services(TIDEGATE_STEPS=STEPS).items() if name != "grafana"}
     with engine(folder, secrets, chosen) as made:
+        tell_alertmanager(made)
         yield made
+
+
+def tell_alertmanager(engine: Engine) -> None:
+    """It collects for 15 s before it tells the daemon: so it is told first."""
+    alert = '[{"labels": {"alertname": "TidegateTest", "severity": "info", "run": "demo"}}]'
+    sent = ("--post-data", alert, "--header", "Content-Type: application/json")
+    url = "http://alertmanager:9093/api/v2/alerts"
+    assert engine.containers["prometheus"].run("wget", "-q", "-O", "-", *sent, url).returncode == 0
 
 
 def get(engine: Engine, by: str, url: str) -> str:
@@ -66,10 +75,9 @@ def test_prometheus_sees_all_targets_up_and_the_demo_runs_through(running: Engin
 
 
 @pytest.mark.timeout(240)
-def test_all_are_healthy_by_their_own_checks(running: Engine) -> None:
-    for name, container in running.containers.items():
-        if name != "trainer":
-            until(container.healthy, f"{name} healthy", 60)
+def test_all_that_stay_are_healthy_by_their_own_checks(running: Engine) -> None:
+    stay = {name: c.healthy() for name, c in running.containers.items() if c.service.raw["restart"] != "no"}
+    assert stay == dict.fromkeys(("daemon", "dashboard", "alertmanager", "prometheus"), True)
 
 
 @pytest.mark.timeout(240)
@@ -104,10 +112,6 @@ def test_tokens_are_the_mounted_ones_and_each_service_has_only_its_own(running: 
 
 @pytest.mark.timeout(240)
 def test_what_alertmanager_tells_the_daemon_arrives(running: Engine) -> None:
-    alert = '[{"labels": {"alertname": "TidegateTest", "severity": "info", "run": "demo"}}]'
-    sent = ("--post-data", alert, "--header", "Content-Type: application/json")
-    url = "http://alertmanager:9093/api/v2/alerts"
-    assert running.containers["prometheus"].run("wget", "-q", "-O", "-", *sent, url).returncode == 0
     accepted = 'sum(tidegate_requests_total{route="/v1/alerts",status="2xx"})'
     until(lambda: query(running, accepted), "the daemon to be told", 60)
 
