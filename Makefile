@@ -53,6 +53,11 @@ check: $(VENV)/test ## lint, format, types and import contracts
 	$(BIN)/ruff format --check
 	$(BIN)/mypy tidegate
 	$(BIN)/lint-imports
+	@if command -v promtool >/dev/null; then \
+	  promtool check config grafana/prometheus/prometheus.yml; \
+	  promtool check rules --lint=all --lint-fatal grafana/prometheus/rules/*.yml; \
+	fi
+	@if command -v amtool >/dev/null; then amtool check-config grafana/prometheus/alertmanager.yml; fi
 
 .PHONY: bench
 bench: $(VENV)/test ## measure what the README claims (BENCH_ARGS=...)

@@ -202,6 +202,7 @@ class Attachment:
                 for (numel, weight, grad, state), count in sizes.items()
             ),
             num_slots=engine.num_slots,
+            device_memory_bytes=self._optimizer.device.capacity_bytes,
             paths=tuple(engine.host_slots),
             started_at=time.time(),
         )

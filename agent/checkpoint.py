@@ -11,6 +11,7 @@ import torch
 
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.hyperparameters import check_group
+from tidegate.agent.shards import as_part_of, own_part
 from tidegate.agent.subgroups import Segment, flat
 from tidegate.errors import ConfigError
 
@@ -23,16 +24,24 @@ def gather(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int])
     """The state of each parameter that was updated: step, moments, and `remainder` or `master` of 16-bit weights."""
     if not any(steps):
         return {}  # as cheap as it is for torch: Accelerate asks at construction
-    found: list[dict[str, torch.Tensor]] = [_empty_moments(param) for param in params]
+    shards = engine.shards
+    found: list[dict[str, torch.Tensor]] = [_empty_moments(shard) for shard in shards]
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id, changed=False) as arrays:
             for s in layout.segments:
                 for name, array in arrays.items():
                     # On the host, where it comes from: the device need not have room for it.
-                    like = params[s.param]
+                    like = shards[s.param]
                     whole = found[s.param].setdefault(name, torch.empty_like(like, dtype=array.dtype, device="cpu"))
                     flat(whole)[s.offset : s.offset + s.numel] = array[s.start : s.start + s.numel]
-    return {i: {"step": torch.tensor(float(step)), **found[i]} for i, step in enumerate(steps) if step}
+    return {
+        i: {
+            "step": torch.tensor(float(step)),
+            **{name: as_part_of(params[i], part) for name, part in found[i].items()},
+        }
+        for i, step in enumerate(steps)
+        if step
+    }
 
 
 def _empty_moments(param: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -112,12 +121,14 @@ def check(
 def scatter(engine: Engine, params: Sequence[torch.Tensor], state: Mapping[int, ParamState]) -> None:
     """Puts a checked state where the subgroups live; moments of parameters without state become 0."""
     engine.weights_loaded()
+    mine = {i: {name: own_part(value, params[i]) for name, value in given.items() if name != "step"}
+            for i, given in state.items()}  # fmt: skip
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id) as arrays:
             for s in layout.segments:
                 for name, array in arrays.items():
                     part = array[s.start : s.start + s.numel]
-                    _set_part(part, s, name, state.get(s.param, {}), params[s.param])
+                    _set_part(part, s, name, mine.get(s.param, {}), engine.shards[s.param])
 
 
 def _set_part(part: torch.Tensor, s: Segment, name: str, given: ParamState, param: torch.Tensor) -> None:

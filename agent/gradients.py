@@ -20,6 +20,7 @@ import torch
 
 from tidegate.agent.devices.base import Device, Event, GradRef
 from tidegate.agent.fingerprint import sample_view
+from tidegate.agent.shards import as_part_of, check_divided_alike, shard_of
 from tidegate.agent.subgroups import GRAD_DTYPES, Layout, flat, grad_dtype_of, is_dense
 from tidegate.errors import ParameterError
 
@@ -48,6 +49,10 @@ class ReleasedGradient(torch.Tensor):
         return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+def is_released(grad: torch.Tensor | None) -> bool:
+    return grad is not None and isinstance(shard_of(grad), ReleasedGradient)
+
+
 @dataclass(eq=False, slots=True)
 class Arrived:
     """A gradient as it was when it was noted. While this lives, its memory is not given to another gradient.
@@ -63,7 +68,7 @@ class Arrived:
     view: torch.Tensor | None = None
     sample: torch.Tensor | None = None
 
-    def is_still(self, grad: torch.Tensor | None) -> bool:
+    def is_still(self, grad: torch.Tensor) -> bool:
         """Whether nobody has changed it, as far as torch knows."""
         return grad is self.tensor and grad._version == self.version
 
@@ -195,7 +200,7 @@ class Gradients:
         for param in self._changed_in_place():
             self._current[param] = None
         for index, param_ in enumerate(self._params):
-            replaced = param_.grad is not None and not isinstance(param_.grad, ReleasedGradient)
+            replaced = param_.grad is not None and not is_released(param_.grad)
             if self.mode == "release" and self._present[index] and replaced:
                 raise ParameterError(
                     f"The gradient of parameter {index} was replaced after it was released (gradients='release'). "
@@ -205,14 +210,15 @@ class Gradients:
             self._note(param)
 
     def _note(self, param: int) -> None:
-        weight, known = self._params[param], self._current[param]
-        grad = weight.grad
-        self._present[param] = grad is not None
-        if isinstance(grad, ReleasedGradient) or (known is not None and known.is_still(grad)):
-            return
-        if grad is None:
+        whole, known = self._params[param], self._current[param]
+        self._present[param] = whole.grad is not None
+        if whole.grad is None:
             self._current[param] = None
             return
+        weight, grad = shard_of(whole), shard_of(whole.grad)
+        if isinstance(grad, ReleasedGradient) or (known is not None and known.is_still(grad)):
+            return
+        check_divided_alike(param, whole, whole.grad)
         _check(param, weight, grad)
         dense = _as_stored(weight, grad)
         self._device.adopt(dense)
@@ -223,7 +229,7 @@ class Gradients:
             arrived.sample = arrived.view.clone()
         self._current[param] = arrived
         if self.mode == "release":
-            weight.grad = ReleasedGradient(weight)
+            whole.grad = as_part_of(whole, ReleasedGradient(weight))
 
     def _changed_in_place(self) -> list[int]:
         """Gradients that were changed through `.data` since they were noted, as far as samples show it."""
@@ -286,7 +292,7 @@ class Gradients:
         """`.grad` is free for the next step's gradients; what was released before is still used."""
         if self.mode == "release":
             for param in self._params:
-                if isinstance(param.grad, ReleasedGradient):
+                if is_released(param.grad):
                     param.grad = None
 
     # ---- a step's end

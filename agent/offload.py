@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from tidegate.agent.devices.emulated import EmulatedRates
 from tidegate.agent.gradients import Mode
+from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.agent.tiers.path import PathSettings
 from tidegate.errors import ConfigError
 from tidegate.knobs import AUTO, PATH_KNOBS, Knobs, check_path_name, specs_for
@@ -35,7 +36,8 @@ class Offload:
     gradient_memory_bytes: with "release", what gradients may take on the device while they wait for the update; more
         are spilled to the host and come back with their state. 0 for what weights, state and headroom leave.
     policy: "interleaved", or a baseline: "sequential", "twinflow".
-    paths: storage for state that neither device nor host memory keeps: directories, or `PathSettings`, by name.
+    paths: storage for state that neither device nor host memory keeps: directories or
+        "s3://bucket/prefix", by name; or `PathSettings`, `ObjectSettings`.
     tier_split: what share of it each path gets, "nvme:2,pfs:1"; "auto": what measured speeds call for.
     host_cache: bytes of host memory ("8GiB") that hold some of it between steps; "auto": 90 % of what is free.
     order: "pinned" keeps the same subgroups in the host cache; "alternate" runs every other update backwards and keeps
@@ -56,7 +58,7 @@ class Offload:
     gradient_memory_bytes: int = 0
     policy: Policy = "interleaved"
     watchdog_seconds: float = 120.0
-    paths: Mapping[str, str | os.PathLike[str] | PathSettings] = field(default_factory=dict)
+    paths: Mapping[str, str | os.PathLike[str] | PathSettings | ObjectSettings] = field(default_factory=dict)
     tier_split: str = AUTO
     host_cache: int | str = AUTO
     order: str = AUTO
@@ -65,6 +67,7 @@ class Offload:
     def __post_init__(self) -> None:
         for name in self.paths:
             check_path_name(name)
+        self.path_settings()
         self.knobs()
         for name in ("subgroup_numel", "num_slots", "host_slots", "cpu_threads", "headroom_bytes",
                      "gradient_memory_bytes"):  # fmt: skip
@@ -82,9 +85,14 @@ class Offload:
         wanted |= {name: getattr(self, name) for name in PATH_KNOBS if getattr(self, name) != AUTO}
         return Knobs().changed(wanted, specs_for(tuple(self.paths)))
 
-    def path_settings(self) -> dict[str, PathSettings]:
-        """By name, in their order."""
-        return {
-            name: path if isinstance(path, PathSettings) else PathSettings(directory=path)
-            for name, path in self.paths.items()
-        }
+    def path_settings(self) -> dict[str, PathSettings | ObjectSettings]:
+        """By name, in their order. ConfigError for the address of something that is not an object store we know."""
+        return {name: _settings(path) for name, path in self.paths.items()}
+
+
+def _settings(path: str | os.PathLike[str] | PathSettings | ObjectSettings) -> PathSettings | ObjectSettings:
+    if isinstance(path, PathSettings | ObjectSettings):
+        return path
+    if isinstance(path, str) and "://" in path:
+        return ObjectSettings(url=path)
+    return PathSettings(directory=path)

@@ -25,6 +25,7 @@ from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.offload import Offload
 from tidegate.agent.ownership import claim, give_up
 from tidegate.agent.ranks import Ranks
+from tidegate.agent.shards import is_divided, shard_of
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
 from tidegate.agent.tiers.checkpoint import Contents, save
@@ -102,8 +103,10 @@ class AdamW(torch.optim.Optimizer):
         self._steps = [0] * len(self._params)
         self._pid = os.getpid()
         claim(self, self._params)
-        self.device = choose_device(self.offload, self._params)
-        layouts = cut([group["params"] for group in self.param_groups], self.offload.subgroup_numel)
+        self.device = choose_device(self.offload, [shard_of(param) for param in self._params])
+        layouts = cut(
+            [[shard_of(param) for param in group["params"]] for group in self.param_groups], self.offload.subgroup_numel
+        )
         self.knobs = self.offload.knobs()
         self._auto_stride: float | str = START_STRIDE
         self._auto_cache_bytes = self._ample_cache(layouts)
@@ -151,7 +154,7 @@ class AdamW(torch.optim.Optimizer):
             gradients=self.offload.gradients,
             gradient_memory_bytes=self.offload.gradient_memory_bytes,
             headroom_bytes=self.offload.headroom_bytes,
-            early_gradients=not _is_distributed(),
+            early_gradients=not _is_distributed() or all(map(is_divided, self._params)),
             watchdog_seconds=self.offload.watchdog_seconds,
             effective=self._effective(self.knobs),
             store=store,
@@ -395,7 +398,7 @@ class AdamW(torch.optim.Optimizer):
         self.engine.quiesce()
         with self.phases.within("checkpoint"):
             self.engine.weights.take_edited()
-            contents = Contents(self.engine, self._params, self._small_state(), self.num_steps)
+            contents = Contents(self.engine, self.engine.shards, self._small_state(), self.num_steps)
             return save(contents, directory, keep, save_also, Ranks.now())
 
     @torch.no_grad()
@@ -411,7 +414,7 @@ class AdamW(torch.optim.Optimizer):
         self.engine.require_loadable()
         ranks = Ranks.now()
         found = choose(directory, ranks.rank, step)
-        with Reader(found, self._params, ranks) as reader:
+        with Reader(found, self.engine.shards, ranks) as reader:
             small = reader.optimizer()
             if self.engine.usable:
                 self.wait()
@@ -492,13 +495,13 @@ class AdamW(torch.optim.Optimizer):
     def _layouts_of_added(self, params: list[torch.nn.Parameter]) -> list[Layout]:
         """Their subgroups, numbered behind those that are there."""
         for index, param in enumerate(params, start=len(self._params)):
-            check_param(param, index)
+            check_param(shard_of(param), index)
         known, group = len(self.engine.layouts), len(self.param_groups) - 1
         return [
             replace(layout, id=known + layout.id, group=group, segments=tuple(
                 replace(segment, param=len(self._params) + segment.param) for segment in layout.segments
             ))
-            for layout in cut([params], self.offload.subgroup_numel)
+            for layout in cut([[shard_of(param) for param in params]], self.offload.subgroup_numel)
         ]  # fmt: skip
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tidegate.agent.shards import shard_of
 from tidegate.agent.subgroups import check_param
 from tidegate.errors import ParameterError
 
@@ -22,8 +23,8 @@ def claim(owner: object, params: Sequence[torch.Tensor], beside: Sequence[torch.
     ParameterError, with nothing claimed, for parameters that cannot be offloaded, share memory or belong to another.
     """
     for index, param in enumerate(params, start=len(beside)):
-        check_param(param, index)
-    _check_separate([*beside, *params])
+        check_param(shard_of(param), index)
+    _check_separate([shard_of(param) for param in (*beside, *params)])
     for index, param in enumerate(params, start=len(beside)):
         holder = _owners.get(param)
         if holder is not None and holder() is not None:

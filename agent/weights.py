@@ -18,7 +18,7 @@ Form = tuple[str, tuple[int, ...], tuple[int, ...]]
 class Weights:
     """Sees edits by address and version, and by samples where `.data` was used. `params` grows with the engine's."""
 
-    def __init__(self, device: Device, memory: StateMemory, params: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, device: Device, memory: StateMemory, params: Sequence[torch.Tensor]) -> None:
         self._device = device
         self._memory = memory
         self._params = params

@@ -2,7 +2,7 @@
 
 Real Prometheus, Alertmanager, daemon and training run (on the emulated device) with state on two loop file systems; one
 is throttled by the kernel, filled up, the run killed, the daemon killed. The commands are taken from the pages in
-docs/runbooks. Durations of the rules are divided by 30: multiply seconds of waiting by it for the time on a clock, not
+docs/runbooks. Durations of the rules are divided by 60: multiply seconds of waiting by it for the time on a clock, not
 those of detection (leases) or repair. Writes results/runbooks.json. Needs root.
 """
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from typing import Any, Final
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -18,6 +18,7 @@ from tidegate.daemon.control.alerts import AlertBook
 from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.gate import Gate
 from tidegate.daemon.metrics import Measured, Requests, RunCollector
+from tidegate.daemon.openapi import describe
 from tidegate.daemon.routes import agents, alerts, events, health, knobs, runs, sd
 from tidegate.daemon.settings import Settings
 from tidegate.daemon.store import Store
@@ -50,13 +51,20 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.registry = registry = CollectorRegistry()
     registry.register(RunCollector(plane))
     problems.install(app)
-    for part in (agents, runs, knobs, alerts, events, sd, health):
-        app.include_router(part.router)
-    if settings.metrics:
-        app.include_router(health.metrics_router)
-    app.add_middleware(Gate, tokens=Tokens(store), hosts=settings.hosts, max_body_bytes=settings.max_body_bytes)
+    routers = [part.router for part in (agents, runs, knobs, alerts, events, sd, health)]
+    for router in routers + ([health.metrics_router] if settings.metrics else []):
+        app.include_router(router)
+    app.state.routes = [route for router in routers for route in router.routes]
+    app.openapi = lambda: _described(app)  # type: ignore[method-assign]
+    app.add_middleware(Gate, tokens=Tokens(store), settings=settings)
     app.add_middleware(Measured, requests=Requests(registry))
     return app
+
+
+def _described(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        app.openapi_schema = describe(app)
+    return app.openapi_schema
 
 
 @contextlib.asynccontextmanager

@@ -1,13 +1,12 @@
-"""Bearer tokens: who may do what. Tokens are stored as SHA-256; the first start writes one a scope to private files."""
+"""Who may do what: bearer tokens against routes. The first start writes one token of each scope to private files."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import logging
 import os
-import secrets
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,107 +14,121 @@ from pathlib import Path
 from typing import Final
 
 from tidegate.client import SCOPES, Scope
-from tidegate.daemon.settings import Settings
+from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.store import Store
+from tidegate.daemon.tokens import StoredToken, digest_of
 from tidegate.errors import DaemonError
 
-FILED: Final[tuple[Scope, ...]] = SCOPES
 READERS: Final[frozenset[Scope]] = frozenset({"read", "operate", "agent"})
 REFRESH_SECONDS: Final = 2.0
+OPEN: Final = frozenset({"/healthz", "/readyz", "/metrics", "/sd"})
+_RUN_PATH: Final = re.compile(r"/v1/runs/([^/]+)(?:/.*)?")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who holds the token."""
+    """Who holds the token. `run`: the only run that it opens; None opens all."""
 
     name: str
     scope: Scope
+    run: str | None = None
+
+    def may_see(self, run: str) -> bool:
+        return self.run is None or self.run == run
+
+    def check_run(self, run: str) -> None:
+        """Ends the request where the token is for another run."""
+        if not self.may_see(run):
+            raise ProblemError(403, "wrong-run", f"The token opens run {self.run!r} only.")
 
 
 def scopes_allowed(method: str, path: str) -> frozenset[Scope] | None:
     """The scopes that may do this; None where no token is needed. What is not named here is closed."""
-    if path in ("/healthz", "/readyz", "/metrics", "/sd"):
+    if path in OPEN:
         return None
     if method in ("GET", "HEAD"):
         return READERS
+    if method not in ("POST", "PUT", "PATCH", "DELETE"):
+        return frozenset(SCOPES)  # no route has it: 405
     if path == "/v1/alerts" and method == "POST":
         return frozenset({"alert"})
     return frozenset({"agent"}) if path == "/v1/agents" or path.startswith("/v1/agents/") else frozenset({"operate"})
 
 
+def opens(caller: Caller, path: str) -> bool:
+    """Whether a token that is for one run may come near `path`. Routes of agents and lists look closer themselves."""
+    if caller.run is None or path in ("/v1/runs", "/v1/agents", "/v1/openapi.json") or path.startswith("/v1/agents/"):
+        return True
+    found = _RUN_PATH.fullmatch(path)
+    return found is not None and found[1] == caller.run
+
+
 class Tokens:
     """The tokens of the store, read again every two seconds so that new and withdrawn ones take effect."""
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: Store, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+    ) -> None:
         self._store = store
         self._clock = clock
-        self._known: list[tuple[str, Caller]] = []
+        self._wall = wall
+        self._known: list[StoredToken] = []
         self._read_at = -REFRESH_SECONDS
 
-    def check(self, token: str) -> Caller | None:
-        """Whose token it is. Every stored digest is compared, each in constant time."""
+    def check(self, token: str) -> Caller | str:
+        """Whose token it is, or why it opens nothing: `wrong`, `expired` or `revoked`.
+
+        Every stored digest is compared, each in constant time.
+        """
         if self._clock() - self._read_at >= REFRESH_SECONDS:
-            self._known = [(d, Caller(name, scope)) for d, name, scope in self._store.tokens() if scope in SCOPES]
+            self._known = self._store.tokens.all()
             self._read_at = self._clock()
-        asked, found = _digest(token), None
-        for digest, caller in self._known:
-            if hmac.compare_digest(asked, digest):
-                found = caller
-        return found
-
-
-def issue(store: Store, scope: Scope, name: str) -> str:
-    """Makes a token. It is returned once and kept nowhere."""
-    token = f"tide_{secrets.token_urlsafe(32)}"
-    store.add_token(_digest(token), name, scope, time.time())
-    return token
-
-
-def make_token(settings: Settings, scope: Scope, name: str) -> str:
-    """A new token in the database of the settings, whether or not a daemon runs on it."""
-    settings.make_state_dir()
-    store = Store(settings.url)
-    try:
-        return issue(store, scope, name[:64])
-    finally:
-        store.close()
+        asked, found = digest_of(token), None
+        for known in self._known:
+            if hmac.compare_digest(asked, known.digest):
+                found = known
+        if found is None:
+            return "wrong"
+        state = found.state(self._wall())
+        return Caller(found.name, found.scope, found.run) if state == "valid" else state
 
 
 def ensure_files(store: Store, state_dir: Path) -> None:
-    """Makes sure that the token file of every scope in FILED exists, is private and is known to the store."""
-    for scope in FILED:
+    """Makes sure that the token file of every scope exists, is private and holds a token that opens something."""
+    for scope in SCOPES:
         path = state_dir / f"{scope}.token"
         try:
             token = _read_private(path)
-            if token:
-                store.add_token(_digest(token), scope, scope, time.time())
-            else:
-                _write_private(path, issue(store, scope, scope))
+            known = store.tokens.find(digest_of(token)) if token else None
+            if token and known is None:
+                store.tokens.add(token, scope, scope)  # the database was lost, the file was not
+            elif known is None or known.state(time.time()) != "valid":
+                _write_private(path, store.tokens.issue(scope, scope))
         except OSError as error:
             raise DaemonError(f"The token file {path} cannot be used: {error.strerror}.") from error
 
 
 def read_files(store: Store, token_dir: Path) -> None:
-    """Makes the tokens in the files `<scope>.token` known to the store; those of scopes in FILED have to be there.
+    """Makes the tokens in the files `<scope>.token`, one for every scope, known to the store.
 
-    Whoever mounts the files says who may read them: their modes are left alone. DaemonError for one without a token.
+    Whoever mounts the files says who may read them: their modes are left alone. DaemonError for one without a token,
+    or with one that was withdrawn.
     """
     for scope in SCOPES:
         path = token_dir / f"{scope}.token"
-        if scope not in FILED and not path.exists():
-            continue
         try:
             token = path.read_text().strip()
         except OSError as error:
             raise DaemonError(f"The token file {path} cannot be read: {error.strerror}.") from error
         if not token:
             raise DaemonError(f"The token file {path} is empty: write a long random text into it.")
-        store.add_token(_digest(token), scope, scope, time.time())
-
-
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
+        known = store.tokens.find(digest_of(token))
+        if known is None:
+            store.tokens.add(token, scope, scope)
+        elif known.scope != scope or (state := known.state(time.time())) != "valid":
+            why = f"is of scope {known.scope}" if known.scope != scope else f"is {state}"
+            raise DaemonError(f"The token in {path} {why}: write another one into it.")
 
 
 def _read_private(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What routes are given: the control plane and who asks."""
+"""What routes are given: the control plane and who asks. All async: others FastAPI runs in threads, each request."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ from tidegate.daemon.control.plane import ControlPlane
 MAX_WAIT_SECONDS = 60.0
 
 
-def _plane(request: Request) -> ControlPlane:
+async def _plane(request: Request) -> ControlPlane:
     plane: ControlPlane = request.app.state.plane
     return plane
 
 
-def _alerts(request: Request) -> AlertBook:
+async def _alerts(request: Request) -> AlertBook:
     book: AlertBook = request.app.state.alerts
     return book
 
 
-def _author(request: Request) -> str:
+async def _author(request: Request) -> str:
     """Whose token it is, and who the holder says to be: `alice@node1 (operate)`."""
     caller: Caller = request.state.caller
     claim = "".join(c for c in request.headers.get("tidegate-actor", "") if c.isprintable())
     return f"{claim[:40]} ({caller.name[:20]})" if claim else caller.name[:64]
 
 
+async def _caller(request: Request) -> Caller:
+    caller: Caller = request.state.caller
+    return caller
+
+
 Alerts = Annotated[AlertBook, Depends(_alerts)]
 Plane = Annotated[ControlPlane, Depends(_plane)]
+Who = Annotated[Caller, Depends(_caller)]
 Author = Annotated[str, Depends(_author)]
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds")]

@@ -1,38 +1,49 @@
-"""What every request passes before a route sees it: its Host, its token, the size of its body. Closed by default."""
+"""What every request passes before a route sees it: Host, origin, token, size of the body. Closed by default."""
 
 from __future__ import annotations
 
+import logging
+
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tidegate.daemon.auth import Caller, Tokens, scopes_allowed
+from tidegate.daemon.auth import Caller, Tokens, opens, scopes_allowed
+from tidegate.daemon.limits import Failures
 from tidegate.daemon.problems import problem
+from tidegate.daemon.settings import Settings
+from tidegate.daemon.tokens import digest_of
+
+CHALLENGE = {"WWW-Authenticate": 'Bearer realm="tidegate"'}
+REFUSALS = {
+    "wrong": "The daemon does not know this token.",
+    "expired": "The token has expired: ask for a new one.",
+    "revoked": "The token was withdrawn: ask for a new one.",
+}
+log = logging.getLogger(__name__)
 
 
 class Gate:
     """ASGI middleware. The caller, when there is one, is at `request.state.caller`."""
 
-    def __init__(self, app: ASGIApp, *, tokens: Tokens, hosts: frozenset[str], max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, tokens: Tokens, settings: Settings) -> None:
         self._app = app
         self._tokens = tokens
-        self._hosts = hosts
-        self._max_body_bytes = max_body_bytes
+        self._hosts = settings.hosts
+        self._max_body_bytes = settings.max_body_bytes
+        self._failures = Failures(settings.forgiven_failures)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        host = _hostname(headers.get("host", ""))
-        if "*" not in self._hosts and host not in self._hosts:
-            detail = f"This daemon is not {host!r}. If it should be, start it with --allowed-host {host}."
-            await problem(400, "wrong-host", detail)(scope, receive, send)
-            return
-        refusal, caller = self._authorize(scope["method"], scope["path"], headers.get("authorization", ""))
-        if refusal is not None:
-            status, type, detail = refusal
-            challenge = {"WWW-Authenticate": 'Bearer realm="tidegate"'} if status == 401 else None
-            await problem(status, type, detail, headers=challenge)(scope, receive, send)
+        answer = self._wrong_place(headers)
+        caller = None
+        if answer is None:
+            answer, caller = self._authorize(scope, headers.get("authorization", ""))
+        if answer is not None:
+            await answer(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller
         body = await self._read(headers, receive)
@@ -42,20 +53,46 @@ class Gate:
             return
         await self._app(scope, _replay(body, receive), send)
 
-    def _authorize(self, method: str, path: str, header: str) -> tuple[tuple[int, str, str] | None, Caller | None]:
+    def _wrong_place(self, headers: Headers) -> Response | None:
+        """Refuses what a web page can make a browser send: another Host (DNS rebinding), another origin."""
+        host = _hostname(headers.get("host", ""))
+        if "*" not in self._hosts and host not in self._hosts:
+            detail = f"This daemon is not {host[:253]!r}. If it should be, start it with --allowed-host {host[:253]}."
+            return problem(400, "wrong-host", detail)
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower():
+            return problem(403, "cross-origin", "The daemon answers no web page of another origin.")
+        return None
+
+    def _authorize(self, scope: Scope, header: str) -> tuple[Response | None, Caller | None]:
+        method, path = scope["method"], scope["path"]
         if (allowed := scopes_allowed(method, path)) is None:
             return None, None
         kind, _, token = header.partition(" ")
-        if kind.lower() != "bearer" or not token.strip():
-            return (401, "no-token", "A token is needed: send `Authorization: Bearer …`."), None
-        caller = self._tokens.check(token.strip())
-        if caller is None:
-            return (401, "wrong-token", "The daemon does not know this token."), None
+        token = token.strip()
+        if kind.lower() != "bearer" or not token:
+            # Nothing was tried: a page that is opened by hand is no attack.
+            return problem(401, "no-token", "A token is needed: send `Authorization: Bearer …`.", CHALLENGE), None
+        caller = self._tokens.check(token)
+        if isinstance(caller, str):
+            return self._refuse(scope, token, 401, f"{caller}-token", REFUSALS[caller]), None
         if caller.scope not in allowed:
             needed = " or ".join(sorted(allowed))
             detail = f"The token has scope {caller.scope}; {method} {path} needs {needed}."
-            return (403, "wrong-scope", detail), None
+            return self._refuse(scope, token, 403, "wrong-scope", detail), None
+        if not opens(caller, path):
+            return self._refuse(scope, token, 403, "wrong-run", f"The token opens run {caller.run!r} only."), None
         return None, caller
+
+    def _refuse(self, scope: Scope, token: str, status: int, type: str, detail: str) -> Response:
+        """A token that opens nothing counts against its address, too; one that opens something else only by itself."""
+        address = str((scope.get("client") or ("unknown",))[0])
+        keys = [f"token {digest_of(token)}", *([f"address {address}"] if status == 401 else [])]
+        if wait := self._failures.note(*keys):
+            detail = f"Too many refused requests: wait {wait} s."
+            return problem(429, "too-many-failures", detail, {"Retry-After": str(wait)})
+        log.warning("refused %s %s from %s: %s", scope["method"], scope["path"][:200], address, type)
+        return problem(status, type, detail, CHALLENGE if status == 401 else None)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         """The whole body; None when it is too large, told before it is read where the length is known."""

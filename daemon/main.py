@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import ipaddress
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ from tidegate.daemon.app import create_app
 from tidegate.daemon.settings import Settings
 from tidegate.errors import DaemonError
 
+log = logging.getLogger(__name__)
+
 
 class Server(uvicorn.Server):
     """Wakes long polls and event streams before it waits for them to end."""
@@ -37,8 +40,9 @@ def serve(settings: Settings) -> int:
     """Runs until SIGTERM or SIGINT. Returns the exit code; what went wrong is told on stderr."""
     try:
         settings.make_state_dir()
+        settings.check_tls()
         with _exclusive(settings.state_dir), _listen(settings.bind, settings.port) as listener:
-            server = make_server(create_app(settings))
+            server = make_server(create_app(settings), settings)
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it has shut down
             with _announced(settings, listener):
@@ -51,17 +55,20 @@ def serve(settings: Settings) -> int:
     return 0
 
 
-def make_server(app: FastAPI) -> Server:
+def make_server(app: FastAPI, settings: Settings) -> Server:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     return Server(
         uvicorn.Config(
             app,
+            loop="asyncio",
             lifespan="on",
             ws="none",
             access_log=False,
             log_level="warning",
             log_config=None,
             server_header=False,
+            ssl_certfile=settings.tls_certificate,
+            ssl_keyfile=settings.tls_key,
             timeout_keep_alive=75,  # longer than the client's, so that it never writes to a closing connection
             timeout_graceful_shutdown=2,
         )
@@ -114,17 +121,26 @@ def _pid(state_dir: Path) -> str:
         return "unknown"
 
 
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
 @contextlib.contextmanager
 def _announced(settings: Settings, listener: socket.socket) -> Iterator[None]:
     """Writes and prints the actual address; the file goes with the daemon."""
     host, port = listener.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    scheme = "https" if settings.tls_certificate else "http"
+    url = f"{scheme}://[{shown}]:{port}" if ":" in shown else f"{scheme}://{shown}:{port}"
     path = settings.state_dir / "daemon.json"
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps({"url": url, "pid": os.getpid(), "bind": host, "port": port}) + "\n")
     draft.replace(path)
     print(f"Tidegate daemon at {url}, state in {settings.state_dir}.", flush=True)
+    if not settings.tls_certificate and not _is_loopback(host):
+        log.warning("tokens cross the network as they are: give --tls-certificate, or put a TLS proxy in front")
     try:
         yield
     finally:

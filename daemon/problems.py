@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 TITLES = {
     400: "Bad request",
@@ -20,6 +21,7 @@ TITLES = {
     413: "Too large",
     422: "Invalid",
     428: "Precondition required",
+    429: "Too many requests",
     500: "Internal error",
     503: "Not ready",
 }
@@ -50,6 +52,12 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, _on_error)
 
 
+def _allowed(request: Request) -> str:
+    """The methods of every route at this path; starlette names those of the first."""
+    routes = [route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
     match error:
         case ProblemError():
@@ -62,7 +70,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
             return problem(404, "not-found", f"There is nothing at {request.url.path}.")
         case HTTPException(status_code=405):
             detail = f"{request.url.path} does not accept {request.method}."
-            return problem(405, "method-not-allowed", detail, headers=dict(error.headers or {}))
+            return problem(405, "method-not-allowed", detail, headers={"Allow": _allowed(request)})
         case HTTPException():
             return problem(error.status_code, "about:blank", str(error.detail))
     detail = f"{request.method} {request.url.path} failed with {type(error).__name__}; the daemon's log says more."

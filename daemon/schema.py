@@ -1,24 +1,17 @@
-"""The tables: what must survive a restart of the daemon."""
+"""The tables as they are now: what must survive a restart of the daemon. `migrations/` says how they came to be."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
-from sqlalchemy import DDL, JSON, BigInteger, Float, Index, Integer, String, Text, event
+from sqlalchemy import JSON, BigInteger, Float, Index, Integer, String, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-
-SCHEMA_VERSION: Final = 1
 
 
 class Base(DeclarativeBase):
     """Base of all tables; dicts are stored as JSON."""
 
     type_annotation_map = {dict[str, Any]: JSON, float: Float, str: String(300)}  # noqa: RUF012
-
-
-class SchemaRow(Base):
-    __tablename__ = "schema_version"
-    version: Mapped[int] = mapped_column(primary_key=True)
 
 
 class TokenRow(Base):
@@ -29,6 +22,10 @@ class TokenRow(Base):
     name: Mapped[str]
     scope: Mapped[str]
     created_at: Mapped[float]
+    run: Mapped[str | None]
+    """The only run that it opens; None opens all."""
+    expires_at: Mapped[float | None]
+    revoked_at: Mapped[float | None]
 
 
 class RunRow(Base):
@@ -52,6 +49,9 @@ class GenerationRow(Base):
     votes: Mapped[dict[str, Any]]
     applied: Mapped[dict[str, Any]]
     effect: Mapped[dict[str, Any] | None]
+    canary: Mapped[dict[str, Any] | None]
+    restores: Mapped[int | None]
+    """The generation whose knobs it brings back."""
 
 
 class AgentRow(Base):
@@ -69,7 +69,7 @@ class AgentRow(Base):
 
 
 class AuditEntry(Base):
-    """Append-only: SQLite refuses updates and deletions by trigger."""
+    """Append-only: the database refuses updates and deletions by trigger."""
 
     __tablename__ = "audit"
     __table_args__ = (Index("audit_by_run", "run", "id"),)
@@ -83,11 +83,3 @@ class AuditEntry(Base):
     after: Mapped[dict[str, Any]]
     reason: Mapped[str] = mapped_column(Text)
     effect: Mapped[str] = mapped_column(Text)
-
-
-for _verb in ("UPDATE", "DELETE"):
-    _ddl = DDL(  # type: ignore[no-untyped-call]
-        f"CREATE TRIGGER IF NOT EXISTS audit_no_{_verb.lower()} BEFORE {_verb} ON audit "
-        "BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END"
-    )
-    event.listen(AuditEntry.__table__, "after_create", _ddl.execute_if(dialect="sqlite"))

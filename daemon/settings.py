@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,8 +19,8 @@ class Settings(BaseModel):
 
     state_dir: Path = Field(default_factory=state_dir)
     token_dir: Path | None = None
-    """Holds `<scope>.token` of read, operate, agent and, where it is wanted, alert, made by somebody else: secrets as
-    files. They are read, never written. None: the daemon makes those that it needs in `state_dir`."""
+    """Holds `<scope>.token` for every scope, made by somebody else: secrets as files. They are read, never written.
+    None: the daemon makes them in `state_dir`."""
     database_url: str | None = None
     """Any SQLAlchemy URL; None is an SQLite file in `state_dir`."""
     bind: str = "127.0.0.1"
@@ -30,6 +31,12 @@ class Settings(BaseModel):
     allowed_hosts: tuple[str, ...] = ()
     """More values of the Host header to accept; `*` accepts any."""
     metrics: bool = True
+    tls_certificate: Path | None = None
+    """PEM file with the certificate and its chain; with it the daemon speaks HTTPS only."""
+    tls_key: Path | None = None
+    """PEM file with its private key; None where the certificate's file holds it."""
+    forgiven_failures: int = Field(default=20, ge=1)
+    """Requests with a token that opens nothing, of one token or one address, before they are told to wait."""
     lease_seconds: float = Field(default=10.0, gt=0)
     proposal_seconds: float = Field(default=5.0, gt=0)
     max_body_bytes: int = Field(default=MAX_BODY_BYTES, gt=0)
@@ -45,6 +52,20 @@ class Settings(BaseModel):
             self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise DaemonError(f"The state directory {self.state_dir} cannot be made: {error.strerror}.") from error
+
+    def check_tls(self) -> None:
+        """DaemonError when the certificate cannot be used, before a port is taken."""
+        if self.tls_certificate is None:
+            if self.tls_key is not None:
+                raise DaemonError("A key without its certificate: give --tls-certificate too.")
+            return
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                self.tls_certificate, self.tls_key, password=lambda: ""
+            )
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            why = getattr(error, "strerror", None) or str(error)
+            raise DaemonError(f"The certificate {self.tls_certificate} cannot be used: {why}.") from error
 
     @property
     def hosts(self) -> frozenset[str]:

@@ -6,26 +6,20 @@ A method has committed when it returns: what the daemon acknowledges, it keeps.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import create_engine, event, func, select
+from sqlalchemy import create_engine, event, func, select, update
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import sessionmaker
 
+from tidegate.daemon.control import canary
 from tidegate.daemon.control.generations import Ballot, Generation
-from tidegate.daemon.schema import (
-    SCHEMA_VERSION,
-    AgentRow,
-    AuditEntry,
-    Base,
-    GenerationRow,
-    RunRow,
-    SchemaRow,
-    TokenRow,
-)
+from tidegate.daemon.migrations.upgrade import upgrade
+from tidegate.daemon.schema import AgentRow, AuditEntry, GenerationRow, RunRow
+from tidegate.daemon.tokens import TokenTable
 from tidegate.errors import DaemonError
 from tidegate.wire import AgentHello, AuditRow, KnobChanges, Liveness, MeasuredEffect
 
@@ -57,20 +51,20 @@ class AuditNote:
 
 
 class Store:
-    """Opens the database at `url` and makes its tables; a database of a newer version is refused."""
+    """Opens the database at `url` and brings its tables up to date; one of a newer version is refused."""
 
     def __init__(self, url: str) -> None:
         try:
             self._engine = create_engine(url)
             if self._engine.dialect.name == "sqlite":
                 event.listen(self._engine, "connect", _use_wal)
-            Base.metadata.create_all(self._engine)
-            self._session = sessionmaker(self._engine, expire_on_commit=False)
-            _check_version(self._session)
+            upgrade(self._engine)
         except (SQLAlchemyError, ImportError) as error:
             why = str(getattr(error, "orig", None) or error).splitlines()[0]
             shown = url if "@" not in url else url.partition("://")[0]
             raise DaemonError(f"The database {shown} cannot be opened: {why}.") from error
+        self._session = sessionmaker(self._engine, expire_on_commit=False)
+        self.tokens = TokenTable(self._session)
 
     @property
     def engine(self) -> Engine:
@@ -107,17 +101,42 @@ class Store:
                 session.merge(_agent_row(agent))
             session.add_all(_audit_entry(note) for note in notes)
 
+    def touch(self, agents: Iterable[AgentRecord]) -> None:
+        """Stores what changes all the time of agents that are known, in one statement."""
+        rows = [
+            {
+                "run": agent.hello.run,
+                "rank": agent.hello.rank,
+                "liveness": agent.liveness,
+                "last_seen": agent.last_seen,
+                "step": agent.step,
+                "applied_generation": agent.applied_generation,
+            }
+            for agent in agents
+        ]
+        if rows:
+            with self._session.begin() as session:
+                session.execute(update(AgentRow), rows)
+
     def generations(self, run: str) -> list[Generation]:
         """All generations of the run, oldest first."""
         query = select(GenerationRow).where(GenerationRow.run == run).order_by(GenerationRow.number)
         with self._session() as session:
             return [_generation(row) for row in session.scalars(query)]
 
+    def newest_of(self, run: str, states: Collection[str], below: int) -> int | None:
+        """The newest generation older than `below` that is in one of these states."""
+        query = select(func.max(GenerationRow.number)).where(
+            GenerationRow.run == run, GenerationRow.number < below, GenerationRow.state.in_(states)
+        )
+        with self._session() as session:
+            return session.scalar(query)
+
     def generation(self, run: str, number: int) -> Generation:
         with self._session() as session:
             return _generation(session.get_one(GenerationRow, (run, number)))
 
-    # ---- agents, audit, tokens
+    # ---- agents and audit
 
     def agents(self) -> list[AgentRecord]:
         with self._session() as session:
@@ -144,15 +163,6 @@ class Store:
         with self._session() as session:
             return _audit_rows(session.scalars(query))
 
-    def tokens(self) -> list[tuple[str, str, str]]:
-        """(digest, name, scope) of every token."""
-        with self._session() as session:
-            return [(row.digest, row.name, row.scope) for row in session.scalars(select(TokenRow))]
-
-    def add_token(self, digest: str, name: str, scope: str, created_at: float) -> None:
-        with self._session.begin() as session:
-            session.merge(TokenRow(digest=digest, name=name, scope=scope, created_at=created_at))
-
 
 def _audit_rows(newest_first: Iterable[AuditEntry]) -> list[AuditRow]:
     rows = [AuditRow(**{name: getattr(row, name) for name in AuditRow.model_fields}) for row in newest_first]
@@ -164,17 +174,6 @@ def _use_wal(connection: Any, _: Any) -> None:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA busy_timeout=5000")
-
-
-def _check_version(sessions: sessionmaker[Session]) -> None:
-    with sessions.begin() as session:
-        found = session.scalar(select(func.max(SchemaRow.version)))
-        if found is None:
-            session.add(SchemaRow(version=SCHEMA_VERSION))
-        elif found > SCHEMA_VERSION:
-            raise DaemonError(
-                f"The database is of version {found}, this Tidegate knows {SCHEMA_VERSION}: install a newer Tidegate."
-            )
 
 
 def _generation_row(run: str, g: Generation) -> GenerationRow:
@@ -192,6 +191,8 @@ def _generation_row(run: str, g: Generation) -> GenerationRow:
         votes={str(rank): [ballot.can, ballot.reason] for rank, ballot in g.votes.items()},
         applied={str(rank): step for rank, step in g.applied.items()},
         effect=g.effect.model_dump() if g.effect else None,
+        canary=dict(canary.as_json(g.canary)) if g.canary else None,
+        restores=g.restores,
     )
 
 
@@ -209,6 +210,8 @@ def _generation(row: GenerationRow) -> Generation:
         votes={int(rank): Ballot(*ballot) for rank, ballot in row.votes.items()},
         applied={int(rank): step for rank, step in row.applied.items()},
         effect=MeasuredEffect.model_validate(row.effect) if row.effect else None,
+        canary=canary.from_json(row.canary) if row.canary else None,
+        restores=row.restores,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tidegate.daemon.control.canary import Canary
 from tidegate.daemon.control.generations import Generation
 from tidegate.daemon.control.liveness import of_run
 from tidegate.daemon.control.notes import TEXT
@@ -19,6 +20,7 @@ from tidegate.wire import (
     RunView,
     SdTarget,
 )
+from tidegate.wire_canary import CanaryView
 
 
 def generation_view(run: str, g: Generation) -> GenerationView:
@@ -35,6 +37,22 @@ def generation_view(run: str, g: Generation) -> GenerationView:
         outcome=g.outcome[:TEXT],
         applied=dict(g.applied),
         measured_effect=g.effect,
+        canary=canary_view(g.canary) if g.canary else None,
+        restores=g.restores,
+    )
+
+
+def canary_view(canary: Canary) -> CanaryView:
+    return CanaryView(
+        base=canary.base,
+        steps=canary.steps,
+        min_effect=canary.min_effect,
+        min_headroom=canary.min_headroom,
+        state=canary.state,
+        verdict=canary.verdict[:TEXT],
+        predicted_update_seconds_before=canary.predicted_before,
+        predicted_update_seconds_after=canary.predicted_after,
+        measured=canary.measured,
     )
 
 

@@ -10,7 +10,7 @@ import streamlit as st
 
 from tidegate.client import DaemonClient, find_token
 from tidegate.errors import DaemonError, NotAuthorized, NotFound
-from tidegate.wire import GenerationView, KnobsView, RankView, RunView, StepReport, TimelineView
+from tidegate.wire import AlertView, GenerationView, KnobsView, RankView, RunView, StepReport, TimelineView
 
 NUM_STEPS = 200
 TIMEOUT_SECONDS = 3.0
@@ -26,6 +26,7 @@ class Snapshot:
     timeline: TimelineView | None
     knobs: KnobsView
     generations: tuple[GenerationView, ...]
+    alerts: tuple[AlertView, ...]
     read_at: float
 
 
@@ -130,6 +131,7 @@ def _snapshot(url: str, run: str, rank: int) -> Snapshot:
         timeline=_timeline(url, run, rank, seen.step),
         knobs=client.knobs(run),
         generations=tuple(client.generations(run)),
+        alerts=tuple(client.alerts(run)),
         read_at=time.time(),
     )
 

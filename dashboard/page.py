@@ -9,7 +9,7 @@ import streamlit as st
 from tidegate.client import find_daemon
 from tidegate.dashboard import URL_VARIABLE, feed, markup
 from tidegate.dashboard.digest import digest
-from tidegate.dashboard.views import control, form, header, phases, resources, states, storage, update
+from tidegate.dashboard.views import alerts, control, form, header, phases, resources, states, storage, update
 from tidegate.wire import RunView
 
 REFRESH_SECONDS = 1.5
@@ -100,6 +100,7 @@ def _live(url: str, run: str, rank: int) -> None:
 def _live_knobs(url: str, run: str, rank: int) -> None:
     snapshot = feed.look(url, run, rank).snapshot
     if snapshot is not None:
+        alerts.alerts(snapshot)
         control.knobs(snapshot)
         control.history(snapshot)
 

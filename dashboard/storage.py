@@ -30,7 +30,7 @@ class PathFigures:
     write: PathUse
     lock_wait_seconds: float
     errors: int
-    free_bytes: int
+    free_bytes: int | None
     written_bytes_per_day: float | None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,7 +60,19 @@ PARTS = ("torch", "numpy", "fastapi", "uvicorn", "sqlalchemy", "prometheus_clien
 def test_help_and_status_need_no_part(tmp_path: Path) -> None:
     code, text = without(PARTS, "--help", state=tmp_path)
     assert code == 0
-    for command in ("daemon", "status", "knobs", "generations", "trace", "dashboard", "demo", "train", "doctor"):
+    for command in (
+        "daemon",
+        "status",
+        "knobs",
+        "history",
+        "rollback",
+        "events",
+        "trace",
+        "dashboard",
+        "demo",
+        "train",
+        "doctor",
+    ):
         assert command in text
     code, text = without(PARTS, "status", state=tmp_path)
     assert (code, "No daemon answers" in text) == (1, True)
@@ -69,7 +82,12 @@ def test_help_and_status_need_no_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "extra"),
-    [(("daemon",), "daemon"), (("token", "read"), "daemon"), (("dashboard",), "dashboard"), (("demo",), "demo")],
+    [
+        (("daemon",), "daemon"),
+        (("token", "create", "read"), "daemon"),
+        (("dashboard",), "dashboard"),
+        (("demo",), "demo"),
+    ],
 )
 def test_a_missing_extra_is_named(tmp_path: Path, words: tuple[str, ...], extra: str) -> None:
     code, text = without(PARTS, *words, state=tmp_path)
@@ -93,7 +111,10 @@ def test_a_missing_extra_is_named(tmp_path: Path, words: tuple[str, ...], extra:
         (("knobs", "get"), 1, "No run is running."),
         (("trace", "--run", "nowhere"), 1, "There is no run 'nowhere'."),
         (("status", "--daemon", "head"), 1, "'head' is not an address of a daemon: say http://host:port."),
-        (("token", "root"), 2, "There is no scope 'root'. The scopes are: read, operate, agent, alert."),
+        (("token", "create", "read", "--run", "a/b"), 2, "'a/b' cannot be the name of a run"),
+        (("token", "create", "read", "--expires", "soon"), 2, "--expires 'soon' is no duration: say 12h or 30d"),
+        (("token", "revoke", "nothing"), 1, "Not exactly one token has an id that begins with 'nothing'"),
+        (("token", "create", "root"), 2, "There is no scope 'root'. The scopes are: read, operate, agent, alert."),
         (("train", "--stride", "0"), 2, "stride='0' is out of range"),
     ],
 )
@@ -158,10 +179,10 @@ def test_knobs_set_and_get(daemon: Daemon) -> None:
     assert "Run llama-7b, newest generation 2" in text
     view = json.loads(run(daemon, "knobs", "get", "llama-7b", "--json")[1])
     assert view["desired"] == {"stride": "auto", "static_ratio": 0.25}
-    code, text, _ = run(daemon, "generations")
+    code, text, _ = run(daemon, "history")
     assert code == 0
     assert "(it stalls)" in text
-    assert [row["generation"] for row in json.loads(run(daemon, "generations", "--json")[1])] == [0, 1, 2]
+    assert [row["generation"] for row in json.loads(run(daemon, "history", "--json")[1])] == [0, 1, 2]
 
 
 def test_knobs_of_storage_paths(daemon: Daemon) -> None:
@@ -224,6 +245,66 @@ def test_stale_says_who(daemon: Daemon) -> None:
     assert "(operate) changed stride=4 at" in error
 
 
+def test_canary_history_and_rollback(daemon: Daemon) -> None:
+    agent = Agent(daemon, "llama-7b")
+    agent.train(12, 1.0)
+    with agent.answering():
+        code, text, _ = run(daemon, "knobs", "set", "stride=5", "--canary", "10", "--min-effect", "0.1")
+        assert (code, "Canary: 10 steps decide" in text) == (0, True)
+        wait_until(lambda: daemon.client().generations("llama-7b")[1].state == "applied", "applied")
+        assert "[canary waiting: too few steps yet]" in run(daemon, "history")[1]
+        agent.train(11, 4.0)
+        wait_until(lambda: len(daemon.client().generations("llama-7b")) == 3, "the way back")
+        wait_until(lambda: daemon.client().generations("llama-7b")[2].state == "applied", "the way back")
+        rows = json.loads(run(daemon, "history", "--json")[1])
+        assert (rows[1]["canary"]["state"], rows[2]["restores"]) == ("rolled_back", 0)
+        code, text, _ = run(daemon, "rollback", "1", "--reason", "it was fine")
+        assert (code, text.startswith("Generation 3 committed: stride=5")) == (0, True), text
+        wait_until(lambda: daemon.client().generations("llama-7b")[3].state == "applied", "applied")
+    text = run(daemon, "events")[1]
+    assert "rank 0 is live" in text
+    assert "canary condemned: Harmful: a step took" in text
+    assert "generation 3 applied: stride=5" in text
+    kinds = [json.loads(line)["kind"] for line in run(daemon, "events", "--json")[1].splitlines()]
+    assert set(kinds) == {"agent", "report", "generation"}
+    code, _, error = run(daemon, "knobs", "set", "stride=3", "--min-effect", "0.1")
+    assert (code, "give --canary too" in error) == (2, True)
+    code, _, error = run(daemon, "rollback", "99")
+    assert (code, "has no generation 99" in error) == (1, True)
+
+
+def test_watching_and_following(daemon: Daemon) -> None:
+    """Both go on until Ctrl-C, which is no error."""
+    agent = Agent(daemon, "llama-7b")
+    env = environment(daemon.state, TIDEGATE_DAEMON=daemon.url)
+    for words, said in (
+        (("status", "--watch"), "llama-7b"),
+        (("events", "--follow"), "generation 1 proposed: stride=4"),
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tidegate", *words], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        if "events" in words:
+            daemon.client().set_knobs("llama-7b", {"stride": 4}, wait=0)
+            agent.answer()
+        else:
+            wait_until(lambda: _asked(daemon, "/v1/runs") > 1, "the second look", 20)
+        if "events" in words:
+            while said not in (line := process.stdout.readline()):
+                assert line, "it ended"
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert "events" in words or said in text
+
+
+def _asked(daemon: Daemon, route: str) -> float:
+    text = daemon.http("GET", "/metrics", None).text
+    prefix = f'tidegate_requests_total{{method="GET",route="{route}",status="2xx"}} '
+    return next((float(line.removeprefix(prefix)) for line in text.splitlines() if line.startswith(prefix)), 0.0)
+
+
 def test_several_runs(daemon: Daemon) -> None:
     names = sorted(new_run() for _ in range(2))
     for name in names:
@@ -252,12 +333,20 @@ def test_trace(daemon: Daemon, tmp_path: Path) -> None:
     assert (code, "cannot be written" in error) == (1, True)
 
 
-def test_token(daemon: Daemon) -> None:
-    code, token, _ = run(daemon, "token", "read", "--name", "grafana")
+def test_tokens(daemon: Daemon) -> None:
+    code, token, _ = run(daemon, "token", "create", "read", "--name", "grafana", "--run", "one", "--expires", "12h")
     daemon.tokens["grafana"] = token.strip()
     assert code == 0
     wait_until(lambda: daemon.http("GET", "/v1/runs", "grafana").status_code == 200, "the new token")
     assert daemon.http("PATCH", "/v1/runs/x/knobs", "grafana").status_code == 403
+    assert "grafana" in run(daemon, "token", "list")[1]
+    (row,) = (row for row in json.loads(run(daemon, "token", "list", "--json")[1]) if row["name"] == "grafana")
+    assert (row["scope"], row["run"], row["state"]) == ("read", "one", "valid")
+    assert row["ends"] - row["made"] == pytest.approx(12 * 3600, abs=60)
+    code, text, _ = run(daemon, "token", "revoke", row["id"])
+    assert (code, token.strip() in text) == (0, False)
+    wait_until(lambda: daemon.http("GET", "/v1/runs", "grafana").status_code == 401, "the end of the token")
+    assert daemon.http("GET", "/v1/runs", "grafana").json()["type"] == "revoked-token"
 
 
 def test_doctor(daemon: Daemon) -> None:

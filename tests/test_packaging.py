@@ -111,6 +111,7 @@ def requirements(wheel: Path, extra: str | None) -> set[str]:
     [
         (None, {"httpx", "pydantic", "rich", "typer", "tenacity"}, {"torch", "numpy", "fastapi", "streamlit"}),
         ("agent", {"torch", "numpy", "prometheus-client"}, {"streamlit", "fastapi", "tidegate"}),
+        ("s3", {"obstore", "boto3"}, {"streamlit", "fastapi", "moto"}),
         ("daemon", {"fastapi", "sqlalchemy"}, {"torch", "streamlit", "tidegate"}),
         ("dashboard", {"streamlit", "plotly"}, {"torch", "fastapi", "tidegate"}),
     ],

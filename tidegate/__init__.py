@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tidegate.agent.overlap import wait as wait
     from tidegate.agent.tiers.manifest import Checkpoint as Checkpoint
     from tidegate.agent.tiers.manifest import find_checkpoints as find_checkpoints
+    from tidegate.agent.tiers.object_settings import ObjectSettings as ObjectSettings
     from tidegate.agent.tiers.path import PathSettings as PathSettings
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ _HOME = {
     "ForwardOverlap": "tidegate.agent.overlap",
     "overlap_forward": "tidegate.agent.overlap",
     "wait": "tidegate.agent.overlap",
+    "ObjectSettings": "tidegate.agent.tiers.object_settings",
     "PathSettings": "tidegate.agent.tiers.path",
     "Checkpoint": "tidegate.agent.tiers.manifest",
     "find_checkpoints": "tidegate.agent.tiers.manifest",
@@ -42,6 +44,7 @@ __all__ = [
     "Checkpoint",
     "EmulatedRates",
     "ForwardOverlap",
+    "ObjectSettings",
     "Offload",
     "PathSettings",
     "attach",

@@ -22,10 +22,14 @@ def print_runs(runs: Sequence[RunView]) -> None:
     if not runs:
         print("No runs yet: train with tidegate.attach(optimizer, model, run=…), or try `tidegate demo`.")
         return
-    rows = [_rank_row(run, rank) for run in runs for rank in run.ranks]
-    _table(("run", "rank", "state", "step", "phase", "update", "exposed", "loss", "device", "host", "knobs"), rows)
+    console.print(runs_table(runs))
     if any(run.device_kind == "emulated" and run.liveness in ("live", "stale") for run in runs):
         print("Emulated devices copy and compute at stated rates: their speeds are no measurement.")
+
+
+def runs_table(runs: Sequence[RunView]) -> Table:
+    columns = ("run", "rank", "state", "step", "phase", "update", "exposed", "loss", "device", "host", "knobs")
+    return _made(columns, [_rank_row(run, rank) for run in runs for rank in run.ranks])
 
 
 def _rank_row(run: RunView, rank: RankView) -> tuple[str, ...]:
@@ -58,7 +62,7 @@ def print_knobs(view: KnobsView) -> None:
         if (bound := view.bounds.get(name))
     ]
     print(f"Run {view.run}, newest generation {view.generation}")
-    _table(("knob", "desired", "bounds", "what it does"), rows)
+    table(("knob", "desired", "bounds", "what it does"), rows)
     if view.pending:
         print(f"Generation {view.pending.generation} waits for the ranks: {shown(view.pending.changes)}")
     print_ranks(view.ranks)
@@ -67,14 +71,16 @@ def print_knobs(view: KnobsView) -> None:
 def print_ranks(ranks: Iterable[RankKnobs]) -> None:
     rows = [(str(r.rank), r.liveness, str(r.applied_generation), shown(r.effective), r.refused or "") for r in ranks]
     if rows:
-        _table(("rank", "state", "applied", "effective", "refused because"), rows)
+        table(("rank", "state", "applied", "effective", "refused because"), rows)
 
 
 def print_generation(made: GenerationView, ranks: Iterable[RankKnobs]) -> None:
     if made.state == "proposed":
-        print(f"Generation {made.generation} is still being voted on: see `tidegate generations`.")
+        print(f"Generation {made.generation} is still being voted on: see `tidegate history`.")
     else:
         print(f"Generation {made.generation} {made.state}: {shown(made.knobs)}. {made.outcome}")
+    if made.canary is not None and made.canary.state == "waiting":
+        print(f"Canary: {made.canary.steps} steps decide; watch it with `tidegate history` or `tidegate events -f`.")
     print_ranks(ranks)
 
 
@@ -85,7 +91,7 @@ def print_preview(preview: KnobPreview) -> None:
     before, after = preview.predicted_update_seconds_before, preview.predicted_update_seconds_after
     if before is not None and after is not None:
         rows.append(("update, predicted", _seconds(before), _seconds(after)))
-    _table(("", "now", "then"), rows)
+    table(("", "now", "then"), rows)
     if preview.no_prediction:
         print(preview.no_prediction)
 
@@ -99,9 +105,15 @@ def print_generations(found: Iterable[GenerationView]) -> None:
         )
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.created_at))
         what = shown(made.changes) or shown(made.knobs)
-        told = " ".join(part for part in (made.outcome, made.reason and f"({made.reason})") if part)
+        told = " ".join(part for part in (made.outcome, made.reason and f"({made.reason})", _trial(made)) if part)
         rows.append((str(made.generation), made.state, what, made.author, when, measured, told))
-    _table(("#", "state", "change", "who", "when", "update", "outcome"), rows)
+    table(("#", "state", "change", "who", "when", "update", "outcome"), rows)
+
+
+def _trial(made: GenerationView) -> str:
+    if made.canary is None:
+        return ""
+    return f"[canary {made.canary.state.replace('_', ' ')}: {made.canary.verdict or 'too few steps yet'}]"
 
 
 def shown(knobs: dict[str, KnobValue]) -> str:
@@ -127,9 +139,15 @@ def _seconds(value: float | None) -> str:
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints the rows under their columns; nothing where there are none."""
+    made = _made(columns, rows)
+    if made.row_count:
+        console.print(made)
+
+
+def _made(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    made = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        table.add_row(*row)
-    if table.row_count:
-        console.print(table)
+        made.add_row(*row)
+    return made

@@ -18,7 +18,7 @@ from tidegate.logs import VARIABLE, LogFormat, configure
 
 _DEFAULT: Final = DemoOptions()
 _EXTRAS: Final = {
-    "daemon": ("fastapi", "starlette", "uvicorn", "sqlalchemy", "prometheus_client"),
+    "daemon": ("alembic", "fastapi", "starlette", "uvicorn", "sqlalchemy", "prometheus_client"),
     "dashboard": ("streamlit", "plotly", "pandas", "altair"),
     "agent": ("torch", "numpy", "psutil"),
     "demo": ("transformers",),
@@ -40,18 +40,18 @@ def needs(extra: str = "") -> Iterator[None]:
         raise TidegateError(f"This needs {missing}: pip install 'tidegate[{named}]'.") from error
 
 
-def _paths(words: Sequence[str] | None) -> tuple[tuple[str, Path], ...] | None:
-    """The paths in `--path NAME=DIR`, None without any. ConfigError for what is not of that form."""
+def _paths(words: Sequence[str] | None) -> tuple[tuple[str, Path | str], ...] | None:
+    """The paths in `--path NAME=DIR` or NAME=s3://…, None without any. ConfigError for what is not of that form."""
     if not words:
         return None
-    found: dict[str, Path] = {}
+    found: dict[str, Path | str] = {}
     for word in words:
         name, equals, directory = word.partition("=")
         if not equals or not directory:
             raise ConfigError(f"--path {word!r} is not NAME=DIR, as in --path nvme=/nvme/tide.")
         if check_path_name(name) in found:
             raise ConfigError(f"--path names {name!r} twice: give each path its own name.")
-        found[name] = Path(directory)
+        found[name] = directory if "://" in directory else Path(directory)
     return tuple(found.items())
 
 
@@ -81,7 +81,10 @@ def training_command(*, view: bool) -> Callable[..., None]:
         subgroup_numel: Annotated[int, typer.Option(help="Parameters per subgroup.", min=1)] = _DEFAULT.subgroup_numel,
         path: Annotated[
             list[str] | None,
-            typer.Option(metavar="NAME=DIR", help="A storage path; repeat it. Default: two in the run's folder."),
+            typer.Option(
+                metavar="NAME=DIR",
+                help="A storage path, also NAME=s3://…; repeat it. Default: two in the run's folder.",
+            ),
         ] = None,
         tier_split: Annotated[str, typer.Option(help="What each path gets: nvme:2,pfs:1; or auto.")] = (
             _DEFAULT.tier_split

@@ -8,6 +8,7 @@ import getpass
 import json
 import os
 import socket
+import ssl
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +38,7 @@ from tidegate.wire import (
     TimelineView,
     Vote,
 )
+from tidegate.wire_canary import CanaryRequest, Rollback
 
 Scope = Literal["read", "operate", "agent", "alert"]
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
@@ -90,10 +92,12 @@ class DaemonClient:
 
     token: bearer token; None sends none (only health() works then).
     timeout: seconds for one answer; long polls add what they wait for.
+    ca: PEM file of the authority that signed the daemon's certificate (or the certificate itself); None is
+        TIDEGATE_CA_FILE, else what the system trusts.
     Every method raises DaemonUnreachable, NotAuthorized, NotFound, StaleKnobs, RankTaken, KnobError or DaemonError.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout: float = 5.0) -> None:
+    def __init__(self, url: str, token: str | None = None, timeout: float = 5.0, ca: Path | None = None) -> None:
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -108,6 +112,7 @@ class DaemonClient:
             base_url=self.url,
             headers=headers,
             timeout=timeout,
+            verify=_trust(ca) if parts.scheme == "https" else True,
             trust_env=parts.hostname not in _LOOPBACK,  # a proxy cannot reach our loopback
             limits=httpx.Limits(keepalive_expiry=30.0),  # less than the daemon's, or it closes under our request
         )
@@ -176,17 +181,25 @@ class DaemonClient:
         generation: int | None = None,
         reason: str = "",
         wait: float = 10.0,
+        canary: CanaryRequest | None = None,
     ) -> GenerationView:
         """Makes a new generation on top of `generation` and waits up to `wait` seconds for what becomes of it.
 
         generation: the newest one that the caller has seen; StaleKnobs when there is a newer one. None reads it first.
+        canary: keep it only if the steps that follow are no worse than those before.
         """
         etag = self.knobs(run).generation if generation is None else generation
-        body = KnobPatch(changes=dict(changes), reason=reason)
+        body = KnobPatch(changes=dict(changes), reason=reason, canary=canary)
         query = {"wait": wait}
         return self._ask(
             GenerationView, "PATCH", _at("runs", run, "knobs"), body=body, query=query, generation=etag, wait=wait
         )
+
+    def roll_back(self, run: str, to: int | None = None, *, reason: str = "", wait: float = 10.0) -> GenerationView:
+        """Brings back the knobs of generation `to` as a new one; None: the one before, or what a canary is against."""
+        body = Rollback(to=to, reason=reason)
+        path = _at("runs", run, "rollback")
+        return self._ask(GenerationView, "POST", path, body=body, query={"wait": wait}, wait=wait)
 
     def generations(self, run: str) -> list[GenerationView]:
         """All generations of the run, oldest first."""
@@ -222,6 +235,17 @@ class DaemonClient:
                         yield Event.model_validate_json(line[5:])
         except httpx.RemoteProtocolError:
             return
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def newest_event(self, run: str) -> int:
+        """The id of the run's newest event; 0 when it has none."""
+        try:
+            with self._http.stream("GET", _at("runs", run, "events")) as answer:
+                if answer.is_error:
+                    answer.read()
+                    raise _error(answer)
+                return int(answer.headers["Tidegate-Newest-Event"])
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
 
@@ -262,10 +286,26 @@ class DaemonClient:
         return answer
 
     def _unreachable(self, error: httpx.HTTPError) -> DaemonUnreachable:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return DaemonUnreachable(
+                f"TLS: the certificate of {self.url} is not trusted. If it should be, name its PEM file in "
+                "TIDEGATE_CA_FILE."
+            )
         if isinstance(error, httpx.ConnectError):
             return DaemonUnreachable(f"No daemon answers at {self.url}. Start one with `tidegate daemon`.")
         why = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
         return DaemonUnreachable(f"The daemon at {self.url} did not answer: {why}.")
+
+
+def _trust(ca: Path | None) -> ssl.SSLContext | bool:
+    """Whom to believe that it is the daemon."""
+    given = ca or os.environ.get("TIDEGATE_CA_FILE")
+    if not given:
+        return True
+    try:
+        return ssl.create_default_context(cafile=given)
+    except OSError as error:  # ssl.SSLError is one
+        raise DaemonError(f"The certificates in {given} cannot be used: {error.strerror or error}.") from error
 
 
 def _at(*parts: str | int) -> str:

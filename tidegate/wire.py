@@ -9,29 +9,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from tidegate.knobs import KnobKind, KnobSpec, KnobValue, check_path_name
+from tidegate.knobs import KnobKind, KnobSpec, check_path_name
+from tidegate.wire_base import Count, Finite, Flag, Label, Message, Number, Seconds, Text, Whole
+from tidegate.wire_canary import CanaryRequest, CanaryView
 
 PROTOCOL_VERSION = 1
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-Rank = Annotated[int, Field(ge=0, lt=1_000_000)]
-Label = Annotated[str, Field(max_length=64)]
-Text = Annotated[str, Field(max_length=2000)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
+Rank = Annotated[int, Field(strict=True, ge=0, lt=1_000_000)]
+SecondsBy = Annotated[dict[Label, Seconds], Field(max_length=128)]
+CountBy = Annotated[dict[Label, Count], Field(max_length=128)]
 PathName = Annotated[str, AfterValidator(check_path_name)]
 PathOperation = Literal["read", "write"]
 DeviceKind = Literal["cuda", "emulated"]
 GenerationState = Literal["proposed", "committed", "applied", "refused", "aborted", "superseded"]
 Liveness = Literal["live", "stale", "lost", "finished"]
 AlertState = Literal["firing", "resolved"]
-KnobChanges = dict[str, KnobValue]
-
-
-class Message(BaseModel):
-    """Base of all messages: unknown fields are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+KnobChanges = dict[str, Annotated[float, Field(strict=True)] | Annotated[int, Field(strict=True)] | str]
 
 
 # ---- agent → daemon
@@ -50,24 +44,24 @@ class SubgroupSizes(Message):
 class Rates(Message):
     """The rank's live rate card: bytes per second and parameters per second; None where nothing was measured yet."""
 
-    h2d_bytes_per_second: float | None = None
-    d2h_bytes_per_second: float | None = None
-    cpu_params_per_second: float | None = None
-    device_params_per_second: float | None = None
-    norm_params_per_second: float | None = None
-    overhead_seconds: float | None = None
-    paths: dict[Label, dict[Label, float | None]] = {}
+    h2d_bytes_per_second: Number | None = None
+    d2h_bytes_per_second: Number | None = None
+    cpu_params_per_second: Number | None = None
+    device_params_per_second: Number | None = None
+    norm_params_per_second: Number | None = None
+    overhead_seconds: Number | None = None
+    paths: dict[Label, dict[Label, Number | None]] = {}
 
 
 class AgentHello(Message):
     """Registers one rank of a run."""
 
-    protocol: int = PROTOCOL_VERSION
+    protocol: Whole = PROTOCOL_VERSION
     agent: Label
     """A random id that the agent made; the same for its whole life, reconnections included."""
     run: RunName
     rank: Rank
-    world_size: Annotated[int, Field(ge=1, le=1_000_000)]
+    world_size: Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
     host: Label
     pid: Count
     device_kind: DeviceKind
@@ -75,40 +69,42 @@ class AgentHello(Message):
     """host:port of this rank's /metrics, as other machines reach it; empty when it exports none."""
     knobs: KnobChanges
     """Start-up settings: generation 0 of a new run."""
-    reset_knobs: bool = False
+    reset_knobs: Flag = False
     """Start-up settings win over the desired knobs that the run has from before."""
-    subgroups: tuple[SubgroupSizes, ...] = ()
-    num_slots: Annotated[int, Field(ge=1, le=64)] = 2
+    subgroups: Annotated[tuple[SubgroupSizes, ...], Field(max_length=1024)] = ()
+    num_slots: Annotated[int, Field(strict=True, ge=1, le=64)] = 2
+    device_memory_bytes: Count | None = None
+    """What the device has in all; None where that is not known."""
     paths: Annotated[tuple[PathName, ...], Field(max_length=64)] = ()
     """Names of the storage paths, in their order; a run without any has no knobs for them."""
-    started_at: float
+    started_at: Finite
 
 
 class StepReport(Message):
     """One finished step. Keys of `phase_seconds` are phases; the others are lists of rows."""
 
     step: Count
-    timestamp: float
-    phase_seconds: dict[Label, Seconds]
-    exposed_seconds: dict[Label, Seconds] = {}
-    stalls: tuple[StallRow, ...] = ()
+    timestamp: Finite
+    phase_seconds: SecondsBy
+    exposed_seconds: SecondsBy = {}
+    stalls: Annotated[tuple[StallRow, ...], Field(max_length=1024)] = ()
     spill_seconds: Seconds = 0.0
     """How long the update went on after `step()` had returned."""
-    links: tuple[LinkRow, ...] = ()
+    links: Annotated[tuple[LinkRow, ...], Field(max_length=1024)] = ()
     paths: Annotated[tuple[PathRow, ...], Field(max_length=1024)] = ()
     path_states: Annotated[tuple[PathState, ...], Field(max_length=64)] = ()
     """One for each storage path, as the step ended."""
-    device_memory_peak_bytes: dict[Label, Count] = {}
-    host_memory_bytes: dict[Label, Count] = {}
-    cpu_seconds: dict[Label, Seconds] = {}
-    update_params: dict[Label, Count] = {}
+    device_memory_peak_bytes: CountBy = {}
+    host_memory_bytes: CountBy = {}
+    cpu_seconds: SecondsBy = {}
+    update_params: CountBy = {}
     """By processor: cpu, device."""
-    subgroups: dict[Label, Count] = {}
+    subgroups: CountBy = {}
     """By residence: host, device, or the name of a path."""
-    loss: float | None = None
+    loss: Number | None = None
     tokens: Count | None = None
-    grad_norm: float | None = None
-    skipped: bool = False
+    grad_norm: Number | None = None
+    skipped: Flag = False
 
 
 class StallRow(Message):
@@ -139,7 +135,8 @@ class PathState(Message):
     """One storage path; sums are since the run began."""
 
     path: PathName
-    free_bytes: Count
+    free_bytes: Count | None = None
+    """None where no bound is known."""
     bytes: dict[PathOperation, Count] = {}
     lock_wait_seconds: dict[PathOperation, Seconds] = {}
     errors: dict[PathOperation, Count] = {}
@@ -156,18 +153,18 @@ class SpanRow(Message):
     op: Count
     kind: Label
     lane: Label
-    subgroup: int
-    start: float
-    end: float
+    subgroup: Whole
+    start: Finite
+    end: Finite
     nbytes: Count
     numel: Count
-    slot: int | None = None
+    slot: Whole | None = None
 
 
 class PhaseRow(Message):
     phase: Label
-    start: float
-    end: float
+    start: Finite
+    end: Finite
 
 
 class TimelineView(Message):
@@ -175,11 +172,11 @@ class TimelineView(Message):
 
     step: Count
     source: Literal["measured", "simulated"]
-    origin: float
+    origin: Finite
     phases: Annotated[tuple[PhaseRow, ...], Field(max_length=10_000)]
     spans: Annotated[tuple[SpanRow, ...], Field(max_length=4_000)]
     num_spans: Count
-    deps: dict[int, tuple[int, ...]] = {}
+    deps: Annotated[dict[int, tuple[Whole, ...]], Field(max_length=10_000)] = {}
 
 
 MAX_SPANS = 4_000
@@ -188,7 +185,7 @@ MAX_SPANS = 4_000
 class AgentReport(Message):
     """What a rank says about itself, at most once a second; also renews its lease."""
 
-    timestamp: float
+    timestamp: Finite
     step: Count
     phase: Label
     """The phase the rank is in now."""
@@ -201,14 +198,14 @@ class AgentReport(Message):
     """The steps finished since the last report (the newest 256)."""
     timeline: TimelineView | None = None
     predicted_update_seconds: Seconds | None = None
-    finished: bool = False
+    finished: Flag = False
 
 
 class Vote(Message):
     """A rank's answer to a proposed generation."""
 
     generation: Count
-    can: bool
+    can: Flag
     reason: Text = ""
     """Why not, with figures."""
 
@@ -308,6 +305,10 @@ class GenerationView(Message):
     applied: dict[int, int] = {}
     """First step that ran with it, by rank."""
     measured_effect: MeasuredEffect | None = None
+    canary: CanaryView | None = None
+    """The trial that it is or was on."""
+    restores: Count | None = None
+    """The generation whose knobs it brings back."""
 
 
 class MeasuredEffect(Message):
@@ -324,6 +325,8 @@ class KnobPatch(Message):
 
     changes: Annotated[KnobChanges, Field(min_length=1, max_length=16)]
     reason: Text = ""
+    canary: CanaryRequest | None = None
+    """Keep it only if it does no harm."""
 
 
 class KnobPreview(Message):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -19,10 +20,12 @@ from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.memory import StateMemory
+from tidegate.agent.engine.pace import Pace
 from tidegate.agent.engine.residences import Effective, Residences, StepOrder
 from tidegate.agent.engine.runner import MemoryRunner, StepInputs
 from tidegate.agent.gradients import Gradients, Mode
 from tidegate.agent.interrupts import Uninterrupted
+from tidegate.agent.shards import NormOverRanks, shard_of
 from tidegate.agent.subgroups import Layout
 from tidegate.agent.tiers.store import PathClock, TierStore
 from tidegate.agent.weights import Weights
@@ -58,6 +61,8 @@ class _Flight:
 
     plan: Plan
     effective: Effective
+    began: float
+    """Seconds of the monotonic clock."""
     inputs: StepInputs | None = None
     stepped: tuple[int, ...] | None = None
     """Parameters that this step updates."""
@@ -87,6 +92,9 @@ class Engine:
         """`effective`: the knobs to begin with. `store`: the storage paths; `host_slots`: staging slots in host memory
         that each of them has."""
         self.params, self.layouts, self.device = list(params), list(layouts), device
+        self.shards = [shard_of(param) for param in params]
+        """What this rank has of the parameters: all of those that are not divided among ranks."""
+        self._norm = NormOverRanks(params)
         self.subgroups = tuple(layout.subgroup() for layout in layouts)
         self.num_slots = num_slots
         self.policy: Policy = policy
@@ -108,14 +116,21 @@ class Engine:
         self.memory = StateMemory(device, self.layouts, num_slots, released, store, self.host_slots)
         self._settle_new()
         self.gradients = Gradients(device, params, self.layouts, gradients, speculative=early_gradients)
-        self.weights = Weights(device, self.memory, self.params)
-        self._runner = MemoryRunner(device, self.memory, self.gradients, self.params, self._pool)
-        lanes = (*LANES, *(lane for path in self.host_slots for lane in path_lanes(path)))
-        self._executor = Executor(self._runner, MonotonicClock(), lanes=lanes, watchdog_seconds=watchdog_seconds)
-        self._plans: dict[tuple[tuple[Placement, ...], StepOrder], Plan] = {}
+        self.weights = Weights(device, self.memory, self.shards)
+        self._runner = MemoryRunner(device, self.memory, self.gradients, self.shards, self._norm, self._pool)
+        of_paths = [lane for path in self.host_slots for lane in path_lanes(path)]
+        self._executor = Executor(
+            self._runner,
+            MonotonicClock(),
+            lanes=(*LANES, *of_paths),
+            ahead=of_paths,
+            watchdog_seconds=watchdog_seconds,
+        )
+        self._plans: dict[tuple[tuple[Placement, ...], StepOrder, float], Plan] = {}
         self._order: tuple[int, ...] = ()
         self._arrived: dict[int, None] = {}
         """Subgroups in the order in which their gradients came: the next plan expects the same."""
+        self._pace = Pace()
         self._flight: _Flight | None = None
         self._starting = threading.Lock()
         """Under DDP gradients are announced by the threads of the collectives."""
@@ -127,6 +142,8 @@ class Engine:
         self.require_idle()
         self.weights.take_edited()  # what was edited until now would be taken for ours
         self.params += params
+        self.shards += [shard_of(param) for param in params]
+        self._norm.extend(params)
         self.layouts += layouts
         self.subgroups = tuple(layout.subgroup() for layout in self.layouts)
         if self.store is not None:
@@ -186,7 +203,7 @@ class Engine:
         # State comes into memory that the framework may have used just now, and weights go to their mirrors.
         self._follow_framework(H2D, D2H)
         self._executor.start(plan)
-        return _Flight(plan, effective)
+        return _Flight(plan, effective, time.monotonic())
 
     def _prepared(
         self, placed: Sequence[tuple[Processor, Residence]], spilled: Sequence[bool], effective: Effective
@@ -265,6 +282,7 @@ class Engine:
         self._runner.inputs = flight.inputs = inputs
         if self.store is not None:
             self.store.step += 1
+            self._pace.observe(time.monotonic() - flight.began)
         # Whatever else an update writes comes after NORM, which this lane and the host wait for.
         self._follow_framework(DEVICE)
         try:
@@ -275,7 +293,7 @@ class Engine:
             raise
         flight.stepped = tuple(i for i, has in enumerate(inputs.has_grad) if has) if goes_on else ()
         for index in flight.stepped:
-            torch.autograd.graph.increment_version(self.params[index])
+            torch.autograd.graph.increment_version(self.shards[index])
         self.weights.note()
         self.gradients.clear_released()
         return flight.stepped
@@ -383,13 +401,14 @@ class Engine:
         ] if self.gradients.mode == "keep" else []  # fmt: skip
 
     def _plan(self, placements: tuple[Placement, ...], order: StepOrder) -> Plan:
-        key = (placements, order)
+        key = (placements, order, self._pace.step_at)
         if key not in self._plans:
             arrival = self._order if len(self._order) == len(self.layouts) else None
             plan = make_plan(
                 self.subgroups, placements, num_slots=self.num_slots, policy=self.policy, grad_on_host_order=arrival,
                 norms="gradient" if self.gradients.mode == "release" else "step", host_slots=self.host_slots,
                 order=order, rates=PathClock(self.store.speeds) if self.store is not None else None,
+                step_at=self._pace.step_at,
             )  # fmt: skip
             verify(plan)
             if len(self._plans) >= MAX_PLANS:
@@ -422,7 +441,7 @@ class Engine:
             gradients = sum(s.nbytes("gradient") for s in subgroups)
         else:
             # They are released as they come: a backward needs room for the largest parameter's.
-            gradients = max((p.numel() * p.element_size() for p in self.params), default=0)
+            gradients = max((p.numel() * p.element_size() for p in self.shards), default=0)
         self.memory.check_fits(effective.stride, effective.static_ratio, weights + gradients + headroom_bytes, more)
         if self.residences is not None:
             self.residences.check(subgroups, effective)

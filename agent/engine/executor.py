@@ -1,4 +1,9 @@
-"""Executes a plan: one thread a lane, each in order, waiting on dependencies, gates and nothing else.
+"""Executes a plan: each lane in order, waiting on dependencies, gates and nothing else.
+
+A lane has one thread. One that runs ahead has two, which take turns: while one waits for its op, the other hands over
+the next, as soon as its dependencies let it, so that the disk never waits until a Python thread has a core again. Ops
+of such a lane begin in order and end in order (one that is done early counts as running until those before it are done,
+too); what else they need, their dependencies say.
 
 Before the gate `step` opens, ops only copy into scratch: they may be repeated (a gradient changed after it was
 copied) or dropped (`cancel`) at no cost but time.
@@ -9,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -36,11 +41,24 @@ class Issued:
 
 
 class OpRunner(Protocol):
-    """How ops are carried out. `wait` makes a lane wait for an event, `run` enqueues the op on its lane."""
+    """How ops are carried out. `wait` makes a lane wait for an event, `run` enqueues the op on its lane.
+
+    `run` may call `begun` when the next op of a lane that runs ahead may begin, too: never before all that it does
+    itself is queued.
+    """
 
     def wait(self, lane: str, event: Event) -> None: ...
 
-    def run(self, op: Op) -> Issued: ...
+    def run(self, op: Op, begun: Callable[[], None]) -> Issued: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """An op in progress. `since`: when it began, or when the last one before it in its lane ended."""
+
+    op: Op
+    since: float
+    begun: bool = False
 
 
 @dataclass
@@ -51,7 +69,8 @@ class _Progress:
     pending: dict[str, deque[Op]]
     issued: dict[int, Issued] = field(default_factory=dict)
     history: list[tuple[Op, Issued]] = field(default_factory=list)
-    running: dict[str, tuple[Op, float]] = field(default_factory=dict)
+    running: dict[str, deque[_Running]] = field(default_factory=dict)
+    """By lane; lanes without any are left out."""
     gradients: set[int] = field(default_factory=set)
     stepping: bool = False
     recopying: set[int] = field(default_factory=set)
@@ -84,13 +103,15 @@ class Executor:
         clock: Clock,
         *,
         lanes: Sequence[str] = LANES,
+        ahead: Collection[str] = (),
         watchdog_seconds: float = 120.0,
         on_thread_end: Callable[[], None] | None = None,
     ) -> None:
-        """`lanes`: all that plans may have."""
+        """`lanes`: all that plans may have; `ahead`: those of them that begin an op before the last one has ended."""
         self._runner = runner
         self._clock = clock
         self._lanes = tuple(lanes)
+        self._ahead = frozenset(ahead)
         self._watchdog_seconds = watchdog_seconds
         self._on_thread_end = on_thread_end
         self._progress: _Progress | None = None
@@ -100,10 +121,11 @@ class Executor:
             threading.Thread(
                 target=_serve,
                 args=(weakref.ref(self), clock, lane, on_thread_end),
-                name=f"tidegate-{lane}",
+                name=f"tidegate-{lane}" if turn == 0 else f"tidegate-{lane}-ahead",
                 daemon=True,
             )
             for lane in lanes
+            for turn in range(2 if lane in self._ahead else 1)
         ]
         # An executor that nobody holds any more takes its threads along.
         # Not when the interpreter ends: a fork has the lock as it was, perhaps held by a thread that it has not.
@@ -139,7 +161,7 @@ class Executor:
             progress = self._current()
             return tuple(
                 op for op in progress.plan.of_kind(OpKind.GRAD_D2H)
-                if op.id in progress.issued or progress.running.get(op.lane, (None, 0))[0] is op
+                if op.id in progress.issued or self._running({op.id})
             )  # fmt: skip
 
     def step(self, repeat: Collection[int] = ()) -> None:
@@ -177,6 +199,9 @@ class Executor:
     def finish(self) -> tuple[tuple[Span, ...], bool]:
         """Waits for the last op. Returns the spans on the clock's time, and whether the step was skipped.
 
+        Spans of a lane never overlap. Where it runs ahead, the last blocks of an op and the first ones of the next are
+        moved at once: this time is in the span of the earlier one.
+
         Raises what a lane raised, or LaneStuckError naming lane and op when one op takes longer than the watchdog's
         time: the executor is then `stuck`, and can only be closed.
         """
@@ -187,7 +212,7 @@ class Executor:
         if progress.error is not None:
             _come_to_rest(progress)
             raise progress.error
-        return tuple(_span(op, issued) for op, issued in progress.history), progress.skipped
+        return tuple(self._spans(progress)), progress.skipped
 
     def cancel(self) -> tuple[Span, ...]:
         """Drops what has not begun, waits for what has, and returns the spans of what ran. Only before `step`."""
@@ -198,7 +223,7 @@ class Executor:
             _drop(progress)
             self._wait(progress, lambda: not progress.running)
             self._progress = None
-        return tuple(_span(op, issued) for op, issued in progress.history)
+        return tuple(self._spans(progress))
 
     def close(self) -> None:
         """Ends the lane threads, but for one that is stuck. Idempotent."""
@@ -221,48 +246,54 @@ class Executor:
         return self._progress
 
     def _running(self, ids: Collection[int]) -> bool:
-        return any(op.id in ids for op, _ in self._current().running.values())
+        return any(one.op.id in ids for running in self._current().running.values() for one in running)
 
     def _at_rest(self, progress: _Progress) -> bool:
         return not progress.running and (progress.error is not None or not any(progress.pending.values()))
 
     def _check_watchdog(self, progress: _Progress) -> None:
         now = self._clock.now()
-        for lane, (op, since) in progress.running.items():
-            if now - since > self._watchdog_seconds:
-                self.stuck = True
-                raise LaneStuckError(
-                    f"Lane {lane} is stuck: {op.name} runs for {now - since:.0f} s "
-                    f"(watchdog_seconds={self._watchdog_seconds:g})."
-                )
+        # In each lane whatever comes after the first op may wait for it, and lanes may wait for each other's locks.
+        first = min((running[0] for running in progress.running.values()), key=lambda one: one.since, default=None)
+        if first is not None and now - first.since > self._watchdog_seconds:
+            self.stuck = True
+            raise LaneStuckError(
+                f"Lane {first.op.lane} is stuck: {first.op.name} runs for {now - first.since:.0f} s "
+                f"(watchdog_seconds={self._watchdog_seconds:g})."
+            )
 
-    def _take(self, lane: str) -> tuple[_Progress, str, Op, list[Event]]:
+    def _take(self, lane: str) -> tuple[_Progress, _Running, list[Event]]:
         """The lane's next op, now running, and the events that it must wait for. With the lock held."""
-        progress, op = self._current(), self._current().pending[lane].popleft()
+        progress = self._current()
+        op = progress.pending[lane].popleft()
         waits = [progress.issued[dep].event for dep in op.deps]
         if op.kind is OpKind.CPU_UPDATE and op.subgroup in progress.recopied:
             waits.append(progress.recopied[op.subgroup])
-        progress.running[lane] = (op, self._clock.now())
-        return progress, lane, op, waits
+        taken = _Running(op, self._clock.now())
+        progress.running.setdefault(lane, deque()).append(taken)
+        return progress, taken, waits
 
     def _next(self, lane: str) -> Op | None:
         progress = self._progress
         if progress is None or progress.error is not None or not progress.pending[lane]:
             return None
+        if lane in progress.running and not progress.running[lane][-1].begun:
+            return None
         op = progress.pending[lane][0]
         return op if progress.may_run(op) else None
 
-    def _run(self, progress: _Progress, lane: str, op: Op, waits: list[Event]) -> None:
+    def _run(self, progress: _Progress, taken: _Running, waits: list[Event]) -> None:
+        op = taken.op
         issued: Issued | None = None
         error: BaseException | None = None
         try:
             for event in waits:
-                self._runner.wait(lane, event)
-            issued = self._runner.run(op)
+                self._runner.wait(op.lane, event)
+            issued = self._runner.run(op, lambda: self._begun(taken))
         except BaseException as raised:
             error = raised
         with self._clock.lock:
-            del progress.running[lane]
+            self._end(progress, taken)
             if issued is not None:
                 progress.issued[op.id] = issued
                 if op.kind is OpKind.GRAD_D2H and op.subgroup in progress.recopying:
@@ -273,8 +304,40 @@ class Executor:
                 progress.skipped = True
                 _drop(progress)
             else:
-                progress.error = error
+                progress.error = progress.error or error
             self._clock.notify()
+
+    def _begun(self, taken: _Running) -> None:
+        if taken.op.lane in self._ahead:
+            with self._clock.lock:
+                taken.begun = True
+                self._clock.notify()
+
+    def _end(self, progress: _Progress, taken: _Running) -> None:
+        """Takes it off its lane, when it is the first there. With the lock held."""
+        lane = taken.op.lane
+        running = progress.running[lane]
+        if running[0] is not taken:
+            self._clock.wait_for(lambda: running[0] is taken)
+        running.popleft()
+        if running:
+            running[0].since = self._clock.now()
+        else:
+            del progress.running[lane]
+
+    def _spans(self, progress: _Progress) -> Iterator[Span]:
+        """In the order in which ops ended."""
+        lane_ends: dict[str, float] = {}
+        for op, issued in progress.history:
+            issued.event.wait()
+            start, end = issued.event.span()
+            if op.lane in self._ahead:
+                start = max(start, lane_ends.get(op.lane, start))
+                end = lane_ends[op.lane] = max(start, end)
+            yield Span(
+                op=op.id, kind=op.kind, lane=op.lane, subgroup=op.subgroup, start=start, end=end,
+                nbytes=issued.nbytes, numel=issued.numel, content=op.content, slot=op.slot,
+            )  # fmt: skip
 
 
 def _serve(executor_ref: weakref.ref[Executor], clock: Clock, lane: str, on_end: Callable[[], None] | None) -> None:
@@ -314,12 +377,3 @@ def _come_to_rest(progress: _Progress) -> None:
     for _, issued in progress.history:
         with suppress(Exception):
             issued.event.wait()
-
-
-def _span(op: Op, issued: Issued) -> Span:
-    issued.event.wait()
-    start, end = issued.event.span()
-    return Span(
-        op=op.id, kind=op.kind, lane=op.lane, subgroup=op.subgroup, start=start, end=end,
-        nbytes=issued.nbytes, numel=issued.numel, content=op.content, slot=op.slot,
-    )  # fmt: skip

@@ -12,6 +12,7 @@ from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRu
 from tidegate.agent.engine.executor import Issued, StepSkipped
 from tidegate.agent.engine.memory import StateMemory, state_addresses
 from tidegate.agent.gradients import Gradients, Taken, reference
+from tidegate.agent.shards import NormOverRanks
 from tidegate.agent.subgroups import Layout, Segment, flat
 from tidegate.errors import NoPathLeft
 from tidegate.kernels import Scalars, ThreadPool
@@ -41,20 +42,23 @@ class StepInputs:
 
 
 class MemoryRunner:
-    """Runs ops against device and state memory. One op a lane at a time, lanes at once."""
+    """Runs ops against device and state memory. Lanes at once, one op at a time but for those of paths."""
 
     def __init__(
         self,
         device: Device,
         memory: StateMemory,
         gradients: Gradients,
-        params: Sequence[torch.nn.Parameter],
+        weights: Sequence[torch.Tensor],
+        norm: NormOverRanks,
         pool: ThreadPool,
     ) -> None:
+        """`weights`: of this rank, as they grow with the engine's."""
         self._device = device
         self._memory = memory
         self._gradients = gradients
-        self._params = params
+        self._weights = weights
+        self._norm_over_ranks = norm
         self._pool = pool
         self.copied: dict[int, Taken] = {}
         """What gradients that are kept were when they were copied to the host, by subgroup."""
@@ -73,7 +77,7 @@ class MemoryRunner:
         else:
             event.wait()
 
-    def run(self, op: Op) -> Issued:
+    def run(self, op: Op, begun: Callable[[], None]) -> Issued:
         match op.kind:
             case OpKind.NORM:
                 return self._norm()
@@ -86,21 +90,21 @@ class MemoryRunner:
             case OpKind.GRAD_D2H:
                 return self._grad_d2h(op, self._memory.layouts[op.subgroup])
             case OpKind.FETCH | OpKind.FLUSH:
-                return self._transfer(op)
+                return self._transfer(op, begun)
         return self._copy(op.lane, list(self._copies(op, self._memory.layouts[op.subgroup])))
 
     def _copy(self, lane: str, copies: Sequence[Copy]) -> Issued:
         return Issued(self._device.copy(lane, copies), sum(copy.nbytes for copy in copies), 0)
 
-    def _transfer(self, op: Op) -> Issued:
-        """To or from a path; the lane does nothing else meanwhile."""
+    def _transfer(self, op: Op, begun: Callable[[], None]) -> Issued:
+        """To or from a path; the lane may begin its next op when this one is queued."""
         store = self._memory.store
         assert store is not None, "only engines with paths plan these"
         assert op.path is not None, "the planner names the path"
         start, address = time.monotonic(), self._memory.on_host(op.host_state)
         try:
             move = store.fetch if op.kind is OpKind.FETCH else store.flush
-            moved = move(op.path, op.subgroup, address)
+            moved = move(op.path, op.subgroup, address, begun)
         except NoPathLeft:
             if not self._memory.keep(op.subgroup, op.host_state):
                 raise
@@ -151,7 +155,7 @@ class MemoryRunner:
             yield self._weight(segment, size), mirror + segment.start * size, segment.numel * size
 
     def _weight(self, segment: Segment, size: int) -> int:
-        return flat(self._params[segment.param]).data_ptr() + segment.offset * size
+        return flat(self._weights[segment.param]).data_ptr() + segment.offset * size
 
     # ---- compute
 
@@ -178,11 +182,11 @@ class MemoryRunner:
         for param, (ready, values, place) in self.squares.items():
             ready.wait()
             known[param] = values[place]
-        # In the order of the parameters, however they came: a sum depends on its order.
-        squares = [known[i] for i, has in enumerate(inputs.has_grad) if has]
-        norm = sum((square for square, _ in squares), 0.0) ** 0.5
+        squares = {i: known[i] for i, has in enumerate(inputs.has_grad) if has}
+        total, skip = self._norm_over_ranks.total(squares, inputs.skip)
+        norm = total**0.5
         inputs.grad_norm = norm * inputs.unscale
-        if inputs.skip or any(bad for _, bad in squares):
+        if skip:
             raise StepSkipped
         inputs.grad_scale = inputs.clip(norm)
         numel = sum(reference.numel for reference in present)

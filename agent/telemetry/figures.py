@@ -86,7 +86,8 @@ def _paths(meter: Meter, notes: Sequence[PathNote], report: StepReport) -> None:
             if transfer.nbytes:
                 meter.observe("tidegate_path_operation_seconds", transfer.end - transfer.start, note.name, operation)
     states = report.path_states
-    meter.put("tidegate_path_free_bytes", {(state.path,): state.free_bytes for state in states})
+    free: dict[Labels, float] = {(s.path,): s.free_bytes for s in states if s.free_bytes is not None}
+    meter.put("tidegate_path_free_bytes", free)
     meter.put(
         "tidegate_path_ceiling_bytes_per_second",
         {(s.path, operation): speed for s in states for operation, speed in s.ceiling_bytes_per_second.items()},

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from tidegate.agent.telemetry.division import Moved, divided
+from tidegate.agent.telemetry.division import Moved, moves_by_phase
+from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.path import StoragePath, Transfer
 from tidegate.agent.tiers.store import TierStore
 from tidegate.logs import event
@@ -32,7 +33,8 @@ class PathNote:
 
     name: str
     moves: tuple[tuple[str, Transfer], ...]
-    free_bytes: int
+    free_bytes: int | None
+    """None where no bound is known."""
     nbytes: Mapping[str, int]
     lock_wait_seconds: Mapping[str, float]
     errors: Mapping[str, int]
@@ -78,6 +80,7 @@ class PathWatch:
         self._wear = {
             name: Wear(name, path.settings.wear_bytes_per_day, now, path.counters.bytes["write"])
             for name, path in store.paths.items()
+            if isinstance(path, StoragePath)  # whoever runs an object store looks after its media
         }
         self.capacities = {name: _capacity_bytes(path) for name, path in store.paths.items()}
         """Sizes. Asked once: a file system that hangs must not hold up a scrape."""
@@ -89,8 +92,9 @@ class PathWatch:
         now = time.monotonic()
         return tuple(self._note(name, path, now) for name, path in self._store.paths.items())
 
-    def _note(self, name: str, path: StoragePath, now: float) -> PathNote:
+    def _note(self, name: str, path: StoragePath | ObjectPath, now: float) -> PathNote:
         counters = path.counters
+        wear = self._wear.get(name)
         moves = tuple(counters.moves.popleft() for _ in range(len(counters.moves)))
         return PathNote(
             name=name,
@@ -100,11 +104,11 @@ class PathWatch:
             lock_wait_seconds=dict(counters.lock_wait_seconds),
             errors=dict(counters.errors),
             ceilings=self._store.ceilings[name],
-            written_bytes_per_day=self._wear[name].per_day(now, counters.bytes["write"]),
+            written_bytes_per_day=wear.per_day(now, counters.bytes["write"]) if wear is not None else None,
         )
 
 
-def _free_bytes(path: StoragePath) -> int:
+def _free_bytes(path: StoragePath | ObjectPath) -> int | None:
     """0 when its directory is gone: the other figures of the step are still wanted."""
     try:
         return path.free_bytes
@@ -112,10 +116,10 @@ def _free_bytes(path: StoragePath) -> int:
         return 0
 
 
-def _capacity_bytes(path: StoragePath) -> int:
-    """0 when its directory is gone."""
+def _capacity_bytes(path: StoragePath | ObjectPath) -> int:
+    """0 when its directory is gone, or no bound is known."""
     try:
-        return path.capacity_bytes
+        return path.capacity_bytes or 0
     except OSError:
         return 0
 
@@ -123,15 +127,14 @@ def _capacity_bytes(path: StoragePath) -> int:
 def path_rows(notes: Sequence[PathNote], phases: Sequence[PhaseSpan]) -> tuple[PathRow, ...]:
     """Bytes and busy time by path, operation and phase; a transfer across a boundary is divided by time.
 
-    Each lane does one transfer at a time, so that the seconds of its transfers are the time it was busy.
+    A lane may have two transfers in progress: the time is then counted once.
     """
     rows: defaultdict[tuple[str, str, str], Moved] = defaultdict(Moved)
     for note in notes:
-        for operation, transfer in note.moves:
-            for phase, nbytes, seconds in divided(transfer, transfer.nbytes, phases):
-                row = rows[note.name, operation, phase]
-                row.nbytes += nbytes
-                row.seconds += seconds
+        for operation, phase, nbytes, seconds in moves_by_phase(note.moves, phases):
+            row = rows[note.name, operation, phase]
+            row.nbytes += nbytes
+            row.seconds += seconds
     return tuple(
         PathRow(
             path=path, operation=cast(PathOperation, operation), phase=phase, bytes=row.nbytes, busy_seconds=row.seconds

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psutil
 
 from tidegate.agent.optimizer import AdamW
-from tidegate.agent.telemetry.division import divided
+from tidegate.agent.telemetry.division import moves_by_phase
 from tidegate.agent.telemetry.gpu import GpuFigures
 from tidegate.agent.telemetry.meter import Labels, Meter
-from tidegate.agent.tiers.path import PathCounters
+from tidegate.agent.tiers.path import PathCounters, StoragePath, Transfer
 from tidegate.agent.tiers.store import TierStore
 from tidegate.knobs import AUTO, KnobValue, device_share, weights_of
 from tidegate.metric import PATH_OPERATIONS
@@ -88,7 +87,7 @@ def _paths_now(store: TierStore | None, capacities: Mapping[str, int]) -> dict[s
             lock_timeouts=path.lock_timeouts,
             retired=name in store.retired,
             capacity_bytes=capacities[name],
-            wear_bytes_per_day=path.settings.wear_bytes_per_day,
+            wear_bytes_per_day=path.settings.wear_bytes_per_day if isinstance(path, StoragePath) else 0,
         )
         for name, path in store.paths.items()
     }
@@ -172,31 +171,33 @@ def _under_way(meter: Meter, present: Present) -> None:
     busy: defaultdict[Labels, float] = defaultdict(float)
     longest: dict[Labels, float] = {(path, op): 0.0 for path in present.paths for op in PATH_OPERATIONS}
     for path, state in present.paths.items():
-        for operation, phase, nbytes, seconds in _ended(state.counters, present.phases):
+        # In this order: a transfer that ends meanwhile is missed once, and not counted twice.
+        ended = _ended(state.counters, present.phases)
+        open_since = tuple(state.counters.under_way.values())
+        for operation, since in open_since:
+            longest[path, operation] = max(longest[path, operation], present.now - since)
+        for operation, phase, nbytes, seconds in moves_by_phase(
+            [*ended, *_open(open_since, present.phases)], present.phases
+        ):
             moved[path, operation, phase] += nbytes
             busy[path, operation, phase] += seconds
-        for operation, since in tuple(state.counters.under_way.values()):
-            longest[path, operation] = max(longest[path, operation], present.now - since)
-            for span in present.phases:
-                if span.end > since:
-                    busy[path, operation, span.phase] += span.end - max(span.start, since)
     meter.ahead("tidegate_path_bytes_total", moved)
     meter.ahead("tidegate_path_busy_seconds_total", busy)
     meter.put("tidegate_path_open_seconds", longest)
 
 
-def _ended(counters: PathCounters, phases: Sequence[PhaseSpan]) -> Iterator[tuple[str, str, int, float]]:
-    """Operation, phase, bytes and seconds of each that lies in these phases. The others wait for their step's end."""
-    starts = [phase.start for phase in phases]
-    for operation, transfer in counters.moves.copy():
-        at = bisect_right(starts, transfer.start) - 1
-        if at < 0 or transfer.end > phases[-1].end:
-            continue
-        if transfer.end <= phases[at].end:
-            yield operation, phases[at].phase, transfer.nbytes, transfer.end - transfer.start
-        else:
-            for phase, nbytes, seconds in divided(transfer, transfer.nbytes, phases):
-                yield operation, phase, nbytes, seconds
+def _ended(counters: PathCounters, phases: Sequence[PhaseSpan]) -> list[tuple[str, Transfer]]:
+    """Those that lie in these phases. The others wait for their step's end."""
+    first, last = phases[0].start, phases[-1].end
+    return [move for move in counters.moves.copy() if first <= move[1].start and move[1].end <= last]
+
+
+def _open(open_since: Iterable[tuple[str, float]], phases: Sequence[PhaseSpan]) -> Iterator[tuple[str, Transfer]]:
+    """As far as they lie in these phases. Their bytes count when they have ended."""
+    first, now = phases[0].start, phases[-1].end
+    for operation, since in open_since:
+        if since < now:
+            yield operation, Transfer(max(first, since), now, 0, 0.0)
 
 
 def _gpu(meter: Meter, gpu: GpuFigures) -> None:

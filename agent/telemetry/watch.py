@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from tidegate.agent.optimizer import AdamW
-from tidegate.agent.telemetry.exporter import Exporter, MeterCollector
+from tidegate.agent.telemetry.exporter import Exporter
+from tidegate.agent.telemetry.exposition import Exposition
 from tidegate.agent.telemetry.gpu import GpuFigures, GpuSampler
 from tidegate.agent.telemetry.nvml import open_gpu
 from tidegate.agent.telemetry.present import look, show
@@ -21,8 +22,9 @@ class Watch:
         self.generation = 0
         self.overhead = {"tuner": 0.0, "exporter": 0.0, "link": 0.0}
         self._optimizer, self._recorder = optimizer, recorder
-        collector = MeterCollector(recorder.meter, bool(recorder.path_names), self.refresh, recorder.lock)
-        self._exporter = Exporter(collector, self.overhead, bind, port)
+        self._exposition = Exposition(bool(recorder.path_names))
+        self._sampler: GpuSampler | None = None
+        self._exporter = Exporter(self._answer, self.overhead, bind, port)
         self.port = self._exporter.port
         self._sampler = _sampler(optimizer, recorder)
 
@@ -32,9 +34,14 @@ class Watch:
         sampler = {} if self._sampler is None else {"sampler": self._sampler.cpu_seconds}
         return {**self.overhead, "recorder": self._recorder.cpu_seconds, **sampler}
 
-    def refresh(self) -> None:
-        """Brings the meter up to date. With the recorder's lock held."""
-        self._recorder.catch_up()
+    def _answer(self, openmetrics: bool) -> bytes:
+        with self._recorder.lock:
+            self._recorder.catch_up()
+            self._refresh()
+            return self._exposition.text(self._recorder.meter, openmetrics)
+
+    def _refresh(self) -> None:
+        """What is so at this moment."""
         gpu = self._sampler.figures if self._sampler is not None else GpuFigures()
         capacities = self._recorder.path_capacities
         show(self._recorder.meter, look(self._optimizer, capacities, self.generation, self.costs, gpu))

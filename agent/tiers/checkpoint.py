@@ -41,7 +41,7 @@ from tidegate.agent.tiers.manifest import (
     retract,
     sync,
 )
-from tidegate.agent.tiers.path import write_header
+from tidegate.agent.tiers.path import StoragePath, write_header
 from tidegate.agent.tiers.scratch import free_bytes, reserve
 from tidegate.agent.tiers.store import RULE, kind_of
 from tidegate.errors import CheckpointFailed, ConfigError, PathFull
@@ -160,8 +160,7 @@ class _Writer:
         for checkpoint in self._expiring:
             retract(checkpoint)
         for layout, path, file in self._promised:
-            assert self._store is not None, "spares are a path's"
-            self._store.paths[path].add_spare(layout.id, file)
+            self._files_of(path).add_spare(layout.id, file)
 
     # ---- state
 
@@ -189,8 +188,8 @@ class _Writer:
         found, device = {}, folder.stat().st_dev
         for layout in self._contents.engine.layouts:
             lives = self._contents.engine.memory.residence[layout.id]
-            if self._store is not None and is_path(lives):
-                nbytes = self._store.paths[lives].link_bytes(layout.id, sums[layout.id], device)
+            if self._store is not None and is_path(lives) and isinstance(self._store.paths[lives], StoragePath):
+                nbytes = self._files_of(lives).link_bytes(layout.id, sums[layout.id], device)
                 if nbytes is not None:
                     found[layout.id] = nbytes
         return found
@@ -203,7 +202,7 @@ class _Writer:
         needed = sum(_file_bytes(kind_of(layout, self._ranks.rank)) for layout in copied)
         for layout in self._contents.engine.layouts:
             lives = self._contents.engine.memory.residence[layout.id]
-            if layout.id not in linked or self._store is None or self._store.paths[lives].has_spare(layout.id):
+            if layout.id not in linked or self._files_of(lives).has_spare(layout.id):
                 continue
             if donors[linked[layout.id]]:
                 self._promised.append((layout, lives, donors[linked[layout.id]].pop()))
@@ -213,13 +212,11 @@ class _Writer:
         count = sum(map(len, made.values()))
         _check_room(f"in {folder.parent.parent}", needed, free_bytes(folder), len(copied), count)
         for name, layouts in made.items():
-            assert self._store is not None, "spares are a path's"
-            path, spares = self._store.paths[name], sum(linked[layout.id] for layout in layouts)
+            path, spares = self._files_of(name), sum(linked[layout.id] for layout in layouts)
             _check_room(f"of what is on path {name}", spares, path.free_bytes, 0, len(layouts))
         for name, layouts in made.items():
-            assert self._store is not None, "spares are a path's"
             for layout in layouts:
-                self._store.paths[name].add_spare(layout.id)
+                self._files_of(name).add_spare(layout.id)
 
     def _donors(self, folder: Path) -> defaultdict[int, list[Path]]:
         """State files that nothing else holds, and that nobody needs once this checkpoint is complete; by size."""
@@ -236,9 +233,15 @@ class _Writer:
 
     def _link(self, layout: Layout, weights: int, target: Path) -> int | None:
         """The step of the state, None when the file system would not link it."""
-        assert self._store is not None, "files are a path's"
-        path = self._store.paths[self._contents.engine.memory.residence[layout.id]]
+        path = self._files_of(self._contents.engine.memory.residence[layout.id])
         return path.step_of(layout.id) if path.link(layout.id, weights, target) else None
+
+    def _files_of(self, path: str) -> StoragePath:
+        """The path that holds what is linked."""
+        assert self._store is not None, "files are a path's"
+        found = self._store.paths[path]
+        assert isinstance(found, StoragePath), "only files can be linked"
+        return found
 
     def _copy(self, pool: IoPool, layout: Layout, weights: int, target: Path) -> int:
         kind = kind_of(layout, self._ranks.rank)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import math
 import os
 import stat
 import struct
@@ -108,6 +109,8 @@ class _LockFile:
         self.slot: int | None = None
         self.inside = 0
         self.waiting = 0
+        self.left = -math.inf
+        """When the last thread that was in went out."""
         self.turn = 0
         """Counts the times that all who waited were let in."""
         self.queue: threading.Thread | None = None
@@ -123,7 +126,8 @@ class _LockFile:
         return self.fd
 
     def enter(self, timeout_seconds: float) -> bool:
-        """Lets the calling thread in, at the latest after `timeout_seconds`; False when that was too short."""
+        """Lets the calling thread in, at the latest `timeout_seconds` after all others of this process have gone out;
+        False when that was too short."""
         with self.lock:
             try:
                 return self._enter_now() or (timeout_seconds > 0 and self._wait(timeout_seconds))
@@ -142,6 +146,8 @@ class _LockFile:
         turn = self.turn
         self.waiting += 1
         try:
+            # Threads of this process that are in are not what the time is for.
+            self.lock.wait_for(lambda: self.turn != turn or not self.inside)
             self.lock.wait_for(lambda: self.turn != turn, timeout_seconds)
         except BaseException:
             if self.turn != turn:
@@ -161,6 +167,7 @@ class _LockFile:
                 assert self.slot is not None
                 unlock(self.fd, self.slot)
                 self.slot = None
+                self.left = time.monotonic()
                 self.lock.notify_all()
 
     def _enter_now(self) -> bool:
@@ -247,7 +254,7 @@ os.register_at_fork(after_in_child=_forget_locks_of_parent)
 
 @dataclass(slots=True)
 class Held:
-    """What `TierLocks.hold` gives: whether the path is ours, or the wait for it took too long."""
+    """What `TierLocks.hold` gives: whether the path is ours, or the wait for other processes took too long."""
 
     waited_seconds: float
     _process: int | None
@@ -262,8 +269,8 @@ class TierLocks:
     """Exclusive use of the device `device_key` across the processes of a user on this node.
 
     `slots` processes may use it at once; give all processes the same number. `operation` separates sets of slots: reads
-    and writes that do not disturb each other have one each. Waiting for longer than `timeout_seconds` ends without
-    the lock, and is counted. LocksUnusable when `directory` is not private or cannot lock.
+    and writes that do not disturb each other have one each. Waiting for longer than `timeout_seconds` for other
+    processes ends without the lock, and is counted. LocksUnusable when `directory` is not private or cannot lock.
 
     Threads may share it; a forked child may go on using it, and has nothing of what its parent holds.
     """
@@ -292,7 +299,9 @@ class TierLocks:
         """For the duration of one operation on the path."""
         file, start = self._file, time.monotonic()
         acquired = file.enter(self.timeout_seconds)
-        held = Held(time.monotonic() - start, os.getpid() if acquired else None)
+        # As long as another thread of this process was in, nobody else had the path.
+        waited = time.monotonic() - max(start, file.left)
+        held = Held(waited, os.getpid() if acquired else None)
         if not acquired:
             with self._counting:
                 self.timeouts += 1

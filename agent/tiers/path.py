@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -42,6 +44,10 @@ POLL_SECONDS: Final = 1.0
 """How long a wait holds back Python's signal handlers."""
 
 
+def nothing() -> None:
+    """What is called when nobody wants to be told."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PathSettings:
     """One storage path.
@@ -69,6 +75,11 @@ class PathSettings:
                 raise ConfigError(f"{name}={getattr(self, name)} of a path is out of range: at least {minimum}.")
         if self.block_bytes % 4096:
             raise ConfigError(f"block_bytes={self.block_bytes} of a path must be a multiple of 4096.")
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people."""
+        return os.fspath(self.directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,8 @@ class PathCounters:
     taken_over_bytes: int = 0
     """Written here because the path that the plan named had failed; in timelines these bytes and seconds are in the
     lane of that path."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Lanes may read and write in two threads each, and a checkpoint that is drained beside them."""
     under_way: dict[object, tuple[str, float]] = field(default_factory=dict)
     """Operation and begin, on the monotonic clock, of each transfer that has not ended."""
 
@@ -127,16 +140,30 @@ class PathCounters:
             del self.under_way[transfer]
 
     def count(self, operation: str, moved: Transfer) -> Transfer:
-        self.bytes[operation] += moved.nbytes
-        self.lock_wait_seconds[operation] += moved.lock_wait_seconds
-        self.moves.append((operation, moved))
+        with self._lock:
+            self.bytes[operation] += moved.nbytes
+            self.lock_wait_seconds[operation] += moved.lock_wait_seconds
+            self.moves.append((operation, moved))
         return moved
+
+    def count_retry(self, operation: str) -> None:
+        with self._lock:
+            self.retries[operation] += 1
+
+    def count_error(self, operation: str) -> None:
+        with self._lock:
+            self.errors[operation] += 1
+
+    def count_taken_over(self, nbytes: int) -> None:
+        with self._lock:
+            self.taken_over_bytes += nbytes
 
 
 class StoragePath:
     """Holds the state of subgroups in files of its own, which go with it.
 
-    One thread may read and another write at once. Memory is given by address: whole pages, `padded_bytes` of the state.
+    Threads may read and write at once, each the state of other subgroups. Memory is given by address: whole pages,
+    `padded_bytes` of the state.
     """
 
     def __init__(self, name: str, settings: PathSettings, run: str, rank: int, run_id: bytes) -> None:
@@ -159,8 +186,8 @@ class StoragePath:
             self._scratch.close()
             raise
         self._said_buffered = False
-        self._made = 0
-        """Files, ever: no name is used twice."""
+        self._numbers = itertools.count(1)
+        """Of files: no name is used twice."""
 
     @property
     def busy(self) -> bool:
@@ -206,8 +233,7 @@ class StoragePath:
 
     def _new_file(self, kind: StateKind, given: str | os.PathLike[str] | None = None) -> _File:
         """One with its space reserved; out of the file `given`, which is no longer where it was."""
-        self._made += 1
-        name = str(self._scratch.directory / f"{kind.subgroup:06d}-{self._made}.tide")
+        name = str(self._scratch.directory / f"{kind.subgroup:06d}-{next(self._numbers)}.tide")
         if given is not None:
             os.rename(given, name)
         fd = self._open(name)
@@ -251,8 +277,12 @@ class StoragePath:
         """Number of the last update that was written; -1 before the first."""
         return self._files[subgroup].step
 
-    def read(self, subgroup: int, address: int) -> Transfer:
-        """Brings its state to `address`, verified. PathFailed, BlockDamaged or DataTruncated when it cannot be had."""
+    def read(self, subgroup: int, address: int, begun: Callable[[], None] = nothing) -> Transfer:
+        """Brings its state to `address`, verified. PathFailed, BlockDamaged or DataTruncated when it cannot be had.
+
+        begun: called when all of it is queued, again when it is tried again: what another thread asks for from then on
+            comes after it.
+        """
         file = self._files[subgroup]
         if file.step < 0:
             start = time.monotonic()
@@ -265,11 +295,11 @@ class StoragePath:
                 file.fd, address, file.data_bytes, where, self.settings.block_bytes, file.checksums
             )
 
-        return self._move("read", file, address, file.step, begin)
+        return self._move("read", file, address, file.step, begin, begun)
 
-    def write(self, subgroup: int, address: int, step: int) -> Transfer:
+    def write(self, subgroup: int, address: int, step: int, begun: Callable[[], None] = nothing) -> Transfer:
         """Stores the state at `address`, as it is after the update number `step`. PathFailed or PathFull when it cannot
-        be; what the file held is lost then.
+        be; what the file held is lost then. `begun`: see `read`.
 
         Through the page cache an error would come after the last moment at which the state is still in memory. So a
         file without direct I/O is synchronised after each write: what returns from here is on the medium, or the
@@ -285,7 +315,7 @@ class StoragePath:
                 file.fd, address, file.data_bytes, where, self.settings.block_bytes, file.checksums
             )
 
-        moved = self._move("write", file, address, step, begin)
+        moved = self._move("write", file, address, step, begin, begun)
         file.step = step
         if file is not before:
             self._files[subgroup] = self._spares.pop(subgroup)
@@ -346,7 +376,13 @@ class StoragePath:
         )
 
     def _move(
-        self, operation: Operation, file: _File, address: int, step: int, begin: Callable[[], IoTicket]
+        self,
+        operation: Operation,
+        file: _File,
+        address: int,
+        step: int,
+        begin: Callable[[], IoTicket],
+        begun: Callable[[], None],
     ) -> Transfer:
         """`step`: number of the update whose state it is."""
         waited, first = 0.0, float("nan")
@@ -354,7 +390,7 @@ class StoragePath:
             stop=stop_after_attempt(ATTEMPTS),
             wait=wait_exponential(multiplier=0.02),
             retry=_may_pass,
-            before_sleep=lambda _: self._count_retry(operation),
+            before_sleep=lambda _: self.counters.count_retry(operation),
             reraise=True,
         )
         try:
@@ -362,7 +398,7 @@ class StoragePath:
                 with attempt, self._locks.hold() if self._locks is not None else nullcontext() as held:
                     waited += held.waited_seconds if held is not None else 0.0
                     with self.counters.going_on(operation):
-                        ticket = self._moved(begin)
+                        ticket = self._moved(begin, begun)
                         first = ticket.start if first != first else first
                         self._check(operation, file, address, ticket)
                         end = self._synchronised(file.fd) if operation == "write" else None
@@ -376,12 +412,13 @@ class StoragePath:
         moved = Transfer(first, ticket.end if end is None else end, file.data_bytes, waited)
         return self.counters.count(operation, moved)
 
-    def _moved(self, begin: Callable[[], IoTicket]) -> IoTicket:
+    def _moved(self, begin: Callable[[], IoTicket], begun: Callable[[], None]) -> IoTicket:
         """The ticket of a transfer that has ended. Whatever is raised meanwhile, the kernel is done with the memory."""
         ticket = begin()
         self._moving.add(ticket)
         try:
             try:
+                begun()
                 while not ticket.wait(POLL_SECONDS):
                     pass  # lets Python handle signals
             except BaseException:  # Ctrl-C, outside a lane
@@ -392,9 +429,6 @@ class StoragePath:
             return ticket
         finally:
             self._moving.discard(ticket)
-
-    def _count_retry(self, operation: Operation) -> None:
-        self.counters.retries[operation] += 1
 
     def _synchronised(self, fd: int) -> float | None:
         """When what was written is on the medium; None where it went around the page cache, and is there already."""
@@ -409,7 +443,7 @@ class StoragePath:
     def _check(self, operation: Operation, file: _File, address: int, ticket: IoTicket) -> None:
         if ticket.ok:
             return
-        self.counters.errors[operation] += 1
+        self.counters.count_error(operation)
         where = ticket.failed_block * self.settings.block_bytes
         if ticket.checksum_mismatch:
             nbytes = min(self.settings.block_bytes, file.data_bytes - where)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
 import weakref
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from tidegate.agent.subgroups import Layout
 from tidegate.agent.tiers.format import StateKind, file_bytes
-from tidegate.agent.tiers.path import PathSettings, StoragePath, Transfer
+from tidegate.agent.tiers.object_path import ObjectPath
+from tidegate.agent.tiers.object_settings import ObjectSettings
+from tidegate.agent.tiers.path import PathSettings, StoragePath, Transfer, nothing
 from tidegate.errors import BlockDamaged, DataTruncated, NoPathLeft, PathFailed, PathFull, PathUnusable, StateLost
 from tidegate.kernels import WeightFormat
 from tidegate.logs import event
@@ -24,24 +27,28 @@ log = logging.getLogger("tidegate.tiers")
 
 CALIBRATION_BYTES: Final = 64 << 20
 RULE: Final = "adamw"
+UNBOUNDED: Final = 1 << 62
+"""Free bytes of a path that has no bound."""
 FORMATS: Final = {fmt: number for number, fmt in enumerate(WeightFormat)}
 
 
 class TierStore:
     """Knows where the state of each subgroup lies. Lanes fetch and flush; everything else happens between steps."""
 
-    def __init__(self, paths: Mapping[str, PathSettings], rank: int = 0) -> None:
+    def __init__(self, paths: Mapping[str, PathSettings | ObjectSettings], rank: int = 0) -> None:
         self.run_id = uuid.uuid4()
         self.rank = rank
         self.step = 0
         """Number of the update that writes now."""
-        self.paths: dict[str, StoragePath] = {}
+        self.paths: dict[str, StoragePath | ObjectPath] = {}
         # Nobody has to call `close`: files go with the store that nobody holds, and with the process that ends.
         self._closed = weakref.finalize(self, _close, self.paths)
         self.retired: dict[str, str] = {}
         """Paths that failed for good, and why: nothing more is written there."""
         self.last_checkpoint: str | None = None
         """What to load when state is lost."""
+        self._changing = threading.RLock()
+        """Lanes may find at once that a path has failed, and that another one has room."""
         self._full: set[str] = set()
         """Paths with less room than they said, until something leaves them."""
         self._where: dict[int, str] = {}
@@ -50,7 +57,7 @@ class TierStore:
         """Bytes of the largest file that each path may have to take."""
         try:
             for name, settings in paths.items():
-                self.paths[name] = StoragePath(name, settings, self.run_id.hex, rank, self.run_id.bytes)
+                self.paths[name] = _path(name, settings, self.run_id, rank)
         except BaseException:
             self.close()
             raise
@@ -89,10 +96,12 @@ class TierStore:
     def retire(self, path: str, why: object) -> None:
         """It takes no more state. What it holds can be fetched, as long as it can be read, and goes elsewhere next time
         it is flushed."""
-        if path not in self.retired:
+        with self._changing:
+            if path in self.retired:
+                return
             self.retired[path] = str(why)
-            said = event("path_retired", path=path, reason=str(why))
-            log.error("path %s is retired, it takes no more state: %s", path, why, extra=said)
+        said = event("path_retired", path=path, reason=str(why))
+        log.error("path %s is retired, it takes no more state: %s", path, why, extra=said)
 
     def reserve(self, subgroup: int, path: str) -> None:
         """Makes sure that its state can be written to `path`.
@@ -138,25 +147,26 @@ class TierStore:
         """Of its state."""
         return self._kinds[subgroup].data_bytes
 
-    def fetch(self, path: str, subgroup: int, address: int) -> Transfer:
-        """StateLost when it cannot be had: there is no other copy of it."""
+    def fetch(self, path: str, subgroup: int, address: int, begun: Callable[[], None] = nothing) -> Transfer:
+        """StateLost when it cannot be had: there is no other copy of it. `begun`: see `StoragePath.read`."""
         try:
-            return self.paths[path].read(subgroup, address)
+            return self.paths[path].read(subgroup, address, begun)
         except (PathFailed, BlockDamaged, DataTruncated) as error:
             if isinstance(error, PathFailed):
                 self.retire(path, error)
             step = self.paths[path].step_of(subgroup)
             raise StateLost(error, path, subgroup, step, self.last_checkpoint) from error
 
-    def flush(self, path: str, subgroup: int, address: int) -> Transfer:
-        """Stores its state on `path` or, where that fails for good, on another one: `where` tells.
+    def flush(self, path: str, subgroup: int, address: int, begun: Callable[[], None] = nothing) -> Transfer:
+        """Stores its state on `path` or, where that fails for good, on another one: `where` tells. `begun`: see
+        `StoragePath.read`.
 
         A path that failed is retired. NoPathLeft when none takes the state: then it is at `address` and nowhere else.
         """
         start, why = time.monotonic(), self.retired.get(path, "")
         if not why:
             try:
-                moved = self.paths[path].write(subgroup, address, self.step)
+                moved = self.paths[path].write(subgroup, address, self.step, begun)
             except (PathFailed, PathFull) as error:
                 self.retire(path, error)
                 why = str(error)
@@ -169,25 +179,35 @@ class TierStore:
 
     def _flush_elsewhere(self, path: str, subgroup: int, address: int, why: str) -> Transfer:
         """To the path with the most room that takes it."""
-        tried: set[str] = set()
-        while others := self._with_room(subgroup, tried):
-            name = others[0]
-            tried.add(name)
+        for name in self._reserved_elsewhere(subgroup):
             try:
-                self.reserve(subgroup, name)
                 moved = self.paths[name].write(subgroup, address, self.step)
             except (PathFull, PathUnusable, PathFailed) as error:
-                if self.paths[name].holds(subgroup):
-                    self.retire(name, error)
-                    self._left(subgroup, name)
+                self.retire(name, error)
+                self._left(subgroup, name)
                 continue
             self._where[subgroup] = name
-            self.paths[name].counters.taken_over_bytes += moved.nbytes
+            self.paths[name].counters.count_taken_over(moved.nbytes)
             said = event("path_took_over", path=name, subgroup=subgroup, instead_of=path)
             log.warning("path %s takes subgroup %d, which %s could not", name, subgroup, path, extra=said)
             return moved
         free = max((self._free_bytes(name) for name in self.paths if name not in self.retired), default=0)
         raise NoPathLeft(why, path, subgroup, self.step, self._file_bytes(path, self._kinds[subgroup]), free)
+
+    def _reserved_elsewhere(self, subgroup: int) -> Iterator[str]:
+        """Paths that may take it, the one with the most room first, each with space for it when it is its turn."""
+        tried: set[str] = set()
+        while True:
+            with self._changing:
+                others = self._with_room(subgroup, tried)
+                if not others:
+                    return
+                tried.add(others[0])
+                try:
+                    self.reserve(subgroup, others[0])
+                except (PathFull, PathUnusable):
+                    continue
+            yield others[0]
 
     def _with_room(self, subgroup: int, tried: Container[str]) -> list[str]:
         """Paths that may take it, the one with the most room first."""
@@ -198,10 +218,11 @@ class TierStore:
 
     def _free_bytes(self, path: str) -> int:
         try:
-            return self.paths[path].free_bytes
+            free = self.paths[path].free_bytes
         except OSError as error:
-            self.retire(path, f"{self.paths[path].settings.directory}: {error.strerror}.")
+            self.retire(path, f"{self.paths[path].settings.place}: {error.strerror}.")
             return 0
+        return UNBOUNDED if free is None else free
 
     def where(self, subgroup: int) -> str:
         """The path that its last flush reached: the one that was asked for, unless that failed."""
@@ -213,7 +234,13 @@ class TierStore:
         self._closed()
 
 
-def _close(paths: Mapping[str, StoragePath]) -> None:
+def _path(name: str, settings: PathSettings | ObjectSettings, run_id: uuid.UUID, rank: int) -> StoragePath | ObjectPath:
+    if isinstance(settings, ObjectSettings):
+        return ObjectPath(name, settings, run_id.hex, rank)
+    return StoragePath(name, settings, run_id.hex, rank, run_id.bytes)
+
+
+def _close(paths: Mapping[str, StoragePath | ObjectPath]) -> None:
     for name, path in paths.items():
         if path.busy:
             log.warning("path %s hangs: what lies there stays behind", name)

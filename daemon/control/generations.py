@@ -4,6 +4,7 @@ proposed ──all present ranks say yes──► committed ──all present ra
    │  ├─ one says no ──► refused
    │  ├─ silence past the deadline ──► aborted
    │  └─ a newer proposal ──► superseded
+A generation may be on trial (its canary): waiting ──► promoted, or ──► condemned ──the next one commits──► rolled_back.
 Present ranks are those whose lease has not been lost; without any, a proposal is committed at once.
 """
 
@@ -14,9 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
+from tidegate.daemon.control.canary import Canary
 from tidegate.wire import GenerationState, KnobChanges, MeasuredEffect
 
-What = Literal["proposed", "voted", "committed", "refused", "aborted", "superseded", "rank_applied", "applied"]
+What = Literal[
+    "proposed", "voted", "committed", "refused", "aborted", "superseded", "rank_applied", "applied",
+    "promoted", "condemned", "canary_ended",
+]  # fmt: skip
 NO_RANKS: Final = "No rank is running: takes effect when the run starts again."
 
 
@@ -43,6 +48,9 @@ class Generation:
     applied: Mapping[int, int] = field(default_factory=dict)
     """First step that ran with it, by rank."""
     effect: MeasuredEffect | None = None
+    canary: Canary | None = None
+    restores: int | None = None
+    """The generation whose knobs it brings back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +75,8 @@ class Propose:
     at: float
     deadline: float
     commit: bool = False
+    canary: Canary | None = None
+    restores: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +117,15 @@ class Tick:
     at: float
 
 
-Happening = Propose | Cast | Apply | Join | Leave | Tick
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """The trial of the committed generation has its verdict."""
+
+    generation: int
+    canary: Canary
+
+
+Happening = Propose | Cast | Apply | Join | Leave | Tick | Judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +163,13 @@ def decide(control: Control, event: Happening) -> Outcome:
             named = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(map(str, silent))
             outcome = f"No answer from {named} before the deadline: nothing was changed."
             return _close(control, control.pending, "aborted", outcome, at)
+        case Judge(generation, canary):
+            known = control.committed
+            if known.number != generation or known.canary is None or known.canary.state != "waiting":
+                return control, ()
+            judged = replace(known, canary=canary)
+            what: What = "promoted" if canary.state == "promoted" else "condemned"
+            return replace(control, committed=judged), (Decision(what, judged),)
 
 
 def _propose(control: Control, event: Propose) -> Outcome:
@@ -157,6 +182,8 @@ def _propose(control: Control, event: Propose) -> Outcome:
         author=event.author,
         reason=event.reason,
         created_at=event.at,
+        canary=event.canary,
+        restores=event.restores,
     )
     decisions: tuple[Decision, ...] = ()
     if control.pending is not None:
@@ -208,13 +235,20 @@ def _settle(control: Control, at: float) -> Outcome:
 
 def _commit(control: Control, pending: Generation, outcome: str, at: float) -> Outcome:
     made = replace(pending, state="committed", decided_at=at, outcome=outcome)
-    return replace(control, committed=made, pending=None, deadline=math.inf), (Decision("committed", made),)
+    decisions: tuple[Decision, ...] = (Decision("committed", made),)
+    old = control.committed
+    if old.canary is not None and old.canary.open:
+        back = pending.restores is not None and pending.restores <= old.canary.base
+        end = old.canary.closed("rolled_back" if back else "superseded", f"Ended by generation {made.number}.")
+        decisions = (Decision("canary_ended", replace(old, canary=end)), *decisions)
+    return replace(control, committed=made, pending=None, deadline=math.inf), decisions
 
 
 def _close(
     control: Control, pending: Generation, state: Literal["refused", "aborted", "superseded"], outcome: str, at: float
 ) -> Outcome:
-    closed = replace(pending, state=state, decided_at=at, outcome=outcome)
+    canary = pending.canary.closed("superseded", "It never ran.") if pending.canary else None
+    closed = replace(pending, state=state, decided_at=at, outcome=outcome, canary=canary)
     return replace(control, pending=None, deadline=math.inf), (Decision(state, closed),)
 
 

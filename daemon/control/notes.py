@@ -8,7 +8,9 @@ from tidegate.daemon.control.generations import Control, Decision, Generation
 from tidegate.daemon.store import AuditNote
 from tidegate.wire import KnobChanges
 
-AUDITED: Final = frozenset({"proposed", "committed", "refused", "aborted", "superseded", "applied"})
+AUDITED: Final = frozenset(
+    {"proposed", "committed", "refused", "aborted", "superseded", "applied", "promoted", "condemned", "canary_ended"}
+)
 TEXT: Final = 2_000
 
 
@@ -18,6 +20,8 @@ def decision_note(run: str, before: Control, decision: Decision, at: float) -> A
     effect = made.outcome
     if decision.what == "applied":
         effect = "first step with it: " + ", ".join(f"rank {r} {s}" for r, s in sorted(made.applied.items())[:32])
+    if decision.what in ("promoted", "condemned", "canary_ended") and made.canary is not None:
+        effect = f"{made.canary.state.replace('_', ' ')}: {made.canary.verdict}"
     actor = made.author if decision.what == "proposed" else "daemon"
     return note(run, at, actor, decision.what, made, before=before.committed.knobs, effect=effect)
 

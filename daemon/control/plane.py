@@ -28,9 +28,12 @@ from tidegate.daemon.control.notes import AUDITED, decision_note, note
 from tidegate.daemon.control.restore import restore
 from tidegate.daemon.control.roster import Roster
 from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.control.trials import Predicted, Trials
+from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.store import AgentRecord, AuditNote, Store
 from tidegate.knobs import Knobs
 from tidegate.wire import AgentHello, AgentReport, KnobChanges, Lease, Vote
+from tidegate.wire_canary import CanaryRequest
 
 FLUSH_SECONDS: Final = 30.0
 GONE_RANKS_KEPT: Final = 64
@@ -50,6 +53,7 @@ class ControlPlane:
         self._clock = clock or Clock()
         self._flushed = self._clock.mono()
         self.roster = Roster(*restore(store, lease_seconds, self._clock), lease_seconds, self._clock)
+        self._trials = Trials(store, self._advance, self._clock, proposal_seconds)
 
     # ---- agents
 
@@ -78,6 +82,9 @@ class ControlPlane:
 
     def report(self, agent: str, report: AgentReport) -> Lease:
         run, member = self.roster.member(agent)
+        if member.is_past(report):
+            detail = f"The report of step {report.step} is older than what rank {member.hello.rank} has told since."
+            raise ProblemError(409, "past-report", detail)
         self._revive(run, member)
         member.take(report)
         rank = member.hello.rank
@@ -85,6 +92,7 @@ class ControlPlane:
             self._applied(run, member, report.generation, report.step)
         member.reported_generation = report.generation
         self._measure_effect(run, rank)
+        self._trials.look(run)
         data = {"rank": rank, "step": report.step, "phase": report.phase, "generation": report.generation}
         self.roster.publish(run, "report", data)
         if report.finished:
@@ -118,14 +126,34 @@ class ControlPlane:
 
     # ---- operators
 
-    def patch(self, run: Run, knobs: Knobs, changes: KnobChanges, author: str, reason: str) -> Generation:
+    def patch(
+        self,
+        run: Run,
+        knobs: Knobs,
+        changes: KnobChanges,
+        author: str,
+        reason: str,
+        trial: tuple[CanaryRequest, Predicted] | None = None,
+    ) -> Generation:
         """Makes the next generation on top of whatever is newest; the caller has checked If-Match."""
         at, deadline = self._clock.wall(), self._clock.mono() + self._proposal_seconds
         self._advance(
             run,
-            Propose(knobs=_all(run, knobs), changes=changes, author=author, reason=reason, at=at, deadline=deadline),
+            Propose(
+                knobs=_all(run, knobs),
+                changes=changes,
+                author=author,
+                reason=reason,
+                at=at,
+                deadline=deadline,
+                canary=self._trials.begin(run, *trial) if trial else None,
+            ),
         )
         return run.latest
+
+    def roll_back(self, run: Run, to: int | None, author: str, reason: str) -> Generation:
+        """Makes a generation with the knobs of an earlier one."""
+        return self._trials.roll_back(run, to, author, reason)
 
     # ---- time
 
@@ -135,11 +163,13 @@ class ControlPlane:
         flush = now - self._flushed >= FLUSH_SECONDS
         for run in self.roster.runs.values():
             self._advance(run, Tick(now, at))
+            self._trials.look(run)
+            self._trials.tick(run, now)
             for member in run.members.values():
                 self._watch(run, member, at)
             present = [run.members[rank] for rank in run.control.present]
             if flush and present:
-                self.store.save(run.name, agents=[self._record(member) for member in present])
+                self.store.touch([self._record(member) for member in present])
         if flush:
             self._flushed = now
             self._forget_gone()
@@ -149,10 +179,11 @@ class ControlPlane:
         self.closing = True
         for run in self.roster.runs.values():
             run.bell.ring()
+            run.orders.ring()
 
     def save_all(self) -> None:
         for run in self.roster.runs.values():
-            self.store.save(run.name, agents=[self._record(m) for m in run.members.values()])
+            self.store.touch([self._record(member) for member in run.members.values()])
 
     # ---- inside
 
@@ -245,8 +276,13 @@ class ControlPlane:
         before = run.control
         control, decisions = decide(before, event)
         notes = [decision_note(run.name, before, d, self._clock.wall()) for d in decisions if d.what in AUDITED]
-        kept = any(d.what != "voted" for d in decisions)  # a vote alone is void after a restart
-        self._store_and_tell(run, control, [d.generation for d in decisions], notes, keep=kept)
+        # A vote is void after a restart, and ranks tell again what they have: neither is worth a write for each rank.
+        if all(d.what in ("voted", "rank_applied") for d in decisions):
+            run.control = control
+            run.latest = next((d.generation for d in decisions if d.generation.number == control.newest), run.latest)
+            return
+        self._store_and_tell(run, control, [d.generation for d in decisions], notes)
+        run.orders.ring()
 
     def _store_and_tell(
         self,
@@ -254,10 +290,9 @@ class ControlPlane:
         control: Control,
         generations: list[Generation],
         notes: list[AuditNote],
-        keep: bool = True,
     ) -> None:
         newest = {g.number: g for g in generations}
-        if newest and keep:
+        if newest:
             self.store.save(run.name, newest.values(), notes)
         run.control = control
         run.latest = newest.get(control.newest, run.latest)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.problems import ProblemError
 from tidegate.wire import AgentHello, Liveness
+
+RUNS_KEPT: Final = 10_000
+AGENTS_KEPT: Final = 100_000
 
 
 class Roster:
@@ -56,6 +59,11 @@ class Roster:
                 f"which is live. Stop it, wait {self._lease_seconds:g} s if it died, or choose another run name.",
                 rank=hello.rank,
             )
+        if (run is None and len(self.runs) >= RUNS_KEPT) or (held is None and len(self.agents) >= AGENTS_KEPT):
+            detail = (
+                f"The daemon keeps {RUNS_KEPT:,} runs and {AGENTS_KEPT:,} ranks at most: start one with a new state."
+            )
+            raise ProblemError(409, "too-many-runs", detail)
         if self.agents.get(hello.agent, (hello.run, hello.rank)) != (hello.run, hello.rank):
             raise ProblemError(409, "agent-taken", f"Agent {hello.agent!r} already is another rank: make a new id.")
 

@@ -55,6 +55,8 @@ class Member:
     announced: Liveness = "live"
     """What the audit log and the events know of its liveness."""
     step: int = 0
+    said_at: float = -math.inf
+    """When it made its newest report, by its own clock."""
     phase: str = "other"
     applied_generation: int = 0
     reported_generation: int = -1
@@ -73,6 +75,7 @@ class Member:
 
     def take(self, report: AgentReport) -> None:
         """Remembers what the rank says; steps that it tells twice are kept once."""
+        self.said_at = report.timestamp
         self.step = report.step
         self.phase = report.phase
         self.effective = report.effective
@@ -82,6 +85,13 @@ class Member:
         self.predicted_update_seconds = report.predicted_update_seconds
         newest = self.steps[-1].step if self.steps else -1
         self.steps.extend(step for step in report.steps if step.step > newest)
+
+    def is_past(self, report: AgentReport) -> bool:
+        """Whether the report is older than one that was taken, by its clock and by its step.
+
+        Either alone happens to honest ranks: clocks are set back, training goes back to a checkpoint.
+        """
+        return report.timestamp < self.said_at and report.step < self.step
 
     def forget(self) -> None:
         """Drops what is large."""
@@ -99,6 +109,9 @@ class Run:
     members: dict[int, Member] = field(default_factory=dict)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
     bell: Bell = field(default_factory=Bell)
+    """Rings with every event."""
+    orders: Bell = field(default_factory=Bell)
+    """Rings when what is wanted of the ranks changes: a bell for every report would wake every rank each time."""
 
     @property
     def lead(self) -> tuple[int, Member] | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 
 from tidegate.daemon import views
 from tidegate.daemon.control.plane import ControlPlane
-from tidegate.daemon.deps import Plane, Wait
+from tidegate.daemon.deps import Plane, Wait, Who
 from tidegate.daemon.problems import ProblemError
 from tidegate.errors import KnobError
 from tidegate.knobs import Knobs, specs_for
@@ -17,8 +18,20 @@ from tidegate.wire import PROTOCOL_VERSION, AgentHello, AgentReport, Applied, Di
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
 
 
+async def _own(plane: Plane, who: Who, agent: str) -> str:
+    """The agent, if the caller's token is for its run. One that is unknown is told so by who looks for it."""
+    if seat := plane.roster.agents.get(agent):
+        who.check_run(seat[0])
+    return agent
+
+
+Own = Annotated[str, Depends(_own)]
+
+
 @router.post("", status_code=201)
-async def hello(plane: Plane, message: AgentHello) -> Lease:
+async def hello(plane: Plane, who: Who, message: AgentHello) -> Lease:
+    """Registers one rank of a run; the first one makes the run."""
+    who.check_run(message.run)
     if message.protocol != PROTOCOL_VERSION:
         detail = (
             f"The agent speaks protocol {message.protocol}, the daemon {PROTOCOL_VERSION}: install the same version."
@@ -32,13 +45,14 @@ async def hello(plane: Plane, message: AgentHello) -> Lease:
 
 
 @router.post("/{agent}/reports")
-async def report(plane: Plane, agent: str, message: AgentReport) -> Lease:
+async def report(plane: Plane, agent: Own, message: AgentReport) -> Lease:
+    """What the rank did since its last report; renews its lease."""
     return plane.report(agent, message)
 
 
 @router.get("/{agent}/directive")
 async def directive(
-    plane: Plane, agent: str, committed: int = -1, proposed: int | None = None, wait: Wait = 0.0
+    plane: Plane, agent: Own, committed: int = -1, proposed: int | None = None, wait: Wait = 0.0
 ) -> Directive:
     """At once when there is something newer than the caller knows, else after `wait` seconds."""
     deadline = time.monotonic() + wait
@@ -48,21 +62,24 @@ async def directive(
         left = deadline - time.monotonic()
         if found.committed > committed or asked or left <= 0 or plane.closing:
             return found
-        await plane.roster.member(agent)[0].bell.wait(left)
+        await plane.roster.member(agent)[0].orders.wait(left)
 
 
 @router.post("/{agent}/votes", status_code=204)
-async def vote(plane: Plane, agent: str, message: Vote) -> None:
+async def vote(plane: Plane, agent: Own, message: Vote) -> None:
+    """Whether the rank can have the knobs that were proposed."""
     plane.vote(agent, message)
 
 
 @router.post("/{agent}/applied", status_code=204)
-async def applied(plane: Plane, agent: str, message: Applied) -> None:
+async def applied(plane: Plane, agent: Own, message: Applied) -> None:
+    """The rank has the knobs of a generation now."""
     plane.applied(agent, message.generation, message.step)
 
 
 @router.delete("/{agent}", status_code=204)
-async def goodbye(plane: Plane, agent: str) -> None:
+async def goodbye(plane: Plane, agent: Own) -> None:
+    """The rank ends on purpose."""
     plane.goodbye(agent)
 
 

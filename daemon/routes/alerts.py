@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Annotated, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field
+from pydantic import AwareDatetime, BaseModel, Field
 
 from tidegate.daemon.deps import Alerts, Author, Plane
 from tidegate.wire import AlertReceipt, AlertState, AlertView
@@ -29,8 +29,8 @@ class WebhookAlert(BaseModel):
     status: AlertState
     labels: Texts
     annotations: Texts = {}
-    startsAt: datetime
-    endsAt: datetime
+    startsAt: AwareDatetime
+    endsAt: AwareDatetime
     """While it fires: the year 1."""
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
 
@@ -73,20 +73,25 @@ async def of_run(plane: Plane, book: Alerts, run: str, state: AlertState | None 
 def _view(alert: WebhookAlert, now: float) -> AlertView:
     labels, notes = alert.labels, alert.annotations
     return AlertView(
-        run=labels.get("run", "")[:LABEL],
+        run=_cut(labels.get("run", ""), LABEL),
         fingerprint=alert.fingerprint,
-        alert=labels.get("alertname", "")[:LABEL],
+        alert=_cut(labels.get("alertname", ""), LABEL),
         state=alert.status,
-        severity=labels.get("severity", "")[:LABEL],
-        summary=notes.get("summary", "")[:TEXT],
-        description=notes.get("description", "")[:TEXT],
-        knob=notes.get("knob", "")[:LABEL],
-        runbook_url=notes.get("runbook_url", "")[:URL],
-        labels={name[:LABEL]: value[:VALUE] for name, value in list(labels.items())[:MAX_LABELS]},
-        starts_at=_seconds(alert.startsAt) or now,
+        severity=_cut(labels.get("severity", ""), LABEL),
+        summary=_cut(notes.get("summary", ""), TEXT),
+        description=_cut(notes.get("description", ""), TEXT),
+        knob=_cut(notes.get("knob", ""), LABEL),
+        runbook_url=_cut(notes.get("runbook_url", ""), URL),
+        labels={_cut(name, LABEL): _cut(value, VALUE) for name, value in list(labels.items())[:MAX_LABELS]},
+        starts_at=_seconds(alert.startsAt),
         ends_at=(_seconds(alert.endsAt) or now) if alert.status == "resolved" else None,
         received_at=now,
     )
+
+
+def _cut(text: str, length: int) -> str:
+    """Without NUL, which not every database stores."""
+    return text.replace("\0", "")[:length]
 
 
 def _seconds(at: datetime) -> float:

@@ -22,7 +22,7 @@ async def events(plane: Plane, run: str, last_event_id: Annotated[int | None, He
     found = plane.roster.run(run)
     newest = found.events[-1].id if found.events else 0
     last = newest if last_event_id is None else last_event_id
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    headers = {"Cache-Control": "no-store", "Tidegate-Newest-Event": str(newest), "X-Accel-Buffering": "no"}
     return StreamingResponse(_stream(plane, found, last), media_type="text/event-stream", headers=headers)
 
 

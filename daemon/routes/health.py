@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
@@ -33,6 +34,7 @@ async def readyz(plane: Plane) -> dict[str, str]:
     return {"status": "ready"}
 
 
-@metrics_router.get("/metrics")
+@metrics_router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
+    """The daemon's own figures, for Prometheus."""
     return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)

@@ -10,19 +10,23 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Response
 
 from tidegate.daemon import views
+from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.control.preview import evidence, preview
 from tidegate.daemon.control.run import Run
+from tidegate.daemon.control.trials import Predicted
 from tidegate.daemon.deps import Author, Plane, Wait
 from tidegate.daemon.problems import ProblemError
 from tidegate.errors import KnobError
 from tidegate.knobs import show, specs_for
 from tidegate.wire import GenerationView, KnobPatch, KnobPreview, KnobsView
+from tidegate.wire_canary import Rollback
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
 
 
 @router.get("/knobs")
 async def knobs(plane: Plane, run: str, response: Response) -> KnobsView:
+    """The desired knobs, their bounds, and what each rank has. The ETag is for If-Match."""
     found = plane.roster.run(run)
     response.headers["ETag"] = f'"{found.control.newest}"'
     return views.knobs_view(found, plane.roster.states(found))
@@ -49,18 +53,37 @@ async def change(
         bounds = {"bounds": specs[error.knob].bounds} if error.knob in specs else {"knobs": list(specs)}
         raise ProblemError(422, "invalid-knob", str(error), knob=error.knob, **bounds) from error
     changes = {name: after.as_dict(paths=True)[name] for name in patch.changes}
-    if dry_run:
+    trial = None
+    if dry_run or patch.canary:
         known = evidence(found)
         newest, paths = found.control.newest, bool(found.paths)
-        return await asyncio.to_thread(preview, found.name, newest, before, after, known, paths=paths)
-    made = plane.patch(found, after, changes, author, patch.reason)
-    number, deadline = made.number, time.monotonic() + wait
-    while (left := deadline - time.monotonic()) > 0 and _undecided(found, number) and not plane.closing:
-        await found.bell.wait(left)
-    response.status_code = 202 if _undecided(found, number) else 200
-    response.headers["ETag"] = f'"{found.control.newest}"'
-    current = found.latest if found.latest.number == number else plane.store.generation(run, number)
-    return views.generation_view(run, current)
+        seen = await asyncio.to_thread(preview, found.name, newest, before, after, known, paths=paths)
+        if dry_run:
+            return seen
+        _check_match(found, if_match)  # others may have changed them meanwhile
+    if patch.canary:
+        predicted = Predicted(before=seen.predicted_update_seconds_before, after=seen.predicted_update_seconds_after)
+        trial = (patch.canary, predicted)
+    made = plane.patch(found, after, changes, author, patch.reason, trial)
+    return await _outcome(plane, found, made.number, wait, response)
+
+
+@router.post("/rollback")
+async def roll_back(
+    plane: Plane,
+    author: Author,
+    run: str,
+    body: Rollback,
+    response: Response,
+    if_match: Annotated[str | None, Header()] = None,
+    wait: Wait = 0.0,
+) -> GenerationView:
+    """Brings back the knobs of an earlier generation as a new one. If-Match may be left out: it is at once."""
+    found = plane.roster.run(run)
+    if if_match is not None:
+        _check_match(found, if_match)
+    made = plane.roll_back(found, body.to, author, body.reason)
+    return await _outcome(plane, found, made.number, wait, response)
 
 
 @router.get("/generations")
@@ -68,6 +91,17 @@ async def generations(plane: Plane, run: str) -> list[GenerationView]:
     """All generations, oldest first."""
     found = plane.roster.run(run)
     return [views.generation_view(run, generation) for generation in plane.store.generations(found.name)]
+
+
+async def _outcome(plane: ControlPlane, run: Run, number: int, wait: float, response: Response) -> GenerationView:
+    """What became of the generation within `wait` seconds."""
+    deadline = time.monotonic() + wait
+    while (left := deadline - time.monotonic()) > 0 and _undecided(run, number) and not plane.closing:
+        await run.orders.wait(left)
+    response.status_code = 202 if _undecided(run, number) else 200
+    response.headers["ETag"] = f'"{run.control.newest}"'
+    current = run.latest if run.latest.number == number else plane.store.generation(run.name, number)
+    return views.generation_view(run.name, current)
 
 
 def _undecided(run: Run, number: int) -> bool:

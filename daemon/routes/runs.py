@@ -8,20 +8,22 @@ from fastapi import APIRouter, Query, Response
 
 from tidegate.daemon import views
 from tidegate.daemon.control.run import STEPS_KEPT
-from tidegate.daemon.deps import Plane
+from tidegate.daemon.deps import Plane, Who
 from tidegate.wire import AuditRow, RunView, StepsView, TimelineView
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 
 @router.get("")
-async def runs(plane: Plane) -> list[RunView]:
-    """All runs, newest last."""
-    return [views.run_view(run, plane.roster.states(run)) for run in plane.roster.runs.values()]
+async def runs(plane: Plane, who: Who) -> list[RunView]:
+    """All runs that the token opens, newest last."""
+    seen = [run for run in plane.roster.runs.values() if who.may_see(run.name)]
+    return [views.run_view(run, plane.roster.states(run)) for run in seen]
 
 
 @router.get("/{run}")
 async def one(plane: Plane, run: str) -> RunView:
+    """One run and its ranks."""
     found = plane.roster.run(run)
     return views.run_view(found, plane.roster.states(found))
 
@@ -36,6 +38,7 @@ async def timeline(plane: Plane, run: str, rank: int) -> TimelineView | Response
 async def steps(
     plane: Plane, run: str, rank: int, limit: Annotated[int, Query(ge=1, le=STEPS_KEPT)] = 200
 ) -> StepsView:
+    """The newest steps of one rank, oldest first."""
     return StepsView(run=run, rank=rank, steps=tuple(plane.roster.rank(run, rank).steps)[-limit:])
 
 

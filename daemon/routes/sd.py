@@ -13,4 +13,5 @@ router = APIRouter(tags=["prometheus"])
 
 @router.get("/sd")
 async def sd(plane: Plane) -> list[SdTarget]:
+    """Every rank that can be scraped."""
     return [views.sd_target(member) for member in plane.roster.reachable()]

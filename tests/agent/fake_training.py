@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -107,13 +107,13 @@ def watched(fake: FakeCuda) -> Iterator[None]:
                 fake.host_access(array.data_ptr(), nbytes, True, "reading and writing state on the host")
             yield arrays
 
-    def watched_fetch(store: TierStore, path: str, subgroup: int, address: int) -> Transfer:
+    def watched_fetch(store: TierStore, path: str, subgroup: int, address: int, *begun: Callable[[], None]) -> Transfer:
         fake.host_access(address, store.nbytes(subgroup), True, "a fetch")
-        return fetch(store, path, subgroup, address)
+        return fetch(store, path, subgroup, address, *begun)
 
-    def watched_flush(store: TierStore, path: str, subgroup: int, address: int) -> Transfer:
+    def watched_flush(store: TierStore, path: str, subgroup: int, address: int, *begun: Callable[[], None]) -> Transfer:
         fake.host_access(address, store.nbytes(subgroup), False, "a flush")
-        return flush(store, path, subgroup, address)
+        return flush(store, path, subgroup, address, *begun)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_module, "choose_device", lambda *_: WatchedDevice(fake))
@@ -222,10 +222,10 @@ class FakeTraining:
         runner = self.optimizer.engine._runner
         run, seen = type(runner).run, itertools.count()
 
-        def failing(op: Op) -> Issued:
+        def failing(op: Op, begun: Callable[[], None]) -> Issued:
             if op.lane == lane and next(seen) == after:
                 raise ValueError("broken on purpose")
-            return run(runner, op)
+            return run(runner, op, begun)
 
         runner.run = failing  # type: ignore[method-assign]
         try:

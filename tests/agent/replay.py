@@ -10,19 +10,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.residences import Effective
 from tidegate.agent.telemetry import figures
-from tidegate.agent.telemetry.exporter import MeterCollector
+from tidegate.agent.telemetry.exposition import Exposition
 from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.agent.telemetry.gpu import GpuFigures
 from tidegate.agent.telemetry.meter import Meter
@@ -66,13 +63,11 @@ def replay(meter: Meter) -> Meter:
 
 def values(meter: Meter, metric: Metric) -> Values:
     """What /metrics says of one family."""
-    registry = CollectorRegistry()
-    collector = MeterCollector(meter, True, lambda: None, threading.RLock())
-    collector._families = [metric]
-    registry.register(collector)
+    exposition = Exposition(has_paths=True)
+    exposition._families = [metric]
     return {
         "{}{{{}}}".format(sample.name, ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for family in text_string_to_metric_families(exposition.text(meter, openmetrics=False).decode())
         for sample in family.samples
     }
 
@@ -191,8 +186,8 @@ def _look_in_a_read(optimizer: Any, take: Callable[[], None]) -> None:
     path = optimizer.engine.store.paths["nvme"]
     moved, seen = path._moved, []
 
-    def looking(begin: Any) -> Any:
-        ticket = moved(begin)
+    def looking(begin: Any, begun: Any) -> Any:
+        ticket = moved(begin, begun)
         # Some transfers of the step have ended.
         if path.counters.moves and not seen and "read" in dict(path.counters.under_way.values()):
             seen.append(1)

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -198,10 +199,10 @@ def test_a_failed_step_says_so_until_a_state_is_loaded() -> None:
         runner = optimizer.engine._runner
         run = type(runner).run
 
-        def failing(op: Op) -> Issued:
+        def failing(op: Op, begun: Callable[[], None]) -> Issued:
             if op.kind is OpKind.DEVICE_UPDATE:
                 raise ValueError("broken kernel")
-            return run(runner, op)
+            return run(runner, op, begun)
 
         runner.run = failing  # type: ignore[method-assign]
         with pytest.raises(ValueError, match="broken kernel"):
@@ -229,10 +230,10 @@ def test_a_stuck_lane_is_named_and_close_does_not_hang() -> None:
         runner = optimizer.engine._runner
         run = type(runner).run
 
-        def hanging(op: Op) -> Issued:
+        def hanging(op: Op, begun: Callable[[], None]) -> Issued:
             if op.kind is OpKind.CPU_UPDATE:
                 release.wait(60)
-            return run(runner, op)
+            return run(runner, op, begun)
 
         runner.run = hanging  # type: ignore[method-assign]
         with pytest.raises(LaneStuckError, match="Lane cpu is stuck"):

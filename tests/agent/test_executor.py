@@ -35,7 +35,7 @@ class NullRunner:
     def wait(self, lane: str, event: Event) -> None:
         event.wait()
 
-    def run(self, op: Op) -> Issued:
+    def run(self, op: Op, begun: Callable[[], None]) -> Issued:
         start = self.clock.now()
         self.clock.sleep(RATES.seconds(op))
         return Issued(DoneEvent(start, self.clock.now()), op.nbytes, op.numel)
@@ -104,7 +104,7 @@ class ScriptedRunner:
     def wait(self, lane: str, event: Event) -> None:
         event.wait()
 
-    def run(self, op: Op) -> Issued:
+    def run(self, op: Op, begun: Callable[[], None]) -> Issued:
         self.on(op)
         return Issued(DoneEvent(0.0, 0.0), op.nbytes, op.numel)
 

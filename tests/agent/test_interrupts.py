@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -125,10 +125,10 @@ def interrupt_at(optimizer: tidegate.AdamW, kind: OpKind) -> None:
     run = type(runner).run
     once = threading.Event()
 
-    def interrupting(op: Op) -> Issued:
+    def interrupting(op: Op, begun: Callable[[], None]) -> Issued:
         if op.kind is kind and not once.is_set():
             once.set()
             os.kill(os.getpid(), signal.SIGINT)
-        return run(runner, op)
+        return run(runner, op, begun)
 
     runner.run = interrupting  # type: ignore[method-assign]

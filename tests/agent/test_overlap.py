@@ -71,15 +71,15 @@ class Poison:
         self._copied: set[int] = set()
         self._armed = False
 
-    def run(self, op: Op) -> Any:
+    def run(self, op: Op, begun: Callable[[], None]) -> Any:
         if op.kind is OpKind.DEVICE_UPDATE:
             for part, saved in zip(self._parts(op.subgroup), self._stash.pop(op.subgroup), strict=True):
                 part.copy_(saved)
         if op.kind is not OpKind.WEIGHT_D2H:
-            issued = self._run(op)
+            issued = self._run(op, begun)
         else:
             with self._lock:
-                issued = self._run(op)
+                issued = self._run(op, begun)
                 self._copied.add(op.subgroup)
                 if self._armed:
                     self._fill(op.subgroup)

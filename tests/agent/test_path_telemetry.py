@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +24,9 @@ from tests.agent.test_optimizer import params_of, run_steps
 from tests.agent.training import Training, batch
 from tests.services import program, until
 from tidegate.agent.telemetry import paths as path_telemetry
-from tidegate.agent.telemetry.division import divided
+from tidegate.agent.telemetry.division import divided, moves_by_phase
 from tidegate.agent.telemetry.paths import MIN_WEAR_SECONDS, WEAR_WINDOW_SECONDS, Wear
-from tidegate.agent.tiers.path import StoragePath
+from tidegate.agent.tiers.path import StoragePath, Transfer
 from tidegate.catalogue import METRICS
 from tidegate.errors import ConfigError
 from tidegate.timeline import PhaseSpan
@@ -193,14 +193,14 @@ def test_a_read_that_hangs_is_seen_while_it_lasts(tmp_path: Path, monkeypatch: p
     hangs, release = threading.Event(), threading.Event()
     moved = StoragePath._moved
 
-    def hanging(path: StoragePath, begin: Any) -> Any:
+    def hanging(path: StoragePath, begin: Any, begun: Any) -> Any:
         if path.name == "nvme" and ("read", path.name) not in seen:
             operations = {operation for operation, _ in tuple(path.counters.under_way.values())}
             if "read" in operations:
                 seen.add(("read", path.name))
                 hangs.set()
                 assert release.wait(60)
-        return moved(path, begin)
+        return moved(path, begin, begun)
 
     seen: set[tuple[str, str]] = set()
     with made.optimizer:
@@ -277,6 +277,26 @@ def test_what_is_divided_adds_up() -> None:
     assert [phase for phase, _, _ in parts] == ["forward", "backward", "update"]
     assert sum(nbytes for _, nbytes, _ in parts) == 1003
     assert sum(seconds for _, _, seconds in parts) == pytest.approx(2.75)
+
+
+def test_time_of_transfers_that_overlap_counts_once_and_their_bytes_where_they_moved() -> None:
+    phases = [PhaseSpan("backward", 0.0, 2.0), PhaseSpan("update", 2.0, 10.0)]
+    moves = [
+        ("read", Transfer(0.5, 1.5, 10, 0.0)),
+        ("read", Transfer(0.0, 4.0, 100, 0.0)),
+        ("write", Transfer(1.0, 3.0, 8, 0.0)),
+    ]
+    moved: Counter[tuple[str, str]] = Counter()
+    busy: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for operation, phase, nbytes, seconds in moves_by_phase(moves, phases):
+        moved[operation, phase] += nbytes
+        busy[operation, phase] += seconds
+    assert moved == {
+        ("read", "backward"): 60, ("read", "update"): 50, ("write", "backward"): 4, ("write", "update"): 4,
+    }  # fmt: skip
+    assert busy == {
+        ("read", "backward"): 2.0, ("read", "update"): 2.0, ("write", "backward"): 1.0, ("write", "update"): 1.0,
+    }  # fmt: skip
 
 
 def test_wear_is_the_pace_of_the_last_hour_and_its_warning_comes_once(caplog: pytest.LogCaptureFixture) -> None:

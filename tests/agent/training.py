@@ -60,6 +60,7 @@ class Outside:
     lane_bytes: Counter[str] = field(default_factory=Counter)
     """Of link and paths, whatever the phase."""
     lane_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """In which at least one copy was in progress."""
     memory_bytes: dict[str, int] = field(default_factory=dict)
     copies: list[tuple[str, int, float, float]] = field(default_factory=list)
     windows: list[tuple[str, float, float]] = field(default_factory=list)
@@ -69,9 +70,12 @@ class Outside:
 
     def divide_copies(self) -> None:
         """Bytes of the step's copies by the phase in which they moved; all lanes are at rest."""
-        for lane, nbytes, start, end in self.copies:
+        busy_until: dict[str, float] = {}
+        for lane, nbytes, start, end in sorted(self.copies, key=lambda copy: copy[2]):
             self.lane_bytes[lane] += nbytes
-            self.lane_seconds[lane] += end - start
+            since = max(start, busy_until.get(lane, start))
+            busy_until[lane] = max(since, end)
+            self.lane_seconds[lane] += busy_until[lane] - since
             for name, since, until in self.windows:
                 inside = max(0.0, min(end, until) - max(start, since))
                 self.link_bytes[lane, name] += round(nbytes * inside / (end - start))

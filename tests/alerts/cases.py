@@ -19,7 +19,7 @@ class Case:
     why: str
     series: dict[str, str]
     """Values by selector; a selector that no recorded series answers to is an error."""
-    at: str = "20m"
+    at: str = "12m"
     interval: str = "15s"
     summary: str = ""
     """What it says; empty: it must not fire."""
@@ -82,6 +82,11 @@ CASES: Final[tuple[Case, ...]] = (
         alert="TidegateUpdateStalled",
         why="under the limit",
         series=_stall("h2d", "0+2.3x400"),
+    ),
+    Case(
+        alert="TidegateUpdateStalled",
+        why="stalls of another phase",
+        series={**_update(), 'tidegate_stall_seconds_total{phase="backward"}': "0+6x400"},
     ),
     Case(
         alert="TidegateUpdateStalled",
@@ -155,13 +160,13 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         alert="TidegateStepOverdue",
-        why="a minute and a half is within the limit",
+        why="over the limit of a minute and 45 seconds, for 15 seconds only",
         series={
             "tidegate_step_timestamp_seconds": "0+15x40 600x400",
             **_HUNG,
             'tidegate_phase_open_seconds{phase="update"}': "5x40 15+15x400",
         },
-        at="11m30s",
+        at="12m15s",
     ),
     Case(
         alert="TidegateStepOverdue",
@@ -206,6 +211,7 @@ CASES: Final[tuple[Case, ...]] = (
             **_update(),
             'tidegate_link_busy_seconds_total{direction="h2d",phase="update"}': "0+7.6x400",
         },
+        at="17m",
         labels={**RANK, "direction": "h2d"},
         summary="llama rank 0: the link is busy h2d for 95% of the update",
     ),
@@ -213,6 +219,7 @@ CASES: Final[tuple[Case, ...]] = (
         alert="TidegateLinkSaturated",
         why="85 % leaves something to gain elsewhere",
         series={**_update(), 'tidegate_link_busy_seconds_total{direction="h2d",phase="update"}': "0+6.8x400"},
+        at="17m",
     ),
     Case(
         alert="TidegatePredictionDrift",
@@ -289,8 +296,8 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         alert="TidegatePathErrors",
-        why="one write failed five minutes ago",
-        series={'tidegate_path_errors_total{path="nvme",operation="write"}': "0x60 1x400"},
+        why="one write failed seven minutes ago",
+        series={'tidegate_path_errors_total{path="nvme",operation="write"}': "0x20 1x400"},
         labels={**PLACE, "operation": "write"},
         summary="llama on host-1: failed writes of path nvme in 10 minutes: 1",
     ),
@@ -304,7 +311,7 @@ CASES: Final[tuple[Case, ...]] = (
         alert="TidegateSsdWear",
         why="two ranks write more together than the path's settings allow",
         series={_WRITTEN: "3e12x400", f'{_LIMIT}{{path="nvme"}}': "4e12x400"},
-        at="40m",
+        at="32m",
         second_rank=True,
         labels=PLACE,
         summary="llama on host-1: 6TB a day are written to path nvme",
@@ -313,13 +320,13 @@ CASES: Final[tuple[Case, ...]] = (
         alert="TidegateSsdWear",
         why="one of them alone does not",
         series={_WRITTEN: "3e12x400", f'{_LIMIT}{{path="nvme"}}': "4e12x400"},
-        at="40m",
+        at="32m",
     ),
     Case(
         alert="TidegateSsdWear",
         why="25 TB a day where the settings say nothing",
         series={_WRITTEN: "25e12x400", _LIMIT: "_x400"},
-        at="40m",
+        at="32m",
         labels=PLACE,
         summary="llama on host-1: 25TB a day are written to path nvme",
     ),
@@ -327,7 +334,7 @@ CASES: Final[tuple[Case, ...]] = (
         alert="TidegateSsdWear",
         why="15 TB a day where the settings say nothing",
         series={_WRITTEN: "15e12x400", _LIMIT: "_x400"},
-        at="40m",
+        at="32m",
     ),
     # ---- memory
     Case(
@@ -360,6 +367,7 @@ CASES: Final[tuple[Case, ...]] = (
         alert="TidegateGenerationNotAcknowledged",
         why="it takes two minutes, as long as a step",
         series={"tidegate_generation": "2x16 4x400", "tidegate_desired_generation": "2x8 4x400"},
+        at="3m30s",
     ),
     Case(
         alert="TidegateGenerationNotAcknowledged",
@@ -433,6 +441,6 @@ CASES: Final[tuple[Case, ...]] = (
         alert="TidegateDaemonDown",
         why="one scrape that failed",
         series={'up{job="tidegate-daemon"}': "1x20 0 1x400"},
-        at="5m30s",
+        at="5m15s",
     ),
 )

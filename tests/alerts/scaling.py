@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
-DIVISOR = 30
+DIVISOR = 60
 _RANGE = re.compile(r"\[(\d+)([smhd])\]")
 _SETTING = re.compile(r"(\b(?:for|keep_firing_for|group_wait|group_interval|repeat_interval): )(\d+)([smhd])\b")
 _INTERVAL = re.compile(r"(\b(?:scrape_interval|scrape_timeout|evaluation_interval|refresh_interval): )\d+[smhd]\b")

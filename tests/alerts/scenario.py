@@ -22,7 +22,7 @@ from tests.alerts.stand import BLKIO, PATHS, RUN, Stand, stand
 from tests.services import ROOT, until
 
 SLOW, FAST = PATHS
-THROTTLED_BYTES_PER_SECOND = 1_000_000
+THROTTLED_BYTES_PER_SECOND = 2_000_000
 FREE_BYTES = 1 << 20
 ALERT_SECONDS = 60.0
 

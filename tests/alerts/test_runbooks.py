@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+from typing import Any
 
-import click
 import pytest
 import typer
 
@@ -50,15 +50,26 @@ def all_commands() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "line"), all_commands())
 def test_commands_of_ours_are_ones_that_the_command_line_takes(name: str, line: str) -> None:
-    root: click.Command = typer.main.get_command(app)
     for words in re.findall(r"\btidegate ([^;|&>]+)", filled(line, VALUES)):
-        arguments, command, parent = shlex.split(words), root, None
-        while isinstance(command, click.Group):
-            parent = click.Context(command, parent=parent, info_name=command.name)
-            found = command.get_command(parent, arguments.pop(0))
-            assert found is not None, f"{name}: {line}"
-            command = found
-        command.make_context(command.name, arguments, parent=parent)  # UsageError for what it does not take
+        taken(shlex.split(words))
+
+
+def taken(arguments: list[str]) -> None:
+    """Parses them as the command line would; a usage error for what it does not take."""
+    command: Any = typer.main.get_command(app)
+    parent = None
+    while hasattr(command, "commands"):
+        name, *arguments = arguments
+        parent, command = command.make_context(name, [], parent, resilient_parsing=True), command.commands[name]
+    command.make_context(command.name, list(arguments), parent)
+
+
+@pytest.mark.parametrize(
+    "line", ["knobz get RUN", "knobs set RUN stride=4 --dry-runn", "doctor --paths X", "status extra"]
+)
+def test_a_command_that_does_not_exist_is_found_out(line: str) -> None:
+    with pytest.raises(Exception, match=r"knobz|No such option|unexpected extra argument"):
+        taken(line.split())
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -18,15 +18,13 @@ from typing import Any
 
 import httpx
 
-from tidegate.client import DaemonClient
+from tidegate.client import SCOPES, DaemonClient
 from tidegate.daemon.app import create_app
-from tidegate.daemon.auth import FILED, issue
 from tidegate.daemon.main import make_server
 from tidegate.daemon.settings import Settings
 from tidegate.wire import AgentHello, AgentReport, Applied, Directive, Lease, StepReport, Vote
 
 ROOT = Path(__file__).parents[2]
-SCOPES = ("read", "operate", "agent", "alert")
 
 
 def wait_until(true: Callable[[], Any], what: str, seconds: float = 10.0) -> Any:
@@ -64,6 +62,11 @@ class Daemon:
         return httpx.request(method, self.url + path, headers=headers, trust_env=False, timeout=10.0, **more)
 
 
+def file_tokens(state: Path) -> dict[str, str]:
+    """The tokens that the daemon wrote, by scope."""
+    return {scope: (state / f"{scope}.token").read_text().strip() for scope in SCOPES}
+
+
 def listen(port: int = 0) -> socket.socket:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -75,11 +78,10 @@ def listen(port: int = 0) -> socket.socket:
 @contextlib.contextmanager
 def threaded(state: Path, **settings: Any) -> Iterator[Daemon]:
     """A uvicorn server in a thread, with a token of every scope."""
-    app = create_app(Settings(state_dir=state, **settings))
-    store = app.state.plane.store
-    tokens = {scope: (state / f"{scope}.token").read_text().strip() for scope in FILED}
-    tokens |= {"alert": issue(store, "alert", "alert")}
-    server = make_server(app)
+    made = Settings(state_dir=state, **settings)
+    app = create_app(made)
+    tokens = file_tokens(state)
+    server = make_server(app, made)
     with listen() as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -104,8 +106,8 @@ class Process:
     process: subprocess.Popen[str] | None = None
     started: list[Daemon] = field(default_factory=list)
 
-    def start(self, keep: bool = False) -> Daemon:
-        """`keep`: the announcement of another daemon stays, and is not waited for."""
+    def start(self, keep: bool = False, ca: Path | None = None) -> Daemon:
+        """`keep`: the announcement of another daemon stays, and is not waited for. `ca`: whom to trust."""
         if not keep:
             (self.state / "daemon.json").unlink(missing_ok=True)
         command = [sys.executable, "-m", "tidegate", "daemon", "--state-dir", str(self.state), *self.arguments]
@@ -116,10 +118,9 @@ class Process:
         wait_until(lambda: announced() or self.process.poll() is not None, "daemon.json", 20)  # type: ignore[union-attr]
         assert self.process.poll() is None, self.process.communicate()[0]
         url = json.loads((self.state / "daemon.json").read_text())["url"]
-        tokens = {scope: (self.state / f"{scope}.token").read_text().strip() for scope in FILED}
-        daemon = Daemon(url, self.state, tokens)
+        daemon = Daemon(url, self.state, file_tokens(self.state))
         self.started.append(daemon)
-        with DaemonClient(url) as client:
+        with DaemonClient(url, ca=ca) as client:
             wait_until(client.health, "a ready daemon", 20)
         return daemon
 

@@ -128,6 +128,7 @@ def test_an_event_tells_the_screens(daemon: Daemon) -> None:
         (message({"status": "firing"}), "labels"),
         (message(alert("r", status="suppressed")), "status"),
         (message(alert("r", startsAt="yesterday")), "startsAt"),
+        (message(alert("r", startsAt="2026-03-01T10:00:00")), "startsAt"),
         (message(alert("r", fingerprint="../../etc")), "fingerprint"),
         (message(alert("r", labels={"alertname": 7})), "labels"),
         (message(*[alert("r")] * 1_001), "alerts"),
@@ -149,7 +150,7 @@ def test_long_texts_are_cut_and_strange_ones_stay_texts(daemon: Daemon) -> None:
     run = new_run()
     Agent(daemon, run)
     labels = {"run": run, "alertname": "x" * 300, **{f"label{i}": "\u2028<b>" * 100 for i in range(60)}}
-    annotations = {"summary": "s" * 5_000, "runbook_url": "javascript:" + "u" * 900, "knob": "k" * 99}
+    annotations = {"summary": "\0" + "s" * 5_000, "runbook_url": "javascript:" + "u" * 900, "knob": "k" * 99}
     assert tell(daemon, alert(run, labels=labels, annotations=annotations)) == receipt(changed=1)
     (shown,) = daemon.client().alerts(run)
     assert (len(shown.alert), len(shown.summary), len(shown.knob), len(shown.runbook_url)) == (64, 2_000, 64, 500)

@@ -1,31 +1,49 @@
-"""Who may do what: every route that the application has, with no token, a wrong one, and one of each scope."""
+"""Who may do what: every route that the application has, with every kind of caller that there is."""
 
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.routing import Route
 
-from tests.daemon.live import SCOPES, Daemon, threaded
-from tidegate.client import DaemonClient, Scope, find_token
+from tests.daemon.live import Agent, Daemon, Process, hello, new_run, threaded, wait_until
+from tidegate.client import SCOPES, DaemonClient, Scope, find_token
 from tidegate.daemon.app import create_app
-from tidegate.daemon.auth import FILED, scopes_allowed
+from tidegate.daemon.auth import OPEN, Caller, Tokens, scopes_allowed
+from tidegate.daemon.limits import KEPT, Failures
 from tidegate.daemon.settings import Settings
-from tidegate.errors import DaemonError, NotAuthorized
+from tidegate.daemon.store import Store
+from tidegate.daemon.tokens import digest_of
+from tidegate.errors import DaemonError, DaemonUnreachable, NotAuthorized
 
-OPEN = {"/healthz", "/readyz", "/metrics", "/sd"}
-METHODS = ("get", "put", "post", "delete", "options", "head", "patch")
 FILLED = {"{agent}": "nobody", "{run}": "nothing", "{rank}": "0"}
+OTHER = "-of-another-run"
 
 
-@pytest.fixture(scope="module")
-def routes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
-    app = create_app(Settings(state_dir=tmp_path_factory.mktemp("routes")))
-    app.state.plane.store.close()
-    found = [(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item]
-    return [*found, ("GET", "/v1/openapi.json"), ("GET", "/v1/nowhere"), ("POST", "/nowhere")]
+def routes(daemon: Daemon) -> list[tuple[str, str]]:
+    """Every route that the application has, asked of the application, and some that it has not."""
+    found = [
+        (method, route.path)
+        for route in _routes(daemon.app)
+        for method in sorted(route.methods)
+        if isinstance(route, Route)
+    ]
+    assert len(found) >= 20
+    return [*found, ("GET", "/v1/nowhere"), ("POST", "/nowhere"), ("PUT", "/v1/runs/{run}/knobs")]
+
+
+def _routes(app: Any) -> Iterator[Any]:
+    for route in app.routes:
+        inner = getattr(route, "original_router", None)
+        yield from inner.routes if inner is not None else [route]
 
 
 def filled(path: str) -> str:
@@ -34,26 +52,175 @@ def filled(path: str) -> str:
     return path
 
 
-def test_every_route(daemon: Daemon, routes: list[tuple[str, str]]) -> None:
-    assert len(routes) >= 20
-    for method, path in routes:
-        allowed = set(SCOPES) | {"none", "wrong"}
-        if path not in OPEN and method == "GET":
-            allowed = {"read", "operate", "agent"}
-        elif path not in OPEN:
-            allowed = {"agent"} if path.startswith("/v1/agents") else {"operate"}
-            allowed = {"alert"} if path == "/v1/alerts" else allowed
-        for who in ("none", "wrong", *SCOPES):
-            headers = {"Authorization": "Bearer tide_wrong"} if who == "wrong" else {}
-            scope = who if who in SCOPES else None
-            answer = daemon.http(method, filled(path), scope, headers=headers, params={"wait": 0})
-            told = f"{who} {method} {path}: {answer.status_code} {answer.text[:200]}"
-            if who in allowed:
+def expected(method: str, path: str, who: str) -> int | None:
+    """401, 403, or None where the caller comes through."""
+    if path in OPEN:
+        return None
+    if who in ("none", "wrong", "expired", "revoked"):
+        return 401
+    scope, other = who.removesuffix(OTHER), who.endswith(OTHER)
+    if method in ("GET", "HEAD"):
+        allowed = {"read", "operate", "agent"}
+    elif path == "/v1/alerts":
+        allowed = {"alert"}
+    else:
+        allowed = {"agent"} if path.startswith("/v1/agents") else {"operate"}
+    if scope not in allowed:
+        return 403
+    near = path in ("/v1/runs", "/v1/openapi.json") or path.startswith("/v1/agents")
+    return 403 if other and not near else None
+
+
+@pytest.fixture(scope="module")
+def tokens(daemon: Daemon) -> dict[str, str]:
+    """Every kind of caller that there is."""
+    table, now = daemon.app.state.plane.store.tokens, time.time()
+    expired, revoked = table.issue("operate", "old", expires_at=now - 1), table.issue("operate", "withdrawn")
+    table.revoke(digest_of(revoked))
+    others = {f"{scope}{OTHER}": table.issue(scope, scope, run="another") for scope in SCOPES}
+    made = {**daemon.tokens, **others, "expired": expired, "revoked": revoked, "wrong": "tide_wrong"}
+    daemon.tokens.update(made)  # known to the daemon two seconds from now at the latest
+    wait_until(lambda: daemon.http("GET", "/v1/runs", f"read{OTHER}").status_code == 200, "the tokens")
+    return made
+
+
+def test_every_route_and_every_caller(daemon: Daemon, tokens: dict[str, str]) -> None:
+    for method, path in routes(daemon):
+        for who in ("none", *tokens):
+            answer = daemon.http(method, filled(path), None if who == "none" else who, params={"wait": 0})
+            refused, told = expected(method, path, who), f"{who} {method} {path}: {answer.status_code} {answer.text}"
+            if refused is None:
                 assert answer.status_code not in (401, 403), told
             else:
-                assert answer.status_code == (403 if scope else 401), told
+                assert answer.status_code == refused, told
                 assert answer.headers["content-type"] == "application/problem+json", told
-                assert (answer.status_code == 401) == ("www-authenticate" in answer.headers), told
+                assert (refused == 401) == ("www-authenticate" in answer.headers), told
+            assert not [name for name in answer.headers if name.startswith("access-control")], told
+
+
+def test_a_web_page_gets_nothing(daemon: Daemon) -> None:
+    """What a browser sends for a page of another origin, or for a name that was bent to this address."""
+    bearer = {"Authorization": f"Bearer {daemon.tokens['operate']}"}
+    for method, path in routes(daemon):
+        page = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
+        for headers in ({"Origin": "null"}, page, {**page, **bearer}):
+            answer = daemon.http(method, filled(path), None, headers=headers)
+            assert (answer.status_code, answer.headers["content-type"]) == (403, "application/problem+json"), path
+        bent = {"Host": "evil.example", "Origin": "http://evil.example", **bearer}
+        assert daemon.http(method, filled(path), None, headers=bent).status_code == 400, path
+        preflight = {**page, "Access-Control-Request-Method": method, "Access-Control-Request-Headers": "authorization"}
+        answer = daemon.http("OPTIONS", filled(path), None, headers=preflight)
+        assert answer.status_code == 403
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+    own = {"Origin": daemon.url, **bearer}
+    assert daemon.http("GET", "/v1/runs", None, headers=own).status_code == 200
+
+
+def test_a_token_of_one_run_sees_and_moves_no_other(daemon: Daemon) -> None:
+    mine, other = new_run(), new_run()
+    table = daemon.app.state.plane.store.tokens
+    for scope in ("operate", "agent"):
+        daemon.tokens[f"{scope} of mine"] = table.issue(scope, scope, run=mine)
+    wait_until(lambda: daemon.http("GET", "/v1/runs", "operate of mine").status_code == 200, "the token")
+    agents = {run: Agent(daemon, run) for run in (mine, other)}
+    assert [row["run"] for row in daemon.http("GET", "/v1/runs", "operate of mine").json()] == [mine]
+    assert daemon.http("GET", f"/v1/runs/{mine}/knobs", "operate of mine").status_code == 200
+    assert daemon.http("GET", f"/v1/runs/{other}/knobs", "operate of mine").json()["type"] == "wrong-run"
+    assert daemon.http("PATCH", f"/v1/runs/{other}/knobs", "operate of mine").json()["type"] == "wrong-run"
+    said = {"timestamp": 1.0, "step": 1, "phase": "update", "generation": 0, "effective": {}}
+    for run, status in ((mine, 200), (other, 403)):
+        at = f"/v1/agents/{agents[run].id}"
+        assert daemon.http("POST", f"{at}/reports", "agent of mine", json=said).status_code == status
+        assert daemon.http("GET", f"{at}/directive", "agent of mine").status_code == status
+        assert daemon.http("POST", f"{at}/votes", "agent of mine", json={"generation": 9, "can": True}).status_code in (
+            {204} if status == 200 else {403}
+        )
+        assert daemon.http("DELETE", at, "agent of mine").status_code in ({204} if status == 200 else {403})
+        body = hello(run, 1).model_dump(mode="json")
+        assert daemon.http("POST", "/v1/agents", "agent of mine", json=body).status_code == (
+            201 if run == mine else 403
+        )
+
+
+def test_an_expired_token_was_good_until_then(tmp_path: Path) -> None:
+    store, now = Store(f"sqlite:///{tmp_path / 'tidegate.db'}"), 1000.0
+    token = store.tokens.issue("read", "guest", expires_at=1010.0)
+    tokens = Tokens(store, wall=lambda: now)
+    assert tokens.check(token) == Caller("guest", "read")
+    now = 1010.0
+    assert tokens.check(token) == "expired"
+    store.close()
+
+
+def test_failures_are_held_up_and_good_tokens_are_not(tmp_path: Path) -> None:
+    with threaded(tmp_path, forgiven_failures=5) as daemon:
+        wrong = {"Authorization": "Bearer tide_wrong"}
+        found = [daemon.http("GET", "/v1/runs", None, headers=wrong).status_code for _ in range(7)]
+        assert found == [401] * 5 + [429] * 2
+        another = daemon.http("GET", "/v1/runs", None, headers={"Authorization": "Bearer tide_other"})
+        assert (another.status_code, another.json()["type"]) == (429, "too-many-failures"), "it is the same address"
+        assert 0 < int(another.headers["retry-after"]) <= 4
+        assert daemon.http("GET", "/v1/runs").status_code == 200
+        found = [daemon.http("POST", "/v1/agents", "read").status_code for _ in range(7)]
+        assert found == [403] * 5 + [429] * 2, "its scope is wrong again and again"
+        assert daemon.http("POST", "/v1/agents", "operate").status_code == 403, "another token of that address"
+
+
+def test_failures_are_forgotten_and_bounded() -> None:
+    now = 0.0
+    failures = Failures(2, clock=lambda: now)
+    assert [failures.note("a") for _ in range(3)] == [0, 0, 3]
+    now = 3.0
+    assert [failures.note("a"), failures.note("a")] == [0, 3]
+    for number in range(KEPT + 1):
+        failures.note(f"b{number}")
+    assert len(failures._buckets) == KEPT
+
+
+def test_nothing_secret_in_logs_or_metrics(tmp_path: Path) -> None:
+    with Process(tmp_path) as process:
+        daemon = process.start()
+        secrets = {**daemon.tokens, "guess": "tide_guessed_by_somebody"}
+        daemon.tokens["guess"] = secrets["guess"]
+        for who in secrets:
+            daemon.http("GET", "/v1/runs", who)
+            daemon.http("PATCH", "/v1/runs/x/knobs", who, content=secrets["operate"])
+        shown = daemon.http("GET", "/metrics", None).text + daemon.http("GET", "/v1/openapi.json", "read").text
+        _, _, printed = process.end(signal.SIGTERM)
+    assert "refused GET /v1/runs from 127.0.0.1: wrong-token" in printed
+    for secret in secrets.values():
+        assert secret not in printed + shown
+        assert digest_of(secret) not in printed + shown
+
+
+def test_https(tmp_path: Path) -> None:
+    certificate = tmp_path / "both.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=127.0.0.1"),
+            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", tmp_path / "key.pem", "-out", certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    options = ("--tls-certificate", str(certificate), "--tls-key", str(tmp_path / "key.pem"))
+    with Process(tmp_path / "state", ("--port", "0", *options)) as process:
+        (tmp_path / "state").mkdir()
+        daemon = process.start(ca=certificate)
+        assert daemon.url.startswith("https://127.0.0.1:")
+        with DaemonClient(daemon.url, daemon.tokens["read"], ca=certificate) as client:
+            assert client.runs() == []
+        with DaemonClient(daemon.url, daemon.tokens["read"]) as client, pytest.raises(DaemonUnreachable, match="TLS"):
+            client.runs()
+
+
+@pytest.mark.parametrize("options", [("--tls-certificate", "/nowhere"), ("--tls-key", "/nowhere")])
+def test_a_certificate_that_cannot_be_used(tmp_path: Path, options: tuple[str, ...]) -> None:
+    with (
+        Process(tmp_path, ("--port", "0", *options)) as process,
+        pytest.raises(AssertionError, match=r"tidegate: .*certificate"),
+    ):
+        process.start()
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Basic abc", "tide_x", "Bearer \u00e9\u00e9".encode()])
@@ -72,36 +239,50 @@ def test_token_files_are_private_and_kept(tmp_path: Path) -> None:
     with threaded(state) as daemon:
         first = dict(daemon.tokens)
         assert stat.S_IMODE(state.stat().st_mode) == 0o700
-        assert {path.stem for path in state.glob("*.token")} == set(FILED) == set(SCOPES)
-        assert len({first[scope] for scope in FILED}) == 4
+        assert {path.stem for path in state.glob("*.token")} == set(SCOPES) == {"read", "operate", "agent", "alert"}
+        assert len({first[scope] for scope in SCOPES}) == 4
         stored = b"".join(path.read_bytes() for path in state.glob("tidegate.db*"))
-        for scope in FILED:
+        for scope in SCOPES:
             assert stat.S_IMODE((state / f"{scope}.token").stat().st_mode) == 0o600
             assert first[scope].encode() not in stored
+        daemon.app.state.plane.store.tokens.revoke(digest_of(first["read"]))
     (state / "agent.token").unlink()
     os.chmod(state / "operate.token", 0o644)
     with threaded(state) as daemon:
         assert daemon.tokens["operate"] == first["operate"]
         assert stat.S_IMODE((state / "operate.token").stat().st_mode) == 0o600
         assert daemon.tokens["agent"] != first["agent"]
+        assert daemon.tokens["read"] != first["read"], "it was withdrawn"
         assert daemon.http("GET", "/v1/runs", "agent").status_code == 200
 
 
 def test_tokens_that_are_mounted_are_read_and_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounted = tmp_path / "secrets"
+    mounted, state = tmp_path / "secrets", tmp_path / "state"
     mounted.mkdir()
-    with pytest.raises(DaemonError, match=r"read\.token cannot be read"):
-        create_app(Settings(state_dir=tmp_path / "state", token_dir=mounted))
-    for scope in FILED:
+
+    def daemon() -> Store:
+        store: Store = create_app(Settings(state_dir=state, token_dir=mounted)).state.plane.store
+        return store
+
+    with pytest.raises(DaemonError, match=r"\.token cannot be read"):
+        daemon()
+    for scope in SCOPES:
         (mounted / f"{scope}.token").write_text(f"given-{scope}\n" if scope != "agent" else "\n")
     with pytest.raises(DaemonError, match=r"agent\.token is empty"):
-        create_app(Settings(state_dir=tmp_path / "state", token_dir=mounted))
+        daemon()
     (mounted / "agent.token").write_text("given-agent")
     os.chmod(mounted / "agent.token", 0o444)
-    create_app(Settings(state_dir=tmp_path / "state", token_dir=mounted)).state.plane.store.close()
-    with threaded(tmp_path / "state") as daemon:
-        assert daemon.http("GET", "/v1/runs", None, headers={"Authorization": "Bearer given-read"}).status_code == 200
+    store = daemon()
+    assert Tokens(store).check("given-read") == Caller("read", "read")
+    store.tokens.revoke(digest_of("given-alert"))
+    store.close()
+    with pytest.raises(DaemonError, match=r"alert\.token is revoked: write another"):
+        daemon()
+    (mounted / "alert.token").write_text("given-read")
+    with pytest.raises(DaemonError, match=r"alert\.token is of scope read: write another"):
+        daemon()
     assert stat.S_IMODE((mounted / "agent.token").stat().st_mode) == 0o444
+    assert not list(state.glob("*.token"))
     monkeypatch.setenv("TIDEGATE_TOKEN_DIR", str(mounted))
     for name in ("TIDEGATE_AGENT_TOKEN", "TIDEGATE_TOKEN"):
         monkeypatch.delenv(name, raising=False)

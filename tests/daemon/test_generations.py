@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tidegate.daemon.control.canary import Canary, Step
 from tidegate.daemon.control.generations import (
     NO_RANKS,
     Apply,
@@ -14,12 +17,14 @@ from tidegate.daemon.control.generations import (
     Generation,
     Happening,
     Join,
+    Judge,
     Leave,
     Propose,
     Tick,
     decide,
 )
 from tidegate.wire import KnobChanges
+from tidegate.wire_canary import CanaryState
 
 START = Generation(number=0, state="committed", knobs={"stride": 2.0}, changes={}, author="start", created_at=0.0)
 DEADLINE = 10.0
@@ -29,9 +34,26 @@ def control(*ranks: int) -> Control:
     return Control(newest=0, committed=START, present=frozenset(ranks))
 
 
-def propose(stride: float = 3.0, *, commit: bool = False) -> Propose:
+TRIAL = Canary(base=0, steps=5, min_effect=0.1, min_headroom=0.05, before=(Step(1.0, 0.5, 0.5),))
+
+
+def propose(stride: float = 3.0, *, commit: bool = False, trial: bool = False, restores: int | None = None) -> Propose:
     knobs: KnobChanges = {"stride": stride}
-    return Propose(knobs=knobs, changes=knobs, author="ada", reason="", at=1.0, deadline=DEADLINE, commit=commit)
+    return Propose(
+        knobs=knobs,
+        changes=knobs,
+        author="ada",
+        reason="",
+        at=1.0,
+        deadline=DEADLINE,
+        commit=commit,
+        canary=TRIAL if trial else None,
+        restores=restores,
+    )
+
+
+def judged(state: CanaryState, generation: int = 1) -> Judge:
+    return Judge(generation, replace(TRIAL, state=state, verdict="as measured"))
 
 
 def yes(rank: int, generation: int = 1) -> Cast:
@@ -114,6 +136,44 @@ def play(state: Control, events: list[Happening]) -> tuple[Control, list[str]]:
 @pytest.mark.parametrize(("name", "ranks", "events", "expected"), TABLE, ids=[row[0] for row in TABLE])
 def test_decisions(name: str, ranks: tuple[int, ...], events: list[Happening], expected: list[str]) -> None:
     assert play(control(*ranks), events)[1] == expected
+
+
+PROPOSED = ["1 proposed waiting", "1 committed waiting"]
+TRIALS: list[tuple[str, list[Happening], list[str]]] = [
+    ("kept", [judged("promoted")], ["1 promoted promoted"]),
+    ("kept once", [judged("promoted"), judged("condemned")], ["1 promoted promoted"]),
+    ("of another generation", [judged("promoted", 0)], []),
+    ("a change while it runs", [propose(5)], ["2 proposed", "1 canary_ended superseded", "2 committed"]),
+    (
+        "gone back",
+        [judged("condemned"), propose(2, restores=0)],
+        ["1 condemned condemned", "2 proposed", "1 canary_ended rolled_back", "2 committed"],
+    ),
+    ("gone back by hand", [propose(2, restores=0)], ["2 proposed", "1 canary_ended rolled_back", "2 committed"]),
+    (
+        "changed after it was kept",
+        [judged("promoted"), propose(5)],
+        ["1 promoted promoted", "2 proposed", "2 committed"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "events", "expected"), TRIALS, ids=[row[0] for row in TRIALS])
+def test_trials(name: str, events: list[Happening], expected: list[str]) -> None:
+    state, told = control(), list[str]()
+    for event in [propose(trial=True), *events]:
+        state, decisions = decide(state, event)
+        for made in decisions:
+            trial = made.generation.canary
+            told.append(f"{made.generation.number} {made.what}" + (f" {trial.state}" if trial else ""))
+    assert told == PROPOSED + expected
+
+
+def test_a_trial_that_never_ran_has_ended() -> None:
+    _, decisions = decide(decide(control(0), propose(trial=True))[0], LATE)
+    trial = decisions[-1].generation.canary
+    assert trial is not None
+    assert (trial.state, trial.verdict) == ("superseded", "It never ran.")
 
 
 def outcome(ranks: tuple[int, ...], events: list[Happening]) -> str:

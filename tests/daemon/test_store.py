@@ -6,8 +6,14 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import create_engine
 
 from tests.daemon.live import Agent, Daemon, new_run
+from tidegate.daemon.schema import Base
 from tidegate.daemon.store import Store
 from tidegate.errors import DaemonError
 
@@ -32,14 +38,62 @@ def test_what_cannot_be_stored_is_not_decided(daemon: Daemon) -> None:
     assert client.set_knobs(run, {"stride": 3}).generation == 1
 
 
-def test_a_newer_database_is_refused(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'tidegate.db'}"
-    Store(url).close()
+@pytest.mark.parametrize("table", ["alembic_version (version_num)", "schema_version (version)"])
+def test_a_newer_database_is_refused(tmp_path: Path, table: str) -> None:
     connection = sqlite3.connect(tmp_path / "tidegate.db", isolation_level=None)
-    connection.execute("INSERT INTO schema_version VALUES (99)")
+    name, _, column = table.partition(" ")
+    connection.execute(f"CREATE TABLE {name} {column}")
+    connection.execute(f"INSERT INTO {name} VALUES ('99')")
     connection.close()
-    with pytest.raises(DaemonError, match="of version 99, this Tidegate knows 1: install a newer Tidegate"):
-        Store(url)
+    with pytest.raises(DaemonError, match="of version 99, this Tidegate knows"):
+        Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+
+
+def test_the_migrations_make_the_tables_that_the_code_has(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+    with store.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, Base.metadata) == []
+    store.close()
+
+
+def test_a_database_of_before_alembic_is_brought_up_to_date(tmp_path: Path) -> None:
+    """Version 1 with a run, a token and an audit row, as an earlier Tidegate left it."""
+    path = tmp_path / "tidegate.db"
+    engine = create_engine(f"sqlite:///{path}")
+    config = Config()
+    config.set_main_option("script_location", "tidegate.daemon:migrations")
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "v1")
+        connection.exec_driver_sql("DROP TABLE alembic_version")
+        connection.exec_driver_sql("CREATE TABLE schema_version (version INTEGER PRIMARY KEY)")
+        connection.exec_driver_sql("INSERT INTO schema_version VALUES (1)")
+        connection.exec_driver_sql("INSERT INTO tokens VALUES ('d', 'old', 'operate', 1.0)")
+        connection.exec_driver_sql("INSERT INTO runs VALUES ('llama', 1.0)")
+        connection.exec_driver_sql(
+            "INSERT INTO generations VALUES ('llama', 0, 'applied', '{\"stride\": 3}', '{}', 'ada', '', 1.0, 1.0, '',"
+            " '{}', '{}', NULL)"
+        )
+        connection.exec_driver_sql(
+            "INSERT INTO audit VALUES (1, 1.0, 'ada', 'lost', 'llama', NULL, '{}', '{}', '', '')"
+        )
+    engine.dispose()
+    for _ in range(2):  # the second finds all done
+        store = Store(f"sqlite:///{path}")
+        assert [(token.name, token.run, token.state(9.0)) for token in store.tokens.all()] == [("old", None, "valid")]
+        assert [made.knobs for made in store.generations("llama")] == [{"stride": 3}]
+        assert [row.action for row in store.audit("llama", 10)] == ["lost"]
+        store.close()
+
+
+def test_the_audit_log_cannot_be_replaced(daemon: Daemon) -> None:
+    agent = Agent(daemon, new_run())
+    agent.client.goodbye(agent.id)
+    connection = sqlite3.connect(daemon.state / "tidegate.db")
+    with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+        connection.execute("INSERT OR REPLACE INTO audit SELECT * FROM audit")
+    connection.close()
 
 
 def test_a_password_is_not_shown() -> None:

@@ -157,6 +157,22 @@ def test_cached_ones_fill_the_wait_for_the_first_fetch() -> None:
     assert set(before) <= set(range(4, 12))
 
 
+def test_what_was_fetched_before_the_step_is_updated_first() -> None:
+    """So that its path has something to write, and a slot for the next fetch."""
+    plan = plan_of([CACHED] * 8 + [TIERED] * 4, rates=CARD, step_at=1.0)
+    assert [op.subgroup for op in plan.lanes["cpu"]][:2] == [8, 9]
+    spans = simulate(plan, CARD, step_at=1.0).spans
+    assert min(span.start for span in spans if span.kind is OpKind.FLUSH) < 1.06
+
+
+def test_what_a_slow_path_brings_after_the_step_has_begun_waits_for_its_turn() -> None:
+    slow = [replace(TIERED, before="pfs", after="pfs")] * 2
+    plan = plan_of([*slow, *[TIERED] * 2, *[CACHED] * 8], rates=slower("pfs", 10), step_at=1.0)
+    first = [op.subgroup for op in plan.lanes["cpu"]]
+    assert first[:2] == [2, 3]
+    assert min(first.index(0), first.index(1)) > 8
+
+
 def test_what_is_cached_and_what_comes_from_paths_is_merged() -> None:
     """One cached update between two fetched ones, and not all at the start: fetches and updates overlap."""
     card = replace(CARD, paths={"nvme": PathRates(read_bytes_per_second=10e9, write_bytes_per_second=1e12)})

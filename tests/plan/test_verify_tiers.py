@@ -1,7 +1,9 @@
 """Plans with paths: every one of the planner passes, and every damaged one is refused."""
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -9,8 +11,11 @@ from hypothesis import strategies as st
 
 from tests.plan.test_verify import DAMAGES, AnyClock, renumbered, sizes, with_op
 from tidegate.errors import PlanError
-from tidegate.plan import OpKind, Placement, Plan, Subgroup, effects, make_plan, verify
+from tidegate.plan import Op, OpKind, Placement, Plan, Subgroup, effects, make_plan, verify
+from tidegate.plan.link import link
+from tidegate.plan.ops import LANES, path_lanes
 from tidegate.plan.plan import Policy
+from tidegate.plan.verify import _happens_before
 
 PATHS = ("nvme", "pfs")
 RESIDENCES = ("device", "host", *PATHS)
@@ -138,6 +143,51 @@ def test_damage_is_refused(damage: Callable[[Plan], Iterable[Plan]], plan: Plan)
     for damaged in damage(plan):
         with pytest.raises(PlanError):
             verify(damaged)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plan=plans(), random=st.randoms(use_true_random=False))
+def test_ops_that_meet_are_never_in_progress_at_once(plan: Plan, random: Random) -> None:
+    """Lanes of paths begin as much as dependencies let them, and end it in order; any lane may be fast or slow."""
+    waiting = {lane: deque(ops) for lane, ops in plan.lanes.items() if ops}
+    running: dict[str, deque[Op]] = {lane: deque() for lane in waiting}
+    ended: set[int] = set()
+    while len(ended) < len(plan.ops):
+        may_begin = [
+            lane for lane, ops in waiting.items()
+            if ops and set(ops[0].deps) <= ended and (ops[0].may_run_ahead or not running[lane])
+        ]  # fmt: skip
+        lane = random.choice([*may_begin, *(lane for lane in running if running[lane])])
+        if lane in may_begin and (not running[lane] or random.random() < 0.8):
+            op = waiting[lane].popleft()
+            reads, writes = effects(op, len(plan.subgroups), plan.norms)
+            for other in (one for ops in running.values() for one in ops):
+                others_reads, others_writes = effects(other, len(plan.subgroups), plan.norms)
+                assert not writes & (others_reads | others_writes), (op.name, other.name)
+                assert not reads & others_writes, (op.name, other.name)
+            running[lane].append(op)
+        else:
+            ended.add(running[lane].popleft().id)
+
+
+@pytest.mark.parametrize(("kind", "path", "expected"), [(OpKind.FETCH, "nvme", (0,)), (OpKind.WEIGHT_D2H, None, ())])
+def test_only_the_order_of_lanes_that_never_run_ahead_stands_for_a_dependency(
+    kind: OpKind, path: str | None, expected: tuple[int, ...]
+) -> None:
+    into_one_slot = [Op(-1, kind, i, 50, 0, path=path, host_slot=0) for i in range(2)]
+    lanes = (*LANES, *path_lanes("nvme"))
+    assert link(into_one_slot, lanes, 2, "step", chain=False)[1].deps == expected
+
+
+def test_a_fetch_that_begins_says_nothing_of_the_one_before() -> None:
+    """It is in order when both have ended."""
+    tiered = Placement("cpu", "nvme", "nvme", False)
+    plan = make_plan([Subgroup(i, 5, 2, 2, 10) for i in range(2)], [tiered] * 2, num_slots=0, host_slots={"nvme": 2})
+    before = _happens_before(plan)
+    first, second = (op.id for op in plan.of_kind(OpKind.FETCH))
+    update = next(op.id for op in plan.of_kind(OpKind.CPU_UPDATE) if second in op.deps)
+    assert not before(first, second)
+    assert before(first, update)
 
 
 @settings(max_examples=100, deadline=None)

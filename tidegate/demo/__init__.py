@@ -15,7 +15,7 @@ class DemoOptions:
     headless: no live view, and no waiting at the end; None decides by whether a terminal is attached.
     port, dashboard_port: of daemon and live view; a daemon that answers at `port` is used as it is.
     emulated: use the emulated device even where there is a GPU.
-    paths: directories of storage paths by name; None for two of its own in the run's folder.
+    paths: directories, or addresses of object stores, by name; None for two of its own in the run's folder.
     tier_split, host_cache, order: knobs of these paths. The cache holds about half of the state, so that both the host
         and the paths have some.
     view: start the live view at all (`train` does not).
@@ -34,7 +34,7 @@ class DemoOptions:
     stride: float | str = "auto"
     static_ratio: float = 0.125
     subgroup_numel: int = 200_000
-    paths: tuple[tuple[str, Path], ...] | None = None
+    paths: tuple[tuple[str, Path | str], ...] | None = None
     tier_split: str = "auto"
     host_cache: int | str = 12_000_000
     order: str = "auto"

@@ -115,7 +115,7 @@ class Session:
             advertise_host=self.options.advertise_host,
         )
 
-    def _make_paths(self, stack: ExitStack) -> dict[str, Path]:
+    def _make_paths(self, stack: ExitStack) -> dict[str, Path | str]:
         """The user's, or two directories of the run that go with it: as if one were a local disk, one a shared one."""
         if self.options.paths is not None:
             return dict(self.options.paths)
@@ -123,9 +123,9 @@ class Session:
         for directory in paths.values():
             directory.mkdir(parents=True, exist_ok=True)
         stack.callback(_remove_empty, [*paths.values(), self.folder / "storage"])
-        return paths
+        return {**paths}
 
-    def _build(self, paths: dict[str, Path]) -> tuple[AdamW, torch.nn.Module]:
+    def _build(self, paths: dict[str, Path | str]) -> tuple[AdamW, torch.nn.Module]:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -166,7 +166,7 @@ class Session:
         if optimizer.device.kind == "emulated":
             say("  device     [yellow]emulated[/yellow]: paced to stated rates, no performance claim is made from it")
         for name, path in optimizer.engine.store.paths.items() if optimizer.engine.store is not None else ():
-            say(f"  storage    {name}: {path.settings.directory}")
+            say(f"  storage    {name}: {path.settings.place}")
         if view is not None:
             say(f"  live view  {view}")
         say(f"  REST docs  {url}/docs")

@@ -14,28 +14,37 @@ def link(
     """Numbers the ops and gives each the dependencies it needs. `chain`: each op waits for the one before, too.
 
     `seen[i][lane]` is the last op of each lane that is sure to be done when op i is: lanes run in order, so that one
-    number per lane says everything about the past of an op.
+    number per lane says everything about the past of an op. `began[lane]` is the same for when the lane's last op
+    begins, which is all that a lane which runs ahead waits for.
     """
     number = {name: i for i, name in enumerate(lane_names)}
     lane_of = [number[op.lane] for op in order]
+    nothing = [-1] * len(lane_names)
     seen: list[list[int]] = []
     last_in_lane: dict[int, int] = {}
+    began: dict[int, list[int]] = {}
     linked: list[Op] = []
     for op_id, (op, found) in enumerate(zip(order, hazards(order, num_subgroups, norms), strict=True)):
         if chain and op_id:
             found.add(op_id - 1)
         lane = lane_of[op_id]
-        past = list(seen[last_in_lane[lane]]) if lane in last_in_lane else [-1] * len(lane_names)
+        before = seen[last_in_lane[lane]] if lane in last_in_lane else nothing
+        past = began.get(lane, nothing) if op.may_run_ahead else before
         deps: list[int] = []
         # Latest first: an op can only be implied by a later one.
         for dep in sorted(found, reverse=True):
             if dep > past[lane_of[dep]]:
                 deps.append(dep)
-                past = [max(pair) for pair in zip(past, seen[dep], strict=True)]
-        past[lane] = last_in_lane[lane] = op_id
-        seen.append(past)
+                past = _both(past, seen[dep])
+        began[lane] = past
+        seen.append(_both(past, before))
+        seen[op_id][lane] = last_in_lane[lane] = op_id
         linked.append(replace(op, id=op_id, deps=tuple(reversed(deps))))
     return tuple(linked)
+
+
+def _both(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [max(pair) for pair in zip(one, other, strict=True)]
 
 
 def hazards(order: Sequence[Op], num_subgroups: int, norms: Norms) -> Iterator[set[int]]:

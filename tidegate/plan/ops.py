@@ -146,6 +146,12 @@ class Op:
         return read if self.kind is OpKind.FETCH else write
 
     @property
+    def may_run_ahead(self) -> bool:
+        """Its lane may begin it before the op before it has ended. Such lanes begin their ops in order and end them in
+        order, but that one begins says nothing of the one before: what it needs of that, a dependency must say."""
+        return self.path is not None
+
+    @property
     def gate(self) -> Gate:
         return GATE_OF.get(self.kind, "none")
 

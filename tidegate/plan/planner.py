@@ -28,6 +28,7 @@ def make_plan(
     norms: Norms = "step",
     host_slots: Mapping[str, int] | None = None,
     order: Order = "ascending",
+    step_at: float = 0.0,
 ) -> Plan:
     """The plan of one step. The same arguments always give the same plan.
 
@@ -36,7 +37,8 @@ def make_plan(
     yields them. `rates` estimates run times to order what shares a lane; the plan is correct whatever they are.
     `norms`: `gradient` sums squares as gradients arrive, so that they can be released before the step. `host_slots`
     names the paths, and how many slots in host memory each has for state on its way from or to it. `order`: of the
-    updates, by id.
+    updates, by id. `step_at`: the step comes no sooner than so many seconds after the first gradient, as far as is
+    known, so that what needs no step is done by then; like `rates`, it only orders what shares a lane.
 
     Policies: `interleaved` runs whatever is not ordered by data concurrently (Deep Optimizer States; with paths,
     MLP-Offload); `sequential` has the same ops, one at a time; `twinflow` updates the residents first and then
@@ -47,7 +49,7 @@ def make_plan(
     _check_paths(placements, paths, norms)
     gradients = _gradient_order(placements, grad_on_host_order)
     work = step_work(subgroups, placements, gradients, norms, paths, order)
-    ops = ordered(work, policy, num_slots, len(subgroups), norms, rates or TypicalClock())
+    ops = ordered(work, policy, num_slots, len(subgroups), norms, rates or TypicalClock(), step_at)
     plan = Plan(policy, tuple(subgroups), tuple(placements), num_slots, (), norms, tuple(paths), sum(paths.values()))
     return replace(plan, ops=link(ops, plan.lane_names, len(subgroups), norms, chain=policy != "interleaved"))
 

@@ -55,10 +55,13 @@ class TypicalClock:
         return op.nbytes / self.LINK_BYTES_PER_SECOND
 
 
-def ordered(work: Work, policy: Policy, num_slots: int, num_subgroups: int, norms: Norms, clock: Clock) -> list[Op]:
+def ordered(
+    work: Work, policy: Policy, num_slots: int, num_subgroups: int, norms: Norms, clock: Clock, step_at: float
+) -> list[Op]:
     """All ops of `work` in the order that `policy` gives them, each with its staging slot."""
     if policy == "interleaved":
-        return _with_slots(_interleaved(work, _needs(work, num_subgroups, norms), num_slots, clock), num_slots)
+        needs = _needs(work, num_subgroups, norms)
+        return _with_slots(_interleaved(work, needs, num_slots, clock, step_at), num_slots)
     tasks = work.tasks if policy == "sequential" else sorted(work.tasks, key=lambda task: task.on_cpu)
     return _with_slots([*work.early, *work.squares, work.norm, *_ops(tasks)], num_slots)
 
@@ -148,19 +151,22 @@ def _role(op: Op) -> int:
     return _ROLE[op.kind]
 
 
-def _interleaved(work: Work, needs: dict[Key, tuple[Key, ...]], num_slots: int, clock: Clock) -> Iterator[Op]:
+def _interleaved(
+    work: Work, needs: dict[Key, tuple[Key, ...]], num_slots: int, clock: Clock, step_at: float
+) -> Iterator[Op]:
     """List scheduling: the ops in the order of their estimated starts. Of ops that could start at once, a lane takes
     what it prefers, then what was ready first.
 
-    The backward is assumed to be long enough for what can be done before it ends without any path, but not for more:
-    NORM comes when that is done. So updates of what is on the host fill the time until the first fetches are done.
+    The backward is assumed to be long enough for what can be done before it ends without any path, and to last until
+    `step_at`: NORM comes then. Updates of what is on the host fill the time until the first fetches are done, if they
+    are not done by then; otherwise what was fetched is updated first, and its path has something to write.
     """
     queues = _queues(work)
     free: defaultdict[str, float] = defaultdict(float)
     done: dict[Key, float] = {}
     slots = deque([0.0] * num_slots)
     """When each staging slot is free. In the order in which they are given back, which is that of the d2h lane."""
-    norm_at = 0.0
+    norm_at = step_at
 
     def start_of(queue: _Queue) -> float:
         if queue.ready == math.inf:

@@ -166,30 +166,40 @@ def _useful_copies(placement: Placement) -> dict[OpKind, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _HappensBefore:
-    """Vector clocks. `clocks[i][lane]` counts the ops of that lane which are sure to be done when op i is."""
+    """Vector clocks. `begins[i][lane]` counts the ops of that lane which are sure to be done when op i begins."""
 
     lane: tuple[int, ...]
     rank: tuple[int, ...]
-    clocks: tuple[tuple[int, ...], ...]
+    begins: tuple[tuple[int, ...], ...]
 
     def __call__(self, first: int, second: int) -> bool:
-        return self.clocks[second][self.lane[first]] > self.rank[first]
+        return self.begins[second][self.lane[first]] > self.rank[first]
 
 
 def _happens_before(plan: Plan) -> _HappensBefore:
+    """Lanes end their ops in order. Those that may run ahead begin them in order, and nothing more; the others begin
+    an op when the last one has ended."""
     number = {name: i for i, name in enumerate(plan.lane_names)}
     lane = tuple(number[op.lane] for op in plan.ops)
     rank: list[int] = []
-    clocks: list[tuple[int, ...]] = []
-    tips: list[tuple[int, ...]] = [(0,) * len(number)] * len(number)
+    begins: list[tuple[int, ...]] = []
+    ends: list[tuple[int, ...]] = []
+    nothing = (0,) * len(number)
+    last_begun, last_ended = [nothing] * len(number), [nothing] * len(number)
     for op in plan.ops:
         mine = lane[op.id]
-        clock = list(map(max, zip(tips[mine], *(clocks[dep] for dep in op.deps), strict=True)))
-        rank.append(clock[mine])
-        clock[mine] += 1
-        tips[mine] = tuple(clock)
-        clocks.append(tips[mine])
-    return _HappensBefore(lane, tuple(rank), tuple(clocks))
+        begin = _latest(last_begun[mine] if op.may_run_ahead else last_ended[mine], *(ends[dep] for dep in op.deps))
+        end = list(_latest(begin, last_ended[mine]))
+        rank.append(end[mine])
+        end[mine] += 1
+        last_begun[mine], last_ended[mine] = begin, tuple(end)
+        begins.append(begin)
+        ends.append(last_ended[mine])
+    return _HappensBefore(lane, tuple(rank), tuple(begins))
+
+
+def _latest(*clocks: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(max, zip(*clocks, strict=True)))
 
 
 def _check_gates(plan: Plan, before: _HappensBefore) -> None:

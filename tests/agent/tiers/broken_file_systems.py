@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from tidegate.kernels import open_direct
 from tidegate.knobs import Knobs
 
 MEGABYTE = 1 << 20
+FIRST_WRITES = r"failed to write the state of subgroup [02] after step 1 in "
+"""Two are in flight; which of them fails first is up to the system."""
 
 
 def run(*command: str | Path) -> str:
@@ -85,7 +88,7 @@ def read_error(base: Path) -> None:
         assert (error.path, error.step, error.checkpoint) == ("bad", 2, "/checkpoints/step-2")
         for part in (f"subgroup {error.subgroup} ", "step 2", "path bad", "Input/output error", "/checkpoints/step-2"):
             assert part in str(error), (part, str(error))
-        assert store.paths["bad"].counters.retries["read"] == 2
+        assert store.paths["bad"].counters.retries["read"] in {2, 4}  # one read in flight or two
         assert "bad" in store.retired
         for broken in (pair.optimizer.step, pair.optimizer.state_dict):
             for param in pair.params:
@@ -109,7 +112,7 @@ def full_device(base: Path) -> None:
         fill(backing)
         train(pair, 0, 4)
         store = store_of(pair.optimizer)
-        assert "failed to write the state of subgroup 0 after step 1 in " in store.retired["bad"]
+        assert re.search(FIRST_WRITES, store.retired["bad"])
         assert store.paths["good"].counters.taken_over_bytes > 0
         assert lives(pair) == {"good"}
         pair.assert_same_state()
@@ -123,7 +126,7 @@ def late_write_error(base: Path) -> None:
     with training(paths, tier_split="bad:1,good:1") as pair:
         fill(backing)
         train(pair, 0, 3)
-        assert "failed to write the state of subgroup 0 after step 1 in " in store_of(pair.optimizer).retired["bad"]
+        assert re.search(FIRST_WRITES, store_of(pair.optimizer).retired["bad"])
         assert lives(pair) == {"good"}
         pair.assert_same_state()
 

@@ -79,7 +79,8 @@ def test_a_path_that_takes_no_more_writes_is_retired_and_nothing_is_lost(
         assert f"after step 3 in {attempts}: {os.strerror(code)}." in store.retired[BAD]
         assert lives(pair) == {GOOD}
         assert store.paths[GOOD].counters.taken_over_bytes > 0
-        assert store.paths[BAD].counters.retries["write"] == (2 if code == errno.EIO else 0)
+        # Its lane has one write in flight or two when the path fails.
+        assert store.paths[BAD].counters.retries["write"] in ({2, 4} if code == errno.EIO else {0})
         train(pair, 3, 2)
         assert pair.optimizer.effective_knobs()["tier_split"] == "bad:0,good:8"
         pair.assert_same_state()
@@ -201,12 +202,12 @@ def damage(pair: Pair, how: str) -> type[Exception]:
 def test_a_bit_that_was_wrong_on_the_way_is_read_again(tmp_path: Path) -> None:
     with training(two(tmp_path), tier_split="bad:1") as pair:
         train(pair, 0, 2)
-        path, file = store_of(pair.optimizer).paths[BAD], state_file(pair, BAD)
+        counters, file = store_of(pair.optimizer).paths[BAD].counters, state_file(pair, BAD)
         flip_bit(file)
-        count = path._count_retry
-        path._count_retry = lambda operation: (count(operation), flip_bit(file))  # type: ignore[method-assign]
+        count = counters.count_retry
+        counters.count_retry = lambda operation: (count(operation), flip_bit(file))  # type: ignore[method-assign]
         train(pair, 2, 2)
-        assert path.counters.retries["read"] == 1
+        assert counters.retries["read"] == 1
         pair.assert_same_state()
 
 

@@ -217,6 +217,39 @@ def test_another_process_that_waits_goes_before_more_threads(folder: Path, pool:
         staying.result()
 
 
+def test_what_a_thread_waits_for_its_own_process_is_neither_limited_nor_counted(
+    folder: Path, pool: ThreadPoolExecutor
+) -> None:
+    locks = TierLocks(folder, "device", timeout_seconds=0.1)
+    leave = threading.Event()
+
+    def hold() -> tuple[bool, float]:
+        with locks.hold() as held:
+            return held.acquired, held.waited_seconds
+
+    def stay() -> None:
+        with locks.hold():
+            assert leave.wait(LONG)
+
+    with neighbour(folder, timeout_seconds=LONG) as other:
+        staying = pool.submit(stay)
+        until(lambda: locks._file.inside == 1, "the first thread")
+        other.enter()
+        until(lambda: other_waits(locks), "the other process")
+        begun = time.monotonic()
+        late = pool.submit(hold)
+        wait_in_line(locks, 1)
+        assert not leave.wait(0.5)
+        assert locks.timeouts == 0
+        leave.set()
+        assert other.entered()[0]
+        acquired, waited = late.result()
+        assert not acquired
+        assert locks.timeouts == 1
+        assert 0.1 <= waited <= time.monotonic() - begun - 0.5
+        staying.result()
+
+
 def test_while_a_thread_waits_in_line_no_other_thread_goes_round_it(
     folder: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

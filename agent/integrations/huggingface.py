@@ -1,0 +1,128 @@
+"""Hugging Face Trainer and Accelerate: metrics, knobs and a verdict in the Trainer's own logs.
+
+    optimizer = (tidegate.AdamW, {"lr": 3e-4, "offload": tidegate.Offload(…)})
+    Trainer(…, optimizer_cls_and_kwargs=optimizer, callbacks=[TidegateCallback(run="llama-7b", daemon=url)])
+
+With Accelerate, `accelerator.prepare` takes a `tidegate.AdamW` like any optimizer; `tidegate.attach` takes what comes
+back from it through `unwrapped`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from tidegate.agent.attach import Attachment, attach
+from tidegate.agent.optimizer import AdamW
+from tidegate.errors import ConfigError
+
+PREFIX = "tidegate_"
+
+
+def unwrapped(optimizer: Any) -> AdamW:
+    """The `tidegate.AdamW` inside what Accelerate makes of it. ConfigError when there is none."""
+    inner = optimizer
+    while inner is not None and not isinstance(inner, AdamW):
+        inner = getattr(inner, "optimizer", None)
+    if inner is None:
+        raise ConfigError(
+            f"The training uses {type(getattr(optimizer, 'optimizer', optimizer)).__name__}, not tidegate.AdamW: give "
+            "the Trainer optimizer_cls_and_kwargs=(tidegate.AdamW, {…}) or optimizers=(optimizer, None)."
+        )
+    return inner
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """Seconds since the run began."""
+
+    step: float = 0.0
+    update: float = 0.0
+    stalls: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def of(cls, attachment: Attachment) -> _Passed:
+        recorder = attachment.recorder
+        with recorder.lock:
+            stalls = recorder.rows("tidegate_stall_seconds_total")
+            phases = {phase: seconds for (phase,), seconds in recorder.seconds("tidegate_phase_seconds").items()}
+            spill = sum(recorder.rows("tidegate_update_spill_seconds_total").values())
+        by_cause = tuple((cause, seconds) for (phase, cause), seconds in stalls.items() if phase == "update")
+        return cls(sum(phases.values()), phases.get("update", 0.0) + spill, by_cause)
+
+    def since(self, before: _Passed) -> _Passed:
+        earlier = dict(before.stalls)
+        stalls = tuple((cause, seconds - earlier.get(cause, 0.0)) for cause, seconds in self.stalls)
+        return _Passed(self.step - before.step, self.update - before.update, stalls)
+
+
+class TidegateCallback(TrainerCallback):
+    """Attaches the Trainer's optimizer when training begins, and adds to each log entry what the update cost since the
+    last: `tidegate_update_seconds`, `tidegate_stall_seconds`, and `tidegate_verdict`, one sentence.
+
+    run, daemon, options: as in `tidegate.attach`. Callbacks that the Trainer makes itself (TensorBoard and others) run
+    before those that it is given: they see the figures in the trainer's `state.log_history` and Tidegate's own metrics.
+
+    ConfigError when training begins and the optimizer is another, or releases its gradients, which the Trainer reads.
+    """
+
+    def __init__(self, run: str, daemon: str | None = None, **options: Any) -> None:
+        self.attachment: Attachment | None = None
+        self._run, self._daemon, self._options = run, daemon, options
+        self._before = _Passed()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        optimizer, model = unwrapped(given.get("optimizer")), given.get("model")
+        _check_works(optimizer)
+        self.attachment = attach(optimizer, model, run=self._run, daemon=self._daemon, **self._options)
+        self._before = _Passed()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **given: Any,
+    ) -> None:
+        if self.attachment is None or logs is None or "loss" not in logs:
+            return
+        now = _Passed.of(self.attachment)
+        passed, self._before = now.since(self._before), now
+        unwrapped(given.get("optimizer")).log(loss=float(logs["loss"]))
+        figures = {
+            "update_seconds": round(passed.update, 6),
+            "stall_seconds": round(sum(seconds for _, seconds in passed.stalls), 6),
+            "verdict": verdict(passed.step, passed.update, dict(passed.stalls)),
+        }
+        for entry in (logs, *state.log_history[-1:]):
+            entry |= {f"{PREFIX}{name}": value for name, value in figures.items()}
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        if self.attachment is not None:
+            self.attachment.close()
+            self.attachment = None
+
+
+def verdict(step_seconds: float, update_seconds: float, stalls: dict[str, float]) -> str:
+    """Where the time of some steps went. `stalls`: seconds of the update by cause."""
+    if step_seconds <= 0 or update_seconds <= 0:
+        return "no update yet"
+    share = f"the update is {update_seconds / step_seconds:.0%} of the step"
+    cause, wait = max(stalls.items(), key=lambda item: item[1], default=("", 0.0))
+    if wait < 0.02 * update_seconds:
+        return f"{share}; hardly anything held it up"
+    return f"{share}; it waited {wait / update_seconds:.0%} of its time on {cause}"
+
+
+def _check_works(optimizer: AdamW) -> None:
+    """Better said when training begins than at the first step."""
+    if optimizer.offload.gradients == "release":
+        raise ConfigError(
+            "gradients='release' cannot work in the Trainer, which reads all gradients for their norm before each "
+            "step, and does not say which backward is the last of a step. Use gradients='keep'."
+        )

@@ -1,0 +1,285 @@
+"""Claim: one daemon serves 512 ranks that report every second, and a change reaches every one of them within a second.
+
+Simulated agents, as real ones: each posts a report a second (one step, rates, no timeline), says hello once, and sits
+in a long poll for its directive. Meanwhile an operator changes a knob every few seconds. Every agent votes yes, and
+what is timed is from the PATCH's first byte to the moment at which an agent holds the committed knobs.
+
+The daemon is a process of its own on one core, the agents are on another; with one core they share it, and the figures
+say so (`cores`). `report_p99_seconds`, `patch_p99_seconds`: 99 of 100 are at most that. `rss_slope`: growth of the
+daemon's resident memory from the end of the warm-up (a quarter of the time) to the end, as a share of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import os
+import platform
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from tidegate.wire import AgentHello, AgentReport, Rates, StallRow, StepReport
+
+RUN = "load"
+PATCH_SECONDS = 5.0
+POLL_SECONDS = 20.0
+START_SECONDS = 30.0
+STEP = StepReport(
+    step=0,
+    timestamp=0.0,
+    phase_seconds={"forward": 0.2, "backward": 0.4, "update": 0.3, "other": 0.0},
+    exposed_seconds={"update": 0.3},
+    stalls=tuple(StallRow(phase="update", cause=cause, seconds=0.01) for cause in ("h2d", "d2h", "cpu")),
+    device_memory_peak_bytes={"forward": 10**10, "backward": 10**10, "update": 10**10},
+    loss=1.0,
+).model_dump(mode="json")
+REPORT = AgentReport(
+    timestamp=0.0,
+    step=0,
+    phase="forward",
+    generation=0,
+    effective={"stride": 2.0, "static_ratio": 0.0},
+    rates=Rates(h2d_bytes_per_second=1e10, d2h_bytes_per_second=1e10, cpu_params_per_second=1e9),
+).model_dump(mode="json")
+
+
+@dataclass
+class Figures:
+    report_seconds: list[float] = field(default_factory=list)
+    patch_seconds: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    changed_at: dict[int, float] = field(default_factory=dict)
+    """When the change that made a generation was sent."""
+    received: list[tuple[int, float]] = field(default_factory=list)
+
+
+class Connection:
+    """One HTTP connection that is kept. A client library would cost the one core of a thousand of them its time."""
+
+    def __init__(self, host: str, port: int, token: str) -> None:
+        self._at = (host, port)
+        self._head = f"Host: {host}\r\nAuthorization: Bearer {token}\r\nContent-Type: application/json\r\n"
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, method: str, path: str, body: str = "") -> bytes:
+        """The body of a good answer; OSError with what was said of any other."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(*self._at)
+        reader, writer = self._streams
+        content = body.encode()
+        length = f"Content-Length: {len(content)}\r\n\r\n"
+        writer.write(f"{method} /v1/agents{path} HTTP/1.1\r\n{self._head}{length}".encode() + content)
+        head = await reader.readuntil(b"\r\n\r\n")
+        found = re.search(rb"content-length: (\d+)", head)
+        answer = await reader.readexactly(int(found[1])) if found else b""
+        if head[9:10] != b"2":
+            raise OSError(f"{head[9:12].decode()} {answer[:200].decode()}")
+        return answer
+
+
+class SimulatedAgent:
+    """One rank: two tasks with a connection each, as a real agent has two threads."""
+
+    def __init__(self, connect: Callable[[], Connection], rank: int, world_size: int, figures: Figures) -> None:
+        self._reporter, self._listener = connect(), connect()
+        self._figures = figures
+        self._id = uuid.uuid4().hex
+        self._rank, self._world_size = rank, world_size
+        self._step = 0
+        self._generation = 0
+        self._voted: int | None = None
+
+    async def hello(self) -> None:
+        message = AgentHello(
+            agent=self._id,
+            run=RUN,
+            rank=self._rank,
+            world_size=self._world_size,
+            host=f"node-{self._rank // 8}",
+            pid=4711,
+            device_kind="emulated",
+            metrics_address=f"node-{self._rank // 8}:{9400 + self._rank % 8}",
+            knobs={"stride": 2.0, "static_ratio": 0.0},
+            started_at=time.time(),
+        )
+        await self._reporter.ask("POST", "", message.model_dump_json())
+
+    async def report_forever(self) -> None:
+        await asyncio.sleep(random.random())  # ranks do not report in one moment
+        due = time.perf_counter()
+        while True:
+            began = time.perf_counter()
+            try:
+                answer = await self._reporter.ask("POST", f"/{self._id}/reports", self._report())
+                self._figures.report_seconds.append(time.perf_counter() - began)
+                await self._take(self._reporter, json.loads(answer)["directive"])
+            except OSError as error:
+                self._figures.failures.append(f"report: {error!r}")
+            due += 1.0
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+
+    async def listen_forever(self) -> None:
+        while True:
+            query = f"committed={self._generation}&wait={POLL_SECONDS}"
+            query += f"&proposed={self._voted}" if self._voted is not None else ""
+            try:
+                directive = json.loads(await self._listener.ask("GET", f"/{self._id}/directive?{query}"))
+                if directive["proposed"] is not None and directive["proposed"] != self._voted:
+                    self._voted = directive["proposed"]
+                    vote = json.dumps({"generation": self._voted, "can": True})
+                    await self._listener.ask("POST", f"/{self._id}/votes", vote)
+                await self._take(self._listener, directive)
+            except OSError as error:
+                self._figures.failures.append(f"listen: {error!r}")
+                await asyncio.sleep(1.0)
+
+    async def _take(self, connection: Connection, directive: dict[str, Any]) -> None:
+        if directive["committed"] <= self._generation:
+            return
+        self._generation = directive["committed"]
+        self._figures.received.append((self._generation, time.perf_counter()))
+        done = json.dumps({"generation": self._generation, "step": self._step + 1})
+        await connection.ask("POST", f"/{self._id}/applied", done)
+
+    def _report(self) -> str:
+        self._step += 1
+        said = {**REPORT, "timestamp": time.time(), "step": self._step, "generation": self._generation}
+        return json.dumps({**said, "steps": [{**STEP, "timestamp": time.time(), "step": self._step}]})
+
+
+async def operate(url: str, token: str, figures: Figures, end: float) -> None:
+    """Changes a knob every few seconds, and waits for what becomes of it."""
+    headers = {"Authorization": f"Bearer {token}", "If-Match": "*"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=30.0) as http:
+        stride = 2
+        while time.perf_counter() < end - PATCH_SECONDS:
+            stride = 2 + (stride - 1) % 7
+            began = time.perf_counter()
+            answer = await http.patch(
+                f"/v1/runs/{RUN}/knobs", json={"changes": {"stride": stride}}, params={"wait": PATCH_SECONDS}
+            )
+            body = answer.json()
+            if answer.status_code == 200 and body["state"] in ("committed", "applied"):
+                figures.changed_at[body["generation"]] = began
+            else:
+                figures.failures.append(f"patch: {answer.status_code} {body.get('state')} {body.get('outcome')}")
+            await asyncio.sleep(max(0.0, began + PATCH_SECONDS - time.perf_counter()))
+
+
+async def load(url: str, tokens: dict[str, str], num_agents: int, seconds: float, pid: int) -> dict[str, Any]:
+    figures, resident = Figures(), list[tuple[float, int]]()
+    address = urlsplit(url)
+    connect = functools.partial(Connection, address.hostname or "", address.port or 0, tokens["agent"])
+    agents = [SimulatedAgent(connect, rank, num_agents, figures) for rank in range(num_agents)]
+    for agent in agents:
+        await agent.hello()
+    loops = [loop for agent in agents for loop in (agent.report_forever(), agent.listen_forever())]
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    await asyncio.sleep(3.0)
+    figures.report_seconds.clear()
+    began = time.perf_counter()
+    operator = asyncio.create_task(operate(url, tokens["operate"], figures, began + seconds))
+    while time.perf_counter() - began < seconds:
+        resident.append((time.perf_counter() - began, resident_bytes(pid)))
+        await asyncio.sleep(seconds / 60)
+    await operator
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    reached = [at - figures.changed_at[number] for number, at in figures.received if number in figures.changed_at]
+    warm = [size for at, size in resident if at >= seconds / 4]
+    return {
+        "reports": len(figures.report_seconds),
+        "reports_per_second": len(figures.report_seconds) / seconds,
+        "report_p50_seconds": statistics.median(figures.report_seconds),
+        "report_p99_seconds": percentile(figures.report_seconds, 99),
+        "changes": len(figures.changed_at),
+        "changes_received": len(reached) / max(1, num_agents * len(figures.changed_at)),
+        "patch_p50_seconds": statistics.median(reached) if reached else None,
+        "patch_p99_seconds": percentile(reached, 99) if reached else None,
+        "rss_bytes": resident[-1][1],
+        "rss_slope": slope(warm),
+        "failures": len(figures.failures),
+        "first_failure": figures.failures[0] if figures.failures else None,
+    }
+
+
+def percentile(values: list[float], rank: int) -> float:
+    return statistics.quantiles(values, n=100)[rank - 1] if len(values) > 1 else values[0]
+
+
+def slope(sizes: list[int]) -> float:
+    """Growth of the fitted line over the whole, as a share of its beginning."""
+    line = statistics.linear_regression(range(len(sizes)), sizes)
+    return line.slope * (len(sizes) - 1) / line.intercept
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--quick", action="store_true", help="32 agents for 10 s: whether it works, no claim")
+    parser.add_argument("--agents", type=int, default=512)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    options = parser.parse_args()
+    num_agents, seconds = (32, 10.0) if options.quick else (options.agents, options.seconds)
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        state = Path(folder)
+        command = [sys.executable, "-m", "tidegate", "daemon", "--port", "0", "--state-dir", folder]
+        daemon = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, preexec_fn=lambda: os.sched_setaffinity(0, {cores[0]})
+        )
+        try:
+            os.sched_setaffinity(0, {cores[-1]})
+            url = announced(state, daemon)
+            tokens = {scope: (state / f"{scope}.token").read_text().strip() for scope in ("agent", "operate")}
+            found = asyncio.run(load(url, tokens, num_agents, seconds, daemon.pid))
+        finally:
+            daemon.send_signal(signal.SIGTERM)
+            daemon.wait(20)
+    machine = {"cores": len({cores[0], cores[-1]}), "machine": platform.machine(), "python": platform.python_version()}
+    found = {"bench": "daemon_load", "agents": num_agents, "seconds": seconds, **found, **machine}
+    if options.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name:>22}  {value:.4g}" if isinstance(value, float) else f"{name:>22}  {value}")
+
+
+def announced(state: Path, daemon: subprocess.Popen[bytes]) -> str:
+    """The daemon's address, when it answers."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and daemon.poll() is None:
+        if (state / "daemon.json").exists():
+            url = str(json.loads((state / "daemon.json").read_text())["url"])
+            try:
+                if httpx.get(f"{url}/readyz", trust_env=False, timeout=2.0).status_code == 200:
+                    return url
+            except httpx.HTTPError:
+                pass
+        time.sleep(0.05)
+    sys.exit("the daemon did not start")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Canaries and rollbacks of a run: when a trial begins, when it is judged, how the ranks are brought back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from tidegate.daemon import views
+from tidegate.daemon.control.canary import MIN_STEPS_BEFORE, SETTLING_STEPS, Canary, Step, common_steps, judge
+from tidegate.daemon.control.generations import Generation, Happening, Judge, Propose
+from tidegate.daemon.control.run import Clock, Run
+from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.store import Store
+from tidegate.knobs import same
+from tidegate.wire import KnobChanges
+from tidegate.wire_canary import CanaryRequest
+
+RETRY_SECONDS: Final = 5.0
+"""A rank that did not agree to go back is asked again after so long."""
+LOOK_RATIO: Final = 20.0
+"""How much longer than a look the time to the next one is: a look goes over all steps of all ranks."""
+RAN: Final = frozenset({"committed", "applied"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """Update seconds that the simulator expects; None where it knows nothing."""
+
+    before: float | None = None
+    after: float | None = None
+
+
+class Trials:
+    """`advance(run, event)` decides, stores and tells."""
+
+    def __init__(
+        self, store: Store, advance: Callable[[Run, Happening], None], clock: Clock, proposal_seconds: float
+    ) -> None:
+        self._store = store
+        self._advance = advance
+        self._clock = clock
+        self._proposal_seconds = proposal_seconds
+        self._asked: dict[str, float] = {}
+        """When the ranks of a run were last asked to go back."""
+        self._not_before: dict[str, float] = {}
+        """When a run may be looked at again."""
+
+    def begin(self, run: Run, request: CanaryRequest, predicted: Predicted) -> Canary:
+        """A trial against the steps until now. Ends the request when there is nothing to compare with."""
+        committed = run.control.committed
+        if not run.control.present:
+            raise ProblemError(409, "no-baseline", "No rank is running: there are no steps to compare with.")
+        if committed.canary is not None and committed.canary.open:
+            detail = (
+                f"Generation {committed.number} is still on trial: wait for its verdict, roll it back, "
+                "or make the change without a canary."
+            )
+            raise ProblemError(409, "canary-running", detail, generation=committed.number)
+        before = self._steps(run, settling=SETTLING_STEPS)[-request.steps :]
+        if len(before) < MIN_STEPS_BEFORE:
+            detail = (
+                f"Only {len(before)} steps ran with generation {committed.number}, {MIN_STEPS_BEFORE} are needed to "
+                "compare with: try again in a moment."
+            )
+            raise ProblemError(409, "no-baseline", detail)
+        return Canary(
+            base=committed.number,
+            steps=request.steps,
+            min_effect=request.min_effect,
+            min_headroom=request.min_headroom,
+            before=tuple(before),
+            predicted_before=predicted.before,
+            predicted_after=predicted.after,
+        )
+
+    def look(self, run: Run) -> None:
+        """After a report: judges the trial if it has steps enough, and begins the way back where it harms."""
+        committed = run.control.committed
+        if committed.canary is None or committed.canary.state != "waiting" or committed.state != "applied":
+            return
+        began = self._clock.mono()
+        if began < self._not_before.get(run.name, began):
+            return
+        judged = judge(committed.canary, self._steps(run))
+        self._not_before[run.name] = began + LOOK_RATIO * (self._clock.mono() - began)
+        if judged != committed.canary:
+            self._advance(run, Judge(committed.number, judged))
+            self.tick(run, self._clock.mono())
+
+    def tick(self, run: Run, now: float) -> None:
+        """Asks the ranks to go back while a condemned generation is what they have. What people ask goes first."""
+        committed, canary = run.control.committed, run.control.committed.canary
+        if canary is None or canary.state != "condemned" or run.control.pending is not None:
+            self._asked.pop(run.name, None)
+            return
+        if now - self._asked.get(run.name, -RETRY_SECONDS) >= RETRY_SECONDS:
+            self._asked[run.name] = now
+            base = self._store.generation(run.name, canary.base)
+            self._propose(run, base, "daemon", f"Canary of generation {committed.number}: {canary.verdict}")
+
+    def roll_back(self, run: Run, to: int | None, author: str, reason: str) -> Generation:
+        """Makes a generation with the knobs of an earlier one. Ends the request when that cannot be."""
+        target = self._target(run, to)
+        now = run.control.committed.knobs
+        knobs = self._knobs(run, target)
+        if run.control.pending is None and all(name in now and same(name, now[name], knobs[name]) for name in knobs):
+            detail = f"The run has the knobs of generation {target.number} already."
+            raise ProblemError(409, "nothing-to-roll-back", detail)
+        return self._propose(run, target, author, reason or f"Back to generation {target.number}.")
+
+    def _target(self, run: Run, to: int | None) -> Generation:
+        committed = run.control.committed
+        if to is None and committed.canary is not None and committed.canary.open:
+            to = committed.canary.base
+        if to is None:
+            to = self._store.newest_of(run.name, RAN, below=committed.number)
+        if to is None:
+            raise ProblemError(409, "nothing-to-roll-back", f"Run {run.name!r} has no earlier generation.")
+        if to > run.control.newest:
+            detail = f"Run {run.name!r} has no generation {to}; the newest is {run.control.newest}."
+            raise ProblemError(404, "unknown-generation", detail)
+        target = self._store.generation(run.name, to)
+        if target.state not in RAN:
+            raise ProblemError(409, "never-ran", f"Generation {to} was {target.state}: no rank ever ran with it.")
+        return target
+
+    def _propose(self, run: Run, target: Generation, author: str, reason: str) -> Generation:
+        knobs, before = self._knobs(run, target), run.control.committed.knobs
+        changed = {n: v for n, v in knobs.items() if n not in before or not same(n, before[n], v)}
+        at, deadline = self._clock.wall(), self._clock.mono() + self._proposal_seconds
+        event = Propose(
+            knobs=knobs, changes=changed, author=author, reason=reason, at=at, deadline=deadline, restores=target.number
+        )
+        self._advance(run, event)
+        return run.latest
+
+    def _knobs(self, run: Run, target: Generation) -> KnobChanges:
+        """What the run can have of the target's knobs: its paths may be others by now."""
+        return views.knobs_of(target).fitted(run.paths).as_dict(paths=bool(run.paths))
+
+    def _steps(self, run: Run, settling: int = 0) -> list[Step]:
+        """Steps that all present ranks ran with the committed generation."""
+        committed = run.control.committed
+        members = [run.members[rank] for rank in sorted(run.control.present & run.members.keys())]
+        firsts = [
+            member.applied.get(committed.number, committed.applied.get(member.hello.rank, 0)) for member in members
+        ]
+        ranks = [(member.steps, member.hello.device_memory_bytes) for member in members]
+        return common_steps(ranks, first=max(firsts, default=0) + settling)

@@ -1,0 +1,26 @@
+"""Tokens end, are withdrawn, and open one run only; generations have a canary, and may restore another."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+from sqlalchemy import inspect
+
+revision = "v2"
+down_revision = "v1"
+
+
+def upgrade() -> None:
+    op.add_column("tokens", sa.Column("run", sa.String(300)))
+    op.add_column("tokens", sa.Column("expires_at", sa.Float))
+    op.add_column("tokens", sa.Column("revoked_at", sa.Float))
+    op.add_column("generations", sa.Column("canary", sa.JSON))
+    op.add_column("generations", sa.Column("restores", sa.Integer))
+    if inspect(op.get_bind()).has_table("schema_version"):  # of before Alembic
+        op.drop_table("schema_version")
+    if op.get_bind().dialect.name == "sqlite":  # INSERT OR REPLACE deletes without asking the trigger for deletions
+        op.execute(
+            "CREATE TRIGGER audit_no_replace BEFORE INSERT ON audit "
+            "WHEN EXISTS (SELECT 1 FROM audit WHERE id = NEW.id) "
+            "BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END"
+        )

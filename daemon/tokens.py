@@ -1,0 +1,104 @@
+"""The stored tokens: made, listed, withdrawn. Only their SHA-256 is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session, sessionmaker
+
+from tidegate.client import SCOPES, Scope
+from tidegate.daemon.schema import TokenRow
+
+ID_LENGTH = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredToken:
+    """A token without the token. Times are seconds since the epoch; `run` None opens all runs."""
+
+    digest: str
+    name: str
+    scope: Scope
+    created_at: float
+    run: str | None = None
+    expires_at: float | None = None
+    revoked_at: float | None = None
+
+    @property
+    def id(self) -> str:
+        """What it is called where people see it: the beginning of its digest, which opens nothing."""
+        return self.digest[:ID_LENGTH]
+
+    def state(self, now: float) -> str:
+        """`valid`, `expired` or `revoked`."""
+        if self.revoked_at is not None:
+            return "revoked"
+        return "expired" if self.expires_at is not None and now >= self.expires_at else "valid"
+
+
+class TokenTable:
+    """The tokens of one database. Every method has committed when it returns."""
+
+    def __init__(self, sessions: sessionmaker[Session]) -> None:
+        self._sessions = sessions
+
+    def all(self) -> list[StoredToken]:
+        """Every token, oldest first; those of a scope that this version does not know are left out."""
+        with self._sessions() as session:
+            rows = session.scalars(select(TokenRow).order_by(TokenRow.created_at))
+            return [_stored(row) for row in rows if row.scope in SCOPES]
+
+    def find(self, digest: str) -> StoredToken | None:
+        with self._sessions() as session:
+            row = session.get(TokenRow, digest)
+            return _stored(row) if row is not None else None
+
+    def issue(self, scope: Scope, name: str, *, run: str | None = None, expires_at: float | None = None) -> str:
+        """Makes a token. It is returned once and kept nowhere."""
+        token = f"tide_{secrets.token_urlsafe(32)}"
+        self.add(token, scope, name, run=run, expires_at=expires_at)
+        return token
+
+    def add(
+        self, token: str, scope: Scope, name: str, *, run: str | None = None, expires_at: float | None = None
+    ) -> None:
+        row = TokenRow(
+            digest=digest_of(token), name=name, scope=scope, created_at=time.time(), run=run, expires_at=expires_at
+        )
+        with self._sessions.begin() as session:
+            session.add(row)
+
+    def revoke(self, id: str) -> StoredToken | None:
+        """Withdraws the one token whose id begins with `id`; None when there is not exactly one."""
+        found = [token for token in self.all() if token.digest.startswith(id)]
+        if len(found) != 1:
+            return None
+        (token,) = found
+        with self._sessions.begin() as session:
+            session.execute(
+                update(TokenRow)
+                .where(TokenRow.digest == token.digest, TokenRow.revoked_at.is_(None))
+                .values(revoked_at=time.time())
+            )
+        return self.find(token.digest)
+
+
+def digest_of(token: str) -> str:
+    """SHA-256 in hex. Tokens are 256 random bits, so that a slow hash would protect nothing."""
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _stored(row: TokenRow) -> StoredToken:
+    return StoredToken(
+        digest=row.digest,
+        name=row.name,
+        scope=row.scope,  # type: ignore[arg-type]
+        created_at=row.created_at,
+        run=row.run,
+        expires_at=row.expires_at,
+        revoked_at=row.revoked_at,
+    )

@@ -1,0 +1,106 @@
+"""Canaries on a real run: real training on an emulated device that is slow, a real daemon, real steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import tidegate
+from tests.daemon.live import Daemon, new_run, wait_until
+from tidegate.wire import GenerationView
+from tidegate.wire_canary import CanaryRequest
+
+STEPS = 12
+SLOW_DEVICE = tidegate.EmulatedRates(h2d_bytes_per_second=1e9, d2h_bytes_per_second=1e9, update_params_per_second=4e6)
+"""No help: what it updates takes far longer than on the CPU."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other make the model's own time jump where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def training(daemon: Daemon, run: str) -> Iterator[None]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3)))
+    offload = tidegate.Offload(stride=2.0, subgroup_numel=100_000, cpu_threads=1, emulated=SLOW_DEVICE)
+    end, failed = threading.Event(), list[BaseException]()
+
+    def loop() -> None:
+        inputs = torch.randn(4, 512)
+        try:
+            while not end.is_set():
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+        except BaseException as error:
+            failed.append(error)
+
+    with tidegate.AdamW(model.parameters(), lr=1e-4, offload=offload) as optimizer:
+        tidegate.attach(optimizer, model, run=run, daemon=daemon.url, token=daemon.tokens["agent"])
+        thread = threading.Thread(target=loop)
+        thread.start()
+        try:
+            yield
+        finally:
+            end.set()
+            thread.join(60)
+    assert not failed, failed
+
+
+def settled(daemon: Daemon, run: str) -> list[GenerationView]:
+    """The generations, once the newest is applied and no trial is open."""
+    client = daemon.client()
+
+    def found() -> list[GenerationView] | None:
+        made = client.generations(run)
+        trials = [g.canary.state for g in made if g.canary is not None]
+        return made if made[-1].state == "applied" and not {"waiting", "condemned"} & set(trials) else None
+
+    made: list[GenerationView] = wait_until(found, "the end of the trial", 120)
+    return made
+
+
+def test_a_harmful_stride_is_rolled_back_and_a_helpful_one_stays(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Steps take longer where this is for, reports seconds: here, too, a trial is to be longer than a report is away.
+    monkeypatch.setattr("tidegate.agent.link.REPORT_SECONDS", 0.3)
+    monkeypatch.setattr("tidegate.agent.link.LONGEST_REPORT_SECONDS", 0.3)
+    run, client, ask = new_run(), daemon.client(), CanaryRequest(steps=STEPS)
+    with training(daemon, run):
+        enough = lambda: len(client.steps(run, 0).steps) > STEPS  # noqa: E731
+        wait_until(lambda: client.runs() and any(v.run == run for v in client.runs()) and enough(), "steps", 120)
+        made = client.set_knobs(run, {"stride": 1}, canary=ask)
+        assert made.state in ("committed", "applied"), made.outcome
+        _, harmful, back = settled(daemon, run)
+        assert harmful.canary is not None
+        assert (harmful.canary.state, back.restores, back.knobs["stride"]) == ("rolled_back", 0, 2.0), harmful.canary
+        assert back.applied[0] - harmful.applied[0] <= 2 * STEPS
+
+        def baseline() -> bool:
+            return sum(s.step > back.applied[0] for s in client.steps(run, 0).steps) >= STEPS
+
+        wait_until(baseline, "steps after the way back", 120)
+        client.set_knobs(run, {"stride": "off"}, canary=ask)
+        helpful = settled(daemon, run)[3]
+        assert helpful.canary is not None
+        assert (helpful.canary.state, client.knobs(run).desired["stride"]) == ("promoted", "off"), helpful.canary
+        assert helpful.canary.verdict.startswith("Helpful"), helpful.canary
+        for trial in (harmful.canary, helpful.canary):
+            assert trial.measured is not None
+            assert trial.predicted_update_seconds_before is not None
+            assert trial.predicted_update_seconds_after is not None
+        assert harmful.canary.measured.exposed_shift > 0 > helpful.canary.measured.exposed_shift  # type: ignore[union-attr]
+        told = {row.generation: row.effect for row in client.audit(run) if row.action in ("condemned", "promoted")}
+        assert set(told) == {1, 3}
+        assert all("predicted" in effect and "before" in effect for effect in told.values()), told

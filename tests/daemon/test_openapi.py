@@ -1,0 +1,65 @@
+"""The API's description, and whether the live application does as it says: schemathesis, all checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.live import ROOT, Agent, Daemon, threaded
+from tidegate.daemon.examples import EXAMPLES
+
+SNAPSHOT = ROOT / "docs" / "openapi.json"
+CONFIG = """
+[checks.positive_data_acceptance]
+# What a knob takes depends on the run (422), what If-Match takes on its newest generation (412), and a report that is
+# valid may be too large (413).
+expected-statuses = ["2xx", "401", "403", "404", "409", "412", "413", "422"]
+[checks.negative_data_rejection]
+expected-statuses = [400, 401, 403, 404, 405, 409, 412, 413, 422, 428]
+[checks.missing_required_header]
+expected-statuses = [401, 403, 404, 422, 428]
+"""
+
+
+def test_the_description_is_the_committed_one(daemon: Daemon) -> None:
+    found = daemon.http("GET", "/v1/openapi.json", "read").json()
+    kept = json.loads(SNAPSHOT.read_text())
+    found["info"].pop("version"), kept["info"].pop("version")
+    assert found == kept, "the API changed: python -m tidegate.daemon.openapi > docs/openapi.json"
+
+
+def test_every_operation_says_what_it_needs_and_how_it_fails(daemon: Daemon) -> None:
+    document = daemon.http("GET", "/v1/openapi.json", "read").json()
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            told = f"{method} {path}"
+            assert operation["description"], told
+            assert ("security" in operation) == path.startswith("/v1/"), told
+            for status, answer in operation["responses"].items():
+                if int(status) >= 400:
+                    assert list(answer["content"]) == ["application/problem+json"], told
+    assert {type(example).__name__ for example in EXAMPLES} <= set(document["components"]["schemas"])
+
+
+@pytest.mark.parametrize("scope", ["operate", "agent"])
+def test_schemathesis(scope: str, tmp_path: Path) -> None:
+    """Every operation that the scope may ask for; the endless stream of events is not among them."""
+    (tmp_path / "schemathesis.toml").write_text(CONFIG)
+    state = tmp_path / "state"
+    with threaded(state, forgiven_failures=10**9, proposal_seconds=0.2) as daemon:
+        Agent(daemon, "llama-7b", paths=("nvme",)).train(12, 1.0)
+        only = ["--include-path-regex", "/v1/agents"] if scope == "agent" else ["--exclude-path-regex", "/v1/agents"]
+        command = [
+            *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(tmp_path / "schemathesis.toml"), "run"),
+            *(f"{daemon.url}/v1/openapi.json", "-H", f"Authorization: Bearer {daemon.tokens[scope]}"),
+            *("--checks", "all", "--phases", "examples,coverage,fuzzing", "--max-examples", "8", "--no-color"),
+            *("--exclude-path", "/v1/runs/{run}/events", "--seed", "1", "--generation-deterministic", *only),
+        ]
+        env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -1,0 +1,60 @@
+"""Every example runs, from nothing and from what it left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def loss_of(said: str) -> float:
+    return float(re.findall(r"loss ([\d.]+)", said)[-1])
+
+
+def test_plain_pytorch_resumes_where_it_was(tmp_path: Path) -> None:
+    first = run(tmp_path, str(EXAMPLES / "plain_pytorch.py"))
+    second = run(tmp_path, str(EXAMPLES / "plain_pytorch.py"))
+    assert "steps 0 to 20" in first
+    assert "steps 20 to 40" in second
+    assert loss_of(second) < loss_of(first)
+    counts = dict(re.findall(r"(nvme|pfs):(\d+)", second))
+    assert int(counts["nvme"]) > 0
+    assert int(counts["pfs"]) > 0
+
+
+def test_fsdp2_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    said = [
+        run(
+            tmp_path, *["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"],
+            str(EXAMPLES / "fsdp2.py"),
+        )
+        for ranks in (2, 3)
+    ]  # fmt: skip
+    assert said[0].startswith("2 ranks")
+    assert said[1].startswith("3 ranks")
+    assert loss_of(said[1]) < loss_of(said[0])
+
+
+def test_the_trainer_says_what_holds_it_up(tmp_path: Path) -> None:
+    said = run(tmp_path, str(EXAMPLES / "huggingface_trainer.py"))
+    assert "steps 20" in said
+    assert "the update is" in said
+
+
+def test_the_readme_of_the_examples_names_each() -> None:
+    named = set(re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text()))
+    assert named == {path.name for path in EXAMPLES.glob("*.py")}

@@ -1,0 +1,42 @@
+"""What the commands share: their options, the daemon they speak to, the run they mean, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import BaseModel
+
+from tidegate.client import DaemonClient, find_daemon, find_token
+from tidegate.errors import ConfigError, TidegateError
+from tidegate.wire import RunView
+
+Daemon = Annotated[str | None, typer.Option("--daemon", help="Address of the daemon; default: the one of this user.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+RunOption = Annotated[str | None, typer.Option("--run", help="Name of the run; not needed while only one is running.")]
+Reason = Annotated[str, typer.Option(help="Why, for the audit log.")]
+Wait = Annotated[float, typer.Option(help="Seconds to wait for the outcome.", min=0, max=60)]
+
+
+def client_for(scope: Literal["read", "operate"], url: str | None) -> DaemonClient:
+    return DaemonClient(url or find_daemon(), find_token(scope))
+
+
+def choose(client: DaemonClient, name: str | None) -> RunView:
+    """The run of that name, or the only one that is running."""
+    if name:
+        return client.run(name)
+    runs = client.runs()
+    running = [run for run in runs if run.liveness in ("live", "stale")]
+    if len(running) == 1:
+        return running[0]
+    if running:
+        raise ConfigError(f"Several runs are running, say which: {', '.join(run.run for run in running)}.")
+    known = f" Earlier ones, by name: {', '.join(run.run for run in runs[-10:])}." if runs else ""
+    raise TidegateError(f"No run is running.{known}")
+
+
+def print_json(found: BaseModel | list[Any]) -> None:
+    rows = [row.model_dump(mode="json") for row in found] if isinstance(found, list) else found.model_dump(mode="json")
+    print(json.dumps(rows))

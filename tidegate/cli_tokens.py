@@ -1,0 +1,127 @@
+"""`tidegate token create | list | revoke`: on the database itself, so that they work whether or not a daemon runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+
+from tidegate.cli_training import needs
+from tidegate.client import SCOPES, state_dir
+from tidegate.errors import ConfigError, TidegateError
+from tidegate.wire import RunName
+
+if TYPE_CHECKING:
+    from tidegate.daemon.tokens import StoredToken, TokenTable
+
+app = typer.Typer(help="Make, list and withdraw the tokens of a daemon.", no_args_is_help=True)
+
+State = Annotated[Path | None, typer.Option("--state-dir", help="State directory of the daemon.")]
+Database = Annotated[str | None, typer.Option("--database-url", help="The daemon's database, if not SQLite.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+
+
+@app.command()
+def create(
+    scope: Annotated[str, typer.Argument(help=f"One of: {', '.join(SCOPES)}.")],
+    name: Annotated[str | None, typer.Option(help="Whose it is, for the audit log.")] = None,
+    run: Annotated[str | None, typer.Option(help="The only run that it opens.")] = None,
+    expires: Annotated[str | None, typer.Option(help="How long it opens anything, as in 12h or 30d.")] = None,
+    state: State = None,
+    database_url: Database = None,
+) -> None:
+    """Make a token and print it, once. The running daemon knows it within two seconds."""
+    found = next((known for known in SCOPES if known == scope), None)
+    if found is None:
+        raise ConfigError(f"There is no scope {scope!r}. The scopes are: {', '.join(SCOPES)}.")
+    if run is not None:
+        _check_run(run)
+    ends = time.time() + _duration(expires) if expires is not None else None
+    with _tokens(state, database_url) as tokens:
+        print(tokens.issue(found, (name or scope)[:64], run=run, expires_at=ends))
+
+
+@app.command("list")
+def show(state: State = None, database_url: Database = None, as_json: Json = False) -> None:
+    """List the tokens: what they open and until when. What they are is stored nowhere."""
+    with _tokens(state, database_url) as tokens:
+        rows = [_row(token) for token in tokens.all()]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    from tidegate.cli_tables import table
+
+    columns = ("id", "scope", "run", "name", "made", "ends", "state")
+    table(columns, [tuple(_cell(row[column]) for column in columns) for row in rows])
+
+
+@app.command()
+def revoke(
+    id: Annotated[str, typer.Argument(help="The beginning of its id, from `tidegate token list`.")],
+    state: State = None,
+    database_url: Database = None,
+) -> None:
+    """Withdraw a token for good. The running daemon refuses it within two seconds."""
+    with _tokens(state, database_url) as tokens:
+        revoked = tokens.revoke(id)
+    if revoked is None:
+        raise TidegateError(f"Not exactly one token has an id that begins with {id!r}: see `tidegate token list`.")
+    print(f"Token {revoked.id} ({revoked.scope}, {revoked.name}) opens nothing any more.")
+
+
+@contextmanager
+def _tokens(state: Path | None, database_url: str | None) -> Iterator[TokenTable]:
+    with needs():
+        from tidegate.daemon.settings import Settings
+        from tidegate.daemon.store import Store
+    settings = Settings(state_dir=(state or state_dir()).expanduser().absolute(), database_url=database_url)
+    settings.make_state_dir()
+    store = Store(settings.url)
+    try:
+        yield store.tokens
+    finally:
+        store.close()
+
+
+def _row(token: StoredToken) -> dict[str, Any]:
+    return {
+        "id": token.id,
+        "scope": token.scope,
+        "run": token.run,
+        "name": token.name,
+        "made": token.created_at,
+        "ends": token.expires_at,
+        "state": token.state(time.time()),
+    }
+
+
+def _cell(value: str | float | None) -> str:
+    if isinstance(value, float):
+        return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return value or ""
+
+
+def _check_run(name: str) -> None:
+    try:
+        TypeAdapter(RunName).validate_python(name)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{name!r} cannot be the name of a run: letters, digits, '.', '_' and '-', 64 at most."
+        ) from error
+
+
+def _duration(text: str) -> float:
+    """Seconds of `90s`, `15m`, `12h`, `30d`, `4w`."""
+    found = re.fullmatch(r"(\d{1,6})([smhdw])", text.strip().lower())
+    if found is None or int(found[1]) == 0:
+        raise ConfigError(f"--expires {text!r} is no duration: say 12h or 30d (s, m, h, d, w).")
+    return float(int(found[1]) * _SECONDS[found[2]])

@@ -1,0 +1,119 @@
+"""`tidegate status` and `tidegate events`: what runs do now, once or for as long as one looks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Final
+
+import typer
+
+from tidegate.cli_options import Daemon, Json, RunOption, choose, client_for, print_json
+from tidegate.client import DaemonClient
+from tidegate.errors import ConfigError, DaemonUnreachable, NotAuthorized
+from tidegate.wire import Event, RunView
+
+PAUSE_SECONDS: Final = 2.0
+PATIENCE_SECONDS: Final = 60.0
+"""How long a daemon may be away before one who follows it gives up."""
+
+
+def status(
+    run: RunOption = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 s, until Ctrl-C.")] = False,
+    url: Daemon = None,
+    as_json: Json = False,
+) -> None:
+    """Show the runs, their ranks and their last step."""
+    with client_for("read", url) as client:
+
+        def ask() -> list[RunView]:
+            return [client.run(run)] if run else client.runs()
+
+        if not watch:
+            runs = ask()
+        elif as_json:
+            raise ConfigError("--watch is for people, --json for machines: `tidegate events --follow --json` streams.")
+        else:
+            _watch(ask)
+            return
+    if as_json:
+        print_json(runs)
+        return
+    from tidegate.cli_tables import print_runs
+
+    print_runs(runs)
+
+
+def events(
+    run: RunOption = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with those that come, until Ctrl-C.")] = False,
+    after: Annotated[int, typer.Option(help="Only those after this id.", min=0)] = 0,
+    url: Daemon = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
+) -> None:
+    """Print what happened in a run: generations, canaries, ranks that came and went. Reports only with --json."""
+    with client_for("read", url) as client:
+        name = choose(client, run).run
+        newest = None if follow else client.newest_event(name)
+        last = after
+        try:
+            while newest is None or last < newest:
+                last = _print_events(client, name, last, newest, as_json)
+        except KeyboardInterrupt:
+            return
+
+
+def _print_events(client: DaemonClient, run: str, last: int, end: int | None, as_json: bool) -> int:
+    """Until the stream ends. The id to go on from; patient with a daemon that starts again."""
+    lost_at: float | None = None
+    while True:
+        try:
+            for event in client.events(run, last_event_id=last):
+                last, lost_at = event.id, None
+                if text := event.model_dump_json() if as_json else sentence(event):
+                    print(text, flush=True)
+                if end is not None and last >= end:
+                    return last
+            time.sleep(PAUSE_SECONDS)  # the daemon closed the stream: it ends, or starts again
+            return last
+        except NotAuthorized:
+            raise
+        except DaemonUnreachable:
+            lost_at = lost_at or time.monotonic()
+            if end is not None or time.monotonic() - lost_at > PATIENCE_SECONDS:
+                raise
+            time.sleep(PAUSE_SECONDS)
+
+
+def sentence(event: Event) -> str:
+    """What happened, for people; empty for reports, which come every second."""
+    data, at = event.data, time.strftime("%H:%M:%S", time.localtime(event.timestamp))
+    if event.kind == "agent":
+        return f"{at}  rank {data.get('rank')} is {data.get('liveness')}"
+    if event.kind != "generation":
+        return ""
+    from tidegate.cli_tables import shown
+
+    trial = data.get("canary") or {}
+    told = [f"{at}  generation {data.get('generation')} {data.get('state')}: {shown(data.get('knobs') or {})}"]
+    told += [str(data["outcome"])] if data.get("outcome") else []
+    told += [f"canary {trial['state'].replace('_', ' ')}: {trial['verdict']}"] if trial.get("verdict") else []
+    return ". ".join(part.rstrip(".") for part in told)
+
+
+def _watch(ask: Callable[[], list[RunView]]) -> None:
+    from rich.live import Live
+
+    from tidegate.cli_tables import console, runs_table
+
+    try:
+        with Live(runs_table(ask()), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(PAUSE_SECONDS)
+                try:
+                    live.update(runs_table(ask()), refresh=True)
+                except DaemonUnreachable as error:
+                    live.update(f"{error} Trying again.", refresh=True)
+    except KeyboardInterrupt:
+        return
