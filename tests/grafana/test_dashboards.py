@@ -26,6 +26,8 @@ from tidegate.grafana.dashboards.panels import COLUMNS
 
 RUN = "dashboards"
 WINDOW_SECONDS = 30
+ALL_OF_IT_SECONDS = 900
+"""Longer than all tests of this module take: for what happened once."""
 RULES = sorted((ROOT / "grafana" / "prometheus" / "rules").glob("*.yml"))
 NOT_OURS = {"up", "ALERTS"}
 """Made by Prometheus itself."""
@@ -231,11 +233,11 @@ def values(prom: Prometheus, name: str) -> dict[str, str]:
     return chosen
 
 
-def faults(prom: Prometheus, expression: str, legend: str = "") -> list[str]:
+def faults(prom: Prometheus, expression: str, legend: str = "", seconds: int = WINDOW_SECONDS) -> list[str]:
     """What is wrong with an expression on the data of the run; nothing if it is well."""
     wrong = _unknown(prom, expression)
     now = time.time()
-    rows = prom.ask("query_range", query=expression, start=now - WINDOW_SECONDS, end=now, step=1)["result"]
+    rows = prom.ask("query_range", query=expression, start=now - seconds, end=now, step=1)["result"]
     if not has_data(rows):
         wrong.append("no data")
     return wrong + [
@@ -280,14 +282,15 @@ def test_every_variable_has_values_and_every_annotation_happened(prom: Prometheu
     assert RUN in chosen.get("run", RUN).split("|")
     for mark in board(name)["annotations"].get("list", []):
         text = mark["titleFormat"] + mark["textFormat"]
-        assert faults(prom, filled(mark["target"]["expr"], chosen), text) == [], mark["name"]
+        expression = filled(mark["target"]["expr"], chosen)
+        assert faults(prom, expression, text, ALL_OF_IT_SECONDS) == [], mark["name"]
 
 
 def test_the_mark_of_a_generation_has_its_number(prom: Prometheus) -> None:
     mark = board("run")["annotations"]["list"][0]
     now = time.time()
     expression = filled(mark["target"]["expr"], values(prom, "run"))
-    rows = prom.ask("query_range", query=expression, start=now - 120, end=now, step=1)["result"]
+    rows = prom.ask("query_range", query=expression, start=now - ALL_OF_IT_SECONDS, end=now, step=1)["result"]
     assert [row["metric"]["generation"] for row in rows] == ["1"]
     assert len(rows[0]["values"]) <= 3, "it is a moment, not the time in which the generation is in force"
 
