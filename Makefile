@@ -77,8 +77,8 @@ status=0; $(BIN)/pytest -m $(MARK) --timeout 0 $(PYTEST_ARGS) || status=$$?; \
 if [ $$status = 5 ]; then echo "no test is marked $(MARK)" >&2; fi; exit $$status
 endef
 
-# The tests use a real Prometheus, a real Alertmanager, a real browser, and the kernels of another processor under
-# emulation. RUNLEVEL=1 keeps Debian from starting services.
+# The tests use a real Prometheus, a real Alertmanager, a real browser, network namespaces, and the kernels of another
+# processor under emulation. RUNLEVEL=1 keeps Debian from starting services.
 .PHONY: system
 system:
 	@missing=; \
@@ -86,6 +86,8 @@ system:
 	command -v alertmanager >/dev/null || command -v prometheus-alertmanager >/dev/null || \
 	  missing="$$missing prometheus-alertmanager"; \
 	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	command -v ip >/dev/null || missing="$$missing iproute2"; \
+	command -v wget >/dev/null || missing="$$missing wget"; \
 	if [ "$$(uname -m)" = x86_64 ]; then \
 	  command -v aarch64-linux-gnu-g++ >/dev/null || missing="$$missing g++-aarch64-linux-gnu"; \
 	  command -v qemu-aarch64 >/dev/null || missing="$$missing qemu-user"; \

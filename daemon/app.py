@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from tidegate.daemon import problems
-from tidegate.daemon.auth import Tokens, ensure_files
+from tidegate.daemon.auth import Tokens, ensure_files, read_files
 from tidegate.daemon.control.alerts import AlertBook
 from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.gate import Gate
@@ -32,7 +32,10 @@ def create_app(settings: Settings) -> FastAPI:
     """The daemon as an application. Opens the store and writes the token files; DaemonError when it cannot."""
     settings.make_state_dir()
     store = Store(settings.url)
-    ensure_files(store, settings.state_dir)
+    if settings.token_dir is None:
+        ensure_files(store, settings.state_dir)
+    else:
+        read_files(store, settings.token_dir)
     plane = ControlPlane(store, lease_seconds=settings.lease_seconds, proposal_seconds=settings.proposal_seconds)
     app = FastAPI(
         title="Tidegate",

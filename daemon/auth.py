@@ -109,6 +109,28 @@ def ensure_files(store: Store, state_dir: Path) -> None:
             raise DaemonError(f"The token file {path} cannot be used: {error.strerror}.") from error
 
 
+def read_files(store: Store, token_dir: Path) -> None:
+    """Makes the tokens in the files `<scope>.token`, one for every scope, known to the store.
+
+    Whoever mounts the files says who may read them: their modes are left alone. DaemonError for one without a token,
+    or with one that was withdrawn.
+    """
+    for scope in SCOPES:
+        path = token_dir / f"{scope}.token"
+        try:
+            token = path.read_text().strip()
+        except OSError as error:
+            raise DaemonError(f"The token file {path} cannot be read: {error.strerror}.") from error
+        if not token:
+            raise DaemonError(f"The token file {path} is empty: write a long random text into it.")
+        known = store.tokens.find(digest_of(token))
+        if known is None:
+            store.tokens.add(token, scope, scope)
+        elif known.scope != scope or (state := known.state(time.time())) != "valid":
+            why = f"is of scope {known.scope}" if known.scope != scope else f"is {state}"
+            raise DaemonError(f"The token in {path} {why}: write another one into it.")
+
+
 def _read_private(path: Path) -> str:
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_mode & 0o077:

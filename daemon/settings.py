@@ -18,6 +18,9 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     state_dir: Path = Field(default_factory=state_dir)
+    token_dir: Path | None = None
+    """Holds `<scope>.token` for every scope, made by somebody else: secrets as files. They are read, never written.
+    None: the daemon makes them in `state_dir`."""
     database_url: str | None = None
     """Any SQLAlchemy URL; None is an SQLite file in `state_dir`."""
     bind: str = "127.0.0.1"

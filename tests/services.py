@@ -101,6 +101,12 @@ class Prometheus:
         assert answer["status"] == "success", answer
         return [{**row["metric"], "value": float(row["value"][1])} for row in answer["data"]["result"]]
 
+    def ask(self, what: str, **params: str | float) -> Any:
+        """The data of any GET of the HTTP API below /api/v1."""
+        answer = httpx.get(f"{self.url}/api/v1/{what}", params=params, trust_env=False, timeout=20.0).json()
+        assert answer["status"] == "success", (params, answer)
+        return answer["data"]
+
     def value(self, expression: str) -> float | None:
         rows = self.query(expression)
         assert len(rows) <= 1, (expression, rows)

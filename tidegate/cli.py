@@ -52,6 +52,9 @@ def daemon(
     bind: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65_535)] = 8790,
     state: Annotated[Path | None, typer.Option("--state-dir", help="Where tokens and the database live.")] = None,
+    tokens: Annotated[
+        Path | None, typer.Option("--token-dir", help="Holds SCOPE.token for every scope; not written.")
+    ] = None,
     database_url: Annotated[str | None, typer.Option(help="Any SQLAlchemy URL; default: SQLite.")] = None,
     advertise: Annotated[str | None, typer.Option("--advertise-address", help="Its name on other machines.")] = None,
     allowed_host: Annotated[list[str] | None, typer.Option(help="One more Host header to accept.")] = None,
@@ -67,6 +70,7 @@ def daemon(
     try:
         settings = Settings(
             state_dir=(state or state_dir()).expanduser().absolute(),
+            token_dir=tokens,
             database_url=database_url,
             bind=bind,
             port=port,

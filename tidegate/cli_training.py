@@ -94,6 +94,12 @@ def training_command(*, view: bool) -> Callable[..., None]:
         ),
         order: Annotated[str, typer.Option(help="pinned, alternate or auto.")] = _DEFAULT.order,
         reset_knobs: Annotated[bool, typer.Option("--reset-knobs", help="Forget the run's earlier knobs.")] = False,
+        daemon: Annotated[str | None, typer.Option(help="Address of a daemon elsewhere; none is started then.")] = None,
+        metrics_bind: Annotated[str, typer.Option(help="Address on which /metrics listens.")] = _DEFAULT.metrics_bind,
+        metrics_port: Annotated[int, typer.Option(help="Port of /metrics; 0 takes a free one.", min=0, max=65_535)] = (
+            _DEFAULT.metrics_port
+        ),
+        advertise_host: Annotated[str | None, typer.Option(help="This machine's name for Prometheus.")] = None,
         log_format: Annotated[
             LogFormat | None, typer.Option(help="Log every event to stderr in this form; default: warnings alone.")
         ] = None,
@@ -119,6 +125,10 @@ def training_command(*, view: bool) -> Callable[..., None]:
             order=str(spec("order").parse(order)),
             reset_knobs=reset_knobs,
             view=view,
+            daemon=daemon,
+            metrics_bind=metrics_bind,
+            metrics_port=metrics_port,
+            advertise_host=advertise_host,
         )
         with needs("demo"):
             status = run_demo(options)

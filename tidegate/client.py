@@ -60,15 +60,21 @@ def state_dir() -> Path:
     return Path(base).expanduser() / "tidegate"
 
 
+def token_dir() -> Path:
+    """Where the files `<scope>.token` are: TIDEGATE_TOKEN_DIR (say, mounted secrets), else the state directory."""
+    given = os.environ.get("TIDEGATE_TOKEN_DIR")
+    return Path(given).expanduser() if given else state_dir()
+
+
 def find_token(scope: Scope) -> str | None:
-    """The token for `scope`: TIDEGATE_<SCOPE>_TOKEN, else TIDEGATE_TOKEN, else the file that the daemon wrote."""
+    """The token for `scope`: TIDEGATE_<SCOPE>_TOKEN, else TIDEGATE_TOKEN, else its file in `token_dir()`."""
     for name in (f"TIDEGATE_{scope.upper()}_TOKEN", "TIDEGATE_TOKEN"):
         if given := os.environ.get(name, "").strip():
             return given
     names = ("read", "operate", "agent") if scope == "read" else (scope,)
     for name in names:
         with contextlib.suppress(OSError):
-            if token := (state_dir() / f"{name}.token").read_text().strip():
+            if token := (token_dir() / f"{name}.token").read_text().strip():
                 return token
     return None
 

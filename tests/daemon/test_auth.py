@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from tests.daemon.live import Agent, Daemon, Process, hello, new_run, threaded, wait_until
 from tidegate.client import SCOPES, DaemonClient, Scope, find_token
+from tidegate.daemon.app import create_app
 from tidegate.daemon.auth import OPEN, Caller, Tokens, scopes_allowed
 from tidegate.daemon.limits import KEPT, Failures
 from tidegate.daemon.settings import Settings
@@ -257,6 +258,39 @@ def test_token_files_are_private_and_kept(tmp_path: Path) -> None:
         assert daemon.tokens["agent"] != first["agent"]
         assert daemon.tokens["read"] != first["read"], "it was withdrawn"
         assert daemon.http("GET", "/v1/runs", "agent").status_code == 200
+
+
+def test_tokens_that_are_mounted_are_read_and_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted, state = tmp_path / "secrets", tmp_path / "state"
+    mounted.mkdir()
+
+    def daemon() -> Store:
+        store: Store = create_app(Settings(state_dir=state, token_dir=mounted)).state.plane.store
+        return store
+
+    with pytest.raises(DaemonError, match=r"\.token cannot be read"):
+        daemon()
+    for scope in SCOPES:
+        (mounted / f"{scope}.token").write_text(f"given-{scope}\n" if scope != "agent" else "\n")
+    with pytest.raises(DaemonError, match=r"agent\.token is empty"):
+        daemon()
+    (mounted / "agent.token").write_text("given-agent")
+    os.chmod(mounted / "agent.token", 0o444)
+    store = daemon()
+    assert Tokens(store).check("given-read") == Caller("read", "read")
+    store.tokens.revoke(digest_of("given-alert"))
+    store.close()
+    with pytest.raises(DaemonError, match=r"alert\.token is revoked: write another"):
+        daemon()
+    (mounted / "alert.token").write_text("given-read")
+    with pytest.raises(DaemonError, match=r"alert\.token is of scope read: write another"):
+        daemon()
+    assert stat.S_IMODE((mounted / "agent.token").stat().st_mode) == 0o444
+    assert not list(state.glob("*.token"))
+    monkeypatch.setenv("TIDEGATE_TOKEN_DIR", str(mounted))
+    for name in ("TIDEGATE_AGENT_TOKEN", "TIDEGATE_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    assert find_token("agent") == "given-agent"
 
 
 def test_what_reads_finds_a_token_that_can_only_read(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ class DemoOptions:
     tier_split, host_cache, order: knobs of these paths. The cache holds about half of the state, so that both the host
         and the paths have some.
     view: start the live view at all (`train` does not).
+    daemon: address of a daemon that runs elsewhere; then none is started, and `port` says nothing.
+    metrics_bind, metrics_port, advertise_host: where /metrics listens, and how Prometheus reaches it from elsewhere.
     """
 
     text: Path | None = None
@@ -38,6 +40,10 @@ class DemoOptions:
     order: str = "auto"
     reset_knobs: bool = False
     view: bool = True
+    daemon: str | None = None
+    metrics_bind: str = "127.0.0.1"
+    metrics_port: int = 0
+    advertise_host: str | None = None
 
 
 def run_demo(options: DemoOptions) -> int:

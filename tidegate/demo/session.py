@@ -75,9 +75,7 @@ class Session:
         text = read_text(self.options.text, WINDOW)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.console.print(f"[bold]Tidegate demo[/bold]  run [bold]{self.name}[/bold]")
-        url, daemon = start_daemon(self.options.port, self.folder / "daemon.log")
-        if daemon is not None:
-            stack.callback(daemon.stop)
+        url = self.options.daemon or self._start_daemon(stack)
         self._go_on()
         view = None
         if self.options.view:
@@ -86,7 +84,7 @@ class Session:
         self._go_on()
         optimizer, model = self._build(self._make_paths(stack))
         stack.callback(optimizer.close)
-        attachment = tidegate.attach(optimizer, model, run=self.name, daemon=url, reset_knobs=self.options.reset_knobs)
+        attachment = self._attach(optimizer, model, url)
         self._announce(model, optimizer, attachment, url, view)
         summary = Summary(self.name, optimizer, attachment)
         self._train(model, optimizer, attachment, text, summary)
@@ -98,6 +96,24 @@ class Session:
             with suppress(KeyboardInterrupt):
                 signal.pause()
         return 0
+
+    def _start_daemon(self, stack: ExitStack) -> str:
+        url, daemon = start_daemon(self.options.port, self.folder / "daemon.log")
+        if daemon is not None:
+            stack.callback(daemon.stop)
+        return url
+
+    def _attach(self, optimizer: AdamW, model: torch.nn.Module, url: str) -> Attachment:
+        return tidegate.attach(
+            optimizer,
+            model,
+            run=self.name,
+            daemon=url,
+            reset_knobs=self.options.reset_knobs,
+            metrics_bind=self.options.metrics_bind,
+            metrics_port=self.options.metrics_port,
+            advertise_host=self.options.advertise_host,
+        )
 
     def _make_paths(self, stack: ExitStack) -> dict[str, Path | str]:
         """The user's, or two directories of the run that go with it: as if one were a local disk, one a shared one."""

@@ -1,0 +1,1 @@
+"""What Prometheus, Alertmanager and Grafana are given: files, and the code that makes the dashboards among them."""

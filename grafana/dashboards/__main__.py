@@ -1,0 +1,26 @@
+"""Writes the dashboards' JSON; with --check, says which files are not what the code makes."""
+
+from __future__ import annotations
+
+import sys
+
+from tidegate.grafana.dashboards import rendered
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status."""
+    if arguments not in ([], ["--check"]):
+        print("usage: python -m tidegate.grafana.dashboards [--check]", file=sys.stderr)
+        return 2
+    stale = [path for path, text in rendered().items() if not path.is_file() or path.read_text() != text]
+    for path in stale:
+        if arguments:
+            print(f"{path} is not what the code makes: run python -m tidegate.grafana.dashboards.", file=sys.stderr)
+        else:
+            path.write_text(rendered()[path])
+            print(f"wrote {path}")
+    return 1 if stale and arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

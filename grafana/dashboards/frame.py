@@ -1,0 +1,128 @@
+"""What all dashboards share: variables, links to each other and to the live view, and when knobs were turned."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from grafana_foundation_sdk.builders import dashboard as build
+from grafana_foundation_sdk.builders import prometheus
+from grafana_foundation_sdk.models import dashboard as model
+
+from tidegate.grafana.dashboards.panels import SOURCE
+
+TAG: Final = "tidegate"
+ALL: Final = model.VariableOption(text="All", value="$__all", selected=True)
+RANK: Final = 'run=~"$run",host=~"$host",rank=~"$rank"'
+"""Selects what the variables run, host and rank say."""
+
+
+def frame(uid: str, title: str, description: str, *, one_run: bool | None = True) -> build.Dashboard:
+    """An empty dashboard with what all of them have. Only the code changes it: Grafana opens it read-only.
+
+    one_run: whether its variable `run` is one run, which the link to the live view names; None without that variable.
+    """
+    made = (
+        build.Dashboard(title)
+        .uid(f"tidegate-{uid}")
+        .description(description)
+        .tags([TAG])
+        .time("now-1h", "now")
+        .refresh("10s")
+        .timezone("browser")
+        .tooltip(model.DashboardCursorSync.CROSSHAIR)
+        .readonly()
+        .link(
+            build.DashboardLink("Tidegate")
+            .type(model.DashboardLinkType.DASHBOARDS)
+            .tags([TAG])
+            .as_dropdown(False)
+            .include_vars(True)
+            .keep_time(True)
+        )
+        .link(
+            build.DashboardLink("Live view")
+            .type(model.DashboardLinkType.LINK)
+            .icon("external link")
+            .tooltip("What the run does now, step by step, and the knobs to turn.")
+            .url("${live_view}/?run=${run}" if one_run else "${live_view}")
+            .target_blank(True)
+        )
+    )
+    if one_run is None:
+        return made
+    made.with_variable(build.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
+    return made.annotation(_generations()).annotation(_alerts())
+
+
+def variable(name: str, metric: str, *, label: str = "", multi: bool = True) -> build.QueryVariable:
+    """A variable with the values that label `name` has on `metric`, a selector."""
+    made = (
+        build.QueryVariable(name)
+        .label(label or name.capitalize())
+        .query(f"label_values({metric}, {name})")
+        .datasource(SOURCE)
+        .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(model.VariableSort.NUMERICAL_ASC)
+        .multi(multi)
+    )
+    return made.include_all(True).all_value(".*").current(ALL) if multi else made
+
+
+def selectors(made: build.Dashboard, *, one_run: bool, path: bool = False) -> build.Dashboard:
+    """Adds run, host, rank and, where asked for, path; each offers what the ones before it leave."""
+    made.with_variable(variable("run", "tidegate_steps_total", multi=not one_run))
+    made.with_variable(variable("host", 'tidegate_steps_total{run=~"$run"}'))
+    made.with_variable(variable("rank", 'tidegate_steps_total{run=~"$run",host=~"$host"}'))
+    if path:
+        made.with_variable(variable("path", f"tidegate_path_free_bytes{{{RANK}}}"))
+    return live_view(made)
+
+
+def live_view(made: build.Dashboard) -> build.Dashboard:
+    """Where the live view is: a text field, because each site has its own."""
+    default = "http://127.0.0.1:8501"
+    return made.with_variable(
+        build.TextBoxVariable("live_view")
+        .label("Live view at")
+        .default_value(default)
+        .current(model.VariableOption(text=default, value=default))
+    )
+
+
+def _generations() -> build.AnnotationQuery:
+    """A mark where a new generation of knobs was committed, with its number."""
+    generation = 'max by (run) (tidegate_desired_generation{run=~"$run"})'
+    before = 'max by (run) (tidegate_desired_generation{run=~"$run"} offset $__interval)'
+    return _annotation(
+        "Knobs turned",
+        f'count_values by (run) ("generation", {generation} > {before})',
+        title="Generation {{generation}}",
+        text="{{run}}: the desired knobs became generation {{generation}}.",
+        tags="run,generation",
+        color="blue",
+    )
+
+
+def _alerts() -> build.AnnotationQuery:
+    return _annotation(
+        "Alerts",
+        'max by (run, alertname, severity) (ALERTS{alertstate="firing",run=~"$run"})',
+        title="{{alertname}}",
+        text="{{run}}: {{alertname}} ({{severity}}).",
+        tags="run,severity",
+        color="red",
+    )
+
+
+def _annotation(name: str, expr: str, *, title: str, text: str, tags: str, color: str) -> build.AnnotationQuery:
+    return (
+        build.AnnotationQuery()
+        .name(name)
+        .datasource(SOURCE)
+        .enable(True)
+        .icon_color(color)
+        .target(prometheus.Dataquery().expr(expr).ref_id("Anno"))
+        .title_format(title)
+        .text_format(text)
+        .tag_keys(tags)
+    )

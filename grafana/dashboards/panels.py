@@ -1,0 +1,230 @@
+"""The few kinds of panel that the dashboards are made of. Each says its unit, and why one would look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol, Self, TypeVar
+
+from grafana_foundation_sdk.builders import (
+    common,
+    heatmap,
+    prometheus,
+    stat,
+    statetimeline,
+    table,
+    text,
+    timeseries,
+)
+from grafana_foundation_sdk.builders import dashboard as build
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.models import common as options
+from grafana_foundation_sdk.models import dashboard as model
+from grafana_foundation_sdk.models import prometheus as query_model
+from grafana_foundation_sdk.models import text as text_model
+
+SOURCE: Final = options.DataSourceRef(type_val="prometheus", uid="${datasource}")
+COLUMNS: Final = 24
+"""Of Grafana's grid."""
+CEILING: Final = "ceiling"
+"""Legends that begin so are drawn as a dashed line: what the hardware can do, or what a rule allows."""
+
+Needs = Literal["nvml", "node_exporter", "dcgm"]
+Color = Literal["green", "yellow", "orange", "red", "blue", "text"]
+
+
+@dataclass(frozen=True)
+class Query:
+    """One PromQL expression, and how its series are named: Grafana's `{{label}}`."""
+
+    expr: str
+    legend: str
+
+
+class _Panel(Protocol):
+    """What the SDK's builders of panels have in common, as far as it is used here."""
+
+    def title(self, title: str) -> Self: ...
+    def description(self, description: str) -> Self: ...
+    def datasource(self, datasource: options.DataSourceRef) -> Self: ...
+    def height(self, h: int) -> Self: ...
+    def span(self, w: int) -> Self: ...
+    def unit(self, unit: str) -> Self: ...
+
+
+P = TypeVar("P", bound=_Panel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Title, purpose and place of a panel.
+
+    unit: Grafana's name of it: s, Bps, bytes, percentunit, …
+    why: what the figure says and when to worry, for the panel's tooltip.
+    requires: what must be there besides Tidegate for the panel to have data; said in the tooltip.
+    """
+
+    title: str
+    why: str
+    unit: str
+    width: int = 8
+    height: int = 8
+    requires: Needs | None = None
+
+    def on(self, panel: P) -> P:
+        why = f"{self.why}\n\nrequires: {self.requires}" if self.requires else self.why
+        panel.title(self.title).description(why).datasource(SOURCE).unit(self.unit)
+        return panel.height(self.height).span(self.width)
+
+
+def lines(
+    look: Look,
+    *queries: Query,
+    stacked: bool = False,
+    limits: Sequence[tuple[float, Color]] = (),
+    maximum: float | None = None,
+    minimum: float | None = 0,
+    steps: bool = False,
+) -> timeseries.Panel:
+    """Curves over time, or areas on top of each other. `limits` are drawn as lines: what alerts and budgets allow."""
+    panel = look.on(timeseries.Panel()).targets([_target(q, i) for i, q in enumerate(queries)])
+    panel.color_scheme(build.FieldColor().mode(model.FieldColorModeId.PALETTE_CLASSIC_BY_NAME))
+    panel.line_width(1).fill_opacity(60 if stacked else 8).show_points(options.VisibilityMode.NEVER)
+    panel.legend(
+        common.VizLegendOptions()
+        .display_mode(options.LegendDisplayMode.LIST)
+        .placement(options.LegendPlacement.BOTTOM)
+        .show_legend(True)
+    )
+    panel.tooltip(common.VizTooltipOptions().mode(options.TooltipDisplayMode.MULTI).sort(options.SortOrder.DESCENDING))
+    if minimum is not None:
+        panel.min(minimum)
+    if maximum is not None:
+        panel.max(maximum)
+    if stacked:
+        panel.stacking(common.StackingConfig().mode(options.StackingMode.NORMAL).group("A"))
+    if steps:
+        panel.line_interpolation(options.LineInterpolation.STEP_AFTER)
+    if limits:
+        panel.thresholds(_thresholds([(None, "green"), *limits]))
+        panel.thresholds_style(common.GraphThresholdsStyleConfig().mode(options.GraphThresholdsStyleMode.DASHED))
+    return panel.override_by_regexp(
+        f"/^{CEILING}/",
+        [
+            model.DynamicConfigValue("custom.lineStyle", {"fill": "dash", "dash": [8, 6]}),
+            model.DynamicConfigValue("custom.fillOpacity", 0),
+            model.DynamicConfigValue("custom.lineWidth", 2),
+            model.DynamicConfigValue("custom.stacking", {"mode": "none", "group": "A"}),
+        ],
+    )
+
+
+def number(
+    look: Look,
+    query: Query,
+    *,
+    limits: Sequence[tuple[float, Color]] = (),
+    spark: bool = False,
+    named: bool = False,
+    decimals: int | None = None,
+) -> stat.Panel:
+    """One figure as of now, coloured by what `limits` it has passed. `named` shows the series' name beside it."""
+    panel = look.on(stat.Panel()).targets([_target(query, 0, instant=not spark)])
+    panel.thresholds(_thresholds([(None, "green" if limits else "text"), *limits]))
+    panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
+    panel.graph_mode(options.BigValueGraphMode.AREA if spark else options.BigValueGraphMode.NONE)
+    panel.color_mode(options.BigValueColorMode.VALUE)
+    panel.text_mode(options.BigValueTextMode.VALUE_AND_NAME if named else options.BigValueTextMode.VALUE)
+    return panel if decimals is None else panel.decimals(decimals)
+
+
+def heat(look: Look, expr: str) -> heatmap.Panel:
+    """How often durations of each size came up over time. `expr` is a rate of buckets, summed by `le`."""
+    query = prometheus.Dataquery().expr(expr).legend_format("{{le}}").ref_id("A")
+    panel = look.on(heatmap.Panel()).targets([query.format(query_model.PromQueryFormat.HEATMAP).range()])
+    return panel.calculate(False).cell_gap(1).show_legend().y_axis(heatmap.YAxisConfig().unit(look.unit))
+
+
+def states(look: Look, query: Query, colors: dict[str, tuple[str, Color]]) -> statetimeline.Panel:
+    """Bars over time, one for each series; `colors` says what a value is called and its colour."""
+    panel = look.on(statetimeline.Panel()).targets([_target(query, 0)])
+    panel.mappings([_value_names(colors)])
+    return panel.show_value(options.VisibilityMode.NEVER).row_height(0.8).no_value("none in this time")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: `query` gives one row for each value of the table's key."""
+
+    title: str
+    expr: str
+    unit: str
+    limits: Sequence[tuple[float, Color]] = ()
+
+
+def rows(look: Look, key: str, columns: Sequence[Column], *, link: str = "") -> table.Panel:
+    """A table with one row for each value of label `key`. `link` is where a click on the key leads."""
+    panel = look.on(table.Panel())
+    panel.targets([
+        prometheus.Dataquery()
+        .expr(column.expr)
+        .legend_format(f"{{{{{key}}}}}")
+        .ref_id(_ref(i))
+        .format(query_model.PromQueryFormat.TABLE)
+        .instant()
+        for i, column in enumerate(columns)
+    ])  # fmt: skip
+    panel.with_transformation(model.DataTransformerConfig("joinByField", options={"byField": key, "mode": "outer"}))
+    hidden = {"Time": True, **{f"Time {i + 1}": True for i in range(len(columns))}}
+    panel.with_transformation(
+        model.DataTransformerConfig(
+            "organize", options={"excludeByName": hidden, "indexByName": {}, "renameByName": {}}
+        )
+    )
+    for i, column in enumerate(columns):
+        properties = [
+            model.DynamicConfigValue("displayName", column.title),
+            model.DynamicConfigValue("unit", column.unit),
+        ]
+        if column.limits:
+            steps = _thresholds([(None, "green"), *column.limits]).build().to_json()
+            properties += [
+                model.DynamicConfigValue("thresholds", steps),
+                model.DynamicConfigValue("custom.cellOptions", {"type": "color-text"}),
+            ]
+        panel.override_by_name(f"Value #{_ref(i)}", properties)
+    if link:
+        followed = {"title": "Look at this run", "url": link}
+        panel.override_by_name(key, [model.DynamicConfigValue("links", [followed])])
+    return panel
+
+
+def page(title: str, why: str, markdown: str, height: int) -> text.Panel:
+    """A text over the whole width."""
+    panel = text.Panel().title(title).description(why).height(height).span(COLUMNS)
+    return panel.mode(text_model.TextMode.MARKDOWN).content(markdown)
+
+
+def _target(query: Query, index: int, *, instant: bool = False) -> Builder[query_model.Dataquery]:
+    target = prometheus.Dataquery().expr(query.expr).legend_format(query.legend).ref_id(_ref(index))
+    return target.instant() if instant else target.range()
+
+
+def _ref(index: int) -> str:
+    return chr(ord("A") + index)
+
+
+def _thresholds(steps: Sequence[tuple[float | None, Color]]) -> build.ThresholdsConfig:
+    return (
+        build.ThresholdsConfig()
+        .mode(model.ThresholdsMode.ABSOLUTE)
+        .steps([model.Threshold(value=value, color=color) for value, color in steps])
+    )
+
+
+def _value_names(colors: dict[str, tuple[str, Color]]) -> model.ValueMap:
+    named = {
+        value: model.ValueMappingResult(text=text, color=color, index=i)
+        for i, (value, (text, color)) in enumerate(colors.items())
+    }
+    return model.ValueMap(options=named)
