@@ -74,9 +74,9 @@ def _rows(found: Calibration) -> Iterator[tuple[str, str, str]]:
     for threads, params in found.cpu_threads.items():
         best = params == card.cpu_params_per_second
         yield f"cpu, {threads} threads", f"{params / 1e9:.3f} G params/s", _shares(found, "cpu") if best else ""
-    for lane, params in (("device", card.device_params_per_second), ("norm", card.norm_params_per_second)):
-        if params is not None:
-            yield lane, f"{params / 1e9:.3f} G params/s", _shares(found, lane)
+    for lane, known in (("device", card.device_params_per_second), ("norm", card.norm_params_per_second)):
+        if known is not None:
+            yield lane, f"{known / 1e9:.3f} G params/s", _shares(found, lane)
     for lane, rate in (("h2d", card.h2d_bytes_per_second), ("d2h", card.d2h_bytes_per_second)):
         if rate is not None:
             yield lane, f"{rate / 1e9:.2f} GB/s", _shares(found, lane)
