@@ -66,7 +66,7 @@ uint64_t word_at(const unsigned char* place) {
 #if defined(TIDEGATE_CRC_TARGET)
 
 // Long streams for blocks of storage, short ones for what is left of them.
-constexpr size_t kLongStream = 4096, kShortStream = 256;
+constexpr size_t kLongStream = 4096, kShortStream = 256, kCacheLine = 64;
 
 // [k][byte]: byte k of a checksum after `nbytes` of zeros.
 constexpr ByteTables<4> make_shift(size_t nbytes) {
@@ -98,10 +98,15 @@ template <size_t Bytes>
 TIDEGATE_CRC_TARGET uint32_t take_triples(uint32_t crc, const unsigned char*& place, size_t& left) {
   for (; left >= 3 * Bytes; place += 3 * Bytes, left -= 3 * Bytes) {
     uint64_t first = crc, second = 0, third = 0;
-    for (const unsigned char *p = place, *end = place + Bytes; p != end; p += 8) {
-      first = with_word(first, word_at(p));
-      second = with_word(second, word_at(p + Bytes));
-      third = with_word(third, word_at(p + 2 * Bytes));
+    for (const unsigned char *p = place, *end = place + Bytes; p != end; p += kCacheLine) {
+      // The same line of the next triple's streams. Streams end with their page, and so does what the CPU fetches
+      // ahead by itself: without this, memory that is in no cache takes a third longer. Past the end it does nothing.
+      for (size_t stream = 3; stream < 6; ++stream) __builtin_prefetch(p + stream * Bytes);
+      for (size_t at = 0; at < kCacheLine; at += 8) {
+        first = with_word(first, word_at(p + at));
+        second = with_word(second, word_at(p + at + Bytes));
+        third = with_word(third, word_at(p + at + 2 * Bytes));
+      }
     }
     crc = shifted<Bytes>(shifted<Bytes>(uint32_t(first)) ^ uint32_t(second)) ^ uint32_t(third);
   }
