@@ -64,8 +64,8 @@ class HostSums:
         self._device.adopt(dense)
         ready = self._device.now()
         with self._lock:
-            first = param not in self._last
-            done = self._last[param] = self._thread.submit(self._add, param, dense, ready, first)
+            before = self._last.get(param)
+            done = self._last[param] = self._thread.submit(self._add, param, dense, ready, before)
             self._waiting.append(done)
             late = self._waiting.popleft() if len(self._waiting) > MAX_WAITING else None
         if late is not None:
@@ -118,7 +118,11 @@ class HostSums:
 
     # ---- the thread
 
-    def _add(self, param: int, dense: torch.Tensor, ready: Event, first: bool) -> None:
+    def _add(self, param: int, dense: torch.Tensor, ready: Event, before: Future[None] | None) -> None:
+        """To what `before` has left there; a sum of which one part is missing must never be used."""
+        if before is not None:
+            before.result()
+        first = before is None
         returned = self._returning.pop(param, None)
         if returned is not None:
             returned.wait()

@@ -36,7 +36,8 @@ class Offload:
         step into `with optimizer.accumulate():`.
     accumulation: with "release", where gradients of a step's backward passes before the last one wait: "device" leaves
         them in `.grad`; "host" adds each to a sum in host memory, rounded as torch rounds sums in `.grad`; "host_fp32"
-        in fp32, rounded once. Then `.grad` is None between two backward passes, and the device has no gradients.
+        in fp32, rounded once. Then `.grad` is None between two backward passes, and the device has no gradients; only
+        `optimizer.zero_grad()` drops the sums, not `model.zero_grad()`.
     gradient_memory_bytes: with "release", what gradients may take on the device while they wait for the update; more
         are spilled to the host and come back with their state. 0 for what weights, state and headroom leave.
     policy: "interleaved", or a baseline: "sequential", "twinflow".

@@ -174,10 +174,11 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update. `closure` re-evaluates the model and returns the loss, as in torch.
 
-        CheckpointFailed, once and with nothing done, when a checkpoint that was begun could not be completed.
+        CheckpointFailed, once and with nothing done, when a checkpoint that was begun could not be completed; with
+        several ranks at the next checkpoint instead.
         """
         if self._draining is not None:
-            self._draining.raise_if_failed()
+            self._draining.raise_if_failed_alone()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -353,7 +354,8 @@ class AdamW(torch.optim.Optimizer):
         beside = sum(s.nbytes("weight") + s.nbytes("gradient") for s in subgroups)
         largest = max((s.nbytes("state") + s.nbytes("weight") + s.nbytes("gradient") for s in subgroups), default=0)
         slots = len(self.offload.paths) * self.offload.host_slots * largest
-        free = CACHE_SHARE * host_available_bytes() - slots - host_bytes(self._params, self.offload.accumulation)
+        sums = host_bytes([shard_of(param) for param in self._params], self.offload.accumulation)
+        free = CACHE_SHARE * host_available_bytes() - slots - sums
         # What is cached and updated on the CPU has a mirror of its weight and a gradient in host memory, too.
         return max(0, int(free * state / max(1, state + beside)))
 
@@ -464,14 +466,14 @@ class AdamW(torch.optim.Optimizer):
         """
         self.engine.require_loadable()
         ranks = Ranks.now()
+        if self.engine.usable:
+            self.wait()
         if self._draining is not None:
             with suppress(CheckpointFailed):  # it was logged; an older one is what one wants now
                 self._draining.settle()
         found = choose(directory, ranks.rank, step)
         with Reader(found, self.engine.shards, ranks) as reader:
             small = reader.optimizer()
-            if self.engine.usable:
-                self.wait()
             self.engine.quiesce()
             with checkpoint.without_load_hooks(self):
                 super().load_state_dict({"state": small["state"], "param_groups": small["param_groups"]})

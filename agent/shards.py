@@ -84,7 +84,8 @@ class NormOverRanks:
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._groups: list[Groups] = []
-        self._devices: dict[Groups, str] = {}
+        self._devices: dict[Groups, torch.device] = {}
+        """With their number: a lane's thread has another current device."""
         self.extend(params)
 
     def extend(self, params: Sequence[torch.Tensor]) -> None:
@@ -93,7 +94,7 @@ class NormOverRanks:
             groups = _groups_of(param)
             self._groups.append(groups)
             if groups:
-                self._devices.setdefault(groups, param.device.type)
+                self._devices.setdefault(groups, shard_of(param).device)
 
     def total(self, squares: Mapping[int, tuple[float, int]], skip: bool) -> tuple[float, bool]:
         """Sum of squares over all elements of the parameters in `squares` (sum, bad elements) on all ranks, and whether

@@ -186,6 +186,12 @@ class Engine:
         """A step has begun and was not settled."""
         return self._flight is not None and self._flight.inputs is not None and os.getpid() == self._pid
 
+    @property
+    def updating(self) -> bool:
+        """A step has begun and ops of it are left. From any thread."""
+        flight = self._flight
+        return flight is not None and flight.inputs is not None and not self._executor.at_rest
+
     def start(self) -> None:
         """Begins the next step's plan, unless it has begun: admissions and prefetches run, gradients follow."""
         self.require_usable()

@@ -138,6 +138,12 @@ class Executor:
         """A plan was started and not yet finished or cancelled."""
         return self._progress is not None
 
+    @property
+    def at_rest(self) -> bool:
+        """No op is left to be done, whether or not anybody has waited for it. From any thread."""
+        with self._clock.lock:
+            return self._progress is None or self._at_rest(self._progress)
+
     def start(self, plan: Plan) -> None:
         """Hands `plan` to the lanes: ops without a gate begin."""
         with self._clock.lock:

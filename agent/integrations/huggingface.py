@@ -78,6 +78,7 @@ class TidegateCallback(TrainerCallback):
     ) -> None:
         optimizer, model = unwrapped(given.get("optimizer")), given.get("model")
         _check_works(optimizer)
+        self._detach()  # a training that raised has not ended for the Trainer
         self.attachment = attach(optimizer, model, run=self._run, daemon=self._daemon, **self._options)
         self._before = _Passed()
 
@@ -103,6 +104,9 @@ class TidegateCallback(TrainerCallback):
             entry |= {f"{PREFIX}{name}": value for name, value in figures.items()}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None

@@ -137,9 +137,10 @@ class _Writer:
         name, self._attempt, self._number = ranks.from_first(_next(contents.step, complete))
         self._directory = self._base / name
         self._folder = self._directory / folder_name(ranks.rank, self._attempt)
-        self._sums = [weights_checksum(contents.params, layout.segments) for layout in self._engine.layouts]
-        self._linkable = self._find_linkable()
-        """Bytes of the files that can be linked, by subgroup."""
+        with _agreed(ranks, self._directory):
+            self._sums = [weights_checksum(contents.params, layout.segments) for layout in self._engine.layouts]
+            self._linkable = self._find_linkable()
+            """Bytes of the files that can be linked, by subgroup."""
 
     def write(self) -> Checkpoint:
         """Everything, now."""
@@ -160,7 +161,7 @@ class _Writer:
                 part = self._part(spares, ways)
                 on_error.callback(part.let_go)
             pending = PendingCheckpoint(
-                part, _running(self._engine), lambda made: _retire(base, expiring, store(), made), self._ranks
+                part, _updating(self._engine), lambda made: _retire(base, expiring, store(), made), self._ranks
             )
             pending.start()
             on_error.pop_all()
@@ -323,15 +324,15 @@ def _retire(
         store.last_checkpoint = os.fspath(made.directory)
 
 
-def _running(engine: Engine) -> Callable[[], bool]:
+def _updating(engine: Engine) -> Callable[[], bool]:
     """Whether an update runs. An engine that nobody holds any more has none."""
     alive = weakref.ref(engine)
 
-    def running() -> bool:
+    def updating() -> bool:
         found = alive()
-        return found is not None and found.running
+        return found is not None and found.updating
 
-    return running
+    return updating
 
 
 def _nothing() -> None:

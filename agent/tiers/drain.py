@@ -147,6 +147,12 @@ class PendingCheckpoint:
 
     # ---- for the optimizer
 
+    def raise_if_failed_alone(self) -> None:
+        """As `raise_if_failed`, with one rank. With several, one that raised would leave the others in a collective:
+        they agree in `settle`."""
+        if self._ranks.count == 1:
+            self.raise_if_failed()
+
     def raise_if_failed(self) -> None:
         """CheckpointFailed, once, when it failed and nobody was told."""
         if self._failure is not None and self.done() and not self._told:
@@ -218,7 +224,7 @@ class PendingCheckpoint:
     def _pace(self, nbytes: int) -> None:
         """Waits while an update runs; then `nbytes` more are about to be written."""
         began = time.monotonic()
-        # An update that nobody waits for when the process ends is never settled.
+        # When the process ends a lane may be stuck, and nobody is left to say so.
         while self._updating() and threading.main_thread().is_alive() and not self._dropped.wait(LOOK_SECONDS):
             pass
         if self._dropped.is_set():

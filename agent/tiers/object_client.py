@@ -119,7 +119,8 @@ class Client:
         if isinstance(error, FileNotFoundError):
             return Refused(why, errno.ENOENT, passing=False)
         if isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError):
-            return Refused(why, errno.EACCES, passing=False)
+            # Without a status nobody refused anything: whoever was asked for credentials did not answer.
+            return Refused(why, errno.EACCES, passing=status is None)
         passing = status is None or status >= 500 or status in _PASSING_STATUS
         return Refused(why, errno.ENOENT if status == 404 else errno.EIO, passing)
 

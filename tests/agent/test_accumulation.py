@@ -223,3 +223,26 @@ def test_an_error_of_the_thread_reaches_training(monkeypatch: pytest.MonkeyPatch
             backward(params, random_grads(params, 0, some=False))
         with pytest.raises(ValueError, match="on purpose"):
             backward(params, random_grads(params, 1, some=False))
+
+
+def test_a_part_that_is_missing_is_never_left_out_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = params_of((20,), dtype=torch.float32)
+    with tidegate.AdamW(params, offload=offload("host")) as optimizer:
+        sums = optimizer.engine.gradients.sums
+        assert sums is not None
+        host_buffer = sums._device.host_buffer
+
+        def full(nbytes: int) -> torch.Tensor:
+            raise MemoryBudgetError("no memory", nbytes, 0)
+
+        monkeypatch.setattr(sums._device, "host_buffer", full)
+        with optimizer.accumulate():
+            backward(params, [torch.ones(20)])
+        with pytest.raises(MemoryBudgetError):
+            sums._last[0].result()
+        monkeypatch.setattr(sums._device, "host_buffer", host_buffer)
+        with optimizer.accumulate():
+            backward(params, [torch.ones(20)])
+        with pytest.raises(MemoryBudgetError):
+            backward(params, [torch.ones(20)])
+        optimizer.zero_grad()

@@ -124,6 +124,27 @@ def test_each_log_entry_says_what_the_update_cost_since_the_last(tmp_path: Path)
         end(trainer)
 
 
+def test_a_training_that_raised_can_be_begun_again(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, 5)
+    callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, TidegateCallback))
+    compute, raised = trainer.compute_loss, []
+
+    def once(*args: Any, **given: Any) -> Any:
+        if not raised:
+            raised.append(True)
+            raise RuntimeError("out of memory, say")
+        return compute(*args, **given)
+
+    trainer.compute_loss = once
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert callback.attachment is not None
+    trainer.train()
+    assert callback.attachment is None
+    assert trainer.state.global_step == 5
+    end(trainer)
+
+
 def test_what_cannot_work_is_said_when_training_begins(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, 5, offload={"gradients": "release"})
     with pytest.raises(ConfigError, match="Use gradients='keep'"):

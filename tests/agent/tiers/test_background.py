@@ -23,7 +23,7 @@ from tidegate.agent.tiers import drain as draining
 from tidegate.agent.tiers.drain import PendingCheckpoint
 from tidegate.agent.tiers.manifest import find_checkpoints
 from tidegate.agent.tiers.snapshot import StateInFile
-from tidegate.errors import BlockDamaged, CheckpointFailed, ConfigError, EngineError
+from tidegate.errors import BlockDamaged, CheckpointFailed, ConfigError, EngineError, WeightsMismatch
 
 
 class Valve:
@@ -436,6 +436,24 @@ assert not tidegate.find_checkpoints(at)
 if how == "with an error":
     raise SystemExit(3)
 """
+
+
+@pytest.mark.parametrize("then", ["result", "load"])
+def test_an_update_that_is_done_but_not_waited_for_holds_up_no_drain(tmp_path: Path, then: str) -> None:
+    """`step()` returns before the update is done, and the next `wait` may be the one for the checkpoint."""
+    param = torch.nn.Parameter(torch.ones(4000))
+    with tidegate.AdamW([param], offload=tidegate.Offload(subgroup_numel=500, stride="off")) as optimizer:
+        optimizer.background = True
+        param.grad = torch.ones(4000)
+        optimizer.step()
+        pending = optimizer.begin_checkpoint(tmp_path)
+        param.grad = torch.ones(4000)
+        optimizer.step()
+        if then == "result":
+            assert pending.result(60).step == 1
+        else:
+            with pytest.raises(WeightsMismatch):  # found, complete; the weights went on
+                optimizer.load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("how", ["in an update", "with an error"])
