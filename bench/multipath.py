@@ -7,8 +7,9 @@ with as many in flight. Needs root, loop devices, that controller and fio; says 
 
 `aggregate_share`: what an update moves a second on all paths, by the sum of these rates. `split_off_by`: subgroups by
 which the split differs from that with the shortest makespan by fio's rates. Then the fastest path is slowed down to a
-quarter while training goes on. `steps_to_adapt`: steps until the split is within one subgroup of the new best one;
-`slowed_step_ratio`: the update's time from then on, by that which the new split takes at fio's new rates.
+quarter while training goes on. `steps_to_adapt`: steps until an update takes no more than 1.1 times what the new best
+split takes at fio's new rates, and so do all after it; `slowed_step_ratio`: what it takes from then on, by that;
+`split_off_by` there: by how many subgroups the last split differs from that one.
 
 The device is emulated and nothing is claimed about a GPU.
 """
@@ -38,6 +39,8 @@ MB = 10**6
 SPEEDS = {"disk": 200 * MB, "memory": 100 * MB, "archive": 50 * MB}
 """Bytes a second each way, by path; two paths are the first two."""
 SLOWED = 4
+NEAR = 1.1
+"""By the best update's time: near enough."""
 WARM_UP = 2
 IO_THREADS = 4
 BLOCK_BYTES = 1 << 20
@@ -63,6 +66,14 @@ def moved_a_second(step: dict[str, Any]) -> float:
     return float(step["bytes_in_step"] / step["seconds_in_step"])
 
 
+def estimated(step: dict[str, Any]) -> dict[str, list[float]]:
+    """What the engine takes each path for: reads, writes."""
+    return {
+        name: [round(speeds[f"{way}_bytes_per_second"] / MB, 1) for way in ("read", "write")]
+        for name, speeds in step["speeds"].items()
+    }
+
+
 def steady(side: Side, rates: dict[str, float], subgroups: int, steps: int) -> dict[str, Any]:
     """Paths of constant speed."""
     done = [side.step() for _ in range(steps)]
@@ -74,6 +85,7 @@ def steady(side: Side, rates: dict[str, float], subgroups: int, steps: int) -> d
         "best_split": best,
         "split_off_by": off_by(done[-1]["split"], best),
         "update_seconds": spread([step["seconds_in_step"] for step in done]),
+        "estimated_mb_per_second": estimated(done[-1]),
         "spread": {"aggregate_share": spread(shares)},
     }
 
@@ -84,17 +96,20 @@ def slowed(side: Side, rates: dict[str, float], subgroups: int, subgroup_bytes: 
     best = balanced_split(subgroups, speeds)
     best_seconds = makespan_seconds(best, speeds, subgroup_bytes)
     done = [side.step() for _ in range(steps)]
-    near = [i for i, step in enumerate(done) if off_by(step["split"], best) <= 1]
-    after = done[near[0] + 1 :] if near else []
-    ratios = [step["seconds_in_step"] / best_seconds for step in after]
+    ratios = [step["seconds_in_step"] / best_seconds for step in done]
+    late = [i for i, ratio in enumerate(ratios, start=1) if ratio > NEAR]
+    adapted = late[-1] + 1 if late else 1
+    after = ratios[adapted - 1 :]
     return {
-        "steps_to_adapt": near[0] + 1 if near else None,
-        "slowed_step_ratio": round(statistics.median(ratios), 3) if ratios else None,
+        "steps_to_adapt": adapted if after else None,
+        "slowed_step_ratio": round(statistics.median(after), 3) if after else None,
         "split": done[-1]["split"],
+        "split_off_by": off_by(done[-1]["split"], best),
         "best_split": best,
         "best_update_seconds": round(best_seconds, 3),
         "update_seconds_by_step": [round(step["seconds_in_step"], 3) for step in done],
         "split_by_step": [step["split"] for step in done],
+        "estimated_mb_per_second": estimated(done[-1]),
     }
 
 
@@ -159,6 +174,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "aggregate_share": min(one["constant"]["aggregate_share"] for one in found.values()),
         "split_off_by": max(one["constant"]["split_off_by"] for one in found.values()),
+        "steps_to_adapt": [one["slowed"]["steps_to_adapt"] for one in found.values()],
+        "slowed_step_ratio": [one["slowed"]["slowed_step_ratio"] for one in found.values()],
         **found,
         "throttled_to_mb_per_second_each_way": {name: speed // MB for name, speed in SPEEDS.items()},
         "parameters": options.layers * options.width**2,

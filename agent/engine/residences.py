@@ -123,7 +123,11 @@ class Residences:
 
 
 def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
-    """What a step moved on each path, and how long it was at it."""
+    """What the second half of a step's ops moved on each path each way, and how long they were at it.
+
+    A path that has rested serves its first bytes at once, as throttled ones and those with a cache do; and what is
+    fetched before the step has the path for itself.
+    """
     by_lane: defaultdict[tuple[str, OpKind], list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind in (OpKind.FETCH, OpKind.FLUSH) and span.nbytes:
@@ -131,14 +135,21 @@ def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
     found: dict[str, PathTraffic] = {}
     for path in dict.fromkeys(path for path, _ in by_lane):
         reads, writes = by_lane.get((path, OpKind.FETCH), []), by_lane.get((path, OpKind.FLUSH), [])
+        late_reads, late_writes = _second_half(reads), _second_half(writes)
         found[path] = PathTraffic(
-            read_bytes=sum(span.nbytes for span in reads),
-            read_seconds=busy_seconds(reads),
-            write_bytes=sum(span.nbytes for span in writes),
-            write_seconds=busy_seconds(writes),
-            both_seconds=both_busy_seconds(reads, writes),
+            read_bytes=sum(span.nbytes for span in late_reads),
+            read_seconds=busy_seconds(late_reads),
+            shared_read_seconds=both_busy_seconds(late_reads, writes),
+            write_bytes=sum(span.nbytes for span in late_writes),
+            write_seconds=busy_seconds(late_writes),
+            shared_write_seconds=both_busy_seconds(late_writes, reads),
         )
     return found
+
+
+def _second_half(spans: Sequence[Span]) -> list[Span]:
+    """By their start; the middle one counts."""
+    return sorted(spans, key=lambda span: span.start)[len(spans) // 2 :]
 
 
 def _named(split: Split) -> tuple[tuple[str, float], ...]:

@@ -77,6 +77,7 @@ class Ours:
             "overlap_of_pairs": pairs,
             "operation_seconds": [s.seconds for s in moved],
             "split": self._optimizer.effective_knobs()["tier_split"],
+            "speeds": {name: vars(speeds) for name, speeds in self._optimizer.engine.store.speeds.items()},
             "host_bytes": self._optimizer.engine.memory.host_bytes(),
         }
 

@@ -33,8 +33,9 @@ def traffic(
         write = nbytes / rate.write_bytes_per_second / noise()
         both = min(read, write) if rate.duplex else 0.0
         found[name] = PathTraffic(
-            read_bytes=nbytes, read_seconds=read, write_bytes=nbytes, write_seconds=write, both_seconds=both
-        )
+            read_bytes=nbytes, read_seconds=read, shared_read_seconds=both,
+            write_bytes=nbytes, write_seconds=write, shared_write_seconds=both,
+        )  # fmt: skip
     return found
 
 
@@ -151,7 +152,12 @@ def test_a_split_that_fits_no_more_is_left_at_once() -> None:
 
 def test_time_shared_by_reads_and_writes_is_counted_once() -> None:
     """On a shared device both lanes are busy for two seconds in all, a gigabyte each way: it does 1 GB/s alone."""
-    step = {"a": PathTraffic(read_bytes=10**9, read_seconds=2, write_bytes=10**9, write_seconds=2, both_seconds=2)}
+    step = {
+        "a": PathTraffic(
+            read_bytes=10**9, read_seconds=2, shared_read_seconds=2,
+            write_bytes=10**9, write_seconds=2, shared_write_seconds=2,
+        )
+    }  # fmt: skip
     shared, duplex = SplitEstimator({"a": rates(1, 1)}), SplitEstimator({"a": rates(0.5, 0.5, duplex=True)})
     for estimator in (shared, duplex):
         for _ in range(3):

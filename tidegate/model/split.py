@@ -29,14 +29,15 @@ PROBE: Final = 1
 class PathTraffic:
     """What one step moved on one path. Seconds are busy: an op was in progress; bytes are counted at the call site.
 
-    both_seconds: seconds in which reads and writes were in progress at once.
+    shared_read_seconds: those of `read_seconds` in which writes were in progress, too; and the other way round.
     """
 
     read_bytes: int = 0
     read_seconds: float = 0.0
     write_bytes: int = 0
     write_seconds: float = 0.0
-    both_seconds: float = 0.0
+    shared_read_seconds: float = 0.0
+    shared_write_seconds: float = 0.0
 
 
 class _Speed:
@@ -118,8 +119,11 @@ class SplitEstimator:
         for name, seen in traffic.items():
             if not self._duplex[name]:
                 # A shared device serves both at once at half speed: half of that time belongs to each.
-                half = seen.both_seconds / 2
-                seen = replace(seen, read_seconds=seen.read_seconds - half, write_seconds=seen.write_seconds - half)
+                seen = replace(
+                    seen,
+                    read_seconds=seen.read_seconds - seen.shared_read_seconds / 2,
+                    write_seconds=seen.write_seconds - seen.shared_write_seconds / 2,
+                )
             self._reads[name].observe(seen.read_bytes, seen.read_seconds)
             self._writes[name].observe(seen.write_bytes, seen.write_seconds)
 
