@@ -1,0 +1,39 @@
+"""What a step shows of the speeds of paths: the second half of what moved, each way, whatever the other way did."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidegate.agent.engine.residences import traffic
+from tidegate.plan.ops import OpKind
+from tidegate.timeline import Span
+
+
+def spans(kind: OpKind, *times: tuple[float, float]) -> list[Span]:
+    lane = f"a:{'read' if kind is OpKind.FETCH else 'write'}"
+    return [Span(i, kind, lane, i, start, end, 100, 0, "state", None) for i, (start, end) in enumerate(times)]
+
+
+def test_what_is_served_at_once_after_a_rest_does_not_count() -> None:
+    seen = traffic(spans(OpKind.FETCH, (0.0, 0.01), (0.01, 0.02), (0.02, 1.02), (1.02, 2.02)))["a"]
+    assert (seen.read_bytes, seen.read_seconds) == (200, pytest.approx(2.0))
+    assert (seen.write_bytes, seen.write_seconds) == (0, 0.0)
+
+
+def test_one_op_counts_as_it_is_and_order_does_not_matter() -> None:
+    assert traffic(spans(OpKind.FLUSH, (1.0, 3.0)))["a"].write_seconds == pytest.approx(2.0)
+    late = traffic(spans(OpKind.FLUSH, (5.0, 9.0), (0.0, 1.0)))["a"]
+    assert (late.write_bytes, late.write_seconds) == (100, pytest.approx(4.0))
+
+
+def test_time_is_shared_with_all_that_goes_the_other_way() -> None:
+    """The late read meets an early write: half of that time was not its own."""
+    reads, writes = spans(OpKind.FETCH, (0.0, 1.0), (1.0, 3.0)), spans(OpKind.FLUSH, (1.0, 2.0), (2.0, 4.0))
+    seen = traffic([*reads, *writes])["a"]
+    assert (seen.read_seconds, seen.shared_read_seconds) == (pytest.approx(2.0), pytest.approx(2.0))
+    assert (seen.write_seconds, seen.shared_write_seconds) == (pytest.approx(2.0), pytest.approx(1.0))
+
+
+def test_what_needed_no_moving_shows_nothing() -> None:
+    fetched = Span(0, OpKind.FETCH, "a:read", 0, 0.0, 1.0, 0, 0, "state", None)
+    assert traffic([fetched]) == {}
