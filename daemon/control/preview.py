@@ -38,10 +38,17 @@ class Evidence:
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Medians of the last steps, as they were measured."""
     error_ratio: float | None = None
+    policy: str = "interleaved"
+
+    @property
+    def unknown_policy(self) -> str:
+        """Why nothing can be predicted of it, as a sentence; empty where it can."""
+        known = self.policy == "interleaved"
+        return "" if known else f"No prediction: the model knows the interleaved policy, and this run is {self.policy}."
 
     def predict(self, knobs: Knobs) -> PredictedUpdate | None:
-        """None when a rate that these knobs need was never measured."""
-        wanted = self.numbers(knobs)
+        """None when a rate that these knobs need was never measured, or the policy is none that the model knows."""
+        wanted = self.numbers(knobs) if not self.unknown_policy else None
         if wanted is None:
             return None
         try:
@@ -105,6 +112,7 @@ def evidence(run: Run) -> Evidence | None:
         effective=member.effective,
         phase_seconds={phase: median(step.phase_seconds.get(phase, 0.0) for step in steps) for phase in phases},
         error_ratio=_error_ratio(member, steps),
+        policy=hello.policy,
     )
 
 
@@ -139,7 +147,7 @@ def preview(
         predicted_after=then,
         predicted_phase_seconds_after={**known.phase_seconds, "update": then.update_seconds} if known and then else {},
         error_ratio=known.error_ratio if known and then else None,
-        no_prediction="" if now is not None and then is not None else NO_RATES,
+        no_prediction="" if now is not None and then is not None else (known and known.unknown_policy) or NO_RATES,
     )
 
 
@@ -148,6 +156,8 @@ def advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
 
     Slow enough to keep off the event loop.
     """
+    if known is not None and known.unknown_policy:
+        return Advice(run=run, sentence=known.unknown_policy)
     now = known.numbers(knobs) if known else None
     if known is None or now is None:
         return Advice(run=run, sentence=NO_RATES)
