@@ -252,3 +252,9 @@ def test_a_state_of_before_still_loads(tmp_path: Path) -> None:
         assert client.set_knobs(run, WANTED).knobs == {"stride": 3.0, "static_ratio": 0.0, **GOT}
     with threaded(tmp_path) as daemon:
         assert daemon.client().knobs(run).desired == {"stride": 3.0, "static_ratio": 0.0, **GOT}, "whole bytes included"
+
+
+def test_nothing_is_predicted_of_a_policy_that_the_model_does_not_know(daemon: Daemon) -> None:
+    run = idle(daemon, subgroups=SIZES, policy="twinflow")
+    client = daemon.client()
+    assert "this run is twinflow" in client.advice(run).sentence
