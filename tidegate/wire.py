@@ -152,6 +152,8 @@ class PathState(Message):
     """What it could do alone when the run began."""
     written_bytes_per_day: Seconds | None = None
     """At the pace of the last hour; None while it is too early to tell."""
+    retired: Flag = False
+    """It failed for good: nothing more is written there."""
 
 
 class SpanRow(Message):

@@ -103,6 +103,7 @@ def evidence(run: Run) -> Evidence | None:
         num_slots=hello.num_slots,
         host_slots=dict.fromkeys(hello.paths, hello.host_slots),
         gradients=hello.gradients,
+        capacity=_capacity(member),
     )
     steps = [step for step in list(member.steps)[-TYPICAL_STEPS:] if not step.skipped]
     phases = dict.fromkeys(phase for step in steps for phase in step.phase_seconds)
@@ -114,6 +115,12 @@ def evidence(run: Run) -> Evidence | None:
         error_ratio=_error_ratio(member, steps),
         policy=hello.policy,
     )
+
+
+def _capacity(member: Member) -> dict[str, int]:
+    """Retired paths, which hold nothing. Whether the others have room is for the rank to say."""
+    states = member.steps[-1].path_states if member.steps else ()
+    return {state.path: 0 for state in states if state.retired}
 
 
 def _error_ratio(member: Member, steps: list[StepReport]) -> float | None:
