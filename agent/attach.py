@@ -70,7 +70,7 @@ class Attachment:
                 self.link = self._connect(daemon, token or find_token("agent"), reset_knobs)
             self._apply_committed(1)
         except BaseException:
-            self._watch.close()
+            self._stop_watching()
             raise
         self._phases = _PhaseHooks(optimizer)
         self._handles = self._phases.on(model) if model is not None else []
@@ -103,13 +103,18 @@ class Attachment:
             self._optimizer.attachment = None
             for handle in self._handles:
                 handle.remove()
-            if self.link is not None:
-                self.link.close()
-            self._watch.close()
+            self._stop_watching()
             log.info(
                 "run %s, rank %d: %d steps", self.run, self.rank, self.recorder.steps,
                 extra=event("detached", run=self.run, rank=self.rank, steps=self.recorder.steps),
             )  # fmt: skip
+
+    def _stop_watching(self) -> None:
+        try:
+            if self.link is not None:
+                self.link.close()
+        finally:
+            self._watch.close()
 
     def __enter__(self) -> Self:
         return self
@@ -192,6 +197,7 @@ class Attachment:
             device_memory_bytes=self._optimizer.device.capacity_bytes,
             host_slots=self._optimizer.offload.host_slots,
             gradients=self._optimizer.offload.gradients,
+            policy=self._optimizer.offload.policy,
             paths=tuple(engine.host_slots),
             started_at=time.time(),
         )
@@ -207,6 +213,7 @@ class Attachment:
     def _report(self) -> AgentReport:
         recorder = self.recorder
         rates, last = recorder.rates, recorder.last_step
+        timeline = None if last is None else last.view()  # before steps are taken: they would be lost if it failed
         return AgentReport(
             timestamp=time.time(),
             step=recorder.totals.steps,
@@ -215,7 +222,7 @@ class Attachment:
             effective=self._optimizer.effective_knobs(),
             rates=None if rates is None else Rates(**rates.to_dict()),
             steps=recorder.take_unreported(),
-            timeline=None if last is None else last.view(),
+            timeline=timeline,
             predicted_update_seconds=recorder.totals.predicted_update_seconds,
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, TypeVar
 
 import psutil
 import torch
@@ -40,6 +40,7 @@ PATH_ROUNDS: Final = 3
 """The speed of a path alone is the median of so many rounds: one may meet what others do on a disk."""
 SHARE_DIGITS: Final = 3
 Progress = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -135,24 +136,38 @@ def rate(once: Callable[[], float], seconds: float) -> float:
 
 def rate_beside(once: Callable[[], float], other: Callable[[], float], seconds: float) -> float:
     """`rate` of `once` while `other` is done again and again by another thread. An error of `other` is raised."""
-    stop, failed = threading.Event(), list[BaseException]()
+    return beside(lambda: rate(once, seconds), other)[0]
+
+
+def beside(measured: Callable[[], T], other: Callable[[], float]) -> tuple[T, float]:
+    """What `measured` gives while `other` is done again and again by another thread, from before until after; and how
+    much `other` did in a second. An error of `other` is raised."""
+    begun, stop, failed = threading.Event(), threading.Event(), list[BaseException]()
+    amount, busy = 0.0, 0.0
 
     def work() -> None:
+        nonlocal amount, busy
+        began = time.monotonic()
+        begun.set()
         try:
+            amount = other()
             while not stop.is_set():
-                other()
+                amount += other()
         except BaseException as error:
             failed.append(error)
+        busy = time.monotonic() - began
 
     thread = threading.Thread(target=work, name="tidegate-calibrate")
     thread.start()
     try:
-        return rate(once, seconds)
+        begun.wait()
+        found = measured()
     finally:
         stop.set()
         thread.join()
         if failed:
             raise failed[0]
+    return found, amount / busy
 
 
 def _typical(rounds: Sequence[PathSpeeds]) -> PathSpeeds:
@@ -193,20 +208,16 @@ def _beside(
     for load in loads:
         progress(f"path {name} and {load.lane}")
         alone = rate(load.once, seconds)
-        speeds: list[PathSpeeds] = []
-
-        def once(speeds: list[PathSpeeds] = speeds) -> float:
-            speeds.append(path())
-            return 1.0
-
-        with_path = rate_beside(load.once, once, seconds)
+        # Whole calibrations of the path within the load: it must not outlast what it is measured beside.
+        rounds, with_path = beside(lambda: [path() for _ in range(PATH_ROUNDS)], load.once)
+        speeds = _typical(rounds)
         reads, writes = path_lanes(name)
         before = card.paths[name]
         assert before.read_bytes_per_second is not None
         assert before.write_bytes_per_second is not None
         for lane, now, then in (
-            (reads, speeds[-1].read_bytes_per_second, before.read_bytes_per_second),
-            (writes, speeds[-1].write_bytes_per_second, before.write_bytes_per_second),
+            (reads, speeds.read_bytes_per_second, before.read_bytes_per_second),
+            (writes, speeds.write_bytes_per_second, before.write_bytes_per_second),
         ):
             keeps.setdefault(load.lane, {})[lane] = _share(with_path, alone)
             keeps.setdefault(lane, {})[load.lane] = _share(now, then)

@@ -64,6 +64,8 @@ class AgentLink:
         self._voted: int | None = None
         self._applied: Applied | None = None
         self._cpu: dict[str, float] = {}
+        self._told = False
+        """Whether it was logged that a report could not be made."""
         self._register()
         self._threads = [
             threading.Thread(target=target, name=f"tidegate-link-{name}", daemon=True)
@@ -83,13 +85,15 @@ class AgentLink:
         self._stop.set()
         self._wake.set()
         self._threads[0].join(timeout=10.0)
-        with contextlib.suppress(DaemonError):
+        try:
             if self.connected:
-                self._deliver(final=True)
-                self._client.goodbye(self._hello.agent)
-        # The listener may sit in a long poll: its client is closed under it, and the thread is a daemon.
-        self._listener_client.close()
-        self._client.close()
+                with contextlib.suppress(DaemonError):
+                    self._deliver_or_tell(final=True)
+                    self._client.goodbye(self._hello.agent)
+        finally:
+            # The listener may sit in a long poll: its client is closed under it, and the thread is a daemon.
+            self._listener_client.close()
+            self._client.close()
 
     def _register(self) -> None:
         """The first hello. A daemon that is away is no error: training begins, the link retries. Others raise."""
@@ -129,27 +133,39 @@ class AgentLink:
                 return
             began = time.thread_time()
             try:
-                self._deliver()
-                failures = 0
+                failures = 0 if self._deliver_or_tell() else failures + 1
             except DaemonError as error:
                 failures += 1
                 self._lost(error)
             pause = _pause(time.thread_time() - began)
             self._count("report")
 
+    def _deliver_or_tell(self, final: bool = False) -> bool:
+        """Whether it went. DaemonError as `_deliver`; what else fails is logged once, and hinders no later report."""
+        try:
+            self._deliver(final)
+        except DaemonError:
+            raise
+        except Exception:
+            if not self._told:
+                log.exception("a report could not be made; training goes on", extra=event("report_failed"))
+            self._told = True
+            return False
+        return True
+
     def _deliver(self, final: bool = False) -> None:
         if not self.connected:
             self._greet()
             log.info("the daemon is there again", extra=event("daemon_back"))
+        report = self._make_report()
         with self._lock:
             applied, self._applied = self._applied, None
-        report = self._make_report()
         try:
             if applied is not None:
                 self._client.applied(self._hello.agent, applied)
             last = report.model_copy(update={"finished": True}) if final else report
             lease = self._client.report(self._hello.agent, last)
-        except DaemonError as error:
+        except Exception as error:
             self._undelivered(report)
             with self._lock:
                 self._applied = self._applied or applied

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
@@ -583,12 +583,13 @@ class AdamW(torch.optim.Optimizer):
             self._draining.raise_if_failed()
 
     def _close(self) -> None:
-        if self.overlap is not None:
-            self.overlap.close()
-        if self.attachment is not None:
-            self.attachment.close()
-        self.engine.close()
-        give_up(self, self._params)
+        with ExitStack() as stack:  # each of them, from the last one up, whatever becomes of the others
+            stack.callback(give_up, self, self._params)
+            stack.callback(self.engine.close)
+            if self.attachment is not None:
+                stack.callback(self.attachment.close)
+            if self.overlap is not None:
+                stack.callback(self.overlap.close)
 
     def __enter__(self) -> Self:
         return self

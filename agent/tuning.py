@@ -57,7 +57,8 @@ class Tuning:
         if rates is None or last is None:
             return None
         engine = self._optimizer.engine
-        rank = Rank(engine.subgroups, engine.num_slots, engine.host_slots, engine.gradients.mode)
+        capacity = engine.residences.capacity if engine.residences is not None else {}
+        rank = Rank(engine.subgroups, engine.num_slots, engine.host_slots, engine.gradients.mode, capacity)
         backward = last.phase_seconds.get("backward", 0.0)
         try:
             present = predicted_seconds(rank, now, rates, backward_seconds=backward)

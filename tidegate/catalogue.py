@@ -198,7 +198,8 @@ _MACHINE: Final = (
     ),
     _counter(
         "gpu_pcie_bytes", "bytes", _PCIE,
-        "Bytes over PCIe of the GPU, whoever moved them, as NVML says; absent where it only samples.",
+        "Bytes over PCIe of the GPU, whoever moved them, as NVML says; absent where it only samples. Counters of 32 "
+        "bits (`fields` on some GPUs) miss intervals in which the host was too busy to read them in time.",
         unseen=_CROSS_CHECK, needs="nvml",
     ),
     _gauge(

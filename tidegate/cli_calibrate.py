@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +32,7 @@ def calibrate(
     with needs():
         from tidegate.agent import calibrate as measure
     hardware = measure.hardware(paths)
-    file = state_dir() / f"calibration-{hardware['host'] or 'host'}.json"
+    file = state_dir() / _file_name(hardware["host"], paths)
     found = None if again else kept(file, hardware)
     fresh = found is None
     if found is None:
@@ -51,6 +52,13 @@ def _paths(words: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--path {word!r} is not NAME=DIR, as in nvme=/nvme/tide.")
         found[check_path_name(name)] = directory
     return found
+
+
+def _file_name(host: str, paths: Mapping[str, str]) -> str:
+    """One for each set of paths on each host: measuring one set leaves what is kept of another."""
+    places = sorted((name, str(Path(directory).resolve())) for name, directory in paths.items())
+    which = f"-{hashlib.sha256(json.dumps(places).encode()).hexdigest()[:12]}" if places else ""
+    return f"calibration-{host or 'host'}{which}.json"
 
 
 def _told(what: str) -> None:

@@ -12,10 +12,10 @@ _HEAD = """# Metrics
 
 Made of `tidegate/catalogue.py`: `python -m tidegate.metrics_page > docs/metrics.md`. Edit the catalogue, not this page.
 
-Each rank serves its families on a port of its own, with a registry of its own; the daemon serves those of the control
-plane. Prometheus adds `run`, `rank`, `host` and `device_kind` from the daemon's service discovery (`GET /sd`). What a
-machine or a run does not have is absent, never zero. Counters of storage paths and their busy time go on inside a
-phase, operations in progress included; the other counters are brought up to date when a step ends.
+Each rank serves its families on a port of its own; the daemon serves those of the control plane. Prometheus adds
+`run`, `rank`, `host` and `device_kind` from the daemon's service discovery (`GET /sd`). What a machine or a run does
+not have is absent, never zero. Counters of storage paths and their busy time go on inside a phase, operations in
+progress included; the other counters are brought up to date when a step ends.
 
 Where OpenMetrics is negotiated, the buckets of `tidegate_phase_seconds` carry an exemplar with the number of the
 newest `step` that fell into them.

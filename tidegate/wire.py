@@ -80,6 +80,8 @@ class AgentHello(Message):
     host_slots: Annotated[int, Field(strict=True, ge=1, le=1024)] = 3
     """Staging slots in host memory that each storage path has."""
     gradients: Literal["keep", "release"] = "keep"
+    policy: Label = "interleaved"
+    """The model knows no other."""
     paths: Annotated[tuple[PathName, ...], Field(max_length=64)] = ()
     """Names of the storage paths, in their order; a run without any has no knobs for them."""
     started_at: Finite
@@ -150,6 +152,8 @@ class PathState(Message):
     """What it could do alone when the run began."""
     written_bytes_per_day: Seconds | None = None
     """At the pace of the last hour; None while it is too early to tell."""
+    retired: Flag = False
+    """It failed for good: nothing more is written there."""
 
 
 class SpanRow(Message):
@@ -173,7 +177,8 @@ class PhaseRow(Message):
 
 
 class TimelineView(Message):
-    """A timeline on the wire. Long ones are cut to their first `MAX_SPANS` spans; `num_spans` counts them all."""
+    """A timeline on the wire. Long ones are cut to their first `MAX_SPANS` spans; `num_spans` counts them all, `deps`
+    are those of the spans that are sent."""
 
     step: Count
     source: Literal["measured", "simulated"]

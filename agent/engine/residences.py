@@ -108,6 +108,11 @@ class Residences:
             self._counts = anew
 
     @property
+    def capacity(self) -> Counts:
+        """How many subgroups each path can hold, with those that it holds already; a retired one holds none."""
+        return self._store.capacity(self._assigned)
+
+    @property
     def counts(self) -> Counts:
         """Subgroups in storage by path, as the split has it."""
         return dict(self._counts)

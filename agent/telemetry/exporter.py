@@ -67,6 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers with all metrics, in the format that is asked for. Not compressed: it is a few kilobytes."""
 
     server: _Server
+    timeout = 30
+    """Seconds that a scraper may leave its connection silent; else each that hangs would keep a thread."""
 
     def do_GET(self) -> None:
         _, content_type = choose_encoder(self.headers.get("Accept", ""))

@@ -50,7 +50,8 @@ def _pace(meter: Meter, report: StepReport) -> None:
     meter.add("tidegate_skipped_steps_total", int(report.skipped))
     meter.add("tidegate_tokens_total", report.tokens or 0)
     meter.put_one("tidegate_step_timestamp_seconds", report.timestamp)
-    meter.put_one("tidegate_loss", report.loss)
+    if report.loss is not None:  # many log one every few steps: the last one stays
+        meter.put_one("tidegate_loss", report.loss)
     meter.put_one("tidegate_grad_norm", report.grad_norm)
     for phase, seconds in report.phase_seconds.items():
         meter.observe("tidegate_phase_seconds", seconds, phase, step=report.step, timestamp=report.timestamp)
@@ -83,7 +84,7 @@ def _paths(meter: Meter, notes: Sequence[PathNote], report: StepReport) -> None:
         meter.add("tidegate_path_busy_seconds_total", row.busy_seconds, row.path, row.operation, row.phase)
     for note in notes:
         for operation, transfer in note.moves:
-            if transfer.nbytes:
+            if transfer.nbytes and transfer.is_whole:
                 meter.observe("tidegate_path_operation_seconds", transfer.end - transfer.start, note.name, operation)
     states = report.path_states
     free: dict[Labels, float] = {(s.path,): s.free_bytes for s in states if s.free_bytes is not None}

@@ -58,6 +58,7 @@ class FinishedStep:
         """The timeline on the wire. Made of dicts: one validation of all is half the work of a model for each row."""
         zero = self._zero
         phases = [{"phase": p.phase, "start": p.start - zero, "end": p.end - zero} for p in self.phases.with_tail]
+        sent = [s.op for s in self.result.spans[:MAX_SPANS]]
         return TimelineView.model_validate({
             "step": self.number,
             "source": "measured",
@@ -65,7 +66,7 @@ class FinishedStep:
             "phases": phases,
             "spans": list(self._rows(zero)),
             "num_spans": len(self.result.spans),
-            "deps": {op: deps for op, deps in self.deps.items() if deps},
+            "deps": {op: deps for op in sent if (deps := self.deps.get(op))},
         })  # fmt: skip
 
     def _rows(self, zero: float) -> Iterator[dict[str, Any]]:

@@ -60,10 +60,11 @@ class GpuSampler:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        gpu = self._open_gpu()
-        if gpu is None:
-            return
+        gpu: Gpu | None = None
         try:
+            gpu = self._open_gpu()
+            if gpu is None:
+                return
             while not self._stop.wait(gpu.pcie.period_seconds if gpu.pcie is not None else PERIOD_SECONDS):
                 self.sample(gpu, time.monotonic())
                 self.cpu_seconds = time.thread_time()
@@ -72,7 +73,8 @@ class GpuSampler:
             log.warning("no more figures from NVML: %s", error, extra=event("nvml_lost", reason=str(error)))
             self.figures = GpuFigures()
         finally:
-            gpu.close()
+            if gpu is not None:
+                gpu.close()
 
     def sample(self, gpu: Gpu, now: float) -> None:
         """One reading, at `now` seconds on the monotonic clock."""

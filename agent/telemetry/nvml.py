@@ -171,7 +171,7 @@ class Gpu:
         try:
             self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
             self.pcie = self._best_source()
-        except nvml.NVMLError:
+        except BaseException:
             nvml.nvmlShutdown()
             raise
         self._knows_utilization = True

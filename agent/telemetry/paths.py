@@ -40,6 +40,7 @@ class PathNote:
     errors: Mapping[str, int]
     ceilings: PathSpeeds
     written_bytes_per_day: float | None
+    retired: bool = False
 
 
 class Wear:
@@ -105,6 +106,7 @@ class PathWatch:
             errors=dict(counters.errors),
             ceilings=self._store.ceilings[name],
             written_bytes_per_day=wear.per_day(now, counters.bytes["write"]) if wear is not None else None,
+            retired=name in self._store.retired,
         )
 
 
@@ -157,6 +159,7 @@ def path_states(notes: Sequence[PathNote]) -> tuple[PathState, ...]:
                 "write": note.ceilings.write_bytes_per_second,
             },
             written_bytes_per_day=note.written_bytes_per_day,
+            retired=note.retired,
         )
         for note in notes
     )

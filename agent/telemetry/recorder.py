@@ -37,12 +37,22 @@ RATE_WINDOW = 5
 
 
 @dataclass
+class _Prediction:
+    """Of one plan's update. `look_at`: on the monotonic clock, in seconds; before, none is made anew."""
+
+    plan: Plan
+    seconds: float | None = None
+    look_at: float = 0.0
+
+
+@dataclass
 class Totals:
     """What is known of the run beside its metrics."""
 
     steps: int = 0
     last: StepReport | None = None
     predicted_update_seconds: float | None = None
+    """Of the plan that ran last."""
     prediction_error: float | None = None
 
 
@@ -76,21 +86,24 @@ class Recorder:
         self._rates: RateCard | None = None
         self._rates_are_old = False
         self._recent: deque[tuple[Span, ...]] = deque(maxlen=RATE_WINDOW)
-        self._plan: Plan | None = None
-        self._deps: dict[int, tuple[int, ...]] = {}
-        self._predicted_plan: Plan | None = None
-        self._predict_at = 0.0
+        # Two plans take turns where orders alternate.
+        self._plans: deque[tuple[Plan, dict[int, tuple[int, ...]]]] = deque(maxlen=2)
+        """The newest, with their dependencies; the training thread's."""
+        self._predictions: deque[_Prediction] = deque(maxlen=2)
+        """Of the newest plans whose figures were made; the holder of `lock` may use them."""
 
     def record(self, result: StepResult, phases: StepPhases) -> None:
         """Called when a step has ended."""
         began = time.thread_time()
         self.steps += 1
-        other_plan = result.plan is not self._plan
-        if other_plan:
-            self._plan, self._deps = result.plan, {op.id: op.deps for op in result.plan.ops}
-        self.last_step = self._note(result, phases)
+        deps = next((deps for plan, deps in self._plans if plan is result.plan), None)
+        new_plan = deps is None
+        if deps is None:
+            deps = {op.id: op.deps for op in result.plan.ops}
+            self._plans.append((result.plan, deps))
+        self.last_step = self._note(result, phases, deps)
         self._noted.append(self.last_step)
-        if other_plan or len(self._noted) >= MAX_NOTED_STEPS:
+        if new_plan or len(self._noted) >= MAX_NOTED_STEPS:
             self.catch_up()
         self.cpu_seconds += time.thread_time() - began + phases.clock_cpu_seconds
 
@@ -137,7 +150,7 @@ class Recorder:
             self._unreported.clear()
             self._unreported.extend([*steps, *later])
 
-    def _note(self, result: StepResult, phases: StepPhases) -> FinishedStep:
+    def _note(self, result: StepResult, phases: StepPhases, deps: dict[int, tuple[int, ...]]) -> FinishedStep:
         memory, sums = self._optimizer.engine.memory, self._optimizer.engine.gradients.sums
         host_bytes = memory.host_bytes()
         host_bytes["gradient"] += sums.host_bytes() if sums is not None else 0
@@ -145,7 +158,7 @@ class Recorder:
             number=self.steps,
             result=result,
             phases=phases,
-            deps=self._deps,
+            deps=deps,
             host_bytes=host_bytes,
             subgroups={where: memory.residence.count(where) for where in self._residences},
             paths=self._paths.note() if self._paths is not None else (),
@@ -163,21 +176,26 @@ class Recorder:
                     log.exception("step %d could not be recorded", step.number)
 
     def _take(self, step: FinishedStep) -> None:
-        result = step.result
-        if result.plan is not self._predicted_plan:
-            # What was predicted was another plan's.
-            self._totals.predicted_update_seconds, self._predict_at = None, 0.0
-            self._predicted_plan = result.plan
+        result, prediction = step.result, self._prediction_of(step.result.plan)
         report, totals = report_of(step), self._totals
-        error = figures.add_step(self.meter, step, report, totals.predicted_update_seconds)
+        error = figures.add_step(self.meter, step, report, prediction.seconds)
         totals.prediction_error = totals.prediction_error if error is None else error
         totals.steps, totals.last = report.step, report
         self._unreported.append(report)
         self._recent.append(result.spans)
         self._rates_are_old = True
-        if not result.skipped and not self._noted:
-            self._predict(result.plan)
+        if not result.skipped and all(later.result.plan is not result.plan for later in self._noted):
+            self._predict(prediction)
+        totals.predicted_update_seconds = prediction.seconds
         figures.expect(self.meter, totals.predicted_update_seconds)
+
+    def _prediction_of(self, plan: Plan) -> _Prediction:
+        """What was predicted of this plan; what was predicted of others says nothing about it."""
+        found = next((one for one in self._predictions if one.plan is plan), None)
+        if found is None:
+            found = _Prediction(plan)
+            self._predictions.append(found)
+        return found
 
     def _live_rates(self) -> RateCard | None:
         if self._rates_are_old:
@@ -188,17 +206,17 @@ class Recorder:
             self._rates_are_old = False
         return self._rates
 
-    def _predict(self, plan: Plan) -> None:
-        """What the next update will take if the plan stays, from the live rates."""
+    def _predict(self, prediction: _Prediction) -> None:
+        """What the next update with this plan will take, from the live rates."""
         began = time.monotonic()
-        if began < self._predict_at or (rates := self._live_rates()) is None:
+        if began < prediction.look_at or (rates := self._live_rates()) is None:
             return
         try:
-            self._totals.predicted_update_seconds = update_seconds(plan, rates, step_at=self._backward_seconds())
+            prediction.seconds = update_seconds(prediction.plan, rates, step_at=self._backward_seconds())
         except ConfigError:
             return  # a rate that this plan needs was not seen yet
         now = time.monotonic()
-        self._predict_at = now + (now - began) / PREDICTION_SHARE
+        prediction.look_at = now + (now - began) / PREDICTION_SHARE
 
     def _backward_seconds(self) -> float:
         last = self._totals.last

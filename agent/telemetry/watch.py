@@ -26,7 +26,11 @@ class Watch:
         self._sampler: GpuSampler | None = None
         self._exporter = Exporter(self._answer, self.overhead, bind, port)
         self.port = self._exporter.port
-        self._sampler = _sampler(optimizer, recorder)
+        try:
+            self._sampler = _sampler(optimizer, recorder)
+        except BaseException:
+            self._exporter.close()
+            raise
 
     @property
     def costs(self) -> dict[str, float]:

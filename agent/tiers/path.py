@@ -89,6 +89,8 @@ class Transfer(DoneEvent):
 
     nbytes: int
     lock_wait_seconds: float
+    is_whole: bool = True
+    """False for a piece of one: a checkpoint is drained in pieces."""
 
 
 @dataclass
@@ -170,7 +172,7 @@ class HeldFile:
 
     def count(self, start: float, end: float, nbytes: int) -> None:
         """Notes that some of it was read."""
-        self.counters.count("read", Transfer(start, end, nbytes, 0.0))
+        self.counters.count("read", Transfer(start, end, nbytes, 0.0, is_whole=False))
 
     def close(self) -> None:
         """Lets it go. Idempotent."""

@@ -89,9 +89,10 @@ class StateInFile:
     def load(self, pool: IoPool, first: int, nbytes: int, buffer: int) -> int:
         held, header, block = self.held, self.held.header, first // self.block_bytes
         expected = np.array(header.block_checksums[block : block + num_blocks(nbytes, self.block_bytes)], np.uint32)
-        ticket = _tried(
-            lambda: pool.read(held.fd, buffer, nbytes, header.header_bytes + first, self.block_bytes, expected)
-        )
+        with held.counters.going_on("read"):
+            ticket = _tried(
+                lambda: pool.read(held.fd, buffer, nbytes, header.header_bytes + first, self.block_bytes, expected)
+            )
         if ticket.checksum_mismatch:
             at = ticket.failed_block * self.block_bytes
             found = crc32c(buffer + at, min(self.block_bytes, nbytes - at))

@@ -38,10 +38,17 @@ class Evidence:
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Medians of the last steps, as they were measured."""
     error_ratio: float | None = None
+    policy: str = "interleaved"
+
+    @property
+    def unknown_policy(self) -> str:
+        """Why nothing can be predicted of it, as a sentence; empty where it can."""
+        known = self.policy == "interleaved"
+        return "" if known else f"No prediction: the model knows the interleaved policy, and this run is {self.policy}."
 
     def predict(self, knobs: Knobs) -> PredictedUpdate | None:
-        """None when a rate that these knobs need was never measured."""
-        wanted = self.numbers(knobs)
+        """None when a rate that these knobs need was never measured, or the policy is none that the model knows."""
+        wanted = self.numbers(knobs) if not self.unknown_policy else None
         if wanted is None:
             return None
         try:
@@ -96,6 +103,7 @@ def evidence(run: Run) -> Evidence | None:
         num_slots=hello.num_slots,
         host_slots=dict.fromkeys(hello.paths, hello.host_slots),
         gradients=hello.gradients,
+        capacity=_capacity(member),
     )
     steps = [step for step in list(member.steps)[-TYPICAL_STEPS:] if not step.skipped]
     phases = dict.fromkeys(phase for step in steps for phase in step.phase_seconds)
@@ -105,7 +113,14 @@ def evidence(run: Run) -> Evidence | None:
         effective=member.effective,
         phase_seconds={phase: median(step.phase_seconds.get(phase, 0.0) for step in steps) for phase in phases},
         error_ratio=_error_ratio(member, steps),
+        policy=hello.policy,
     )
+
+
+def _capacity(member: Member) -> dict[str, int]:
+    """Retired paths, which hold nothing. Whether the others have room is for the rank to say."""
+    states = member.steps[-1].path_states if member.steps else ()
+    return {state.path: 0 for state in states if state.retired}
 
 
 def _error_ratio(member: Member, steps: list[StepReport]) -> float | None:
@@ -139,7 +154,7 @@ def preview(
         predicted_after=then,
         predicted_phase_seconds_after={**known.phase_seconds, "update": then.update_seconds} if known and then else {},
         error_ratio=known.error_ratio if known and then else None,
-        no_prediction="" if now is not None and then is not None else NO_RATES,
+        no_prediction="" if now is not None and then is not None else (known and known.unknown_policy) or NO_RATES,
     )
 
 
@@ -148,6 +163,8 @@ def advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
 
     Slow enough to keep off the event loop.
     """
+    if known is not None and known.unknown_policy:
+        return Advice(run=run, sentence=known.unknown_policy)
     now = known.numbers(knobs) if known else None
     if known is None or now is None:
         return Advice(run=run, sentence=NO_RATES)

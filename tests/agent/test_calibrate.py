@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ from tidegate.errors import ConfigError, PathUnusable
 from tidegate.model import RateCard
 from tidegate.model.calibration import Calibration, keep, kept
 from tidegate.plan.ops import CPU, D2H, DEVICE, H2D
+from tidegate.plan.split import PathSpeeds
 
 SMALL = {"seconds": 0.001, "numel": 1000, "path_bytes": 1 << 20}
 
@@ -72,6 +74,33 @@ def test_an_error_of_the_other_lane_is_told() -> None:
         measure.rate_beside(lambda: 1.0, broken, 0.0)
 
 
+def test_a_path_is_measured_within_the_load_from_first_to_last() -> None:
+    """Each calibration of the path sees the load at work before, after and while it runs."""
+    done = threading.Semaphore(0)
+    loaded: list[bool] = []
+    rounds = iter([8e9, 1e9, 2e9])
+
+    def load() -> float:
+        done.release()
+        return 1.0
+
+    def path() -> PathSpeeds:
+        # Pieces of the load that end while this goes on.
+        loaded.extend(done.acquire(timeout=60) for _ in range(50))
+        while done.acquire(blocking=False):
+            pass
+        speed = next(rounds)
+        return PathSpeeds(read_bytes_per_second=speed, write_bytes_per_second=speed)
+
+    alone = PathSpeeds(read_bytes_per_second=4e9, write_bytes_per_second=4e9)
+    card = RateCard().with_paths({"disk": alone})
+    found = measure._beside(card, "disk", [measure.Load(CPU, load)], path, 0.0, lambda _: None)
+    assert len(loaded) == 50 * measure.PATH_ROUNDS
+    assert all(loaded)
+    assert (found.keeps["disk:read"][CPU], found.keeps["disk:write"][CPU]) == (0.5, 0.5), "the median round"
+    assert 0 < found.keeps[CPU]["disk:read"] == found.keeps[CPU]["disk:write"] <= 1
+
+
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PathUnusable):
         measure.calibrate({"disk": tmp_path / "missing"}, **SMALL)  # type: ignore[arg-type]
@@ -120,6 +149,23 @@ def test_the_command_shows_what_is_kept(
     shown = capsys.readouterr().out
     assert "cpu, 2 threads" in shown
     assert "disk:read 80%" in shown
+
+
+def test_each_set_of_paths_is_kept_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path / "state"))
+    measured: list[dict[str, str]] = []
+
+    def measuring(paths: dict[str, str], **_: object) -> Calibration:
+        measured.append(paths)
+        return calibration(measure.hardware(paths))
+
+    monkeypatch.setattr(measure, "calibrate", measuring)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    sets = [[], [f"a={tmp_path}/one"], [f"a={tmp_path}/two"], [f"a={tmp_path}/one", f"b={tmp_path}/two"]]
+    for path in (*sets, *sets, [*reversed(sets[-1])]):
+        cli_calibrate.calibrate(path=path, as_json=True)
+    assert len(measured) == len(sets)
 
 
 def test_the_command_refuses_what_is_no_path(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import tidegate
 from tests.agent.training import Training
-from tests.services import until
+from tests.services import free_port, until
 from tidegate.agent.telemetry import watch
 from tidegate.agent.telemetry.gpu import COMPARE_SECONDS, GpuFigures, GpuSampler
 from tidegate.agent.telemetry.nvml import (
@@ -238,6 +238,34 @@ def test_a_gpu_that_is_lost_has_no_figures_any_more(stub: Stub, caplog: pytest.L
     until(lambda: sampler.figures == GpuFigures(), "the end of its figures")
     sampler.close()
     assert "no more figures from NVML: GPU is lost" in caplog.text
+
+
+def test_a_gpu_that_cannot_be_opened_is_told_and_ends_nothing_else(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever NVML raises; and it is shut down again, which `stub` holds against the library."""
+
+    def broken(*_: object) -> None:
+        raise UnicodeDecodeError("utf-8", b"", 0, 1, "what an old driver sends")
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", broken)
+    sampler = GpuSampler(lambda: open_gpu(UUID), dict)
+    sampler.start()
+    sampler.close()
+    assert "no more figures from NVML: 'utf-8'" in caplog.text
+
+
+def test_a_watch_that_cannot_begin_serves_nothing(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such GPU")
+
+    training, port = Training(), free_port()
+    monkeypatch.setattr(watch, "_sampler", broken)
+    with training.optimizer as optimizer:
+        with pytest.raises(RuntimeError, match="no such GPU"):
+            tidegate.attach(optimizer, training.model, run="gpu", metrics_port=port)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False)
 
 
 def test_without_the_library_there_are_no_figures() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 import tidegate
 from tests.agent.training import Training
 from tests.services import ROOT, DaemonProcess, daemon_process, free_port, until
-from tidegate.agent.link import _pause
+from tidegate.agent.attach import Attachment
+from tidegate.agent.link import AgentLink, _pause
+from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.errors import ConfigError, KnobError, NotAuthorized, RankTaken, StaleKnobs
 
 RUN = "link"
@@ -150,6 +154,73 @@ def test_after_a_clean_end_the_desired_knobs_wait_for_the_next_start(daemon: Dae
             assert training.optimizer.effective_knobs()["stride"] == expected
     with daemon.client() as client:
         assert client.runs()[0].liveness == "finished"
+
+
+def refuses(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_a_report_that_cannot_be_made_ends_neither_the_reports_nor_the_rest(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: FinishedStep) -> NoReturn:
+        tried.append(1)
+        raise ValueError("more than fits")
+
+    training, tried = Training(), list[int]()
+    with training.optimizer as optimizer, daemon.client() as client:
+        attachment = attached(training, daemon)
+        assert attachment.link is not None
+        training.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(FinishedStep, "view", broken)
+            for count in (1, 2):
+                attachment.link._wake.set()
+                until(lambda count=count: len(tried) > count, "a report that fails")
+        attachment.link._wake.set()
+        until(lambda: [row.step for row in client.steps(RUN, 0).steps] == [1], "the step that was not lost")
+        assert caplog.text.count("a report could not be made") == 1
+        monkeypatch.setattr(FinishedStep, "view", broken)
+        optimizer.close()
+        assert refuses(attachment.metrics_address)
+        assert client.runs()[0].liveness == "finished"
+
+
+def test_what_fails_at_the_end_keeps_nothing_else_from_ending(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: AgentLink) -> NoReturn:
+        close()
+        raise RuntimeError("in the link")
+
+    training = Training()
+    attachment = attached(training, daemon)
+    training.step()
+    assert attachment.link is not None
+    close = attachment.link.close
+    monkeypatch.setattr(AgentLink, "close", broken)
+    with pytest.raises(RuntimeError, match="in the link"):
+        training.optimizer.close()
+    assert refuses(attachment.metrics_address)
+    assert not training.optimizer.engine.usable
+
+
+def test_an_attachment_that_fails_gives_the_rank_back(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> NoReturn:
+        raise RuntimeError("in the collective")
+
+    training = Training()
+    with training.optimizer:
+        with monkeypatch.context() as patch:
+            patch.setattr(Attachment, "_apply_committed", broken)
+            with pytest.raises(RuntimeError, match="in the collective"):
+                attached(training, daemon)
+        attached(training, daemon)
 
 
 def test_the_more_a_report_costs_the_rarer_reports_are() -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from tests.services import program, until
 from tidegate.agent.telemetry import paths as path_telemetry
 from tidegate.agent.telemetry.division import divided, moves_by_phase
 from tidegate.agent.telemetry.paths import MIN_WEAR_SECONDS, WEAR_WINDOW_SECONDS, Wear
+from tidegate.agent.tiers import snapshot
 from tidegate.agent.tiers.path import StoragePath, Transfer
 from tidegate.catalogue import METRICS
 from tidegate.errors import ConfigError
@@ -186,6 +188,38 @@ def test_a_checkpoint_is_counted_in_its_phase(tmp_path: Path) -> None:
         )
         assert read == stored > 0
         assert before < made.outside.lane_bytes.total()
+
+
+def test_what_a_checkpoint_reads_in_the_background_is_no_read_of_a_subgroups_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are counted, and the read that is under way is seen; but how long state takes, pieces do not say."""
+    under_way: list[list[str]] = []
+    tried = snapshot._tried
+
+    def watched(begin: Any) -> Any:
+        paths = store.paths.values()
+        under_way.append([operation for path in paths for operation, _ in tuple(path.counters.under_way.values())])
+        return tried(begin)
+
+    monkeypatch.setattr(snapshot, "_tried", watched)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tidegate-test-") as elsewhere:  # nothing can be linked
+        made = training(Path(elsewhere), host_cache=0)
+        with made.optimizer as optimizer:
+            run, store = Run(made), optimizer.engine.store
+            assert store is not None
+
+            def counted() -> tuple[float, float]:
+                made.step()
+                return run.value("tidegate_path_operation_seconds_count"), run.value("tidegate_path_bytes_total")
+
+            (operations, nbytes), (more_operations, more_bytes) = counted(), counted()
+            optimizer.begin_checkpoint(tmp_path / "saved", memory_bytes=0).result()
+            last_operations, last_bytes = counted()
+    assert under_way
+    assert all("read" in operations for operations in under_way)
+    assert last_operations - more_operations == more_operations - operations > 0
+    assert last_bytes - more_bytes > more_bytes - nbytes
 
 
 def test_a_read_that_hangs_is_seen_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

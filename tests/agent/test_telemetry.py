@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import socket
 import subprocess
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +24,15 @@ import tidegate
 from tests.agent.training import Training, batch
 from tests.services import program
 from tidegate.agent.telemetry import exporter, phases, recorder
-from tidegate.agent.telemetry.phases import SHORT_SECONDS, PhaseClock
+from tidegate.agent.telemetry.finished import FinishedStep
+from tidegate.agent.telemetry.phases import SHORT_SECONDS, PhaseClock, StepPhases
 from tidegate.analysis import compute_seconds, stalls
 from tidegate.catalogue import METRICS
+from tidegate.knobs import Off, device_share
+from tidegate.model.tuner import FIRST_LOOK_STEPS
+from tidegate.plan import Plan
 from tidegate.timeline import PHASES
+from tidegate.wire import MAX_SPANS
 
 STEPS = 12
 
@@ -153,6 +161,77 @@ def test_the_daemon_is_sent_what_the_timeline_says(run: tuple[Training, tidegate
     assert sent.origin == pytest.approx(time.time(), abs=600)
 
 
+def test_of_a_long_timeline_the_first_spans_are_sent_with_their_dependencies(
+    run: tuple[Training, tidegate.Attachment],
+) -> None:
+    last = run[1].recorder.last_step
+    assert last is not None
+    spans = tuple(dataclasses.replace(last.result.spans[0], op=op) for op in range(3 * MAX_SPANS))
+    deps = {op: (op - 1,) if op else () for op in range(3 * MAX_SPANS)}
+    sent = dataclasses.replace(last, result=dataclasses.replace(last.result, spans=spans), deps=deps).view()
+    assert (len(sent.spans), sent.num_spans) == (MAX_SPANS, 3 * MAX_SPANS)
+    assert sent.deps == {op: deps[op] for op in range(1, MAX_SPANS)}
+
+
+def test_plans_that_take_turns_are_each_held_against_their_own_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    predicted: list[int] = []
+
+    def counted(plan: Plan, *more: Any, **named: Any) -> float:
+        predicted.append(id(plan))
+        return real(plan, *more, **named)
+
+    def compared(meter: Any, step: FinishedStep, report: Any, seconds: float | None) -> float | None:
+        held.append((step.result.plan, seconds))
+        return add_step(meter, step, report, seconds)
+
+    held: list[tuple[Plan, float | None]] = []
+    real, add_step = recorder.update_seconds, recorder.figures.add_step
+    monkeypatch.setattr(recorder, "update_seconds", counted)
+    monkeypatch.setattr(recorder.figures, "add_step", compared)
+    monkeypatch.setattr(recorder, "PREDICTION_SHARE", 1e-12)  # once for each plan
+    training = Training(
+        paths={name: tmp_path / name for name in ("a", "b")}, order="alternate", host_cache=7_000_000,
+        tier_split="a:1,b:1",
+    )  # fmt: skip
+    with training.optimizer as optimizer:
+        attachment = tidegate.attach(optimizer, training.model, run="turns")
+        # Speeds of paths that change may make other plans now and then: until the same two have taken turns.
+        for _ in range(40):
+            training.step()
+            attachment.recorder.catch_up()
+            turns = [plan for plan, _ in held[-4:]]
+            if len(turns) == 4 and turns[0] is turns[2] is not turns[1] is turns[3]:
+                break
+        assert turns[0] is turns[2] is not turns[1] is turns[3]
+        assert all(seconds is not None for _, seconds in held[-2:])
+        assert attachment.recorder.rows("tidegate_prediction_error_ratio")
+        assert len(predicted) < len(held), "none is predicted anew whenever its turn comes"
+
+
+def test_a_loss_that_is_logged_now_and_then_stays() -> None:
+    training = Training()
+    with training.optimizer as optimizer:
+        attachment = tidegate.attach(optimizer, training.model, run="loss")
+        optimizer.log(loss=0.5)
+        training.step()
+        training.step()
+        assert attachment.recorder.rows("tidegate_loss") == {(): 0.5}
+
+
+def test_a_scraper_that_says_nothing_is_hung_up_on(
+    run: tuple[Training, tidegate.Attachment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert exporter._Handler.timeout == 30
+    monkeypatch.setattr(exporter._Handler, "timeout", 0.05)
+    host, _, port = run[1].metrics_address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as silent:
+        assert silent.recv(1) == b""
+
+
 def test_a_step_that_has_no_figures_is_logged_and_hides_no_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -248,19 +327,27 @@ def test_accumulated_micro_batches_are_one_step_and_evaluation_is_other() -> Non
     training = Training()
     with training.optimizer as optimizer:
         attachment = tidegate.attach(optimizer, training.model, run="micro")
+        finished: list[StepPhases] = []
+        optimizer.observers.append(lambda _, phases: finished.append(phases))
         for micro in range(3):
             training.model(batch(micro)).backward()
         optimizer.step()
+        began = time.monotonic()
         with torch.no_grad():
             training.model(batch(9))
+        ended = time.monotonic()
         optimizer.zero_grad()
         training.model(batch(3)).backward()
         optimizer.step()
-        steps = attachment.recorder.take_unreported()
-        assert [s.step for s in steps] == [1, 2]
-        first, second = steps
-        assert first.phase_seconds["backward"] > 1.5 * second.phase_seconds["backward"]
-        assert second.phase_seconds["other"] > 0.3 * second.phase_seconds["forward"]
+        reports = attachment.recorder.take_unreported()
+    assert [report.step for report in reports] == [1, 2]
+    first, second = ([span for span in phases.spans if span.phase != "other"] for phases in finished)
+    assert [span.phase for span in first] == ["forward", "backward"] * 3 + ["update"]
+    assert [span.phase for span in second] == ["forward", "backward", "update"]
+    backward = sum(span.end - span.start for span in first if span.phase == "backward")
+    assert reports[0].phase_seconds["backward"] == pytest.approx(backward)
+    others = [span for span in finished[1].spans if span.phase == "other"]
+    assert any(span.start <= began < ended <= span.end for span in others)
 
 
 def test_a_skipped_step_is_counted_and_updates_nothing() -> None:
@@ -291,19 +378,20 @@ def test_checkpointing_is_a_phase_of_its_own() -> None:
 
 
 def test_auto_moves_to_what_measured_rates_call_for_and_weights_do_not_care() -> None:
+    """Copies are so slow that the CPU alone is many times faster, however busy this machine is."""
     slow = tidegate.EmulatedRates(h2d_bytes_per_second=3e7, d2h_bytes_per_second=3e7, update_params_per_second=1e8)
     training, pinned = Training(stride="auto", emulated=slow), Training(stride=2.0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with training.optimizer, pinned.optimizer:
-        attachment = tidegate.attach(training.optimizer, training.model, run="auto")
-        assert training.optimizer.effective_knobs()["stride"] == 2.0
-        for _ in range(11):
+        tidegate.attach(training.optimizer, training.model, run="auto")
+        strides: list[float | Off] = []
+        training.optimizer.observers.append(lambda result, _: strides.append(result.effective.stride))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        for _ in range(FIRST_LOOK_STEPS + 2):
             training.step()
             pinned.step()
-        assert training.optimizer.effective_knobs()["stride"] != 2.0
-        update_seconds = [step.phase_seconds["update"] for step in attachment.recorder.take_unreported()]
-        assert min(update_seconds[9:]) < 0.95 * min(update_seconds[2:8])
+        torch.set_num_threads(threads)
+        assert strides[0] == 2.0
+        assert device_share(strides[-1]) < 0.5, "less for the device"
         for mine, theirs in zip(training.model.parameters(), pinned.model.parameters(), strict=True):
             assert torch.equal(mine, theirs)
-    torch.set_num_threads(threads)

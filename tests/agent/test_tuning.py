@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 import tidegate
 from tests.agent.training import Training
+from tidegate.agent import tuning as tuning_module
 from tidegate.agent.attach import Attachment
 from tidegate.agent.engine.residences import _near
 from tidegate.knobs import Knobs
+from tidegate.model.settled import Rank
 from tidegate.model.tuner import FIRST_LOOK_STEPS, Move
 from tidegate.plan.effective import Effective
 
@@ -64,6 +67,28 @@ def test_what_is_pinned_is_not_moved(tmp_path: Path, knobs: Knobs, free: set[str
     with training.optimizer as optimizer, Attachment(optimizer, training.model, run="pinned") as attachment:
         optimizer.apply_knobs(knobs)
         assert attachment.tuning.free == free
+
+
+def test_it_asks_of_the_paths_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(stride="auto", paths=two(tmp_path), host_cache=0)
+    asked: list[Mapping[str, int]] = []
+
+    def watched(rank: Rank, *_: object, **__: object) -> None:
+        asked.append(rank.capacity)
+
+    monkeypatch.setattr(tuning_module, "best", watched)
+    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="retired") as attachment:
+        training.step()
+        assert attachment.tuning._look() is None
+        assert optimizer.engine.store is not None
+        optimizer.engine.store.retire("pfs", "gone")
+        training.step()
+        assert attachment.tuning._look() is None
+        last = attachment.recorder.totals.last
+        assert last is not None
+        assert [(state.path, state.retired) for state in last.path_states] == [("nvme", False), ("pfs", True)]
+    assert min(asked[0].values()) >= len(optimizer.engine.layouts) // 2
+    assert (asked[1]["pfs"], asked[1]["nvme"] > 0) == (0, True)
 
 
 def test_without_paths_there_is_no_order_to_choose() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded
 from tests.daemon.test_knobs import RATES, SIZES
 from tidegate.errors import KnobError
-from tidegate.wire import KnobPreview
+from tidegate.wire import KnobPreview, PathState
 
 GIB = 2**30
 PATHS = ("nvme", "pfs")
@@ -252,3 +252,26 @@ def test_a_state_of_before_still_loads(tmp_path: Path) -> None:
         assert client.set_knobs(run, WANTED).knobs == {"stride": 3.0, "static_ratio": 0.0, **GOT}
     with threaded(tmp_path) as daemon:
         assert daemon.client().knobs(run).desired == {"stride": 3.0, "static_ratio": 0.0, **GOT}, "whole bytes included"
+
+
+def test_nothing_is_predicted_of_a_policy_that_the_model_does_not_know(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    Agent(daemon, run, paths=PATHS, subgroups=SIZES, policy="twinflow").say(rates=STORED, effective=EFFECTIVE)
+    assert "this run is twinflow" in client.advice(run).sentence
+    assert client.advice(run).changes == {}
+    seen = client.preview_knobs(run, {"stride": 3.0})
+    assert seen.predicted_update_seconds_after is None
+    assert "this run is twinflow" in seen.no_prediction
+
+
+def test_a_retired_path_has_no_part_in_predictions(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES)
+    for retired, moved in ((False, True), (True, False)):
+        states = tuple(PathState(path=path, retired=retired and path == "pfs") for path in PATHS)
+        step = step_report(1 + retired).model_copy(update={"path_states": states})
+        agent.say(rates=STORED, effective=EFFECTIVE, steps=(step,))
+        seen = client.preview_knobs(run, {"tier_split": "eq1"}).predicted_after
+        assert seen is not None
+        assert (seen.lane_bytes["pfs:write"] > 0) is moved
+        assert seen.lane_bytes["nvme:write"] > 0

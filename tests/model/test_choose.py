@@ -138,6 +138,25 @@ def test_storage_changes_the_stride() -> None:
     assert found is None, "no move promises 5 %"
 
 
+def test_a_candidate_that_needs_a_rate_nobody_has_seen_is_left_out() -> None:
+    """A run whose stride was pinned to `off` knows nothing of the device: what can be told of the rest is told."""
+    unseen = RateCard(
+        d2h_bytes_per_second=52e9, h2d_bytes_per_second=52e9, cpu_params_per_second=2e9, norm_params_per_second=500e9
+    )
+    found = best(Rank(subgroups(40), 2), Effective("off", 0.0), unseen, {"stride"})
+    assert found is not None
+    assert found[0].stride == "off"
+    with pytest.raises(ConfigError, match=r"device_params_per_second.*not measured yet"):
+        best(Rank(subgroups(40), 2), Effective(2.0, 0.0), unseen, set())
+
+
+@pytest.mark.parametrize("unseen", ["d2h_bytes_per_second", "norm_params_per_second"])
+def test_with_no_candidate_left_it_says_which_rate_is_missing(unseen: str) -> None:
+    """Also one that only ops before the norm need, which floors leave out."""
+    with pytest.raises(ConfigError, match=f"{unseen}.*not measured yet"):
+        best(Rank(subgroups(40), 2), Effective("off", 0.0), replace(H100, **{unseen: None}), {"stride"})
+
+
 def test_3000_subgroups_take_seconds_at_most() -> None:
     start = time.process_time()
     best(Rank(subgroups(3000), 2), Effective("off", 0.0), H100, {"stride"})

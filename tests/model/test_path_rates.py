@@ -6,6 +6,7 @@ import pytest
 
 from tidegate.errors import ConfigError
 from tidegate.model import PathRates, RateCard, simulate
+from tidegate.model.rates import seen
 from tidegate.plan import Op, OpKind, Placement, Plan, Subgroup, make_plan
 from tidegate.wire import Rates
 
@@ -63,13 +64,19 @@ def test_round_trips(card: RateCard) -> None:
     assert RateCard.from_dict(Rates(**card.to_dict()).model_dump()) == card
 
 
+def test_what_a_newer_version_adds_is_ignored_and_a_rate_of_0_is_not_known() -> None:
+    path = {"read_bytes_per_second": 5.0, "write_bytes_per_second": 0.0, "of_a_newer_version": 1.0}
+    card = RateCard.from_dict({"h2d_bytes_per_second": 0.0, "overhead_seconds": 0.0, "paths": {"pfs": path}})
+    assert card == RateCard(overhead_seconds=0.0, paths={"pfs": PathRates(read_bytes_per_second=5.0)})
+
+
 def test_a_card_without_paths_says_nothing_of_them() -> None:
     assert "paths" not in RateCard().to_dict()
 
 
 def test_rates_come_back_from_a_simulated_step() -> None:
     timeline = simulate(tiered_plan(), CARD, step_at=10.0)
-    found = RateCard.from_timelines([timeline, timeline])
+    found = RateCard.from_seen([seen(timeline.spans)] * 2)
     assert found.paths.keys() == CARD.paths.keys()
     for path, rates in found.paths.items():
         assert rates.read_bytes_per_second == pytest.approx(CARD.paths[path].read_bytes_per_second)
@@ -81,7 +88,7 @@ def test_what_was_not_seen_is_kept() -> None:
     reads = replace(timeline, spans=tuple(span for span in timeline.spans if span.lane == "nvme:read"))
     old = PathRates(read_bytes_per_second=1.0, write_bytes_per_second=2.0)
     previous = replace(CARD, paths={**CARD.paths, "nvme": old})
-    found = RateCard.from_timelines([reads], previous)
+    found = RateCard.from_seen([seen(reads.spans)], previous)
     assert found.paths["pfs"] == CARD.paths["pfs"]
     assert found.paths["nvme"].read_bytes_per_second == pytest.approx(30.0)
     assert found.paths["nvme"].write_bytes_per_second == 2.0

@@ -6,7 +6,7 @@ from tidegate.errors import ConfigError
 from tidegate.model import RateCard, simulate
 from tidegate.model.rates import seen
 from tidegate.plan import Op, OpKind, Subgroup, make_plan, place, steady
-from tidegate.timeline import Span, Timeline
+from tidegate.timeline import Span
 
 CARD = RateCard(
     h2d_bytes_per_second=100.0,
@@ -56,26 +56,24 @@ def test_rates_come_back_from_a_simulated_step() -> None:
     subgroups = [Subgroup(i, 10 + i, 2, 2, 10) for i in range(8)]
     plan = make_plan(subgroups, steady(place(8, stride=2, static_ratio=0.25)), num_slots=2)
     timeline = simulate(plan, card, step_at=10.0)
-    assert RateCard.from_timelines([timeline, timeline]).to_dict() == pytest.approx(card.to_dict())
+    assert RateCard.from_seen([seen(timeline.spans)] * 2).to_dict() == pytest.approx(card.to_dict())
 
 
 def test_what_was_not_seen_is_kept() -> None:
     span = Span(0, OpKind.CPU_UPDATE, "cpu", 0, start=1.0, end=3.0, nbytes=0, numel=40)
-    timeline = Timeline(0, "measured", (span,), (), {})
-    assert RateCard.from_timelines([timeline]).to_dict() == {
+    assert RateCard.from_seen([seen([span])]).to_dict() == {
         **dict.fromkeys(CARD.to_dict()),
         "cpu_params_per_second": 20.0,
         "overhead_seconds": 0.0,
     }
-    merged = RateCard.from_timelines([timeline], previous=CARD)
+    merged = RateCard.from_seen([seen([span])], previous=CARD)
     assert merged.to_dict() == CARD.to_dict() | {"cpu_params_per_second": 20.0, "overhead_seconds": 0.0}
-    assert RateCard.from_timelines([], previous=CARD) == CARD
+    assert RateCard.from_seen([], previous=CARD) == CARD
 
 
 def test_spans_at_the_same_time_count_once() -> None:
     spans = [Span(i, OpKind.STATE_H2D, "h2d", i, start=0.0, end=2.0, nbytes=10, numel=0) for i in range(2)]
-    timeline = Timeline(0, "measured", tuple(spans), (), {})
-    assert RateCard.from_timelines([timeline]).h2d_bytes_per_second == 10.0
+    assert RateCard.from_seen([seen(spans)]).h2d_bytes_per_second == 10.0
 
 
 def test_spans_in_no_order_and_within_each_other_count_once() -> None:

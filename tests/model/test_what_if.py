@@ -15,7 +15,7 @@ from tidegate.model import Prediction, Rank, RateCard, bound, what_if
 from tidegate.model.settled import settled
 from tidegate.model.what_if import predicted_seconds
 from tidegate.plan import Subgroup, make_plan, place, steady, verify
-from tidegate.plan.effective import Effective
+from tidegate.plan.effective import Effective, Split
 from tidegate.plan.split import PathSpeeds
 
 H100 = RateCard(
@@ -208,3 +208,20 @@ def test_a_path_that_is_hardly_worth_it_keeps_one_subgroup_as_in_the_engine() ->
     slow = PathSpeeds(read_bytes_per_second=1e6, write_bytes_per_second=1e6)
     rates = H100.with_paths({"nvme": NVME, "pfs": slow})
     assert stored(12, Effective("off", 0.0), rates).link_bytes["pfs:read"] == 1_000_000_000
+
+
+@pytest.mark.parametrize("split", [None, EQ1, (("nvme", 2.0), ("pfs", 1.0)), (("pfs", 1.0),)])
+@pytest.mark.parametrize("count", [40, 960])
+def test_a_retired_path_gets_nothing_and_a_small_one_what_it_holds(split: Split, count: int) -> None:
+    def stored_on(capacity: dict[str, int]) -> list[int]:
+        rank = Rank(subgroups(count), 2, SLOTS, capacity=capacity)
+        found = what_if(rank, Effective("off", 0.0, split), STORED)
+        return [round(found.link_bytes[f"{path}:read"] / 10**9) for path in SLOTS] + [
+            round(found.host_bytes["state"] / 10**9)
+        ]
+
+    assert stored_on({"nvme": count, "pfs": 0}) == [count, 0, 0]
+    if split != (("pfs", 1.0),):
+        assert stored_on({"pfs": count // 10}) == [count - count // 10, count // 10, 0]
+    # What no path is left for stays in host memory, as in the engine.
+    assert stored_on({"nvme": count // 4, "pfs": 0}) == [count // 4, 0, count - count // 4]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
+from tidegate.errors import ConfigError
 from tidegate.knobs import OFF, Off, device_share, spec
 from tidegate.model.bound import bound
 from tidegate.model.equations import cpu_to_device_ratio, stride_from_ratio
@@ -39,17 +40,28 @@ def best(
     the model more of it is never slower. allowed: refuses what does not fit; it is asked last. Of equals the one that
     asks least of the device, in one order. The most promising are simulated first, and those that cannot be better than
     the best so far not at all: a training thread waits for this.
+
+    Candidates that need a rate which is not known are left out. ConfigError when that leaves none.
     """
-    floors = [(_floor_seconds(rank, one, rates), one) for one in candidates(rank, now, rates, free, cache_bytes)]
+    floors, unknown = _floors(rank, candidates(rank, now, rates, free, cache_bytes), rates)
+    simulated = 0
     found: tuple[float, float, bool, Effective] | None = None
     for floor, one in sorted(floors, key=lambda pair: pair[0]):
         if floor > _ROUNDING * min(below_seconds, found[0] if found else math.inf):
             break
-        seconds = predicted_seconds(rank, one, rates, backward_seconds=backward_seconds)
+        try:
+            seconds = predicted_seconds(rank, one, rates, backward_seconds=backward_seconds)
+        except ConfigError as error:  # a rate of what is done before `step()`, which floors leave out
+            unknown = error
+            continue
+        simulated += 1
         # Nine digits: sums of the same durations in another order are the same time.
         score = (float(f"{seconds:.9g}"), device_share(one.stride), one.alternate)
         if seconds < below_seconds and (found is None or score < found[:3]) and allowed(one):
             found = (*score, one)
+    else:
+        if unknown is not None and not simulated:
+            raise unknown
     return (found[3], found[0]) if found else None
 
 
@@ -83,6 +95,20 @@ def equation_stride(subgroups: Sequence[Subgroup], rates: RateCard) -> tuple[flo
     word_bytes = state_bytes / sum(s.numel for s in subgroups) / 3
     stride = stride_from_ratio(cpu_to_device_ratio(min(h2d, d2h) / word_bytes, on_cpu, on_device))
     return (stride,) if stride <= spec("stride").maximum else ()
+
+
+def _floors(
+    rank: Rank, choices: Iterable[Effective], rates: RateCard
+) -> tuple[list[tuple[float, Effective]], ConfigError | None]:
+    """Each with its floor, as far as the rates that it needs are known; and what was said of one that was not."""
+    found: list[tuple[float, Effective]] = []
+    unknown: ConfigError | None = None
+    for one in choices:
+        try:
+            found.append((_floor_seconds(rank, one, rates), one))
+        except ConfigError as error:
+            unknown = error
+    return found, unknown
 
 
 def _floor_seconds(rank: Rank, effective: Effective, rates: RateCard) -> float:

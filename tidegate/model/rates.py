@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final
 
@@ -10,7 +10,7 @@ from tidegate.analysis import busy_seconds
 from tidegate.errors import ConfigError
 from tidegate.plan.ops import D2H, H2D, LANE_OF, Op, OpKind, path_lanes
 from tidegate.plan.split import PathSpeeds
-from tidegate.timeline import Span, Timeline
+from tidegate.timeline import Span
 
 RATE_OF: Final[dict[OpKind, str]] = {
     OpKind.CPU_UPDATE: "cpu_params_per_second",
@@ -85,20 +85,16 @@ class RateCard:
         name = _rate_name(op)
         rate: float | None = getattr(self, name) if op.kind in NAME_OF else _by_lane(self.paths).get(name)
         if rate is None:
-            raise ConfigError(f"The rate card lacks {name}, which {op.name} needs. Run `tidegate calibrate`.")
+            raise ConfigError(f"The rate card lacks {name}, which {op.name} needs: it was not measured yet.")
         return (self.overhead_seconds or 0.0) + (op.numel if op.kind in RATE_OF else op.nbytes) / rate
 
     @classmethod
-    def from_timelines(cls, timelines: Iterable[Timeline], previous: RateCard | None = None) -> RateCard:
-        """Rates seen in `timelines`: bytes or parameters over busy seconds. What was not seen is from `previous`.
+    def from_seen(cls, steps: Collection[Seen], previous: RateCard | None = None) -> RateCard:
+        """Rates from what was `seen` in each step: bytes or parameters over busy seconds. What was not is from
+        `previous`.
 
         Busy seconds contain the overhead of the ops, so that a card with any rate measured here has an overhead of 0.
         """
-        return cls.from_seen([seen(timeline.spans) for timeline in timelines], previous)
-
-    @classmethod
-    def from_seen(cls, steps: Collection[Seen], previous: RateCard | None = None) -> RateCard:
-        """As `from_timelines`, from what was `seen` in each step."""
         rates: dict[str, float] = {}
         for name in dict.fromkeys(name for step in steps for name in step):
             found = [step[name] for step in steps if name in step]
@@ -141,14 +137,19 @@ class RateCard:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RateCard:
-        """The card that `to_dict` gave; names of newer versions are ignored."""
+        """The card that `to_dict` gave; names of newer versions are ignored, and a rate of 0 is one nobody has seen."""
         scalars = {name: value for name, value in values.items() if name in _SCALARS}
-        paths: Mapping[str, Mapping[str, float | None]] = values.get("paths", {})
         return cls(
-            **scalars, paths={path: PathRates(**rates) for path, rates in paths.items()}, keeps=values.get("keeps", {})
+            **{name: value if name == "overhead_seconds" else value or None for name, value in scalars.items()},
+            paths={
+                path: PathRates(**{name: value or None for name, value in rates.items() if name in _PATH_RATES})
+                for path, rates in values.get("paths", {}).items()
+            },
+            keeps=values.get("keeps", {}),
         )
 
 
+_PATH_RATES: Final = tuple(field.name for field in fields(PathRates))
 _SCALARS: Final = tuple(field.name for field in fields(RateCard) if field.name not in ("paths", "keeps"))
 
 

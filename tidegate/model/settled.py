@@ -10,7 +10,7 @@ from typing import Final, Literal
 from tidegate.errors import ConfigError
 from tidegate.model.rates import RateCard
 from tidegate.plan.clock import PathClock
-from tidegate.plan.effective import Effective, cached, divide
+from tidegate.plan.effective import Effective, Split, cached, divide
 from tidegate.plan.ops import Norms, Op, Residence, Subgroup, is_path, path_lanes
 from tidegate.plan.placement import place, steady
 from tidegate.plan.plan import Placement, Plan
@@ -29,12 +29,16 @@ _DUPLEX: Final = 0.9
 
 @dataclass(frozen=True)
 class Rank:
-    """What knobs do not change: the subgroups of a rank and its staging slots, on the device and for each path."""
+    """What knobs do not change: the subgroups of a rank and its staging slots, on the device and for each path.
+
+    capacity: most subgroups of each path, 0 for a retired one; without limit where absent.
+    """
 
     subgroups: Sequence[Subgroup]
     num_slots: int
     host_slots: Mapping[str, int] = field(default_factory=dict)
     gradients: Literal["keep", "release"] = "keep"
+    capacity: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.subgroups:
@@ -123,7 +127,9 @@ def sampled(rank: Rank, effective: Effective) -> tuple[Rank, Effective, float]:
     few = [replace(subgroups[i * len(subgroups) // count], id=i) for i in range(count)]
     scale = sum(s.numel for s in subgroups) / sum(s.numel for s in few)
     smaller = replace(effective, host_cache_bytes=int(effective.host_cache_bytes / scale))
-    return replace(rank, subgroups=few), smaller, scale
+    # Rounded up, so that what fits still fits.
+    capacity = {path: -(-most * count // len(subgroups)) for path, most in rank.capacity.items()}
+    return replace(rank, subgroups=few, capacity=capacity), smaller, scale
 
 
 def settled(rank: Rank, effective: Effective, rates: RateCard) -> list[Settled]:
@@ -140,11 +146,13 @@ def settled(rank: Rank, effective: Effective, rates: RateCard) -> list[Settled]:
     stay = {order: cached(sizes, movable, effective, order) for order in orders}
     # While orders alternate, each subgroup is in storage every other time.
     stored = movable if effective.alternate else [i for i in movable if i not in stay["ascending"]]
-    counts = divide(len(stored), effective.tier_split, speeds_of(rates, rank.host_slots), minimum=1)
-    path_of = assign(stored, counts)
+    homeless = _homeless(rank, stored)
+    stored = stored[len(homeless) :]
+    speeds, split = speeds_of(rates, rank.host_slots), _usable(rank, effective.tier_split)
+    path_of = assign(stored, divide(len(stored), split, speeds, capacity=rank.capacity, minimum=1))
     after: dict[Order, list[Residence]] = {
         order: [
-            residence if residence == "device" else "host" if i in stay[order] else path_of[i]
+            residence if residence == "device" else "host" if i in stay[order] | homeless else path_of[i]
             for i, (_, residence) in enumerate(placed)
         ]
         for order in orders
@@ -162,13 +170,27 @@ def settled(rank: Rank, effective: Effective, rates: RateCard) -> list[Settled]:
     ]
 
 
+def _homeless(rank: Rank, stored: Sequence[int]) -> set[int]:
+    """What stays in host memory, as in the engine, because too little is left of the paths after one was retired."""
+    if 0 not in rank.capacity.values():
+        return set()
+    room = sum(rank.capacity.get(path, len(stored)) for path in rank.host_slots)
+    return set(stored[: max(0, len(stored) - room)])
+
+
+def _usable(rank: Rank, split: Split) -> Split:
+    """None, speeds decide, when all that weights name are retired."""
+    named = [path for path, weight in split if weight] if isinstance(split, tuple) else []
+    return None if named and all(rank.capacity.get(path) == 0 for path in named) else split
+
+
 def speeds_of(rates: RateCard, paths: Mapping[str, object]) -> dict[str, PathSpeeds]:
     """The speeds of these paths, as a split wants them. ConfigError when one is not known."""
     found: dict[str, PathSpeeds] = {}
     for path in paths:
         known = rates.paths.get(path)
         if known is None or known.read_bytes_per_second is None or known.write_bytes_per_second is None:
-            raise ConfigError(f"The rate card lacks the speed of path {path}. Run `tidegate calibrate`.")
+            raise ConfigError(f"The rate card lacks the speed of path {path}: it was not measured yet.")
         read, write = path_lanes(path)
         found[path] = PathSpeeds(
             read_bytes_per_second=known.read_bytes_per_second,

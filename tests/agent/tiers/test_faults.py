@@ -257,21 +257,31 @@ def test_knobs_that_need_room_which_is_gone_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_slow_path_raises_its_own_stall_and_gets_less(tmp_path: Path) -> None:
-    with training(two(tmp_path), stride="off", tier_split="auto") as pair:
+    """What a busy machine adds does not grow with the delay: a delay that it drowns is tried again, longer."""
+    for delay in (0.05, 0.2, 0.8):
+        (folder := tmp_path / f"{delay}").mkdir()
+        causes, longest_update, split = slowed_down(folder, delay)
+        if causes and causes <= {"bad:read", "bad:write"} and longest_update < 0.6 * delay and split == "bad:1,good:7":
+            break
+    assert causes
+    assert causes <= {"bad:read", "bad:write"}
+    assert longest_update < 0.6 * delay
+    assert split == "bad:1,good:7"
+
+
+def slowed_down(folder: Path, delay: float) -> tuple[set[str], float, object]:
+    """Causes of waits of more than 0.6 `delay` in the first step with it; the longest update; the split later on."""
+    with training(two(folder), stride="off", tier_split="auto") as pair:
         results: list[Any] = []
         pair.optimizer.observers.append(lambda result, phases: results.append((result, phases)))
         train(pair, 0, 2)
         for operation in ("read", "write"):
-            break_path(pair.optimizer, BAD, operation, slow(0.05))
+            break_path(pair.optimizer, BAD, operation, slow(delay))
         train(pair, 2)
-        waits = stalls_of(*results[-1])
-        slowest = {cause for cause, seconds in waits.items() if seconds > 0.03}
-        assert slowest <= {"bad:read", "bad:write"}
-        assert slowest
-        compute = [span for span in results[-1][0].spans if span.kind is OpKind.CPU_UPDATE]
-        assert max(span.end - span.start for span in compute) < 0.03
+        causes = {cause for cause, seconds in stalls_of(*results[-1]).items() if seconds > 0.6 * delay}
+        updates = [span.end - span.start for span in results[-1][0].spans if span.kind is OpKind.CPU_UPDATE]
         train(pair, 3, 6)
-        assert pair.optimizer.effective_knobs()["tier_split"] == "bad:1,good:7"
+        return causes, max(updates), pair.optimizer.effective_knobs()["tier_split"]
 
 
 def stalls_of(result: Any, phases: Any) -> dict[str, float]:
