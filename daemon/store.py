@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import create_engine, event, func, select, update
-from sqlalchemy.engine import Engine
+from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
@@ -58,6 +58,7 @@ class Store:
             self._engine = create_engine(url)
             if self._engine.dialect.name == "sqlite":
                 event.listen(self._engine, "connect", _use_wal)
+                event.listen(self._engine, "begin", _begin)
             upgrade(self._engine)
         except (SQLAlchemyError, ImportError) as error:
             why = str(getattr(error, "orig", None) or error).splitlines()[0]
@@ -174,6 +175,12 @@ def _use_wal(connection: Any, _: Any) -> None:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA busy_timeout=5000")
+        connection.isolation_level = None  # Python's module would commit before DDL and begin too late: see `_begin`
+
+
+def _begin(connection: Connection) -> None:
+    """Who opens the database at the same time waits: a transaction that reads first could not write later."""
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def _generation_row(run: str, g: Generation) -> GenerationRow:

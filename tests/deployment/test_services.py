@@ -16,7 +16,7 @@ from tests.deployment.compose import services
 from tests.deployment.containers import Engine, engine, why_not
 from tests.services import ROOT, until
 
-STEPS = "12"
+STEPS = "40"
 
 
 @pytest.fixture(scope="module")
