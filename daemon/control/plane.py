@@ -162,7 +162,8 @@ class ControlPlane:
             self._advance(run, Tick(now, at))
             self._trials.look(run)
             self._trials.tick(run, now)
-            if any([self._watch(run, member, at) for member in run.members.values()]):
+            changed = [member for member in run.members.values() if self._watch(run, member, at)]
+            if changed:
                 self._finish_left_over(run)
             present = [run.members[rank] for rank in run.control.present]
             if flush and present:
