@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tidegate.daemon.auth import Caller, Tokens, opens, scopes_allowed
+from tidegate.daemon.auth import Caller, Tokens, bearer, opens, scopes_allowed
 from tidegate.daemon.limits import Failures
 from tidegate.daemon.problems import problem
 from tidegate.daemon.settings import Settings
@@ -71,9 +71,8 @@ class Gate:
         method, path = scope["method"], scope["path"]
         if (allowed := scopes_allowed(method, path)) is None:
             return None, None
-        kind, _, token = header.partition(" ")
-        token = token.strip()
-        if kind.lower() != "bearer" or not token:
+        token = bearer(header)
+        if not token:
             # Nothing was tried: a page that is opened by hand is no attack.
             return problem(401, "no-token", "A token is needed: send `Authorization: Bearer …`.", CHALLENGE), None
         caller = self._tokens.check(token)

@@ -143,7 +143,7 @@ class Trials:
         return views.knobs_of(target).fitted(run.paths).as_dict(paths=bool(run.paths))
 
     def _steps(self, run: Run, settling: int = 0) -> list[Step]:
-        """Steps that all present ranks ran with the committed generation; those that have not told since when are out."""
+        """Steps that all present ranks ran with the committed generation; who has not told since when is left out."""
         committed = run.control.committed
         firsts: list[int] = []
         ranks: list[tuple[Iterable[StepReport], int | None]] = []
