@@ -22,7 +22,7 @@ REFUSALS = {
     "revoked": "The token was withdrawn: ask for a new one.",
 }
 BY_ANY_NAME: Final = frozenset({"/healthz", "/readyz", "/metrics"})
-"""What orchestrators and Prometheus ask for by the address of a pod."""
+"""What orchestrators and Prometheus ask for by the address of a pod. Neither sends an Origin."""
 log = logging.getLogger(__name__)
 
 
@@ -58,11 +58,11 @@ class Gate:
 
     def _wrong_place(self, path: str, headers: Headers) -> Response | None:
         """Refuses what a web page can make a browser send: another Host (DNS rebinding), another origin."""
-        host = _hostname(headers.get("host", ""))
-        if "*" not in self._hosts and host not in self._hosts and path not in BY_ANY_NAME:
+        host, origin = _hostname(headers.get("host", "")), headers.get("origin")
+        by_any_name = path in BY_ANY_NAME and origin is None
+        if "*" not in self._hosts and host not in self._hosts and not by_any_name:
             detail = f"This daemon is not {host[:253]!r}. If it should be, start it with --allowed-host {host[:253]}."
             return problem(400, "wrong-host", detail)
-        origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower():
             return problem(403, "cross-origin", "The daemon answers no web page of another origin.")
         return None
