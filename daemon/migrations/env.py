@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from alembic import context
 
-connection = context.config.attributes["connection"]
-# SQLite can undo DDL; Alembic believes that it cannot.
-transactional = True if connection.dialect.name == "sqlite" else None
-context.configure(connection=connection, render_as_batch=True, transactional_ddl=transactional)
+context.configure(connection=context.config.attributes["connection"], render_as_batch=True)
 with context.begin_transaction():
     context.run_migrations()
