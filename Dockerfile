@@ -47,6 +47,7 @@ ENTRYPOINT ["tidegate"]
 
 FROM base AS control
 COPY --from=packages-control /opt/tidegate /opt/tidegate
+ENV TIDEGATE_STATE_DIR=/var/lib/tidegate
 EXPOSE 8790 8501
 CMD ["daemon", "--bind", "0.0.0.0", "--state-dir", "/var/lib/tidegate"]
 

@@ -56,7 +56,8 @@ def create_app(settings: Settings) -> FastAPI:
         app.include_router(router)
     app.state.routes = [route for router in routers for route in router.routes]
     app.openapi = lambda: _described(app)  # type: ignore[method-assign]
-    app.add_middleware(Gate, tokens=Tokens(store), settings=settings)
+    app.state.tokens = tokens = Tokens(store)
+    app.add_middleware(Gate, tokens=tokens, settings=settings)
     app.add_middleware(Measured, requests=Requests(registry))
     return app
 

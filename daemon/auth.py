@@ -43,6 +43,12 @@ class Caller:
             raise ProblemError(403, "wrong-run", f"The token opens run {self.run!r} only.")
 
 
+def bearer(header: str) -> str:
+    """The token in an Authorization header; empty where there is none."""
+    kind, _, token = header.partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
+
+
 def scopes_allowed(method: str, path: str) -> frozenset[Scope] | None:
     """The scopes that may do this; None where no token is needed. What is not named here is closed."""
     if path in OPEN:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import Depends, Query, Request
 
-from tidegate.daemon.auth import Caller
+from tidegate.daemon.auth import Caller, Tokens, bearer
 from tidegate.daemon.control.alerts import AlertBook
 from tidegate.daemon.control.plane import ControlPlane
 
@@ -35,8 +36,16 @@ async def _caller(request: Request) -> Caller:
     return caller
 
 
+async def _holds(request: Request) -> Callable[[], bool]:
+    """Whether the request's token still opens anything, for answers that last."""
+    tokens: Tokens = request.app.state.tokens
+    token = bearer(request.headers.get("authorization", ""))
+    return lambda: isinstance(tokens.check(token), Caller)
+
+
 Alerts = Annotated[AlertBook, Depends(_alerts)]
 Plane = Annotated[ControlPlane, Depends(_plane)]
 Who = Annotated[Caller, Depends(_caller)]
 Author = Annotated[str, Depends(_author)]
+Holds = Annotated[Callable[[], bool], Depends(_holds)]
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds")]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tidegate.daemon.auth import Caller, Tokens, opens, scopes_allowed
+from tidegate.daemon.auth import Caller, Tokens, bearer, opens, scopes_allowed
 from tidegate.daemon.limits import Failures
 from tidegate.daemon.problems import problem
 from tidegate.daemon.settings import Settings
@@ -20,6 +21,8 @@ REFUSALS = {
     "expired": "The token has expired: ask for a new one.",
     "revoked": "The token was withdrawn: ask for a new one.",
 }
+BY_ANY_NAME: Final = frozenset({"/healthz", "/readyz", "/metrics"})
+"""What orchestrators and Prometheus ask for by the address of a pod. Neither sends an Origin."""
 log = logging.getLogger(__name__)
 
 
@@ -38,7 +41,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        answer = self._wrong_place(headers)
+        answer = self._wrong_place(scope["path"], headers)
         caller = None
         if answer is None:
             answer, caller = self._authorize(scope, headers.get("authorization", ""))
@@ -53,13 +56,13 @@ class Gate:
             return
         await self._app(scope, _replay(body, receive), send)
 
-    def _wrong_place(self, headers: Headers) -> Response | None:
+    def _wrong_place(self, path: str, headers: Headers) -> Response | None:
         """Refuses what a web page can make a browser send: another Host (DNS rebinding), another origin."""
-        host = _hostname(headers.get("host", ""))
-        if "*" not in self._hosts and host not in self._hosts:
+        host, origin = _hostname(headers.get("host", "")), headers.get("origin")
+        by_any_name = path in BY_ANY_NAME and origin is None
+        if "*" not in self._hosts and host not in self._hosts and not by_any_name:
             detail = f"This daemon is not {host[:253]!r}. If it should be, start it with --allowed-host {host[:253]}."
             return problem(400, "wrong-host", detail)
-        origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower():
             return problem(403, "cross-origin", "The daemon answers no web page of another origin.")
         return None
@@ -68,9 +71,8 @@ class Gate:
         method, path = scope["method"], scope["path"]
         if (allowed := scopes_allowed(method, path)) is None:
             return None, None
-        kind, _, token = header.partition(" ")
-        token = token.strip()
-        if kind.lower() != "bearer" or not token:
+        token = bearer(header)
+        if not token:
             # Nothing was tried: a page that is opened by hand is no attack.
             return problem(401, "no-token", "A token is needed: send `Authorization: Bearer …`.", CHALLENGE), None
         caller = self._tokens.check(token)
@@ -91,7 +93,7 @@ class Gate:
         if wait := self._failures.note(*keys):
             detail = f"Too many refused requests: wait {wait} s."
             return problem(429, "too-many-failures", detail, {"Retry-After": str(wait)})
-        log.warning("refused %s %s from %s: %s", scope["method"], scope["path"][:200], address, type)
+        log.warning("refused %s %r from %s: %s", scope["method"], scope["path"][:200], address, type)
         return problem(status, type, detail, CHALLENGE if status == 401 else None)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:

@@ -30,6 +30,7 @@ ALSO: Final[dict[tuple[str, str], tuple[int, ...]]] = {
     ("get", "/readyz"): (503,),
 }
 _DROPPED: Final = ("HTTPValidationError", "ValidationError")
+_DECIMAL: Final = r"[0-9]+(\.[0-9]+)?"
 Json = dict[str, Any]
 
 
@@ -85,9 +86,13 @@ def _values(spec: KnobSpec) -> Json:
         case "number":
             kinds: list[Json] = [{"type": "number", "minimum": spec.minimum, "maximum": spec.maximum}]
         case "size":
-            kinds = [{"type": "integer", "minimum": spec.minimum, "maximum": spec.maximum}]
+            kinds = [
+                {"type": "integer", "minimum": spec.minimum, "maximum": spec.maximum},
+                {"type": "string", "pattern": rf"^{_DECIMAL} ?([KMGT]i?)?B$"},
+            ]
         case "weights":
-            kinds = [{"type": "string", "pattern": r"^[a-z0-9_-]{1,32}:[0-9]+(,[a-z0-9_-]{1,32}:[0-9]+)*$"}]
+            one = rf"[a-z0-9_-]{{1,32}}:{_DECIMAL}(e[+-]?[0-9]{{1,2}})?"
+            kinds = [{"type": "string", "pattern": f"^{one}(,{one})*$"}]
         case "choice":
             kinds = []
     return {"anyOf": kinds + words, "description": spec.help}

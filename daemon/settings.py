@@ -44,7 +44,12 @@ class Settings(BaseModel):
     @property
     def url(self) -> str:
         """The database's URL."""
-        return self.database_url or f"sqlite:///{self.state_dir / 'tidegate.db'}"
+        return self.database_url or f"sqlite:///{self.database}"
+
+    @property
+    def database(self) -> Path:
+        """The SQLite file, where `database_url` names no other database."""
+        return self.state_dir / "tidegate.db"
 
     def make_state_dir(self) -> None:
         """Makes the state directory, private; DaemonError when that cannot be."""

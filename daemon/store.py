@@ -6,12 +6,13 @@ A method has committed when it returns: what the daemon acknowledges, it keeps.
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import create_engine, event, func, select, update
-from sqlalchemy.engine import Engine
+from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
@@ -22,6 +23,9 @@ from tidegate.daemon.schema import AgentRow, AuditEntry, GenerationRow, RunRow
 from tidegate.daemon.tokens import TokenTable
 from tidegate.errors import DaemonError
 from tidegate.wire import AgentHello, AuditRow, KnobChanges, Liveness, MeasuredEffect
+
+BUSY_SECONDS: Final = 5.0
+"""How long one waits for another process that writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,7 @@ class Store:
             self._engine = create_engine(url)
             if self._engine.dialect.name == "sqlite":
                 event.listen(self._engine, "connect", _use_wal)
+                event.listen(self._engine, "begin", _begin)
             upgrade(self._engine)
         except (SQLAlchemyError, ImportError) as error:
             why = str(getattr(error, "orig", None) or error).splitlines()[0]
@@ -171,9 +176,28 @@ def _audit_rows(newest_first: Iterable[AuditEntry]) -> list[AuditRow]:
 
 def _use_wal(connection: Any, _: Any) -> None:
     if isinstance(connection, sqlite3.Connection):
-        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"PRAGMA busy_timeout={1000 * BUSY_SECONDS:.0f}")
+        _change_to_wal(connection)
         connection.execute("PRAGMA synchronous=FULL")
-        connection.execute("PRAGMA busy_timeout=5000")
+        connection.isolation_level = None  # Python's module would commit before DDL and begin too late: see `_begin`
+
+
+def _change_to_wal(connection: sqlite3.Connection) -> None:
+    """SQLite itself does not wait here for another process that does the same."""
+    latest = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > latest:
+                raise
+            time.sleep(0.01)
+
+
+def _begin(connection: Connection) -> None:
+    """Who opens the database at the same time waits: a transaction that reads first could not write later."""
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def _generation_row(run: str, g: Generation) -> GenerationRow:

@@ -63,7 +63,7 @@ def run_view(run: Run, states: dict[int, Liveness]) -> RunView:
         run=run.name,
         liveness=of_run(states.values()),
         device_kind=lead[1].hello.device_kind if lead else "emulated",
-        world_size=lead[1].hello.world_size if lead else 0,
+        world_size=run.world_size,
         step=max((m.step for m in members), default=0),
         generation=run.control.committed.number,
         started_at=run.created_at,

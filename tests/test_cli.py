@@ -113,6 +113,7 @@ def test_a_missing_extra_is_named(tmp_path: Path, words: tuple[str, ...], extra:
         (("status", "--daemon", "head"), 1, "'head' is not an address of a daemon: say http://host:port."),
         (("token", "create", "read", "--run", "a/b"), 2, "'a/b' cannot be the name of a run"),
         (("token", "create", "read", "--expires", "soon"), 2, "--expires 'soon' is no duration: say 12h or 30d"),
+        (("token", "create", "alert", "--run", "llama"), 2, "A token of scope alert is for no single run"),
         (("token", "revoke", "nothing"), 1, "Not exactly one token has an id that begins with 'nothing'"),
         (("token", "create", "root"), 2, "There is no scope 'root'. The scopes are: read, operate, agent, alert."),
         (("train", "--stride", "0"), 2, "stride='0' is out of range"),
@@ -246,7 +247,7 @@ def test_stale_says_who(daemon: Daemon) -> None:
 
 
 def test_canary_history_and_rollback(daemon: Daemon) -> None:
-    agent = Agent(daemon, "llama-7b")
+    agent = Agent(daemon, "llama-7b").begin()
     agent.train(12, 1.0)
     with agent.answering():
         code, text, _ = run(daemon, "knobs", "set", "stride=5", "--canary", "10", "--min-effect", "0.1")
@@ -347,6 +348,13 @@ def test_tokens(daemon: Daemon) -> None:
     assert (code, token.strip() in text) == (0, False)
     wait_until(lambda: daemon.http("GET", "/v1/runs", "grafana").status_code == 401, "the end of the token")
     assert daemon.http("GET", "/v1/runs", "grafana").json()["type"] == "revoked-token"
+
+
+@pytest.mark.parametrize("words", [("create", "read"), ("list",), ("revoke", "x")])
+def test_tokens_of_no_daemon(tmp_path: Path, words: tuple[str, ...]) -> None:
+    code, out, error = run(None, "token", *words, state=tmp_path / "none")
+    assert (code, out, "--state-dir" in error, error.count("\n")) == (2, "", True, 0)
+    assert not (tmp_path / "none").exists()
 
 
 def test_doctor(daemon: Daemon) -> None:

@@ -43,6 +43,8 @@ def create(
     found = next((known for known in SCOPES if known == scope), None)
     if found is None:
         raise ConfigError(f"There is no scope {scope!r}. The scopes are: {', '.join(SCOPES)}.")
+    if run is not None and found == "alert":
+        raise ConfigError("A token of scope alert is for no single run, it would open nothing: leave out --run.")
     if run is not None:
         _check_run(run)
     ends = time.time() + _duration(expires) if expires is not None else None
@@ -84,7 +86,11 @@ def _tokens(state: Path | None, database_url: str | None) -> Iterator[TokenTable
         from tidegate.daemon.settings import Settings
         from tidegate.daemon.store import Store
     settings = Settings(state_dir=(state or state_dir()).expanduser().absolute(), database_url=database_url)
-    settings.make_state_dir()
+    if database_url is None and not settings.database.is_file():
+        raise ConfigError(
+            f"There is no database of a daemon at {settings.database}: name its state directory with --state-dir or "
+            "TIDEGATE_STATE_DIR (a daemon that starts for the first time makes it), or its --database-url."
+        )
     store = Store(settings.url)
     try:
         yield store.tokens

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from tidegate.knobs import KnobKind, KnobSpec, check_path_name
 from tidegate.wire_base import Count, Finite, Flag, Label, Message, Number, Seconds, Text, Whole
@@ -25,7 +25,10 @@ DeviceKind = Literal["cuda", "emulated"]
 GenerationState = Literal["proposed", "committed", "applied", "refused", "aborted", "superseded"]
 Liveness = Literal["live", "stale", "lost", "finished"]
 AlertState = Literal["firing", "resolved"]
-KnobChanges = dict[str, Annotated[float, Field(strict=True)] | Annotated[int, Field(strict=True)] | str]
+KnobChanges = dict[str, Finite | Annotated[int, Field(strict=True)] | str]
+
+MAX_SUBGROUPS = 100_000
+"""Of one rank: the daemon asks the simulator about each."""
 
 
 # ---- agent → daemon
@@ -35,7 +38,7 @@ class SubgroupSizes(Message):
     """What the simulator needs of a rank's subgroups, grouped by equal size."""
 
     numel: Count
-    count: Count
+    count: Annotated[int, Field(strict=True, ge=0, le=MAX_SUBGROUPS)]
     weight_bytes: Count
     grad_bytes: Count
     state_bytes: Count
@@ -85,6 +88,12 @@ class AgentHello(Message):
     paths: Annotated[tuple[PathName, ...], Field(max_length=64)] = ()
     """Names of the storage paths, in their order; a run without any has no knobs for them."""
     started_at: Finite
+
+    @model_validator(mode="after")
+    def _check_subgroups(self) -> AgentHello:
+        if (count := sum(sizes.count for sizes in self.subgroups)) > MAX_SUBGROUPS:
+            raise ValueError(f"subgroups are {count:,} in all, {MAX_SUBGROUPS:,} at most: make them larger")
+        return self
 
 
 class StepReport(Message):

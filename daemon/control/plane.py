@@ -78,6 +78,7 @@ class ControlPlane:
         if hello.reset_knobs and not same and knobs != views.knobs_of(run.control.committed):
             self._reset(run, hello, knobs, now)
         self.roster.tell_agent(run, member)
+        self._finish_left_over(run)
         return self._lease(run, member)
 
     def report(self, agent: str, report: AgentReport) -> Lease:
@@ -118,11 +119,7 @@ class ControlPlane:
         member = run.members[rank]
         if member.finished:
             return
-        record = replace(self._record(member), liveness="finished")
-        self.store.save(name, agents=[record], notes=[note(run.name, self._clock.wall(), f"rank {rank}", "goodbye")])
-        member.finished, member.announced = True, "finished"
-        self._advance(run, Leave(rank, self._clock.wall()))
-        self.roster.tell_agent(run, member)
+        self._finish(run, member, f"rank {rank}", "")
 
     # ---- operators
 
@@ -165,8 +162,9 @@ class ControlPlane:
             self._advance(run, Tick(now, at))
             self._trials.look(run)
             self._trials.tick(run, now)
-            for member in run.members.values():
-                self._watch(run, member, at)
+            changed = [member for member in run.members.values() if self._watch(run, member, at)]
+            if changed:
+                self._finish_left_over(run)
             present = [run.members[rank] for rank in run.control.present]
             if flush and present:
                 self.store.touch([self._record(member) for member in present])
@@ -239,10 +237,26 @@ class ControlPlane:
     def _see(self, member: Member) -> None:
         member.seen, member.last_seen, member.announced = self._clock.mono(), self._clock.wall(), "live"
 
-    def _watch(self, run: Run, member: Member, at: float) -> None:
+    def _finish(self, run: Run, member: Member, actor: str, reason: str) -> None:
+        rank, at = member.hello.rank, self._clock.wall()
+        record = replace(self._record(member), liveness="finished")
+        self.store.save(run.name, agents=[record], notes=[note(run.name, at, actor, "goodbye", reason=reason)])
+        member.finished, member.announced = True, "finished"
+        self._advance(run, Leave(rank, at))
+        self.roster.tell_agent(run, member)
+
+    def _finish_left_over(self, run: Run) -> None:
+        """Lost ranks that the run was started again without: nobody will bring them back, so they are no fault."""
+        size = run.world_size
+        for rank, member in run.members.items():
+            if rank >= size and self.roster.liveness(member) == "lost":
+                self._finish(run, member, "daemon", f"Rank {rank} is lost and the run goes on with {size} ranks.")
+
+    def _watch(self, run: Run, member: Member, at: float) -> bool:
+        """Tells of a liveness that is another one; whether it is."""
         state = self.roster.liveness(member)
         if state == member.announced:
-            return
+            return False
         if state == "lost":
             rank, silent = member.hello.rank, self._lease_seconds * 3
             lost = note(run.name, at, "daemon", "lost", reason=f"Rank {rank} said nothing for {silent:g} s.")
@@ -250,6 +264,7 @@ class ControlPlane:
             self._advance(run, Leave(rank, at))
         member.announced = state
         self.roster.tell_agent(run, member)
+        return True
 
     def _measure_effect(self, run: Run, rank: int) -> None:
         committed = run.control.committed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import median
 from typing import Final
 
@@ -18,7 +19,7 @@ from tidegate.model.tuner import MINIMUM_GAIN
 from tidegate.model.what_if import predicted_seconds, what_if
 from tidegate.plan.effective import Effective, Split
 from tidegate.plan.ops import Subgroup
-from tidegate.wire import Advice, KnobChanges, KnobPreview, PredictedUpdate, StepReport
+from tidegate.wire import Advice, AgentHello, KnobChanges, KnobPreview, PredictedUpdate, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -31,20 +32,36 @@ TYPICAL_STEPS: Final = 20
 class Evidence:
     """What is known of the lead rank: sizes, speeds, and what its last steps took."""
 
-    rank: Rank
+    hello: AgentHello
     rates: RateCard
     effective: Mapping[str, KnobValue]
     """What `auto` stands for."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Medians of the last steps, as they were measured."""
     error_ratio: float | None = None
-    policy: str = "interleaved"
+    capacity: Mapping[str, int] = field(default_factory=dict)
+    """Most subgroups of each path: 0 for retired ones."""
 
     @property
     def unknown_policy(self) -> str:
         """Why nothing can be predicted of it, as a sentence; empty where it can."""
-        known = self.policy == "interleaved"
-        return "" if known else f"No prediction: the model knows the interleaved policy, and this run is {self.policy}."
+        policy = self.hello.policy
+        known = policy == "interleaved"
+        return "" if known else f"No prediction: the model knows the interleaved policy, and this run is {policy}."
+
+    @cached_property
+    def rank(self) -> Rank:
+        """The rank as the simulator takes it. There may be many subgroups: not for the event loop."""
+        hello = self.hello
+        kinds = [Subgroup(0, s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in hello.subgroups]
+        repeated = [kind for kind, sizes in zip(kinds, hello.subgroups, strict=True) for _ in range(sizes.count)]
+        return Rank(
+            subgroups=tuple(replace(subgroup, id=number) for number, subgroup in enumerate(repeated)),
+            num_slots=hello.num_slots,
+            host_slots=dict.fromkeys(hello.paths, hello.host_slots),
+            gradients=hello.gradients,
+            capacity=self.capacity,
+        )
 
     def predict(self, knobs: Knobs) -> PredictedUpdate | None:
         """None when a rate that these knobs need was never measured, or the policy is none that the model knows."""
@@ -95,25 +112,16 @@ def evidence(run: Run) -> Evidence | None:
     if run.lead is None or run.lead[1].rates is None or not run.lead[1].hello.subgroups:
         return None
     member = run.lead[1]
-    hello, rates = member.hello, run.lead[1].rates
-    kinds = [Subgroup(0, s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in hello.subgroups]
-    repeated = [kind for kind, sizes in zip(kinds, hello.subgroups, strict=True) for _ in range(sizes.count)]
-    rank = Rank(
-        subgroups=tuple(replace(subgroup, id=number) for number, subgroup in enumerate(repeated)),
-        num_slots=hello.num_slots,
-        host_slots=dict.fromkeys(hello.paths, hello.host_slots),
-        gradients=hello.gradients,
-        capacity=_capacity(member),
-    )
+    rates = run.lead[1].rates
     steps = [step for step in list(member.steps)[-TYPICAL_STEPS:] if not step.skipped]
     phases = dict.fromkeys(phase for step in steps for phase in step.phase_seconds)
     return Evidence(
-        rank=rank,
+        hello=member.hello,
         rates=RateCard.from_dict(rates.model_dump()),
         effective=member.effective,
         phase_seconds={phase: median(step.phase_seconds.get(phase, 0.0) for step in steps) for phase in phases},
         error_ratio=_error_ratio(member, steps),
-        policy=hello.policy,
+        capacity=_capacity(member),
     )
 
 

@@ -34,7 +34,8 @@ def _run(store: Store, name: str, created_at: float, clock: Clock) -> Run:
     control = Control(newest=latest.number, committed=committed)
     if latest.state == "proposed":
         why = "The daemon restarted before all ranks had answered: nothing was changed."
-        latest = replace(latest, state="aborted", decided_at=clock.wall(), outcome=why)
+        canary = latest.canary.closed("superseded", "It never ran.") if latest.canary else None
+        latest = replace(latest, state="aborted", decided_at=clock.wall(), outcome=why, canary=canary)
         row = note(name, clock.wall(), "daemon", "aborted", latest, before=committed.knobs, effect=why)
         store.save(name, [latest], [row])
     return Run(name=name, created_at=created_at, control=control, latest=latest)

@@ -38,12 +38,12 @@ class Roster:
             raise ProblemError(404, "unknown-rank", f"Run {name!r} has no rank {rank}. Its ranks: {known}.")
         return run.members[rank]
 
-    def member(self, agent: str, *, finished: bool = False) -> tuple[Run, Member]:
-        """The run and rank that the agent holds. One that has finished is unknown, unless asked for."""
+    def member(self, agent: str) -> tuple[Run, Member]:
+        """The run and rank that the agent holds. One that has finished is unknown."""
         if seat := self.agents.get(agent):
             run = self.runs[seat[0]]
             member = run.members[seat[1]]
-            if finished or not member.finished:
+            if not member.finished:
                 return run, member
         raise ProblemError(404, "unknown-agent", f"The daemon does not know agent {agent!r}: say hello first.")
 

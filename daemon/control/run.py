@@ -120,6 +120,12 @@ class Run:
         return min(((rank, self.members[rank]) for rank in ranks), key=lambda pair: pair[0], default=None)
 
     @property
+    def world_size(self) -> int:
+        """Ranks of the run as it was started last; 0 before any has said hello."""
+        newest = max(self.members.values(), key=lambda member: member.hello.started_at, default=None)
+        return newest.hello.world_size if newest else 0
+
+    @property
     def paths(self) -> tuple[str, ...]:
         """Storage paths of the ranks that are present, else of all, in the order of the lowest rank that has them."""
         ranks = self.control.present & self.members.keys() or self.members.keys()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,7 +13,7 @@ from tidegate.daemon.control.run import Clock, Run
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.store import Store
 from tidegate.knobs import same
-from tidegate.wire import KnobChanges
+from tidegate.wire import KnobChanges, StepReport
 from tidegate.wire_canary import CanaryRequest
 
 RETRY_SECONDS: Final = 5.0
@@ -57,7 +57,8 @@ class Trials:
                 "or make the change without a canary."
             )
             raise ProblemError(409, "canary-running", detail, generation=committed.number)
-        before = self._steps(run, settling=SETTLING_STEPS)[-request.steps :]
+        ran = self._steps(run, settling=SETTLING_STEPS) if committed.state == "applied" else []
+        before = ran[-request.steps :]
         if len(before) < MIN_STEPS_BEFORE:
             detail = (
                 f"Only {len(before)} steps ran with generation {committed.number}, {MIN_STEPS_BEFORE} are needed to "
@@ -91,8 +92,10 @@ class Trials:
     def tick(self, run: Run, now: float) -> None:
         """Asks the ranks to go back while a condemned generation is what they have. What people ask goes first."""
         committed, canary = run.control.committed, run.control.committed.canary
-        if canary is None or canary.state != "condemned" or run.control.pending is not None:
+        if canary is None or canary.state != "condemned":
             self._asked.pop(run.name, None)
+            return
+        if run.control.pending is not None:  # perhaps the way back itself: when it was asked for still counts
             return
         if now - self._asked.get(run.name, -RETRY_SECONDS) >= RETRY_SECONDS:
             self._asked[run.name] = now
@@ -140,11 +143,14 @@ class Trials:
         return views.knobs_of(target).fitted(run.paths).as_dict(paths=bool(run.paths))
 
     def _steps(self, run: Run, settling: int = 0) -> list[Step]:
-        """Steps that all present ranks ran with the committed generation."""
+        """Steps that all present ranks ran with the committed generation; who has not told since when is left out."""
         committed = run.control.committed
-        members = [run.members[rank] for rank in sorted(run.control.present & run.members.keys())]
-        firsts = [
-            member.applied.get(committed.number, committed.applied.get(member.hello.rank, 0)) for member in members
-        ]
-        ranks = [(member.steps, member.hello.device_memory_bytes) for member in members]
+        firsts: list[int] = []
+        ranks: list[tuple[Iterable[StepReport], int | None]] = []
+        for rank in sorted(run.control.present & run.members.keys()):
+            member = run.members[rank]
+            first = member.applied.get(committed.number, committed.applied.get(rank))
+            if first is not None:
+                firsts.append(first)
+                ranks.append((member.steps, member.hello.device_memory_bytes))
         return common_steps(ranks, first=max(firsts, default=0) + settling)

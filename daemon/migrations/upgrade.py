@@ -17,7 +17,10 @@ FIRST: Final = "v1"
 
 
 def upgrade(engine: Engine) -> None:
-    """Makes or changes the tables in one transaction. DaemonError when the database is of a newer Tidegate."""
+    """Makes or changes the tables in one transaction, while others who open the same SQLite database wait for it.
+
+    DaemonError when the database is of a newer Tidegate.
+    """
     config = Config()
     config.set_main_option("script_location", "tidegate.daemon:migrations")
     known = ScriptDirectory.from_config(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Header
@@ -10,25 +10,27 @@ from fastapi.responses import StreamingResponse
 
 from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.control.run import Run
-from tidegate.daemon.deps import Plane
+from tidegate.daemon.deps import Holds, Plane
 
 router = APIRouter(prefix="/v1/runs/{run}/events", tags=["events"])
 KEEP_ALIVE_SECONDS = 15.0
 
 
 @router.get("", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {}}}})
-async def events(plane: Plane, run: str, last_event_id: Annotated[int | None, Header()] = None) -> StreamingResponse:
-    """Without Last-Event-ID only what comes; with it, the kept events after that one first."""
+async def events(
+    plane: Plane, holds: Holds, run: str, last_event_id: Annotated[int | None, Header()] = None
+) -> StreamingResponse:
+    """Without Last-Event-ID only what comes; with it, the kept events after that one first. Ends with its token."""
     found = plane.roster.run(run)
     newest = found.events[-1].id if found.events else 0
     last = newest if last_event_id is None else last_event_id
     headers = {"Cache-Control": "no-store", "Tidegate-Newest-Event": str(newest), "X-Accel-Buffering": "no"}
-    return StreamingResponse(_stream(plane, found, last), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_stream(plane, holds, found, last), media_type="text/event-stream", headers=headers)
 
 
-async def _stream(plane: ControlPlane, run: Run, last: int) -> AsyncIterator[str]:
+async def _stream(plane: ControlPlane, holds: Callable[[], bool], run: Run, last: int) -> AsyncIterator[str]:
     yield ": welcome\n\n"  # sends the headers at once
-    while not plane.closing:
+    while not plane.closing and holds():
         fresh = [event for event in run.events if event.id > last]
         for event in fresh:
             last = event.id

@@ -17,8 +17,8 @@ from tidegate.daemon.control.trials import Predicted
 from tidegate.daemon.deps import Author, Plane, Wait
 from tidegate.daemon.problems import ProblemError
 from tidegate.errors import KnobError
-from tidegate.knobs import show, specs_for
-from tidegate.wire import GenerationView, KnobPatch, KnobPreview, KnobsView
+from tidegate.knobs import Knobs, show, specs_for
+from tidegate.wire import GenerationView, KnobChanges, KnobPatch, KnobPreview, KnobsView
 from tidegate.wire_canary import Rollback
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
@@ -46,21 +46,18 @@ async def change(
     """Makes a generation on top of the one that If-Match names. 202 while the ranks vote, 200 when it is decided."""
     found = plane.roster.run(run)
     _check_match(found, if_match)
-    before, specs = views.knobs_of(found.control.committed), specs_for(found.paths)
-    try:
-        after = before.changed(patch.changes, specs)
-    except KnobError as error:
-        bounds = {"bounds": specs[error.knob].bounds} if error.knob in specs else {"knobs": list(specs)}
-        raise ProblemError(422, "invalid-knob", str(error), knob=error.knob, **bounds) from error
-    changes = {name: after.as_dict(paths=True)[name] for name in patch.changes}
+    before, after = _changed(found, patch.changes)
     trial = None
     if dry_run or patch.canary:
-        known = evidence(found)
-        newest, paths = found.control.newest, bool(found.paths)
-        seen = await asyncio.to_thread(preview, found.name, newest, before, after, known, paths=paths)
+        seen = await _seen(found, before, after)
         if dry_run:
             return seen
         _check_match(found, if_match)  # others may have changed them meanwhile
+        while views.knobs_of(found.control.committed) != before:  # what was pending was committed meanwhile
+            before, after = _changed(found, patch.changes)
+            seen = await _seen(found, before, after)
+            _check_match(found, if_match)
+    changes = {name: after.as_dict(paths=True)[name] for name in patch.changes}
     if patch.canary:
         predicted = Predicted(before=seen.predicted_update_seconds_before, after=seen.predicted_update_seconds_after)
         trial = (patch.canary, predicted)
@@ -91,6 +88,22 @@ async def generations(plane: Plane, run: str) -> list[GenerationView]:
     """All generations, oldest first."""
     found = plane.roster.run(run)
     return [views.generation_view(run, generation) for generation in plane.store.generations(found.name)]
+
+
+def _changed(run: Run, changes: KnobChanges) -> tuple[Knobs, Knobs]:
+    """The committed knobs, and what the changes make of them. Ends the request when they cannot be."""
+    before, specs = views.knobs_of(run.control.committed), specs_for(run.paths)
+    try:
+        return before, before.changed(changes, specs)
+    except KnobError as error:
+        bounds = {"bounds": specs[error.knob].bounds} if error.knob in specs else {"knobs": list(specs)}
+        raise ProblemError(422, "invalid-knob", str(error), knob=error.knob, **bounds) from error
+
+
+async def _seen(run: Run, before: Knobs, after: Knobs) -> KnobPreview:
+    """What is predicted, found off the event loop: the run may be another one when this returns."""
+    known, newest, paths = evidence(run), run.control.newest, bool(run.paths)
+    return await asyncio.to_thread(preview, run.name, newest, before, after, known, paths=paths)
 
 
 async def _outcome(plane: ControlPlane, run: Run, number: int, wait: float, response: Response) -> GenerationView:

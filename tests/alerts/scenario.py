@@ -25,6 +25,8 @@ SLOW, FAST = PATHS
 THROTTLED_BYTES_PER_SECOND = 2_000_000
 FREE_BYTES = 1 << 20
 ALERT_SECONDS = 60.0
+REST_SECONDS = 20.0
+FOLLOW_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class Case:
 def run(made: Stand, case: Case) -> Record:
     """Injects the fault and follows the runbook; AssertionError where an alert does not come or does not go."""
     firing = lambda: [a for a in made.firing(case.alert) if case.labels(a["labels"])]  # noqa: E731
-    until(lambda: not firing(), f"{case.alert} at rest before there is a fault", 20)
+    until(lambda: not firing(), f"{case.alert} at rest before there is a fault", REST_SECONDS)
     begin = time.monotonic()
     case.inject(made)
     (first, *_) = until(firing, f"{case.alert} firing", ALERT_SECONDS)
@@ -69,7 +71,7 @@ def run(made: Stand, case: Case) -> Record:
     values = {"RUN": RUN, "PORT": made.port, "STATE_DIR": str(made.state_dir), **case.values(made)}
     values |= {"CAUSE": first["labels"].get("cause", "")}
     begin = time.monotonic()
-    done = follow(case.alert, case.heading, values, made.env, made.base)
+    done = follow(case.alert, case.heading, values, made.env, made.base, FOLLOW_SECONDS)
     until(lambda: not firing(), f"{case.alert} resolved", ALERT_SECONDS)
     to_resolve = time.monotonic() - begin
     if tells:
@@ -118,7 +120,7 @@ def kill_training(made: Stand) -> None:
 
 def one_is_told(made: Stand) -> None:
     """That a rank is lost is no news where all are."""
-    until(lambda: made.alertmanager.states("TidegateAgentLost") == ["suppressed"], "the inhibition", 20)
+    until(lambda: made.alertmanager.states("TidegateAgentLost") == ["suppressed"], "the inhibition", REST_SECONDS)
 
 
 def kill_daemon(made: Stand) -> None:
@@ -157,6 +159,10 @@ CASES = (
 )
 
 
+SECONDS = 120.0 + len(CASES) * (4 * ALERT_SECONDS + 2 * REST_SECONDS + 2 * FOLLOW_SECONDS)
+"""More than all limits inside together, so that it is one of those that tells what is wrong."""
+
+
 def directories(made: Stand) -> str:
     """Of all paths, as the option of `tidegate doctor` takes them."""
     return " --path ".join(map(str, made.directories.values()))
@@ -167,7 +173,7 @@ def play(base: Path, cases: tuple[Case, ...] = CASES) -> list[dict[str, Any]]:
         return [asdict(run(made, case)) for case in cases]
 
 
-def in_namespaces(base: Path, seconds: float = 220) -> subprocess.CompletedProcess[str]:
+def in_namespaces(base: Path, seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
     """All of it in a process with mounts and processes of its own, which end with it."""
     own = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
     command = [*own, sys.executable, "-m", "tests.alerts.scenario", str(base)]

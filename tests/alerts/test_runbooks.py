@@ -11,6 +11,7 @@ import typer
 
 from tests.alerts.pages import HEADINGS, PLACEHOLDERS, RUNBOOKS, commands, filled, section
 from tests.alerts.test_rules import RULES, alerts
+from tests.services import ROOT
 from tidegate.catalogue import BY_NAME
 from tidegate.cli import app
 
@@ -36,6 +37,15 @@ def test_a_page_says_what_to_look_at_what_to_do_and_how_to_know(name: str) -> No
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_says_what_to_type(name: str) -> None:
     assert commands(name)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_services_of_systemd_are_ones_that_we_deploy(name: str) -> None:
+    units = {path.stem for path in (ROOT / "deploy" / "systemd").glob("*.service")}
+    for line in re.findall(r"\b(?:systemctl|journalctl) ([^`\n]*)", PAGES[name]):
+        named = {word.removesuffix(".service") for word in re.findall(r"\btidegate[\w.-]*", line)}
+        assert named, line
+        assert named <= units, line
 
 
 def all_commands() -> list[tuple[str, str]]:

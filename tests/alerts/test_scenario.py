@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.agent.tiers.faults import require_mounts
-from tests.alerts.scenario import CASES, in_namespaces
+from tests.alerts.scenario import CASES, SECONDS, in_namespaces
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(SECONDS + 20)
 def test_each_fault_raises_its_alert_and_its_runbook_mends_it(tmp_path: Path) -> None:
     require_mounts("losetup", "mkfs.ext4")
     done = in_namespaces(tmp_path)

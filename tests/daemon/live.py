@@ -184,6 +184,11 @@ class Agent:
             self.generation = directive.committed
             self.client.applied(self.id, Applied(generation=self.generation, step=self.step + 1))
 
+    def begin(self) -> Agent:
+        """Tells that it runs with generation 0 from its first step on."""
+        self.client.applied(self.id, Applied(generation=0, step=1))
+        return self
+
     def say(self, **more: Any) -> Lease:
         made = {"timestamp": time.time(), "step": self.step, "phase": "forward", "effective": {"stride": 3.0}}
         return self.client.report(self.id, AgentReport(**{**made, "generation": self.generation, **more}))

@@ -5,12 +5,17 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, wait_until
+from tidegate.daemon.control.plane import ControlPlane
+from tidegate.daemon.control.run import Clock
+from tidegate.daemon.store import Store
 from tidegate.errors import DaemonError, NotFound, RankTaken
+from tidegate.knobs import Knobs
 from tidegate.wire import AgentReport, Applied, PhaseRow, SpanRow, TimelineView, Vote
 
 
@@ -261,3 +266,29 @@ def test_the_audit_log_is_append_only(daemon: Daemon) -> None:
         with pytest.raises(sqlite3.IntegrityError, match="append-only"):
             connection.execute(statement)
     connection.close()
+
+
+@pytest.mark.parametrize("silent", [31.0, 12.0], ids=["lost before", "lost after"])
+def test_ranks_that_a_run_is_started_again_without_are_lost_no_longer(tmp_path: Path, silent: float) -> None:
+    """Three ranks die, one or two come back: by a clock of the test's."""
+    now = [1000.0]
+    clock, knobs = Clock(wall=lambda: now[0], mono=lambda: now[0]), Knobs(stride=2.0, static_ratio=0.0)
+    store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+    plane = ControlPlane(store, lease_seconds=10.0, clock=clock)
+    for rank in range(3):
+        plane.hello(hello("llama", rank, world_size=3, started_at=now[0]), knobs)
+    run = plane.roster.run("llama")
+    now[0] += silent
+    plane.tick()
+    again = hello("llama", 0, world_size=2, started_at=now[0])
+    plane.hello(again, knobs)
+    for _ in range(4):  # 32 s
+        now[0] += 8.0
+        plane.report(again.agent, AgentReport(timestamp=now[0], step=1, phase="x", generation=0, effective={}))
+        plane.tick()
+    assert plane.roster.states(run) == {0: "live", 1: "lost", 2: "finished"}, "rank 1 should be there"
+    (row,) = (row for row in store.audit("llama", 100) if row.action == "goodbye")
+    assert row.actor == "daemon"
+    assert row.reason == "Rank 2 is lost and the run goes on with 2 ranks."
+    assert ControlPlane(store, clock=clock).roster.states(run)[2] == "finished"
+    store.close()

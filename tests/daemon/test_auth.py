@@ -187,7 +187,7 @@ def test_nothing_secret_in_logs_or_metrics(tmp_path: Path) -> None:
             daemon.http("PATCH", "/v1/runs/x/knobs", who, content=secrets["operate"])
         shown = daemon.http("GET", "/metrics", None).text + daemon.http("GET", "/v1/openapi.json", "read").text
         _, _, printed = process.end(signal.SIGTERM)
-    assert "refused GET /v1/runs from 127.0.0.1: wrong-token" in printed
+    assert "refused GET '/v1/runs' from 127.0.0.1: wrong-token" in printed
     for secret in secrets.values():
         assert secret not in printed + shown
         assert digest_of(secret) not in printed + shown

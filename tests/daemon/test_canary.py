@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.daemon.live import Agent, Daemon, new_run, step_report, threaded, wait_until
+from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
 from tidegate.daemon.control.canary import Canary, Step, as_json, common_steps, from_json, judge, measure, rank_score
+from tidegate.daemon.control.plane import ControlPlane
+from tidegate.daemon.control.preview import preview
+from tidegate.daemon.control.run import Clock
+from tidegate.daemon.control.trials import Predicted
+from tidegate.daemon.store import Store
 from tidegate.errors import DaemonError, NotFound
-from tidegate.wire import StepReport
+from tidegate.knobs import Knobs
+from tidegate.wire import AgentReport, KnobPreview, StepReport, Vote
 from tidegate.wire_canary import CanaryRequest
 
 
@@ -119,7 +126,7 @@ ASK = CanaryRequest(steps=10)
 def on_trial(daemon: Daemon, ranks: int = 1, before: float = 1.0) -> list[Agent]:
     """Agents that run with generation 1, on trial."""
     run = new_run()
-    agents = [Agent(daemon, run, rank) for rank in range(ranks)]
+    agents = [Agent(daemon, run, rank).begin() for rank in range(ranks)]
     for agent in agents:
         agent.train(12, before)
     made = daemon.client().set_knobs(run, {"stride": 4}, canary=ASK, wait=0, reason="try it")
@@ -183,6 +190,40 @@ def test_a_rank_that_does_not_agree_to_go_back_is_asked_again(daemon: Daemon, mo
     assert client.generations(agent.message.run)[1].canary.state == "rolled_back"  # type: ignore[union-attr]
 
 
+def test_the_way_back_is_asked_for_once_in_five_seconds(tmp_path: Path) -> None:
+    """Of a rank that always refuses, by a clock of the test's."""
+    now = [1000.0]
+    store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+    plane = ControlPlane(store, clock=Clock(wall=lambda: now[0], mono=lambda: now[0]))
+    message = hello("llama")
+    plane.hello(message, Knobs(stride=2.0, static_ratio=0.0))
+    run = plane.roster.run("llama")
+
+    def say(generation: int, *numbers: int, seconds: float = 1.0) -> None:
+        made = tuple(step_report(n, seconds) for n in numbers)
+        plane.report(
+            message.agent,
+            AgentReport(
+                timestamp=now[0], step=max(numbers), phase="update", generation=generation, effective={}, steps=made
+            ),
+        )
+
+    plane.applied(message.agent, 0, 1)
+    say(0, *range(1, 13))
+    plane.patch(run, Knobs(stride=4.0, static_ratio=0.0), {"stride": 4.0}, "ada", "", (ASK, Predicted()))
+    plane.vote(message.agent, Vote(generation=1, can=True))
+    plane.applied(message.agent, 1, 13)
+    say(1, *range(13, 24), seconds=3.0)
+    for _ in range(90):  # 9 s
+        asked = run.control.pending
+        now[0] += 0.1
+        plane.tick()
+        if asked is not None:
+            plane.vote(message.agent, Vote(generation=asked.number, can=False, reason="not now"))
+    store.close()
+    assert [run.control.committed.number, run.control.newest] == [1, 3], "2 at once, 3 after 5 s"
+
+
 def test_at_once_on_request(daemon: Daemon) -> None:
     (agent,), client = on_trial(daemon), daemon.client()
     back = client.roll_back(agent.message.run, reason="it is 3 a.m.", wait=0)
@@ -206,14 +247,62 @@ def test_a_change_ends_the_trial(daemon: Daemon) -> None:
 
 def test_nothing_to_compare_with(daemon: Daemon) -> None:
     run, client = new_run(), daemon.client()
-    agent = Agent(daemon, run)
+    agent = Agent(daemon, run).begin()
     agent.train(4, 1.0)
-    with pytest.raises(DaemonError, match="Only 4 steps ran with generation 0, 5 are needed"):
+    with pytest.raises(DaemonError, match="Only 3 steps ran with generation 0, 5 are needed"):
         client.set_knobs(run, {"stride": 6}, canary=ASK)
     agent.client.goodbye(agent.id)
     with pytest.raises(DaemonError, match="No rank is running"):
         client.set_knobs(run, {"stride": 6}, canary=ASK)
     assert client.knobs(run).generation == 0
+
+
+def test_steps_that_ran_with_other_knobs_are_nothing_to_compare_with(daemon: Daemon) -> None:
+    """Generation 1 is committed, the rank has not taken it: what it ran was generation 0."""
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run).begin()
+    agent.train(12, 1.0)
+    client.set_knobs(run, {"stride": 4}, wait=0)
+    agent.vote(1)
+    assert client.knobs(run).pending is None
+    with pytest.raises(DaemonError, match="Only 0 steps ran with generation 1, 5 are needed"):
+        client.set_knobs(run, {"stride": 6}, canary=ASK)
+    agent.answer(wait=0)
+    agent.train(12, 1.0)
+    assert client.set_knobs(run, {"stride": 6}, canary=ASK, wait=0).canary is not None
+
+
+def test_all_ranks_have_the_knobs_that_are_compared_with(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    agents = [Agent(daemon, run, rank) for rank in range(2)]
+    agents[0].begin().train(12, 1.0)
+    with pytest.raises(DaemonError, match="Only 0 steps ran with generation 0"):
+        client.set_knobs(run, {"stride": 6}, canary=ASK)
+    agents[1].begin().train(12, 1.0)
+    assert client.set_knobs(run, {"stride": 6}, canary=ASK, wait=0).canary is not None
+
+
+def test_what_commits_during_the_prediction_stays(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change with a canary is predicted off the event loop: meanwhile the rank agrees to somebody's change."""
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run).begin()
+    agent.train(12, 1.0)
+    client.set_knobs(run, {"static_ratio": 0.5}, wait=0)
+    bases: list[float | int | str] = []
+
+    def slow(*given: Any, **more: Any) -> KnobPreview:
+        if not bases:
+            settle([agent])
+            agent.train(12, 1.0)
+        seen = preview(*given, **more)
+        bases.append(seen.before["static_ratio"])
+        return seen
+
+    monkeypatch.setattr("tidegate.daemon.routes.knobs.preview", slow)
+    made = client.set_knobs(run, {"stride": 4}, canary=ASK, wait=0)
+    assert (made.knobs["stride"], made.knobs["static_ratio"], bases) == (4.0, 0.5, [0.0, 0.5])
+    assert made.canary is not None
+    assert made.canary.base == 1
 
 
 def test_back_to_any_generation(daemon: Daemon) -> None:
@@ -244,6 +333,18 @@ def test_no_earlier_generation(daemon: Daemon) -> None:
     agent = Agent(daemon, new_run())
     with pytest.raises(DaemonError, match="has no earlier generation"):
         daemon.client().roll_back(agent.message.run)
+
+
+def test_a_trial_that_never_began_ends_with_the_daemon(tmp_path: Path) -> None:
+    with threaded(tmp_path, proposal_seconds=60.0) as daemon:
+        agent = Agent(daemon, new_run()).begin()
+        agent.train(12, 1.0)
+        made = daemon.client().set_knobs(agent.message.run, {"stride": 4}, canary=ASK, wait=0)
+        assert made.state == "proposed"
+    with threaded(tmp_path) as daemon:
+        made = daemon.client().generations(agent.message.run)[1]
+        assert made.canary is not None
+        assert (made.state, made.canary.state, made.canary.verdict) == ("aborted", "superseded", "It never ran.")
 
 
 def test_a_trial_outlives_the_daemon(tmp_path: Any) -> None:

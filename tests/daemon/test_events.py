@@ -51,6 +51,23 @@ def test_the_bytes_are_what_browsers_expect(daemon: Daemon) -> None:
     assert [line.partition(":")[0] for line in lines] == ["", "", "id", "event", "data"]
 
 
+def test_a_stream_ends_with_its_token(daemon: Daemon) -> None:
+    run, store = new_run(), daemon.app.state.plane.store
+    agent = Agent(daemon, run)
+    daemon.tokens["guest"] = token = store.tokens.issue("read", "guest")
+    (made,) = (known for known in store.tokens.all() if known.name == "guest")
+    wait_until(lambda: daemon.http("GET", "/v1/runs", "guest").status_code == 200, "the new token")
+    headers = {"Authorization": f"Bearer {token}"}
+    with daemon.client()._http.stream("GET", f"/v1/runs/{run}/events", headers=headers) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == ": welcome"
+        store.tokens.revoke(made.id)
+        wait_until(lambda: daemon.http("GET", "/v1/runs", "guest").status_code == 401, "the end of the token")
+        agent.say(step=1)
+        agent.say(step=2)
+        assert sum(line.startswith("event:") for line in lines) <= 2, "it ends"
+
+
 def test_no_such_run(daemon: Daemon) -> None:
     with pytest.raises(NotFound, match="There is no run"):
         next(daemon.client().events("nowhere"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.live import Daemon, hello, new_run
+from tests.daemon.live import Agent, Daemon, hello, new_run
 from tidegate.client import MAX_BODY_BYTES
 from tidegate.daemon.settings import Settings
 
@@ -18,10 +18,20 @@ def test_own_names(daemon: Daemon, host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.1:8790", ""])
-@pytest.mark.parametrize("path", ["/healthz", "/sd", "/v1/runs"])
+@pytest.mark.parametrize("path", ["/sd", "/v1/runs", "/v1/openapi.json", "/healthz/"])
 def test_other_names(daemon: Daemon, host: str, path: str) -> None:
     answer = daemon.http("GET", path, headers={"Host": host})
     assert (answer.status_code, answer.json()["type"]) == (400, "wrong-host")
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+def test_probes_and_scrapes_go_by_address(daemon: Daemon, path: str) -> None:
+    assert daemon.http("GET", path, None, headers={"Host": "10.0.0.1:8790"}).status_code == 200
+
+
+def test_a_path_cannot_forge_a_line_of_the_log(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    assert daemon.http("GET", "/v1/a%0Aforged", "alert").status_code == 403
+    assert r"'/v1/a\nforged'" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -45,6 +55,9 @@ def test_a_body_of_the_largest_size_is_read(daemon: Daemon) -> None:
     assert (answer.status_code, answer.json()["type"]) == (422, "invalid-message")
 
 
+SUBGROUPS = {"numel": 1, "count": 1, "weight_bytes": 2, "grad_bytes": 2, "state_bytes": 12}
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -52,6 +65,8 @@ def test_a_body_of_the_largest_size_is_read(daemon: Daemon) -> None:
         ({"rank": -1}, "body.rank"),
         ({"device_kind": "abacus"}, "body.device_kind"),
         ({"surprise": 1}, "body.surprise"),
+        ({"subgroups": [{**SUBGROUPS, "count": 100_001}]}, "body.subgroups.0.count"),
+        ({"subgroups": [{**SUBGROUPS, "count": 60_000}] * 2}, "body"),
     ],
 )
 def test_invalid_messages_name_the_field(daemon: Daemon, change: dict[str, Any], named: str) -> None:
@@ -61,6 +76,15 @@ def test_invalid_messages_name_the_field(daemon: Daemon, change: dict[str, Any],
     assert answer.headers["content-type"] == "application/problem+json"
     assert (answer.status_code, problem["status"], problem["type"]) == (422, 422, "invalid-message")
     assert [error["at"] for error in problem["errors"]] == [named]
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e999"])
+def test_knobs_are_finite(daemon: Daemon, number: str) -> None:
+    agent = Agent(daemon, new_run())
+    body = f'{{"timestamp": 1.0, "step": 1, "phase": "x", "generation": 0, "effective": {{"stride": {number}}}}}'
+    answer = daemon.http("POST", f"/v1/agents/{agent.id}/reports", "agent", content=body)
+    assert (answer.status_code, answer.json()["type"]) == (422, "invalid-message")
+    assert daemon.client().runs()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, wait_until
+from tidegate.daemon.control.preview import evidence
 from tidegate.errors import KnobError, NotFound, StaleKnobs
 from tidegate.wire import GenerationView, Rates, SubgroupSizes
 
@@ -255,6 +256,17 @@ def test_dry_run_changes_nothing_and_predicts(daemon: Daemon) -> None:
     assert client.knobs(run).generation == 0
     with pytest.raises(StaleKnobs):
         client.preview_knobs(run, {"stride": 2}, 5)
+
+
+def test_many_subgroups_are_not_counted_out_on_the_event_loop(daemon: Daemon) -> None:
+    """What asks for a prediction only refers to them; the thread that predicts makes each."""
+    run = new_run()
+    agent = Agent(daemon, run, 0, subgroups=SIZES, knobs={"stride": "off"})
+    agent.say(rates=RATES)
+    known = evidence(daemon.app.state.plane.roster.run(run))
+    assert known is not None
+    assert "rank" not in vars(known)
+    assert [subgroup.id for subgroup in known.rank.subgroups] == list(range(16))
 
 
 def test_a_rate_that_is_missing_is_no_error(daemon: Daemon) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from tests.daemon.live import ROOT, Agent, Daemon, threaded
 from tidegate.daemon.examples import EXAMPLES
+from tidegate.knobs import SPECS
 
 SNAPSHOT = ROOT / "docs" / "openapi.json"
 CONFIG = """
@@ -31,6 +33,23 @@ def test_the_description_is_the_committed_one(daemon: Daemon) -> None:
     kept = json.loads(SNAPSHOT.read_text())
     found["info"].pop("version"), kept["info"].pop("version")
     assert found == kept, "the API changed: python -m tidegate.daemon.openapi > docs/openapi.json"
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("tier_split", "nvme:2,pfs:1"),
+        ("tier_split", "nvme:0.5,pfs:1e-05"),
+        ("tier_split", "eq1"),
+        ("host_cache", "12GiB"),
+        ("host_cache", "1.5 MB"),
+    ],
+)
+def test_texts_that_a_knob_takes_are_described(knob: str, value: str) -> None:
+    SPECS[knob].parse(value)
+    described = json.loads(SNAPSHOT.read_text())["components"]["schemas"]["KnobPatch"]["properties"]["changes"]
+    kinds = described["properties"][knob]["anyOf"]
+    assert any(value in kind.get("enum", ()) or re.search(kind.get("pattern", "$^"), value) for kind in kinds)
 
 
 def test_every_operation_says_what_it_needs_and_how_it_fails(daemon: Daemon) -> None:

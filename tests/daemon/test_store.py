@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine
 
-from tests.daemon.live import Agent, Daemon, new_run
+from tests.daemon.live import ROOT, Agent, Daemon, new_run
 from tidegate.daemon.schema import Base
 from tidegate.daemon.store import Store
 from tidegate.errors import DaemonError
@@ -85,6 +89,25 @@ def test_a_database_of_before_alembic_is_brought_up_to_date(tmp_path: Path) -> N
         assert [made.knobs for made in store.generations("llama")] == [{"stride": 3}]
         assert [row.action for row in store.audit("llama", 10)] == ["lost"]
         store.close()
+
+
+@pytest.mark.parametrize(("first", "statement"), [("", "CREATE TABLE audit"), ("v1", "ALTER TABLE tokens")])
+def test_whatever_statement_it_is_killed_after_it_opens_again(tmp_path: Path, first: str, statement: str) -> None:
+    command = [sys.executable, "-m", "tests.daemon.killed", str(tmp_path), first]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert statement in done.stdout
+
+
+def test_two_that_open_a_new_database_at_once(tmp_path: Path) -> None:
+    url, together = f"sqlite:///{tmp_path / 'tidegate.db'}", threading.Barrier(4)
+
+    def start(_: int) -> None:
+        together.wait()
+        Store(url).close()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(start, range(4)))
 
 
 def test_the_audit_log_cannot_be_replaced(daemon: Daemon) -> None:

@@ -32,17 +32,27 @@ class Watcher(Agent):
         super().take(directive)  # type: ignore[arg-type]
 
 
+def stormy(won: list[GenerationView], made: list[GenerationView]) -> bool:
+    """Whether many came through and somebody was skipped."""
+    return len(won) > CLIENTS / 4 and any(generation.state == "superseded" for generation in made)
+
+
 def storm(daemon: Daemon, seconds: float) -> None:
     run, client = new_run(), daemon.client()
     agents = [Watcher(daemon, run, rank) for rank in range(2)]
     end = time.monotonic() + seconds
+    latest = end + 60  # a slow machine needs longer until it is a storm
     won: list[GenerationView] = []
+
+    def goes_on(mine: DaemonClient) -> bool:
+        now = time.monotonic()
+        return now < end or (now < latest and not stormy(won, mine.generations(run)))
 
     def patch(number: int) -> None:
         """Reads, changes, and does so again when somebody was faster."""
         made = random.Random(number)
         with DaemonClient(daemon.url, daemon.tokens["operate"], 30.0) as mine:
-            while time.monotonic() < end:
+            while goes_on(mine):
                 try:
                     stride = made.randrange(1, 1000)
                     won.append(mine.set_knobs(run, {"stride": stride}, reason=str(number), wait=made.choice((0, 0.2))))
@@ -56,13 +66,12 @@ def storm(daemon: Daemon, seconds: float) -> None:
 
     made = client.generations(run)
     numbers = Counter(generation.generation for generation in won)
-    assert len(won) > CLIENTS / 4
+    assert stormy(won, made)
     assert set(numbers.values()) == {1}, "two winners of one generation"
     assert sorted(numbers) == [generation.generation for generation in made[1:]] == list(range(1, len(made)))
     by_number = {generation.generation: generation for generation in won}
     assert all(g.changes == by_number[g.generation].changes for g in made[1:]), "what was acknowledged is what is kept"
     assert {g.state for g in made[1:-1]} <= {"superseded", "committed", "applied"}
-    assert any(g.state == "superseded" for g in made), "nobody was skipped: this was no storm"
     rows = audit(daemon, run)
     assert [row["id"] for row in rows] == sorted({row["id"] for row in rows})
     proposed = [row["generation"] for row in rows if row["action"] == "proposed"]

@@ -169,7 +169,7 @@ class Session:
             say(f"  storage    {name}: {path.settings.place}")
         if view is not None:
             say(f"  live view  {view}")
-        say(f"  REST docs  {url}/docs")
+        say(f"  REST docs  {url}/v1/openapi.json (with a token)")
         say(f"  metrics    http://{attachment.metrics_address}/metrics")
         say("  try        tidegate status    tidegate knobs set stride=3 static_ratio=0.25 tier_split=nvme:2,pfs:1\n")
 
