@@ -494,10 +494,7 @@ class StoragePath:
 
     def calibrate(self, nbytes: int) -> PathSpeeds:
         """How fast it writes and reads `nbytes` alone, a first estimate that live rates replace, and whether both ways
-        run at full speed at once. Takes space.
-
-        Of each way the second half counts: a path that has rested, or has a cache, serves its first bytes at once.
-        """
+        run at full speed at once. Takes space."""
         size = max(padded_bytes(nbytes), self.settings.block_bytes)
         name = str(self._scratch.directory / "calibration")
         memory, fd = aligned_buffer(size), self._open(name)
@@ -519,15 +516,7 @@ class StoragePath:
         )
 
     def _timed(self, moves: tuple[Operation, ...], fd: int, memory: NDArray[np.uint8]) -> float:
-        """Seconds in which `memory` moves each of these ways at once, whatever the file then holds, at the speed of its
-        second half."""
-        half = padded_bytes(len(memory) // 2)
-        if half < len(memory):
-            self._moved_once(moves, fd, memory[:half])
-        rest = memory[half:] if half < len(memory) else memory
-        return self._moved_once(moves, fd, rest) * len(memory) / len(rest)
-
-    def _moved_once(self, moves: tuple[Operation, ...], fd: int, memory: NDArray[np.uint8]) -> float:
+        """Seconds until all of `memory` has moved each of these ways at once, whatever the file then holds."""
         tickets: list[IoTicket] = [
             getattr(self._pools[move], move)(fd, memory.ctypes.data, len(memory), 0, self.settings.block_bytes)
             for move in moves

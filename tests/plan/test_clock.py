@@ -11,11 +11,11 @@ from tidegate.plan.split import PathSpeeds
 DISK = PathSpeeds(read_bytes_per_second=400.0, write_bytes_per_second=100.0)
 
 
-def test_a_shared_device_is_read_and_written_in_turns() -> None:
+def test_both_ways_go_at_the_pace_of_whole_subgroups() -> None:
     fetch, flush = (Op(0, kind, 0, 800, 0, path="disk") for kind in (OpKind.FETCH, OpKind.FLUSH))
     shared, duplex = PathClock({"disk": DISK}), PathClock({"disk": replace(DISK, duplex=True)})
-    assert (shared.seconds(fetch), shared.seconds(flush)) == (4.0, 16.0)
-    assert (duplex.seconds(fetch), duplex.seconds(flush)) == (2.0, 8.0)
+    assert shared.seconds(fetch) == shared.seconds(flush) == 10.0, "read and written in turns"
+    assert duplex.seconds(fetch) == duplex.seconds(flush) == 8.0, "the slower way decides"
 
 
 def test_what_is_not_measured_is_typical() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tidegate.plan.ops import Op, OpKind
+from tidegate.plan.ops import Op
 from tidegate.plan.schedule import TypicalClock
 from tidegate.plan.split import PathSpeeds
 
@@ -12,7 +12,9 @@ from tidegate.plan.split import PathSpeeds
 class PathClock(TypicalClock):
     """Typical times of copies and updates, and of paths those that were measured: to order ops, nothing else.
 
-    While a step is under way a path is read and written at once: where these share the device, each has half of it.
+    While a step is under way a path is read and written at once, and its host slots tie both together: no more is
+    read than has been written. So both ways go at the pace of one subgroup after the other, whichever is the slower.
+    What was measured of the faster one, with rests in between, comes from credit or a cache and would not last.
     """
 
     def __init__(self, speeds: Mapping[str, PathSpeeds]) -> None:
@@ -21,7 +23,4 @@ class PathClock(TypicalClock):
     def seconds(self, op: Op, /) -> float:
         if op.path is None or op.path not in self._speeds:
             return super().seconds(op)
-        speeds = self._speeds[op.path]
-        fetches = op.kind is OpKind.FETCH
-        alone = op.nbytes / (speeds.read_bytes_per_second if fetches else speeds.write_bytes_per_second)
-        return alone if speeds.duplex else 2 * alone
+        return op.nbytes * self._speeds[op.path].seconds_per_byte
