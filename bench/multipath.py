@@ -7,9 +7,9 @@ with as many in flight. Needs root, loop devices, that controller and fio; says 
 
 `aggregate_share`: what an update moves a second on all paths, by the sum of these rates. `split_off_by`: subgroups by
 which the split differs from that with the shortest makespan by fio's rates. Then the fastest path is slowed down to a
-quarter while training goes on. `steps_to_adapt`: steps until an update takes no more than 1.1 times what the new best
-split takes at fio's new rates, and so do all after it; `slowed_step_ratio`: what it takes from then on, by that;
-`split_off_by` there: by how many subgroups the last split differs from that one.
+quarter while training goes on. `steps_to_adapt`: the first step whose update takes no more than 1.1 times what the new
+best split takes at fio's new rates; `slowed_step_ratio`: what updates take from then on, by that, and the longest of
+them; `split_off_by` there: by how many subgroups the last split differs from that one.
 
 The device is emulated and nothing is claimed about a GPU.
 """
@@ -97,12 +97,12 @@ def slowed(side: Side, rates: dict[str, float], subgroups: int, subgroup_bytes: 
     best_seconds = makespan_seconds(best, speeds, subgroup_bytes)
     done = [side.step() for _ in range(steps)]
     ratios = [step["seconds_in_step"] / best_seconds for step in done]
-    late = [i for i, ratio in enumerate(ratios, start=1) if ratio > NEAR]
-    adapted = late[-1] + 1 if late else 1
-    after = ratios[adapted - 1 :]
+    near = next((i for i, ratio in enumerate(ratios) if ratio <= NEAR), None)
+    after = ratios[near:] if near is not None else []
     return {
-        "steps_to_adapt": adapted if after else None,
+        "steps_to_adapt": near + 1 if near is not None else None,
         "slowed_step_ratio": round(statistics.median(after), 3) if after else None,
+        "slowed_step_ratio_longest": round(max(after), 3) if after else None,
         "split": done[-1]["split"],
         "split_off_by": off_by(done[-1]["split"], best),
         "best_split": best,
