@@ -13,6 +13,7 @@
 
 #include "checksum.h"
 #include "direct_io.h"
+#include "gil.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -44,7 +45,7 @@ class BoundPool {
   }
 
   void close() {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     pool_.close();
   }
 
@@ -56,7 +57,7 @@ class BoundPool {
 };
 
 bool py_wait(const IoTicket& ticket, std::optional<double> timeout) {
-  const nb::gil_scoped_release released;
+  const GilReleased released;
   return ticket.wait(timeout.value_or(std::numeric_limits<double>::infinity()));
 }
 
@@ -64,7 +65,7 @@ uint32_t py_crc32c(uintptr_t address, int64_t nbytes, uint32_t seed) {
   const size_t size = size_of(nbytes, "nbytes");
   if (size == 0) return seed;
   if (address == 0) throw std::invalid_argument("address is 0, must be that of nbytes bytes");
-  const nb::gil_scoped_release released;
+  const GilReleased released;
   return crc32c(reinterpret_cast<const void*>(address), size, seed);
 }
 

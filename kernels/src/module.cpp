@@ -10,6 +10,7 @@
 
 #include "bind_io.h"
 #include "dispatch.h"
+#include "gil.h"
 #include "kernels.h"
 
 namespace nb = nanobind;
@@ -64,21 +65,21 @@ void py_adamw_update(ThreadPool& pool, size_t numel, uintptr_t weight, int weigh
   const Call call = call_of(numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype);
   const Scalars scalars{grad_scale,      l2,        decay, one_minus_beta1, beta2,
                         one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps};
-  const nb::gil_scoped_release released;
+  const GilReleased released;
   adamw_update(pool, call.arrays, call.format, call.dtype, scalars);
 }
 
 void py_stream_like(ThreadPool& pool, size_t numel, uintptr_t weight, int weight_format, uintptr_t aux,
                     uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype) {
   const Call call = call_of(numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype);
-  const nb::gil_scoped_release released;
+  const GilReleased released;
   stream_like(pool, call.arrays, call.format, call.dtype);
 }
 
 std::pair<double, int64_t> py_sum_of_squares(ThreadPool& pool, uintptr_t address, size_t numel, int dtype) {
   checked(dtype, 3, "dtype");
   const void* elements = numel == 0 ? nullptr : at(address, kGradBytes[dtype], "address");
-  const nb::gil_scoped_release released;
+  const GilReleased released;
   const NormParts parts = sum_of_squares(pool, elements, numel, GradDtype(dtype));
   return {parts.sum, parts.nonfinite};
 }
@@ -89,7 +90,7 @@ void py_accumulate(ThreadPool& pool, uintptr_t sums, int sum_dtype, uintptr_t ad
   if (numel == 0) return;
   void* into = at(sums, kGradBytes[sum_dtype], "sums");
   const void* elements = at(address, kGradBytes[dtype], "address");
-  const nb::gil_scoped_release released;
+  const GilReleased released;
   accumulate(pool, into, GradDtype(sum_dtype), elements, GradDtype(dtype), numel);
 }
 
@@ -97,7 +98,7 @@ void py_copy(uintptr_t dst, uintptr_t src, size_t nbytes) {
   if (nbytes == 0) return;
   void* to = at(dst, 1, "dst");
   const void* from = at(src, 1, "src");
-  const nb::gil_scoped_release released;
+  const GilReleased released;
   std::memcpy(to, from, nbytes);
 }
 
@@ -105,7 +106,7 @@ void py_fill(uintptr_t dst, int byte, size_t nbytes) {
   checked(byte, 256, "byte");
   if (nbytes == 0) return;
   void* to = at(dst, 1, "dst");
-  const nb::gil_scoped_release released;
+  const GilReleased released;
   std::memset(to, byte, nbytes);
 }
 
@@ -117,7 +118,7 @@ NB_MODULE(_native, m) {
   nb::class_<ThreadPool>(m, "ThreadPool")
       .def(nb::init<int, const std::vector<int>&>(), arg("num_threads"), arg("cpus"))
       .def_prop_ro("num_threads", &ThreadPool::num_threads)
-      .def("close", &ThreadPool::close, nb::call_guard<nb::gil_scoped_release>());
+      .def("close", &ThreadPool::close, nb::call_guard<GilReleased>());
   m.attr("SOURCES") = TIDEGATE_SOURCES;
   m.def("adamw_update", &py_adamw_update);
   m.def("stream_like", &py_stream_like);
