@@ -7,6 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from bench.gpu.iterations import SIDES, speedups
+from bench.gpu.trace import summary
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,18 +23,39 @@ def gpu_sh(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_stage_runs_and_none_runs_twice(tmp_path: Path) -> None:
-    done = gpu_sh("--dry", "--out", str(tmp_path))
+    # The other two shapes are the same code.
+    stages = ["links", "tests", "parity", "updates", "trace", "watching", "iterations-1b", "sweeps", "tiers"]
+    done = gpu_sh("--dry", "--out", str(tmp_path), *stages)
     assert done.returncode == 0, done.stderr
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert set(found) == {"links", "tests", "parity", "updates"}
+    assert set(found) == set(stages)
     assert all(result["dry"] for result in found.values())
     assert found["tests"]["counts"]["tests"] > 50
     assert found["parity"]["weights_unlike_the_oracle"] == 0
     assert found["parity"]["largest_relative_difference_of_losses"] < 1e-4
     assert {row["stride"] for row in found["updates"]["settings"]} >= {"off", 3.0, 6.0}
     assert all(0 < row["share_of_bound"] < 1 for row in found["updates"]["settings"])
-    again = gpu_sh("--dry", "--out", str(tmp_path))
-    assert again.stdout.count("done already") == 4
+    assert found["trace"]["ours"]["busy_seconds"].keys() == {"h2d", "d2h", "cpu", "device"}
+    assert found["watching"]["overhead_ratio"] > 0
+    rounds = found["iterations-1b"]["rounds"]
+    assert "not_measured" not in rounds["tidegate"][0] | rounds["tidegate_overlap"][0]
+    assert "torchao" in rounds["torchao"][0]["not_measured"]
+    for row in (*found["sweeps"]["rows"], *found["tiers"]["rows"].values()):
+        assert row["iteration_seconds"]["median"] > 0, row
+    again = gpu_sh("--dry", "--out", str(tmp_path), *stages)
+    assert again.stdout.count("done already") == len(stages)
+
+
+def test_speedups_are_of_medians_and_of_sides_that_were_measured() -> None:
+    row = lambda seconds: {"iteration_seconds": {"median": seconds}, "update_seconds": {"median": seconds / 2}}  # noqa: E731
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name, _, _ in SIDES}
+    rows |= {"tidegate": [row(1.0), row(2.0)], "zero3_cpu": [row(6.0)], "torchao": [{"not_measured": "absent"}]}
+    assert speedups(rows) == {"zero3_cpu": {"iteration_seconds": 4.0, "update_seconds": 4.0}}
+
+
+def test_overlap_is_of_the_shorter_kind() -> None:
+    found = summary({"h2d": [(0, 2), (1, 3)], "d2h": [(2, 3), (5, 6)], "cpu": []})
+    assert found == {"busy_seconds": {"h2d": 3, "d2h": 2}, "overlap": {"h2d+d2h": 0.5}}
 
 
 def test_a_stage_that_fails_leaves_no_result(tmp_path: Path) -> None:

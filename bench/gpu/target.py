@@ -24,6 +24,8 @@ class Target:
 
     dry: bool
     results: Path
+    shape: str = "1b"
+    """Of the models that iterations are measured with: see `bench.gpu.shapes`."""
 
     @property
     def device(self) -> torch.device:
@@ -49,10 +51,11 @@ def run_stage(stage: Callable[[Target], dict[str, Any]]) -> None:
     parser = argparse.ArgumentParser(description=sys.modules[stage.__module__].__doc__)
     parser.add_argument("--dry", action="store_true", help="toy size, emulated device")
     parser.add_argument("--results", type=Path, required=True, help="folder of the stages' results")
+    parser.add_argument("--shape", default="1b", help="of the model, for `iterations`")
     args = parser.parse_args()
     if not args.dry and not torch.cuda.is_available():
         parser.error("no CUDA device is visible to torch; --dry runs on the emulated device")
-    print(json.dumps({"dry": args.dry, **stage(Target(args.dry, args.results))}, indent=1))
+    print(json.dumps({"dry": args.dry, **stage(Target(args.dry, args.results, args.shape))}, indent=1))
 
 
 def spread(values: list[float]) -> dict[str, float]:

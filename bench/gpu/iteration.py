@@ -1,0 +1,119 @@
+"""One side's iterations, measured in this process: JSON on the last line of stdout. Stages run it many times.
+
+    python -m bench.gpu.iteration '{"side": "tidegate", "shape": "1b", "dry": false}' --steps 6
+
+`iteration_seconds` are of blocks of iterations with nothing between them; phases are of iterations in which the GPU is
+waited for at each boundary, which hinders what overlaps them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from bench.gpu.shapes import SHAPES
+from bench.gpu.sides import Ask, Training, build, cap_memory
+from bench.gpu.target import Target, spread
+
+WARM_UP = 3
+BLOCK = 2
+
+
+def measure(ask: Ask, steps: int, seconds: float) -> dict[str, Any]:
+    """At least one block and one iteration with phases; `steps` of each if they fit in `seconds`."""
+    cap = cap_memory(ask)
+    training = build(ask)
+    finish = (lambda: None) if ask.dry else torch.cuda.synchronize
+    for _ in range(WARM_UP):
+        training.iteration()
+    finish()
+    if not ask.dry:
+        torch.cuda.reset_peak_memory_stats()
+    blocks, phases = [], []
+    end = time.monotonic() + seconds
+    while len(blocks) * BLOCK < steps and (not blocks or time.monotonic() < end):
+        start = time.monotonic()
+        for _ in range(BLOCK):
+            training.iteration()
+        finish()
+        blocks.append((time.monotonic() - start) / BLOCK)
+    while len(phases) < max(1, steps // 2) and (not phases or time.monotonic() < end):
+        phases.append(_phases(training, finish))
+    known = training.peak_device_bytes
+    peak = known() if known is not None else 0 if ask.dry else torch.cuda.max_memory_allocated()
+    result = {
+        "side": ask.side,
+        "numel": sum(getattr(p, "ds_numel", p.numel()) for p in training.model.parameters()),
+        "iteration_seconds": spread(blocks),
+        **{f"{name}_seconds": spread([row[i] for row in phases]) for i, name in enumerate(PHASES)},
+        "peak_device_bytes": peak,
+        "device_bytes_allowed": cap,
+        "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        **{name: note() if callable(note) else note for name, note in training.notes.items()},
+    }
+    training.close()
+    return result
+
+
+PHASES = ("forward", "backward", "update")
+
+
+def _phases(training: Training, finish: Any) -> list[float]:
+    times = [time.monotonic()]
+    loss = training.forward()
+    for act in (lambda: None, lambda: training.backward(loss), training.update):
+        act()
+        finish()
+        times.append(time.monotonic())
+    return [after - before for before, after in pairwise(times)]
+
+
+def run_side(
+    target: Target, side: str, shape: str, *, steps: int = 6, seconds: float = 60.0, limit: float = 240.0, **more: Any
+) -> dict[str, Any]:
+    """Its result from a process of its own; {"side", "not_measured": why} where it cannot run or takes too long."""
+    ask = {"side": side, "shape": "toy" if target.dry else shape, "dry": target.dry, **more}
+    command = [sys.executable, "-m", "bench.gpu.iteration", json.dumps(ask), "--steps", str(steps)]
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    if target.dry:
+        environment["DS_ACCELERATOR"] = "cpu"
+    try:
+        done = subprocess.run(
+            [*command, "--seconds", str(seconds)], env=environment, capture_output=True, text=True, timeout=limit,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"side": side, "not_measured": f"not done after {limit:.0f} s"}
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode == 0:
+        with contextlib.suppress(ValueError):
+            return dict(json.loads(last))
+    why = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
+    return {"side": side, "not_measured": why[:500]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ask", help="what to train, as JSON")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    args = parser.parse_args()
+    asked = json.loads(args.ask)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed writes there, too
+        result = measure(Ask(**{**asked, "shape": SHAPES[asked["shape"]]}), args.steps, args.seconds)
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # DeepSpeed's own shutdown waits for collectives
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Whole iterations of one shape with each side in turn, twice around if time allows: state in host memory, one GPU.
+
+`speedup`: iteration time of DeepSpeed's ZeRO-3 with CPU offload, of TwinFlow at the same static ratio, … by ours.
+`all_cpu` is ours without interleaving: what asynchronous gradient copies and the faster CPU kernel give alone.
+`resident` has all state on the GPU, without the memory limit of the others: no offload is faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from bench.gpu.iteration import run_side
+from bench.gpu.target import Target, run_stage
+
+STATIC_RATIO = 0.2
+ROUNDS = 2
+STAGE_SECONDS = 430.0
+SIDE_SECONDS = {"1b": 60.0, "3b": 100.0, "7b": 200.0}
+SIDES: list[tuple[str, str, dict[str, Any]]] = [
+    ("tidegate", "tidegate", {}),
+    ("zero3_cpu", "zero3_cpu", {}),
+    ("tidegate_static", "tidegate", {"static_ratio": STATIC_RATIO}),
+    ("twinflow_static", "twinflow", {"static_ratio": STATIC_RATIO}),
+    ("tidegate_overlap", "tidegate_overlap", {}),
+    ("all_cpu", "all_cpu", {}),
+    ("superoffload", "superoffload", {}),
+    ("torchao", "torchao", {}),
+    ("resident", "resident", {}),
+]
+DRY_SIDES = ("tidegate", "tidegate_overlap", "torchao")
+"""With --dry: ours, and one that is seldom installed. DeepSpeed would compile its kernels first."""
+AGAINST = {"zero3_cpu": "tidegate", "twinflow_static": "tidegate_static", "superoffload": "tidegate",
+           "torchao": "tidegate", "all_cpu": "tidegate", "resident": "tidegate"}  # fmt: skip
+
+
+def stage(target: Target) -> dict[str, Any]:
+    shape, end = target.shape, time.monotonic() + STAGE_SECONDS
+    sides = SIDES if not target.dry else [one for one in SIDES if one[0] in DRY_SIDES]
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name, _, _ in SIDES}
+    for turn in range(target.sized(ROUNDS, 1)):
+        for name, side, settings in sides:
+            left = end - time.monotonic()
+            if turn and (left < SIDE_SECONDS[shape] or "not_measured" in rows[name][0]):
+                continue
+            steps, seconds = target.sized(6, 2), target.sized(12, 2)
+            limit = min(SIDE_SECONDS[shape], max(1.0, left))
+            rows[name].append(run_side(target, side, shape, steps=steps, seconds=seconds, limit=limit, **settings))
+    return {"shape": shape, "static_ratio": STATIC_RATIO, "rounds": rows, "speedup": speedups(rows)}
+
+
+def speedups(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Of iteration and update: the other's median time by ours, of those that both were measured."""
+    found: dict[str, dict[str, float]] = {}
+    for other, ours in AGAINST.items():
+        theirs, own = _measured(rows[other]), _measured(rows[ours])
+        if theirs and own:
+            found[other] = {
+                what: _median(theirs, what) / _median(own, what) for what in ("iteration_seconds", "update_seconds")
+            }
+    return found
+
+
+def _measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if "not_measured" not in row]
+
+
+def _median(rows: list[dict[str, Any]], what: str) -> float:
+    return statistics.median(row[what]["median"] for row in rows)
+
+
+if __name__ == "__main__":
+    run_stage(stage)

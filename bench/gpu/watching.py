@@ -1,0 +1,76 @@
+"""What watching costs: iterations with and without the agent, in turn in one process; NVML's bytes beside ours.
+
+Attached are recorder, exporter, NVML sampler and hooks; one scrape ends each block. The stride is pinned.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import urllib.request
+from itertools import pairwise
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+import tidegate
+from bench.gpu.shapes import SHAPES
+from bench.gpu.sides import Ask, build, cap_memory
+from bench.gpu.target import Target, run_stage
+
+BLOCK = 4
+TARGET = 0.005
+
+
+def stage(target: Target) -> dict[str, Any]:
+    ask = Ask(side="tidegate", shape=SHAPES["toy" if target.dry else "1b"], dry=target.dry, stride=2.0)
+    cap_memory(ask)
+    training = build(ask)
+    training.attachment.close()
+    blocks: dict[bool, list[float]] = {False: [], True: []}
+    costs, attached_seconds = 0.0, 0.0
+    gpu: dict[str, float] = {}
+    for _ in range(2):
+        training.iteration()
+    for watched in (False, True, True, False) * target.sized(6, 1):
+        attachment = tidegate.attach(training.optimizer, training.model, run="bench-watching") if watched else None
+        began = time.monotonic()
+        training.iteration()
+        target.finish_enqueued()
+        times = [time.monotonic()]
+        for _ in range(BLOCK):
+            training.iteration()
+            target.finish_enqueued()
+            times.append(time.monotonic())
+        blocks[watched] += [after - before for before, after in pairwise(times)]
+        if attachment is not None:
+            gpu |= of_gpu(attachment.metrics_address)
+            costs += attachment.overhead_seconds
+            attached_seconds += time.monotonic() - began
+            attachment.close()
+    training.close()
+    with_it, without = (statistics.median(blocks[watched]) for watched in (True, False))
+    return {
+        "step_seconds": without,
+        "paired_ratio": with_it / without - 1,
+        "overhead_ratio": costs / attached_seconds,
+        "target": TARGET,
+        "nvml": gpu,
+    }
+
+
+def of_gpu(address: str) -> dict[str, float]:
+    """What /metrics says of NVML's figures, and of the bytes that we counted."""
+    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    wanted = ("tidegate_gpu_", "tidegate_link_bytes")
+    return {
+        sample.name + "".join(f" {name}={value}" for name, value in sample.labels.items()): sample.value
+        for family in families
+        if family.name.startswith(wanted)
+        for sample in family.samples
+    }
+
+
+if __name__ == "__main__":
+    run_stage(stage)
