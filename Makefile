@@ -12,6 +12,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/src/*)
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+JOBS ?= 2
 
 .PHONY: help
 help: ## show this list
@@ -44,8 +45,8 @@ demo: $(VENV)/demo ## train a small model on this machine and watch it (DEMO_ARG
 	$(BIN)/tidegate demo $(DEMO_ARGS)
 
 .PHONY: test
-test: $(VENV)/test system ## run the tests (PYTEST_ARGS=...)
-	$(BIN)/pytest $(PYTEST_ARGS)
+test: $(VENV)/test system ## run the tests, two files at a time (PYTEST_ARGS=... JOBS=...)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: check
 check: $(VENV)/test ## lint, format, types and import contracts

@@ -22,6 +22,8 @@ from tidegate.client import DaemonClient
 
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
+PATIENCE = 4
+"""How much slower than usual a machine may be before a wait fails. It costs nothing where what is awaited comes."""
 
 
 def free_port() -> int:
@@ -33,12 +35,12 @@ def free_port() -> int:
 
 def until(found: Callable[[], T], what: str, seconds: float = 30.0) -> T:
     """Asks again and again until the answer is true, and gives it; fails naming `what` after a deadline."""
-    deadline, pause = time.monotonic() + seconds, threading.Event()
+    deadline, pause = time.monotonic() + PATIENCE * seconds, threading.Event()
     while True:
         answer = found()
         if answer:
             return answer
-        assert time.monotonic() < deadline, f"never came within {seconds:.0f} s: {what}"
+        assert time.monotonic() < deadline, f"never came within {PATIENCE * seconds:.0f} s: {what}"
         pause.wait(0.05)
 
 
@@ -84,8 +86,8 @@ class DaemonProcess:
 @contextlib.contextmanager
 def daemon_process(state: Path, *program: str) -> Iterator[DaemonProcess]:
     daemon = DaemonProcess(free_port(), state, program or DaemonProcess.program)
-    daemon.start()
     try:
+        daemon.start()
         yield daemon
     finally:
         daemon.kill()

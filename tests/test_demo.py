@@ -96,7 +96,7 @@ def started(tmp_path: Path) -> Iterator[list[Demo]]:
             demo.process.wait()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_the_demo_trains_shows_itself_and_takes_knobs(tmp_path: Path, ports: list[str], started: list[Demo]) -> None:
     demo = Demo(tmp_path, ["demo", "--steps", "120", "--run", "first", *ports])
     started.append(demo)

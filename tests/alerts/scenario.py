@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.alerts.pages import follow
 from tests.alerts.stand import BLKIO, PATHS, RUN, Stand, stand
-from tests.services import ROOT, until
+from tests.services import PATIENCE, ROOT, until
 
 SLOW, FAST = PATHS
 THROTTLED_BYTES_PER_SECOND = 2_000_000
@@ -159,7 +159,7 @@ CASES = (
 )
 
 
-SECONDS = 120.0 + len(CASES) * (4 * ALERT_SECONDS + 2 * REST_SECONDS + 2 * FOLLOW_SECONDS)
+SECONDS = PATIENCE * (120.0 + len(CASES) * (4 * ALERT_SECONDS + 2 * REST_SECONDS + 2 * FOLLOW_SECONDS))
 """More than all limits inside together, so that it is one of those that tells what is wrong."""
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from tests.services import PATIENCE
 from tidegate.client import SCOPES, DaemonClient
 from tidegate.daemon.app import create_app
 from tidegate.daemon.main import make_server
@@ -31,7 +32,7 @@ BARE = httpx.Client(trust_env=False, timeout=10.0, limits=httpx.Limits(max_keepa
 
 def wait_until(true: Callable[[], Any], what: str, seconds: float = 10.0) -> Any:
     """What `true()` gives once it is true; fails naming `what` after the deadline."""
-    deadline, pause = time.monotonic() + seconds, threading.Event()
+    deadline, pause = time.monotonic() + PATIENCE * seconds, threading.Event()
     while not (found := true()):
         assert time.monotonic() < deadline, f"never came: {what}"
         pause.wait(0.01)
@@ -131,7 +132,7 @@ class Process:
         assert self.process is not None
         begin = time.monotonic()
         self.process.send_signal(signal)
-        text, _ = self.process.communicate(timeout=20)
+        text, _ = self.process.communicate(timeout=PATIENCE * 20)
         return self.process.returncode, time.monotonic() - begin, text
 
     def __enter__(self) -> Process:

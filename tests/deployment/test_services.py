@@ -68,7 +68,7 @@ def up(engine: Engine) -> dict[str, bool]:
     return {target["labels"]["instance"]: target["health"] == "up" for target in targets}
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 def test_prometheus_sees_all_targets_up_and_the_demo_runs_through(running: Engine) -> None:
     trainer = running.containers["trainer"]
     until(lambda: was_up(running) and up(running)["daemon:8790"], "all targets up", 90)
@@ -80,13 +80,13 @@ def test_prometheus_sees_all_targets_up_and_the_demo_runs_through(running: Engin
     until(lambda: up(running) == {"daemon:8790": True}, "the rank that said goodbye to be gone", 60)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_all_that_stay_are_healthy_by_their_own_checks(running: Engine) -> None:
     stay = {name: c.healthy() for name, c in running.containers.items() if c.service.raw["restart"] != "no"}
     assert stay == dict.fromkeys(("daemon", "dashboard", "alertmanager", "prometheus"), True)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_published_ports_are_listened_on_where_others_reach_them(running: Engine) -> None:
     for name, container in running.containers.items():
         for _, port in container.service.published:
@@ -95,7 +95,7 @@ def test_published_ports_are_listened_on_where_others_reach_them(running: Engine
             until(lambda by=by, url=f"http://{name}:{port}{path}": get(running, by, url), f"{name}:{port}", 30)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_prometheus_has_the_rules_and_found_alertmanager(running: Engine) -> None:
     def ask(what: str) -> Any:
         return json.loads(get(running, "alertmanager", f"http://prometheus:9090/api/v1/{what}"))["data"]
@@ -107,7 +107,7 @@ def test_prometheus_has_the_rules_and_found_alertmanager(running: Engine) -> Non
     assert [manager["url"] for manager in managers] == ["http://alertmanager:9093/api/v2/alerts"]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_tokens_are_the_mounted_ones_and_each_service_has_only_its_own(running: Engine) -> None:
     daemon, dashboard = running.containers["daemon"], running.containers["dashboard"]
     assert not list((running.folder / "volumes" / "daemon-state").glob("*.token"))
@@ -116,13 +116,13 @@ def test_tokens_are_the_mounted_ones_and_each_service_has_only_its_own(running: 
     assert daemon.run("cat", "/run/secrets/agent.token").returncode == 0
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_what_alertmanager_tells_the_daemon_arrives(running: Engine) -> None:
     accepted = 'sum(tidegate_requests_total{route="/v1/alerts",status="2xx"})'
     until(lambda: query(running, accepted), "the daemon to be told", 60)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_nobody_is_root_and_the_files_cannot_be_written(running: Engine) -> None:
     for name, container in running.containers.items():
         if container.process is None or container.process.poll() is not None:

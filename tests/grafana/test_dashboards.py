@@ -269,13 +269,13 @@ def panel_faults(prom: Prometheus, name: str, panel: dict[str, Any]) -> list[str
     ]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "panel"), DATA_PANELS)
 def test_every_panel_shows_data(prom: Prometheus, name: str, panel: dict[str, Any]) -> None:
     assert panel_faults(prom, name, panel) == []
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_every_variable_has_values_and_every_annotation_happened(prom: Prometheus, name: str) -> None:
     chosen = values(prom, name)
@@ -295,7 +295,7 @@ def test_the_mark_of_a_generation_has_its_number(prom: Prometheus) -> None:
     assert len(rows[0]["values"]) <= 3, "it is a moment, not the time in which the generation is in force"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", RULES, ids=lambda path: str(path.stem))
 def test_every_rule_speaks_of_what_there_is(prom: Prometheus, path: Path) -> None:
     for rule in (rule for group in yaml.safe_load(path.read_text())["groups"] for rule in group["rules"]):
@@ -317,7 +317,7 @@ def _suffixes(kind: str) -> tuple[str, ...]:
     return ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("before", "after", "fault"),
     [

@@ -90,9 +90,9 @@ def test_eight_processes_take_equal_turns_one_at_a_time(folder: Path) -> None:
     assert most_at_once(turns) == 1
     shares = [sum(who == me for who, *_ in turns) for me in range(8)]
     assert max(shares) <= 2 * min(shares)
-    # In line: while one waits, the seven others pass about once each.
+    # In line: while one waits, the seven others pass about once each; many more if nobody stood in line.
     passed = [sum(asked < came < mine for _, _, came, _ in turns) for _, asked, mine, _ in turns]
-    assert sorted(passed)[len(passed) * 99 // 100] <= 2 * 8
+    assert sorted(passed)[len(passed) * 99 // 100] <= 4 * 8
 
 
 @pytest.mark.parametrize("slots", [2, 3])
