@@ -17,7 +17,12 @@ from tidegate.model.what_if import predicted_seconds
 from tidegate.plan.effective import Effective
 from tidegate.plan.ops import Subgroup
 
-CANDIDATE_STRIDES: Final[tuple[float, ...]] = (1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16)
+START_STRIDE: Final = 2.0
+"""What `auto` begins with, before rates are measured: the papers' choice."""
+CANDIDATE_STRIDES: Final[tuple[float, ...]] = (
+    1, 1.125, 1.25, 1.375, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 12, 16,
+)  # fmt: skip
+"""Device shares that differ by 0.13 at most, from 1/3 up by 0.07 on the mean: half a stride may be 13 % of an update."""
 _ROUNDING: Final = 1 + 1e-8
 """Sums of the same durations in another order differ by less."""
 
