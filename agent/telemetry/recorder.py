@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry import figures
+from tidegate.agent.telemetry.expected import Expected
 from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.agent.telemetry.meter import Labels, Meter
 from tidegate.agent.telemetry.paths import PathWatch
@@ -84,6 +85,7 @@ class Recorder:
         self._noted: deque[FinishedStep] = deque()
         self._unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
         self._live = LiveRates()
+        self._expected = Expected()
         # Two plans take turns where orders alternate.
         self._plans: deque[tuple[Plan, dict[int, tuple[int, ...]]]] = deque(maxlen=2)
         """The newest, with their dependencies; the training thread's."""
@@ -181,7 +183,8 @@ class Recorder:
     def _take(self, step: FinishedStep) -> None:
         result, prediction = step.result, self._prediction_of(step.result.plan)
         report, totals = report_of(step), self._totals
-        error = figures.add_step(self.meter, step, report, prediction.seconds)
+        error = figures.add_step(self.meter, step, report, self._expected.with_update(prediction.seconds))
+        self._expected.observe(report.phase_seconds)
         totals.prediction_error = totals.prediction_error if error is None else error
         totals.steps, totals.last = report.step, report
         self._unreported.append(report)
@@ -190,7 +193,7 @@ class Recorder:
         if not result.skipped and all(later.result.plan is not result.plan for later in self._noted):
             self._predict(prediction)
         totals.predicted_update_seconds = prediction.seconds
-        figures.expect(self.meter, totals.predicted_update_seconds)
+        figures.expect(self.meter, self._expected.with_update(totals.predicted_update_seconds))
 
     def _prediction_of(self, plan: Plan) -> _Prediction:
         """What was predicted of this plan; what was predicted of others says nothing about it."""

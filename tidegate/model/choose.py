@@ -22,7 +22,7 @@ START_STRIDE: Final = 2.0
 CANDIDATE_STRIDES: Final[tuple[float, ...]] = (
     1, 1.125, 1.25, 1.375, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 12, 16,
 )  # fmt: skip
-"""Device shares that differ by 0.13 at most, from 1/3 up by 0.07 on the mean: half a stride may be 13 % of an update."""
+"""Device shares that differ by 0.13 at most, by 0.06 around 1/2: half a stride there may be 13 % of an update."""
 _ROUNDING: Final = 1 + 1e-8
 """Sums of the same durations in another order differ by less."""
 
