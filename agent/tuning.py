@@ -33,6 +33,15 @@ CACHE_GROWTH = 1.1
 """How many times as large the host cache must be able to become, to be looked at."""
 
 
+def update_seconds(result: StepResult, phases: StepPhases) -> float | None:
+    """From the call of `step()` until the last op is done, wherever it goes on meanwhile; None for a skipped step."""
+    began = next((span.start for span in phases.spans if span.phase == "update"), None)
+    if began is None or result.skipped:
+        return None
+    ended = max((span.end for span in result.spans), default=began)
+    return max(ended, phases.spans[-1].start) - began
+
+
 class Tuning:
     """One per attachment. Driven by the training thread."""
 
@@ -46,10 +55,9 @@ class Tuning:
 
     def observe(self, result: StepResult, phases: StepPhases) -> None:
         """An update is done."""
-        began = next((span.start for span in phases.spans if span.phase == "update"), None)
-        if began is not None and not result.skipped:
-            ended = max((span.end for span in result.spans), default=began)
-            self._last = result.effective, max(ended, phases.spans[-1].start) - began
+        seconds = update_seconds(result, phases)
+        if seconds is not None:
+            self._last = result.effective, seconds
 
     def says(self, generation: int) -> Boundary:
         """What this rank tells the others now."""
