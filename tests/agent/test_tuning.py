@@ -12,12 +12,14 @@ from tests.agent.training import Training
 from tidegate.agent import optimizer as optimizer_module
 from tidegate.agent import tuning as tuning_module
 from tidegate.agent.attach import Attachment
+from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.engine import memory as memory_module
 from tidegate.agent.engine.residences import _near
 from tidegate.knobs import Knobs
+from tidegate.model.live import PERSISTENT_STEPS, WINDOW_STEPS
 from tidegate.model.settled import Rank
-from tidegate.model.tuner import FIRST_LOOK_STEPS, Move
+from tidegate.model.tuner import FIRST_LOOK_STEPS, LONGEST_WAIT_STEPS, Move
 from tidegate.plan.effective import Effective
 
 
@@ -98,6 +100,32 @@ def test_without_paths_there_is_no_order_to_choose() -> None:
     training = Training(stride="auto")
     with training.optimizer as optimizer, Attachment(optimizer, training.model, run="none") as attachment:
         assert attachment.tuning.free == {"stride"}
+
+
+def test_a_link_that_slows_down_for_good_gets_new_rates_and_keeps_its_ceiling() -> None:
+    """To a twentieth: no busy machine looks like that. The next look comes at once."""
+    training = Training(stride="auto")
+    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="drift") as attachment:
+        recorder, tuner = attachment.recorder, attachment.tuning.tuner
+        for _ in range(WINDOW_STEPS):
+            training.step()
+        before, ceilings = recorder.rates, recorder.rows("tidegate_link_ceiling_bytes_per_second")
+        assert before is not None
+        assert before.h2d_bytes_per_second is not None
+        tuner._wait(LONGEST_WAIT_STEPS)
+        device = optimizer.device
+        assert isinstance(device, EmulatedDevice)
+        device.rates.h2d_bytes_per_second /= 20
+        device.rates.d2h_bytes_per_second /= 20
+        for _ in range(PERSISTENT_STEPS + 1):
+            training.step()
+        after = recorder.rates
+        assert after is not None
+        assert after.h2d_bytes_per_second is not None
+        assert after.h2d_bytes_per_second < before.h2d_bytes_per_second / 4
+        assert recorder.recalibrations > 0
+        assert recorder.rows("tidegate_link_ceiling_bytes_per_second") == ceilings
+        assert tuner._trial is not None or tuner._steps_left < LONGEST_WAIT_STEPS - PERSISTENT_STEPS - 1
 
 
 def test_a_host_cache_that_is_auto_may_grow_where_memory_came_free(
