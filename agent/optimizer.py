@@ -354,7 +354,7 @@ class AdamW(torch.optim.Optimizer):
     def _ample_cache(self, layouts: Sequence[Layout], held_bytes: int = 0) -> int:
         """`auto`: 90 % of the host memory that is free now, less what else the engine needs of it.
 
-        held_bytes: what the engine has of it already.
+        Ranks of a node have equal parts of what is free. held_bytes: what the engine has already.
         """
         if not self.offload.paths:
             return 0
@@ -364,7 +364,7 @@ class AdamW(torch.optim.Optimizer):
         largest = max((s.nbytes("state") + s.nbytes("weight") + s.nbytes("gradient") for s in subgroups), default=0)
         slots = len(self.offload.paths) * self.offload.host_slots * largest
         sums = host_bytes([shard_of(param) for param in self._params], self.offload.accumulation)
-        free = CACHE_SHARE * (host_available_bytes() + held_bytes) - slots - sums
+        free = CACHE_SHARE * (host_available_bytes() / _ranks_of_node() + held_bytes) - slots - sums
         # What is cached and updated on the CPU has a mirror of its weight and a gradient in host memory, too.
         return max(0, int(free * state / max(1, state + beside)))
 
@@ -617,6 +617,11 @@ class AdamW(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
+
+
+def _ranks_of_node() -> int:
+    """As torchrun tells its processes."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if _is_distributed() else 1
 
 
 def _rank() -> int:

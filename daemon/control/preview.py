@@ -196,7 +196,7 @@ def advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
             {"stride", "order", "tier_split"},
             below_seconds=(1 - MINIMUM_GAIN) * present,
             backward_seconds=backward,
-            static_ratios=_ratios(known, now),
+            static_ratios=_static_ratios(known, now),
             allowed=lambda then: _fits(known, now, then),
         )
     except TidegateError as error:
@@ -216,7 +216,7 @@ def advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
     )
 
 
-def _ratios(known: Evidence, now: Effective) -> tuple[float, ...]:
+def _static_ratios(known: Evidence, now: Effective) -> tuple[float, ...]:
     """Others that the device may have room for; none where nobody has told what it uses."""
     free = known.device_free_bytes
     if free is None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tidegate.model.live import PERSISTENT_STEPS, TYPICAL_STEPS, WINDOW_STEPS, LiveRates, drifted
-from tidegate.model.rates import Seen
+from tidegate.model.rates import RateCard, Seen
 
 
 def copied(seconds: float, nbytes: int = 1000) -> Seen:
@@ -52,6 +52,15 @@ def test_what_was_not_seen_for_long_keeps_its_rate() -> None:
     assert live.card is not None
     assert live.card.device_params_per_second == 25.0
     assert live.card.cpu_params_per_second is None
+
+
+def test_what_is_known_from_elsewhere_counts_until_it_is_seen() -> None:
+    live = LiveRates(RateCard(h2d_bytes_per_second=7.0, cpu_params_per_second=9.0))
+    assert h2d(live) == 7.0
+    live.observe(copied(1.0))
+    assert h2d(live) == 1000.0
+    assert live.card is not None
+    assert live.card.cpu_params_per_second == 9.0
 
 
 def test_amounts_that_differ_count_as_speeds() -> None:

@@ -18,6 +18,7 @@ from tidegate.model.tuner import (
     LONGEST_WAIT_STEPS,
     LOOK_SHARE,
     MINIMUM_GAIN,
+    OWN_STEPS,
     REFUTED_STEPS,
     SETTLE_STEPS,
     TURNS,
@@ -118,6 +119,31 @@ def test_it_follows_what_slowed_down(steps_before: int) -> None:
     found.run(PERSISTENT_STEPS + 1)
     assert found.now == SLOW
     assert len(found.run(200).moves) == 2
+
+
+def test_what_was_refuted_is_tried_again_once_speeds_have_changed() -> None:
+    times = {SLOW: 1.0, FAST: 1.2}
+    found = Training(times.__getitem__, promise_fast).run(40)
+    assert found.moves[-1] == (FIRST_LOOK_STEPS + TURN, "off")
+    times.update({SLOW: 3.0})
+    assert found.run(PERSISTENT_STEPS + 1).now == FAST
+    assert found.run(100).now == FAST
+
+
+@pytest.mark.parametrize(
+    ("fast", "steps_later", "looks_at_once"),
+    [(0.6, 2 * TURN, True), (0.99, 2 * TURN, False), (0.99, OWN_STEPS, True)],
+)
+def test_a_rate_that_changes_makes_it_look_unless_it_rests(fast: float, steps_later: int, looks_at_once: bool) -> None:
+    """After a comparison without a clear gain, rates may have changed because of it: later they mean something."""
+    noise = itertools.cycle([0.97, 1.0, 1.03])
+    found = Training(lambda knobs: next(noise) * (1.0 if knobs == SLOW else fast), promise_fast)
+    while not found.tuner.last_verdict:
+        found.run(1)
+    found.run(steps_later)
+    looks = len(found.looks)
+    found.tuner.speeds_changed()
+    assert len(found.run(2).looks) == looks + looks_at_once
 
 
 def test_a_probe_is_followed_by_a_look() -> None:

@@ -32,13 +32,15 @@ class LiveRates:
     """Rates by name from step to step. Told of each step; gives the card that predictions go by.
 
     Ceilings are none of its business: what was once reached stays reached however slow a lane has become.
+
+    known: from elsewhere; each of its rates counts until a step has shown it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: RateCard | None = None) -> None:
         self.recalibrations = 0
         """How often a rate was taken anew, because what it was before no longer holds."""
         self._steps: dict[str, deque[tuple[int, float]]] = {}
-        self._card: RateCard | None = None
+        self._card = known
         self._is_old = False
 
     def observe(self, step: Seen) -> tuple[str, ...]:
@@ -61,7 +63,7 @@ class LiveRates:
 
     @property
     def card(self) -> RateCard | None:
-        """The medians; what was never seen is not known. None before the first step."""
+        """The medians, and of what was never seen what is known. None before the first step where nothing is."""
         if self._is_old:
             self._card = RateCard.from_seen(_middle(self._steps), previous=self._card)
             self._is_old = False
