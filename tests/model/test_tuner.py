@@ -20,6 +20,7 @@ from tidegate.model.tuner import (
     MINIMUM_GAIN,
     OWN_STEPS,
     REFUTED_STEPS,
+    REST_STEPS,
     SETTLE_STEPS,
     TURNS,
     Move,
@@ -99,6 +100,13 @@ def test_noise_alone_makes_few_changes(seed: int) -> None:
     assert 0 < len(found.moves) <= 2000 / 50
 
 
+def test_a_model_that_always_has_another_idea_is_made_to_rest() -> None:
+    """Nothing that it promises is there, and nothing is promised twice: each change costs 50 steps all the same."""
+    ideas, chance = itertools.count(3), random.Random(1)
+    found = Training(lambda _: chance.uniform(0.95, 1.05), lambda _: Move(Effective(float(next(ideas)), 0.0), 0.5))
+    assert 8 < len(found.run(2000).moves) <= 2000 / REST_STEPS + TURNS + 1
+
+
 def test_a_small_promise_is_not_worth_a_move() -> None:
     found = Training(lambda _: 1.0, lambda _: Move(FAST, MINIMUM_GAIN * 0.9)).run(300)
     assert found.moves == []
@@ -172,12 +180,14 @@ def test_an_operator_ends_a_comparison() -> None:
     found.run(2 * TURN)
     assert found.now == replace(FAST, static_ratio=0.5)
     assert len(found.moves) == 1
+    assert len(found.run(LONGEST_WAIT_STEPS).looks) > 1, "it goes on from there"
 
 
 def test_what_cannot_be_had_is_not_tried_again() -> None:
     tuner = Tuner(clock=lambda: 0.0)
     training = Training(lambda _: 1.0, promise_fast, tuner).run(FIRST_LOOK_STEPS)
-    tuner.refuse("host memory is full")
+    assert tuner.refuse("host memory is full") == SLOW, "to go back to"
+    assert tuner.refuse("again") is None
     training.now = SLOW
     training.run(300)
     assert len(training.moves) == 1
@@ -204,3 +214,7 @@ def test_a_look_that_costs_much_is_rare() -> None:
         now += 0.1
     looks = next(times)
     assert looks == 1 + int(5000 * 0.1 * LOOK_SHARE), "of 500 s it may take half a second"
+    for _ in range(PERSISTENT_STEPS + 1):
+        tuner.observe(SLOW, 2.0)
+        tuner.propose(SLOW, look if tuner.due(SLOW) else None)
+    assert next(times) == looks + 2, "after a drift it does not wait"
