@@ -147,28 +147,31 @@ class Tuning:
         if not settings:
             return None
         ample = self._ample_cache()
-        choices = [setting.on(now, ample) for setting in settings]
-        judged = _sure(lambda: self._judge(choices), Judged(None, (None,) * len(choices)))
+        judged = _sure(lambda: self._judge(settings, ample), Judged(None, (None,) * len(settings)))
         found = elected(settings, self._ranks.of_all(judged))
         return None if found is None else Move(found[0].on(now, ample), found[1])
 
-    def _judge(self, choices: Sequence[Effective]) -> Judged:
+    def _judge(self, settings: Sequence[Setting], ample_cache: int) -> Judged:
         rates = self._recorder.rates or RateCard()
         rank, backward = self._rank(), self._backward_seconds()
+        choices = [setting.on(self._now, ample_cache) for setting in settings]
+        may = [self._may(setting, choice) for setting, choice in zip(settings, choices, strict=True)]
         return Judged(
             promised(rank, self._now, rates, backward),
-            tuple(promised(rank, one, rates, backward) if self._may(one) else math.inf for one in choices),
+            tuple(
+                promised(rank, one, rates, backward) if can else math.inf for one, can in zip(choices, may, strict=True)
+            ),
         )
 
-    def _may(self, choice: Effective) -> bool:
-        """Whether it only moves what is `auto` here, and fits."""
+    def _may(self, setting: Setting, choice: Effective) -> bool:
+        """Whether it only moves what is `auto` here, all of it moves here, and it fits."""
         now, free = self._now, self.free
-        moves = {
-            "stride": choice.stride != now.stride,
-            "order": choice.alternate != now.alternate,
-            "host_cache": choice.host_cache_bytes != now.host_cache_bytes,
-        }
-        return all(name in free for name, differs in moves.items() if differs) and self._fits(choice)
+        more_cache = choice.host_cache_bytes > now.host_cache_bytes
+        if setting.more_cache != more_cache:
+            return False  # on this rank it would be another comparison than on the others
+        moves = {"stride": choice.stride != now.stride, "order": choice.alternate != now.alternate}
+        wanted = {name for name, differs in {**moves, "host_cache": more_cache}.items() if differs}
+        return wanted <= free and self._fits(choice)
 
     def _rank(self) -> Rank:
         engine = self._optimizer.engine

@@ -15,15 +15,16 @@ import tidegate
 from tidegate.agent.attach import Attachment
 from tidegate.errors import ConfigError, MemoryBudgetError
 from tidegate.knobs import Knobs
-from tidegate.model.tuner import FIRST_LOOK_STEPS, Move
-from tidegate.model.vote import Judged
+from tidegate.model.tuner import Move
+from tidegate.model.vote import Judged, Setting
 from tidegate.plan.effective import Effective
 
 WANTED = {0: 4.0, 1: 3.0}
 """What each rank's model asks for."""
 SECONDS = {2.0: (1.0, 1.2), 3.0: (0.9, 0.8), 4.0: (0.1, math.inf), 8.0: (0.5, 0.5)}
 """What each rank predicts of a stride: rank 1 cannot have 4, and of 3 the slower rank promises 25 %."""
-STEPS = 48
+MOST_STEPS = 40
+"""More than a comparison takes."""
 
 
 def main(folder: Path) -> None:
@@ -46,17 +47,26 @@ def main(folder: Path) -> None:
             observe(ran, seconds)
 
         tuner.observe = noted  # type: ignore[method-assign]
-        for step in range(STEPS):
-            if step == STEPS // 2:
-                WANTED.update({0: 8.0, 1: 8.0})
-                tuner._look_anew()
-                refuse_on_last(optimizer, rank)
+
+        def step() -> None:
             strides.append(float(optimizer.engine.effective.stride))
             model(torch.randn(2, 30)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+
+        while tuner._trial is None and len(strides) < MOST_STEPS:
+            step()
+        while tuner._trial is not None and len(strides) < MOST_STEPS:
+            step()
+        compared = len(strides)
+        WANTED.update({0: 8.0, 1: 8.0})
+        refuse_on_last(optimizer, rank)
+        tuner._recent.clear()
+        tuner._look_anew()
+        for _ in range(8):
+            step()
         (folder / f"rank-{rank}").write_text(
-            json.dumps({"strides": strides, "heard": heard, "said": tuner.last_verdict, "first": FIRST_LOOK_STEPS})
+            json.dumps({"strides": strides, "heard": heard, "said": tuner.last_verdict, "compared": compared})
         )
         dist.barrier()
     dist.destroy_process_group()
@@ -71,8 +81,8 @@ def tell(attachment: Attachment, rank: int) -> None:
             raise RuntimeError("a model that fails on one rank holds up no other")
         return Move(Effective(WANTED[rank], now.static_ratio), 0.5) if now.stride == 2.0 or WANTED[0] == 8.0 else None
 
-    def judge(choices: Sequence[Effective]) -> Judged:
-        return Judged(SECONDS[float(tuning._now.stride)][rank], tuple(SECONDS[float(c.stride)][rank] for c in choices))
+    def judge(settings: Sequence[Setting], _: int) -> Judged:
+        return Judged(SECONDS[float(tuning._now.stride)][rank], tuple(SECONDS[float(s.stride)][rank] for s in settings))
 
     tuning._promising = wanted  # type: ignore[method-assign]
     tuning._judge = judge  # type: ignore[method-assign]

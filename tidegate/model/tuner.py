@@ -182,6 +182,7 @@ class Tuner:
         trial, self._trial = self._trial, None
         if trial is None:
             return None
+        self._recent.clear()  # some ranks ran something else meanwhile, and all must go on alike
         self._refute(trial.move.to)
         self._wait(LONGEST_WAIT_STEPS)
         self.last_verdict = f"Not tried: {why}"
