@@ -13,10 +13,12 @@ from typing import Any, Self
 
 import torch
 
+from tidegate.agent.boundary import Boundary, agree
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.hooks import ModelHook
 from tidegate.agent.link import AgentLink, Committed
 from tidegate.agent.optimizer import AdamW
+from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.agent.telemetry.watch import Watch
@@ -52,7 +54,8 @@ class Attachment:
         if optimizer.attachment is not None:
             raise ConfigError("This optimizer is attached already; close() that attachment first.")
         configure_from_environment()
-        self.run, self.rank, self.world_size = run, *_rank_and_world()
+        self._ranks = Ranks.now()
+        self.run, self.rank, self.world_size = run, self._ranks.rank, self._ranks.count
         self.generation = 0
         self.applied_at: list[tuple[int, int]] = [(0, 1)]
         """(generation, first step that ran with it), oldest first."""
@@ -61,14 +64,14 @@ class Attachment:
         self._refused = -1
         self._first_step = optimizer.num_steps + 1
         self.recorder = Recorder(optimizer)
-        self.tuning = Tuning(optimizer, self.recorder)
+        self.tuning = Tuning(optimizer, self.recorder, self._ranks)
         self._watch = Watch(optimizer, self.recorder, metrics_bind, metrics_port)
         self.metrics_address = f"{advertise_host or metrics_bind}:{self._watch.port}"
         self.link: AgentLink | None = None
         try:
             if daemon is not None:
                 self.link = self._connect(daemon, token or find_token("agent"), reset_knobs)
-            self._apply_committed(1)
+            self._meet(1)
         except BaseException:
             self._stop_watching()
             raise
@@ -133,18 +136,21 @@ class Attachment:
         self.tuning.observe(result, phases)
 
     def _between_steps(self, next_step: int) -> None:
-        self._apply_committed(next_step - self._first_step + 1)
+        heard = self._meet(next_step - self._first_step + 1)
         began = time.thread_time()
-        if self.world_size == 1:
-            self.tuning.between_steps()
+        self.tuning.between_steps(heard)
         self._watch.overhead["tuner"] += time.thread_time() - began
         if self.link is not None:
             self._watch.overhead["link"] = self.link.cpu_seconds
 
-    def _apply_committed(self, next_step: int) -> None:
-        """Applies what the daemon committed, on all ranks before the same step or on none."""
-        committed = self.link.committed if self.link is not None else None
-        generation = _agreed(committed.generation if committed is not None else 0)
+    def _meet(self, next_step: int) -> Boundary:
+        """What holds for all ranks now; what the daemon committed is applied, on all of them or on none."""
+        committed = self.link.committed if self.link is not None else None  # once: the link may hear of a newer one
+        heard = agree(self._ranks, self.tuning.says(committed.generation if committed is not None else 0))
+        self._apply_committed(next_step, committed, heard.generation)
+        return heard
+
+    def _apply_committed(self, next_step: int, committed: Committed | None, generation: int) -> None:
         if committed is None or generation != committed.generation or (generation == self.generation and next_step > 1):
             return
         if generation == self._refused or (committed.knobs != self._optimizer.knobs and not self._apply(committed)):
@@ -276,21 +282,3 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
         yield from (t for value in output.values() for t in _tensors(value))
     elif isinstance(output, (tuple, list)):
         yield from (t for value in output for t in _tensors(value))
-
-
-def _rank_and_world() -> tuple[int, int]:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
-
-
-def _agreed(generation: int) -> int:
-    """The generation that every rank knows, or -1 when some have heard of a newer one than others."""
-    if _rank_and_world()[1] == 1:
-        return generation
-    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    ends = torch.tensor([generation, -generation], dtype=torch.int64, device=device)
-    torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MIN)
-    low, high = int(ends[0]), -int(ends[1])
-    return low if low == high else -1

@@ -45,7 +45,8 @@ class Offload:
         "s3://bucket/prefix", by name; or `PathSettings`, `ObjectSettings`.
     tier_split: what share of it each path gets, "nvme:2,pfs:1"; "auto": what measured speeds call for; "eq1": in
         proportion to the slower of their read and write bandwidths (MLP-Offload, Eq. 1).
-    host_cache: bytes of host memory ("8GiB") that hold some of it between steps; "auto": 90 % of what is free.
+    host_cache: bytes of host memory ("8GiB") that hold some of it between steps; "auto": 90 % of what is free, in equal
+        parts for the ranks of a node.
     order: "pinned" keeps the same subgroups in the host cache; "alternate" runs every other update backwards and keeps
         those that the next one begins with (MLP-Offload); "auto": pinned.
     host_slots: staging slots in host memory for each path; three let a fetch, an update and a flush overlap.

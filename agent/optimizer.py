@@ -35,14 +35,13 @@ from tidegate.agent.tiers.resume import Reader
 from tidegate.agent.tiers.store import TierStore
 from tidegate.errors import CheckpointFailed, ConfigError, ParameterError
 from tidegate.knobs import AUTO, EQ1, Knobs, KnobValue, Off, weights_of
+from tidegate.model.choose import START_STRIDE
 from tidegate.plan.effective import Effective, Split
 from tidegate.timeline import PhaseSpan
 
 log = logging.getLogger("tidegate")
 
 CACHE_SHARE = 0.9
-START_STRIDE = 2.0
-"""What `auto` begins with, before rates are measured: the papers' choice."""
 
 
 class Closeable(Protocol):
@@ -308,18 +307,21 @@ class AdamW(torch.optim.Optimizer):
         self.knobs = knobs
         self.engine.effective = self._effective(knobs)
 
-    def set_auto(self, *, stride: float | Off | None = None, alternate: bool | None = None) -> None:
+    def set_auto(
+        self, *, stride: float | Off | None = None, alternate: bool | None = None, cache_bytes: int | None = None
+    ) -> None:
         """What `auto` stands for from the next step on, where it is not None.
 
         MemoryBudgetError or CapacityError, with nothing changed, if it does not fit.
         """
-        before = self._auto_stride, self._auto_alternate
+        before = self._auto_stride, self._auto_alternate, self._auto_cache_bytes
         self._auto_stride = before[0] if stride is None else stride
         self._auto_alternate = before[1] if alternate is None else alternate
+        self._auto_cache_bytes = before[2] if cache_bytes is None else cache_bytes
         try:
             self.check_knobs(self.knobs)
         except ConfigError:
-            self._auto_stride, self._auto_alternate = before
+            self._auto_stride, self._auto_alternate, self._auto_cache_bytes = before
             raise
         self.apply_knobs(self.knobs)
 
@@ -345,8 +347,15 @@ class AdamW(torch.optim.Optimizer):
         alternate = self._auto_alternate if knobs.order == AUTO else knobs.order == "alternate"
         return Effective(stride, knobs.static_ratio, split, cache, alternate)
 
-    def _ample_cache(self, layouts: Sequence[Layout]) -> int:
-        """`auto`: 90 % of the host memory that is free now, less what else the engine needs of it."""
+    def ample_cache(self) -> int:
+        """Bytes that a host cache may have by what is free now, what this optimizer has already taken included."""
+        return self._ample_cache(self.engine.layouts, sum(self.engine.memory.host_bytes().values()))
+
+    def _ample_cache(self, layouts: Sequence[Layout], held_bytes: int = 0) -> int:
+        """`auto`: 90 % of the host memory that is free now, less what else the engine needs of it.
+
+        Ranks of a node have equal parts of what is free. held_bytes: what the engine has already.
+        """
         if not self.offload.paths:
             return 0
         subgroups = [layout.subgroup() for layout in layouts]
@@ -355,7 +364,7 @@ class AdamW(torch.optim.Optimizer):
         largest = max((s.nbytes("state") + s.nbytes("weight") + s.nbytes("gradient") for s in subgroups), default=0)
         slots = len(self.offload.paths) * self.offload.host_slots * largest
         sums = host_bytes([shard_of(param) for param in self._params], self.offload.accumulation)
-        free = CACHE_SHARE * host_available_bytes() - slots - sums
+        free = CACHE_SHARE * (host_available_bytes() / _ranks_of_node() + held_bytes) - slots - sums
         # What is cached and updated on the CPU has a mirror of its weight and a gradient in host memory, too.
         return max(0, int(free * state / max(1, state + beside)))
 
@@ -608,6 +617,11 @@ class AdamW(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
+
+
+def _ranks_of_node() -> int:
+    """As torchrun tells its processes."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if _is_distributed() else 1
 
 
 def _rank() -> int:

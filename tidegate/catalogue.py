@@ -35,7 +35,7 @@ _DIRECTION = {"direction": DIRECTIONS}
 _PATH = {"path": (PATH,)}
 _LANE: Labels = {"path": (PATH,), "operation": PATH_OPERATIONS}
 _PCIE: Labels = {"direction": DIRECTIONS, "source": PCIE_SOURCES}
-_UPDATE = {"phase": ("update",)}
+_PREDICTED = {"phase": ("forward", "backward", "update")}
 _RULES = "For alert rules."
 _CROSS_CHECK = "A second opinion on counted bytes, for Prometheus."
 
@@ -233,10 +233,13 @@ _CONTROL: Final = (
     ),
     _gauge("generation", "1", {}, "The newest generation of knobs that this rank has applied.", screen="Header"),
     _gauge(
-        "predicted_phase_seconds", "seconds", _UPDATE, "What the simulator expects of the phase.", screen="Header"
+        "predicted_phase_seconds", "seconds", _PREDICTED,
+        "What is expected of the phase: the update by the simulator, the others as the median of the last 20 steps.",
+        screen="Header",
     ),
     _gauge(
-        "prediction_error_ratio", "1", _UPDATE, "|predicted - measured| / measured of the last step.", screen="Header"
+        "prediction_error_ratio", "1", _PREDICTED, "|predicted - measured| / measured of the last step.",
+        screen="Header",
     ),
     _counter(
         "agent_overhead_seconds", "seconds", {"part": PARTS}, "CPU time that watching costs.",

@@ -121,6 +121,8 @@ class StepReport(Message):
     tokens: Count | None = None
     grad_norm: Number | None = None
     skipped: Flag = False
+    verdict: Text = ""
+    """What the update waited for, with figures, and the knob to turn, as a sentence without a final stop."""
 
 
 class StallRow(Message):

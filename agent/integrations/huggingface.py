@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from tidegate.agent.attach import Attachment, attach
 from tidegate.agent.optimizer import AdamW
 from tidegate.errors import ConfigError
+from tidegate.verdict import Taken, verdict
 
 PREFIX = "tidegate_"
 
@@ -57,6 +58,14 @@ class _Passed:
         stalls = tuple((cause, seconds - earlier.get(cause, 0.0)) for cause, seconds in self.stalls)
         return _Passed(self.step - before.step, self.update - before.update, stalls)
 
+    def taken(self, attachment: Attachment) -> Taken:
+        return Taken(
+            step_seconds=self.step,
+            update_seconds=self.update,
+            stalls=dict(self.stalls),
+            paths=attachment.recorder.path_names,
+        )
+
 
 class TidegateCallback(TrainerCallback):
     """Attaches the Trainer's optimizer when training begins, and adds to each log entry what the update cost since the
@@ -94,11 +103,12 @@ class TidegateCallback(TrainerCallback):
             return
         now = _Passed.of(self.attachment)
         passed, self._before = now.since(self._before), now
-        unwrapped(given.get("optimizer")).log(loss=float(logs["loss"]))
+        optimizer = unwrapped(given.get("optimizer"))
+        optimizer.log(loss=float(logs["loss"]))
         figures = {
             "update_seconds": round(passed.update, 6),
             "stall_seconds": round(sum(seconds for _, seconds in passed.stalls), 6),
-            "verdict": verdict(passed.step, passed.update, dict(passed.stalls)),
+            "verdict": verdict(passed.taken(self.attachment), optimizer.engine.effective),
         }
         for entry in (logs, *state.log_history[-1:]):
             entry |= {f"{PREFIX}{name}": value for name, value in figures.items()}
@@ -110,17 +120,6 @@ class TidegateCallback(TrainerCallback):
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
-
-
-def verdict(step_seconds: float, update_seconds: float, stalls: dict[str, float]) -> str:
-    """Where the time of some steps went. `stalls`: seconds of the update by cause."""
-    if step_seconds <= 0 or update_seconds <= 0:
-        return "no update yet"
-    share = f"the update is {update_seconds / step_seconds:.0%} of the step"
-    cause, wait = max(stalls.items(), key=lambda item: item[1], default=("", 0.0))
-    if wait < 0.02 * update_seconds:
-        return f"{share}; hardly anything held it up"
-    return f"{share}; it waited {wait / update_seconds:.0%} of its time on {cause}"
 
 
 def _check_works(optimizer: AdamW) -> None:

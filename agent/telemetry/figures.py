@@ -27,8 +27,10 @@ def begin(meter: Meter, paths: Collection[str]) -> None:
         meter.add("tidegate_stall_seconds_total", 0.0, "update", cause)
 
 
-def add_step(meter: Meter, step: FinishedStep, report: StepReport, predicted_seconds: float | None) -> float | None:
-    """`predicted_seconds`: what the simulator expected of this update. Returns how wrong it was, if one can tell:
+def add_step(
+    meter: Meter, step: FinishedStep, report: StepReport, predicted_seconds: Mapping[str, float]
+) -> float | None:
+    """`predicted_seconds`: what was expected of each phase. Returns how wrong that of the update was, if one can tell:
     |predicted - measured| / measured."""
     _pace(meter, report)
     _links(meter, report)
@@ -40,9 +42,9 @@ def add_step(meter: Meter, step: FinishedStep, report: StepReport, predicted_sec
     return _prediction(meter, report, predicted_seconds)
 
 
-def expect(meter: Meter, seconds: float | None) -> None:
-    """What the simulator expects of the next update; None while it cannot tell."""
-    meter.put("tidegate_predicted_phase_seconds", {} if seconds is None else {("update",): seconds})
+def expect(meter: Meter, seconds: Mapping[str, float]) -> None:
+    """What is expected of each phase of the next step."""
+    meter.put("tidegate_predicted_phase_seconds", _by_label(seconds))
 
 
 def _pace(meter: Meter, report: StepReport) -> None:
@@ -106,11 +108,16 @@ def _by_label(values: Mapping[str, float]) -> dict[Labels, float]:
     return {(label,): value for label, value in values.items()}
 
 
-def _prediction(meter: Meter, report: StepReport, predicted_seconds: float | None) -> float | None:
-    # What goes on in the next forward is the update's, too.
-    measured = report.phase_seconds.get("update", 0.0) + report.spill_seconds
-    if not predicted_seconds or not measured or report.skipped:
+def _prediction(meter: Meter, report: StepReport, predicted_seconds: Mapping[str, float]) -> float | None:
+    if report.skipped:
         return None
-    error = abs(predicted_seconds - measured) / measured
-    meter.put("tidegate_prediction_error_ratio", {("update",): error})
-    return error
+    # What goes on in the next forward is the update's, too.
+    measured = {**report.phase_seconds, "update": report.phase_seconds.get("update", 0.0) + report.spill_seconds}
+    errors = {
+        phase: abs(predicted - measured[phase]) / measured[phase]
+        for phase, predicted in predicted_seconds.items()
+        if predicted and measured.get(phase)
+    }
+    last = {phase: error for (phase,), error in meter.rows("tidegate_prediction_error_ratio").items()}
+    meter.put("tidegate_prediction_error_ratio", _by_label({**last, **errors}))
+    return errors.get("update")

@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry import figures
+from tidegate.agent.telemetry.expected import Expected
 from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.agent.telemetry.meter import Labels, Meter
 from tidegate.agent.telemetry.paths import PathWatch
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.report import report_of
 from tidegate.errors import ConfigError
+from tidegate.logs import event
+from tidegate.model.live import LiveRates
 from tidegate.model.rates import RateCard, seen
 from tidegate.model.simulate import update_seconds
 from tidegate.plan import Plan
-from tidegate.timeline import Span, Timeline
+from tidegate.timeline import Timeline
 from tidegate.wire import StepReport
 
 log = logging.getLogger("tidegate")
@@ -32,8 +35,6 @@ MAX_NOTED_STEPS = 16
 PREDICTION_SHARE = 3e-4
 """Share of the time that predictions may take while the plan stays the same: a plan of 100 ops is looked at about once
 a second, a larger one less often."""
-RATE_WINDOW = 5
-"""Steps that the live rate card is made from."""
 
 
 @dataclass
@@ -83,9 +84,8 @@ class Recorder:
         self._residences = ("host", "device", *self.path_names)
         self._noted: deque[FinishedStep] = deque()
         self._unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
-        self._rates: RateCard | None = None
-        self._rates_are_old = False
-        self._recent: deque[tuple[Span, ...]] = deque(maxlen=RATE_WINDOW)
+        self._live = LiveRates()
+        self._expected = Expected()
         # Two plans take turns where orders alternate.
         self._plans: deque[tuple[Plan, dict[int, tuple[int, ...]]]] = deque(maxlen=2)
         """The newest, with their dependencies; the training thread's."""
@@ -126,10 +126,15 @@ class Recorder:
 
     @property
     def rates(self) -> RateCard | None:
-        """Speeds of the last steps; None before the first."""
+        """Speeds of the last steps, see `LiveRates`; None before the first."""
         self.catch_up()
         with self.lock:
             return self._live_rates()
+
+    @property
+    def recalibrations(self) -> int:
+        """How often a rate was taken anew, as far as figures are made."""
+        return self._live.recalibrations
 
     @property
     def timeline(self) -> Timeline | None:
@@ -178,16 +183,17 @@ class Recorder:
     def _take(self, step: FinishedStep) -> None:
         result, prediction = step.result, self._prediction_of(step.result.plan)
         report, totals = report_of(step), self._totals
-        error = figures.add_step(self.meter, step, report, prediction.seconds)
+        error = figures.add_step(self.meter, step, report, self._expected.with_update(prediction.seconds))
+        self._expected.observe(report.phase_seconds)
         totals.prediction_error = totals.prediction_error if error is None else error
         totals.steps, totals.last = report.step, report
         self._unreported.append(report)
-        self._recent.append(result.spans)
-        self._rates_are_old = True
+        for name in self._live.observe(seen(result.spans)):
+            log.info("%s has changed for good: rates are taken anew", name, extra=event("rate_drifted", rate=name))
         if not result.skipped and all(later.result.plan is not result.plan for later in self._noted):
             self._predict(prediction)
         totals.predicted_update_seconds = prediction.seconds
-        figures.expect(self.meter, totals.predicted_update_seconds)
+        figures.expect(self.meter, self._expected.with_update(totals.predicted_update_seconds))
 
     def _prediction_of(self, plan: Plan) -> _Prediction:
         """What was predicted of this plan; what was predicted of others says nothing about it."""
@@ -198,13 +204,9 @@ class Recorder:
         return found
 
     def _live_rates(self) -> RateCard | None:
-        if self._rates_are_old:
-            card = RateCard.from_seen([seen(spans) for spans in self._recent], previous=self._rates)
-            store = self._optimizer.engine.store
-            # What the split goes by: smoothed, and each direction as if the other were at rest.
-            self._rates = card if store is None else card.with_paths(store.speeds)
-            self._rates_are_old = False
-        return self._rates
+        card, store = self._live.card, self._optimizer.engine.store
+        # What the split goes by: smoothed, and each direction as if the other were at rest.
+        return card if card is None or store is None else card.with_paths(store.speeds)
 
     def _predict(self, prediction: _Prediction) -> None:
         """What the next update with this plan will take, from the live rates."""

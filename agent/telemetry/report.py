@@ -13,12 +13,13 @@ from tidegate.analysis import exposed_waits
 from tidegate.plan import OpKind
 from tidegate.plan.ops import LINK_LANES
 from tidegate.timeline import PhaseSpan, Span
+from tidegate.verdict import Taken, verdict
 from tidegate.wire import LinkRow, StallRow, StepReport
 
 
 def report_of(step: FinishedStep) -> StepReport:
     phases, result, tokens = step.phases, step.result, step.phases.logged.get("tokens")
-    return StepReport(
+    report = StepReport(
         step=step.number,
         timestamp=step.timestamp,
         phase_seconds=dict(phases.seconds().items()),
@@ -37,6 +38,36 @@ def report_of(step: FinishedStep) -> StepReport:
         tokens=None if tokens is None else int(tokens),
         grad_norm=result.grad_norm,
         skipped=result.skipped,
+    )
+    return report.model_copy(update={"verdict": "" if result.skipped else verdict(taken(report), result.effective)})
+
+
+def taken(report: StepReport) -> Taken:
+    """What the verdict is about."""
+    lanes: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    rows = [(row.direction, row) for row in report.links] + [
+        (f"{row.path}:{row.operation}", row) for row in report.paths
+    ]
+    for lane, row in rows:
+        if row.phase == "update":
+            nbytes, seconds = lanes[lane]
+            lanes[lane] = nbytes + row.bytes, seconds + row.busy_seconds
+    stalls: defaultdict[str, float] = defaultdict(float)
+    for stall in report.stalls:
+        if stall.phase == "update":
+            stalls[stall.cause] += stall.seconds
+    return Taken(
+        step_seconds=sum(report.phase_seconds.values()) + report.spill_seconds,
+        update_seconds=report.phase_seconds.get("update", 0.0) + report.spill_seconds,
+        stalls=stalls,
+        lanes=lanes,
+        ceilings={
+            f"{state.path}:{operation}": speed
+            for state in report.path_states
+            for operation, speed in state.ceiling_bytes_per_second.items()
+        },
+        updated=report.update_params,
+        paths=[state.path for state in report.path_states if not state.retired],
     )
 
 

@@ -12,9 +12,9 @@ from typing import Final
 from tidegate.daemon.control.run import Member, Run
 from tidegate.errors import TidegateError
 from tidegate.knobs import AUTO, EQ1, OFF, Knobs, KnobValue, same, show, weights_of
-from tidegate.model.choose import best
+from tidegate.model.choose import CANDIDATE_RATIOS, best
 from tidegate.model.rates import RateCard
-from tidegate.model.settled import Rank
+from tidegate.model.settled import Rank, settled
 from tidegate.model.tuner import MINIMUM_GAIN
 from tidegate.model.what_if import predicted_seconds, what_if
 from tidegate.plan.effective import Effective, Split
@@ -41,6 +41,8 @@ class Evidence:
     error_ratio: float | None = None
     capacity: Mapping[str, int] = field(default_factory=dict)
     """Most subgroups of each path: 0 for retired ones."""
+    device_free_bytes: int | None = None
+    """What was never used of the device's memory in the last steps; None where nobody has told."""
 
     @property
     def unknown_policy(self) -> str:
@@ -122,6 +124,7 @@ def evidence(run: Run) -> Evidence | None:
         phase_seconds={phase: median(step.phase_seconds.get(phase, 0.0) for step in steps) for phase in phases},
         error_ratio=_error_ratio(member, steps),
         capacity=_capacity(member),
+        device_free_bytes=_device_free_bytes(member, steps),
     )
 
 
@@ -129,6 +132,12 @@ def _capacity(member: Member) -> dict[str, int]:
     """Retired paths, which hold nothing. Whether the others have room is for the rank to say."""
     states = member.steps[-1].path_states if member.steps else ()
     return {state.path: 0 for state in states if state.retired}
+
+
+def _device_free_bytes(member: Member, steps: list[StepReport]) -> int | None:
+    peaks = [peak for step in steps for peak in step.device_memory_peak_bytes.values()]
+    memory = member.hello.device_memory_bytes
+    return None if memory is None or not peaks else max(0, memory - max(peaks))
 
 
 def _error_ratio(member: Member, steps: list[StepReport]) -> float | None:
@@ -167,9 +176,10 @@ def preview(
 
 
 def advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
-    """What the model would choose of stride, order and split. Budgets of memory are the rank's: it may still refuse.
+    """What the model would choose of all knobs but the host cache, for which only the rank knows what is free.
 
-    Slow enough to keep off the event loop.
+    More residents are advised where the device had memory left at its peak for them. The rank may still refuse. Slow
+    enough to keep off the event loop.
     """
     if known is not None and known.unknown_policy:
         return Advice(run=run, sentence=known.unknown_policy)
@@ -186,6 +196,8 @@ def advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
             {"stride", "order", "tier_split"},
             below_seconds=(1 - MINIMUM_GAIN) * present,
             backward_seconds=backward,
+            static_ratios=_static_ratios(known, now),
+            allowed=lambda then: _fits(known, now, then),
         )
     except TidegateError as error:
         return Advice(run=run, sentence=f"No advice yet: {error}")
@@ -204,11 +216,31 @@ def advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
     )
 
 
+def _static_ratios(known: Evidence, now: Effective) -> tuple[float, ...]:
+    """Others that the device may have room for; none where nobody has told what it uses."""
+    free = known.device_free_bytes
+    if free is None:
+        return ()
+    state = sum(s.nbytes("state") for s in known.rank.subgroups)
+    return tuple(ratio for ratio in CANDIDATE_RATIOS if (ratio - now.static_ratio) * state <= free)
+
+
+def _fits(known: Evidence, now: Effective, then: Effective) -> bool:
+    """Residents and staging slots in what is free of the device, as far as that is known: the rank may still refuse."""
+    free = known.device_free_bytes
+    if free is None:
+        return True
+    more, less = (settled(known.rank, knobs, known.rates)[0].device_bytes() for knobs in (then, now))
+    return more - less <= free
+
+
 def _changes(knobs: Knobs, now: Effective, then: Effective) -> KnobChanges:
     """The knobs that differ."""
     changes: KnobChanges = {}
     if then.stride != now.stride:
         changes["stride"] = then.stride
+    if then.static_ratio != now.static_ratio:
+        changes["static_ratio"] = then.static_ratio
     if then.alternate != now.alternate:
         changes["order"] = "alternate" if then.alternate else "pinned"
     if then.tier_split is None and knobs.tier_split != AUTO:

@@ -61,7 +61,8 @@ def _now(made: Dashboard) -> None:
             Look(title="Prediction off by", unit="percentunit", width=3, height=4,
                  why="|predicted - measured| / measured of the last update. While it is large, neither previews of "
                  "knobs nor the tuner are to be trusted. Runbook: TidegatePredictionDrift."),
-            Query(f"max(tidegate_prediction_error_ratio{{{RANK}}})", "error"), limits=((0.25, "orange"),),
+            Query(f'max(tidegate_prediction_error_ratio{{{RANK},phase="update"}})', "error"),
+            limits=((0.25, "orange"),),
         ),
         number(
             Look(title="Generation", unit="none", width=3, height=4,
@@ -142,9 +143,9 @@ def _stalls(made: Dashboard) -> None:
         ),
         lines(
             Look(title="Prediction error", unit="percentunit", width=6, height=9,
-                 why="|predicted - measured| / measured of each rank's last update; the line is the limit of "
-                 "TidegatePredictionDrift."),
-            Query(f"tidegate_prediction_error_ratio{{{RANK}}}", "rank {{rank}}"), limits=((0.25, "orange"),),
+                 why="|predicted - measured| / measured of each rank's last step, by phase; the line is the limit of "
+                 "TidegatePredictionDrift for the update."),
+            Query(f"tidegate_prediction_error_ratio{{{RANK}}}", "{{phase}}, rank {{rank}}"), limits=((0.25, "orange"),),
         ),
     ):  # fmt: skip
         made.with_panel(panel)

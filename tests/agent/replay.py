@@ -51,11 +51,12 @@ def replay(meter: Meter) -> Meter:
     """All that was recorded, told to `meter`."""
     run = json.loads((FOLDER / "run.json").read_text())
     figures.begin(meter, PATHS)
-    predicted = None
+    predicted: dict[str, float] = {}
     for step in run["steps"]:
         finished = _finished(step)
         figures.add_step(meter, finished, report_of(finished), predicted)
-        predicted = step["predicted_seconds"]
+        seconds = step["predicted_seconds"]
+        predicted = {} if seconds is None else {"update": seconds}
         figures.expect(meter, predicted)
     show(meter, _present(run["present"]))
     return meter

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,11 +184,11 @@ def test_plans_that_take_turns_are_each_held_against_their_own_prediction(
         predicted.append(id(plan))
         return real(plan, *more, **named)
 
-    def compared(meter: Any, step: FinishedStep, report: Any, seconds: float | None) -> float | None:
+    def compared(meter: Any, step: FinishedStep, report: Any, seconds: Mapping[str, float]) -> float | None:
         held.append((step.result.plan, seconds))
         return add_step(meter, step, report, seconds)
 
-    held: list[tuple[Plan, float | None]] = []
+    held: list[tuple[Plan, Mapping[str, float]]] = []
     real, add_step = recorder.update_seconds, recorder.figures.add_step
     monkeypatch.setattr(recorder, "update_seconds", counted)
     monkeypatch.setattr(recorder.figures, "add_step", compared)
@@ -207,8 +207,10 @@ def test_plans_that_take_turns_are_each_held_against_their_own_prediction(
             if len(turns) == 4 and turns[0] is turns[2] is not turns[1] is turns[3]:
                 break
         assert turns[0] is turns[2] is not turns[1] is turns[3]
-        assert all(seconds is not None for _, seconds in held[-2:])
-        assert attachment.recorder.rows("tidegate_prediction_error_ratio")
+        assert all(set(seconds) == {"forward", "backward", "update"} for _, seconds in held[-2:])
+        assert set(attachment.recorder.rows("tidegate_prediction_error_ratio")) == {
+            ("forward",), ("backward",), ("update",)
+        }  # fmt: skip
         assert len(predicted) < len(held), "none is predicted anew whenever its turn comes"
 
 

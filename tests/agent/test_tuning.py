@@ -9,12 +9,17 @@ import pytest
 
 import tidegate
 from tests.agent.training import Training
+from tidegate.agent import optimizer as optimizer_module
 from tidegate.agent import tuning as tuning_module
 from tidegate.agent.attach import Attachment
+from tidegate.agent.devices.emulated import EmulatedDevice
+from tidegate.agent.devices.pinned import host_available_bytes
+from tidegate.agent.engine import memory as memory_module
 from tidegate.agent.engine.residences import _near
 from tidegate.knobs import Knobs
+from tidegate.model.live import PERSISTENT_STEPS, WINDOW_STEPS
 from tidegate.model.settled import Rank
-from tidegate.model.tuner import FIRST_LOOK_STEPS, Move
+from tidegate.model.tuner import FIRST_LOOK_STEPS, LONGEST_WAIT_STEPS, Move
 from tidegate.plan.effective import Effective
 
 
@@ -76,7 +81,7 @@ def test_it_asks_of_the_paths_that_are_left(tmp_path: Path, monkeypatch: pytest.
     def watched(rank: Rank, *_: object, **__: object) -> None:
         asked.append(rank.capacity)
 
-    monkeypatch.setattr(tuning_module, "best", watched)
+    monkeypatch.setattr(tuning_module, "look", watched)
     with training.optimizer as optimizer, Attachment(optimizer, training.model, run="retired") as attachment:
         training.step()
         assert attachment.tuning._look() is None
@@ -95,6 +100,59 @@ def test_without_paths_there_is_no_order_to_choose() -> None:
     training = Training(stride="auto")
     with training.optimizer as optimizer, Attachment(optimizer, training.model, run="none") as attachment:
         assert attachment.tuning.free == {"stride"}
+
+
+def test_a_link_that_slows_down_for_good_gets_new_rates_and_keeps_its_ceiling() -> None:
+    """To a twentieth: no busy machine looks like that. The next look comes at once."""
+    training = Training(stride="auto")
+    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="drift") as attachment:
+        recorder, tuner = attachment.recorder, attachment.tuning.tuner
+        for _ in range(WINDOW_STEPS):
+            training.step()
+        before, ceilings = recorder.rates, recorder.rows("tidegate_link_ceiling_bytes_per_second")
+        assert before is not None
+        assert before.h2d_bytes_per_second is not None
+        tuner._wait(LONGEST_WAIT_STEPS)
+        device = optimizer.device
+        assert isinstance(device, EmulatedDevice)
+        device.rates.h2d_bytes_per_second /= 20
+        device.rates.d2h_bytes_per_second /= 20
+        for _ in range(PERSISTENT_STEPS + 1):
+            training.step()
+        after = recorder.rates
+        assert after is not None
+        assert after.h2d_bytes_per_second is not None
+        assert after.h2d_bytes_per_second < before.h2d_bytes_per_second / 4
+        assert recorder.recalibrations > 0
+        assert recorder.rows("tidegate_link_ceiling_bytes_per_second") == ceilings
+        assert tuner._trial is not None or tuner._steps_left < LONGEST_WAIT_STEPS - PERSISTENT_STEPS - 1
+
+
+def test_a_host_cache_that_is_auto_may_grow_where_memory_came_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began when memory was short: once there is more, the model is asked about more cache, and it is applied."""
+    monkeypatch.setattr(optimizer_module, "host_available_bytes", lambda: 0)
+    training = Training(stride="off", order="pinned", paths=two(tmp_path))
+    monkeypatch.setattr(optimizer_module, "host_available_bytes", host_available_bytes)
+    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="cache") as attachment:
+        tuning = attachment.tuning
+        assert tuning.free == {"host_cache"}
+        assert optimizer.engine.effective.host_cache_bytes == 0
+        training.step()
+        state = sum(s.nbytes("state") for s in optimizer.engine.subgroups)
+        with monkeypatch.context() as short:
+            short.setattr(memory_module, "host_available_bytes", lambda: -state)
+            assert tuning._promising() is None, "budgets of memory hold for the tuner, too"
+        wanted = tuning._promising()
+        assert wanted is not None, "what is cached is neither fetched nor flushed"
+        assert wanted.to.host_cache_bytes >= state
+        assert tuning._apply(wanted.to) is None
+        training.step()
+        training.step()
+        residences = optimizer.engine.residences
+        assert residences is not None
+        assert sum(residences.counts.values()) == 0
 
 
 def test_eq1_divides_by_the_slower_direction(tmp_path: Path) -> None:

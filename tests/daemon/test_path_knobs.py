@@ -174,6 +174,23 @@ def test_advice_is_for_pinned_knobs_too(daemon: Daemon) -> None:
     assert "Nothing is predicted to take 5%" in client.advice(run).sentence
 
 
+def test_residents_are_advised_where_the_device_has_room_for_them(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES, knobs={"stride": "off"}, device_memory_bytes=200_000_000)
+    state = 16 * 8_000_000
+    now = {**EFFECTIVE, "stride": "off"}
+
+    def advised(number: int, peak: int) -> float:
+        step = step_report(number, 1.0).model_copy(update={"device_memory_peak_bytes": {"update": peak}})
+        agent.say(rates=STORED, effective=now, steps=[step])
+        return float(client.advice(run).changes.get("static_ratio", 0.0))
+
+    assert advised(1, 200_000_000 - state) >= 0.75
+    halfway = [advised(step, 200_000_000 - state // 2) for step in range(2, 4)][-1]
+    assert 0 < halfway <= 0.5
+    assert advised(4, 200_000_000) == 0.0
+
+
 def test_eq1_is_a_split_that_needs_no_names(daemon: Daemon) -> None:
     run, client = new_run(), daemon.client()
     with Agent(daemon, run, paths=PATHS).answering():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Final
 
 from tidegate.errors import ConfigError
@@ -17,7 +18,14 @@ from tidegate.model.what_if import predicted_seconds
 from tidegate.plan.effective import Effective
 from tidegate.plan.ops import Subgroup
 
-CANDIDATE_STRIDES: Final[tuple[float, ...]] = (1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16)
+START_STRIDE: Final = 2.0
+"""What `auto` begins with, before rates are measured: the papers' choice."""
+CANDIDATE_STRIDES: Final[tuple[float, ...]] = (
+    1, 1.125, 1.25, 1.375, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 12, 16,
+)  # fmt: skip
+"""Device shares that differ by 0.13 at most, by 0.06 around 1/2: half a stride there may be 13 % of an update."""
+CANDIDATE_RATIOS: Final[tuple[float, ...]] = (0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1)
+"""Of residents, for those who may choose them: an eighth of the subgroups more or fewer."""
 _ROUNDING: Final = 1 + 1e-8
 """Sums of the same durations in another order differ by less."""
 
@@ -31,23 +39,25 @@ def best(
     cache_bytes: int = 0,
     below_seconds: float = math.inf,
     backward_seconds: float | None = None,
+    static_ratios: Sequence[float] = (),
     allowed: Callable[[Effective], bool] = lambda _: True,
 ) -> tuple[Effective, float] | None:
     """The best knobs, and their update in seconds; None when nothing takes less than `below_seconds`.
 
     Knobs in `free` may differ from `now`: `stride` (a fixed list and the stride of DOS Eq. 1, `off` where there is no
     slot), `order`, `tier_split` (what measured speeds call for) and `host_cache`, which may grow to `cache_bytes`: in
-    the model more of it is never slower. allowed: refuses what does not fit; it is asked last. Of equals the one that
-    asks least of the device, in one order. The most promising are simulated first, and those that cannot be better than
-    the best so far not at all: a training thread waits for this.
+    the model more of it is never slower. static_ratios: others than that of `now` to look at. allowed: refuses what
+    does not fit; it is asked last. Of equals the one that asks least of the device, in one order. The most promising
+    are simulated first, and those that cannot be better than the best so far not at all: a training thread waits for
+    this.
 
     Candidates that need a rate which is not known are left out. ConfigError when that leaves none.
     """
-    floors, unknown = _floors(rank, candidates(rank, now, rates, free, cache_bytes), rates)
+    floors, unknown = _floors(rank, candidates(rank, now, rates, free, cache_bytes, static_ratios), rates)
     simulated = 0
-    found: tuple[float, float, bool, Effective] | None = None
+    found: tuple[tuple[float, float, float, bool], Effective] | None = None
     for floor, one in sorted(floors, key=lambda pair: pair[0]):
-        if floor > _ROUNDING * min(below_seconds, found[0] if found else math.inf):
+        if floor > _ROUNDING * min(below_seconds, found[0][0] if found else math.inf):
             break
         try:
             seconds = predicted_seconds(rank, one, rates, backward_seconds=backward_seconds)
@@ -56,19 +66,24 @@ def best(
             continue
         simulated += 1
         # Nine digits: sums of the same durations in another order are the same time.
-        score = (float(f"{seconds:.9g}"), device_share(one.stride), one.alternate)
-        if seconds < below_seconds and (found is None or score < found[:3]) and allowed(one):
-            found = (*score, one)
+        score = (float(f"{seconds:.9g}"), one.static_ratio, device_share(one.stride), one.alternate)
+        if seconds < below_seconds and (found is None or score < found[0]) and allowed(one):
+            found = score, one
     else:
         if unknown is not None and not simulated:
             raise unknown
-    return (found[3], found[0]) if found else None
+    return (found[1], found[0][0]) if found else None
 
 
 def candidates(
-    rank: Rank, now: Effective, rates: RateCard, free: Collection[str], cache_bytes: int
+    rank: Rank,
+    now: Effective,
+    rates: RateCard,
+    free: Collection[str],
+    cache_bytes: int,
+    static_ratios: Sequence[float] = (),
 ) -> Iterator[Effective]:
-    """All settings in which only `free` knobs differ from `now`, `now` among them."""
+    """All settings in which only `free` knobs and the static ratio differ from `now`, `now` among them."""
     strides: Sequence[float | Off] = [now.stride]
     if "stride" in free:
         found = {*CANDIDATE_STRIDES, *equation_stride(rank.subgroups, rates)} if rank.num_slots > 0 else set()
@@ -80,9 +95,8 @@ def candidates(
         base = replace(base, host_cache_bytes=max(cache_bytes, now.host_cache_bytes))
     # Without a cache both orders move the same.
     orders = (False, True) if "order" in free and rank.host_slots and base.host_cache_bytes else (now.alternate,)
-    for stride in strides:
-        for alternate in orders:
-            yield replace(base, stride=stride, alternate=alternate)
+    for stride, alternate, ratio in product(strides, orders, dict.fromkeys([now.static_ratio, *static_ratios])):
+        yield replace(base, stride=stride, alternate=alternate, static_ratio=ratio)
 
 
 def equation_stride(subgroups: Sequence[Subgroup], rates: RateCard) -> tuple[float, ...]:

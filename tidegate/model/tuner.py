@@ -7,19 +7,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import median
 from typing import Final, NamedTuple
 
+from tidegate.model.live import PERSISTENT_STEPS, WINDOW_STEPS, drifted
 from tidegate.plan.effective import Effective
 
 log = logging.getLogger("tidegate")
 
-FIRST_LOOK_STEPS: Final = 8
-"""Steps until the first look, and after a trial that was kept: rates settle, and what came of it shows."""
+FIRST_LOOK_STEPS: Final = 6
+"""Steps until the first look, and after a trial that was clearly good: rates settle, and what came of it shows."""
 LONGEST_WAIT_STEPS: Final = 64
 """Each look that finds nothing better doubles the steps until the next, up to this: looking costs time too."""
 LOOK_SHARE: Final = 1e-3
-"""Share of the time that looks may take."""
+"""Share of the time that looks may take; one after a drift may come sooner."""
 MINIMUM_GAIN: Final = 0.05
 """Share of the update time that a move must promise."""
 PROVEN_GAIN: Final = MINIMUM_GAIN / 2
@@ -27,18 +29,24 @@ PROVEN_GAIN: Final = MINIMUM_GAIN / 2
 SETTLE_STEPS: Final = 1
 """Steps after each change that are not counted: state moves to its new places."""
 BLOCK_STEPS: Final = 3
-"""Steps of each turn in a comparison that are counted."""
-ROUNDS: Final = 3
-"""Turns of the new knobs, with the old ones in between, until medians decide."""
+"""Steps of the new knobs' first turn that are counted, against as many of the old ones just before."""
+LONG_BLOCK_STEPS: Final = 6
+"""Those of each further turn, where the first ones did not make it clear: longer ones, for each change costs."""
+TURNS: Final = 3
+"""New knobs, old ones, new ones: then medians decide."""
+REST_STEPS: Final = 50
+"""Steps of rest for each change that a comparison has made, unless its gain was clear."""
+OWN_STEPS: Final = 2 * WINDOW_STEPS
+"""Steps after a change in which speeds that change may do so because of it."""
 REFUTED_STEPS: Final = 512
-"""Steps for which knobs that did not hold what was predicted are not tried again."""
+"""Steps for which knobs that did not hold what was predicted are not tried again, while speeds stay."""
 
 
 class Move(NamedTuple):
-    """Knobs that are predicted to be better, and by which share of the update."""
+    """Knobs that are predicted to be better, and by which share of the update; None for a probe: nobody can tell."""
 
     to: Effective
-    gain: float
+    gain: float | None
 
 
 @dataclass
@@ -50,22 +58,37 @@ class _Trial:
     times: dict[bool, list[float]]
     """By whether they were the new knobs'."""
     new_runs: bool = True
+    block: int = BLOCK_STEPS
     left: int = SETTLE_STEPS + BLOCK_STEPS
-    rounds: int = 0
+    changes: int = 1
+
+    @property
+    def runs(self) -> Effective:
+        return self.move.to if self.new_runs else self.old
 
     def take(self, seconds: float) -> None:
         self.left -= 1
-        if self.left < BLOCK_STEPS:
+        if self.left < self.block:
             self.times[self.new_runs].append(seconds)
+
+    def turn(self) -> Effective:
+        self.new_runs, self.block, self.left = not self.new_runs, LONG_BLOCK_STEPS, SETTLE_STEPS + LONG_BLOCK_STEPS
+        self.changes += 1
+        return self.runs
+
+    @property
+    def is_clear(self) -> bool:
+        """Every counted step with the new knobs was faster than every one with the old."""
+        return max(self.times[True]) < (1 - PROVEN_GAIN) * min(self.times[False])
 
     def verdict(self) -> bool | None:
         """Whether the new knobs stay; None to go on comparing."""
-        old, new = self.times[False], self.times[True]
-        if max(new) < (1 - PROVEN_GAIN) * min(old):
+        if self.is_clear:
             return True
-        if min(new) > max(old):
+        if min(self.times[True]) > max(self.times[False]):
             return False
-        return self.gain >= PROVEN_GAIN if self.rounds >= ROUNDS else None
+        decided = self.move.gain is None or self.changes >= TURNS
+        return self.gain >= PROVEN_GAIN if decided else None
 
     @property
     def gain(self) -> float:
@@ -75,15 +98,19 @@ class _Trial:
 class Tuner:
     """Compares by turns what it runs with what is predicted to be better. Told of each update, asked once a step.
 
-    Deterministic: the same calls at the same times of `clock` (seconds) give the same proposals.
+    Deterministic: the same calls at the same times of `clock` (seconds) give the same proposals; the clock only decides
+    how soon a look is `due`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._steps = 0
+        self._changed_at = self._rests_until = 0
         self._steps_left = self._wait_steps = FIRST_LOOK_STEPS
         self._look_at = 0.0
-        self._recent: deque[tuple[Effective, float]] = deque(maxlen=SETTLE_STEPS + BLOCK_STEPS)
+        self._urgent = False
+        """The next look need not wait for the clock."""
+        self._recent: deque[tuple[Effective, float]] = deque(maxlen=WINDOW_STEPS)
         self._trial: _Trial | None = None
         self._refuted: dict[Effective, int] = {}
         """The step from which on each may be tried again."""
@@ -94,75 +121,143 @@ class Tuner:
         """An update under the knobs `ran` took so long."""
         self._recent.append((ran, seconds))
         trial = self._trial
-        if trial is not None and ran == (trial.move.to if trial.new_runs else trial.old):
-            trial.take(seconds)
+        if trial is not None:
+            if ran == trial.runs:
+                trial.take(seconds)
+        elif drifted(self._under(ran)):
+            newest = list(self._recent)[-PERSISTENT_STEPS:]
+            self._recent.clear()
+            self._recent.extend(newest)
+            log.info("tuner: updates take %.3g s now, and that has lasted", median(s for _, s in newest))
+            self._look_anew()
 
-    def propose(self, now: Effective, look: Callable[[], Move | None]) -> Effective | None:
-        """The knobs to go on with, or None to stay. `look` asks the model; it is called rarely.
+    def speeds_changed(self) -> None:
+        """A rate has changed for good, though updates may take as long as before: another one decides.
 
-        A move that turns out to be impossible is to be told by `refuse`. Knobs that others change end a comparison.
+        Soon after a change of knobs that may be because of it, and says nothing against what was found then.
+        """
+        if self._trial is None and self._steps - self._changed_at >= OWN_STEPS:
+            self._look_anew()
+        elif self._trial is None and self._steps >= self._rests_until:
+            self._look_soon()
+
+    def due(self, now: Effective) -> bool:
+        """Whether it is time for a look from the knobs `now`."""
+        if self._trial is not None or self._steps_left > 1 or self._before(now) is None:
+            return False
+        return self._urgent or self._clock() >= self._look_at
+
+    def propose(self, now: Effective, look: Callable[[], Move | None] | None = None) -> Effective | None:
+        """The knobs to go on with, or None to stay. To be called once a step.
+
+        look: asks the model; given when a look is `due`, and then called once whatever else is so, since other ranks
+        may be waiting in it. A move that turns out to be impossible is to be told by `refuse`. Knobs that others change
+        end a comparison.
         """
         self._steps += 1
+        self._steps_left -= 1
+        move = self._looked(look) if look is not None else None
         if self._trial is not None:
             return self._go_on(self._trial, now)
-        self._steps_left -= 1
         before = self._before(now)
-        if self._steps_left > 0 or self._clock() < self._look_at or before is None:
+        if look is None or before is None:
             return None
+        if move is None or not self._is_worth(move):
+            self._wait(min(2 * self._wait_steps, LONGEST_WAIT_STEPS))
+            return None
+        self._trial = _Trial(now, move, {False: before, True: []})
+        self._changed_at = self._steps
+        return move.to
+
+    def _looked(self, look: Callable[[], Move | None]) -> Move | None:
+        self._urgent = False
         began = self._clock()
         move = look()
         ended = self._clock()
         self._look_at = ended + (ended - began) / LOOK_SHARE
-        if move is None or move.gain < MINIMUM_GAIN or self._refuted.get(move.to, 0) > self._steps:
-            self._wait(min(2 * self._wait_steps, LONGEST_WAIT_STEPS))
-            return None
-        self._trial = _Trial(now, move, {False: before, True: []})
-        return move.to
+        return move
 
-    def refuse(self, why: object) -> None:
-        """What was proposed cannot be had."""
-        if self._trial is not None:
-            self._end(self._trial, kept=False)
-            self.last_verdict = f"Not tried: {why}"
+    def refuse(self, why: object) -> Effective | None:
+        """What was proposed cannot be had. Returns the knobs to go back to; None where no comparison was under way."""
+        trial, self._trial = self._trial, None
+        if trial is None:
+            return None
+        self._recent.clear()  # some ranks ran something else meanwhile, and all must go on alike
+        self._refute(trial.move.to)
+        self._wait(LONGEST_WAIT_STEPS)
+        self.last_verdict = f"Not tried: {why}"
+        return trial.old
+
+    def _is_worth(self, move: Move) -> bool:
+        refuted = self._refuted.get(move.to, 0) > self._steps
+        return not refuted and (move.gain is None or move.gain >= MINIMUM_GAIN)
+
+    def _under(self, now: Effective) -> list[float]:
+        """The last updates in a row under `now`."""
+        return [seconds for _, seconds in takewhile(lambda one: one[0] == now, reversed(self._recent))][::-1]
 
     def _before(self, now: Effective) -> list[float] | None:
-        """The last updates under `now`; None while there are too few."""
-        times = [seconds for ran, seconds in self._recent if ran == now]
-        return times[-BLOCK_STEPS:] if len(times) == self._recent.maxlen else None
+        """The last counted updates under `now`; None while there are too few."""
+        times = self._under(now)
+        return times[-BLOCK_STEPS:] if len(times) >= SETTLE_STEPS + BLOCK_STEPS else None
 
     def _go_on(self, trial: _Trial, now: Effective) -> Effective | None:
-        if now != (trial.move.to if trial.new_runs else trial.old):
+        if now != trial.runs:
             self._trial = None
             self._wait(FIRST_LOOK_STEPS)
             return None
         if trial.left > 0:
             return None
-        if trial.new_runs:
-            trial.rounds += 1
-            kept = trial.verdict()
-            if kept is not None:
-                self._end(trial, kept)
-                self._tell(trial, kept)
-                return None if kept else trial.old
-        trial.new_runs, trial.left = not trial.new_runs, SETTLE_STEPS + BLOCK_STEPS
-        return trial.move.to if trial.new_runs else trial.old
+        kept = trial.verdict() if trial.new_runs else None
+        return trial.turn() if kept is None else self._end(trial, kept)
 
-    def _end(self, trial: _Trial, kept: bool) -> None:
+    def _end(self, trial: _Trial, kept: bool) -> Effective | None:
+        """To the old knobs where the new ones are not kept."""
         self._trial = None
-        self._recent.clear()
-        self._wait(FIRST_LOOK_STEPS if kept else LONGEST_WAIT_STEPS)
+        self._changed_at = self._steps
+        self._tell(trial, kept)
         if not kept:
-            self._refuted = {one: step for one, step in self._refuted.items() if step > self._steps}
-            self._refuted[trial.move.to] = self._steps + REFUTED_STEPS
+            trial.turn()
+            self._refute(trial.move.to)
+        if trial.move.gain is None:
+            self._look_soon()  # that is what the probe was for
+        elif kept and trial.is_clear:
+            self._wait(FIRST_LOOK_STEPS)
+        else:
+            self._wait(max(LONGEST_WAIT_STEPS, REST_STEPS * trial.changes))
+            self._rests_until = self._steps + REST_STEPS * trial.changes
+        return None if kept else trial.old
+
+    def _refute(self, knobs: Effective) -> None:
+        self._refuted = {one: step for one, step in self._refuted.items() if step > self._steps}
+        self._refuted[knobs] = self._steps + REFUTED_STEPS
 
     def _tell(self, trial: _Trial, kept: bool) -> None:
-        stride = f"stride {trial.old.stride} → {trial.move.to.stride}"
-        order = "" if trial.old.alternate == trial.move.to.alternate else ", the other order"
+        predicted = "a probe" if trial.move.gain is None else f"{trial.move.gain:+.1%} predicted"
         self.last_verdict = (
-            f"{stride}{order}: {trial.gain:+.1%} of the update measured, {trial.move.gain:+.1%} predicted; "
+            f"{difference(trial.old, trial.move.to)}: {trial.gain:+.1%} of the update measured, {predicted}; "
             f"{'kept' if kept else 'taken back'}."
         )
         log.info("tuner: %s", self.last_verdict)
 
+    def _look_anew(self) -> None:
+        """What was found before may no longer hold."""
+        self._refuted.clear()
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        self._wait(1)
+        self._urgent = True
+
     def _wait(self, steps: int) -> None:
         self._steps_left = self._wait_steps = steps
+
+
+def difference(old: Effective, new: Effective) -> str:
+    """What the tuner moves, in words."""
+    words = [f"stride {old.stride} → {new.stride}"] if old.stride != new.stride else []
+    if old.alternate != new.alternate:
+        words.append(f"order {'alternate' if new.alternate else 'pinned'}")
+    if old.host_cache_bytes != new.host_cache_bytes:
+        words.append(f"host_cache {old.host_cache_bytes:,} → {new.host_cache_bytes:,} bytes")
+    return ", ".join(words) or "nothing"

@@ -1,0 +1,23 @@
+"""Medians with bootstrap intervals (95 %), of rounds and of ratios round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+RESAMPLES = 4000
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Median and the bootstrap's 95 % interval of it."""
+    found = np.asarray(values)
+    chance = np.random.default_rng(0)
+    medians = np.median(chance.choice(found, (RESAMPLES, len(found))), axis=1)
+    low, high = np.quantile(medians, (0.025, 0.975))
+    return {"median": round(float(np.median(found)), 5), "low": round(float(low), 5), "high": round(float(high), 5)}
+
+
+def ratio(of: Sequence[float], by: Sequence[float]) -> dict[str, float]:
+    """Round by round: what the machine does meanwhile meets both."""
+    return interval([one / other for one, other in zip(of, by, strict=True)])

@@ -1,0 +1,69 @@
+"""Parameters in a flat list, gradients that just come, a backward of a stated length: all but the update is cheap.
+
+On a GPU the weights are there and the copies are real; without one the device is emulated and paced to stated rates.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+import tidegate
+from tidegate.agent.engine.engine import StepResult
+from tidegate.agent.telemetry.phases import StepPhases
+from tidegate.agent.tuning import update_seconds
+
+PARAMS = 8
+
+
+class Given(torch.autograd.Function):
+    """A loss whose backward gives each parameter a copy of its gradient, after a while."""
+
+    @staticmethod
+    def forward(ctx: Any, seconds: float, gradients: list[torch.Tensor], *params: torch.Tensor) -> torch.Tensor:
+        ctx.seconds, ctx.gradients = seconds, gradients
+        return params[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
+        time.sleep(ctx.seconds)
+        return (None, None, *ctx.gradients)
+
+
+class Training:
+    """bf16 weights; an fp32 master, moments in fp32. `step()` gives the seconds of one update."""
+
+    def __init__(self, numel: int, subgroups: int, backward_seconds: float = 0.02, **offload: Any) -> None:
+        where = "cuda" if torch.cuda.is_available() and offload.get("device") != "emulated" else "cpu"
+        each = numel // PARAMS
+        self.params = [torch.nn.Parameter(torch.zeros(each, dtype=torch.bfloat16, device=where)) for _ in range(PARAMS)]
+        self._gradients = [torch.full_like(param, 1e-3) for param in self.params]
+        self._backward_seconds = backward_seconds
+        self._seconds: list[float] = []
+        self.optimizer = tidegate.AdamW(
+            self.params, lr=1e-3, offload=tidegate.Offload(subgroup_numel=-(-each * PARAMS // subgroups), **offload)
+        )
+        self.optimizer.observers.append(self._note)
+
+    def _note(self, result: StepResult, phases: StepPhases) -> None:
+        seconds = update_seconds(result, phases)
+        if seconds is not None:
+            self._seconds.append(seconds)
+
+    def step(self) -> float:
+        loss = Given.apply(self._backward_seconds, self._gradients, *self.params)  # type: ignore[no-untyped-call]
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return self._seconds[-1]
+
+    @property
+    def device(self) -> str:
+        if self.optimizer.device.kind == "cuda":
+            return torch.cuda.get_device_name()
+        return "emulated"
+
+    def close(self) -> None:
+        self.optimizer.close()

@@ -1,0 +1,49 @@
+"""What several ranks move to, as tables."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tidegate.model.vote import MAX_PROPOSALS, Judged, Setting, elected, proposals
+from tidegate.plan.effective import Effective
+
+TWO, THREE = Setting(2.0, False, False), Setting(3.0, False, False)
+
+
+@pytest.mark.parametrize(
+    ("what", "judged", "expected"),
+    [
+        ("the slowest rank counts", [Judged(1.0, (0.5, 0.8)), Judged(1.0, (0.9, 0.8))], (THREE, 0.2)),
+        ("…now, too", [Judged(1.0, (0.5, 0.8)), Judged(2.0, (0.9, 0.8))], (THREE, 0.6)),
+        ("one has no room", [Judged(1.0, (0.1, 0.8)), Judged(1.0, (math.inf, 0.8))], (THREE, 0.2)),
+        ("nothing is better", [Judged(1.0, (1.0, 1.1)), Judged(1.0, (1.0, 1.1))], None),
+        ("better for some only", [Judged(1.0, (0.5, 0.5)), Judged(1.0, (1.2, 1.3))], None),
+        ("none has room", [Judged(1.0, (math.inf, 0.5)), Judged(1.0, (0.5, math.inf))], None),
+        ("one cannot tell: a probe", [Judged(1.0, (None, math.inf)), Judged(1.0, (0.5, 0.5))], (TWO, None)),
+        ("what is known comes first", [Judged(1.0, (None, 0.9)), Judged(1.0, (0.5, 0.9))], (THREE, 0.1)),
+        ("one does not know what it has", [Judged(None, (0.5, 0.5)), Judged(1.0, (0.5, 0.5))], None),
+    ],
+)
+def test_elections(what: str, judged: list[Judged], expected: tuple[Setting, float | None] | None) -> None:
+    found = elected([TWO, THREE], judged)
+    assert found == (None if expected is None else (expected[0], pytest.approx(expected[1])))
+    turned = elected([THREE, TWO], [Judged(one.now, one.then[::-1]) for one in judged])
+    assert turned == found, "the order of proposals decides nothing"
+
+
+def test_proposals_are_few_and_those_of_most_ranks() -> None:
+    said = [None, *(Setting(float(n), False, False) for n in range(1, 9)), THREE, THREE, TWO]
+    assert proposals(said)[:2] == [THREE, TWO]
+    assert len(proposals(said)) == MAX_PROPOSALS
+    assert proposals([None, None]) == []
+
+
+def test_a_setting_means_the_same_on_ranks_with_other_caches() -> None:
+    here, there = Effective(2.0, 0.1, None, 100, False), Effective(2.0, 0.1, None, 7_000, False)
+    same = Setting.of(Effective(4.0, 0.1, None, 100, True), here)
+    assert same.on(there, 9_000) == Effective(4.0, 0.1, None, 7_000, True)
+    more = Setting.of(Effective(2.0, 0.1, None, 900, False), here)
+    assert more.on(there, 9_000).host_cache_bytes == 9_000
+    assert more.on(there, 10).host_cache_bytes == 7_000, "never less"
