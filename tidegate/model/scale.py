@@ -9,7 +9,7 @@ as many bytes either way, and what one rank waits another works.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -31,14 +31,18 @@ _STREAMED: Final = 0.7
 
 @dataclass(frozen=True)
 class NodeShare:
-    """What one rank has of its node, and of paths that all nodes share, while all other ranks do the same."""
+    """What one rank has of its node, and of paths that all nodes share, while all other ranks do the same.
+
+    cpu_bytes: bytes a parameter that an update on the CPU moves in host memory; 0 for those of our kernels.
+    """
 
     machine: Machine
     work: Workload
+    cpu_bytes: int = 0
 
     @property
     def touched_bytes(self) -> int:
-        """Bytes a parameter that an update moves in memory: state both ways, the gradient, the weight both ways."""
+        """Bytes a parameter that our update moves in memory: state both ways, the gradient, the weight both ways."""
         return 2 * self.work.state_bytes + 3 * self.work.weight_bytes
 
     @property
@@ -49,7 +53,7 @@ class NodeShare:
     def card(self) -> RateCard:
         """Speeds of this rank's lanes, each alone, while the other ranks use the same lanes."""
         machine = self.machine
-        on_cpu = machine.cpu_params_per_second or machine.host_bytes_per_second / self.touched_bytes
+        on_cpu = machine.cpu_params_per_second or machine.host_bytes_per_second / (self.cpu_bytes or self.touched_bytes)
         on_device = _STREAMED * machine.device_bytes_per_second
         speeds = {}
         for path in machine.paths:
@@ -74,7 +78,8 @@ class NodeShare:
         lane = {op.lane: 1.0}
         if seconds <= 0 or op.kind in (OpKind.NORM, OpKind.GRAD_NORM, OpKind.DEVICE_UPDATE):
             return lane
-        moved = op.numel * self.touched_bytes if op.kind is OpKind.CPU_UPDATE else op.nbytes
+        on_cpu = self.cpu_bytes or self.touched_bytes
+        moved = op.numel * on_cpu if op.kind is OpKind.CPU_UPDATE else op.nbytes
         found = {**lane, MEMORY: moved / seconds / self.memory_bytes_per_second}
         if op.path is not None and not self.machine.by_name[op.path].duplex:
             found[op.path] = 1.0
@@ -116,7 +121,7 @@ def predict_update(
     steps = settled(few, smaller, share.card)
     seconds, busy = 0.0, defaultdict[str, float](float)
     for step in steps:
-        took, used = run(step.plan(share.card), share, backward_seconds / scale)
+        took, used = run(step.plan(share.card), share.card.seconds, share.demand, backward_seconds / scale)
         seconds += took * scale / len(steps)
         for resource, work in used.items():
             busy[resource] += work * scale / len(steps)
@@ -124,10 +129,15 @@ def predict_update(
     return UpdatePrediction(seconds=seconds, busy=dict(busy), lane_bytes=_mean_bytes(whole))
 
 
-def run(plan: Plan, share: NodeShare, step_at: float) -> tuple[float, dict[str, float]]:
-    """Seconds of the update of `plan`, whose `step()` comes at `step_at`, and the work of each resource within it."""
-    seconds = {op.id: share.card.seconds(op) for op in plan.ops}
-    demands = {op.id: share.demand(op) for op in plan.ops}
+def run(
+    plan: Plan, seconds_of: Callable[[Op], float], demand_of: Callable[[Op], Demand], step_at: float
+) -> tuple[float, dict[str, float]]:
+    """Seconds of the update of `plan`, whose `step()` comes at `step_at`, and the work of each resource within it.
+
+    seconds_of: what an op takes at full speed; demand_of: what it takes of each resource then.
+    """
+    seconds = {op.id: seconds_of(op) for op in plan.ops}
+    demands = {op.id: demand_of(op) for op in plan.ops}
     gates = {op.id: step_at for op in plan.ops if op.gate == "step"}
     starts, ends = shared_times(plan, seconds, lambda op: demands[op.id], gates)
     busy = defaultdict[str, float](float, dict.fromkeys(LANES, 0.0))
