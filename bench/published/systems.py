@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final, NamedTuple
-
-from published.machines import DEEPSPEED_BYTES, DOWNSCALED_BYTES, JLSE_COPY, JLSE_DEVICE, JLSE_GRADIENT
 
 from tidegate.knobs import EQ1, OFF, Off
 from tidegate.model.fluid import shared_times
@@ -26,6 +25,18 @@ from tidegate.plan.effective import Effective
 from tidegate.plan.ops import Op, OpKind
 from tidegate.plan.plan import Plan
 
+DEEPSPEED_BYTES: Final = 28
+"""Bytes a parameter that DeepSpeed's update on the CPU moves in host memory: weight and both moments, read and written
+in fp32, and the fp32 gradient."""
+DOWNSCALED_BYTES: Final = DEEPSPEED_BYTES + 6
+"""With the new weight read once more and written in 16 bits (DOS 4.2, D_c)."""
+JLSE_DEVICE: Final = 100e9 / 4
+"""Parameters a second that one H100 updates (DOS 1: 100 G for four); MLP 4.2 gives 40 G for four."""
+JLSE_COPY: Final = 12e9 / 4 * 2
+"""Bytes of new 16-bit weights a second to one GPU, downscaled and copied one after the other (DOS 1: 12 G parameters/s
+for four)."""
+JLSE_GRADIENT: Final = 4e9
+"""Bytes of 16-bit gradients a second from one GPU into fp32 buffers of the host (DOS Table 1, G16 to H32)."""
 FP16: Final = Workload(weight="float16")
 """16-bit weights and 12 bytes of fp32 state a parameter: what both papers train with."""
 
@@ -42,8 +53,11 @@ class Iteration(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """A model on a machine. copy and gradient: bytes a second of one GPU for what DeepSpeed does one after the other,
-    new weights to the GPU and gradients to the host."""
+    """A model on a machine.
+
+    device: parameters a second that one GPU updates. copy and gradient: bytes a second of one GPU for what DeepSpeed
+    does one after the other, new weights to the GPU and gradients to the host. pinned_cache: see `Cards`.
+    """
 
     model: ModelShape
     machine: Machine
@@ -52,6 +66,7 @@ class Setting:
     device: float = JLSE_DEVICE
     copy: float = JLSE_COPY
     gradient: float = JLSE_GRADIENT
+    pinned_cache: bool = False
 
     @property
     def work(self) -> Workload:
@@ -68,6 +83,7 @@ class Setting:
         return Iteration(n * once.forward, n * once.backward + gradients, update)
 
 
+@cache
 def twinflow(s: Setting, ratio: float = 0.0, *, gradients_wait: bool = True) -> Iteration:
     """ZeRO-3 with state in host memory; with a ratio, DeepSpeed's TwinFlow. gradients_wait: their copies block."""
     share = _share(s, DEEPSPEED_BYTES)
@@ -82,6 +98,7 @@ def twinflow(s: Setting, ratio: float = 0.0, *, gradients_wait: bool = True) -> 
     return s.iteration(waits, run(plan, seconds, share.demand, _LONG)[0])
 
 
+@cache
 def deep_optimizer_states(s: Setting, stride: float | Off = 2, ratio: float = 0.0) -> Iteration:
     """Interleaved, as our engine would do it with fp32 state; the CPU downscales new weights in a second pass."""
     share = _share(s, DOWNSCALED_BYTES)
@@ -100,6 +117,7 @@ class Stored(NamedTuple):
     effective_io: float
 
 
+@cache
 def zero3_nvme(s: Setting) -> Stored:
     """All state on NVMe; fp32 gradients are written to it in the backward, and read with the state in the update."""
     nvme = s.machine.by_name["nvme"]
@@ -111,11 +129,12 @@ def zero3_nvme(s: Setting) -> Stored:
     return found._replace(iteration=s.iteration(max(0.0, written - alone), found.iteration.update))
 
 
+@cache
 def mlp_offload(s: Setting, *, paths: tuple[str, ...] = ("nvme", "pfs")) -> Stored:
     """16-bit gradients in host memory; a cache of what the runtime leaves of host memory; Eq. 1 over these paths."""
     machine = replace(s.machine, paths=tuple(s.machine.by_name[name] for name in paths))
     cache = int(cache_bytes(s) / machine.gpus)
-    knobs = Effective(OFF, 0.0, tier_split=EQ1, host_cache_bytes=cache, alternate=True)
+    knobs = Effective(OFF, 0.0, tier_split=EQ1, host_cache_bytes=cache, alternate=not s.pinned_cache)
     return _stored(replace(s, machine=machine), knobs, read_bytes=12)
 
 
@@ -133,9 +152,9 @@ _LONG: Final = 1e6
 
 
 def _share(s: Setting, cpu_bytes: int) -> NodeShare:
-    rate = s.machine.cpu_params_per_second
-    assert rate is not None, "the papers give it for every machine"
-    return NodeShare(replace(s.machine, cpu_params_per_second=rate * DEEPSPEED_BYTES / cpu_bytes), s.work, cpu_bytes)
+    """A second pass makes an update on the CPU longer by what it moves more."""
+    rate = (s.machine.cpu_params_per_second or 0.0) * DEEPSPEED_BYTES / cpu_bytes
+    return NodeShare(replace(s.machine, cpu_params_per_second=rate), s.work, cpu_bytes)
 
 
 def _seconds(s: Setting, share: NodeShare) -> Callable[[Op], float]:
@@ -152,12 +171,12 @@ def _stored(s: Setting, knobs: Effective, *, read_bytes: int) -> Stored:
     steps = settled(few, smaller, share.card)
     for step in steps:
         plan = _with_read_bytes(step.plan(share.card), read_bytes)
-        starts, ends = shared_times(
-            plan,
-            {op.id: _seconds(s, share)(op) for op in plan.ops},
+        # Nothing is fetched before the step: both systems begin to fetch with the update.
+        [(starts, ends)] = shared_times(
+            [plan],
+            _seconds(s, share),
             share.demand,
-            # Nothing is fetched before the step: both systems begin to fetch with the update.
-            {op.id: _LONG for op in plan.ops if op.gate == "step" or op.kind is OpKind.FETCH},
+            lambda op: _LONG if op.gate == "step" or op.kind is OpKind.FETCH else 0.0,
         )
         update += (max(ends.values()) - _LONG) / len(steps)
         for op in plan.of_kind(OpKind.FETCH):

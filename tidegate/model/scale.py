@@ -2,8 +2,9 @@
 
 Ranks of a job hold equal shares of the state and make equal plans. Under fair sharing they then do the same at the same
 time, so that one of them on its share of the node says what all do: 512 ranks take no longer to simulate than one.
-What that cannot show is ranks that get out of step, as exclusive access to a path makes them on purpose: a path serves
-as many bytes either way, and what one rank waits another works.
+(`fluid` can run several ranks at once; a test holds both against each other.) What that cannot show is ranks that get
+out of step, as exclusive access to a path makes them on purpose: a path serves as many bytes either way, and what one
+rank waits another works.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tidegate.model.machine import Machine, Workload
 from tidegate.model.rates import RateCard
 from tidegate.model.settled import Rank, Settled, sampled, settled
 from tidegate.plan.effective import Effective
-from tidegate.plan.ops import LANES, Op, OpKind
+from tidegate.plan.ops import CPU, DEVICE, LANES, Op, OpKind
 from tidegate.plan.plan import Plan
 from tidegate.plan.split import PathSpeeds
 
@@ -73,17 +74,17 @@ class NodeShare:
         ).with_paths(speeds)
 
     def demand(self, op: Op) -> Demand:
-        """Share of each resource that `op` takes at the full speed of its lane."""
+        """Share of each shared resource that `op` takes at the full speed of its lane; a GPU and its link are its
+        rank's own."""
         seconds = self.card.seconds(op)
-        lane = {op.lane: 1.0}
-        if seconds <= 0 or op.kind in (OpKind.NORM, OpKind.GRAD_NORM, OpKind.DEVICE_UPDATE):
-            return lane
+        if seconds <= 0 or op.lane == DEVICE:
+            return {}
         on_cpu = self.cpu_bytes or self.touched_bytes
         moved = op.numel * on_cpu if op.kind is OpKind.CPU_UPDATE else op.nbytes
-        found = {**lane, MEMORY: moved / seconds / self.memory_bytes_per_second}
-        if op.path is not None and not self.machine.by_name[op.path].duplex:
-            found[op.path] = 1.0
-        return found
+        memory = {MEMORY: moved / seconds / self.memory_bytes_per_second}
+        if op.path is None:
+            return {**memory, CPU: 1.0} if op.lane == CPU else memory
+        return {**memory, (op.lane if self.machine.by_name[op.path].duplex else op.path): 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +139,17 @@ def run(
     """
     seconds = {op.id: seconds_of(op) for op in plan.ops}
     demands = {op.id: demand_of(op) for op in plan.ops}
-    gates = {op.id: step_at for op in plan.ops if op.gate == "step"}
-    starts, ends = shared_times(plan, seconds, lambda op: demands[op.id], gates)
+    [(starts, ends)] = shared_times(
+        [plan],
+        lambda op: seconds[op.id],
+        lambda op: demands[op.id],
+        lambda op: step_at if op.gate == "step" else 0.0,
+    )
     busy = defaultdict[str, float](float, dict.fromkeys(LANES, 0.0))
     for op in plan.ops:
         elapsed = ends[op.id] - starts[op.id]
         late = max(0.0, ends[op.id] - max(step_at, starts[op.id])) / elapsed if elapsed > 0 else 0.0
-        for resource, part in demands[op.id].items():
+        for resource, part in ({op.lane: 1.0} | dict(demands[op.id])).items():
             busy[resource] += late * part * seconds[op.id]
     return max(step_at, *ends.values()) - step_at, dict(busy)
 
