@@ -44,6 +44,7 @@ def plan(
     rates: Annotated[
         Path | None, typer.Option(help="JSON that `tidegate calibrate --json` printed: speeds of links and cores.")
     ] = None,
+    advice: Annotated[bool, typer.Option(help="Look for what would help most; takes most of the time.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Plan a training: does it fit, where will state live, how long is an iteration, what to change or to buy."""
@@ -63,11 +64,11 @@ def plan(
         sequence=sequence, microbatch=microbatch, accumulation=accumulation, weight=weight, checkpointing=checkpointing
     )
     found = plan_capacity(model_from(model), machine if rates is None else machine.measured(_card(rates).card), work)
-    changes = best_changes(found)
+    changes = best_changes(found) if advice else ()
     if as_json:
         print(json.dumps(_json(found, changes)))
     else:
-        print("\n".join(_lines(found, changes)))
+        print("\n".join([*_lines(found), *(_advice(changes) if advice else []), *_grounds(found)]))
 
 
 def _card(file: Path) -> Calibration:
@@ -87,23 +88,28 @@ def _json(found: CapacityPlan, changes: tuple[Change, ...]) -> dict[str, object]
     return {**found.to_dict(), "changes": shown, "configuration": pasted}
 
 
-def _lines(found: CapacityPlan, changes: tuple[Change, ...]) -> Iterator[str]:
+def _lines(found: CapacityPlan) -> Iterator[str]:
     shape, machine = found.model, found.machine
     yield (
         f"{shape.name}, {shape.params / 1e9:.1f} G parameters, on {machine.nodes} x {machine.gpus} GPUs of "
         f"{machine.gpu_memory_bytes / 1e9:.0f} GB, {machine.host_memory_bytes / 1e9:.0f} GB of host memory a node"
     )
     yield ""
-    if not found.fits:
+    if found.fits:
+        yield from _answer(found)
+    else:
         yield "Does not fit."
         yield from (f"  {shortage}." for shortage in found.shortages)
-    else:
-        yield from _answer(found)
+
+
+def _advice(changes: tuple[Change, ...]) -> Iterator[str]:
     yield ""
     yield "What would help most:" if changes else "Nothing that was tried would help by 2 % or more."
     yield from (f"  {change.kind}: {change}." for change in changes)
-    yield ""
-    yield "Assumed:"
+
+
+def _grounds(found: CapacityPlan) -> Iterator[str]:
+    yield from ("", "Assumed:")
     yield from (f"  {sentence}" for sentence in found.assumptions)
     if found.fits:
         yield from ("", "Configuration:", "", python(found), "or for DeepSpeed:", "", deepspeed_text(found))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from tidegate.errors import ConfigError
-from tidegate.knobs import OFF, Off
 from tidegate.model.choose import equation_stride
 from tidegate.model.fitting import Fit, Shortage, fit
 from tidegate.model.footprint import FRAMEWORK_HOST_BYTES, USABLE_DEVICE, USABLE_HOST
@@ -17,10 +16,10 @@ from tidegate.model.scale import NodeShare, UpdatePrediction, predict_update
 from tidegate.model.shapes import ModelShape
 from tidegate.plan.ops import path_lanes
 
-STRIDES: Final[tuple[float | Off, ...]] = (OFF, 8, 4, 3, 2, 1.5, 1.25, 1)
-"""Tried beside the stride of DOS Eq. 1, in this order."""
-LONGER: Final = 0.99
-"""A stride must make the update shorter than this share of the best one before it: so the GPU is asked for little."""
+STRIDES: Final[tuple[float, ...]] = (8, 4, 3, 2, 1.5, 1.25, 1)
+"""Tried after `off` and beside the stride of DOS Eq. 1, in this order."""
+WORTH: Final = 0.97
+"""Share of the best update so far that another one must undercut: one that asks more of the GPU, or of the script."""
 DAY: Final = 86_400.0
 
 
@@ -28,7 +27,7 @@ DAY: Final = 86_400.0
 class Wear:
     """What training writes to one path: bytes a day on each node, or of all nodes where they share it.
 
-    days: until its endurance is used up; None where that is not known, or nothing is written.
+    days: until its endurance is used up; None where that is not known.
     """
 
     path: str
@@ -126,15 +125,15 @@ class CapacityPlan:
 def plan_capacity(shape: ModelShape, machine: Machine, work: Workload | None = None) -> CapacityPlan:
     """Where state goes, which stride is best, and what an iteration takes. Equal arguments give equal answers."""
     work = _sized(shape, machine, work or Workload())
-    found, share = fit(shape, machine, work), NodeShare(machine, work)
-    once = passes(shape, machine, work)
-    if found.shortages:
+    share, once = NodeShare(machine, work), passes(shape, machine, work)
+    fits = [fit(shape, machine, work, "keep"), fit(shape, machine, work, "release")]
+    usable = [one for one in fits if not one.shortages]
+    if not usable:
         return CapacityPlan(
-            model=shape, machine=machine, work=work, fit=found, phases=_phases(once, work, None), update=None,
-            bottleneck=found.shortages[0].where, state_bytes={}, wear=(),
+            model=shape, machine=machine, work=work, fit=fits[-1], phases=_phases(once, work, None), update=None,
+            bottleneck=fits[-1].shortages[0].where, state_bytes={}, wear=(),
         )  # fmt: skip
-    stride, update = _best_stride(found, share, once.backward)
-    found = replace(found, effective=replace(found.effective, stride=stride))
+    found, update = _best_stride(*_first_of_best(usable, share, once.backward), share, once.backward)
     phases = _phases(once, work, update)
     longest = phases["update"] >= max(phases["forward"], phases["backward"])
     return CapacityPlan(
@@ -153,19 +152,31 @@ def _sized(shape: ModelShape, machine: Machine, work: Workload) -> Workload:
     return replace(work, subgroup_numel=min(work.subgroup_numel, max(1, -(-of_rank // 16))))
 
 
-def _best_stride(found: Fit, share: NodeShare, backward: float) -> tuple[float | Off, UpdatePrediction]:
-    """The stride with the shortest update (within 1 %), of those that there is room for."""
-    tried: list[float | Off] = [OFF]
-    if found.may_stage:
-        tried = list(dict.fromkeys([*STRIDES, *equation_stride(found.rank.subgroups, share.card)]))
-    best: tuple[float | Off, UpdatePrediction] | None = None
-    for stride in tried:
-        knobs = replace(found.effective, stride=stride)
-        update = predict_update(found.rank, knobs, share, backward_seconds=backward)
-        if best is None or update.seconds < LONGER * best[1].seconds:
-            best = (stride, update)
-    assert best is not None, "off is always tried"
+def _first_of_best(fits: Sequence[Fit], share: NodeShare, backward: float) -> tuple[Fit, UpdatePrediction]:
+    """The first one whose update, with nothing staged, no later one undercuts by what is worth it."""
+    best: tuple[Fit, UpdatePrediction] | None = None
+    for one in fits:
+        update = predict_update(one.rank, one.effective, share, backward_seconds=backward)
+        if best is None or update.seconds < WORTH * best[1].seconds:
+            best = (one, update)
+    assert best is not None, "there is at least one"
     return best
+
+
+def _best_stride(
+    found: Fit, update: UpdatePrediction, share: NodeShare, backward: float
+) -> tuple[Fit, UpdatePrediction]:
+    """The stride with the shortest update, of those that there is room for and that are worth it."""
+    strides = [*STRIDES, *equation_stride(found.rank.subgroups, share.card)] if found.may_stage else []
+    for stride in dict.fromkeys(strides):
+        # What crosses a path is the same with every stride.
+        if max((update.busy.get(path, 0.0) for path in found.rank.host_slots), default=0.0) > WORTH * update.seconds:
+            break
+        one = replace(found, effective=replace(found.effective, stride=stride))
+        its_update = predict_update(one.rank, one.effective, share, backward_seconds=backward)
+        if its_update.seconds < WORTH * update.seconds:
+            found, update = one, its_update
+    return found, update
 
 
 def _phases(once: Pass, work: Workload, update: UpdatePrediction | None) -> dict[str, float]:
@@ -176,9 +187,11 @@ def _phases(once: Pass, work: Workload, update: UpdatePrediction | None) -> dict
 def _wear(machine: Machine, update: UpdatePrediction, iteration: float) -> Iterator[Wear]:
     for path in machine.paths:
         _, lane = path_lanes(path.name)
-        written = float(update.lane_bytes.get(lane, 0) * (machine.ranks if path.all_nodes else machine.gpus))
+        if not update.lane_bytes.get(lane):
+            continue
+        written = float(update.lane_bytes[lane] * (machine.ranks if path.all_nodes else machine.gpus))
         a_day = written * DAY / iteration
-        days = path.endurance_bytes / a_day if path.endurance_bytes and a_day else None
+        days = path.endurance_bytes / a_day if path.endurance_bytes else None
         yield Wear(path=path.name, bytes_per_iteration=written, bytes_per_day=a_day, days=days)
 
 

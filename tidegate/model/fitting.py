@@ -61,17 +61,16 @@ class Fit:
         return dict(found)
 
 
-def fit(shape: ModelShape, machine: Machine, work: Workload) -> Fit:
-    """As much state on the GPU as there is room for, the rest in host memory, what that cannot take on paths."""
+def fit(shape: ModelShape, machine: Machine, work: Workload, gradients: Literal["keep", "release"] = "keep") -> Fit:
+    """As much state on the GPU as there is room for, the rest in host memory, what that cannot take on paths.
+
+    gradients: `release` leaves more room on the GPU, and takes some of host memory.
+    """
     share = NodeShare(machine, work)
     subgroups = subgroups_of(-(-shape.params // machine.ranks), work)
     largest, total = subgroups[0].nbytes("state"), sum(s.nbytes("state") for s in subgroups)
     room = device_room(machine)
-    gradients: Literal["keep", "release"] = "keep"
     device = device_bytes(shape, machine, work, gradients)
-    if sum(device.values()) > room:
-        gradients = "release"
-        device = device_bytes(shape, machine, work, gradients)
     rank = Rank(subgroups, work.num_slots, {}, gradients)
     free = room - sum(device.values())
     if free < 0:

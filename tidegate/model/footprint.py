@@ -12,6 +12,8 @@ USABLE_DEVICE: Final = 0.92
 """Share of GPU memory for tensors: the rest is the driver's, the collectives', and lost between blocks."""
 USABLE_HOST: Final = 0.9
 """Share of host memory for the job, as in MLP 4.1."""
+LIVE_PARAMS: Final = 10**9
+"""DeepSpeed's `stage3_max_live_parameters`."""
 FRAMEWORK_HOST_BYTES: Final = 4 * 10**9
 """Host memory of each rank for Python, torch and the data loader."""
 
@@ -28,18 +30,20 @@ def device_bytes(
 ) -> dict[str, float]:
     """GPU memory of one rank by kind, without any state. Weights and gradients are sharded over all ranks.
 
-    gathered: the weights of a block, those of the next, and a block's gradients, while they are whole. activations:
-    what is kept between blocks, the working set of one, and the logits (Korthikanti et al., "Reducing Activation
-    Recomputation in Large Transformer Models", eq. 1, without the attention matrix: kernels do not write it).
+    gathered: weights that are whole for a while, as many as DeepSpeed keeps by default (`LIVE_PARAMS`, but one matrix
+    and no more than two blocks), and the gradient of the largest matrix. activations: what is kept between blocks, the
+    working set of one, and the logits (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+    Models", eq. 1, without the attention matrix: kernels do not write it).
     """
-    largest = max(shape.block_params, shape.embedding_params)
+    matrix = max(shape.hidden * shape.ffn, shape.embedding_params)
+    gathered = max(matrix, min(LIVE_PARAMS, 2 * shape.block_params)) + matrix
     tokens = work.sequence * work.microbatch
     kept = shape.layers * 2 if work.checkpointing else shape.layers * 34
     sharded = shape.params * work.weight_bytes / machine.ranks
     return {
         "weights": sharded,
         "gradients": sharded if gradients == "keep" else min(sharded, 2 * work.subgroup_numel * work.weight_bytes),
-        "gathered": 3.0 * largest * work.weight_bytes if machine.ranks > 1 else 0.0,
+        "gathered": float(gathered * work.weight_bytes) if machine.ranks > 1 else 0.0,
         "activations": float(tokens * (shape.hidden * (kept + 34) + shape.vocab * 6)),
     }
 

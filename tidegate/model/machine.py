@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Final
 
 from tidegate.errors import ConfigError
@@ -175,7 +176,7 @@ class Machine:
         }
         return replace(self, **changes)
 
-    @property
+    @cached_property
     def by_name(self) -> Mapping[str, StoragePath]:
         return {path.name: path for path in self.paths}
 

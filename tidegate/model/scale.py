@@ -41,12 +41,12 @@ class NodeShare:
     work: Workload
     cpu_bytes: int = 0
 
-    @property
+    @cached_property
     def touched_bytes(self) -> int:
         """Bytes a parameter that our update moves in memory: state both ways, the gradient, the weight both ways."""
         return 2 * self.work.state_bytes + 3 * self.work.weight_bytes
 
-    @property
+    @cached_property
     def memory_bytes_per_second(self) -> float:
         return self.machine.host_bytes_per_second / self.machine.gpus
 
