@@ -1,0 +1,205 @@
+"""The systems of the papers as plans of our planner, run by our simulator on the papers' machines.
+
+ZeRO-3 and TwinFlow are the policy `twinflow`: one op at a time. Deep Optimizer States is `interleaved` with a stride.
+With storage, ZeRO-3 has one path, no cache, 16 bytes a parameter read (fp32 gradients with the state) and 12 written;
+MLP-Offload has both paths, Eq. 1, alternating order and a cache, and moves 12 bytes each way. State is fp32 in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Final, NamedTuple
+
+from tidegate.knobs import EQ1, OFF, Off
+from tidegate.model.fluid import shared_times
+from tidegate.model.footprint import USABLE_HOST, subgroups_of
+from tidegate.model.machine import GB, Machine, Workload
+from tidegate.model.phases import passes
+from tidegate.model.scale import NodeShare, run
+from tidegate.model.settled import Rank, sampled, settled
+from tidegate.model.shapes import ModelShape
+from tidegate.plan import make_plan, place, steady
+from tidegate.plan.effective import Effective
+from tidegate.plan.ops import Op, OpKind
+from tidegate.plan.plan import Plan
+
+DEEPSPEED_BYTES: Final = 28
+"""Bytes a parameter that DeepSpeed's update on the CPU moves in host memory: weight and both moments, read and written
+in fp32, and the fp32 gradient."""
+DOWNSCALED_BYTES: Final = DEEPSPEED_BYTES + 6
+"""With the new weight read once more and written in 16 bits (DOS 4.2, D_c)."""
+JLSE_DEVICE: Final = 100e9 / 4
+"""Parameters a second that one H100 updates (DOS 1: 100 G for four); MLP 4.2 gives 40 G for four."""
+JLSE_COPY: Final = 12e9 / 4 * 2
+"""Bytes of new 16-bit weights a second to one GPU, downscaled and copied one after the other (DOS 1: 12 G parameters/s
+for four)."""
+JLSE_GRADIENT: Final = 4e9
+"""Bytes of 16-bit gradients a second from one GPU into fp32 buffers of the host (DOS Table 1, G16 to H32)."""
+FP16: Final = Workload(weight="float16")
+"""16-bit weights and 12 bytes of fp32 state a parameter: what both papers train with."""
+
+
+class Iteration(NamedTuple):
+    forward: float
+    backward: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.update
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model on a machine.
+
+    device: parameters a second that one GPU updates. copy and gradient: bytes a second of one GPU for what DeepSpeed
+    does one after the other, new weights to the GPU and gradients to the host. pinned_cache: see `Cards`.
+    """
+
+    model: ModelShape
+    machine: Machine
+    microbatch: int = 1
+    accumulation: int = 1
+    device: float = JLSE_DEVICE
+    copy: float = JLSE_COPY
+    gradient: float = JLSE_GRADIENT
+    pinned_cache: bool = False
+
+    @property
+    def work(self) -> Workload:
+        return replace(FP16, microbatch=self.microbatch, accumulation=self.accumulation)
+
+    @property
+    def of_rank(self) -> int:
+        return -(-self.model.params // self.machine.ranks)
+
+    def iteration(self, gradients: float, update: float) -> Iteration:
+        """gradients: seconds of the last backward in which nothing else can be done."""
+        once = passes(self.model, self.machine, self.work)
+        n = self.accumulation
+        return Iteration(n * once.forward, n * once.backward + gradients, update)
+
+
+@cache
+def twinflow(s: Setting, ratio: float = 0.0, *, gradients_wait: bool = True) -> Iteration:
+    """ZeRO-3 with state in host memory; with a ratio, DeepSpeed's TwinFlow. gradients_wait: their copies block."""
+    share = _share(s, DEEPSPEED_BYTES)
+    subgroups = subgroups_of(s.of_rank, s.work)
+    placed = steady(place(len(subgroups), stride=OFF, static_ratio=ratio))
+    plan = make_plan(subgroups, placed, num_slots=0, policy="twinflow")
+
+    def seconds(op: Op) -> float:
+        return op.nbytes / s.copy if op.kind is OpKind.WEIGHT_H2D else _seconds(s, share)(op)
+
+    waits = sum(op.nbytes for op in plan.of_kind(OpKind.GRAD_D2H)) / s.gradient if gradients_wait else 0.0
+    return s.iteration(waits, run(plan, seconds, share.demand, _LONG)[0])
+
+
+@cache
+def deep_optimizer_states(s: Setting, stride: float | Off = 2, ratio: float = 0.0) -> Iteration:
+    """Interleaved, as our engine would do it with fp32 state; the CPU downscales new weights in a second pass."""
+    share = _share(s, DOWNSCALED_BYTES)
+    subgroups = subgroups_of(s.of_rank, s.work)
+    plan = make_plan(subgroups, steady(place(len(subgroups), stride=stride, static_ratio=ratio)), num_slots=2)
+    return s.iteration(0.0, run(plan, _seconds(s, share), share.demand, _LONG)[0])
+
+
+class Stored(NamedTuple):
+    """An iteration with storage. read and write: GB/s of the node while that is under way; effective_io: GB/s of the
+    node as MLP 4.3 defines it, twice the bytes of all subgroups by the time of reads and of writes."""
+
+    iteration: Iteration
+    read: float
+    write: float
+    effective_io: float
+
+
+@cache
+def zero3_nvme(s: Setting) -> Stored:
+    """All state on NVMe; fp32 gradients are written to it in the backward, and read with the state in the update."""
+    nvme = s.machine.by_name["nvme"]
+    one = replace(s, machine=replace(s.machine, paths=(nvme,)))
+    written = 4.0 * one.of_rank * s.machine.gpus / nvme.write_bytes_per_second
+    alone = passes(s.model, s.machine, s.work).backward
+    found = _stored(one, Effective(OFF, 0.0), read_bytes=16)
+    # The last backward computes while gradients are written: what is longer counts.
+    return found._replace(iteration=s.iteration(max(0.0, written - alone), found.iteration.update))
+
+
+@cache
+def mlp_offload(s: Setting, *, paths: tuple[str, ...] = ("nvme", "pfs")) -> Stored:
+    """16-bit gradients in host memory; a cache of what the runtime leaves of host memory; Eq. 1 over these paths."""
+    machine = replace(s.machine, paths=tuple(s.machine.by_name[name] for name in paths))
+    cache = int(cache_bytes(s) / machine.gpus)
+    knobs = Effective(OFF, 0.0, tier_split=EQ1, host_cache_bytes=cache, alternate=not s.pinned_cache)
+    return _stored(replace(s, machine=machine), knobs, read_bytes=12)
+
+
+def cache_bytes(s: Setting) -> float:
+    """Host memory of a node for the cache: 90 % of it, less what the runtime takes (250 to 350 GB by model size, MLP
+    4.3: linear from 40 to 120 G parameters on a node), less three subgroups of each process."""
+    of_node = s.of_rank * s.machine.gpus / 1e9
+    runtime = 250 + 100 * min(1.0, max(0.0, (of_node - 40) / 80))
+    slots = s.machine.gpus * s.work.host_slots * s.work.subgroup_numel * s.work.state_bytes
+    return max(0.0, USABLE_HOST * s.machine.host_memory_bytes - runtime * GB - slots)
+
+
+_LONG: Final = 1e6
+"""Seconds: a backward that ends after all copies that it may hide. What it does not hide is added."""
+
+
+def _share(s: Setting, cpu_bytes: int) -> NodeShare:
+    """A second pass makes an update on the CPU longer by what it moves more."""
+    rate = (s.machine.cpu_params_per_second or 0.0) * DEEPSPEED_BYTES / cpu_bytes
+    return NodeShare(replace(s.machine, cpu_params_per_second=rate), s.work, cpu_bytes)
+
+
+def _seconds(s: Setting, share: NodeShare) -> Callable[[Op], float]:
+    card = replace(share.card, device_params_per_second=s.device)
+    return card.seconds
+
+
+def _stored(s: Setting, knobs: Effective, *, read_bytes: int) -> Stored:
+    share = _share(s, DEEPSPEED_BYTES)
+    slots = {path.name: s.work.host_slots for path in s.machine.paths}
+    rank = Rank(subgroups_of(s.of_rank, s.work), 0, slots, "release")
+    few, smaller, scale = sampled(rank, knobs)
+    update, reads, writes, read, written = 0.0, 0.0, 0.0, 0, 0
+    steps = settled(few, smaller, share.card)
+    for step in steps:
+        plan = _with_read_bytes(step.plan(share.card), read_bytes)
+        # Nothing is fetched before the step: both systems begin to fetch with the update.
+        [(starts, ends)] = shared_times(
+            [plan],
+            _seconds(s, share),
+            share.demand,
+            lambda op: _LONG if op.gate == "step" or op.kind is OpKind.FETCH else 0.0,
+        )
+        update += (max(ends.values()) - _LONG) / len(steps)
+        for op in plan.of_kind(OpKind.FETCH):
+            reads += ends[op.id] - starts[op.id]
+            read += op.nbytes
+        for op in plan.of_kind(OpKind.FLUSH):
+            writes += ends[op.id] - starts[op.id]
+            written += op.nbytes
+    n, paths = s.machine.gpus, len(slots)
+    everything = sum(sub.numel for sub in few.subgroups) * (read_bytes + 12) * len(steps)
+    return Stored(
+        iteration=s.iteration(0.0, update * scale),
+        read=n * read * paths / reads / 1e9,
+        write=n * written * paths / writes / 1e9,
+        effective_io=n * everything * paths / (reads + writes) / 1e9,
+    )
+
+
+def _with_read_bytes(plan: Plan, of_param: int) -> Plan:
+    numel = {sub.id: sub.numel for sub in plan.subgroups}
+    return replace(
+        plan,
+        ops=tuple(
+            replace(op, nbytes=of_param * numel[op.subgroup]) if op.kind is OpKind.FETCH else op for op in plan.ops
+        ),
+    )
