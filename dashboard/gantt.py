@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import plotly.graph_objects as go
 
 from tidegate.dashboard import palette, units
 from tidegate.dashboard.charts import empty, frame, hatched, time_scale
 from tidegate.plan.ops import CONTENT_OF, LANES, OpKind
-from tidegate.timeline import Phase, PhaseSpan, Span, Stall, Timeline
+from tidegate.timeline import Stall
 from tidegate.wire import SpanRow, TimelineView
 
 Scope = Literal["update", "step"]
@@ -37,18 +37,6 @@ class Bar:
     nbytes: int
     numel: int
     num_ops: int = 1
-
-
-def as_timeline(view: TimelineView) -> Timeline:
-    """The wire's timeline as the core's type. Spans and phases that this version does not know are left out."""
-    kinds = set(OpKind)
-    spans = tuple(
-        Span(r.op, OpKind(r.kind), r.lane, r.subgroup, r.start, r.end, r.nbytes, r.numel, _content(r.kind), r.slot)
-        for r in view.spans
-        if r.kind in kinds
-    )
-    phases = tuple(PhaseSpan(p.phase, p.start, p.end) for p in view.phases if p.phase in get_args(Phase))  # type: ignore[arg-type]
-    return Timeline(view.step, view.source, spans, phases, dict(view.deps), view.origin)
 
 
 def window(view: TimelineView, scope: Scope) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, NotFound, RankTaken, StaleKnobs
 from tidegate.knobs import KnobValue
+from tidegate.timeline import Source
 from tidegate.wire import (
     Advice,
     AgentHello,
@@ -36,6 +37,7 @@ from tidegate.wire import (
     Lease,
     RunView,
     StepsView,
+    TimelinesView,
     TimelineView,
     Vote,
 )
@@ -210,9 +212,20 @@ class DaemonClient:
         """All generations of the run, oldest first."""
         return self._ask(list[GenerationView], "GET", _at("runs", run, "generations"))
 
-    def timeline(self, run: str, rank: int) -> TimelineView | None:
-        """The last measured update of the rank; None before the first."""
-        answer = self._send("GET", _at("runs", run, "ranks", rank, "timeline"))
+    def timelines(self, run: str, rank: int) -> TimelinesView:
+        """Of which steps there is a timeline."""
+        return self._ask(TimelinesView, "GET", _at("runs", run, "ranks", rank, "timelines"))
+
+    def timeline(
+        self, run: str, rank: int, step: int | None = None, source: Source = "measured"
+    ) -> TimelineView | None:
+        """The rank's newest timeline, or that of `step`; None before the first.
+
+        source: `simulated` is what is expected of the same ops at the rank's present rates; None where that cannot be
+        told. NotFound when there is none of that step any more.
+        """
+        query: _Query = {"source": source} if step is None else {"source": source, "step": step}
+        answer = self._send("GET", _at("runs", run, "ranks", rank, "timeline"), query=query)
         return None if answer.status_code == 204 else _parse(TimelineView, answer)
 
     def steps(self, run: str, rank: int, limit: int = 200) -> StepsView:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
 
 from tidegate.daemon import views
 from tidegate.daemon.control.run import STEPS_KEPT
+from tidegate.daemon.control.timelines import expected
 from tidegate.daemon.deps import Plane, Who
-from tidegate.wire import AuditRow, RunView, StepsView, TimelineView
+from tidegate.daemon.problems import ProblemError
+from tidegate.wire import AuditRow, RunView, StepsView, TimelinesView, TimelineView
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -28,10 +31,34 @@ async def one(plane: Plane, run: str) -> RunView:
     return views.run_view(found, plane.roster.states(found))
 
 
+@router.get("/{run}/ranks/{rank}/timelines")
+async def timelines(plane: Plane, run: str, rank: int) -> TimelinesView:
+    """The steps of the rank whose timelines are kept: the newest, and about one in five seconds of those before."""
+    return TimelinesView(run=run, rank=rank, steps=plane.roster.rank(run, rank).timelines.steps)
+
+
 @router.get("/{run}/ranks/{rank}/timeline", response_model=TimelineView, responses={204: {"description": "none yet"}})
-async def timeline(plane: Plane, run: str, rank: int) -> TimelineView | Response:
-    """The newest timeline that the rank sent; 204 before the first."""
-    return plane.roster.rank(run, rank).timeline or Response(status_code=204)
+async def timeline(
+    plane: Plane,
+    run: str,
+    rank: int,
+    step: Annotated[int | None, Query(ge=0)] = None,
+    source: Literal["measured", "simulated"] = "measured",
+) -> TimelineView | Response:
+    """The timeline of a step, the newest one that the rank sent by default; 204 before the first.
+
+    `source=simulated` is what the simulator expects of the same ops at the rank's present rates: 204 while the rank has
+    not measured those, and for timelines that were too long to be sent whole.
+    """
+    member = plane.roster.rank(run, rank)
+    found = member.timelines.newest if step is None else member.timelines.at(step)
+    if found is None and step is not None:
+        kept = member.timelines.steps
+        known = ", ".join(map(str, kept[-10:])) or "none yet"
+        raise ProblemError(404, "unknown-step", f"There is no timeline of step {step} of rank {rank}. Kept: {known}.")
+    if found is not None and source == "simulated":
+        found = await asyncio.to_thread(expected, found, member.rates)
+    return found or Response(status_code=204)
 
 
 @router.get("/{run}/ranks/{rank}/steps")

@@ -10,11 +10,12 @@ from tidegate.analysis import stalls
 from tidegate.dashboard import charts, markup, palette, units
 from tidegate.dashboard.digest import Digest
 from tidegate.dashboard.feed import Snapshot
-from tidegate.dashboard.gantt import HEIGHT, Scope, as_timeline, gantt, window
+from tidegate.dashboard.gantt import HEIGHT, Scope, gantt, window
 from tidegate.dashboard.lanes import LaneUse, lane_use
 from tidegate.dashboard.parts.header import prediction
 from tidegate.dashboard.parts.phases import CONFIG
 from tidegate.wire import TimelineView
+from tidegate.wire_timeline import as_timeline
 
 HELD = "gantt_held"
 SCOPES: dict[Scope, str] = {"update": "Update", "step": "Whole step"}

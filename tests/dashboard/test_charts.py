@@ -17,6 +17,7 @@ from tidegate.knobs import SPECS
 from tidegate.plan.ops import LANE_OF, LANES, OpKind
 from tidegate.timeline import PHASES, STALL_CAUSES
 from tidegate.wire import GenerationView, KnobBound, KnobsView, Liveness, RankView, RunView, StallRow, StepReport
+from tidegate.wire_timeline import as_timeline
 
 STEPS = tuple(step_report(step, 1000.0 + 3.5 * step) for step in range(1, 61))
 BOUNDS = {spec.name: KnobBound.of(spec) for spec in SPECS.values()}
@@ -100,7 +101,7 @@ def test_the_verdict_says_what_the_update_waits_for() -> None:
 
 def test_the_gantt_has_every_op_of_the_update_on_its_lane() -> None:
     view = timeline(7)
-    figure = gantt.gantt(view, stalls(gantt.as_timeline(view)))
+    figure = gantt.gantt(view, stalls(as_timeline(view)))
     drawn = {(trace.name, lane) for trace in figure.data for lane in trace.y}
     in_update = {OpKind(s.kind) for s in view.spans if s.kind != "grad_d2h"}
     assert {(palette.KIND_NAME[kind], LANE_OF[kind]) for kind in in_update} <= drawn
