@@ -11,6 +11,7 @@ import streamlit as st
 
 from tidegate.client import DaemonClient, find_token
 from tidegate.errors import DaemonError, NotAuthorized, NotFound
+from tidegate.model.rates import RateCard
 from tidegate.wire import Advice, AlertView, GenerationView, KnobsView, RankView, RunView, StepReport, TimelineView
 
 NUM_STEPS = 200
@@ -112,12 +113,13 @@ def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
 
 
 @st.cache_data(ttl=10.0, max_entries=64, show_spinner=False)
-def simulated(url: str, run: str, rank: int, step: int) -> TimelineView | None:
-    """What the simulator expects of the ops of that step; None where it cannot tell."""
+def rates(url: str, run: str, rank: int) -> RateCard | None:
+    """The rank's live rate card; None while there is none, or no daemon to ask."""
     try:
-        return _reader(url).timeline(run, rank, step, "simulated")
+        found = _reader(url).rates(run, rank)
     except DaemonError:
         return None
+    return None if found is None else RateCard.from_dict(found.model_dump())
 
 
 @st.cache_data(ttl=2.0, max_entries=64, show_spinner=False)

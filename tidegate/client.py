@@ -20,7 +20,6 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, NotFound, RankTaken, StaleKnobs
 from tidegate.knobs import KnobValue
-from tidegate.timeline import Source
 from tidegate.wire import (
     Advice,
     AgentHello,
@@ -35,6 +34,7 @@ from tidegate.wire import (
     KnobPreview,
     KnobsView,
     Lease,
+    Rates,
     RunView,
     StepsView,
     TimelinesView,
@@ -216,17 +216,19 @@ class DaemonClient:
         """Of which steps there is a timeline."""
         return self._ask(TimelinesView, "GET", _at("runs", run, "ranks", rank, "timelines"))
 
-    def timeline(
-        self, run: str, rank: int, step: int | None = None, source: Source = "measured"
-    ) -> TimelineView | None:
+    def timeline(self, run: str, rank: int, step: int | None = None) -> TimelineView | None:
         """The rank's newest timeline, or that of `step`; None before the first.
 
-        source: `simulated` is what is expected of the same ops at the rank's present rates; None where that cannot be
-        told. NotFound when there is none of that step any more.
+        NotFound when there is none of that step any more.
         """
-        query: _Query = {"source": source} if step is None else {"source": source, "step": step}
+        query: _Query = {} if step is None else {"step": step}
         answer = self._send("GET", _at("runs", run, "ranks", rank, "timeline"), query=query)
         return None if answer.status_code == 204 else _parse(TimelineView, answer)
+
+    def rates(self, run: str, rank: int) -> Rates | None:
+        """The rank's live rate card; None before it has measured any."""
+        answer = self._send("GET", _at("runs", run, "ranks", rank, "rates"))
+        return None if answer.status_code == 204 else _parse(Rates, answer)
 
     def steps(self, run: str, rank: int, limit: int = 200) -> StepsView:
         return self._ask(StepsView, "GET", _at("runs", run, "ranks", rank, "steps"), query={"limit": limit})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,13 +9,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Final
 
-from tidegate.errors import TidegateError
-from tidegate.model.rates import RateCard
-from tidegate.model.replay import replay
-from tidegate.wire import Rates, TimelineView
-from tidegate.wire_timeline import as_timeline, as_view
-
-log = logging.getLogger(__name__)
+from tidegate.wire import TimelineView
 
 KEPT: Final = 24
 """Compressed, about 10 kB each for 200 spans, at most 100 kB for those that fill a message."""
@@ -60,14 +53,3 @@ class Timelines:
     def forget(self) -> None:
         self.newest = None
         self._kept.clear()
-
-
-def expected(view: TimelineView, rates: Rates | None) -> TimelineView | None:
-    """What the simulator expects of the ops of `view`; None where it cannot tell. Slow: not for the event loop."""
-    if rates is None or view.num_spans > len(view.spans):
-        return None
-    try:
-        return as_view(replay(as_timeline(view), RateCard.from_dict(rates.model_dump())))
-    except TidegateError as error:
-        log.info("no prediction of step %d: %s", view.step, error)
-        return None

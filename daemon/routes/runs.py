@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
 from tidegate.daemon import views
 from tidegate.daemon.control.run import STEPS_KEPT
-from tidegate.daemon.control.timelines import expected
 from tidegate.daemon.deps import Plane, Who
 from tidegate.daemon.problems import ProblemError
-from tidegate.wire import AuditRow, RunView, StepsView, TimelinesView, TimelineView
+from tidegate.wire import AuditRow, Rates, RunView, StepsView, TimelinesView, TimelineView
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -39,26 +37,21 @@ async def timelines(plane: Plane, run: str, rank: int) -> TimelinesView:
 
 @router.get("/{run}/ranks/{rank}/timeline", response_model=TimelineView, responses={204: {"description": "none yet"}})
 async def timeline(
-    plane: Plane,
-    run: str,
-    rank: int,
-    step: Annotated[int | None, Query(ge=0)] = None,
-    source: Literal["measured", "simulated"] = "measured",
+    plane: Plane, run: str, rank: int, step: Annotated[int | None, Query(ge=0)] = None
 ) -> TimelineView | Response:
-    """The timeline of a step, the newest one that the rank sent by default; 204 before the first.
-
-    `source=simulated` is what the simulator expects of the same ops at the rank's present rates: 204 while the rank has
-    not measured those, and for timelines that were too long to be sent whole.
-    """
-    member = plane.roster.rank(run, rank)
-    found = member.timelines.newest if step is None else member.timelines.at(step)
+    """The newest timeline that the rank sent, or that of a step; 204 before the first."""
+    known = plane.roster.rank(run, rank).timelines
+    found = known.newest if step is None else known.at(step)
     if found is None and step is not None:
-        kept = member.timelines.steps
-        known = ", ".join(map(str, kept[-10:])) or "none yet"
-        raise ProblemError(404, "unknown-step", f"There is no timeline of step {step} of rank {rank}. Kept: {known}.")
-    if found is not None and source == "simulated":
-        found = await asyncio.to_thread(expected, found, member.rates)
+        kept = ", ".join(map(str, known.steps[-10:])) or "none yet"
+        raise ProblemError(404, "unknown-step", f"There is no timeline of step {step} of rank {rank}. Kept: {kept}.")
     return found or Response(status_code=204)
+
+
+@router.get("/{run}/ranks/{rank}/rates", response_model=Rates, responses={204: {"description": "none yet"}})
+async def rates(plane: Plane, run: str, rank: int) -> Rates | Response:
+    """The rank's live rate card, which its predictions are made with; 204 before it has measured any."""
+    return plane.roster.rank(run, rank).rates or Response(status_code=204)
 
 
 @router.get("/{run}/ranks/{rank}/steps")

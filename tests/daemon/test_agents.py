@@ -294,30 +294,26 @@ def test_ranks_that_a_run_is_started_again_without_are_lost_no_longer(tmp_path: 
     store.close()
 
 
-def test_timelines_of_before_are_kept_and_predicted(daemon: Daemon) -> None:
+def test_timelines_of_before_are_kept(daemon: Daemon) -> None:
     agent, client = Agent(daemon, new_run()), daemon.client("read")
     run = agent.message.run
     assert client.timelines(run, 0).steps == ()
-
-    def sent(step: int, num_spans: int = 1) -> TimelineView:
-        span = SpanRow(op=0, kind="cpu_update", lane="cpu", subgroup=0, start=1.0, end=2.0, nbytes=0, numel=1000)
-        phases = (PhaseRow(phase="backward", start=0.0, end=1.0), PhaseRow(phase="update", start=1.0, end=2.0))
-        return TimelineView(
-            step=step, source="measured", origin=1.0, phases=phases, spans=(span,), num_spans=num_spans
-        )
-
-    for step in (3, 4, 5):
-        agent.say(timeline=sent(step))
+    sent = {
+        step: TimelineView(step=step, source="measured", origin=1.0, phases=(), spans=(), num_spans=0)
+        for step in (3, 4, 5)
+    }
+    for view in sent.values():
+        agent.say(timeline=view)
     assert client.timelines(run, 0).steps == (3, 5), "one in a few seconds, and the newest"
-    assert client.timeline(run, 0, 3) == sent(3)
-    assert client.timeline(run, 0, 5) == client.timeline(run, 0) == sent(5)
+    assert client.timeline(run, 0, 3) == sent[3]
+    assert client.timeline(run, 0, 5) == client.timeline(run, 0) == sent[5]
     with pytest.raises(NotFound, match=r"no timeline of step 4 of rank 0\. Kept: 3, 5"):
         client.timeline(run, 0, 4)
-    assert client.timeline(run, 0, 3, "simulated") is None, "no rates yet"
+
+
+def test_the_rates_of_a_rank_are_its_newest(daemon: Daemon) -> None:
+    agent, client = Agent(daemon, new_run()), daemon.client("read")
+    assert client.rates(agent.message.run, 0) is None
     agent.say(rates=Rates(cpu_params_per_second=500.0))
-    found = client.timeline(run, 0, 3, "simulated")
-    assert found is not None
-    assert (found.source, found.step, found.origin) == ("simulated", 3, 1.0)
-    assert [(row.start, row.end) for row in found.spans] == [(0.0, 2.0)], "it waits for nothing"
-    agent.say(timeline=sent(6, num_spans=5_000))
-    assert client.timeline(run, 0, None, "simulated") is None, "half of it cannot be predicted"
+    agent.say()
+    assert client.rates(agent.message.run, 0) == Rates(cpu_params_per_second=500.0)
