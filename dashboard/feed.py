@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import streamlit as st
@@ -131,6 +132,19 @@ def kept_steps(url: str, run: str, rank: int) -> tuple[int, ...]:
         kept = ()
     seen = (step for at, of, who, step in list(_timelines) if (at, of, who) == (url, run, rank))
     return tuple(sorted({*kept, *seen}))
+
+
+def alerts(runs: Sequence[str], url: str) -> dict[str, tuple[AlertView, ...]]:
+    """What fires in each of these runs; nothing for one that cannot be asked about."""
+    return {run: _alerts(url, run) for run in runs}
+
+
+@st.cache_data(ttl=5.0, max_entries=256, show_spinner=False)
+def _alerts(url: str, run: str) -> tuple[AlertView, ...]:
+    try:
+        return tuple(_reader(url).alerts(run))
+    except DaemonError:
+        return ()
 
 
 @st.cache_data(ttl=20.0, max_entries=64, show_spinner=False)
