@@ -84,7 +84,7 @@ def phase_history(steps: Sequence[StepReport], marks: Sequence[Mark] = ()) -> go
     _mark(figure, [mark for mark in marks if recent[0].step <= mark.step <= recent[-1].step], longest * scale)
     figure.update_layout(barmode="stack", bargap=0.15 if len(recent) <= 60 else 0)
     figure.update_yaxes(title=unit, range=[0, longest * scale * 1.14], nticks=5)
-    figure.update_xaxes(title="step", nticks=8, tickformat="d", showgrid=False)
+    _step_axis(figure, recent[0].step, recent[-1].step, 8)
     return frame(figure, TALL)
 
 
@@ -134,7 +134,7 @@ def cpu_cores(steps: Sequence[StepReport]) -> go.Figure:
     if not figure.data:
         return empty("No CPU times were reported." if recent else "No step has finished yet.")
     figure.update_yaxes(title="cores", rangemode="tozero", nticks=5)
-    figure.update_xaxes(title="step", nticks=6, tickformat="d", showgrid=False)
+    _step_axis(figure, recent[0].step, recent[-1].step, 6)
     return frame(figure, legend=True)
 
 
@@ -219,8 +219,14 @@ def series(points: tuple[list[int], list[float]], title: str, nothing: str, colo
         hovertemplate="step %{x}: %{y:.4g}<extra></extra>",
     )
     figure.update_yaxes(title=title, nticks=5)
-    figure.update_xaxes(title="step", nticks=6, tickformat="d", showgrid=False)
+    _step_axis(figure, numbers[0], numbers[-1], 6)
     return frame(figure)
+
+
+def _step_axis(figure: go.Figure, first: int, last: int, ticks: int) -> None:
+    """Whole steps, each named once however few there are."""
+    figure.update_xaxes(title="step", tickformat="d", showgrid=False)
+    figure.update_xaxes({"nticks": ticks} if last - first > ticks else {"dtick": 1})
 
 
 def hatched(color: str) -> dict[str, object]:

@@ -62,6 +62,9 @@ table.tg { border-collapse: collapse; width: 100%; font-size: 0.78rem; font-vari
 .tg-pace { display: flex; align-items: baseline; gap: 0.6rem; flex-wrap: wrap; }
 .tg-pace b { font-size: 1.25rem; font-weight: 640; font-variant-numeric: tabular-nums; }
 .tg-pace span { font-size: 0.74rem; opacity: 0.7; font-variant-numeric: tabular-nums; }
+.stApp .st-key-cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(23rem, 1fr)); gap: 0.6rem; }
+.stApp .st-key-cards > * { width: auto; }
+.stApp [class*="st-key-card-head-"] [data-testid="stPageLink"] a { padding: 0; }
 [class*="st-key-card-"] .tg-verdict { font-size: 0.84rem; min-height: 2.3em; margin: 0.15rem 0 0.3rem; }
 [class*="st-key-card-head-"] { justify-content: space-between; flex-wrap: nowrap; }
 [class*="st-key-card-head-"] [data-testid="stPageLink"] p { font-weight: 650; overflow-wrap: anywhere; }

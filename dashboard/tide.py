@@ -57,7 +57,7 @@ def tide(steps: Sequence[StepReport], capacity_bytes: int | None = None) -> go.F
     figure.update_xaxes(showgrid=False, tickformat="d", dtick=max(1, len(recent) // 8))
     figure.update_xaxes(title="step", row=2, col=1)
     frame(figure, HEIGHT, legend=True)
-    figure.update_layout(hovermode="closest")
+    figure.update_layout(hovermode="closest", legend={"traceorder": "normal"})
     return figure
 
 

@@ -13,6 +13,8 @@ from tidegate.wire import Advice, AlertView, RankView, RunView
 WORTH_A_LOOK: Final = 0.1
 """A wait of a smaller share of the step is not worth a change of knobs."""
 NEARLY_FULL: Final = 0.95
+LOST, FIRING, FULL, LATE, WAITING = 0.0, 1.0, 2.0, 3.0, 4.0
+"""Urgencies; what is in one class is ordered by the fraction. One that is late comes back by itself, mostly."""
 _LIVENESS: Final = ("lost", "stale", "live", "finished")
 _SEVERITY: Final = ("critical", "warning", "info")
 
@@ -73,7 +75,7 @@ def with_advice(found: Task, advice: Advice | None) -> Task:
 
 def _silent(run: RunView, now: float) -> Task:
     silent = [rank for rank in run.ranks if rank.liveness == run.liveness]
-    urgency = _LIVENESS.index(run.liveness)
+    urgency = LOST if run.liveness == "lost" else LATE
     if not silent:
         return Task(run=run.run, urgency=urgency, sentence="Nothing is heard of it.", page="run")
     one = min(silent, key=lambda rank: rank.last_seen)
@@ -100,7 +102,7 @@ def _full(run: RunView) -> Task | None:
                 f"Device memory of rank {rank.rank} is full to {units.share(peaks[phase] / rank.device_memory_bytes)} "
                 f"in the {phase}: lower static_ratio."
             )
-            return Task(run=run.run, urgency=2.5, sentence=sentence, page="tune")
+            return Task(run=run.run, urgency=FULL, sentence=sentence, page="tune")
     return None
 
 
@@ -112,6 +114,7 @@ def _waiting(run: RunView) -> Task | None:
     if share < WORTH_A_LOOK:
         return None
     sentence = f"{units.share(share)} of each step is spent waiting for {cause}."
+    urgency = WAITING + 1 - share
     if cause in ("collective", "scheduler"):
-        return Task(run=run.run, urgency=4 - share, sentence=f"{sentence} See what holds it up.", page="timeline")
-    return Task(run=run.run, urgency=4 - share, sentence=sentence, page="tune")
+        return Task(run=run.run, urgency=urgency, sentence=f"{sentence} See what holds it up.", page="timeline")
+    return Task(run=run.run, urgency=urgency, sentence=sentence, page="tune")

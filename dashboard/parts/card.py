@@ -11,15 +11,13 @@ from tidegate.dashboard.digest import Digest, digest, verdict
 from tidegate.dashboard.parts.header import EMULATED
 from tidegate.wire import RunView
 
-WIDTH = 400
-
 
 def card(number: int, run: RunView, now: float, *, away: bool) -> None:
     """away: the daemon does not answer, and how the run is now is not known."""
     known = urgency.lead(run)
     figures = digest([known.last_step] if known and known.last_step else [])
     liveness = "unknown" if away else run.liveness
-    with st.container(border=True, width=WIDTH, key=f"card-{number}"):
+    with st.container(border=True, key=f"card-{number}"):
         with st.container(horizontal=True, vertical_alignment="center", key=f"card-head-{number}"):
             links.link("run", run.run, run=run.run)
             st.html(markup.pill(liveness))

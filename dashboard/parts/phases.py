@@ -16,7 +16,7 @@ CONFIG = {"displayModeBar": False, "responsive": True}
 
 
 def phases(snapshot: Snapshot, figures: Digest) -> None:
-    st.html(markup.title("Phases", f"medians of {figures.steps} steps") + _table(snapshot.steps, figures))
+    st.html(markup.title("Phases", f"medians of {figures.told}") + _table(snapshot.steps, figures))
 
 
 def history(snapshot: Snapshot) -> None:

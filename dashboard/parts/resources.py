@@ -14,7 +14,7 @@ from tidegate.dashboard.tide import tide
 from tidegate.wire import StepReport
 
 MIN_CEILING_BYTES = 1 << 20
-"""A step that moved less says nothing of what the link can do."""
+"""A phase that moved less says nothing of what the link can do."""
 
 
 def links(snapshot: Snapshot) -> None:
@@ -26,7 +26,10 @@ def link_speeds(snapshot: Snapshot, figures: Digest) -> None:
     """Bytes and busy time of each direction in each phase, and how near that is to the best the link has done."""
     ceilings = link_ceilings(snapshot.steps)
     st.html(
-        markup.title("Link, by phase", f"means of {figures.steps} steps, against the fastest of {len(snapshot.steps)}")
+        markup.title(
+            "Link, by phase",
+            f"means of {figures.told}, against the fastest phase of {len(snapshot.steps)}",
+        )
     )
     rows = []
     for (direction, phase), (moved, busy) in _by_phase(snapshot.steps[-WINDOW:]).items():
@@ -52,12 +55,10 @@ def against(speed: float | None, ceiling: float | None, color: str) -> str:
 
 
 def link_ceilings(steps: Sequence[StepReport]) -> dict[str, float]:
-    """The highest mean speed of each direction in any of these steps that moved at least MIN_CEILING_BYTES."""
+    """The highest mean speed of each direction in any phase of these steps that moved at least MIN_CEILING_BYTES."""
     ceilings: dict[str, float] = {}
     for step in steps:
-        for direction in {row.direction for row in step.links}:
-            rows = [row for row in step.links if row.direction == direction]
-            moved, busy = sum(row.bytes for row in rows), sum(row.busy_seconds for row in rows)
+        for (direction, _), (moved, busy) in _by_phase((step,)).items():
             if moved >= MIN_CEILING_BYTES and busy > 0:
                 ceilings[direction] = max(ceilings.get(direction, 0.0), moved / busy)
     return ceilings

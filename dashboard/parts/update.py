@@ -13,7 +13,7 @@ from tidegate.dashboard.parts.phases import CONFIG
 
 def waits(snapshot: Snapshot, figures: Digest) -> None:
     total = sum(figures.stall_share.values())
-    st.html(markup.title("Stalls by cause", f"{units.share(total)} of the update, mean of {figures.steps} steps"))
+    st.html(markup.title("Stalls by cause", f"{units.share(total)} of the update, mean of {figures.told}"))
     st.plotly_chart(charts.stalls_by_cause(snapshot.steps), key="stalls", config=CONFIG)
 
 
@@ -26,7 +26,7 @@ def division(snapshot: Snapshot, figures: Digest) -> None:
     st.html(
         markup.title("Division of work", "last step")
         + markup.table(("", "", ""), rows)
-        + markup.title("Update", f"{note} (median of {figures.steps} steps)")
+        + markup.title("Update", f"{note} (median of {figures.told})")
     )
 
 

@@ -78,5 +78,7 @@ def _next(place: Place) -> None:
         return
     first = urgency.with_advice(first, feed.advice(place.url, first.run) if first.page == "tune" else None)
     with st.container(horizontal=True, vertical_alignment="center", key="next"):
-        st.html(markup.advice(f"Next: {first.run}", first.sentence, "stale" if first.urgency >= 1 else "lost"))
+        st.html(
+            markup.advice(f"Next: {first.run}", first.sentence, "lost" if first.urgency < urgency.FULL else "stale")
+        )
         links.link(first.page, SCREENS_OF[first.page], run=first.run)
