@@ -205,7 +205,7 @@ def test_a_timeline_without_rates_has_no_prediction(daemon: Daemon) -> None:
 def test_before_the_first_update_the_timeline_says_so(daemon: Daemon) -> None:
     Agent(daemon).report()
     app = page("timeline")
-    assert "No update has been measured yet" in app.get("plotly_chart")[0].proto.figure.spec
+    assert "No update has been measured yet" in app.get("plotly_chart")[0].proto.spec
     assert not app.exception
 
 
