@@ -1,0 +1,105 @@
+"""Links, memory and what training makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from tidegate.dashboard import charts, markup, palette, units
+from tidegate.dashboard.digest import WINDOW, Digest, column, tokens_per_second
+from tidegate.dashboard.feed import Snapshot
+from tidegate.dashboard.parts.phases import CONFIG
+from tidegate.dashboard.tide import tide
+from tidegate.wire import StepReport
+
+MIN_CEILING_BYTES = 1 << 20
+"""A phase that moved less says nothing of what the link can do."""
+
+
+def links(snapshot: Snapshot) -> None:
+    st.html(markup.title("Link", "bytes a step, by direction and content"))
+    st.plotly_chart(charts.link_bytes(snapshot.steps), key="link_bytes", config=CONFIG)
+
+
+def link_speeds(snapshot: Snapshot, figures: Digest) -> None:
+    """Bytes and busy time of each direction in each phase, and how near that is to the best the link has done."""
+    ceilings = link_ceilings(snapshot.steps)
+    st.html(
+        markup.title(
+            "Link, by phase",
+            f"means of {figures.told}, against the fastest phase of {len(snapshot.steps)}",
+        )
+    )
+    rows = []
+    for (direction, phase), (moved, busy) in _by_phase(snapshot.steps[-WINDOW:]).items():
+        color = palette.LANE.get(direction, palette.GREY)
+        rows.append(
+            (
+                markup.dot(direction, color),
+                markup.dot(phase, palette.PHASE.get(phase, palette.GREY)),
+                units.nbytes(moved),
+                units.seconds(busy),
+                against(moved / busy if busy > 0 else None, ceilings.get(direction), color),
+            )
+        )
+    st.html(markup.table(("direction", "phase", "bytes", "busy", "of its ceiling, while busy"), rows, left=(0, 1)))
+
+
+def against(speed: float | None, ceiling: float | None, color: str) -> str:
+    """A speed as a share of what can be had."""
+    if speed is None or not ceiling:
+        return units.rate(speed)
+    share = speed / ceiling
+    return markup.bar(share, f"{units.share(share)}, {units.rate(speed)}", color)
+
+
+def link_ceilings(steps: Sequence[StepReport]) -> dict[str, float]:
+    """The highest mean speed of each direction in any phase of these steps that moved at least MIN_CEILING_BYTES."""
+    ceilings: dict[str, float] = {}
+    for step in steps:
+        for (direction, _), (moved, busy) in _by_phase((step,)).items():
+            if moved >= MIN_CEILING_BYTES and busy > 0:
+                ceilings[direction] = max(ceilings.get(direction, 0.0), moved / busy)
+    return ceilings
+
+
+def _by_phase(steps: tuple[StepReport, ...]) -> dict[tuple[str, str], tuple[float, float]]:
+    totals: dict[tuple[str, str], tuple[float, float]] = {}
+    for row in (row for step in steps for row in step.links):
+        moved, busy = totals.get((row.direction, row.phase), (0.0, 0.0))
+        totals[row.direction, row.phase] = (moved + row.bytes / len(steps), busy + row.busy_seconds / len(steps))
+    return dict(sorted(totals.items(), reverse=True))
+
+
+def memory(snapshot: Snapshot) -> None:
+    """The tide chart."""
+    st.html(markup.title("Memory", "the tide: peaks on the device, above what the engine holds in host memory"))
+    figure = tide(snapshot.steps, snapshot.rank.device_memory_bytes)
+    st.plotly_chart(figure, key="memory", config=CONFIG)
+
+
+def cpu(snapshot: Snapshot) -> None:
+    st.html(markup.title("CPU, by phase", "cores busy"))
+    st.plotly_chart(charts.cpu_cores(snapshot.steps), key="cpu", config=CONFIG)
+
+
+def loss(snapshot: Snapshot) -> None:
+    st.html(markup.title("Loss"))
+    points = column(snapshot.steps, lambda step: step.loss)
+    figure = charts.series(points, "loss", "No loss: call optimizer.log(loss=…).", palette.PHASE["backward"])
+    st.plotly_chart(figure, key="loss", config=CONFIG)
+
+
+def grad_norm(snapshot: Snapshot) -> None:
+    st.html(markup.title("Gradient norm", "before clipping"))
+    points = column(snapshot.steps, lambda step: step.grad_norm)
+    figure = charts.series(points, "norm", "No gradient norm was reported.", palette.LANE["cpu"])
+    st.plotly_chart(figure, key="grad_norm", config=CONFIG)
+
+
+def tokens(snapshot: Snapshot) -> None:
+    st.html(markup.title("Tokens", "per second, step by step"))
+    points = column(snapshot.steps, lambda step: tokens_per_second([step]))
+    figure = charts.series(points, "tokens/s", "No tokens: call optimizer.log(tokens=…).", palette.PHASE["update"])
+    st.plotly_chart(figure, key="tokens", config=CONFIG)

@@ -1,0 +1,41 @@
+"""Run: where the time, the bytes and the memory of one rank go."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from tidegate.dashboard import feed
+from tidegate.dashboard.digest import digest
+from tidegate.dashboard.parts import header, phases, resources, storage, update
+from tidegate.dashboard.place import Place, live
+
+
+@live
+def run(place: Place) -> None:
+    look = feed.look(place.url, place.run, place.rank)
+    snapshot = look.snapshot
+    if snapshot is None:
+        header.unread(place, look)
+        return
+    figures = digest(snapshot.steps)
+    header.header(look, snapshot, figures)
+    left, right = st.columns([9, 16], gap="medium")
+    with left:
+        phases.phases(snapshot, figures)
+        update.division(snapshot, figures)
+    with right:
+        phases.history(snapshot)
+        update.waits(snapshot, figures)
+    left, right = st.columns([16, 9], gap="medium")
+    with left:
+        resources.memory(snapshot)
+    with right:
+        resources.link_speeds(snapshot, figures)
+        resources.links(snapshot)
+    storage.paths(snapshot, figures)
+    columns = st.columns(4, gap="medium")
+    for column, draw in zip(
+        columns, (resources.cpu, resources.loss, resources.grad_norm, resources.tokens), strict=True
+    ):
+        with column:
+            draw(snapshot)
