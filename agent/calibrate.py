@@ -37,10 +37,11 @@ SECONDS: Final = 0.15
 ROUNDS: Final = 3
 """What is found is the median of so many rounds: one may meet what others do on the machine."""
 Progress = Callable[[str], None]
+PathLike = str | os.PathLike[str] | PathSettings
 
 
 def calibrate(
-    paths: Mapping[str, str | os.PathLike[str]] | None = None,
+    paths: Mapping[str, PathLike] | None = None,
     *,
     device: Device | None = None,
     cpu_threads: int = 0,
@@ -52,7 +53,7 @@ def calibrate(
 ) -> Calibration:
     """Measures CPU and paths, and the GPU where there is one. What is not there has no rate: nothing is emulated.
 
-    paths: directories by name. device: instead of the GPU; whoever gives an emulated one knows what the card is of, and
+    paths: directories by name, or settings. device: instead of the GPU; whoever gives an emulated one knows what the card is of, and
     keeps it apart. cpu_threads: of the update on the CPU, as in `Offload`. seconds: of each measurement. op_bytes: of
     each copy, fetch and flush; four of them are stored on each path. progress: told what is measured next.
 
@@ -62,7 +63,7 @@ def calibrate(
     if needed > host_available_bytes():
         raise ConfigError(f"Calibration needs {needed:,} bytes of host memory: free some, or lower numel={numel:,}.")
     threads = cpu_threads or default_threads()
-    settings = {name: PathSettings(directory=directory) for name, directory in (paths or {}).items()}
+    settings = {name: _settings(path) for name, path in (paths or {}).items()}
     with ExitStack() as stack:
         by_threads = _by_threads(numel, seconds, threads, progress)
         loads = [cpu_load(stack.enter_context(ThreadPool(threads)), numel)]
@@ -91,6 +92,10 @@ def calibrate(
         card_threads=threads,
         measured_at=time.time(),
     )
+
+
+def _settings(path: PathLike) -> PathSettings:
+    return path if isinstance(path, PathSettings) else PathSettings(directory=path)
 
 
 def default_threads() -> int:
@@ -128,7 +133,7 @@ def _by_threads(numel: int, seconds: float, besides: int, progress: Progress) ->
     return found
 
 
-def hardware(paths: Mapping[str, str | os.PathLike[str]] | None = None) -> dict[str, str]:
+def hardware(paths: Mapping[str, PathLike] | None = None) -> dict[str, str]:
     """What a calibration is of. When one of these changes, another is needed. PathUnusable paths are as `missing`."""
     found = {
         "host": platform.node(),
@@ -139,12 +144,19 @@ def hardware(paths: Mapping[str, str | os.PathLike[str]] | None = None) -> dict[
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
-    for name, directory in (paths or {}).items():
-        try:
-            found[f"path {name}"] = f"{Path(directory).resolve()} on device {os.stat(directory).st_dev}"
-        except OSError:
-            found[f"path {name}"] = "missing"
+    for name, path in (paths or {}).items():
+        found[f"path {name}"] = _place(_settings(path))
     return found
+
+
+def _place(path: PathSettings) -> str:
+    directory = Path(path.directory)
+    try:
+        device = directory.stat().st_dev
+    except OSError:
+        return "missing"
+    how = f"{path.threads} threads, blocks of {path.block_bytes >> 10} KiB, {path.lock_slots} at once"
+    return f"{directory.resolve()} on device {device}, {how}"
 
 
 def _cpu_model() -> str:

@@ -36,13 +36,16 @@ from storage.figures import cpu_name
 
 from tidegate.agent import calibrate
 from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
+from tidegate.agent.tiers.path import PathSettings
 from tidegate.model import RateCard, what_if
 from tidegate.model.equations import interleaved_seconds, stored_seconds
 from tidegate.model.settled import Rank, settled, speeds_of
 from tidegate.plan.effective import Effective
 
-DEVICE = EmulatedRates(h2d_bytes_per_second=4e9, d2h_bytes_per_second=4e9, update_params_per_second=1e9)
+DEVICE = EmulatedRates(h2d_bytes_per_second=6e9, d2h_bytes_per_second=6e9, update_params_per_second=0.8e9)
 """Known to the emulated device alone."""
+SETTINGS: dict[str, dict[str, int]] = {"fast": {}, "slow": {"threads": 1, "block_bytes": 256 << 10}}
+"""Of the paths, which are two directories of one disk: all of its queue, and one small block at a time."""
 EMULATED = frozenset({"h2d", "d2h", "device"})
 SETTLING = 2
 """Steps after each change of knobs that are not counted: state moves, and with orders that alternate twice."""
@@ -136,10 +139,10 @@ def result(rows: list[Row]) -> dict[str, Any]:
 
 def bench(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
     numel = options.tensors * TENSOR_NUMEL
-    directories = {name: folder / name for name in ("disk", "spare")}
-    for directory in directories.values():
-        directory.mkdir()
-    sets = ((), ("disk",), ("disk", "spare"))
+    paths = {name: PathSettings(directory=folder / name, **SETTINGS[name]) for name in SETTINGS}
+    for name in paths:
+        (folder / name).mkdir()
+    sets = ((), ("fast",), ("slow",), ("fast", "slow"))
     kinds = [Kind(paths=paths, subgroup_numel=numel // count) for paths in sets for count in options.subgroups]
     choices = draw(kinds, numel * STATE_BYTES, options.configurations, options.seed)
     began = time.monotonic()
@@ -150,7 +153,7 @@ def bench(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], li
                     Training(
                         numel=numel,
                         subgroup_numel=kind.subgroup_numel,
-                        paths={name: directories[name] for name in kind.paths},
+                        paths={name: paths[name] for name in kind.paths},
                         device=DEVICE,
                         cpu_threads=options.threads,
                     )
@@ -161,7 +164,7 @@ def bench(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], li
         _say(options, "calibrating")
         with closing(EmulatedDevice(1 << 30, DEVICE)) as device:
             card = calibrate.calibrate(
-                {name: str(directory) for name, directory in directories.items()},
+                paths,
                 device=device,
                 cpu_threads=options.threads,
                 numel=calibrate.NUMEL // 2,
@@ -178,7 +181,7 @@ def bench(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], li
         "backward_seconds": options.backward,
         "seed": options.seed,
         "rates": card.to_dict(),
-        "paths": "two directories of one disk",
+        "paths": SETTINGS,
         "device": "emulated",
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

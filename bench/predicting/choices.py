@@ -9,7 +9,7 @@ from typing import Final
 
 from tidegate.knobs import Knobs, specs_for
 
-STRIDES: Final = ("off", "off", 1.5, 2.0, 3.0, 5.0)
+STRIDES: Final = ("off", "off", "off", 2.0, 3.0, 5.0)
 STATIC_RATIOS: Final = (0.0, 0.0, 0.25, 0.5)
 CACHES: Final = (0.0, 0.0, 0.25, 0.5, 0.75, 1.0)
 """Share of the state."""

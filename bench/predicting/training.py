@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -44,7 +43,7 @@ class Training:
     """16-bit weights with remainders on the emulated device. A context manager."""
 
     def __init__(
-        self, *, numel: int, subgroup_numel: int, paths: Mapping[str, Path], device: EmulatedRates, cpu_threads: int
+        self, *, numel: int, subgroup_numel: int, paths: Mapping[str, PathSettings], device: EmulatedRates, cpu_threads: int
     ) -> None:
         """numel: a multiple of `TENSOR_NUMEL`."""
         generator = torch.Generator().manual_seed(0)
@@ -62,7 +61,7 @@ class Training:
                 subgroup_numel=subgroup_numel,
                 cpu_threads=cpu_threads,
                 host_cache=0 if paths else "auto",
-                paths={name: PathSettings(directory=directory) for name, directory in paths.items()},
+                paths=paths,
             ),
         )
         self._optimizer.observers.append(self._observe)
@@ -101,6 +100,7 @@ class Training:
         self._optimizer.zero_grad()
         result = self._result
         assert result is not None, "the update is over"
+        self.called = called
         return Measured(
             update_seconds=ended - called, backward_seconds=called - began, busy_seconds=_busy(result, called, ended)
         )
