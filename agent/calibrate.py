@@ -15,7 +15,7 @@ import torch
 
 from tidegate.agent.calibrate_handover import handover_seconds
 from tidegate.agent.calibrate_loads import BYTES_PER_PARAM, NORM, cpu_load, device_loads, path_loads
-from tidegate.agent.calibrate_rates import Load, measure, rate, typical
+from tidegate.agent.calibrate_rates import Load, Ops, measure, rate, typical
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
@@ -104,21 +104,24 @@ def default_threads() -> int:
 
 
 def _card(
-    alone: Mapping[str, float], keeps: Mapping[str, Mapping[str, float]], paths: Sequence[str], overhead: float
+    alone: Mapping[str, Ops], keeps: Mapping[str, Mapping[str, float]], paths: Sequence[str], overhead: float
 ) -> RateCard:
+    rates = {lane: found.rate for lane, found in alone.items()}
+    lanes = {name: path_lanes(name) for name in paths}
     return RateCard(
-        cpu_params_per_second=alone[CPU],
-        h2d_bytes_per_second=alone.get(H2D),
-        d2h_bytes_per_second=alone.get(D2H),
-        device_params_per_second=alone.get(DEVICE),
-        norm_params_per_second=alone.get(NORM),
+        cpu_params_per_second=rates[CPU],
+        h2d_bytes_per_second=rates.get(H2D),
+        d2h_bytes_per_second=rates.get(D2H),
+        device_params_per_second=rates.get(DEVICE),
+        norm_params_per_second=rates.get(NORM),
         overhead_seconds=overhead,
-        paths={name: PathRates(**dict(zip(_WAYS, (alone[lane] for lane in path_lanes(name)), strict=True))) for name in paths},
+        paths={
+            name: PathRates(read_bytes_per_second=rates[read], write_bytes_per_second=rates[write])
+            for name, (read, write) in lanes.items()
+        },
+        op_seconds={lane: found.op_seconds for lane, found in alone.items() if lane != NORM},
         keeps=keeps,
     )
-
-
-_WAYS: Final = ("read_bytes_per_second", "write_bytes_per_second")
 
 
 def _by_threads(numel: int, seconds: float, besides: int, progress: Progress) -> dict[int, float]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Final
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +31,8 @@ NORM: Final = "norm"
 """Called so beside the lanes: it runs on that of the device, at a speed of its own."""
 IN_FLIGHT: Final = 2
 """Ops of a path's lane: the engine hands over the next while one is in progress."""
+FEW: Final = 1 << 16
+"""Bytes, or parameters, of an op that takes hardly longer than one of nothing."""
 _BYTE: Final = 0x3C
 """Filled with it, memory holds small normal numbers of every format, and every page of it exists."""
 
@@ -43,11 +48,11 @@ def cpu_load(pool: ThreadPool, numel: int) -> Load:
     """Updates `numel` parameters at a time on the CPU."""
     arrays = [touched(nbytes * numel) for nbytes in BYTES_PER_PARAM]
 
-    def once() -> float:
-        _run(numel, *(array.ctypes.data for array in arrays)).apply(pool)
-        return float(numel)
+    def some(count: int) -> float:
+        _run(count, *(array.ctypes.data for array in arrays)).apply(pool)
+        return float(count)
 
-    return Load(CPU, once)
+    return Load(CPU, partial(some, numel), partial(some, min(numel, FEW)))
 
 
 def device_loads(stack: ExitStack, device: Device, numel: int, piece_bytes: int) -> list[Load]:
@@ -67,62 +72,68 @@ def device_loads(stack: ExitStack, device: Device, numel: int, piece_bytes: int)
         fill(near, _BYTE, piece_bytes)
         one = Copy(there, near, piece_bytes) if lane == H2D else Copy(near, there, piece_bytes)
 
-        def once() -> float:
+        def some(nbytes: int) -> float:
             assert len(host), "it lives as long as it is copied"
-            device.copy(lane, [one]).wait()
-            return float(piece_bytes)
+            device.copy(lane, [replace(one, nbytes=nbytes)]).wait()
+            return float(nbytes)
 
-        return Load(lane, once)
+        return Load(lane, partial(some, piece_bytes), partial(some, min(piece_bytes, FEW)))
 
-    def update() -> float:
-        device.update([_run(numel, weight, remainder, exp_avg, exp_avg_sq, grad)]).wait()
-        return float(numel)
+    def update(count: int) -> float:
+        device.update([_run(count, weight, remainder, exp_avg, exp_avg_sq, grad)]).wait()
+        return float(count)
 
     def norm() -> float:
         device.norms([GradRef(grad, numel, GradDtype.BF16)])[0].wait()
         return float(numel)
 
-    return [copies(H2D), copies(D2H), Load(DEVICE, update), Load(NORM, norm)]
+    updates = Load(DEVICE, partial(update, numel), partial(update, min(numel, FEW)))
+    return [copies(H2D), copies(D2H), updates, Load(NORM, norm)]
 
 
 def path_loads(stack: ExitStack, path: StoragePath | ObjectPath, op_bytes: int) -> list[Load]:
     """Fetches and flushes of `op_bytes`, checksums included, as many in flight as in the engine. Takes space."""
-    numel = max(1, op_bytes // STATE_BYTES)
-    kinds = [
-        StateKind(RULE, 0, number, numel, FORMATS[WeightFormat.BF16_REMAINDER], STATE_BYTES)
-        for number in range(2 * IN_FLIGHT)
-    ]
-    memory = touched(padded_bytes(numel * STATE_BYTES) * len(kinds))
-    addresses = [memory.ctypes.data + i * (len(memory) // len(kinds)) for i in range(len(kinds))]
-    for kind, address in zip(kinds, addresses, strict=True):
-        path.make(kind)
-        path.write(kind.subgroup, address, 0)  # what was never written is not read
     threads = stack.enter_context(ThreadPoolExecutor(2 * IN_FLIGHT, "tidegate-calibrate"))
-    nbytes = float(len(memory) // len(kinds))
+    large, small = (_Stored(path, threads, first, nbytes) for first, nbytes in ((0, op_bytes), (2 * IN_FLIGHT, FEW)))
+    return [
+        Load(lane, large.moves(way), small.moves(way))
+        for lane, way in zip(path_lanes(path.name), ("read", "write"), strict=True)
+    ]
 
-    def moves(lane: str, subgroups: Sequence[int], move: Callable[[int], object]) -> Load:
-        in_flight: deque[Future[object]] = deque()
-        turns = _again_and_again(subgroups)
+
+class _Stored:
+    """States on a path, some to be read and as many to be written."""
+
+    def __init__(self, path: StoragePath | ObjectPath, threads: ThreadPoolExecutor, first: int, nbytes: int) -> None:
+        """first: number of the first one; the others follow."""
+        self._path, self._threads = path, threads
+        numel = max(1, nbytes // STATE_BYTES)
+        self._nbytes = padded_bytes(numel * STATE_BYTES)
+        self._memory = touched(self._nbytes * 2 * IN_FLIGHT)
+        self._numbers = range(first, first + 2 * IN_FLIGHT)
+        for number in self._numbers:
+            path.make(StateKind(RULE, 0, number, numel, FORMATS[WeightFormat.BF16_REMAINDER], STATE_BYTES))
+            path.write(number, self._address(number), 0)  # what was never written is not read
+
+    def _address(self, number: int) -> int:
+        return int(self._memory.ctypes.data) + (number - self._numbers.start) * self._nbytes
+
+    def moves(self, way: Literal["read", "write"]) -> Callable[[], float]:
+        """Waits for one of those that are moved this way, while the next is in progress."""
+        mine = self._numbers[:IN_FLIGHT] if way == "read" else self._numbers[IN_FLIGHT:]
+        turns, in_flight = cycle(mine), deque[Future[object]]()
 
         def once() -> float:
-            assert len(memory), "it lives as long as it is moved"
             while len(in_flight) < IN_FLIGHT:
-                in_flight.append(threads.submit(move, next(turns)))
+                in_flight.append(self._threads.submit(self._move, way, next(turns)))
             in_flight.popleft().result()
-            return nbytes
+            return float(self._nbytes)
 
-        return Load(lane, once)
+        return once
 
-    read, write = path_lanes(path.name)
-    return [
-        moves(read, range(IN_FLIGHT), lambda s: path.read(s, addresses[s])),
-        moves(write, range(IN_FLIGHT, 2 * IN_FLIGHT), lambda s: path.write(s, addresses[s], 0)),
-    ]
-
-
-def _again_and_again(numbers: Sequence[int]) -> Iterator[int]:
-    while True:
-        yield from numbers
+    def _move(self, way: Literal["read", "write"], number: int) -> object:
+        address = self._address(number)
+        return self._path.read(number, address) if way == "read" else self._path.write(number, address, 0)
 
 
 def _fill(device: Device, places: Sequence[int], numel: int) -> None:

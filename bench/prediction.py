@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, int]] = {"fast": {}, "slow": {"threads": 1, "block
 EMULATED = frozenset({"h2d", "d2h", "device"})
 SETTLING = 2
 """Steps after each change of knobs that are not counted: state moves, and with orders that alternate twice."""
-COUNTED = 2
+COUNTED = 3
 
 
 def measure(kinds: dict[Kind, Training], choices: list[Choice], options: argparse.Namespace) -> list[list[Measured]]:
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--configurations", type=int, default=54)
     parser.add_argument("--backward", type=float, default=0.05, help="seconds")
     parser.add_argument("--threads", type=int, default=calibrate.default_threads(), help="of the update on the CPU")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=240.0, help="begin no round after this long, but do two")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, help="write the scatter plot to this file (SVG)")

@@ -54,6 +54,8 @@ class Rates(Message):
     norm_params_per_second: Number | None = None
     overhead_seconds: Number | None = None
     paths: dict[Label, dict[Label, Number | None]] = {}
+    op_seconds: dict[Label, Number] = {}
+    """What each op of a lane takes however small it is."""
     keeps: dict[Label, dict[Label, Number]] = {}
     """Share of its speed that a lane keeps while another works, by lane and other; see `RateCard`."""
 

@@ -56,7 +56,10 @@ def _one(random_: random.Random, kind: Kind, state_bytes: int) -> Choice:
     wanted: dict[str, object] = {"stride": random_.choice(STRIDES), "static_ratio": random_.choice(STATIC_RATIOS)}
     share = random_.choice(CACHES) if kind.paths else 1.0
     if kind.paths:
-        wanted |= {"host_cache": int(share * state_bytes), "order": random_.choice(ORDERS) if 0 < share < 1 else "pinned"}
+        wanted |= {
+            "host_cache": int(share * state_bytes),
+            "order": random_.choice(ORDERS) if 0 < share < 1 else "pinned",
+        }
         wanted["tier_split"] = _split(random_, kind.paths)
     return Choice(kind=kind, knobs=Knobs().changed(wanted, specs_for(kind.paths)), cache_share=share)
 

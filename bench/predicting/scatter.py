@@ -79,7 +79,11 @@ def _points(axis: _Axis, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _legend() -> Iterator[str]:
-    names = ((_REAL, _REAL, "real lanes"), (_EMULATED, _EMULATED, "emulated lanes"), ("none", _EQUATION, "papers' equations"))
+    names = (
+        (_REAL, _REAL, "real lanes"),
+        (_EMULATED, _EMULATED, "emulated lanes"),
+        ("none", _EQUATION, "papers' equations"),
+    )
     for place, (fill, stroke, name) in enumerate(names):
         y = MARGIN + 16 + 18 * place
         yield f'<circle cx="{MARGIN + 14}" cy="{y - 4}" r="4" fill="{fill}" stroke="{stroke}"/>'

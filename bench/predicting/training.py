@@ -43,7 +43,13 @@ class Training:
     """16-bit weights with remainders on the emulated device. A context manager."""
 
     def __init__(
-        self, *, numel: int, subgroup_numel: int, paths: Mapping[str, PathSettings], device: EmulatedRates, cpu_threads: int
+        self,
+        *,
+        numel: int,
+        subgroup_numel: int,
+        paths: Mapping[str, PathSettings],
+        device: EmulatedRates,
+        cpu_threads: int,
     ) -> None:
         """numel: a multiple of `TENSOR_NUMEL`."""
         generator = torch.Generator().manual_seed(0)
@@ -100,7 +106,6 @@ class Training:
         self._optimizer.zero_grad()
         result = self._result
         assert result is not None, "the update is over"
-        self.called = called
         return Measured(
             update_seconds=ended - called, backward_seconds=called - began, busy_seconds=_busy(result, called, ended)
         )
