@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Final
 
-import psutil
 import torch
 
 from tidegate.agent.calibrate_handover import handover_seconds
+from tidegate.agent.calibrate_hardware import PathLike, available_cpus, default_threads, hardware, settings_of
 from tidegate.agent.calibrate_loads import BYTES_PER_PARAM, NORM, cpu_load, device_loads, path_loads
 from tidegate.agent.calibrate_rates import Load, Ops, measure, rate, typical
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.agent.devices.pinned import host_available_bytes
-from tidegate.agent.tiers.path import PathSettings
 from tidegate.agent.tiers.store import TierStore
 from tidegate.errors import ConfigError
-from tidegate.kernels import ThreadPool, instruction_set
+from tidegate.kernels import ThreadPool
 from tidegate.model.calibration import Calibration
 from tidegate.model.rates import PathRates, RateCard
 from tidegate.plan.ops import CPU, D2H, DEVICE, H2D, path_lanes
@@ -37,7 +33,6 @@ SECONDS: Final = 0.15
 ROUNDS: Final = 3
 """What is found is the median of so many rounds: one may meet what others do on the machine."""
 Progress = Callable[[str], None]
-PathLike = str | os.PathLike[str] | PathSettings
 
 
 def calibrate(
@@ -53,9 +48,9 @@ def calibrate(
 ) -> Calibration:
     """Measures CPU and paths, and the GPU where there is one. What is not there has no rate: nothing is emulated.
 
-    paths: directories by name, or settings. device: instead of the GPU; whoever gives an emulated one knows what the card is of, and
-    keeps it apart. cpu_threads: of the update on the CPU, as in `Offload`. seconds: of each measurement. op_bytes: of
-    each copy, fetch and flush; four of them are stored on each path. progress: told what is measured next.
+    paths: directories by name, or settings. device: instead of the GPU; who gives an emulated one keeps its card apart
+    from others. cpu_threads: of the update on the CPU, as in `Offload`. seconds: of each measurement. op_bytes: of each
+    copy, fetch and flush; four of them are stored on each path. progress: told what is measured next.
 
     ConfigError when memory does not suffice, PathUnusable or PathFull for a directory that cannot hold state.
     """
@@ -63,7 +58,7 @@ def calibrate(
     if needed > host_available_bytes():
         raise ConfigError(f"Calibration needs {needed:,} bytes of host memory: free some, or lower numel={numel:,}.")
     threads = cpu_threads or default_threads()
-    settings = {name: _settings(path) for name, path in (paths or {}).items()}
+    settings = {name: settings_of(path) for name, path in (paths or {}).items()}
     with ExitStack() as stack:
         by_threads = _by_threads(numel, seconds, threads, progress)
         loads = [cpu_load(stack.enter_context(ThreadPool(threads)), numel)]
@@ -79,9 +74,7 @@ def calibrate(
         stack.callback(store.close)
         for path in store.paths.values():
             loads += path_loads(stack, path, op_bytes)
-        measured = []
-        for number in range(rounds):
-            measured.append(measure(loads, alone_only, seconds, lambda what, n=number: progress(f"{what}, {n + 1}")))
+        measured = [measure(loads, alone_only, seconds, progress) for _ in range(rounds)]
         progress("ops that do nothing")
         overhead = handover_seconds(list(settings))
     card = _card(*typical(measured), list(settings), overhead)
@@ -92,15 +85,6 @@ def calibrate(
         card_threads=threads,
         measured_at=time.time(),
     )
-
-
-def _settings(path: PathLike) -> PathSettings:
-    return path if isinstance(path, PathSettings) else PathSettings(directory=path)
-
-
-def default_threads() -> int:
-    """Threads of the CPU lane when `Offload` does not say."""
-    return max(1, (os.cpu_count() or 2) - 1)
 
 
 def _card(
@@ -126,7 +110,7 @@ def _card(
 
 def _by_threads(numel: int, seconds: float, besides: int, progress: Progress) -> dict[int, float]:
     """Parameters per second of the update on the CPU by 1, 2, 4… threads and all of them, but not `besides`."""
-    cpus = len(os.sched_getaffinity(0))
+    cpus = available_cpus()
     counts = {cpus, *(2**power for power in range(cpus.bit_length()) if 2**power <= cpus)} - {besides}
     found: dict[int, float] = {}
     for threads in sorted(counts):
@@ -134,38 +118,3 @@ def _by_threads(numel: int, seconds: float, besides: int, progress: Progress) ->
         with ThreadPool(threads) as pool:
             found[threads] = rate(cpu_load(pool, numel).once, seconds)
     return found
-
-
-def hardware(paths: Mapping[str, PathLike] | None = None) -> dict[str, str]:
-    """What a calibration is of. When one of these changes, another is needed. PathUnusable paths are as `missing`."""
-    found = {
-        "host": platform.node(),
-        "cpu": _cpu_model(),
-        "cpus": str(len(os.sched_getaffinity(0))),
-        "memory_gib": str(round(psutil.virtual_memory().total / 2**30)),
-        "instruction_set": instruction_set(),
-    }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    for name, path in (paths or {}).items():
-        found[f"path {name}"] = _place(_settings(path))
-    return found
-
-
-def _place(path: PathSettings) -> str:
-    directory = Path(path.directory)
-    try:
-        device = directory.stat().st_dev
-    except OSError:
-        return "missing"
-    how = f"{path.threads} threads, blocks of {path.block_bytes >> 10} KiB, {path.lock_slots} at once"
-    return f"{directory.resolve()} on device {device}, {how}"
-
-
-def _cpu_model() -> str:
-    """As the kernel calls it; the architecture where it does not say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,4 +1,4 @@
-"""What each lane does while it is calibrated: as the engine does it, in memory like the engine's, on nothing's state."""
+"""What each lane does while it is calibrated: as the engine does it, in memory like the engine's."""
 
 from __future__ import annotations
 
@@ -95,9 +95,10 @@ def path_loads(stack: ExitStack, path: StoragePath | ObjectPath, op_bytes: int) 
     """Fetches and flushes of `op_bytes`, checksums included, as many in flight as in the engine. Takes space."""
     threads = stack.enter_context(ThreadPoolExecutor(2 * IN_FLIGHT, "tidegate-calibrate"))
     large, small = (_Stored(path, threads, first, nbytes) for first, nbytes in ((0, op_bytes), (2 * IN_FLIGHT, FEW)))
+    read, write = path_lanes(path.name)
     return [
-        Load(lane, large.moves(way), small.moves(way))
-        for lane, way in zip(path_lanes(path.name), ("read", "write"), strict=True)
+        Load(read, large.moves("read"), small.moves("read")),
+        Load(write, large.moves("write"), small.moves("write")),
     ]
 
 

@@ -70,23 +70,19 @@ def ops(load: Load, seconds: float) -> Ops:
 
 
 def together(works: Sequence[Callable[[], float]], seconds: float) -> list[float]:
-    """`rate` of each while all of them are done at once, each by a thread of its own: nobody is counted before all
-    have begun, and nobody rests before all have been counted. An error of any is raised."""
+    """`rate` of each while all of them are done at once, each by a thread of its own: all begin together, and nobody
+    rests before all have been counted. An error of any is raised."""
     begun, left = threading.Barrier(len(works)), len(works)
     counted, failed = threading.Condition(), list[BaseException]()
     found = [0.0] * len(works)
 
     def work(place: int, once: Callable[[], float]) -> None:
         nonlocal left
+        begun.wait()
         try:
-            once()
-            begun.wait()
             found[place] = rate(once, seconds)
-        except threading.BrokenBarrierError:
-            return
         except BaseException as error:
             failed.append(error)
-            begun.abort()
         finally:
             with counted:
                 left -= 1
@@ -121,8 +117,8 @@ def measure(
 
 
 def typical(rounds: Sequence[Round]) -> tuple[dict[str, Ops], dict[str, dict[str, float]]]:
-    """What each lane does alone, and `keeps`: medians of the rounds. Shares are of rates of the same round: what others do
-    on the machine meanwhile changes from one to the next."""
+    """What each lane does alone, and `keeps`: medians of the rounds. Shares are of rates of the same round: what others
+    do on the machine meanwhile changes from one to the next."""
     alone = {
         lane: Ops(*map(median, zip(*(one.alone[lane] for one in rounds), strict=True))) for lane in rounds[0].alone
     }

@@ -354,6 +354,9 @@ class PredictedUpdate(Message):
     """What the simulator expects of an update under some knobs, once they have settled."""
 
     update_seconds: Seconds
+    low_seconds: Seconds | None = None
+    high_seconds: Seconds | None = None
+    """Where 9 of 10 updates will be, by how far predictions of the present knobs were off; None after too few steps."""
     stalls: dict[Label, Seconds]
     """Seconds in which nothing computes, by cause."""
     lane_bytes: dict[Label, Count]

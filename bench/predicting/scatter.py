@@ -75,7 +75,8 @@ def _points(axis: _Axis, rows: Sequence[Row]) -> Iterator[str]:
         yield f'<circle cx="{x:.1f}" cy="{axis.y(row.equation):.1f}" r="3" fill="none" stroke="{_EQUATION}"/>'
         yield _line(axis.x(row.low), y, axis.x(row.high), y, colour)
         words = " ".join(f"{name}={value}" for name, value in row.choice.to_dict().items())
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{words}: {row.error:+.1%}</title></circle>'
+        title = f"<title>{words}: {row.error:+.1%}</title>"
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}">{title}</circle>'
 
 
 def _legend() -> Iterator[str]:

@@ -71,7 +71,7 @@ class Training:
             ),
         )
         self._optimizer.observers.append(self._observe)
-        self._result: StepResult | None = None
+        self._result: StepResult
 
     def _observe(self, result: StepResult, _: StepPhases) -> None:
         self._result = result
@@ -85,9 +85,7 @@ class Training:
     @property
     def emulated(self) -> EmulatedRates:
         """What its device is paced to. May be changed."""
-        rates = self._optimizer.device.rates  # type: ignore[attr-defined]
-        assert isinstance(rates, EmulatedRates)
-        return rates
+        return self._optimizer.device.rates
 
     def turn(self, knobs: Knobs) -> Effective:
         """These knobs from the next step on."""
@@ -105,7 +103,6 @@ class Training:
         ended = time.monotonic()
         self._optimizer.zero_grad()
         result = self._result
-        assert result is not None, "the update is over"
         return Measured(
             update_seconds=ended - called, backward_seconds=called - began, busy_seconds=_busy(result, called, ended)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -56,6 +57,13 @@ class Calibration:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"This is no calibration: {error}. Run `tidegate calibrate --again`.") from error
+
+
+def file_of(folder: Path, host: str, paths: Mapping[str, str | os.PathLike[str]]) -> Path:
+    """One for each set of paths (directories by name) on each host: measuring one leaves what is kept of another."""
+    places = sorted((name, str(Path(directory).resolve())) for name, directory in paths.items())
+    which = f"-{hashlib.sha256(json.dumps(places).encode()).hexdigest()[:12]}" if places else ""
+    return folder / f"calibration-{host or 'host'}{which}.json"
 
 
 def kept(file: Path, hardware: Mapping[str, str]) -> Calibration | None:
