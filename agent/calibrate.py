@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Final
 
 import torch
 
-from tidegate.agent.calibrate_handover import handover_seconds
+from tidegate.agent.calibrate_handover import handover_seconds, step_seconds
 from tidegate.agent.calibrate_hardware import PathLike, available_cpus, default_threads, hardware, settings_of
 from tidegate.agent.calibrate_loads import BYTES_PER_PARAM, NORM, cpu_load, device_loads, path_loads
 from tidegate.agent.calibrate_rates import Load, Ops, measure, rate, typical
@@ -77,7 +78,9 @@ def calibrate(
         measured = [measure(loads, alone_only, seconds, progress) for _ in range(rounds)]
         progress("ops that do nothing")
         overhead = handover_seconds(list(settings))
-    card = _card(*typical(measured), list(settings), overhead)
+        progress("a step of one subgroup")
+        whole = step_seconds(overhead)
+    card = replace(_card(*typical(measured), list(settings)), overhead_seconds=overhead, step_seconds=whole)
     return Calibration(
         card=card,
         hardware=hardware(paths),
@@ -87,9 +90,7 @@ def calibrate(
     )
 
 
-def _card(
-    alone: Mapping[str, Ops], keeps: Mapping[str, Mapping[str, float]], paths: Sequence[str], overhead: float
-) -> RateCard:
+def _card(alone: Mapping[str, Ops], keeps: Mapping[str, Mapping[str, float]], paths: Sequence[str]) -> RateCard:
     rates = {lane: found.rate for lane, found in alone.items()}
     lanes = {name: path_lanes(name) for name in paths}
     return RateCard(
@@ -98,12 +99,11 @@ def _card(
         d2h_bytes_per_second=rates.get(D2H),
         device_params_per_second=rates.get(DEVICE),
         norm_params_per_second=rates.get(NORM),
-        overhead_seconds=overhead,
         paths={
             name: PathRates(read_bytes_per_second=rates[read], write_bytes_per_second=rates[write])
             for name, (read, write) in lanes.items()
         },
-        op_seconds={lane: found.op_seconds for lane, found in alone.items() if lane != NORM},
+        op_seconds={lane: found.op_seconds for lane, found in alone.items() if found.op_seconds},
         keeps=keeps,
     )
 

@@ -92,32 +92,31 @@ def device_loads(stack: ExitStack, device: Device, numel: int, piece_bytes: int)
 
 
 def path_loads(stack: ExitStack, path: StoragePath | ObjectPath, op_bytes: int) -> list[Load]:
-    """Fetches and flushes of `op_bytes`, checksums included, as many in flight as in the engine. Takes space."""
+    """Fetches and flushes of `op_bytes`, checksums included, as many in flight as in the engine. Takes space.
+
+    There are none of another size: with two in flight, what one costs hides behind what the other moves.
+    """
     threads = stack.enter_context(ThreadPoolExecutor(2 * IN_FLIGHT, "tidegate-calibrate"))
-    large, small = (_Stored(path, threads, first, nbytes) for first, nbytes in ((0, op_bytes), (2 * IN_FLIGHT, FEW)))
+    stored = _Stored(path, threads, op_bytes)
     read, write = path_lanes(path.name)
-    return [
-        Load(read, large.moves("read"), small.moves("read")),
-        Load(write, large.moves("write"), small.moves("write")),
-    ]
+    return [Load(read, stored.moves("read")), Load(write, stored.moves("write"))]
 
 
 class _Stored:
     """States on a path, some to be read and as many to be written."""
 
-    def __init__(self, path: StoragePath | ObjectPath, threads: ThreadPoolExecutor, first: int, nbytes: int) -> None:
-        """first: number of the first one; the others follow."""
+    def __init__(self, path: StoragePath | ObjectPath, threads: ThreadPoolExecutor, nbytes: int) -> None:
         self._path, self._threads = path, threads
         numel = max(1, nbytes // STATE_BYTES)
         self._nbytes = padded_bytes(numel * STATE_BYTES)
         self._memory = touched(self._nbytes * 2 * IN_FLIGHT)
-        self._numbers = range(first, first + 2 * IN_FLIGHT)
+        self._numbers = range(2 * IN_FLIGHT)
         for number in self._numbers:
             path.make(StateKind(RULE, 0, number, numel, FORMATS[WeightFormat.BF16_REMAINDER], STATE_BYTES))
             path.write(number, self._address(number), 0)  # what was never written is not read
 
     def _address(self, number: int) -> int:
-        return int(self._memory.ctypes.data) + (number - self._numbers.start) * self._nbytes
+        return int(self._memory.ctypes.data) + number * self._nbytes
 
     def moves(self, way: Literal["read", "write"]) -> Callable[[], float]:
         """Waits for one of those that are moved this way, while the next is in progress."""

@@ -53,6 +53,7 @@ class Rates(Message):
     device_params_per_second: Number | None = None
     norm_params_per_second: Number | None = None
     overhead_seconds: Number | None = None
+    step_seconds: Number | None = None
     paths: dict[Label, dict[Label, Number | None]] = {}
     op_seconds: dict[Label, Number] = {}
     """What each op of a lane takes however small it is."""

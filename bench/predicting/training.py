@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,18 @@ class Measured:
     @property
     def bottleneck(self) -> str:
         return max(self.busy_seconds, key=lambda name: self.busy_seconds[name])
+
+
+def mean(steps: Sequence[Measured]) -> Measured:
+    """Of steps that follow each other."""
+    return Measured(
+        update_seconds=statistics.fmean(one.update_seconds for one in steps),
+        backward_seconds=statistics.fmean(one.backward_seconds for one in steps),
+        busy_seconds={
+            name: statistics.fmean(one.busy_seconds.get(name, 0.0) for one in steps)
+            for name in dict.fromkeys(name for one in steps for name in one.busy_seconds)
+        },
+    )
 
 
 class Training:

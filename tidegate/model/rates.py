@@ -56,6 +56,8 @@ class RateCard:
     device_params_per_second: float | None = None
     norm_params_per_second: float | None = None
     overhead_seconds: float | None = None
+    step_seconds: float | None = None
+    """What a step takes beside its ops: from the call of `step()` to the first of them, and after the last."""
     paths: Mapping[str, PathRates] = field(default_factory=dict)
     """By name of the path."""
     op_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class RateCard:
     def __post_init__(self) -> None:
         for name in _SCALARS:
             value: float | None = getattr(self, name)
-            if value is not None and not (value >= 0 if name == "overhead_seconds" else value > 0):
+            if value is not None and not (value >= 0 if name in _MAY_BE_0 else value > 0):
                 raise ConfigError(f"{name}={value!r} in a rate card must be positive. Run `tidegate calibrate` again.")
         for lane, seconds in self.op_seconds.items():
             if not seconds >= 0:
@@ -85,8 +87,8 @@ class RateCard:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names of the rates that are not known. Overhead that is not known counts as none."""
-        scalars = [name for name in _SCALARS if name != "overhead_seconds" and getattr(self, name) is None]
+        """Names of the rates that are not known. What a step or an op costs counts as nothing where it is not known."""
+        scalars = [name for name in _SCALARS if name not in _MAY_BE_0 and getattr(self, name) is None]
         return (*scalars, *(lane for lane, rate in _by_lane(self.paths).items() if rate is None))
 
     def seconds(self, op: Op, /) -> float:
@@ -153,7 +155,7 @@ class RateCard:
         """The card that `to_dict` gave; names of newer versions are ignored, and a rate of 0 is one nobody has seen."""
         scalars = {name: value for name, value in values.items() if name in _SCALARS}
         return cls(
-            **{name: value if name == "overhead_seconds" else value or None for name, value in scalars.items()},
+            **{name: value if name in _MAY_BE_0 else value or None for name, value in scalars.items()},
             paths={
                 path: PathRates(**{name: value or None for name, value in rates.items() if name in _PATH_RATES})
                 for path, rates in values.get("paths", {}).items()
@@ -163,6 +165,7 @@ class RateCard:
         )
 
 
+_MAY_BE_0: Final = ("overhead_seconds", "step_seconds")
 _PATH_RATES: Final = tuple(field.name for field in fields(PathRates))
 _SCALARS: Final = tuple(field.name for field in fields(RateCard) if field.name not in ("paths", "op_seconds", "keeps"))
 
