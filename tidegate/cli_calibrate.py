@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from tidegate.cli_training import needs
 from tidegate.client import state_dir
 from tidegate.errors import ConfigError
 from tidegate.knobs import check_path_name
-from tidegate.model.calibration import Calibration, keep, kept
+from tidegate.model.calibration import Calibration, file_of, keep, kept
 
 
 def calibrate(
@@ -24,15 +23,16 @@ def calibrate(
         list[str] | None, typer.Option(metavar="NAME=DIR", help="A storage path to measure; repeat it.")
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure even if this hardware was measured before.")] = False,
-    seconds: Annotated[float, typer.Option(help="Of each measurement.", min=0.01, max=60)] = 0.3,
+    seconds: Annotated[float, typer.Option(help="Of each measurement.", min=0.01, max=60)] = 0.15,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Measure what this machine can do: each lane alone, then together. Kept until the hardware changes."""
     paths = _paths(path or [])
     with needs():
         from tidegate.agent import calibrate as measure
-    hardware = measure.hardware(paths)
-    file = state_dir() / _file_name(hardware["host"], paths)
+        from tidegate.agent.calibrate_hardware import hardware as hardware_of
+    hardware = hardware_of(paths)
+    file = file_of(state_dir(), hardware["host"], paths)
     found = None if again else kept(file, hardware)
     fresh = found is None
     if found is None:
@@ -54,13 +54,6 @@ def _paths(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _file_name(host: str, paths: Mapping[str, str]) -> str:
-    """One for each set of paths on each host: measuring one set leaves what is kept of another."""
-    places = sorted((name, str(Path(directory).resolve())) for name, directory in paths.items())
-    which = f"-{hashlib.sha256(json.dumps(places).encode()).hexdigest()[:12]}" if places else ""
-    return f"calibration-{host or 'host'}{which}.json"
-
-
 def _told(what: str) -> None:
     """Progress is for people: on stderr, so that a pipe gets the result alone."""
     print(f"measuring: {what}", file=sys.stderr, flush=True)
@@ -79,9 +72,10 @@ def _print(found: Calibration, file: Path, fresh: bool) -> None:
 
 def _rows(found: Calibration) -> Iterator[tuple[str, str, str]]:
     card = found.card
-    for threads, params in found.cpu_threads.items():
-        best = params == card.cpu_params_per_second
-        yield f"cpu, {threads} threads", f"{params / 1e9:.3f} G params/s", _shares(found, "cpu") if best else ""
+    for threads, params in sorted(found.cpu_threads.items()):
+        measured_beside = threads == found.card_threads
+        shares = _shares(found, "cpu") if measured_beside else ""
+        yield f"cpu, {threads} thread{'s' * (threads > 1)}", f"{params / 1e9:.3f} G params/s", shares
     for lane, measured in (("device", card.device_params_per_second), ("norm", card.norm_params_per_second)):
         if measured is not None:
             yield lane, f"{measured / 1e9:.3f} G params/s", _shares(found, lane)

@@ -114,11 +114,17 @@ def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | Non
     """Stalls by cause, memory and the lower bound."""
     if before is None or after is None:
         return
+    if after.low_seconds is not None and after.high_seconds is not None:
+        yield "9 of 10 updates", *(_range(p.low_seconds, p.high_seconds) for p in (before, after))
     for cause in dict.fromkeys([*before.stalls, *after.stalls]):
         yield f"stalled by {cause}", _seconds(before.stalls.get(cause, 0.0)), _seconds(after.stalls.get(cause, 0.0))
     yield "at least, and why", *(f"{_seconds(p.bound_seconds)} {p.bound_by}" for p in (before, after))
     yield "host memory", *(show_size(sum(p.host_memory_bytes.values())) for p in (before, after))
     yield "device memory for state", *(show_size(p.device_memory_bytes) for p in (before, after))
+
+
+def _range(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{_seconds(low)} to {_seconds(high)}"
 
 
 def print_generations(found: Iterable[GenerationView]) -> None:

@@ -53,7 +53,10 @@ class Rates(Message):
     device_params_per_second: Number | None = None
     norm_params_per_second: Number | None = None
     overhead_seconds: Number | None = None
+    step_seconds: Number | None = None
     paths: dict[Label, dict[Label, Number | None]] = {}
+    op_seconds: dict[Label, Number] = {}
+    """What each op of a lane takes however small it is."""
     keeps: dict[Label, dict[Label, Number]] = {}
     """Share of its speed that a lane keeps while another works, by lane and other; see `RateCard`."""
 
@@ -354,6 +357,9 @@ class PredictedUpdate(Message):
     """What the simulator expects of an update under some knobs, once they have settled."""
 
     update_seconds: Seconds
+    low_seconds: Seconds | None = None
+    high_seconds: Seconds | None = None
+    """Where 9 of 10 updates will be, by how far predictions of the present knobs were off; None after too few steps."""
     stalls: dict[Label, Seconds]
     """Seconds in which nothing computes, by cause."""
     lane_bytes: dict[Label, Count]

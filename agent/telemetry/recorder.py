@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tidegate.agent.calibrate_kept import default_threads, kept_card
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry import figures
@@ -18,6 +19,7 @@ from tidegate.agent.telemetry.meter import Labels, Meter
 from tidegate.agent.telemetry.paths import PathWatch
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.report import report_of
+from tidegate.client import state_dir
 from tidegate.errors import ConfigError
 from tidegate.logs import event
 from tidegate.model.live import LiveRates
@@ -84,7 +86,7 @@ class Recorder:
         self._residences = ("host", "device", *self.path_names)
         self._noted: deque[FinishedStep] = deque()
         self._unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
-        self._live = LiveRates()
+        self._live = LiveRates(_kept_card(optimizer))
         self._expected = Expected()
         # Two plans take turns where orders alternate.
         self._plans: deque[tuple[Plan, dict[int, tuple[int, ...]]]] = deque(maxlen=2)
@@ -126,7 +128,7 @@ class Recorder:
 
     @property
     def rates(self) -> RateCard | None:
-        """Speeds of the last steps, see `LiveRates`; None before the first."""
+        """Speeds of the last steps, see `LiveRates`; before the first, those that `tidegate calibrate` has kept, if any."""
         self.catch_up()
         with self.lock:
             return self._live_rates()
@@ -223,3 +225,14 @@ class Recorder:
     def _backward_seconds(self) -> float:
         last = self._totals.last
         return last.phase_seconds.get("backward", 0.0) if last is not None else 0.0
+
+
+def _kept_card(optimizer: AdamW) -> RateCard | None:
+    offload, store = optimizer.offload, optimizer.engine.store
+    return kept_card(
+        state_dir(),
+        offload.path_settings(),
+        store.speeds if store is not None else {},
+        device=optimizer.device.kind,
+        cpu_threads=offload.cpu_threads or default_threads(),
+    )

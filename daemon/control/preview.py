@@ -12,6 +12,7 @@ from typing import Final
 from tidegate.daemon.control.run import Member, Run
 from tidegate.errors import TidegateError
 from tidegate.knobs import AUTO, EQ1, OFF, Knobs, KnobValue, same, show, weights_of
+from tidegate.model.band import band
 from tidegate.model.choose import CANDIDATE_RATIOS, best
 from tidegate.model.rates import RateCard
 from tidegate.model.settled import Rank, settled
@@ -39,6 +40,8 @@ class Evidence:
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Medians of the last steps, as they were measured."""
     error_ratio: float | None = None
+    ratios: tuple[float, ...] = ()
+    """Updates of the last steps as measured, by what is predicted of the present plan."""
     capacity: Mapping[str, int] = field(default_factory=dict)
     """Most subgroups of each path: 0 for retired ones."""
     device_free_bytes: int | None = None
@@ -75,8 +78,11 @@ class Evidence:
         except TidegateError as error:
             log.info("no prediction: %s", error)
             return None
+        likely = band(found.update_seconds, self.ratios)
         return PredictedUpdate(
             update_seconds=found.update_seconds,
+            low_seconds=None if likely is None else likely.low,
+            high_seconds=None if likely is None else likely.high,
             stalls=found.stalls,
             lane_bytes=found.link_bytes,
             host_memory_bytes=found.host_bytes,
@@ -123,6 +129,7 @@ def evidence(run: Run) -> Evidence | None:
         effective=member.effective,
         phase_seconds={phase: median(step.phase_seconds.get(phase, 0.0) for step in steps) for phase in phases},
         error_ratio=_error_ratio(member, steps),
+        ratios=_ratios(member, steps),
         capacity=_capacity(member),
         device_free_bytes=_device_free_bytes(member, steps),
     )
@@ -142,12 +149,15 @@ def _device_free_bytes(member: Member, steps: list[StepReport]) -> int | None:
 
 def _error_ratio(member: Member, steps: list[StepReport]) -> float | None:
     """None while there is nothing to compare."""
+    ratios = _ratios(member, steps)
+    return abs(1 / median(ratios) - 1) if ratios else None
+
+
+def _ratios(member: Member, steps: list[StepReport]) -> tuple[float, ...]:
     # What goes on in the next forward is the update's, too.
     measured = [step.phase_seconds.get("update", 0.0) + step.spill_seconds for step in steps]
     predicted = member.predicted_update_seconds
-    if predicted is None or not measured or not (typical := median(measured)):
-        return None
-    return abs(predicted - typical) / typical
+    return tuple(seconds / predicted for seconds in measured if seconds > 0) if predicted else ()
 
 
 def preview(

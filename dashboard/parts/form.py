@@ -165,6 +165,8 @@ def _details(preview: KnobPreview) -> str:
     causes = sorted(then.stalls.items(), key=lambda cause: -cause[1])
     waits = ", ".join(f"{cause} {units.seconds(seconds)}" for cause, seconds in causes if seconds > 0)
     told = f" Then stalled by {waits}." if waits else " Then without a stall."
+    if then.low_seconds is not None and then.high_seconds is not None:
+        told += f" 9 of 10 updates between {units.seconds(then.low_seconds)} and {units.seconds(then.high_seconds)}."
     told += f" No faster than {units.seconds(then.bound_seconds)} ({then.bound_by})."
     told += f" Host memory {show_size(sum(then.host_memory_bytes.values()))}."
     if preview.error_ratio is not None:

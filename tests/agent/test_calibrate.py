@@ -8,124 +8,215 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
+import torch
 
+import tidegate
 from tests.services import ROOT
 from tidegate import cli_calibrate
 from tidegate.agent import calibrate as measure
+from tidegate.agent import calibrate_rates
+from tidegate.agent.calibrate_hardware import default_threads
+from tidegate.agent.calibrate_hardware import hardware as hardware_of
+from tidegate.agent.calibrate_kept import kept_card
+from tidegate.agent.calibrate_rates import Load, Ops, Round
 from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
+from tidegate.agent.tiers.path import PathSettings
 from tidegate.errors import ConfigError, PathUnusable
-from tidegate.model import RateCard
-from tidegate.model.calibration import Calibration, keep, kept
-from tidegate.plan.ops import CPU, D2H, DEVICE, H2D
+from tidegate.model import Rank, RateCard, what_if
+from tidegate.model.calibration import Calibration, file_of, keep, kept
+from tidegate.plan.effective import Effective
+from tidegate.plan.ops import CPU, Subgroup
 from tidegate.plan.split import PathSpeeds
 
-SMALL = {"seconds": 0.001, "numel": 1000, "path_bytes": 1 << 20}
+SMALL: Final[dict[str, Any]] = {"seconds": 0.001, "numel": 1000, "op_bytes": 1 << 16, "rounds": 1}
 
 
 def test_cpu_and_paths_are_measured_and_nothing_is_emulated(tmp_path: Path) -> None:
     told: list[str] = []
-    found = measure.calibrate({"disk": tmp_path}, progress=told.append, **SMALL)  # type: ignore[arg-type]
+    for name in ("disk", "other"):
+        (tmp_path / name).mkdir()
+    found = measure.calibrate(
+        {"disk": tmp_path / "disk", "other": PathSettings(directory=tmp_path / "other", threads=1)},
+        progress=told.append,
+        **SMALL,
+    )
     card = found.card
-    assert card.cpu_params_per_second == max(found.cpu_threads.values())
+    assert card.cpu_params_per_second == found.cpu_threads[found.card_threads]
+    assert found.card_threads == default_threads()
     assert set(found.cpu_threads) >= {1, len(os.sched_getaffinity(0))}
-    assert set(card.paths) == {"disk"}
-    assert set(card.keeps[CPU]) >= {"disk:read", "disk:write"}
-    assert set(card.keeps["disk:read"]) >= {"disk:write", CPU}
-    assert told[-1] == "path disk and cpu" or H2D in card.keeps
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
-    if H2D not in card.keeps:
+    assert set(card.paths) == {"disk", "other"}
+    lanes = {CPU, "disk:read", "disk:write", "other:read", "other:write"}
+    assert set(card.keeps) >= lanes
+    assert all(set(card.keeps[lane]) >= lanes - {lane} for lane in lanes), "two paths beside each other, too"
+    assert set(card.op_seconds) >= lanes
+    assert card.overhead_seconds is not None
+    assert card.overhead_seconds > 0
+    assert told[-1] == "ops that do nothing"
+    assert [list((tmp_path / name).iterdir()) for name in ("disk", "other")] == [[], []], "nothing is left behind"
+    if not torch.cuda.is_available():
         assert card.missing == (
             "h2d_bytes_per_second", "d2h_bytes_per_second", "device_params_per_second", "norm_params_per_second",
         )  # fmt: skip
 
 
-def test_lanes_of_a_device_alone_and_together() -> None:
-    """On the emulated device, with its bandwidth changed behind the back of who measures: that is what is found."""
-    rates = EmulatedRates(h2d_bytes_per_second=4e6, d2h_bytes_per_second=1e6, update_params_per_second=1e5)
-    with ExitStack() as stack:
-        device = EmulatedDevice(1 << 20, rates)
-        stack.callback(device.close)
-        loads = measure._device_loads(stack, device, 1000)
-        assert [load.lane for load in loads] == [H2D, D2H, DEVICE]
-        cpu = measure.Load(CPU, lambda: 1.0)
-        card = measure._with_device(RateCard(), [cpu, *loads], device, 1000, 0.01, lambda _: None)
-        assert card.missing == ("cpu_params_per_second",)
-        assert (card.h2d_bytes_per_second or 0) <= 4e6
-        assert (card.d2h_bytes_per_second or 0) <= 1e6
-        device.rates.d2h_bytes_per_second = 0.2e6
-        again = measure._with_device(RateCard(), [cpu, *loads], device, 1000, 0.01, lambda _: None)
-        assert (again.d2h_bytes_per_second or 0) <= 0.2e6
-        shares = dict(measure._contention(loads, 0.01, lambda _: None))
-        assert {lane: set(others) for lane, others in shares.items()} == {
-            H2D: {D2H, DEVICE}, D2H: {H2D, DEVICE}, DEVICE: {H2D, D2H},
-        }  # fmt: skip
-        assert all(0 < share <= 1 for others in shares.values() for share in others.values())
+def test_predictions_follow_a_device_only_once_it_is_calibrated_again() -> None:
+    """The emulated bandwidth is changed behind the back of who predicts."""
+    subgroups = [Subgroup(i, 100_000, weight_bytes=2, grad_bytes=2, state_bytes=10) for i in range(4)]
+    rank, staged = Rank(subgroups, 2), Effective(1.0, 0.0)
+    with closing(EmulatedDevice(1 << 20, EmulatedRates(h2d_bytes_per_second=1e9, d2h_bytes_per_second=1e9))) as device:
+
+        def card() -> RateCard:
+            return measure.calibrate(device=device, **SMALL).card
+
+        before = card()
+        predicted = what_if(rank, staged, before).update_seconds
+        device.rates.h2d_bytes_per_second = 1e6
+        assert what_if(rank, staged, before).update_seconds == predicted
+        after = card()
+    # What is paced is never faster, and a busy machine does not make copies a hundred times slower.
+    assert (after.h2d_bytes_per_second or 0) <= 1e6
+    late = sum(s.nbytes("state") for s in subgroups[rank.num_slots :])
+    assert predicted < late / 1e6 <= what_if(rank, staged, after).update_seconds
+
+
+def test_what_an_op_costs_is_told_from_what_a_byte_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op takes 2 seconds, and 1 for 10 bytes: pieces of 1000 and of 100 show both."""
+    pieces = {1000: (102.0, 1000.0), 100: (12.0, 100.0)}
+    monkeypatch.setattr(calibrate_rates, "paced", lambda once, _: pieces[once()])
+    found = calibrate_rates.ops(Load("h2d", lambda: 1000, lambda: 100), 0.1)
+    assert found == pytest.approx(Ops(rate=10.0, op_seconds=2.0, once=1000 / 102))
+    same = calibrate_rates.ops(Load("h2d", lambda: 1000, lambda: 1000), 0.1)
+    assert same == pytest.approx(Ops(rate=1000 / 102, op_seconds=0.0, once=1000 / 102)), "too small to tell"
+
+
+def test_medians_of_rounds_and_shares_within_each() -> None:
+    """The machine is twice as slow in one round: that is no contention."""
+
+    def round_(speed: float) -> Round:
+        alone = {lane: Ops(8 * speed, 0.5, 8 * speed) for lane in ("cpu", "h2d")}
+        return Round(alone, {("cpu", "h2d"): (6 * speed, 9 * speed)})
+
+    alone, keeps = calibrate_rates.typical([round_(1.0), round_(0.5), round_(1.0)])
+    assert alone["cpu"] == Ops(8.0, 0.5, 8.0)
+    assert keeps == {"cpu": {"h2d": 0.75}, "h2d": {"cpu": 1.0}}
 
 
 def test_an_error_of_the_other_lane_is_told() -> None:
     def broken() -> float:
         raise OSError("gone")
 
-    with pytest.raises(OSError, match="gone"):
-        measure.rate_beside(lambda: 1.0, broken, 0.0)
+    for works in ([lambda: 1.0, broken], [broken, lambda: 1.0]):
+        with pytest.raises(OSError, match="gone"):
+            calibrate_rates.together(works, 0.0)
 
 
-def test_a_path_is_measured_within_the_load_from_first_to_last() -> None:
-    """Each calibration of the path sees the load at work before, after and while it runs."""
-    done = threading.Semaphore(0)
-    loaded: list[bool] = []
-    rounds = iter([8e9, 1e9, 2e9])
+def test_each_lane_is_counted_while_the_other_is_at_work() -> None:
+    """A piece of one lasts until the other has done 50: that one does not rest when it has been counted."""
+    pieces, changed = 0, threading.Condition()
+    seen: list[bool] = []
 
-    def load() -> float:
-        done.release()
+    def other() -> float:
+        nonlocal pieces
+        with changed:
+            pieces += 1
+            changed.notify()
         return 1.0
 
-    def path() -> PathSpeeds:
-        # Pieces of the load that end while this goes on.
-        loaded.extend(done.acquire(timeout=60) for _ in range(50))
-        while done.acquire(blocking=False):
-            pass
-        speed = next(rounds)
-        return PathSpeeds(read_bytes_per_second=speed, write_bytes_per_second=speed)
+    def counted() -> float:
+        with changed:
+            enough = pieces + 50
+            seen.append(changed.wait_for(lambda: pieces >= enough, timeout=60))
+        return 1.0
 
-    alone = PathSpeeds(read_bytes_per_second=4e9, write_bytes_per_second=4e9)
-    card = RateCard().with_paths({"disk": alone})
-    found = measure._beside(card, "disk", [measure.Load(CPU, load)], path, 0.0, lambda _: None)
-    assert len(loaded) == 50 * measure.PATH_ROUNDS
-    assert all(loaded)
-    assert (found.keeps["disk:read"][CPU], found.keeps["disk:write"][CPU]) == (0.5, 0.5), "the median round"
-    assert 0 < found.keeps[CPU]["disk:read"] == found.keeps[CPU]["disk:write"] <= 1
+    calibrate_rates.together([counted, other], 0.0)
+    assert len(seen) >= 2, "a first piece that is not counted, and one that is"
+    assert all(seen[:2])
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PathUnusable):
-        measure.calibrate({"disk": tmp_path / "missing"}, **SMALL)  # type: ignore[arg-type]
+        measure.calibrate({"disk": tmp_path / "missing"}, **SMALL)
     with pytest.raises(ConfigError, match="lower numel"):
         measure.calibrate(numel=10**14)
 
 
 def calibration(hardware: Mapping[str, str]) -> Calibration:
     card = RateCard(cpu_params_per_second=2e9, overhead_seconds=0.0, keeps={"cpu": {"disk:read": 0.8}})
-    return Calibration(card=card, hardware=hardware, cpu_threads={1: 1e9, 2: 2e9}, measured_at=5.0)
+    return Calibration(card=card, hardware=hardware, cpu_threads={1: 1e9, 2: 2e9}, card_threads=2, measured_at=5.0)
 
 
 def test_it_is_kept_until_the_hardware_changes(tmp_path: Path) -> None:
-    file, hardware = tmp_path / "deep" / "calibration.json", measure.hardware({"disk": tmp_path})
+    file, hardware = tmp_path / "deep" / "calibration.json", hardware_of({"disk": tmp_path})
     assert kept(file, hardware) is None
     keep(file, calibration(hardware))
     assert kept(file, hardware) == calibration(hardware)
     assert [found.name for found in file.parent.iterdir()] == ["calibration.json"]
     assert kept(file, {**hardware, "cpus": "1024"}) is None
-    assert kept(file, measure.hardware({"disk": tmp_path, "other": tmp_path})) is None
+    assert kept(file, hardware_of({"disk": tmp_path, "other": tmp_path})) is None
     for broken in ("", "{}", "[]", json.dumps({**calibration(hardware).to_dict(), "version": 99})):
         file.write_text(broken)
         assert kept(file, hardware) is None
     with pytest.raises(ConfigError, match="cannot be kept"):
         keep(file / "below", calibration(hardware))
+
+
+GPU: Final = RateCard(
+    h2d_bytes_per_second=2e10, d2h_bytes_per_second=2e10, cpu_params_per_second=2e9, device_params_per_second=2e10,
+    norm_params_per_second=2e11, overhead_seconds=1e-5, keeps={"cpu": {"h2d": 0.8}},
+)  # fmt: skip
+SPEEDS: Final = {"disk": PathSpeeds(read_bytes_per_second=2e9, write_bytes_per_second=1e9)}
+
+
+def test_a_run_begins_with_the_rates_that_are_kept(tmp_path: Path) -> None:
+    """So that what-if has an answer before the first step. Those of a set of paths come before those without any."""
+    settings = {"disk": PathSettings(directory=tmp_path)}
+    hardware = hardware_of()
+    assert kept_card(tmp_path, settings, SPEEDS, device="cuda", cpu_threads=2) is None
+    without = Calibration(card=GPU, hardware=hardware, cpu_threads={1: 1e9, 2: 2e9}, card_threads=2, measured_at=5.0)
+    keep(file_of(tmp_path, hardware["host"], {}), without)
+    found = kept_card(tmp_path, settings, SPEEDS, device="cuda", cpu_threads=1)
+    assert found is not None
+    assert found.cpu_params_per_second == 1e9, "of as many threads as the run has"
+    assert found.paths["disk"].write_bytes_per_second == 1e9, "as the run has measured it"
+    rank = Rank([Subgroup(i, 10**6, 2, 2, 10) for i in range(4)], 2, {"disk": 3})
+    assert what_if(rank, Effective(2.0, 0.0), found).update_seconds > 0
+    emulated = kept_card(tmp_path, settings, SPEEDS, device="emulated", cpu_threads=2)
+    assert emulated is not None
+    assert emulated.missing == (
+        "h2d_bytes_per_second", "d2h_bytes_per_second", "device_params_per_second", "norm_params_per_second",
+    )  # fmt: skip
+    calibrated = GPU.with_paths({"disk": PathSpeeds(read_bytes_per_second=4e9, write_bytes_per_second=3e9)})
+    here = hardware_of(settings)
+    keep(
+        file_of(tmp_path, here["host"], {"disk": tmp_path}),
+        Calibration(card=calibrated, hardware=here, cpu_threads={2: 2e9}, card_threads=2, measured_at=5.0),
+    )
+    assert kept_card(tmp_path, settings, SPEEDS, device="cuda", cpu_threads=2) == calibrated
+    slower = {"disk": PathSettings(directory=tmp_path, threads=1)}
+    assert kept_card(tmp_path, slower, SPEEDS, device="cuda", cpu_threads=2) == GPU.with_paths(SPEEDS)
+
+
+def test_an_attached_run_has_them_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path))
+    hardware = hardware_of()
+    keep(file_of(tmp_path, hardware["host"], {}), calibration(hardware))
+    weight = torch.nn.Parameter(torch.zeros(64))
+    offload = tidegate.Offload(device="emulated", cpu_threads=1, stride="off")
+    with tidegate.AdamW([weight], offload=offload) as optimizer, tidegate.attach(optimizer, run="kept") as attachment:
+        recorder = attachment.recorder
+        assert recorder.rates is not None
+        assert recorder.rates.cpu_params_per_second == 1e9
+        weight.sum().backward()
+        optimizer.step()
+        rates = recorder.rates
+        assert rates is not None
+        assert rates.cpu_params_per_second != 1e9, "measured by now"
+        assert (rates.keeps, rates.op_seconds) == ({}, {}), "live speeds have that in them"
 
 
 def command(state: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -139,8 +230,8 @@ def test_the_command_shows_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path))
-    hardware = measure.hardware()
-    keep(tmp_path / f"calibration-{hardware['host']}.json", calibration(hardware))
+    hardware = hardware_of()
+    keep(file_of(tmp_path, hardware["host"], {}), calibration(hardware))
     cli_calibrate.calibrate(as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["measured_now"] is False
@@ -157,7 +248,7 @@ def test_each_set_of_paths_is_kept_on_its_own(tmp_path: Path, monkeypatch: pytes
 
     def measuring(paths: dict[str, str], **_: object) -> Calibration:
         measured.append(paths)
-        return calibration(measure.hardware(paths))
+        return calibration(hardware_of(paths))
 
     monkeypatch.setattr(measure, "calibrate", measuring)
     for name in ("one", "two"):

@@ -114,12 +114,12 @@ def test_a_preview_predicts_every_knob_of_storage(daemon: Daemon) -> None:
     """16 subgroups of 8 MB of state, 4 of them in the cache: twelve on the paths."""
     run, client = new_run(), daemon.client()
     agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES)
-    agent.step = 3
+    agent.step = 5
     agent.say(
         rates=STORED,
         effective=EFFECTIVE,
         predicted_update_seconds=1.2,
-        steps=[step_report(n, 1.0) for n in (1, 2, 3)],
+        steps=[step_report(n, 1.0) for n in (1, 2, 3, 4, 5)],
     )
 
     def after(**changes: Any) -> KnobPreview:
@@ -142,6 +142,8 @@ def test_a_preview_predicts_every_knob_of_storage(daemon: Daemon) -> None:
     assert found.host_memory_bytes["state"] == 4 * 8_003_584, "whole pages"
     assert found.bound_by in PATHS
     assert found.bound_seconds <= found.update_seconds
+    assert found.low_seconds == pytest.approx(found.update_seconds / 1.2), "updates took less than was predicted"
+    assert found.high_seconds == found.update_seconds
     base = found.update_seconds
     assert seconds(host_cache=0) > base > seconds(host_cache=128_000_000)
     assert seconds(tier_split="pfs:1") > seconds(tier_split="nvme:1") > base

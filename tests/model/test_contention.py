@@ -37,9 +37,16 @@ def test_one_may_suffer_more_than_the_other_and_a_gate_opens_in_between() -> Non
     assert (starts, ends) == ({0: 2.0, 1: 0.0}, {0: 6.0, 1: 13.0})
 
 
-def test_shares_are_multiplied() -> None:
+def test_what_others_take_adds_up() -> None:
     keeps = {"cpu": {"h2d": 0.5, "d2h": 0.8, "device": 0.1}}
-    assert speed("cpu", {"h2d": 1, "d2h": 1, "cpu": 1}, keeps) == pytest.approx(0.4)
+    assert speed("cpu", {"h2d": 1, "cpu": 1}, keeps) == pytest.approx(0.5)
+    assert speed("cpu", {"h2d": 1, "d2h": 1, "cpu": 1}, keeps) == pytest.approx(1 / (1 + 1 + 0.25))
+
+
+def test_lanes_that_take_turns_on_one_disk_get_equal_parts() -> None:
+    lanes = ["a:read", "a:write", "b:read", "b:write"]
+    keeps = {lane: {other: 0.5 for other in lanes if other != lane} for lane in lanes}
+    assert [speed(lane, dict.fromkeys(lanes), keeps) for lane in lanes] == pytest.approx([1 / 4] * 4)
     assert speed("h2d", {"cpu": 1}, keeps) == 1.0
 
 

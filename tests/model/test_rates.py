@@ -1,5 +1,7 @@
 """The rate card: seconds of an op, and rates from what was seen."""
 
+from dataclasses import replace
+
 import pytest
 
 from tidegate.errors import ConfigError
@@ -57,6 +59,17 @@ def test_rates_come_back_from_a_simulated_step() -> None:
     plan = make_plan(subgroups, steady(place(8, stride=2, static_ratio=0.25)), num_slots=2)
     timeline = simulate(plan, card, step_at=10.0)
     assert RateCard.from_seen([seen(timeline.spans)] * 2).to_dict() == pytest.approx(card.to_dict())
+
+
+def test_an_op_takes_what_any_op_of_its_lane_takes() -> None:
+    op = Op(0, OpKind.STATE_H2D, 0, nbytes=30, numel=0)
+    card = RateCard(h2d_bytes_per_second=10.0, overhead_seconds=0.5, op_seconds={"h2d": 0.25, "d2h": 9.0})
+    assert card.seconds(op) == pytest.approx(0.5 + 0.25 + 3.0)
+    assert RateCard.from_dict(card.to_dict()) == card
+    span = Span(0, OpKind.CPU_UPDATE, "cpu", 0, start=1.0, end=3.0, nbytes=0, numel=40)
+    assert RateCard.from_seen([seen([span])], previous=card).seconds(op) == 3.0, "live speeds have it in them"
+    with pytest.raises(ConfigError, match="op_seconds"):
+        replace(card, op_seconds={"h2d": -1.0})
 
 
 def test_what_was_not_seen_is_kept() -> None:

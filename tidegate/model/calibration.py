@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any, Final
 from tidegate.errors import ConfigError
 from tidegate.model.rates import RateCard
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +21,15 @@ class Calibration:
     """The rate card of one machine. Lanes that it has no hardware for have no rate.
 
     hardware: what was measured, as texts by name; another machine, or other paths, have another one.
-    cpu_threads: parameters per second of the update on the CPU by number of threads; the card has the best.
+    cpu_threads: parameters per second of the update on the CPU by number of threads; the card has that of
+    `card_threads`, beside which everything else was measured.
     measured_at: seconds since the epoch.
     """
 
     card: RateCard
     hardware: Mapping[str, str]
     cpu_threads: Mapping[int, float]
+    card_threads: int
     measured_at: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -35,6 +38,7 @@ class Calibration:
             "measured_at": self.measured_at,
             "hardware": dict(self.hardware),
             "cpu_params_per_second_by_threads": {str(n): rate for n, rate in self.cpu_threads.items()},
+            "card_threads": self.card_threads,
             "rates": self.card.to_dict(),
         }
 
@@ -48,10 +52,18 @@ class Calibration:
                 card=RateCard.from_dict(values["rates"]),
                 hardware=dict(values["hardware"]),
                 cpu_threads={int(n): float(r) for n, r in values["cpu_params_per_second_by_threads"].items()},
+                card_threads=int(values["card_threads"]),
                 measured_at=float(values["measured_at"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"This is no calibration: {error}. Run `tidegate calibrate --again`.") from error
+
+
+def file_of(folder: Path, host: str, paths: Mapping[str, str | os.PathLike[str]]) -> Path:
+    """One for each set of paths (directories by name) on each host: measuring one leaves what is kept of another."""
+    places = sorted((name, str(Path(directory).resolve())) for name, directory in paths.items())
+    which = f"-{hashlib.sha256(json.dumps(places).encode()).hexdigest()[:12]}" if places else ""
+    return folder / f"calibration-{host or 'host'}{which}.json"
 
 
 def kept(file: Path, hardware: Mapping[str, str]) -> Calibration | None:

@@ -12,14 +12,19 @@ from tidegate.plan.plan import Plan
 
 Keeps = Mapping[str, Mapping[str, float]]
 """`keeps[lane][other]`: share of its speed alone that `lane` keeps while `other` works, above 0 and up to 1. What is
-not there is 1. With several others at work shares are multiplied."""
+not there is 1. What several others take adds up: the time that a lane loses to each."""
 Times = dict[int, float]
 """Seconds by op id."""
 
 
 def speed(lane: str, at_work: Mapping[str, object], keeps: Keeps) -> float:
-    """Share of its speed alone that `lane` has while the lanes `at_work` (itself may be among them) work."""
-    return math.prod(share for other, share in keeps.get(lane, {}).items() if other in at_work and other != lane)
+    """Share of its speed alone that `lane` has while the lanes `at_work` (itself may be among them) work.
+
+    A lane that keeps a half beside another takes twice as long: for every second of its own it waits for one of the
+    other. Beside two such lanes it waits for two, and keeps a third, as three do that take turns on one disk.
+    """
+    lost = (1 / share - 1 for other, share in keeps.get(lane, {}).items() if other in at_work and other != lane)
+    return 1 / (1 + math.fsum(lost))
 
 
 @dataclass

@@ -1,13 +1,16 @@
 """Closed forms of the papers, with the letters of the papers.
 
 DOS: Maurya et al., "Deep Optimizer States", Middleware '24, https://doi.org/10.1145/3652892.3700781.
+MLP: Maurya et al., "MLP-Offload", SC '25.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from tidegate.errors import ConfigError
+from tidegate.plan.split import PathSpeeds
 
 
 def cpu_to_device_ratio(B: float, U_c: float, U_g: float, D_c: float = math.inf) -> float:
@@ -44,3 +47,22 @@ def ratio_from_stride(stride: float) -> float:
     if not stride >= 1:
         raise ConfigError(f"stride={stride!r} must be at least 1.")
     return stride - 1
+
+
+def interleaved_seconds(cpu_params: float, staged_params: float, B: float, U_c: float, U_g: float) -> float:
+    """What DOS Eq. 1 takes an update for: whichever of CPU and device is done last. Its k makes both sides equal.
+
+    cpu_params, staged_params: updated on the CPU, and on the device with state that comes and goes. Rates as there.
+    """
+    return max(cpu_params / U_c, staged_params * (3 / B + 1 / U_g) + cpu_params / (2 * B))
+
+
+def stored_seconds(stored_bytes: Mapping[str, float], speeds: Mapping[str, PathSpeeds]) -> float:
+    """What MLP Eq. 1 takes the storage for: every path reads and writes its bytes at the smaller of its bandwidths."""
+    return max(
+        (
+            2 * nbytes / min(speeds[path].read_bytes_per_second, speeds[path].write_bytes_per_second)
+            for path, nbytes in stored_bytes.items()
+        ),
+        default=0.0,
+    )

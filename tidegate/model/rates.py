@@ -46,7 +46,8 @@ class PathRates:
 class RateCard:
     """Measured speeds. None is a speed nobody has seen yet; a number is positive (overhead: not negative).
 
-    An op takes `overhead_seconds` plus its bytes or parameters divided by the rate of its lane or kind.
+    An op takes `overhead_seconds`, the `op_seconds` of its lane, and its bytes or parameters divided by the rate of its
+    lane or kind.
     """
 
     h2d_bytes_per_second: float | None = None
@@ -55,8 +56,12 @@ class RateCard:
     device_params_per_second: float | None = None
     norm_params_per_second: float | None = None
     overhead_seconds: float | None = None
+    step_seconds: float | None = None
+    """What a step takes beside its ops: from the call of `step()` to the first of them, and after the last."""
     paths: Mapping[str, PathRates] = field(default_factory=dict)
     """By name of the path."""
+    op_seconds: Mapping[str, float] = field(default_factory=dict)
+    """By lane, what each of its ops takes however small it is; 0 where absent."""
     keeps: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Contention: `keeps[lane][other]` is the share of its speed alone that `lane` keeps while `other` works, above 0
     and up to 1; what is not there is 1."""
@@ -64,8 +69,14 @@ class RateCard:
     def __post_init__(self) -> None:
         for name in _SCALARS:
             value: float | None = getattr(self, name)
-            if value is not None and not (value >= 0 if name == "overhead_seconds" else value > 0):
+            if value is not None and not (value >= 0 if name in _MAY_BE_0 else value > 0):
                 raise ConfigError(f"{name}={value!r} in a rate card must be positive. Run `tidegate calibrate` again.")
+        for lane, seconds in self.op_seconds.items():
+            if not seconds >= 0:
+                raise ConfigError(
+                    f"op_seconds[{lane!r}]={seconds!r} in a rate card must not be negative. Run `tidegate calibrate` "
+                    "again."
+                )
         for lane, others in self.keeps.items():
             for other, share in others.items():
                 if not 0 < share <= 1:
@@ -76,8 +87,8 @@ class RateCard:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names of the rates that are not known. Overhead that is not known counts as none."""
-        scalars = [name for name in _SCALARS if name != "overhead_seconds" and getattr(self, name) is None]
+        """Names of the rates that are not known. What a step or an op costs counts as nothing where it is not known."""
+        scalars = [name for name in _SCALARS if name not in _MAY_BE_0 and getattr(self, name) is None]
         return (*scalars, *(lane for lane, rate in _by_lane(self.paths).items() if rate is None))
 
     def seconds(self, op: Op, /) -> float:
@@ -86,14 +97,16 @@ class RateCard:
         rate: float | None = getattr(self, name) if op.kind in NAME_OF else _by_lane(self.paths).get(name)
         if rate is None:
             raise ConfigError(f"The rate card lacks {name}, which {op.name} needs: it was not measured yet.")
-        return (self.overhead_seconds or 0.0) + (op.numel if op.kind in RATE_OF else op.nbytes) / rate
+        fixed = (self.overhead_seconds or 0.0) + self.op_seconds.get(op.lane, 0.0)
+        return fixed + (op.numel if op.kind in RATE_OF else op.nbytes) / rate
 
     @classmethod
     def from_seen(cls, steps: Collection[Seen], previous: RateCard | None = None) -> RateCard:
         """Rates from what was `seen` in each step: bytes or parameters over busy seconds. What was not is from
         `previous`.
 
-        Busy seconds contain the overhead of the ops, so that a card with any rate measured here has an overhead of 0.
+        Busy seconds contain what ops cost and what lanes took from each other: a card with any rate measured here has
+        nothing of that beside.
         """
         rates: dict[str, float] = {}
         for name in dict.fromkeys(name for step in steps for name in step):
@@ -109,7 +122,7 @@ class RateCard:
             path, _, direction = lane.rpartition(":")
             paths[path] = replace(paths.get(path, PathRates()), **{f"{direction}_bytes_per_second": rates.pop(lane)})
         scalars: dict[str, Any] = {**rates, "overhead_seconds": 0.0}
-        return replace(card, **scalars, paths=paths)
+        return replace(card, **scalars, paths=paths, op_seconds={}, keeps={})
 
     def with_paths(self, speeds: Mapping[str, PathSpeeds]) -> RateCard:
         """This card with these speeds for paths; one that is not duplex gives each direction half while both work."""
@@ -127,10 +140,12 @@ class RateCard:
         return replace(self, paths={**self.paths, **paths}, keeps=keeps)
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers and None by name; `paths` and `keeps`, by the names of paths and lanes, only when there are any."""
+        """Numbers and None by name; what is by the names of paths and lanes only when there is any."""
         found: dict[str, Any] = {name: getattr(self, name) for name in _SCALARS}
         if self.paths:
             found["paths"] = {path: asdict(rates) for path, rates in self.paths.items()}
+        if self.op_seconds:
+            found["op_seconds"] = dict(self.op_seconds)
         if self.keeps:
             found["keeps"] = {lane: dict(others) for lane, others in self.keeps.items()}
         return found
@@ -140,17 +155,19 @@ class RateCard:
         """The card that `to_dict` gave; names of newer versions are ignored, and a rate of 0 is one nobody has seen."""
         scalars = {name: value for name, value in values.items() if name in _SCALARS}
         return cls(
-            **{name: value if name == "overhead_seconds" else value or None for name, value in scalars.items()},
+            **{name: value if name in _MAY_BE_0 else value or None for name, value in scalars.items()},
             paths={
                 path: PathRates(**{name: value or None for name, value in rates.items() if name in _PATH_RATES})
                 for path, rates in values.get("paths", {}).items()
             },
+            op_seconds=values.get("op_seconds", {}),
             keeps=values.get("keeps", {}),
         )
 
 
+_MAY_BE_0: Final = ("overhead_seconds", "step_seconds")
 _PATH_RATES: Final = tuple(field.name for field in fields(PathRates))
-_SCALARS: Final = tuple(field.name for field in fields(RateCard) if field.name not in ("paths", "keeps"))
+_SCALARS: Final = tuple(field.name for field in fields(RateCard) if field.name not in ("paths", "op_seconds", "keeps"))
 
 
 def _rate_name(op: Op | Span) -> str:

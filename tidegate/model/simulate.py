@@ -32,8 +32,9 @@ def simulate(
 
 
 def update_seconds(plan: Plan, rates: RateCard, *, step_at: float) -> float:
-    """From the call of `step()`, `step_at` seconds after the backward pass began, until everything is done."""
-    return max(step_at, *_times(plan, rates, step_at, {}, rates.seconds)[1].values()) - step_at
+    """From the call of `step()`, `step_at` seconds after the backward pass began, until it returns."""
+    ends = _times(plan, rates, step_at, {}, rates.seconds)[1]
+    return max(step_at, *ends.values()) - step_at + (rates.step_seconds or 0.0)
 
 
 def _times(

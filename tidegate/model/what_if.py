@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from tidegate.analysis import exposed_waits
+from tidegate.analysis import SCHEDULER, exposed_waits
 from tidegate.model.bound import Bound, bound
 from tidegate.model.contention import speed
 from tidegate.model.rates import RateCard
@@ -18,7 +18,7 @@ from tidegate.plan.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What an update would take and use. Seconds from the call of `step()` until everything is done.
+    """What an update would take and use. Seconds from the call of `step()` until it returns.
 
     Where orders alternate, the mean of both steps; of memory, the larger.
     """
@@ -47,7 +47,9 @@ def what_if(rank: Rank, effective: Effective, rates: RateCard, *, backward_secon
     few, smaller, scale = sampled(rank, effective)
     steps = settled(few, smaller, rates)
     timelines = [simulate(plan, rates, step_at=at) for plan, at in _plans(steps, rates, backward_seconds)]
-    seconds, stalls = 0.0, Counter[str]()
+    seconds, stalls = rates.step_seconds or 0.0, Counter[str]()
+    if rates.step_seconds:
+        stalls[SCHEDULER] += rates.step_seconds  # type: ignore[assignment]
     for timeline in timelines:
         update = timeline.phases[-1]
         seconds += (update.end - update.start) * scale / len(timelines)
@@ -76,7 +78,9 @@ def predicted_seconds(
     """The `update_seconds` of `what_if`, and nothing else: a training thread waits for it."""
     few, smaller, scale = sampled(rank, effective)
     plans = _plans(settled(few, smaller, rates), rates, backward_seconds)
-    return sum(update_seconds(plan, rates, step_at=at) for plan, at in plans) / len(plans) * scale
+    beside = rates.step_seconds or 0.0
+    ops = [update_seconds(plan, rates, step_at=at) - beside for plan, at in plans]
+    return sum(ops) / len(ops) * scale + beside
 
 
 def _plans(steps: list[Settled], rates: RateCard, backward_seconds: float | None) -> list[tuple[Plan, float]]:

@@ -1,0 +1,75 @@
+"""Which configurations are predicted and measured: drawn with a seed, so that nobody has chosen the easy ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tidegate.knobs import Knobs, specs_for
+
+STRIDES: Final = ("off", "off", "off", 2.0, 3.0, 5.0)
+STATIC_RATIOS: Final = (0.0, 0.0, 0.25, 0.5)
+CACHES: Final = (0.0, 0.0, 0.25, 0.5, 0.75, 1.0)
+"""Share of the state."""
+ORDERS: Final = ("pinned", "pinned", "alternate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What no knob changes: one training has it."""
+
+    paths: tuple[str, ...]
+    subgroup_numel: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One configuration."""
+
+    kind: Kind
+    knobs: Knobs
+    cache_share: float
+
+    def to_dict(self) -> dict[str, object]:
+        found: dict[str, object] = {
+            "paths": list(self.kind.paths), "subgroup_numel": self.kind.subgroup_numel, "stride": self.knobs.stride,
+            "static_ratio": self.knobs.static_ratio,
+        }  # fmt: skip
+        if self.kind.paths:
+            found |= {"cache_share": self.cache_share, "order": self.knobs.order, "tier_split": self.knobs.tier_split}
+        return found
+
+
+def draw(kinds: Sequence[Kind], state_bytes: int, count: int, seed: int) -> list[Choice]:
+    """`count` different configurations; kinds take turns."""
+    random_ = random.Random(seed)
+    found: dict[tuple[Kind, str], Choice] = {}
+    while len(found) < count:
+        choice = _one(random_, kinds[len(found) % len(kinds)], state_bytes)
+        found.setdefault((choice.kind, str(sorted(choice.knobs.as_dict(paths=True).items()))), choice)
+    return list(found.values())
+
+
+def _one(random_: random.Random, kind: Kind, state_bytes: int) -> Choice:
+    wanted: dict[str, object] = {"stride": random_.choice(STRIDES), "static_ratio": random_.choice(STATIC_RATIOS)}
+    share = random_.choice(CACHES) if kind.paths else 1.0
+    if kind.paths:
+        wanted |= {
+            "host_cache": int(share * state_bytes),
+            "order": random_.choice(ORDERS) if 0 < share < 1 else "pinned",
+        }
+        wanted["tier_split"] = _split(random_, kind.paths)
+    return Choice(kind=kind, knobs=Knobs().changed(wanted, specs_for(kind.paths)), cache_share=share)
+
+
+def _split(random_: random.Random, paths: Sequence[str]) -> str:
+    return ",".join(f"{name}:{random_.randint(1, 3)}" for name in paths)
+
+
+def by_kind(choices: Sequence[Choice]) -> Mapping[Kind, list[Choice]]:
+    found: dict[Kind, list[Choice]] = {}
+    for choice in choices:
+        found.setdefault(choice.kind, []).append(choice)
+    return found

@@ -1,0 +1,59 @@
+"""How far predictions are off, and what whoever goes by them loses."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from predicting.choices import Choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One configuration: seconds of its update, measured (median and quartiles), predicted, and by the papers."""
+
+    choice: Choice
+    measured: float
+    low: float
+    high: float
+    predicted: float
+    equation: float
+    bottleneck: str
+    """Resource that was busy for longest."""
+    emulated: bool
+    """Whether that one is paced and not real."""
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float | int | None]:
+    """Errors as shares of what was measured. `pick_regret`: how much longer the update takes than the shortest, under
+    the knobs that are predicted to be the best."""
+    if len(rows) < 2:
+        return {"rows": len(rows), "median_abs_error": None, "p95_abs_error": None, "pick_regret": None}
+    mean = statistics.fmean(row.measured for row in rows)
+    return {
+        "rows": len(rows),
+        **_errors("", [abs(row.error) for row in rows]),
+        "median_error": round(statistics.median(row.error for row in rows), 4),
+        "pick_regret": round(regret(rows), 4),
+        **_errors("mean_", [abs(mean / row.measured - 1) for row in rows]),
+        **_errors("equation_", [abs(row.equation / row.measured - 1) for row in rows]),
+        "equation_pick_regret": round(regret(rows, by_equation=True), 4),
+    }
+
+
+def regret(rows: Sequence[Row], *, by_equation: bool = False) -> float:
+    best = min(row.measured for row in rows)
+    picked = min(rows, key=lambda row: row.equation if by_equation else row.predicted)
+    return picked.measured / best - 1
+
+
+def _errors(prefix: str, errors: Sequence[float]) -> dict[str, float]:
+    return {
+        f"{prefix}median_abs_error": round(statistics.median(errors), 4),
+        f"{prefix}p95_abs_error": round(statistics.quantiles(errors, n=20, method="inclusive")[-1], 4),
+    }

@@ -1,0 +1,223 @@
+"""Claim: what an update takes under other knobs is known before they are turned, from one calibration of the machine.
+
+Calibrates as `tidegate calibrate` does, then runs configurations drawn with a seed, interleaved in rounds, and compares
+the median of each one's updates with what the model says from the calibration alone. It is told sizes, knobs and how
+long the backward is, and never what the emulated device is paced to.
+
+CPU updates, norms, storage past the page cache and the memory under them are real; copies to the device and updates on
+it are emulated. A configuration whose busiest resource is emulated shows that the model follows any speed, not that it
+is right about a GPU: these rows are apart (`emulated_lanes`), and the figures at the top are of the others.
+
+`mean_…` is the error of predicting the mean of all rows for each; `equation_…` that of the papers' equations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from predicting.choices import Choice, Kind, by_kind, draw
+from predicting.errors import Row, regret, summary
+from predicting.scatter import svg
+from predicting.training import STATE_BYTES, TENSOR_NUMEL, Measured, Training, mean
+from storage.figures import cpu_name
+
+from tidegate.agent import calibrate
+from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
+from tidegate.agent.tiers.path import PathSettings
+from tidegate.model import RateCard, what_if
+from tidegate.model.equations import interleaved_seconds, stored_seconds
+from tidegate.model.settled import Rank, settled, speeds_of
+from tidegate.plan.effective import Effective
+
+DEVICE = EmulatedRates(h2d_bytes_per_second=6e9, d2h_bytes_per_second=6e9, update_params_per_second=0.8e9)
+"""Known to the emulated device alone."""
+SETTINGS: dict[str, dict[str, int]] = {"fast": {}, "slow": {"threads": 1, "block_bytes": 256 << 10}}
+"""Of the paths, which are two directories of one disk: all of its queue, and one small block at a time."""
+EMULATED = frozenset({"h2d", "d2h", "device"})
+SETTLING = 2
+"""Steps after each change of knobs that are not counted: state moves, and with orders that alternate twice."""
+COUNTED = 2
+"""Their mean is one measurement: where orders alternate, both take turns."""
+
+
+def measure(kinds: dict[Kind, Training], choices: list[Choice], options: argparse.Namespace) -> list[list[Measured]]:
+    """The updates of each choice. All take turns, round by round, so that none has the machine at its best alone."""
+    found: list[list[Measured]] = [[] for _ in choices]
+    end = time.monotonic() + options.seconds
+    for number in range(options.rounds):
+        if number >= 2 and time.monotonic() > end:
+            break
+        for place, choice in enumerate(choices):
+            training = kinds[choice.kind]
+            training.turn(choice.knobs)
+            for _ in range(SETTLING):
+                training.step(options.backward)
+            found[place].append(mean([training.step(options.backward) for _ in range(COUNTED)]))
+        _say(options, f"round {number + 1}")
+    return found
+
+
+def row_of(choice: Choice, training: Training, measured: list[Measured], card: RateCard) -> Row:
+    low, middle, high = statistics.quantiles([one.update_seconds for one in measured], n=4)
+    backward = statistics.median(one.backward_seconds for one in measured)
+    effective = training.turn(choice.knobs)
+    bottleneck = Counter(one.bottleneck for one in measured).most_common(1)[0][0]
+    return Row(
+        choice=choice,
+        measured=middle,
+        low=low,
+        high=high,
+        predicted=predicted(training, effective, card, backward),
+        equation=by_equations(training.rank, effective, card),
+        bottleneck=bottleneck,
+        emulated=bottleneck in EMULATED,
+    )
+
+
+def predicted(training: Training, effective: Effective, card: RateCard, backward_seconds: float) -> float:
+    return what_if(training.rank, effective, card, backward_seconds=backward_seconds).update_seconds
+
+
+def by_equations(rank: Rank, effective: Effective, card: RateCard) -> float:
+    """The papers' equations: that of DOS for CPU, link and device, that of MLP for paths, the later of both. B counts
+    thirds of our state, which is not three fp32 words."""
+    seconds = []
+    for step in settled(rank, effective, card):
+        both = list(zip(rank.subgroups, step.placements, strict=True))
+        on_cpu = sum(s.numel for s, p in both if p.processor == "cpu")
+        staged = sum(s.numel for s, p in both if p.is_staged)
+        bytes_per_second = min(card.h2d_bytes_per_second or math.inf, card.d2h_bytes_per_second or math.inf)
+        interleaved = interleaved_seconds(
+            on_cpu,
+            staged,
+            B=bytes_per_second / (STATE_BYTES / 3),
+            U_c=card.cpu_params_per_second or math.inf,
+            U_g=card.device_params_per_second or math.inf,
+        )
+        moved = step.lane_bytes()
+        stored = {path: (moved[f"{path}:read"] + moved[f"{path}:write"]) / 2 for path in rank.host_slots}
+        seconds.append(max(interleaved, stored_seconds(stored, speeds_of(card, rank.host_slots))))
+    return statistics.fmean(seconds)
+
+
+def result(rows: list[Row]) -> dict[str, Any]:
+    real, emulated = [row for row in rows if not row.emulated], [row for row in rows if row.emulated]
+    kinds = {kind: [row for row in real if row.choice.kind == kind] for kind in {row.choice.kind for row in real}}
+    regrets = [regret(group) for group in kinds.values() if len(group) > 1]
+    return {
+        **summary(real),
+        "pick_regret_within_trainings": {"median": round(statistics.median(regrets), 4), "most": round(max(regrets), 4)}
+        if regrets else None,
+        "slowest_by_fastest": round(max(r.measured for r in real) / min(r.measured for r in real), 1) if real else None,
+        "emulated_lanes": summary(emulated),
+        "table": [
+            {
+                **row.choice.to_dict(),
+                "measured_ms": [round(1e3 * value, 2) for value in (row.low, row.measured, row.high)],
+                "predicted_ms": round(1e3 * row.predicted, 2),
+                "equation_ms": round(1e3 * row.equation, 2),
+                "error": round(row.error, 3),
+                "bottleneck": row.bottleneck,
+                "emulated": row.emulated,
+            }
+            for row in sorted(rows, key=lambda row: row.measured)
+        ],
+    }  # fmt: skip
+
+
+def bench(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
+    numel = options.tensors * TENSOR_NUMEL
+    paths = {name: PathSettings(directory=folder / name, **SETTINGS[name]) for name in SETTINGS}
+    for name in paths:
+        (folder / name).mkdir()
+    sets = ((), ("fast",), ("slow",), ("fast", "slow"))
+    kinds = [Kind(paths=paths, subgroup_numel=numel // count) for paths in sets for count in options.subgroups]
+    choices = draw(kinds, numel * STATE_BYTES, options.configurations, options.seed)
+    began = time.monotonic()
+    with ExitStack() as stack:
+        trainings = {
+            kind: stack.enter_context(
+                closing(
+                    Training(
+                        numel=numel,
+                        subgroup_numel=kind.subgroup_numel,
+                        paths={name: paths[name] for name in kind.paths},
+                        device=DEVICE,
+                        cpu_threads=options.threads,
+                    )
+                )
+            )
+            for kind in by_kind(choices)
+        }
+        _say(options, "calibrating")
+        with closing(EmulatedDevice(1 << 30, DEVICE)) as device:
+            card = calibrate.calibrate(
+                paths,
+                device=device,
+                cpu_threads=options.threads,
+                numel=calibrate.NUMEL // 2,
+            ).card
+        measured = measure(trainings, choices, options)
+        rows = [
+            row_of(choice, trainings[choice.kind], times, card) for choice, times in zip(choices, measured, strict=True)
+        ]
+    return {
+        **result(rows),
+        "updates_of_each": COUNTED * len(measured[0]),
+        "bench_seconds": round(time.monotonic() - began, 1),
+        "parameters": numel,
+        "backward_seconds": options.backward,
+        "seed": options.seed,
+        "rates": card.to_dict(),
+        "paths": SETTINGS,
+        "device": "emulated",
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu_threads": options.threads,
+        "kernel": platform.release(),
+        "torch": torch.__version__,
+    }, rows
+
+
+def _say(options: argparse.Namespace, what: str) -> None:
+    if not options.json:
+        print(what, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure; a folder in it is used")
+    parser.add_argument("--tensors", type=int, default=8, help=f"of {TENSOR_NUMEL:,} parameters each")
+    parser.add_argument("--subgroups", type=int, nargs="+", default=[8, 16, 32], help="how many there are, by training")
+    parser.add_argument("--configurations", type=int, default=54)
+    parser.add_argument("--backward", type=float, default=0.05, help="seconds")
+    parser.add_argument("--threads", type=int, default=calibrate.default_threads(), help="of the update on the CPU")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=240.0, help="begin no round after this long, but do two")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, help="write the scatter plot to this file (SVG)")
+    parser.add_argument("--json", action="store_true", help="print nothing but the result")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="prediction-", dir=options.directory) as folder:
+        found, rows = bench(Path(folder).resolve(), options)
+    if options.plot:
+        options.plot.write_text(svg(rows))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
