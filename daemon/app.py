@@ -51,7 +51,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.registry = registry = CollectorRegistry()
     registry.register(RunCollector(plane))
     problems.install(app)
-    routers = [part.router for part in (agents, runs, knobs, alerts, events, sd, health, advice)]
+    routers = [agents.hot, *(part.router for part in (agents, runs, knobs, alerts, events, sd, health, advice))]
     for router in routers + ([health.metrics_router] if settings.metrics else []):
         app.include_router(router)
     app.state.routes = [route for router in routers for route in router.routes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from tidegate.wire import AgentHello, AgentReport, Event, KnobChanges, Liveness,
 
 STEPS_KEPT: Final = 256
 EVENTS_KEPT: Final = 1_000
+WOKEN_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +28,44 @@ class Clock:
 
 
 class Bell:
-    """Wakes everyone who waits for a change. All on one event loop."""
+    """Wakes everyone who waits for a change, a few in each turn of the event loop: of hundreds of ranks that answer at
+    once each would keep all others waiting, and reports with them."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._waiting: dict[asyncio.Future[None], None] = {}
+        """In the order in which they came."""
+        self._ringing: deque[asyncio.Future[None]] = deque()
 
     def ring(self) -> None:
-        self._event.set()
-        self._event = asyncio.Event()
+        if self._waiting:
+            idle = not self._ringing
+            self._ringing.extend(self._waiting)
+            self._waiting.clear()
+            if idle:
+                self._wake()
 
     async def wait(self, seconds: float) -> None:
-        """Until the next ring, or `seconds`."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._event.wait(), seconds)
+        """Until the next ring has come round to this one, or `seconds`."""
+        loop = asyncio.get_running_loop()
+        woken = loop.create_future()
+        self._waiting[woken] = None
+        late = loop.call_later(seconds, _set, woken)
+        try:
+            await woken
+        finally:
+            late.cancel()
+            self._waiting.pop(woken, None)
+
+    def _wake(self) -> None:
+        for _ in range(min(WOKEN_AT_ONCE, len(self._ringing))):
+            _set(self._ringing.popleft())
+        if self._ringing:
+            asyncio.get_running_loop().call_soon(self._wake)
+
+
+def _set(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)
 
 
 @dataclass
@@ -112,12 +137,18 @@ class Run:
     """Rings with every event."""
     orders: Bell = field(default_factory=Bell)
     """Rings when what is wanted of the ranks changes: a bell for every report would wake every rank each time."""
+    _lead: int = -1
+    _lead_of: tuple[frozenset[int], int] | None = None
+    """What `_lead` was found for: the present ranks, and how many there are in all."""
 
     @property
     def lead(self) -> tuple[int, Member] | None:
         """The lowest rank that is present, else the lowest of all."""
-        ranks = self.control.present & self.members.keys() or self.members.keys()
-        return min(((rank, self.members[rank]) for rank in ranks), key=lambda pair: pair[0], default=None)
+        now = (self.control.present, len(self.members))
+        if now != self._lead_of:  # asked for with every report; the same set is equal at once
+            rank = min(self.control.present & self.members.keys() or self.members.keys(), default=-1)
+            self._lead_of, self._lead = now, rank
+        return None if self._lead < 0 else (self._lead, self.members[self._lead])
 
     @property
     def world_size(self) -> int:
