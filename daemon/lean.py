@@ -32,7 +32,7 @@ class LeanRoute(APIRoute):
         self._message: type[BaseModel] = get_args(told)[0] if self._in_query else told
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] not in self.methods:
+        if scope["method"] not in (self.methods or ()):
             await super().handle(scope, receive, send)  # 405
             return
         plane, state = scope["app"].state.plane, scope["state"]

@@ -40,7 +40,7 @@ def serve(settings: Settings) -> int:
     """Runs until SIGTERM or SIGINT. Returns the exit code; what went wrong is told on stderr."""
     try:
         settings.make_state_dir()
-        settings.check_tls()
+        settings.announced_host(settings.bind)  # before a port is taken
         with _exclusive(settings.state_dir), _listen(settings.bind, settings.port) as listener:
             server = make_server(create_app(settings), settings)
             if threading.current_thread() is threading.main_thread():
@@ -131,7 +131,7 @@ def _is_loopback(host: str) -> bool:
 def _announced(settings: Settings, listener: socket.socket) -> Iterator[None]:
     """Writes and prints the actual address; the file goes with the daemon."""
     host, port = listener.getsockname()[:2]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    shown = settings.announced_host(host)
     scheme = "https" if settings.tls_certificate else "http"
     url = f"{scheme}://[{shown}]:{port}" if ":" in shown else f"{scheme}://{shown}:{port}"
     path = settings.state_dir / "daemon.json"

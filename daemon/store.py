@@ -20,6 +20,7 @@ from tidegate.daemon.control import canary
 from tidegate.daemon.control.generations import Ballot, Generation
 from tidegate.daemon.migrations.upgrade import upgrade
 from tidegate.daemon.schema import AgentRow, AuditEntry, GenerationRow, RunRow
+from tidegate.daemon.steps import StepTable
 from tidegate.daemon.tokens import TokenTable
 from tidegate.errors import DaemonError
 from tidegate.wire import AgentHello, AuditRow, KnobChanges, Liveness, MeasuredEffect
@@ -70,6 +71,7 @@ class Store:
             raise DaemonError(f"The database {shown} cannot be opened: {why}.") from error
         self._session = sessionmaker(self._engine, expire_on_commit=False)
         self.tokens = TokenTable(self._session)
+        self.steps = StepTable(self._engine)
 
     @property
     def engine(self) -> Engine:
@@ -156,9 +158,11 @@ class Store:
                 for row in session.scalars(select(AgentRow))
             ]
 
-    def audit(self, run: str, limit: int) -> list[AuditRow]:
-        """The newest `limit` rows of the run, oldest first."""
-        query = select(AuditEntry).where(AuditEntry.run == run).order_by(AuditEntry.id.desc()).limit(limit)
+    def audit(self, run: str | None, limit: int) -> list[AuditRow]:
+        """The newest `limit` rows of the run, oldest first; None: of the whole log."""
+        query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(limit)
+        if run is not None:
+            query = query.where(AuditEntry.run == run)
         with self._session() as session:
             return _audit_rows(session.scalars(query))
 

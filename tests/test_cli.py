@@ -348,6 +348,17 @@ def test_tokens(daemon: Daemon) -> None:
     assert (code, token.strip() in text) == (0, False)
     wait_until(lambda: daemon.http("GET", "/v1/runs", "grafana").status_code == 401, "the end of the token")
     assert daemon.http("GET", "/v1/runs", "grafana").json()["type"] == "revoked-token"
+    made, withdrawn = (r for r in daemon.client().audit() if r.after.get("token") == row["id"])
+    assert (made.action, made.run, made.after["scope"], made.after["name"]) == (
+        "token_created",
+        "one",
+        "read",
+        "grafana",
+    )
+    assert (withdrawn.action, withdrawn.actor) == ("token_revoked", made.actor)
+    assert "@" in made.actor
+    assert run(daemon, "token", "revoke", row["id"])[0] == 0
+    assert [r.action for r in daemon.client().audit()].count("token_revoked") == 1, "it had been withdrawn already"
 
 
 @pytest.mark.parametrize("words", [("create", "read"), ("list",), ("revoke", "x")])

@@ -15,7 +15,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from tidegate.cli_training import needs
-from tidegate.client import SCOPES, state_dir
+from tidegate.client import SCOPES, actor, state_dir
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.wire import RunName
 
@@ -49,7 +49,7 @@ def create(
         _check_run(run)
     ends = time.time() + _duration(expires) if expires is not None else None
     with _tokens(state, database_url) as tokens:
-        print(tokens.issue(found, (name or scope)[:64], run=run, expires_at=ends))
+        print(tokens.issue(found, (name or scope)[:64], run=run, expires_at=ends, actor=actor()))
 
 
 @app.command("list")
@@ -74,7 +74,7 @@ def revoke(
 ) -> None:
     """Withdraw a token for good. The running daemon refuses it within two seconds."""
     with _tokens(state, database_url) as tokens:
-        revoked = tokens.revoke(id)
+        revoked = tokens.revoke(id, actor())
     if revoked is None:
         raise TidegateError(f"Not exactly one token has an id that begins with {id!r}: see `tidegate token list`.")
     print(f"Token {revoked.id} ({revoked.scope}, {revoked.name}) opens nothing any more.")

@@ -257,6 +257,8 @@ class Lease(Message):
 
     lease_seconds: float
     directive: Directive
+    report_seconds: Seconds | None = None
+    """How often the daemon wants to hear of it while a canary is judged; None leaves it to the rank."""
 
 
 # ---- operators

@@ -12,9 +12,11 @@ from typing import Any, Final
 
 from tidegate.daemon.control.generations import Control, Generation
 from tidegate.daemon.control.liveness import liveness
+from tidegate.daemon.control.window import Figures, Window
 from tidegate.wire import AgentHello, AgentReport, Event, KnobChanges, Liveness, Rates, StepReport, TimelineView
 
-STEPS_KEPT: Final = 256
+RECENT_STEPS: Final = 20
+"""Of each rank, as they were told; of those before only the figures are in memory."""
 EVENTS_KEPT: Final = 1_000
 WOKEN_AT_ONCE: Final = 16
 
@@ -91,15 +93,16 @@ class Member:
     rates: Rates | None = None
     predicted_update_seconds: float | None = None
     timeline: TimelineView | None = None
-    steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    recent: deque[StepReport] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    window: Window = field(default_factory=Window)
 
     def liveness(self, now: float, lease_seconds: float) -> Liveness:
         if self.finished:
             return "finished"
         return "lost" if self.seen == -math.inf else liveness(now - self.seen, lease_seconds)
 
-    def take(self, report: AgentReport) -> None:
-        """Remembers what the rank says; steps that it tells twice are kept once."""
+    def take(self, report: AgentReport) -> tuple[StepReport, ...]:
+        """Remembers what the rank says. The steps that are news: it may tell one twice."""
         self.said_at = report.timestamp
         self.step = report.step
         self.phase = report.phase
@@ -108,8 +111,15 @@ class Member:
         self.rates = report.rates or self.rates
         self.timeline = report.timeline or self.timeline
         self.predicted_update_seconds = report.predicted_update_seconds
-        newest = self.steps[-1].step if self.steps else -1
-        self.steps.extend(step for step in report.steps if step.step > newest)
+        return tuple(step for step in sorted(report.steps, key=lambda step: step.step) if self.add(step))
+
+    def add(self, step: StepReport) -> bool:
+        """Remembers a step; whether it is newer than all before."""
+        if step.step <= self.window.newest:
+            return False
+        self.window.add(Figures.of(step))
+        self.recent.append(step)
+        return True
 
     def is_past(self, report: AgentReport) -> bool:
         """Whether the report is older than one that was taken, by its clock and by its step.
@@ -120,7 +130,8 @@ class Member:
 
     def forget(self) -> None:
         """Drops what is large."""
-        self.steps.clear()
+        self.window.clear()
+        self.recent.clear()
         self.timeline = None
 
 
@@ -137,18 +148,20 @@ class Run:
     """Rings with every event."""
     orders: Bell = field(default_factory=Bell)
     """Rings when what is wanted of the ranks changes: a bell for every report would wake every rank each time."""
-    _lead: int = -1
-    _lead_of: tuple[frozenset[int], int] | None = None
-    """What `_lead` was found for: the present ranks, and how many there are in all."""
+    _facts_found: tuple[int, tuple[str, ...]] = (-1, ())
+    _facts_of: frozenset[int] | None = None
+    """The present ranks that the facts were found for."""
+
+    def seat(self, member: Member) -> None:
+        """The rank is this member's from now on."""
+        self.members[member.hello.rank] = member
+        self._facts_of = None
 
     @property
     def lead(self) -> tuple[int, Member] | None:
         """The lowest rank that is present, else the lowest of all."""
-        now = (self.control.present, len(self.members))
-        if now != self._lead_of:  # asked for with every report; the same set is equal at once
-            rank = min(self.control.present & self.members.keys() or self.members.keys(), default=-1)
-            self._lead_of, self._lead = now, rank
-        return None if self._lead < 0 else (self._lead, self.members[self._lead])
+        rank, _ = self._facts()
+        return (rank, self.members[rank]) if rank >= 0 else None
 
     @property
     def world_size(self) -> int:
@@ -159,8 +172,15 @@ class Run:
     @property
     def paths(self) -> tuple[str, ...]:
         """Storage paths of the ranks that are present, else of all, in the order of the lowest rank that has them."""
-        ranks = self.control.present & self.members.keys() or self.members.keys()
-        return tuple(dict.fromkeys(path for rank in sorted(ranks) for path in self.members[rank].hello.paths))
+        return self._facts()[1]
+
+    def _facts(self) -> tuple[int, tuple[str, ...]]:
+        """Lead (-1 without ranks) and paths: asked for with every report, and changed when ranks come and go."""
+        if self._facts_of is not self.control.present:
+            ranks = sorted(self.control.present & self.members.keys() or self.members.keys())
+            paths = dict.fromkeys(path for rank in ranks for path in self.members[rank].hello.paths)
+            self._facts_found, self._facts_of = (min(ranks, default=-1), tuple(paths)), self.control.present
+        return self._facts_found
 
     def publish(self, id: int, kind: str, timestamp: float, data: dict[str, Any]) -> None:
         self.events.append(Event(id=id, kind=kind, run=self.name, timestamp=timestamp, data=data))
