@@ -9,6 +9,7 @@ from tidegate.daemon.control.generations import Generation
 from tidegate.daemon.control.liveness import of_run
 from tidegate.daemon.control.notes import TEXT
 from tidegate.daemon.control.run import Member, Run
+from tidegate.daemon.control.totals import totals
 from tidegate.knobs import Knobs, KnobValue, specs_for
 from tidegate.wire import (
     Directive,
@@ -71,6 +72,7 @@ def run_view(run: Run, states: dict[int, Liveness]) -> RunView:
         started_at=run.created_at,
         last_seen=max((m.last_seen for m in members), default=run.created_at),
         paths=run.paths,
+        totals=totals(run),
         ranks=tuple(_rank_view(m, states[m.hello.rank]) for m in members),
     )
 

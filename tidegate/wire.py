@@ -420,6 +420,29 @@ class RankView(Message):
     """What the rank's simulator expects of the next update; None until it has measured its rates."""
 
 
+class RunTotals(Message):
+    """One step over all ranks that are there: the newest that each of them has told. Times are the slowest rank's."""
+
+    step: Count
+    ranks: Count
+    step_seconds: Seconds
+    """Forward, backward and update."""
+    update_seconds: Seconds
+    slowest_rank: Rank
+    """The one whose step took longest."""
+    exposed_seconds: Seconds
+    tokens: Count | None = None
+    """Sums over ranks, as all that follow; None where no rank tells."""
+    link_bytes: dict[Label, Count] = {}
+    """By direction."""
+    path_bytes: dict[Label, dict[PathOperation, Count]] = {}
+    """By path and operation."""
+    host_memory_bytes: dict[Label, Count] = {}
+    """By kind."""
+    update_params: CountBy = {}
+    """By processor."""
+
+
 class RunView(Message):
     run: RunName
     liveness: Liveness
@@ -432,6 +455,8 @@ class RunView(Message):
     last_seen: float
     paths: tuple[str, ...] = ()
     """Names of the storage paths of its ranks."""
+    totals: RunTotals | None = None
+    """None until all ranks have told of one step."""
     ranks: tuple[RankView, ...]
 
 
