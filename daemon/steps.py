@@ -27,13 +27,16 @@ _OLDER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.
 
 
 class StepTable:
-    """The steps of one database. Every method has committed when it returns."""
+    """The steps of one database. Every method has committed when it returns. For any thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def write(self, steps: Iterable[ToldStep], firsts: Iterable[tuple[str, int]] = ()) -> None:
-        """All of these in one transaction; of the agents in `firsts`, what is before that step goes."""
+    def write(
+        self, steps: Iterable[ToldStep], firsts: Iterable[tuple[str, int]] = (), before: float | None = None
+    ) -> None:
+        """All of these in one transaction. Of the agents in `firsts`, what is before that step goes; of all, what was
+        told before the time `before`."""
         rows = [{"agent": s.agent, "step": s.step, "at": s.at, "body": s.body} for s in steps]
         old = [{"of": agent, "first": first} for agent, first in firsts]
         with self._engine.begin() as connection:
@@ -41,20 +44,18 @@ class StepTable:
                 connection.execute(_INSERT, rows)
             if old:
                 connection.execute(_OLDER, old)
+            if before is not None:
+                connection.execute(delete(StepRow).where(StepRow.at < before))
 
-    def newest(self, agent: str, limit: int) -> list[str]:
-        """The newest `limit` reports of the agent in JSON, oldest first."""
-        query = select(StepRow.body).where(StepRow.agent == agent).order_by(StepRow.step.desc()).limit(limit)
+    def newest(self, agent: str, limit: int) -> list[tuple[int, str]]:
+        """The newest `limit` steps of the agent, each with its report in JSON, oldest first."""
+        query = select(StepRow.step, StepRow.body).where(StepRow.agent == agent)
         with self._engine.connect() as connection:
-            return list(connection.execute(query).scalars())[::-1]
+            rows = connection.execute(query.order_by(StepRow.step.desc()).limit(limit)).all()
+            return [(step, body) for step, body in reversed(rows)]
 
     def newest_numbers(self) -> dict[str, int]:
         """The newest step of every agent."""
         query = select(StepRow.agent, func.max(StepRow.step)).group_by(StepRow.agent)
         with self._engine.connect() as connection:
             return {agent: newest for agent, newest in connection.execute(query)}  # noqa: C416
-
-    def forget_before(self, at: float) -> int:
-        """Deletes what was told before then. How many there were."""
-        with self._engine.begin() as connection:
-            return connection.execute(delete(StepRow).where(StepRow.at < at)).rowcount

@@ -66,6 +66,7 @@ def test_help_and_status_need_no_part(tmp_path: Path) -> None:
         "knobs",
         "history",
         "rollback",
+        "advice",
         "events",
         "trace",
         "dashboard",
@@ -266,6 +267,9 @@ def test_canary_history_and_rollback(daemon: Daemon) -> None:
     assert "rank 0 is live" in text
     assert "canary condemned: Harmful: a step took" in text
     assert "generation 3 applied: stride=5" in text
+    assert len(text.splitlines()) == len(set(text.splitlines())), "an effect that is measured anew is no news"
+    assert run(daemon, "advice")[:2] == (0, "No prediction yet: it needs the rates of a few steps.\n")
+    assert json.loads(run(daemon, "advice", "--json")[1])["changes"] == {}
     kinds = [json.loads(line)["kind"] for line in run(daemon, "events", "--json")[1].splitlines()]
     assert set(kinds) == {"agent", "report", "generation"}
     code, _, error = run(daemon, "knobs", "set", "stride=3", "--min-effect", "0.1")

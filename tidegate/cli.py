@@ -107,6 +107,7 @@ app.command()(cli_watch.status)
 app.command()(cli_watch.events)
 app.command()(cli_knobs.history)
 app.command()(cli_knobs.rollback)
+app.command()(cli_knobs.advice)
 
 
 @app.command()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from tidegate.daemon.control.run import Clock, Member
@@ -16,11 +17,13 @@ UNWRITTEN_KEPT: Final = 50_000
 STEPS_BEFORE_CLEANING: Final = 32
 """An agent's old steps go when so many new ones have come: deleting one for each would be as much work again."""
 SWEEP_SECONDS: Final = 3_600.0
-log = logging.getLogger(__name__)
 
 
 class History:
-    """`keep_seconds`: steps that were told longer ago than that are deleted, whosever they are."""
+    """`keep_seconds`: steps that were told longer ago than that are deleted, whosever they are.
+
+    A thread of its own writes: however slow the disk is, no rank waits for it.
+    """
 
     def __init__(self, table: StepTable, keep_seconds: float, clock: Clock) -> None:
         self._table = table
@@ -29,8 +32,10 @@ class History:
         self._unwritten: deque[ToldStep] = deque(maxlen=UNWRITTEN_KEPT)
         self._uncleaned: dict[str, int] = {}
         self._firsts: dict[str, int] = {}
+        self._thread = ThreadPoolExecutor(1, "tidegate-history")
+        self._under_way: tuple[list[ToldStep], Future[None]] | None = None
         self._written_at = clock.mono()
-        self._swept_at = -SWEEP_SECONDS
+        self._swept_at = -math.inf
 
     def add(self, member: Member, steps: tuple[StepReport, ...]) -> None:
         """Remembers them for the next write."""
@@ -45,26 +50,47 @@ class History:
 
     def newest(self, agent: str, limit: int) -> list[str]:
         """The newest reports of an agent in JSON, oldest first; those that wait to be written are among them."""
-        told = [step.body for step in self._unwritten if step.agent == agent]
-        return [*self._table.newest(agent, limit), *told][-limit:]
+        waiting = [*(self._under_way[0] if self._under_way is not None else ()), *self._unwritten]
+        told = {step.step: step.body for step in waiting if step.agent == agent}
+        found = dict(self._table.newest(agent, limit)) | told  # what was under way may be there by now
+        return [found[step] for step in sorted(found)[-limit:]]
 
     def tick(self, now: float) -> None:
         """To be called several times a second; `now` is on the monotonic clock."""
-        if now - self._written_at >= WRITE_SECONDS:
+        if self._under_way is not None and self._under_way[1].done():
+            self.settle()
+        if now - self._written_at >= WRITE_SECONDS and self._under_way is None:
             self._written_at = now  # a database that refuses them is asked again in a second
-            self.write()
-        if now - self._swept_at >= SWEEP_SECONDS:
-            self._swept_at = now
-            if gone := self._table.forget_before(self._clock.wall() - self._keep_seconds):
-                log.info("%d steps are older than %g days: deleted", gone, self._keep_seconds / 86_400)
+            self._begin(now)
 
     def write(self) -> None:
-        """Writes what was told since the last time."""
-        if self._unwritten or self._firsts:
-            self._table.write(self._unwritten, self._firsts.items())
-            self._unwritten.clear()
-            self._firsts.clear()
+        """Writes all that was told until now, and returns when it is there."""
+        self.settle()
+        self._begin(self._clock.mono())
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits for the write that is under way. What it could not write waits for the next; raises why."""
+        if self._under_way is None:
+            return
+        (steps, done), self._under_way = self._under_way, None
+        if error := done.exception():
+            self._unwritten.extendleft(reversed(steps[-(UNWRITTEN_KEPT - len(self._unwritten)) :]))
+            raise error
 
     def forget(self, agent: str) -> None:
         """The agent is gone: nothing more comes of it."""
         self._uncleaned.pop(agent, None)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _begin(self, now: float) -> None:
+        steps, firsts = list(self._unwritten), list(self._firsts.items())
+        before = None
+        if now - self._swept_at >= SWEEP_SECONDS:
+            self._swept_at, before = now, self._clock.wall() - self._keep_seconds
+        if steps or firsts or before is not None:
+            self._unwritten.clear()
+            self._firsts.clear()
+            self._under_way = steps, self._thread.submit(self._table.write, steps, firsts, before)

@@ -190,6 +190,7 @@ class ControlPlane:
 
     def save_all(self) -> None:
         self.history.write()
+        self.history.close()
         for run in self.roster.runs.values():
             self.store.touch([self._record(member) for member in run.members.values()])
 
@@ -293,6 +294,11 @@ class ControlPlane:
         if effect is None or effect == committed.effect:
             return
         measured = replace(committed, effect=effect)
+        if committed.effect and effect.steps_after < WINDOW_STEPS:  # not written for each step: it is found again
+            run.control = replace(run.control, committed=measured)
+            run.latest = measured if run.latest.number == measured.number else run.latest
+            self._tell(run, measured)
+            return
         before, after = effect.update_seconds_before, effect.update_seconds_after
         text = f"update {before:.3f} s before, {after:.3f} s after (median of {effect.steps_after} steps)"
         notes = (
@@ -326,7 +332,10 @@ class ControlPlane:
         run.control = control
         run.latest = newest.get(control.newest, run.latest)
         for generation in newest.values():
-            self.roster.publish(run, "generation", views.generation_view(run.name, generation).model_dump(mode="json"))
+            self._tell(run, generation)
+
+    def _tell(self, run: Run, generation: Generation) -> None:
+        self.roster.publish(run, "generation", views.generation_view(run.name, generation).model_dump(mode="json"))
 
     def _record(self, member: Member) -> AgentRecord:
         return AgentRecord(

@@ -37,7 +37,7 @@ def restore(store: Store, lease_seconds: float, clock: Clock) -> tuple[dict[str,
 
 
 def _recall_steps(store: Store, member: Member) -> None:
-    for body in store.steps.newest(member.hello.agent, STEPS_KEPT):
+    for _, body in store.steps.newest(member.hello.agent, STEPS_KEPT):
         member.add(StepReport.model_validate_json(body))
 
 

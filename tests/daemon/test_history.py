@@ -57,6 +57,7 @@ class Rank:
         self.mono += seconds
         self.wall += seconds
         self.history.tick(self.mono)
+        self.history.settle()
 
 
 @pytest.fixture
