@@ -191,7 +191,7 @@ def _use_wal(synchronous: str, connection: Any, _: Any) -> None:
         connection.execute(f"PRAGMA busy_timeout={1000 * BUSY_SECONDS:.0f}")
         _change_to_wal(connection)
         connection.execute(f"PRAGMA synchronous={synchronous}")
-        # Moving the log into the database waits for the disk: who writes steps does it, long before the event loop would.
+        # Moving the log into the database waits for the disk: the writer of steps does it, before the event loop would.
         connection.execute(f"PRAGMA wal_autocheckpoint={1_000 if synchronous == 'NORMAL' else 10_000}")
         connection.isolation_level = None  # Python's module would commit before DDL and begin too late: see `_begin`
 
