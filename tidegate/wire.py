@@ -435,7 +435,7 @@ class RunTotals(Message):
     """Sums over ranks, as all that follow; None where no rank tells."""
     link_bytes: dict[Label, Count] = {}
     """By direction."""
-    path_bytes: dict[Label, dict[PathOperation, Count]] = {}
+    path_bytes: dict[Label, CountBy] = {}
     """By path and operation."""
     host_memory_bytes: dict[Label, Count] = {}
     """By kind."""
