@@ -75,7 +75,8 @@ class History:
             return
         (steps, done), self._under_way = self._under_way, None
         if error := done.exception():
-            self._unwritten.extendleft(reversed(steps[-(UNWRITTEN_KEPT - len(self._unwritten)) :]))
+            room = UNWRITTEN_KEPT - len(self._unwritten)
+            self._unwritten.extendleft(steps[: -room - 1 : -1])  # the newest of them, in their order
             raise error
 
     def forget(self, agent: str) -> None:

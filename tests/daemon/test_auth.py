@@ -18,6 +18,7 @@ from tests.daemon.live import Agent, Daemon, Process, hello, new_run, threaded, 
 from tidegate.client import SCOPES, DaemonClient, Scope, find_token
 from tidegate.daemon.app import create_app
 from tidegate.daemon.auth import OPEN, Caller, Tokens, scopes_allowed
+from tidegate.daemon.gate import BY_ANY_NAME
 from tidegate.daemon.limits import KEPT, Failures
 from tidegate.daemon.settings import Settings
 from tidegate.daemon.store import Store
@@ -108,6 +109,9 @@ def test_a_web_page_gets_nothing(daemon: Daemon) -> None:
             assert (answer.status_code, answer.headers["content-type"]) == (403, "application/problem+json"), path
         bent = {"Host": "evil.example", "Origin": "http://evil.example", **bearer}
         assert daemon.http(method, filled(path), None, headers=bent).status_code == 400, path
+        if path not in BY_ANY_NAME:
+            del bent["Origin"]
+            assert daemon.http(method, filled(path), None, headers=bent).status_code == 400, path
         preflight = {**page, "Access-Control-Request-Method": method, "Access-Control-Request-Headers": "authorization"}
         answer = daemon.http("OPTIONS", filled(path), None, headers=preflight)
         assert answer.status_code == 403
