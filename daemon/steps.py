@@ -23,6 +23,7 @@ class ToldStep:
 
 
 _INSERT: Final = insert(StepRow)
+_NEWER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.step >= bindparam("first"))
 _OLDER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.step < bindparam("first"))
 
 
@@ -35,13 +36,17 @@ class StepTable:
     def write(
         self, steps: Iterable[ToldStep], firsts: Iterable[tuple[str, int]] = (), before: float | None = None
     ) -> None:
-        """All of these in one transaction. Of the agents in `firsts`, what is before that step goes; of all, what was
-        told before the time `before`."""
-        rows = [{"agent": s.agent, "step": s.step, "at": s.at, "body": s.body} for s in steps]
+        """All of these, oldest first, in one transaction; writing them again is fine.
+
+        firsts: agents, and the step before which what they told goes. before: a time; all that was told earlier goes.
+        """
+        rows = list(steps)
         old = [{"of": agent, "first": first} for agent, first in firsts]
         with self._engine.begin() as connection:
             if rows:
-                connection.execute(_INSERT, rows)
+                begin = {s.agent: s.step for s in reversed(rows)}
+                connection.execute(_NEWER, [{"of": agent, "first": step} for agent, step in begin.items()])
+                connection.execute(_INSERT, [{name: getattr(s, name) for name in ToldStep.__slots__} for s in rows])
             if old:
                 connection.execute(_OLDER, old)
             if before is not None:

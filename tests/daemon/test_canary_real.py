@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
 def training(daemon: Daemon, run: str) -> Iterator[None]:
     torch.manual_seed(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3)))
-    offload = tidegate.Offload(stride=2.0, subgroup_numel=100_000, cpu_threads=1, emulated=SLOW_DEVICE)
+    offload = tidegate.Offload(stride=4.0, subgroup_numel=100_000, cpu_threads=1, emulated=SLOW_DEVICE)
     end, failed = threading.Event(), list[BaseException]()
 
     def loop() -> None:
@@ -80,7 +80,7 @@ def test_a_harmful_stride_is_rolled_back_and_a_helpful_one_stays(daemon: Daemon)
         assert made.state in ("committed", "applied"), made.outcome
         _, harmful, back = settled(daemon, run)
         assert harmful.canary is not None
-        assert (harmful.canary.state, back.restores, back.knobs["stride"]) == ("rolled_back", 0, 2.0), harmful.canary
+        assert (harmful.canary.state, back.restores, back.knobs["stride"]) == ("rolled_back", 0, 4.0), harmful.canary
         assert back.applied[0] - harmful.applied[0] <= 2 * STEPS
 
         def baseline() -> bool:

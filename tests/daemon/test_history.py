@@ -80,6 +80,16 @@ def test_all_ranks_are_written_together_once_a_second(store: Store) -> None:
     assert (stored(store, rank), len(rank.history.newest(rank.member.hello.agent, 2))) == (3, 2)
 
 
+def test_what_may_have_been_written_is_written_again(store: Store) -> None:
+    """A commit that fails may have arrived."""
+    rank = Rank(store)
+    rank.tell(3)
+    told = list(rank.history._unwritten)
+    store.steps.write(told[:2])
+    rank.pass_seconds(WRITE_SECONDS)
+    assert [step for step, _ in store.steps.newest(rank.member.hello.agent, 10)] == [1, 2, 3]
+
+
 def test_the_table_does_not_grow(store: Store) -> None:
     rank = Rank(store)
     for _ in range(100):
