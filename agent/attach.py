@@ -18,7 +18,7 @@ from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.hooks import ModelHook
 from tidegate.agent.link import AgentLink, Committed
 from tidegate.agent.optimizer import AdamW
-from tidegate.agent.ranks import Ranks
+from tidegate.agent.ranks import Ranks, local_rank
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.agent.telemetry.watch import Watch
@@ -65,7 +65,7 @@ class Attachment:
         self._first_step = optimizer.num_steps + 1
         self.recorder = Recorder(optimizer)
         self.tuning = Tuning(optimizer, self.recorder, self._ranks)
-        self._watch = Watch(optimizer, self.recorder, metrics_bind, metrics_port)
+        self._watch = Watch(optimizer, self.recorder, metrics_bind, metrics_port and metrics_port + local_rank())
         self.metrics_address = f"{advertise_host or metrics_bind}:{self._watch.port}"
         self.link: AgentLink | None = None
         try:
@@ -240,7 +240,8 @@ def attach(optimizer: AdamW, model: torch.nn.Module | None = None, **settings: A
     run: the run's name; ranks of one run share it.
     daemon: address of the control daemon; None runs without one (metrics are still served).
     token: agent token; by default TIDEGATE_AGENT_TOKEN, TIDEGATE_TOKEN or the file that the daemon wrote.
-    metrics_bind, metrics_port: where /metrics listens; port 0 takes a free one. advertise_host: how others reach it.
+    metrics_bind, metrics_port: where /metrics listens. Each further rank of a host (LOCAL_RANK, which torchrun and
+        deepspeed set) takes the next port; 0 takes a free one. advertise_host: how others reach it.
     reset_knobs: the start-up settings win over the knobs that the run had before.
 
     Raises RankTaken when another live agent holds this run and rank, NotAuthorized for a wrong token.

@@ -7,6 +7,7 @@ import logging
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,8 +23,11 @@ REPORT_SECONDS = 1.0
 LONGEST_REPORT_SECONDS = 4.0
 REPORT_SHARE = 1e-3
 """Share of one core that reports may take: the more one costs (large plans, a slow machine), the rarer they are,
-between the two bounds. What operators wait for, knobs and votes, does not wait for a report."""
+between the two bounds. What operators wait for, knobs and votes, does not wait for a report; while a canary is judged,
+the daemon says how long it waits."""
 POLL_SECONDS = 20.0
+KEPT_REPORTS = 3
+"""The daemon writes what it is told once a second: what it was told last is told again when it was killed."""
 MAX_BACKOFF_SECONDS = 5.0
 
 
@@ -64,6 +68,8 @@ class AgentLink:
         self._voted: int | None = None
         self._applied: Applied | None = None
         self._cpu: dict[str, float] = {}
+        self._wanted_pause: float | None = None
+        self._delivered: deque[AgentReport] = deque(maxlen=KEPT_REPORTS)
         self._told = False
         """Whether it was logged that a report could not be made."""
         self._register()
@@ -137,7 +143,7 @@ class AgentLink:
             except DaemonError as error:
                 failures += 1
                 self._lost(error)
-            pause = _pause(time.thread_time() - began)
+            pause = _pause(time.thread_time() - began, self._wanted_pause)
             self._count("report")
 
     def _deliver_or_tell(self, final: bool = False) -> bool:
@@ -172,7 +178,15 @@ class AgentLink:
             if isinstance(error, NotFound):
                 self.connected = False
             raise
+        self._delivered.append(report)
+        self._wanted_pause = lease.report_seconds
         self._take(lease.directive)
+
+    def _tell_again(self) -> None:
+        """The daemon may have died with what it was told last. It knows what it has."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._undelivered(self._delivered.pop())  # the oldest last, which is to come first
 
     def _lost(self, error: DaemonError) -> None:
         if self.connected:
@@ -181,6 +195,7 @@ class AgentLink:
                 extra=event("daemon_lost", reason=str(error)),
             )  # fmt: skip
         self.connected = False
+        self._tell_again()
 
     # ---- listening
 
@@ -196,6 +211,7 @@ class AgentLink:
             except (DaemonError, RuntimeError):
                 # The reporter says hello again; a closed client ends this thread through `_stop`.
                 failures += 1
+                self._tell_again()
                 self._stop.wait(_backoff(failures))
             self._count("listen")
 
@@ -224,9 +240,10 @@ def _committed(directive: Directive) -> Committed:
     return Committed(directive.committed, Knobs().changed(directive.committed_knobs))
 
 
-def _pause(cpu_seconds: float) -> float:
-    """Seconds until the next report after one that took so much CPU time."""
-    return min(LONGEST_REPORT_SECONDS, max(REPORT_SECONDS, cpu_seconds / REPORT_SHARE))
+def _pause(cpu_seconds: float, wanted: float | None = None) -> float:
+    """Seconds until the next report after one that took so much CPU time; at most what the daemon wants."""
+    pause = min(LONGEST_REPORT_SECONDS, max(REPORT_SECONDS, cpu_seconds / REPORT_SHARE))
+    return pause if wanted is None else min(pause, wanted)
 
 
 def _backoff(failures: int) -> float:

@@ -26,7 +26,7 @@ class Offload:
     static_ratio: share of the subgroups whose state stays on the device.
     subgroup_numel: parameters per subgroup.
     num_slots: staging slots on the device; two or more let copies in, updates and copies out overlap.
-    cpu_threads: threads of the CPU lane; 0 for one less than there are cores, at least one.
+    cpu_threads: threads of the CPU lane; 0 for the cores that are left by the training threads of the host's ranks.
     device: "auto" takes the emulated device where there is no GPU; "emulated" always.
     device_memory_bytes: capacity of the emulated device; 0 for four times what the weights take, plus the state.
     emulated: rates of the emulated lanes.

@@ -24,7 +24,7 @@ from tidegate.agent.hyperparameters import TORCH_DEFAULTS, LossScale, check_grou
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.offload import Offload
 from tidegate.agent.ownership import claim, give_up
-from tidegate.agent.ranks import Ranks
+from tidegate.agent.ranks import Ranks, cpu_lane_threads
 from tidegate.agent.shards import is_divided, shard_of
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
@@ -154,7 +154,7 @@ class AdamW(torch.optim.Optimizer):
             layouts,
             self.device,
             num_slots=self.offload.num_slots,
-            cpu_threads=self.offload.cpu_threads or max(1, (os.cpu_count() or 2) - 1),
+            cpu_threads=self.offload.cpu_threads or cpu_lane_threads(),
             policy=self.offload.policy,
             gradients=self.offload.gradients,
             accumulation=self.offload.accumulation,

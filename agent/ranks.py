@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
 import torch
 
+from tidegate.errors import ConfigError
+
 T = TypeVar("T")
+
+
+def local_rank() -> int:
+    """This process among those of its host, 0 without a launcher. ConfigError as `_told_by_launcher`."""
+    return _told_by_launcher("LOCAL_RANK", 0)
+
+
+def cpu_lane_threads() -> int:
+    """How many threads the CPU lane of this rank may use, at least one: the cores that the process is bound to, without
+    one for each training thread that runs on them.
+
+    The cores of a host are not divided between its ranks. Threads without work sleep, so that a rank which waits for a
+    path or for its device leaves them to the others; when all compute, the kernel shares them out. Ranks which a
+    launcher bound to cores of their own keep to these.
+    """
+    cores, here = len(os.sched_getaffinity(0)), _told_by_launcher("LOCAL_WORLD_SIZE", 1)
+    return max(1, cores - (here if cores == os.cpu_count() else 1))
+
+
+def _told_by_launcher(name: str, otherwise: int) -> int:
+    """What torchrun or deepspeed put into the environment; ConfigError when it is no whole number."""
+    text = os.environ.get(name, str(otherwise))
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}, a whole number is needed: unset it, or start with torchrun.")
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ what is timed is from the PATCH's first byte to the moment at which an agent hol
 
 The daemon is a process of its own on one core, the agents are on another; with one core they share it, and the figures
 say so (`cores`). `report_p99_seconds`, `patch_p99_seconds`: 99 of 100 are at most that. `rss_slope`: growth of the
-daemon's resident memory from the end of the warm-up (a quarter of the time) to the end, as a share of it.
+daemon's resident memory from the end of the warm-up (a quarter of the time) to the end, as a share of it. What else the
+machine did is in `load`; `daemon_cpu_share` and `generator_cpu_share` say how busy either kept its core.
 """
 
 from __future__ import annotations
@@ -193,12 +194,14 @@ async def load(url: str, tokens: dict[str, str], num_agents: int, seconds: float
     tasks = [asyncio.create_task(loop) for loop in loops]
     await asyncio.sleep(3.0)
     figures.report_seconds.clear()
-    began = time.perf_counter()
+    began, cpu, own_cpu = time.perf_counter(), cpu_seconds(pid), time.process_time()
     operator = asyncio.create_task(operate(url, tokens["operate"], figures, began + seconds))
     while time.perf_counter() - began < seconds:
         resident.append((time.perf_counter() - began, resident_bytes(pid)))
         await asyncio.sleep(seconds / 60)
     await operator
+    took = time.perf_counter() - began
+    cpu, own_cpu = cpu_seconds(pid) - cpu, time.process_time() - own_cpu
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -213,10 +216,12 @@ async def load(url: str, tokens: dict[str, str], num_agents: int, seconds: float
         "changes_received": len(reached) / max(1, num_agents * len(figures.changed_at)),
         "patch_p50_seconds": statistics.median(reached) if reached else None,
         "patch_p99_seconds": percentile(reached, 99) if reached else None,
+        "daemon_cpu_share": cpu / took,
+        "generator_cpu_share": own_cpu / took,
         "rss_bytes": resident[-1][1],
         "rss_slope": slope(warm),
         "failures": len(figures.failures),
-        "first_failure": figures.failures[0] if figures.failures else None,
+        "first_failure": figures.failures[0][:200] if figures.failures else None,
     }
 
 
@@ -228,6 +233,12 @@ def slope(sizes: list[int]) -> float:
     """Growth of the fitted line over the whole, as a share of its beginning."""
     line = statistics.linear_regression(range(len(sizes)), sizes)
     return line.slope * (len(sizes) - 1) / line.intercept
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of the process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_bytes(pid: int) -> int:
@@ -242,7 +253,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0)
     options = parser.parse_args()
     num_agents, seconds = (32, 10.0) if options.quick else (options.agents, options.seconds)
-    cores = sorted(os.sched_getaffinity(0))
+    cores, before = sorted(os.sched_getaffinity(0)), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder)
         command = [sys.executable, "-m", "tidegate", "daemon", "--port", "0", "--state-dir", folder]
@@ -257,13 +268,23 @@ def main() -> None:
         finally:
             daemon.send_signal(signal.SIGTERM)
             daemon.wait(20)
-    machine = {"cores": len({cores[0], cores[-1]}), "machine": platform.machine(), "python": platform.python_version()}
+    machine = {
+        "cores": len({cores[0], cores[-1]}),
+        "cpu": processor(),
+        "python": platform.python_version(),
+        "load": before,
+    }
     found = {"bench": "daemon_load", "agents": num_agents, "seconds": seconds, **found, **machine}
     if options.json:
         print(json.dumps(found))
     else:
         for name, value in found.items():
             print(f"{name:>22}  {value:.4g}" if isinstance(value, float) else f"{name:>22}  {value}")
+
+
+def processor() -> str:
+    found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    return found[1] if found else platform.machine()
 
 
 def announced(state: Path, daemon: subprocess.Popen[bytes]) -> str:

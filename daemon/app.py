@@ -19,7 +19,7 @@ from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.gate import Gate
 from tidegate.daemon.metrics import Measured, Requests, RunCollector
 from tidegate.daemon.openapi import describe
-from tidegate.daemon.routes import advice, agents, alerts, events, health, knobs, runs, sd
+from tidegate.daemon.routes import advice, agents, alerts, audit, events, health, knobs, runs, sd
 from tidegate.daemon.settings import Settings
 from tidegate.daemon.store import Store
 
@@ -36,7 +36,12 @@ def create_app(settings: Settings) -> FastAPI:
         ensure_files(store, settings.state_dir)
     else:
         read_files(store, settings.token_dir)
-    plane = ControlPlane(store, lease_seconds=settings.lease_seconds, proposal_seconds=settings.proposal_seconds)
+    plane = ControlPlane(
+        store,
+        lease_seconds=settings.lease_seconds,
+        proposal_seconds=settings.proposal_seconds,
+        keep_seconds=settings.keep_reports_seconds,
+    )
     app = FastAPI(
         title="Tidegate",
         version=_version(),
@@ -51,7 +56,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.registry = registry = CollectorRegistry()
     registry.register(RunCollector(plane))
     problems.install(app)
-    routers = [part.router for part in (agents, runs, knobs, alerts, events, sd, health, advice)]
+    routers = [agents.hot, *(part.router for part in (agents, runs, knobs, audit, alerts, events, sd, health, advice))]
     for router in routers + ([health.metrics_router] if settings.metrics else []):
         app.include_router(router)
     app.state.routes = [route for router in routers for route in router.routes]

@@ -36,6 +36,17 @@ async def _caller(request: Request) -> Caller:
     return caller
 
 
+def own_agent(plane: ControlPlane, who: Caller, agent: str) -> str:
+    """The agent, if the caller's token is for its run. One that is unknown is told so by who looks for it."""
+    if seat := plane.roster.agents.get(agent):
+        who.check_run(seat[0])
+    return agent
+
+
+async def _own(request: Request, agent: str) -> str:
+    return own_agent(request.app.state.plane, request.state.caller, agent)
+
+
 async def _holds(request: Request) -> Callable[[], bool]:
     """Whether the request's token still opens anything, for answers that last."""
     tokens: Tokens = request.app.state.tokens
@@ -47,5 +58,6 @@ Alerts = Annotated[AlertBook, Depends(_alerts)]
 Plane = Annotated[ControlPlane, Depends(_plane)]
 Who = Annotated[Caller, Depends(_caller)]
 Author = Annotated[str, Depends(_author)]
+Own = Annotated[str, Depends(_own)]
 Holds = Annotated[Callable[[], bool], Depends(_holds)]
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds")]

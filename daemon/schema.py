@@ -68,6 +68,17 @@ class AgentRow(Base):
     applied_generation: Mapped[int]
 
 
+class StepRow(Base):
+    """One step of an agent as it was reported. Bounded: see `control/history.py`."""
+
+    __tablename__ = "steps"
+    agent: Mapped[str] = mapped_column(String(64), primary_key=True)
+    step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    at: Mapped[float]
+    body: Mapped[str] = mapped_column(Text)
+    """JSON."""
+
+
 class AuditEntry(Base):
     """Append-only: the database refuses updates and deletions by trigger."""
 

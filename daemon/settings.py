@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-import ssl
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tidegate.client import MAX_BODY_BYTES, state_dir
+from tidegate.daemon.tls import why_not
 from tidegate.errors import DaemonError
 
 
@@ -39,6 +39,8 @@ class Settings(BaseModel):
     """Requests with a token that opens nothing, of one token or one address, before they are told to wait."""
     lease_seconds: float = Field(default=10.0, gt=0)
     proposal_seconds: float = Field(default=5.0, gt=0)
+    keep_reports_seconds: float = Field(default=7 * 86_400.0, gt=0)
+    """Steps that were reported longer ago are deleted; of each rank the newest 256 are kept at most."""
     max_body_bytes: int = Field(default=MAX_BODY_BYTES, gt=0)
 
     @property
@@ -58,19 +60,30 @@ class Settings(BaseModel):
         except OSError as error:
             raise DaemonError(f"The state directory {self.state_dir} cannot be made: {error.strerror}.") from error
 
-    def check_tls(self) -> None:
-        """DaemonError when the certificate cannot be used, before a port is taken."""
+    def announced_host(self, listening: str) -> str:
+        """What clients of this machine are told to call the daemon that listens on this address.
+
+        With TLS it is a name that the certificate is for: the advertised one, else one that the machine has.
+        DaemonError when there is none, or the certificate cannot be used.
+        """
+        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listening, listening)
         if self.tls_certificate is None:
             if self.tls_key is not None:
                 raise DaemonError("A key without its certificate: give --tls-certificate too.")
-            return
-        try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-                self.tls_certificate, self.tls_key, password=lambda: ""
+            return shown
+        if self.advertise_address:
+            names = [_hostname(self.advertise_address)]
+        else:
+            names = list(dict.fromkeys((shown, "localhost", socket.gethostname(), socket.getfqdn())))
+        reasons = {name: why_not(self.tls_certificate, self.tls_key, name) for name in names}
+        good = next((name for name, reason in reasons.items() if not reason), None)
+        if good is None:
+            remedy = (
+                "get one for that name" if self.advertise_address else "name one that it is for: --advertise-address"
             )
-        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            why = getattr(error, "strerror", None) or str(error)
-            raise DaemonError(f"The certificate {self.tls_certificate} cannot be used: {why}.") from error
+            told = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in reasons.items())
+            raise DaemonError(f"Clients would refuse the certificate {self.tls_certificate} ({told}): {remedy}.")
+        return good
 
     @property
     def hosts(self) -> frozenset[str]:

@@ -5,11 +5,12 @@ A method has committed when it returns: what the daemon acknowledges, it keeps.
 
 from __future__ import annotations
 
+import functools
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from sqlalchemy import create_engine, event, func, select, update
 from sqlalchemy.engine import Connection, Engine
@@ -20,6 +21,7 @@ from tidegate.daemon.control import canary
 from tidegate.daemon.control.generations import Ballot, Generation
 from tidegate.daemon.migrations.upgrade import upgrade
 from tidegate.daemon.schema import AgentRow, AuditEntry, GenerationRow, RunRow
+from tidegate.daemon.steps import StepTable
 from tidegate.daemon.tokens import TokenTable
 from tidegate.errors import DaemonError
 from tidegate.wire import AgentHello, AuditRow, KnobChanges, Liveness, MeasuredEffect
@@ -59,10 +61,7 @@ class Store:
 
     def __init__(self, url: str) -> None:
         try:
-            self._engine = create_engine(url)
-            if self._engine.dialect.name == "sqlite":
-                event.listen(self._engine, "connect", _use_wal)
-                event.listen(self._engine, "begin", _begin)
+            self._engine, self._relaxed = _engine(url, "FULL"), _engine(url, "NORMAL")
             upgrade(self._engine)
         except (SQLAlchemyError, ImportError) as error:
             why = str(getattr(error, "orig", None) or error).splitlines()[0]
@@ -70,6 +69,7 @@ class Store:
             raise DaemonError(f"The database {shown} cannot be opened: {why}.") from error
         self._session = sessionmaker(self._engine, expire_on_commit=False)
         self.tokens = TokenTable(self._session)
+        self.steps = StepTable(self._relaxed)
 
     @property
     def engine(self) -> Engine:
@@ -77,6 +77,7 @@ class Store:
 
     def close(self) -> None:
         self._engine.dispose()
+        self._relaxed.dispose()
 
     # ---- runs and generations
 
@@ -156,9 +157,11 @@ class Store:
                 for row in session.scalars(select(AgentRow))
             ]
 
-    def audit(self, run: str, limit: int) -> list[AuditRow]:
-        """The newest `limit` rows of the run, oldest first."""
-        query = select(AuditEntry).where(AuditEntry.run == run).order_by(AuditEntry.id.desc()).limit(limit)
+    def audit(self, run: str | None, limit: int) -> list[AuditRow]:
+        """The newest `limit` rows of the run, oldest first; None: of the whole log."""
+        query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(limit)
+        if run is not None:
+            query = query.where(AuditEntry.run == run)
         with self._session() as session:
             return _audit_rows(session.scalars(query))
 
@@ -174,11 +177,22 @@ def _audit_rows(newest_first: Iterable[AuditEntry]) -> list[AuditRow]:
     return rows[::-1]
 
 
-def _use_wal(connection: Any, _: Any) -> None:
+def _engine(url: str, synchronous: Literal["FULL", "NORMAL"]) -> Engine:
+    """FULL: what is committed survives a power failure. NORMAL: it survives the process, and waits for no disk."""
+    made = create_engine(url)
+    if made.dialect.name == "sqlite":
+        event.listen(made, "connect", functools.partial(_use_wal, synchronous))
+        event.listen(made, "begin", _begin)
+    return made
+
+
+def _use_wal(synchronous: str, connection: Any, _: Any) -> None:
     if isinstance(connection, sqlite3.Connection):
         connection.execute(f"PRAGMA busy_timeout={1000 * BUSY_SECONDS:.0f}")
         _change_to_wal(connection)
-        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute(f"PRAGMA synchronous={synchronous}")
+        # Moving the log into the database waits for the disk: the writer of steps does it, before the event loop would.
+        connection.execute(f"PRAGMA wal_autocheckpoint={1_000 if synchronous == 'NORMAL' else 10_000}")
         connection.isolation_level = None  # Python's module would commit before DDL and begin too late: see `_begin`
 
 

@@ -1,4 +1,4 @@
-"""The stored tokens: made, listed, withdrawn. Only their SHA-256 is kept."""
+"""The stored tokens: made, listed, withdrawn; the audit log says when and by whom. Only their SHA-256 is kept."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from sqlalchemy import select, update
+from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from tidegate.client import SCOPES, Scope
-from tidegate.daemon.schema import TokenRow
+from tidegate.daemon.schema import AuditEntry, TokenRow
 
 ID_LENGTH = 12
 
@@ -57,34 +57,59 @@ class TokenTable:
             row = session.get(TokenRow, digest)
             return _stored(row) if row is not None else None
 
-    def issue(self, scope: Scope, name: str, *, run: str | None = None, expires_at: float | None = None) -> str:
+    def issue(
+        self, scope: Scope, name: str, *, run: str | None = None, expires_at: float | None = None, actor: str = "daemon"
+    ) -> str:
         """Makes a token. It is returned once and kept nowhere."""
         token = f"tide_{secrets.token_urlsafe(32)}"
-        self.add(token, scope, name, run=run, expires_at=expires_at)
+        self.add(token, scope, name, run=run, expires_at=expires_at, actor=actor)
         return token
 
     def add(
-        self, token: str, scope: Scope, name: str, *, run: str | None = None, expires_at: float | None = None
+        self,
+        token: str,
+        scope: Scope,
+        name: str,
+        *,
+        run: str | None = None,
+        expires_at: float | None = None,
+        actor: str = "daemon",
     ) -> None:
-        row = TokenRow(
-            digest=digest_of(token), name=name, scope=scope, created_at=time.time(), run=run, expires_at=expires_at
-        )
+        """Makes a token known. `actor`: who does it, for the audit log."""
+        now = time.time()
+        row = TokenRow(digest=digest_of(token), name=name, scope=scope, created_at=now, run=run, expires_at=expires_at)
         with self._sessions.begin() as session:
             session.add(row)
+            session.add(_entry("token_created", row, now, actor))
 
-    def revoke(self, id: str) -> StoredToken | None:
+    def revoke(self, id: str, actor: str = "daemon") -> StoredToken | None:
         """Withdraws the one token whose id begins with `id`; None when there is not exactly one."""
         found = [token for token in self.all() if token.digest.startswith(id)]
         if len(found) != 1:
             return None
-        (token,) = found
+        now = time.time()
         with self._sessions.begin() as session:
-            session.execute(
-                update(TokenRow)
-                .where(TokenRow.digest == token.digest, TokenRow.revoked_at.is_(None))
-                .values(revoked_at=time.time())
-            )
-        return self.find(token.digest)
+            row = session.get_one(TokenRow, found[0].digest)
+            if row.revoked_at is None:
+                row.revoked_at = now
+                session.add(_entry("token_revoked", row, now, actor))
+        return self.find(found[0].digest)
+
+
+def _entry(action: str, row: TokenRow, at: float, actor: str) -> AuditEntry:
+    """Of the audit log; of a token for one run it is in that run's."""
+    told = {"token": row.digest[:ID_LENGTH], "scope": row.scope, "name": row.name, "expires_at": row.expires_at}
+    return AuditEntry(
+        timestamp=at,
+        actor=actor,
+        action=action,
+        run=row.run or "",
+        generation=None,
+        before={},
+        after={name: value for name, value in told.items() if value is not None},
+        reason="",
+        effect="",
+    )
 
 
 def digest_of(token: str) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 from tidegate.daemon.control.canary import Canary
 from tidegate.daemon.control.generations import Generation
 from tidegate.daemon.control.liveness import of_run
 from tidegate.daemon.control.notes import TEXT
 from tidegate.daemon.control.run import Member, Run
-from tidegate.knobs import Knobs, specs_for
+from tidegate.daemon.control.totals import totals
+from tidegate.knobs import Knobs, KnobValue, specs_for
 from tidegate.wire import (
     Directive,
     GenerationView,
@@ -69,6 +72,7 @@ def run_view(run: Run, states: dict[int, Liveness]) -> RunView:
         started_at=run.created_at,
         last_seen=max((m.last_seen for m in members), default=run.created_at),
         paths=run.paths,
+        totals=totals(run),
         ranks=tuple(_rank_view(m, states[m.hello.rank]) for m in members),
     )
 
@@ -89,7 +93,7 @@ def _rank_view(member: Member, state: Liveness) -> RankView:
         step=member.step,
         applied_generation=member.applied_generation,
         effective=member.effective,
-        last_step=member.steps[-1] if member.steps else None,
+        last_step=member.recent[-1] if member.recent else None,
         predicted_update_seconds=member.predicted_update_seconds,
         device_memory_bytes=hello.device_memory_bytes,
     )
@@ -136,10 +140,15 @@ def directive(run: Run, rank: int) -> Directive:
     asked = pending if pending is not None and rank not in pending.votes else None
     return Directive(
         committed=run.control.committed.number,
-        committed_knobs=knobs_of(run.control.committed).fitted(paths).as_dict(),
+        committed_knobs=_fitted(tuple(run.control.committed.knobs.items()), paths),
         proposed=asked.number if asked else None,
-        proposed_knobs=knobs_of(asked).fitted(run.paths).as_dict() if asked else None,
+        proposed_knobs=_fitted(tuple(asked.knobs.items()), run.paths) if asked else None,
     )
+
+
+@functools.lru_cache(maxsize=1024)  # all ranks of a run are told the same
+def _fitted(knobs: tuple[tuple[str, KnobValue], ...], paths: tuple[str, ...]) -> KnobChanges:
+    return Knobs(**dict(knobs)).fitted(paths).as_dict()  # type: ignore[arg-type]
 
 
 def sd_target(member: Member) -> SdTarget:

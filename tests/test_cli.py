@@ -66,6 +66,7 @@ def test_help_and_status_need_no_part(tmp_path: Path) -> None:
         "knobs",
         "history",
         "rollback",
+        "advice",
         "events",
         "trace",
         "dashboard",
@@ -266,6 +267,9 @@ def test_canary_history_and_rollback(daemon: Daemon) -> None:
     assert "rank 0 is live" in text
     assert "canary condemned: Harmful: a step took" in text
     assert "generation 3 applied: stride=5" in text
+    assert len(text.splitlines()) == len(set(text.splitlines())), "an effect that is measured anew is no news"
+    assert run(daemon, "advice")[:2] == (0, "No prediction yet: it needs the rates of a few steps.\n")
+    assert json.loads(run(daemon, "advice", "--json")[1])["changes"] == {}
     kinds = [json.loads(line)["kind"] for line in run(daemon, "events", "--json")[1].splitlines()]
     assert set(kinds) == {"agent", "report", "generation"}
     code, _, error = run(daemon, "knobs", "set", "stride=3", "--min-effect", "0.1")
@@ -348,6 +352,17 @@ def test_tokens(daemon: Daemon) -> None:
     assert (code, token.strip() in text) == (0, False)
     wait_until(lambda: daemon.http("GET", "/v1/runs", "grafana").status_code == 401, "the end of the token")
     assert daemon.http("GET", "/v1/runs", "grafana").json()["type"] == "revoked-token"
+    made, withdrawn = (r for r in daemon.client().audit() if r.after.get("token") == row["id"])
+    assert (made.action, made.run, made.after["scope"], made.after["name"]) == (
+        "token_created",
+        "one",
+        "read",
+        "grafana",
+    )
+    assert (withdrawn.action, withdrawn.actor) == ("token_revoked", made.actor)
+    assert "@" in made.actor
+    assert run(daemon, "token", "revoke", row["id"])[0] == 0
+    assert [r.action for r in daemon.client().audit()].count("token_revoked") == 1, "it had been withdrawn already"
 
 
 @pytest.mark.parametrize("words", [("create", "read"), ("list",), ("revoke", "x")])

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from tidegate import cli_knobs, cli_tokens, cli_watch
 from tidegate.cli_calibrate import calibrate
-from tidegate.cli_options import Daemon, Json, RunOption, choose, client_for
+from tidegate.cli_options import Daemon, Json, RunOption, choose, client_for, duration
 from tidegate.cli_plan import plan
 from tidegate.cli_training import needs, training_command
 from tidegate.client import find_daemon, state_dir
@@ -63,6 +63,7 @@ def daemon(
     log_format: Annotated[LogFormat, typer.Option(help="Form of the log on stderr.", envvar=VARIABLE)] = LogFormat.TEXT,
     tls_certificate: Annotated[Path | None, typer.Option(help="PEM file: speak HTTPS with this certificate.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key, if not in the same file.")] = None,
+    keep_reports: Annotated[str, typer.Option(help="How long steps that ranks reported are kept, as in 12h.")] = "7d",
 ) -> None:
     """Run the control daemon until it is told to stop."""
     with needs():
@@ -80,6 +81,7 @@ def daemon(
             metrics=metrics,
             tls_certificate=tls_certificate,
             tls_key=tls_key,
+            keep_reports_seconds=duration(keep_reports, "--keep-reports"),
         )
     except ValidationError as error:
         raise ConfigError(f"The settings are not valid: {error.errors()[0]['msg']}.") from error
@@ -108,6 +110,7 @@ app.command()(cli_watch.status)
 app.command()(cli_watch.events)
 app.command()(cli_knobs.history)
 app.command()(cli_knobs.rollback)
+app.command()(cli_knobs.advice)
 
 
 @app.command()

@@ -1,19 +1,23 @@
-"""`tidegate knobs get | set`, `history` and `rollback`: what a run has, had, and is to have."""
+"""`tidegate knobs get | set`, `history`, `rollback` and `advice`: what a run has, had, is to have, and might."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+import time
+from typing import Annotated, Final
 
 import typer
 
 from tidegate.cli_options import Daemon, Json, Reason, RunOption, Wait, choose, client_for, print_json
+from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError
-from tidegate.knobs import KnobValue
+from tidegate.knobs import KnobValue, show
 from tidegate.knobs import spec as knob_spec
 from tidegate.wire import GenerationView, RankKnobs
 from tidegate.wire_canary import MAX_CANARY_STEPS, CanaryRequest
 
+APPLY_SECONDS: Final = 2.0
+"""How long ranks are waited for once they have agreed: they apply knobs between two steps."""
 app = typer.Typer(help="Read and turn the knobs of a run.", no_args_is_help=True)
 
 
@@ -70,7 +74,7 @@ def change(
             print_json(preview) if as_json else print_preview(preview)
             return
         made = client.set_knobs(name, wanted, generation=seen, reason=reason, wait=wait, canary=trial)
-        ranks = client.knobs(name).ranks
+        ranks = _ranks_with(client, made)
     _show(made, ranks, as_json)
 
 
@@ -86,7 +90,7 @@ def rollback(
     with client_for("operate", url) as client:
         name = choose(client, run).run
         made = client.roll_back(name, to, reason=reason, wait=wait)
-        ranks = client.knobs(name).ranks
+        ranks = _ranks_with(client, made)
     _show(made, ranks, as_json)
 
 
@@ -100,6 +104,30 @@ def history(run: RunOption = None, url: Daemon = None, as_json: Json = False) ->
     from tidegate.cli_tables import print_generations
 
     print_generations(found)
+
+
+def advice(run: RunOption = None, url: Daemon = None, as_json: Json = False) -> None:
+    """Say which knobs the model would choose for a run, and what that would gain. Changes nothing."""
+    with client_for("read", url) as client:
+        found = client.advice(choose(client, run).run)
+    if as_json:
+        print_json(found)
+        return
+    print(found.sentence)
+    if found.changes:
+        words = " ".join(f"{name}={show(name, value)}" for name, value in found.changes.items())
+        print(f"Try it: tidegate knobs set --run {found.run} {words} --canary 20")
+
+
+def _ranks_with(client: DaemonClient, made: GenerationView) -> tuple[RankKnobs, ...]:
+    """The ranks, when those that are live have what was decided, or soon after: steps may be long."""
+    latest = time.monotonic() + APPLY_SECONDS
+    while True:
+        ranks = client.knobs(made.run).ranks
+        behind = [r for r in ranks if r.liveness == "live" and r.applied_generation < made.generation]
+        if made.state != "committed" or not behind or time.monotonic() > latest:
+            return ranks
+        time.sleep(0.1)
 
 
 def _show(made: GenerationView, ranks: tuple[RankKnobs, ...], as_json: bool) -> None:

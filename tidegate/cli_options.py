@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Final, Literal
 
 import typer
 from pydantic import BaseModel
@@ -17,6 +18,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 RunOption = Annotated[str | None, typer.Option("--run", help="Name of the run; not needed while only one is running.")]
 Reason = Annotated[str, typer.Option(help="Why, for the audit log.")]
 Wait = Annotated[float, typer.Option(help="Seconds to wait for the outcome.", min=0, max=60)]
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
 def client_for(scope: Literal["read", "operate"], url: str | None) -> DaemonClient:
@@ -40,3 +42,11 @@ def choose(client: DaemonClient, name: str | None) -> RunView:
 def print_json(found: BaseModel | list[Any]) -> None:
     rows = [row.model_dump(mode="json") for row in found] if isinstance(found, list) else found.model_dump(mode="json")
     print(json.dumps(rows))
+
+
+def duration(text: str, option: str) -> float:
+    """Seconds of `90s`, `15m`, `12h`, `30d`, `4w`; ConfigError naming the option for anything else."""
+    found = re.fullmatch(r"(\d{1,6})([smhdw])", text.strip().lower())
+    if found is None or int(found[1]) == 0:
+        raise ConfigError(f"{option} {text!r} is no duration: say 12h or 30d (s, m, h, d, w).")
+    return float(int(found[1]) * _SECONDS[found[2]])

@@ -38,7 +38,17 @@ def print_runs(runs: Sequence[RunView]) -> None:
 
 def runs_table(runs: Sequence[RunView]) -> Table:
     columns = ("run", "rank", "state", "step", "phase", "update", "exposed", "loss", "device", "host", "knobs")
-    return _made(columns, [_rank_row(run, rank) for run in runs for rank in run.ranks])
+    return _made(columns, [row for run in runs for row in _run_rows(run)])
+
+
+def _run_rows(run: RunView) -> list[tuple[str, ...]]:
+    """One for each rank and, where there are several, one for all: times are the slowest rank's."""
+    rows = [_rank_row(run, rank) for rank in run.ranks]
+    if (sums := run.totals) is not None and sums.ranks > 1:
+        slowest = f"rank {sums.slowest_rank} slowest"
+        times = (_seconds(sums.update_seconds), _seconds(sums.exposed_seconds))
+        rows.append((run.run, f"all {sums.ranks}", run.liveness, str(sums.step), slowest, *times, *[""] * 4))
+    return rows
 
 
 def _rank_row(run: RunView, rank: RankView) -> tuple[str, ...]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from tidegate.cli_options import duration
 from tidegate.cli_training import needs
-from tidegate.client import SCOPES, state_dir
+from tidegate.client import SCOPES, actor, state_dir
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.wire import RunName
 
@@ -27,7 +27,6 @@ app = typer.Typer(help="Make, list and withdraw the tokens of a daemon.", no_arg
 State = Annotated[Path | None, typer.Option("--state-dir", help="State directory of the daemon.")]
 Database = Annotated[str | None, typer.Option("--database-url", help="The daemon's database, if not SQLite.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
 @app.command()
@@ -47,9 +46,9 @@ def create(
         raise ConfigError("A token of scope alert is for no single run, it would open nothing: leave out --run.")
     if run is not None:
         _check_run(run)
-    ends = time.time() + _duration(expires) if expires is not None else None
+    ends = time.time() + duration(expires, "--expires") if expires is not None else None
     with _tokens(state, database_url) as tokens:
-        print(tokens.issue(found, (name or scope)[:64], run=run, expires_at=ends))
+        print(tokens.issue(found, (name or scope)[:64], run=run, expires_at=ends, actor=actor()))
 
 
 @app.command("list")
@@ -74,7 +73,7 @@ def revoke(
 ) -> None:
     """Withdraw a token for good. The running daemon refuses it within two seconds."""
     with _tokens(state, database_url) as tokens:
-        revoked = tokens.revoke(id)
+        revoked = tokens.revoke(id, actor())
     if revoked is None:
         raise TidegateError(f"Not exactly one token has an id that begins with {id!r}: see `tidegate token list`.")
     print(f"Token {revoked.id} ({revoked.scope}, {revoked.name}) opens nothing any more.")
@@ -123,11 +122,3 @@ def _check_run(name: str) -> None:
         raise ConfigError(
             f"{name!r} cannot be the name of a run: letters, digits, '.', '_' and '-', 64 at most."
         ) from error
-
-
-def _duration(text: str) -> float:
-    """Seconds of `90s`, `15m`, `12h`, `30d`, `4w`."""
-    found = re.fullmatch(r"(\d{1,6})([smhdw])", text.strip().lower())
-    if found is None or int(found[1]) == 0:
-        raise ConfigError(f"--expires {text!r} is no duration: say 12h or 30d (s, m, h, d, w).")
-    return float(int(found[1]) * _SECONDS[found[2]])

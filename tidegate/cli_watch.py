@@ -67,11 +67,12 @@ def events(
 def _print_events(client: DaemonClient, run: str, last: int, end: int | None, as_json: bool) -> int:
     """Until the stream ends. The id to go on from; patient with a daemon that starts again."""
     lost_at: float | None = None
+    told: dict[int, tuple[str, str]] = {}
     while True:
         try:
             for event in client.events(run, last_event_id=last):
                 last, lost_at = event.id, None
-                if text := event.model_dump_json() if as_json else sentence(event):
+                if text := event.model_dump_json() if as_json else sentence(event, told):
                     print(text, flush=True)
                 if end is not None and last >= end:
                     return last
@@ -86,20 +87,28 @@ def _print_events(client: DaemonClient, run: str, last: int, end: int | None, as
             time.sleep(PAUSE_SECONDS)
 
 
-def sentence(event: Event) -> str:
-    """What happened, for people; empty for reports, which come every second."""
+def sentence(event: Event, told: dict[int, tuple[str, str]]) -> str:
+    """What happened, for people; empty for reports, which come every second, and for what is no news.
+
+    told: state of each generation and of its canary as they were told before; brought up to date.
+    """
     data, at = event.data, time.strftime("%H:%M:%S", time.localtime(event.timestamp))
     if event.kind == "agent":
         return f"{at}  rank {data.get('rank')} is {data.get('liveness')}"
     if event.kind != "generation":
         return ""
+    number, trial = int(data.get("generation", -1)), data.get("canary") or {}
+    before, now = told.get(number, ("", "")), (str(data.get("state")), str(trial.get("state", "")))
+    told[number] = now
+    if before == now:  # its effect was measured anew: see `history`
+        return ""
     from tidegate.cli_tables import shown
 
-    trial = data.get("canary") or {}
-    told = [f"{at}  generation {data.get('generation')} {data.get('state')}: {shown(data.get('knobs') or {})}"]
-    told += [str(data["outcome"])] if data.get("outcome") else []
-    told += [f"canary {trial['state'].replace('_', ' ')}: {trial['verdict']}"] if trial.get("verdict") else []
-    return ". ".join(part.rstrip(".") for part in told)
+    if before[0] == now[0]:
+        return f"{at}  generation {number}, canary {now[1].replace('_', ' ')}: {trial.get('verdict', '')}".rstrip(". ")
+    words = [f"{at}  generation {number} {now[0]}: {shown(data.get('knobs') or {})}"]
+    words += [str(data["outcome"])] if data.get("outcome") and now[0] != "applied" else []
+    return ". ".join(word.rstrip(".") for word in words)
 
 
 def _watch(ask: Callable[[], list[RunView]]) -> None:

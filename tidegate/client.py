@@ -105,7 +105,7 @@ class DaemonClient:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise DaemonError(f"{url!r} is not an address of a daemon: say http://host:port.")
-        headers = {"Tidegate-Actor": _actor()}
+        headers = {"Tidegate-Actor": actor()}
         if token:
             if not (token.isascii() and token.isprintable() and " " not in token):
                 raise NotAuthorized("The token has characters that no token has: copy it again.", 401)
@@ -233,9 +233,9 @@ class DaemonClient:
     def steps(self, run: str, rank: int, limit: int = 200) -> StepsView:
         return self._ask(StepsView, "GET", _at("runs", run, "ranks", rank, "steps"), query={"limit": limit})
 
-    def audit(self, run: str) -> list[AuditRow]:
-        """The newest rows of the run's audit log, oldest first."""
-        return self._ask(list[AuditRow], "GET", _at("runs", run, "audit"))
+    def audit(self, run: str | None = None) -> list[AuditRow]:
+        """The newest rows of the run's audit log, oldest first; None: of all runs, with what concerns none."""
+        return self._ask(list[AuditRow], "GET", _at("runs", run, "audit") if run is not None else _at("audit"))
 
     def alerts(self, run: str) -> list[AlertView]:
         """What fires in the run, and what was resolved last, oldest first."""
@@ -333,7 +333,7 @@ def _at(*parts: str | int) -> str:
     return "/".join(("/v1", *(quote(str(part), safe="") for part in parts)))
 
 
-def _actor() -> str:
+def actor() -> str:
     """Who asks, for the audit log; a claim, not a proof."""
     try:
         user = getpass.getuser()

@@ -262,6 +262,8 @@ class Lease(Message):
 
     lease_seconds: float
     directive: Directive
+    report_seconds: Seconds | None = None
+    """How often the daemon wants to hear of it while a canary is judged; None leaves it to the rank."""
 
 
 # ---- operators
@@ -428,6 +430,29 @@ class RankView(Message):
     """What its device has in all; None where that is not known."""
 
 
+class RunTotals(Message):
+    """One step over all ranks that are there: the newest that each of them has told. Times are the slowest rank's."""
+
+    step: Count
+    ranks: Count
+    step_seconds: Seconds
+    """Forward, backward and update."""
+    update_seconds: Seconds
+    slowest_rank: Rank
+    """The one whose step took longest."""
+    exposed_seconds: Seconds
+    tokens: Count | None = None
+    """Sums over ranks, as all that follow; None where no rank tells."""
+    link_bytes: dict[Label, Count] = {}
+    """By direction."""
+    path_bytes: dict[Label, CountBy] = {}
+    """By path and operation."""
+    host_memory_bytes: dict[Label, Count] = {}
+    """By kind."""
+    update_params: CountBy = {}
+    """By processor."""
+
+
 class RunView(Message):
     run: RunName
     liveness: Liveness
@@ -440,6 +465,8 @@ class RunView(Message):
     last_seen: float
     paths: tuple[str, ...] = ()
     """Names of the storage paths of its ranks."""
+    totals: RunTotals | None = None
+    """None until all ranks have told of one step."""
     ranks: tuple[RankView, ...]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Final
 
-from tidegate.wire import StepReport
+from tidegate.daemon.control.window import Figures
 from tidegate.wire_canary import CanaryMeasure, CanaryState
 
 MIN_STEPS_BEFORE: Final = 5
@@ -24,7 +24,6 @@ CHANCE: Final = 2.33
 """Standard score that chance exceeds once in a hundred."""
 EARLY_SHARE, EARLY_RATIO = 4, 1.5
 """After a quarter of the steps: when each took half as long again as the slowest before, no more are needed."""
-PHASES: Final = ("forward", "backward", "update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Canary:
 
 
 def common_steps(
-    ranks: Iterable[tuple[Iterable[StepReport], int | None]], *, first: int = 0, end: int | None = None
+    ranks: Iterable[tuple[Iterable[Figures], int | None]], *, first: int = 0, end: int | None = None
 ) -> list[Step]:
     """Steps in [first, end) that every rank has told of, skipped ones left out, oldest first.
 
@@ -76,25 +75,17 @@ def common_steps(
         return []
     shared = sorted(set.intersection(*(set(table) for table, _ in tables)))
     rows = [[(table[number], memory) for table, memory in tables] for number in shared]
-    return [_slowest(row) for row in rows if all("update" in s.phase_seconds and not s.skipped for s, _ in row)]
+    return [_slowest(row) for row in rows if all(s.update_seconds is not None and not s.skipped for s, _ in row)]
 
 
-def _slowest(row: Sequence[tuple[StepReport, int | None]]) -> Step:
-    shares = [
-        1 - max(s.device_memory_peak_bytes.values()) / memory
-        for s, memory in row
-        if memory and s.device_memory_peak_bytes
-    ]
+def _slowest(row: Sequence[tuple[Figures, int | None]]) -> Step:
+    shares = [1 - s.peak_bytes / memory for s, memory in row if memory and s.peak_bytes is not None]
     return Step(
-        seconds=max(sum(s.phase_seconds.get(phase, 0.0) for phase in PHASES) for s, _ in row),
-        exposed_seconds=max(_exposed(s) for s, _ in row),
-        update_seconds=max(s.phase_seconds["update"] for s, _ in row),
+        seconds=max(s.seconds for s, _ in row),
+        exposed_seconds=max(s.exposed_seconds for s, _ in row),
+        update_seconds=max(s.update_seconds or 0.0 for s, _ in row),
         free_share=min(shares, default=None),
     )
-
-
-def _exposed(step: StepReport) -> float:
-    return sum(step.exposed_seconds.values()) if step.exposed_seconds else step.phase_seconds["update"]
 
 
 def judge(canary: Canary, after: Sequence[Step]) -> Canary:

@@ -220,13 +220,14 @@ def _settle(control: Control, at: float) -> Outcome:
     """Decides the pending generation if the votes suffice."""
     if (pending := control.pending) is None:
         return control, ()
-    for rank in sorted(control.present & pending.votes.keys()):
-        if not pending.votes[rank].can:
-            reason = pending.votes[rank].reason or "it gave no reason"
-            return _close(control, pending, "refused", f"Rank {rank} refused: {reason}", at)
+    no = [rank for rank, ballot in pending.votes.items() if not ballot.can and rank in control.present]
+    if no:
+        rank = min(no)
+        reason = pending.votes[rank].reason or "it gave no reason"
+        return _close(control, pending, "refused", f"Rank {rank} refused: {reason}", at)
     if not control.present:
         return _commit(control, pending, NO_RANKS, at)
-    if control.present <= pending.votes.keys():
+    if len(pending.votes) >= len(control.present) and control.present <= pending.votes.keys():
         ranks = len(control.present)
         outcome = "The rank said yes." if ranks == 1 else f"All {ranks} ranks said yes."
         return _commit(control, pending, outcome, at)
@@ -253,7 +254,9 @@ def _close(
 
 
 def _check_applied(control: Control, committed: Generation) -> Outcome:
-    if committed.state != "committed" or not control.present or not control.present <= committed.applied.keys():
+    if committed.state != "committed" or not 0 < len(control.present) <= len(committed.applied):
+        return control, ()
+    if not control.present <= committed.applied.keys():
         return control, ()
     done = replace(committed, state="applied")
     return replace(control, committed=done), (Decision("applied", done),)

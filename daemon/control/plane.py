@@ -24,6 +24,7 @@ from tidegate.daemon.control.generations import (
     Tick,
     decide,
 )
+from tidegate.daemon.control.history import History
 from tidegate.daemon.control.notes import AUDITED, decision_note, note
 from tidegate.daemon.control.restore import restore
 from tidegate.daemon.control.roster import Roster
@@ -37,14 +38,20 @@ from tidegate.wire_canary import CanaryRequest
 
 FLUSH_SECONDS: Final = 30.0
 GONE_RANKS_KEPT: Final = 64
-"""Ranks that are gone and whose steps are still in memory."""
+"""Ranks that are gone and whose figures are still in memory."""
 
 
 class ControlPlane:
     """Everything the daemon decides. Durations are seconds."""
 
     def __init__(
-        self, store: Store, *, lease_seconds: float = 10.0, proposal_seconds: float = 5.0, clock: Clock | None = None
+        self,
+        store: Store,
+        *,
+        lease_seconds: float = 10.0,
+        proposal_seconds: float = 5.0,
+        keep_seconds: float = 7 * 86_400.0,
+        clock: Clock | None = None,
     ) -> None:
         self.store = store
         self._lease_seconds = lease_seconds
@@ -53,6 +60,7 @@ class ControlPlane:
         self._clock = clock or Clock()
         self._flushed = self._clock.mono()
         self.roster = Roster(*restore(store, lease_seconds, self._clock), lease_seconds, self._clock)
+        self.history = History(store.steps, keep_seconds, self._clock)
         self._trials = Trials(store, self._advance, self._clock, proposal_seconds)
 
     # ---- agents
@@ -72,7 +80,7 @@ class ControlPlane:
             self.store.save(run.name, agents=[self._record(member)])
         if held is not None:
             self.roster.agents.pop(held.hello.agent, None)
-        run.members[hello.rank] = member
+        run.seat(member)
         self.roster.agents[hello.agent] = (run.name, hello.rank)
         self._advance(run, Join(hello.rank, fresh=not same))
         if hello.reset_knobs and not same and knobs != views.knobs_of(run.control.committed):
@@ -87,7 +95,7 @@ class ControlPlane:
             detail = f"The report of step {report.step} is older than what rank {member.hello.rank} has told since."
             raise ProblemError(409, "past-report", detail)
         self._revive(run, member)
-        member.take(report)
+        self.history.add(member, member.take(report))
         rank = member.hello.rank
         if report.generation == member.reported_generation:  # told twice: its own word on the step is not coming
             self._applied(run, member, report.generation, report.step)
@@ -171,6 +179,7 @@ class ControlPlane:
         if flush:
             self._flushed = now
             self._forget_gone()
+        self.history.tick(now)
 
     def close(self) -> None:
         """Wakes everyone who waits, for good."""
@@ -180,13 +189,19 @@ class ControlPlane:
             run.orders.ring()
 
     def save_all(self) -> None:
+        self.history.write()
+        self.history.close()
         for run in self.roster.runs.values():
             self.store.touch([self._record(member) for member in run.members.values()])
 
     # ---- inside
 
     def _lease(self, run: Run, member: Member) -> Lease:
-        return Lease(lease_seconds=self._lease_seconds, directive=views.directive(run, member.hello.rank))
+        return Lease(
+            lease_seconds=self._lease_seconds,
+            directive=views.directive(run, member.hello.rank),
+            report_seconds=self._trials.report_seconds(run),
+        )
 
     def _new_run(self, hello: AgentHello, knobs: Knobs, member: Member, now: float) -> Run:
         first = Generation(
@@ -275,10 +290,15 @@ class ControlPlane:
         ):
             return
         member = run.members[rank]
-        effect = measure(member.steps, member.applied, committed.number)
+        effect = measure(member.window, member.applied, committed.number)
         if effect is None or effect == committed.effect:
             return
         measured = replace(committed, effect=effect)
+        if committed.effect and effect.steps_after < WINDOW_STEPS:  # not written for each step: it is found again
+            run.control = replace(run.control, committed=measured)
+            run.latest = measured if run.latest.number == measured.number else run.latest
+            self._tell(run, measured)
+            return
         before, after = effect.update_seconds_before, effect.update_seconds_after
         text = f"update {before:.3f} s before, {after:.3f} s after (median of {effect.steps_after} steps)"
         notes = (
@@ -312,7 +332,10 @@ class ControlPlane:
         run.control = control
         run.latest = newest.get(control.newest, run.latest)
         for generation in newest.values():
-            self.roster.publish(run, "generation", views.generation_view(run.name, generation).model_dump(mode="json"))
+            self._tell(run, generation)
+
+    def _tell(self, run: Run, generation: Generation) -> None:
+        self.roster.publish(run, "generation", views.generation_view(run.name, generation).model_dump(mode="json"))
 
     def _record(self, member: Member) -> AgentRecord:
         return AgentRecord(
@@ -328,6 +351,7 @@ class ControlPlane:
         gone.sort(key=lambda member: member.last_seen, reverse=True)
         for member in gone[GONE_RANKS_KEPT:]:
             member.forget()
+            self.history.forget(member.hello.agent)
 
 
 def _all(run: Run, knobs: Knobs) -> KnobChanges:

@@ -25,13 +25,11 @@ from tidegate.wire import Advice, AgentHello, KnobChanges, KnobPreview, Predicte
 log = logging.getLogger(__name__)
 
 NO_RATES: Final = "No prediction yet: it needs the rates of a few steps."
-TYPICAL_STEPS: Final = 20
-"""Phases and error are medians of so many steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known of the lead rank: sizes, speeds, and what its last steps took."""
+    """What is known of the lead rank: sizes, speeds, and what its recent steps took."""
 
     hello: AgentHello
     rates: RateCard
@@ -121,7 +119,7 @@ def evidence(run: Run) -> Evidence | None:
         return None
     member = run.lead[1]
     rates = run.lead[1].rates
-    steps = [step for step in list(member.steps)[-TYPICAL_STEPS:] if not step.skipped]
+    steps = [step for step in member.recent if not step.skipped]
     phases = dict.fromkeys(phase for step in steps for phase in step.phase_seconds)
     return Evidence(
         hello=member.hello,
@@ -137,7 +135,7 @@ def evidence(run: Run) -> Evidence | None:
 
 def _capacity(member: Member) -> dict[str, int]:
     """Retired paths, which hold nothing. Whether the others have room is for the rank to say."""
-    states = member.steps[-1].path_states if member.steps else ()
+    states = member.recent[-1].path_states if member.recent else ()
     return {state.path: 0 for state in states if state.retired}
 
 

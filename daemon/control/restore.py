@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from tidegate.daemon.control.generations import Control
+from tidegate.daemon.control.generations import Control, Generation
 from tidegate.daemon.control.notes import note
 from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.control.window import STEPS_KEPT
 from tidegate.daemon.store import AgentRecord, Store
+from tidegate.wire import StepReport
 
 
 def restore(store: Store, lease_seconds: float, clock: Clock) -> tuple[dict[str, Run], dict[str, tuple[str, int]]]:
@@ -18,13 +20,34 @@ def restore(store: Store, lease_seconds: float, clock: Clock) -> tuple[dict[str,
     """
     runs = {name: _run(store, name, created_at, clock) for name, created_at in store.runs().items()}
     agents: dict[str, tuple[str, int]] = {}
+    newest = store.steps.newest_numbers()
     for record in store.agents():
         run, rank = runs[record.hello.run], record.hello.rank
-        run.members[rank] = member = _member(record, lease_seconds, clock)
+        member = _member(record, lease_seconds, clock)
+        run.seat(member)
         agents[record.hello.agent] = (run.name, rank)
         if member.announced == "stale":
             run.control = replace(run.control, present=run.control.present | {rank})
+            _recall_steps(store, member)
+        member.window.newest = newest.get(record.hello.agent, -1)
+    for run in runs.values():
+        if run.control.present:
+            _recall_applied(run, store.generations(run.name))
     return runs, agents
+
+
+def _recall_steps(store: Store, member: Member) -> None:
+    for _, body in store.steps.newest(member.hello.agent, STEPS_KEPT):
+        member.add(StepReport.model_validate_json(body))
+
+
+def _recall_applied(run: Run, generations: list[Generation]) -> None:
+    """When the agents that are there first ran with each generation. Those before them counted other steps."""
+    for generation in generations:
+        for rank, step in generation.applied.items():
+            member = run.members.get(rank)
+            if member is not None and (generation.decided_at or 0.0) >= member.hello.started_at:
+                member.applied[generation.number] = step
 
 
 def _run(store: Store, name: str, created_at: float, clock: Clock) -> Run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import deque
@@ -14,10 +13,13 @@ from typing import Any, Final
 from tidegate.daemon.control.generations import Control, Generation
 from tidegate.daemon.control.liveness import liveness
 from tidegate.daemon.control.timelines import Timelines
+from tidegate.daemon.control.window import Figures, Window
 from tidegate.wire import AgentHello, AgentReport, Event, KnobChanges, Liveness, Rates, StepReport
 
-STEPS_KEPT: Final = 256
+RECENT_STEPS: Final = 20
+"""Of each rank, as they were told; of those before only the figures are in memory."""
 EVENTS_KEPT: Final = 1_000
+WOKEN_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +31,44 @@ class Clock:
 
 
 class Bell:
-    """Wakes everyone who waits for a change. All on one event loop."""
+    """Wakes everyone who waits for a change, a few in each turn of the event loop: of hundreds of ranks that answer at
+    once each would keep all others waiting, and reports with them."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._waiting: dict[asyncio.Future[None], None] = {}
+        """In the order in which they came."""
+        self._ringing: deque[asyncio.Future[None]] = deque()
 
     def ring(self) -> None:
-        self._event.set()
-        self._event = asyncio.Event()
+        if self._waiting:
+            idle = not self._ringing
+            self._ringing.extend(self._waiting)
+            self._waiting.clear()
+            if idle:
+                self._wake()
 
     async def wait(self, seconds: float) -> None:
-        """Until the next ring, or `seconds`."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._event.wait(), seconds)
+        """Until the next ring has come round to this one, or `seconds`."""
+        loop = asyncio.get_running_loop()
+        woken = loop.create_future()
+        self._waiting[woken] = None
+        late = loop.call_later(seconds, _set, woken)
+        try:
+            await woken
+        finally:
+            late.cancel()
+            self._waiting.pop(woken, None)
+
+    def _wake(self) -> None:
+        for _ in range(min(WOKEN_AT_ONCE, len(self._ringing))):
+            _set(self._ringing.popleft())
+        if self._ringing:
+            asyncio.get_running_loop().call_soon(self._wake)
+
+
+def _set(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)
 
 
 @dataclass
@@ -67,15 +94,16 @@ class Member:
     rates: Rates | None = None
     predicted_update_seconds: float | None = None
     timelines: Timelines = field(default_factory=Timelines)
-    steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    recent: deque[StepReport] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    window: Window = field(default_factory=Window)
 
     def liveness(self, now: float, lease_seconds: float) -> Liveness:
         if self.finished:
             return "finished"
         return "lost" if self.seen == -math.inf else liveness(now - self.seen, lease_seconds)
 
-    def take(self, report: AgentReport) -> None:
-        """Remembers what the rank says; steps that it tells twice are kept once."""
+    def take(self, report: AgentReport) -> tuple[StepReport, ...]:
+        """Remembers what the rank says. The steps that are news: it may tell one twice."""
         self.said_at = report.timestamp
         self.step = report.step
         self.phase = report.phase
@@ -85,8 +113,15 @@ class Member:
         if report.timeline is not None:
             self.timelines.take(report.timeline)
         self.predicted_update_seconds = report.predicted_update_seconds
-        newest = self.steps[-1].step if self.steps else -1
-        self.steps.extend(step for step in report.steps if step.step > newest)
+        return tuple(step for step in sorted(report.steps, key=lambda step: step.step) if self.add(step))
+
+    def add(self, step: StepReport) -> bool:
+        """Remembers a step; whether it is newer than all before."""
+        if step.step <= self.window.newest:
+            return False
+        self.window.add(Figures.of(step))
+        self.recent.append(step)
+        return True
 
     def is_past(self, report: AgentReport) -> bool:
         """Whether the report is older than one that was taken, by its clock and by its step.
@@ -97,7 +132,8 @@ class Member:
 
     def forget(self) -> None:
         """Drops what is large."""
-        self.steps.clear()
+        self.window.clear()
+        self.recent.clear()
         self.timelines.forget()
 
 
@@ -114,12 +150,20 @@ class Run:
     """Rings with every event."""
     orders: Bell = field(default_factory=Bell)
     """Rings when what is wanted of the ranks changes: a bell for every report would wake every rank each time."""
+    _facts_found: tuple[int, tuple[str, ...]] = (-1, ())
+    _facts_of: frozenset[int] | None = None
+    """The present ranks that the facts were found for."""
+
+    def seat(self, member: Member) -> None:
+        """The rank is this member's from now on."""
+        self.members[member.hello.rank] = member
+        self._facts_of = None
 
     @property
     def lead(self) -> tuple[int, Member] | None:
         """The lowest rank that is present, else the lowest of all."""
-        ranks = self.control.present & self.members.keys() or self.members.keys()
-        return min(((rank, self.members[rank]) for rank in ranks), key=lambda pair: pair[0], default=None)
+        rank, _ = self._facts()
+        return (rank, self.members[rank]) if rank >= 0 else None
 
     @property
     def world_size(self) -> int:
@@ -130,8 +174,15 @@ class Run:
     @property
     def paths(self) -> tuple[str, ...]:
         """Storage paths of the ranks that are present, else of all, in the order of the lowest rank that has them."""
-        ranks = self.control.present & self.members.keys() or self.members.keys()
-        return tuple(dict.fromkeys(path for rank in sorted(ranks) for path in self.members[rank].hello.paths))
+        return self._facts()[1]
+
+    def _facts(self) -> tuple[int, tuple[str, ...]]:
+        """Lead (-1 without ranks) and paths: asked for with every report, and changed when ranks come and go."""
+        if self._facts_of is not self.control.present:
+            ranks = sorted(self.control.present & self.members.keys() or self.members.keys())
+            paths = dict.fromkeys(path for rank in ranks for path in self.members[rank].hello.paths)
+            self._facts_found, self._facts_of = (min(ranks, default=-1), tuple(paths)), self.control.present
+        return self._facts_found
 
     def publish(self, id: int, kind: str, timestamp: float, data: dict[str, Any]) -> None:
         self.events.append(Event(id=id, kind=kind, run=self.name, timestamp=timestamp, data=data))

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import median
 from typing import Final
 
 from tidegate.daemon import views
 from tidegate.daemon.control.canary import MIN_STEPS_BEFORE, SETTLING_STEPS, Canary, Step, common_steps, judge
 from tidegate.daemon.control.generations import Generation, Happening, Judge, Propose
 from tidegate.daemon.control.run import Clock, Run
+from tidegate.daemon.control.window import Figures
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.store import Store
 from tidegate.knobs import same
-from tidegate.wire import KnobChanges, StepReport
+from tidegate.wire import KnobChanges
 from tidegate.wire_canary import CanaryRequest
 
 RETRY_SECONDS: Final = 5.0
 """A rank that did not agree to go back is asked again after so long."""
 LOOK_RATIO: Final = 20.0
 """How much longer than a look the time to the next one is: a look goes over all steps of all ranks."""
+REPORTS_A_TRIAL: Final = 8
+"""So many reports a canary is to last, that it ends soon after the step which decides it."""
+SHORTEST_REPORT_SECONDS: Final = 0.1
 RAN: Final = frozenset({"committed", "applied"})
 
 
@@ -74,6 +79,14 @@ class Trials:
             predicted_before=predicted.before,
             predicted_after=predicted.after,
         )
+
+    def report_seconds(self, run: Run) -> float | None:
+        """How often its ranks should report for the sake of a trial; None when there is none."""
+        canary = run.control.committed.canary
+        if canary is None or canary.state != "waiting":
+            return None
+        typical = median(step.seconds for step in canary.before)
+        return max(SHORTEST_REPORT_SECONDS, canary.steps / REPORTS_A_TRIAL * typical)
 
     def look(self, run: Run) -> None:
         """After a report: judges the trial if it has steps enough, and begins the way back where it harms."""
@@ -146,11 +159,11 @@ class Trials:
         """Steps that all present ranks ran with the committed generation; who has not told since when is left out."""
         committed = run.control.committed
         firsts: list[int] = []
-        ranks: list[tuple[Iterable[StepReport], int | None]] = []
+        ranks: list[tuple[Iterable[Figures], int | None]] = []
         for rank in sorted(run.control.present & run.members.keys()):
             member = run.members[rank]
             first = member.applied.get(committed.number, committed.applied.get(rank))
             if first is not None:
                 firsts.append(first)
-                ranks.append((member.steps, member.hello.device_memory_bytes))
+                ranks.append((member.window, member.hello.device_memory_bytes))
         return common_steps(ranks, first=max(firsts, default=0) + settling)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Query
+from pydantic import BaseModel
 
 from tidegate.daemon import views
 from tidegate.daemon.control.plane import ControlPlane
-from tidegate.daemon.deps import Plane, Wait, Who
+from tidegate.daemon.deps import Own, Plane, Wait, Who
+from tidegate.daemon.lean import LeanRoute
 from tidegate.daemon.problems import ProblemError
 from tidegate.errors import KnobError
 from tidegate.knobs import Knobs, specs_for
@@ -17,15 +19,15 @@ from tidegate.wire import PROTOCOL_VERSION, AgentHello, AgentReport, Applied, Di
 
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
 
-
-async def _own(plane: Plane, who: Who, agent: str) -> str:
-    """The agent, if the caller's token is for its run. One that is unknown is told so by who looks for it."""
-    if seat := plane.roster.agents.get(agent):
-        who.check_run(seat[0])
-    return agent
+hot = APIRouter(prefix="/v1/agents", tags=["agents"], route_class=LeanRoute)
 
 
-Own = Annotated[str, Depends(_own)]
+class Known(BaseModel):
+    """What an agent that asks for its directive has heard of."""
+
+    committed: int = -1
+    proposed: int | None = None
+    wait: Wait = 0.0
 
 
 @router.post("", status_code=201)
@@ -44,34 +46,32 @@ async def hello(plane: Plane, who: Who, message: AgentHello) -> Lease:
     return plane.hello(message, knobs)
 
 
-@router.post("/{agent}/reports")
+@hot.post("/{agent}/reports")
 async def report(plane: Plane, agent: Own, message: AgentReport) -> Lease:
     """What the rank did since its last report; renews its lease."""
     return plane.report(agent, message)
 
 
-@router.get("/{agent}/directive")
-async def directive(
-    plane: Plane, agent: Own, committed: int = -1, proposed: int | None = None, wait: Wait = 0.0
-) -> Directive:
+@hot.get("/{agent}/directive")
+async def directive(plane: Plane, agent: Own, message: Annotated[Known, Query()]) -> Directive:
     """At once when there is something newer than the caller knows, else after `wait` seconds."""
-    deadline = time.monotonic() + wait
+    deadline, seen = time.monotonic() + message.wait, -1 if message.proposed is None else message.proposed
     while True:
         found = _directive(plane, agent)
-        asked = found.proposed is not None and found.proposed > (-1 if proposed is None else proposed)
+        asked = found.proposed is not None and found.proposed > seen
         left = deadline - time.monotonic()
-        if found.committed > committed or asked or left <= 0 or plane.closing:
+        if found.committed > message.committed or asked or left <= 0 or plane.closing:
             return found
         await plane.roster.member(agent)[0].orders.wait(left)
 
 
-@router.post("/{agent}/votes", status_code=204)
+@hot.post("/{agent}/votes", status_code=204)
 async def vote(plane: Plane, agent: Own, message: Vote) -> None:
     """Whether the rank can have the knobs that were proposed."""
     plane.vote(agent, message)
 
 
-@router.post("/{agent}/applied", status_code=204)
+@hot.post("/{agent}/applied", status_code=204)
 async def applied(plane: Plane, agent: Own, message: Applied) -> None:
     """The rank has the knobs of a generation now."""
     plane.applied(agent, message.generation, message.step)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
 from tidegate.daemon import views
-from tidegate.daemon.control.run import STEPS_KEPT
+from tidegate.daemon.control.window import STEPS_KEPT
 from tidegate.daemon.deps import Plane, Who
 from tidegate.daemon.problems import ProblemError
-from tidegate.wire import AuditRow, Rates, RunView, StepsView, TimelinesView, TimelineView
+from tidegate.wire import Rates, RunView, StepsView, TimelinesView, TimelineView
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -54,15 +55,10 @@ async def rates(plane: Plane, run: str, rank: int) -> Rates | Response:
     return plane.roster.rank(run, rank).rates or Response(status_code=204)
 
 
-@router.get("/{run}/ranks/{rank}/steps")
-async def steps(
-    plane: Plane, run: str, rank: int, limit: Annotated[int, Query(ge=1, le=STEPS_KEPT)] = 200
-) -> StepsView:
+@router.get("/{run}/ranks/{rank}/steps", response_model=StepsView)
+async def steps(plane: Plane, run: str, rank: int, limit: Annotated[int, Query(ge=1, le=STEPS_KEPT)] = 200) -> Response:
     """The newest steps of one rank, oldest first."""
-    return StepsView(run=run, rank=rank, steps=tuple(plane.roster.rank(run, rank).steps)[-limit:])
-
-
-@router.get("/{run}/audit")
-async def audit(plane: Plane, run: str, limit: Annotated[int, Query(ge=1, le=5_000)] = 500) -> list[AuditRow]:
-    """The newest rows of the run, oldest first."""
-    return plane.store.audit(plane.roster.run(run).name, limit)
+    told = plane.history.newest(plane.roster.rank(run, rank).hello.agent, limit)
+    # As they were stored: they were checked when they came.
+    body = f'{{"run":{json.dumps(run)},"rank":{rank},"steps":[{",".join(told)}]}}'
+    return Response(body, media_type="application/json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import time
 from collections.abc import Callable
@@ -12,11 +13,11 @@ import pytest
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, wait_until
 from tidegate.daemon.control.plane import ControlPlane
-from tidegate.daemon.control.run import Clock
+from tidegate.daemon.control.run import WOKEN_AT_ONCE, Bell, Clock
 from tidegate.daemon.store import Store
 from tidegate.errors import DaemonError, NotFound, RankTaken
 from tidegate.knobs import Knobs
-from tidegate.wire import AgentReport, Applied, PhaseRow, Rates, SpanRow, TimelineView, Vote
+from tidegate.wire import AgentReport, Applied, PathRow, PhaseRow, Rates, SpanRow, TimelineView, Vote
 
 
 def test_a_new_run_takes_the_start_up_settings(daemon: Daemon) -> None:
@@ -317,3 +318,58 @@ def test_the_rates_of_a_rank_are_its_newest(daemon: Daemon) -> None:
     agent.say(rates=Rates(cpu_params_per_second=500.0))
     agent.say()
     assert client.rates(agent.message.run, 0) == Rates(cpu_params_per_second=500.0)
+
+
+def test_figures_of_all_ranks(daemon: Daemon) -> None:
+    """Of the newest step that both have told: sums, and the times of the slowest."""
+    run = new_run()
+    agents = [Agent(daemon, run, rank, paths=("nvme",)) for rank in (0, 1)]
+    client = daemon.client()
+    rows = [PathRow(path="nvme", operation=way, phase="update", bytes=5, busy_seconds=0.1) for way in ("read", "write")]
+
+    def tell(rank: int, step: int, update: float) -> None:
+        more = {"tokens": 8, "paths": (*rows, rows[0]), "host_memory_bytes": {"cache": 10 + rank}}
+        agents[rank].say(steps=(step_report(step, update).model_copy(update=more),))
+
+    tell(0, 1, 1.0)
+    assert client.run(run).totals is None, "rank 1 has told nothing"
+    tell(1, 1, 3.0)
+    tell(0, 2, 9.0)
+    totals = client.run(run).totals
+    assert totals is not None
+    assert (totals.step, totals.ranks, totals.slowest_rank, totals.tokens) == (1, 2, 1, 16)
+    assert (totals.step_seconds, totals.update_seconds, totals.exposed_seconds) == (3.1, 3.0, 3.0)
+    assert totals.path_bytes == {"nvme": {"read": 20, "write": 10}}
+    assert totals.host_memory_bytes == {"cache": 21}
+    agents[1].client.goodbye(agents[1].id)
+    totals = client.run(run).totals
+    assert totals is not None
+    assert (totals.step, totals.ranks, totals.step_seconds) == (2, 1, 9.1)
+
+
+def test_hundreds_that_wait_are_woken_in_turns_and_none_is_forgotten() -> None:
+    """Whoever is ready gets a turn of the event loop between them; a ring meets those that wait, and no others."""
+
+    async def waiting() -> tuple[list[int], int]:
+        bell, woken, turns = Bell(), list[int](), 0
+
+        async def one(number: int) -> None:
+            await bell.wait(60.0)
+            woken.append(number)
+
+        tasks = [asyncio.create_task(one(number)) for number in range(100)]
+        late = asyncio.create_task(bell.wait(0.0))
+        await late
+        bell.ring()
+        tasks.append(asyncio.create_task(one(100)))
+        while len(woken) < 100:
+            turns += 1
+            await asyncio.sleep(0)
+        assert not tasks[-1].done(), "it came after the ring"
+        bell.ring()
+        await asyncio.gather(*tasks)
+        return woken, turns
+
+    woken, turns = asyncio.run(waiting())
+    assert woken == [*range(101)]
+    assert turns >= 100 // WOKEN_AT_ONCE

@@ -18,6 +18,7 @@ from tests.daemon.live import Agent, Daemon, Process, hello, new_run, threaded, 
 from tidegate.client import SCOPES, DaemonClient, Scope, find_token
 from tidegate.daemon.app import create_app
 from tidegate.daemon.auth import OPEN, Caller, Tokens, scopes_allowed
+from tidegate.daemon.gate import BY_ANY_NAME
 from tidegate.daemon.limits import KEPT, Failures
 from tidegate.daemon.settings import Settings
 from tidegate.daemon.store import Store
@@ -108,6 +109,9 @@ def test_a_web_page_gets_nothing(daemon: Daemon) -> None:
             assert (answer.status_code, answer.headers["content-type"]) == (403, "application/problem+json"), path
         bent = {"Host": "evil.example", "Origin": "http://evil.example", **bearer}
         assert daemon.http(method, filled(path), None, headers=bent).status_code == 400, path
+        if path not in BY_ANY_NAME:
+            del bent["Origin"]
+            assert daemon.http(method, filled(path), None, headers=bent).status_code == 400, path
         preflight = {**page, "Access-Control-Request-Method": method, "Access-Control-Request-Headers": "authorization"}
         answer = daemon.http("OPTIONS", filled(path), None, headers=preflight)
         assert answer.status_code == 403
@@ -193,25 +197,53 @@ def test_nothing_secret_in_logs_or_metrics(tmp_path: Path) -> None:
         assert digest_of(secret) not in printed + shown
 
 
-def test_https(tmp_path: Path) -> None:
-    certificate = tmp_path / "both.pem"
+def certificate_for(folder: Path, names: str) -> tuple[Path, Path]:
+    """A certificate of its own, and its key; `names` as in IP:127.0.0.1,DNS:localhost."""
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
     subprocess.run(
         [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=127.0.0.1"),
-            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", tmp_path / "key.pem", "-out", certificate),
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=tidegate"),
+            *("-addext", f"subjectAltName={names}", "-keyout", key, "-out", certificate),
         ],
         check=True,
         capture_output=True,
     )
-    options = ("--tls-certificate", str(certificate), "--tls-key", str(tmp_path / "key.pem"))
+    return certificate, key
+
+
+def test_https(tmp_path: Path) -> None:
+    """The announced address is the advertised name, which is the one that the certificate is for."""
+    certificate, key = certificate_for(tmp_path, "DNS:localhost")
+    options = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--advertise-address", "localhost")
     with Process(tmp_path / "state", ("--port", "0", *options)) as process:
         (tmp_path / "state").mkdir()
         daemon = process.start(ca=certificate)
-        assert daemon.url.startswith("https://127.0.0.1:")
+        assert daemon.url.startswith("https://localhost:")
         with DaemonClient(daemon.url, daemon.tokens["read"], ca=certificate) as client:
             assert client.runs() == []
         with DaemonClient(daemon.url, daemon.tokens["read"]) as client, pytest.raises(DaemonUnreachable, match="TLS"):
             client.runs()
+
+
+@pytest.mark.parametrize(
+    ("names", "advertised", "announced"),
+    [
+        ("IP:127.0.0.1", None, "127.0.0.1"),
+        ("DNS:localhost", None, "localhost"),
+        ("DNS:tide.example", "tide.example:8790", "tide.example"),
+        ("DNS:*.tide.example", "node.tide.example", "node.tide.example"),
+        ("DNS:tide.example", None, "mismatch.* name one that it is for: --advertise-address"),
+        ("IP:127.0.0.1", "tide.example", "tide.example: .*mismatch.* get one for that name"),
+    ],
+)
+def test_what_is_announced_can_be_verified(tmp_path: Path, names: str, advertised: str | None, announced: str) -> None:
+    certificate, key = certificate_for(tmp_path, names)
+    settings = Settings(tls_certificate=certificate, tls_key=key, advertise_address=advertised)
+    if "mismatch" not in announced:
+        assert settings.announced_host("127.0.0.1") == announced
+        return
+    with pytest.raises(DaemonError, match=announced):
+        settings.announced_host("127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +256,7 @@ def test_https(tmp_path: Path) -> None:
 )
 def test_a_certificate_that_cannot_be_used(files: dict[str, str], said: str) -> None:
     with pytest.raises(DaemonError, match=said):
-        Settings(**files).check_tls()
+        Settings(**files).announced_host("127.0.0.1")
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Basic abc", "tide_x", "Bearer \u00e9\u00e9".encode()])

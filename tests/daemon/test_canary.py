@@ -17,10 +17,11 @@ from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.control.preview import preview
 from tidegate.daemon.control.run import Clock
 from tidegate.daemon.control.trials import Predicted
+from tidegate.daemon.control.window import Figures
 from tidegate.daemon.store import Store
 from tidegate.errors import DaemonError, NotFound
 from tidegate.knobs import Knobs
-from tidegate.wire import AgentReport, KnobPreview, StepReport, Vote
+from tidegate.wire import AgentReport, KnobPreview, Vote
 from tidegate.wire_canary import CanaryRequest
 
 
@@ -104,9 +105,9 @@ def test_a_canary_is_stored_as_it_is(seconds: list[float], predicted: float) -> 
         assert from_json(as_json(found)) == found
 
 
-def told(step: int, update: float, peak: int = 0, *, skipped: bool = False) -> StepReport:
+def told(step: int, update: float, peak: int = 0, *, skipped: bool = False) -> Figures:
     peaks = {"device_memory_peak_bytes": {"update": peak}, "skipped": skipped}
-    return step_report(step, update).model_copy(update=peaks)
+    return Figures.of(step_report(step, update).model_copy(update=peaks))
 
 
 def test_a_step_is_as_slow_as_its_slowest_rank_and_known_when_all_have_told() -> None:

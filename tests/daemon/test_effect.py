@@ -7,7 +7,8 @@ import pytest
 from tests.daemon.live import step_report
 from tidegate.daemon.control.effect import measure
 from tidegate.daemon.control.liveness import liveness, of_run
-from tidegate.wire import Liveness, StepReport
+from tidegate.daemon.control.window import Figures
+from tidegate.wire import Liveness
 
 
 @pytest.mark.parametrize(
@@ -32,8 +33,8 @@ def test_of_run(ranks: list[Liveness], expected: Liveness) -> None:
     assert of_run(ranks) == expected
 
 
-def steps(*seconds: float, first: int = 1) -> list[StepReport]:
-    return [step_report(first + i, value) for i, value in enumerate(seconds)]
+def steps(*seconds: float, first: int = 1) -> list[Figures]:
+    return [Figures.of(step_report(first + i, value)) for i, value in enumerate(seconds)]
 
 
 SLOW, FAST = [2.0] * 6, [1.0] * 6
@@ -53,7 +54,7 @@ SLOW, FAST = [2.0] * 6, [1.0] * 6
     ids=["both", "too few", "start", "nothing before", "an older generation", "at most 20", "at most 20 after"],
 )
 def test_measure(
-    history: list[StepReport], applied: dict[int, int], expected: tuple[int, int, float, float] | None
+    history: list[Figures], applied: dict[int, int], expected: tuple[int, int, float, float] | None
 ) -> None:
     found = measure(history, applied, 1)
     assert (None if found is None else tuple(found.model_dump().values())) == expected
@@ -61,7 +62,7 @@ def test_measure(
 
 def test_skipped_steps_do_not_count() -> None:
     history = steps(*SLOW, *FAST)
-    history[8] = history[8].model_copy(update={"skipped": True, "phase_seconds": {"update": 0.0}})
+    history[8] = history[8]._replace(skipped=True, update_seconds=0.0)
     found = measure(history, {0: 1, 1: 7}, 1)
     assert found is not None
     assert found.steps_after == 5

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.live import Agent, Process, listen, new_run, wait_until
+from tests.daemon.live import Agent, Process, listen, new_run, step_report, wait_until
 from tidegate.client import DaemonClient
 from tidegate.errors import DaemonUnreachable
+from tidegate.wire_canary import CanaryRequest
 
 
 def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
@@ -52,6 +53,29 @@ def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
         assert (client.generations(run)[3].state, client.run(run).liveness) == ("applied", "live")
         code, _, text = process.end(signal.SIGTERM)
         assert (code, "Traceback" in text) == (0, False), text
+
+
+def test_steps_outlive_the_daemon_and_a_trial_begins_with_them(tmp_path: Path) -> None:
+    run = new_run()
+    with Process(tmp_path) as process:
+        daemon = process.start()
+        agent = Agent(daemon, run).begin()
+        agent.train(150, 1.0)
+        agent.train(150, 1.0)
+        told = daemon.client().steps(run, 0, limit=256)
+        assert [step.step for step in told.steps] == [*range(45, 301)]
+        process.end(signal.SIGTERM)
+
+        again = process.start()
+        client, agent.client = again.client(), again.client("agent")
+        assert client.steps(run, 0, limit=256) == told
+        assert client.run(run).ranks[0].last_step == told.steps[-1]
+        agent.say(steps=(*told.steps[-2:], step_report(301, 1.0)))
+        assert [step.step for step in client.steps(run, 0, limit=3).steps] == [299, 300, 301], "told twice, kept once"
+        made = client.set_knobs(run, {"stride": 6}, canary=CanaryRequest(steps=20), wait=0)
+        assert (made.state, made.canary and made.canary.state) == ("proposed", "waiting"), (
+            "it has steps to compare with"
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,0 +1,97 @@
+"""The steps that ranks tell, on their way to the database: written together, once a second."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+from tidegate.daemon.control.run import Clock, Member
+from tidegate.daemon.steps import StepTable, ToldStep
+from tidegate.wire import StepReport
+
+WRITE_SECONDS: Final = 1.0
+UNWRITTEN_KEPT: Final = 50_000
+"""Steps that wait for a database which refuses them; the oldest are given up."""
+STEPS_BEFORE_CLEANING: Final = 32
+"""An agent's old steps go when so many new ones have come: deleting one for each would be as much work again."""
+SWEEP_SECONDS: Final = 3_600.0
+
+
+class History:
+    """`keep_seconds`: steps that were told longer ago than that are deleted, whosever they are.
+
+    A thread of its own writes: however slow the disk is, no rank waits for it.
+    """
+
+    def __init__(self, table: StepTable, keep_seconds: float, clock: Clock) -> None:
+        self._table = table
+        self._keep_seconds = keep_seconds
+        self._clock = clock
+        self._unwritten: deque[ToldStep] = deque(maxlen=UNWRITTEN_KEPT)
+        self._uncleaned: dict[str, int] = {}
+        self._firsts: dict[str, int] = {}
+        self._thread = ThreadPoolExecutor(1, "tidegate-history")
+        self._under_way: tuple[list[ToldStep], Future[None]] | None = None
+        self._written_at = clock.mono()
+        self._swept_at = -math.inf
+
+    def add(self, member: Member, steps: tuple[StepReport, ...]) -> None:
+        """Remembers them for the next write."""
+        if not steps:
+            return
+        agent, at = member.hello.agent, self._clock.wall()
+        self._unwritten.extend(ToldStep(agent, step.step, at, step.model_dump_json()) for step in steps)
+        self._uncleaned[agent] = self._uncleaned.get(agent, 0) + len(steps)
+        if self._uncleaned[agent] >= STEPS_BEFORE_CLEANING:
+            self._uncleaned[agent] = 0
+            self._firsts[agent] = member.window.oldest
+
+    def newest(self, agent: str, limit: int) -> list[str]:
+        """The newest reports of an agent in JSON, oldest first; those that wait to be written are among them."""
+        waiting = [*(self._under_way[0] if self._under_way is not None else ()), *self._unwritten]
+        told = {step.step: step.body for step in waiting if step.agent == agent}
+        found = dict(self._table.newest(agent, limit)) | told  # what was under way may be there by now
+        return [found[step] for step in sorted(found)[-limit:]]
+
+    def tick(self, now: float) -> None:
+        """To be called several times a second; `now` is on the monotonic clock."""
+        if self._under_way is not None and self._under_way[1].done():
+            self.settle()
+        if now - self._written_at >= WRITE_SECONDS and self._under_way is None:
+            self._written_at = now  # a database that refuses them is asked again in a second
+            self._begin(now)
+
+    def write(self) -> None:
+        """Writes all that was told until now, and returns when it is there."""
+        self.settle()
+        self._begin(self._clock.mono())
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits for the write that is under way. What it could not write waits for the next; raises why."""
+        if self._under_way is None:
+            return
+        (steps, done), self._under_way = self._under_way, None
+        if error := done.exception():
+            room = UNWRITTEN_KEPT - len(self._unwritten)
+            self._unwritten.extendleft(steps[: -room - 1 : -1])  # the newest of them, in their order
+            raise error
+
+    def forget(self, agent: str) -> None:
+        """The agent is gone: nothing more comes of it."""
+        self._uncleaned.pop(agent, None)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _begin(self, now: float) -> None:
+        steps, firsts = list(self._unwritten), list(self._firsts.items())
+        before = None
+        if now - self._swept_at >= SWEEP_SECONDS:
+            self._swept_at, before = now, self._clock.wall() - self._keep_seconds
+        if steps or firsts or before is not None:
+            self._unwritten.clear()
+            self._firsts.clear()
+            self._under_way = steps, self._thread.submit(self._table.write, steps, firsts, before)

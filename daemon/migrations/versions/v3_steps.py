@@ -1,0 +1,19 @@
+"""Steps outlive the daemon; when an agent first ran with a generation is known again after a restart."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "v3"
+down_revision = "v2"
+
+
+def upgrade() -> None:
+    op.create_table(
+        "steps",
+        sa.Column("agent", sa.String(64), primary_key=True),
+        sa.Column("step", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("at", sa.Float, nullable=False),
+        sa.Column("body", sa.Text, nullable=False),
+    )

@@ -1,0 +1,25 @@
+"""The audit log: who did what, when and why. It is append-only, and there is no route that writes to it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from tidegate.daemon.deps import Plane
+from tidegate.wire import AuditRow
+
+router = APIRouter(prefix="/v1", tags=["audit"])
+Limit = Annotated[int, Query(ge=1, le=5_000)]
+
+
+@router.get("/audit")
+async def whole(plane: Plane, limit: Limit = 500) -> list[AuditRow]:
+    """The newest rows of all runs, and of what concerns none (tokens, the daemon's own alerts), oldest first."""
+    return plane.store.audit(None, limit)
+
+
+@router.get("/runs/{run}/audit")
+async def of_run(plane: Plane, run: str, limit: Limit = 500) -> list[AuditRow]:
+    """The newest rows of the run, oldest first."""
+    return plane.store.audit(plane.roster.run(run).name, limit)

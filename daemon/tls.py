@@ -1,0 +1,44 @@
+"""Whether a certificate is good for the names by which the daemon is reached, asked before anybody else has to."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from pathlib import Path
+
+from tidegate.errors import DaemonError
+
+
+def load(certificate: Path, key: Path | None) -> ssl.SSLContext:
+    """The server's context; DaemonError when certificate and key cannot be used."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key, password=lambda: "")
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        why = getattr(error, "strerror", None) or str(error)
+        raise DaemonError(f"The certificate {certificate} cannot be used: {why}.") from error
+    return context
+
+
+def why_not(certificate: Path, key: Path | None, name: str) -> str:
+    """Why a client that trusts the certificate refuses it for `name`, a host's name or address; empty if it does not.
+
+    Found by a handshake in memory: what is asked is what clients ask. DaemonError as `load`.
+    """
+    server_context = load(certificate, key)
+    client_context = ssl.create_default_context(cafile=str(certificate))
+    client_context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted, whoever signed it
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = client_context.wrap_bio(to_client, to_server, server_hostname=name)
+    server = server_context.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        while True:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                client.do_handshake()
+                return ""
+            with contextlib.suppress(ssl.SSLWantReadError):
+                server.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        return error.verify_message
+    except (ssl.SSLError, ValueError) as error:
+        return str(error)

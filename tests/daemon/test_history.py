@@ -1,0 +1,115 @@
+"""Steps on their way to the database, and the window of those that are compared."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy.exc import IntegrityError
+
+from tests.daemon.live import hello, step_report
+from tidegate.daemon.control.history import STEPS_BEFORE_CLEANING, SWEEP_SECONDS, WRITE_SECONDS, History
+from tidegate.daemon.control.run import Clock, Member
+from tidegate.daemon.control.window import STEPS_KEPT, Figures, Window
+from tidegate.daemon.store import Store
+from tidegate.wire import AgentReport
+
+UNKNOWN = st.none() | st.floats(0, 1e12)
+FIGURES = st.builds(
+    Figures, st.integers(0, 2**62), st.floats(0, 1e6), st.floats(0, 1e6), UNKNOWN, UNKNOWN, st.booleans()
+)
+
+
+@given(st.lists(FIGURES, max_size=40), st.integers(0, 2 * STEPS_KEPT))
+def test_a_window_is_the_newest_of_what_it_was_given(figures: list[Figures], many: int) -> None:
+    window, plain = Window(), deque[Figures](maxlen=STEPS_KEPT)
+    for row in [Figures(n, 1.0, 2.0, None, 3.0, False) for n in range(many)] + figures:
+        window.add(row)
+        plain.append(row)
+    assert list(window) == list(plain)
+    assert window.newest == (plain[-1].step if plain else -1)
+    assert window.oldest == (plain[0].step if len(plain) == STEPS_KEPT else -1)
+
+
+class Rank:
+    """A member that tells steps, and the history that they go to."""
+
+    def __init__(self, store: Store) -> None:
+        self.mono, self.wall = 0.0, 1_000.0
+        clock = Clock(wall=lambda: self.wall, mono=lambda: self.mono)
+        self.history = History(store.steps, keep_seconds=100.0, clock=clock)
+        self.member = Member(hello=hello("llama"), seen=0.0, last_seen=0.0)
+        self.step = 0
+
+    def tell(self, count: int) -> None:
+        steps = tuple(step_report(self.step + n + 1) for n in range(count))
+        self.step += count
+        report = AgentReport(
+            timestamp=self.wall, step=self.step, phase="other", generation=0, effective={}, steps=steps
+        )
+        self.history.add(self.member, self.member.take(report))
+
+    def pass_seconds(self, seconds: float) -> None:
+        self.mono += seconds
+        self.wall += seconds
+        self.history.tick(self.mono)
+        self.history.settle()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+    yield made
+    made.close()
+
+
+def stored(store: Store, rank: Rank) -> int:
+    return len(store.steps.newest(rank.member.hello.agent, 10_000))
+
+
+def test_all_ranks_are_written_together_once_a_second(store: Store) -> None:
+    rank = Rank(store)
+    rank.tell(3)
+    rank.pass_seconds(WRITE_SECONDS / 2)
+    assert (stored(store, rank), len(rank.history.newest(rank.member.hello.agent, 10))) == (0, 3)
+    rank.pass_seconds(WRITE_SECONDS / 2)
+    assert (stored(store, rank), len(rank.history.newest(rank.member.hello.agent, 2))) == (3, 2)
+
+
+def test_what_may_have_been_written_is_written_again(store: Store) -> None:
+    """A commit that fails may have arrived."""
+    rank = Rank(store)
+    rank.tell(3)
+    told = list(rank.history._unwritten)
+    store.steps.write(told[:2])
+    rank.pass_seconds(WRITE_SECONDS)
+    assert [step for step, _ in store.steps.newest(rank.member.hello.agent, 10)] == [1, 2, 3]
+
+
+def test_the_table_does_not_grow(store: Store) -> None:
+    rank = Rank(store)
+    for _ in range(100):
+        rank.tell(10)
+        rank.pass_seconds(WRITE_SECONDS)
+    assert STEPS_KEPT <= stored(store, rank) <= STEPS_KEPT + STEPS_BEFORE_CLEANING + 10
+    rank.pass_seconds(SWEEP_SECONDS)
+    assert stored(store, rank) == 0, "they are older than they are kept"
+
+
+def test_what_a_full_disk_refuses_is_written_later(store: Store) -> None:
+    rank = Rank(store)
+    rank.tell(3)
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TRIGGER full BEFORE INSERT ON steps BEGIN SELECT RAISE(ABORT, 'full'); END")
+    with pytest.raises(IntegrityError, match="full"):
+        rank.pass_seconds(WRITE_SECONDS)
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("DROP TRIGGER full")
+    rank.pass_seconds(WRITE_SECONDS / 2)
+    assert stored(store, rank) == 0, "it is asked again when its second is over"
+    rank.pass_seconds(WRITE_SECONDS / 2)
+    assert stored(store, rank) == 3
