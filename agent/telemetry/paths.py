@@ -12,8 +12,9 @@ from typing import Final, cast
 from tidegate.agent.engine.residences import Residences
 from tidegate.agent.telemetry.division import Moved, moves_by_phase
 from tidegate.agent.tiers.object_path import ObjectPath
-from tidegate.agent.tiers.path import StoragePath, Transfer
+from tidegate.agent.tiers.path import StoragePath
 from tidegate.agent.tiers.store import TierStore
+from tidegate.agent.tiers.transfers import Transfer
 from tidegate.logs import event
 from tidegate.plan.split import PathSpeeds
 from tidegate.timeline import PhaseSpan
