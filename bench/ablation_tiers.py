@@ -4,6 +4,7 @@ All on: bf16 weights and gradients, the fp32 master as weight and 16-bit remaind
 paths (a disk and memory) with the split that the engine finds, exclusive access. Then each off alone, and all off:
 `no_remainder` has fp16 weights with an fp32 master on the paths, `no_16_bit` has fp32 weights and gradients. Every
 variant trains in a process of its own; rounds are interleaved. `slower_by`: the variant's update by that of all on.
+`state_by_budget`: how many times the host memory for staging slots, cache and mirrors the state is.
 
 `processes`: several processes on one disk at once, with exclusive access and without: bytes a second of all, how long
 an operation takes (the wait for the lock is not in it), and fairness (Jain's index of their updates' seconds: 1 when
@@ -34,6 +35,8 @@ from storage.ours import Ours
 from storage.side import Model, Side
 
 WARM_UP = 3
+SUBGROUPS_PER_LAYER = 4
+"""So small that state is several times what host memory holds of it."""
 STATE_BYTES = {"bfloat16": 10, "float16": 12, "float32": 8}
 
 
@@ -71,7 +74,7 @@ def start(stack: ExitStack, name: str, variant: Variant, model: Model, places: d
             offload={
                 "paths": paths,
                 "stride": "off",
-                "subgroup_numel": model.width**2 // 2,
+                "subgroup_numel": model.width**2 // SUBGROUPS_PER_LAYER,
                 "host_cache": int(variant.cached_share * STATE_BYTES[model.dtype] * model.numel),
                 "gradients": "release",
             },
@@ -102,15 +105,22 @@ def ablation(folder: Path, memory: Path, options: argparse.Namespace) -> dict[st
             for name in names:
                 steps[name].append(sides[name].step())
     best = [step["update"] for step in steps["all_on"]]
+    numel = options.layers * options.width**2
     return {
         name: {
             "slower_by": spread(ratios([step["update"] for step in made], best)),
             "update_seconds": spread([step["update"] for step in made]),
-            "bytes_per_param_moved": round(made[-1]["state_bytes"] / (options.layers * options.width**2), 2),
+            "bytes_per_param_moved": round(made[-1]["state_bytes"] / numel, 2),
+            "state_by_budget": round(STATE_BYTES[VARIANTS[name].dtype] * numel / budget(made[-1]["host_bytes"]), 2),
             "split": made[-1]["split"],
         }
         for name, made in steps.items()
     }
+
+
+def budget(host_bytes: dict[str, int]) -> int:
+    """Without gradients, which are in host memory whatever is on and off."""
+    return sum(nbytes for kind, nbytes in host_bytes.items() if kind != "gradient")
 
 
 def jain(values: list[float]) -> float:
@@ -151,14 +161,19 @@ def crowd(folder: Path, exclusive: bool, options: argparse.Namespace) -> dict[st
 
 
 def measure(folder: Path, memory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    variants = ablation(folder, memory, options)
-    processes = {
-        name: crowd(folder, exclusive, options) for name, exclusive in (("exclusive", True), ("shared", False))
-    }
+    found: dict[str, Any] = {}
+    if options.part in ("variants", "both"):
+        variants = ablation(folder, memory, options)
+        found["slower_by"] = {name: one["slower_by"]["median"] for name, one in variants.items()}
+        found["variants"] = variants
+    if options.part in ("processes", "both"):
+        ways = {"exclusive": True, "shared": False}
+        found["processes"] = {
+            "count": options.processes,
+            **{name: crowd(folder, exclusive, options) for name, exclusive in ways.items()},
+        }
     return {
-        "slower_by": {name: one["slower_by"]["median"] for name, one in variants.items()},
-        "variants": variants,
-        "processes": {"count": options.processes, **processes},
+        **found,
         "parameters": options.layers * options.width**2,
         "device": "emulated",
         "cpu": cpu_name(),
@@ -174,6 +189,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=2048, help="a layer has width² parameters")
     parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--part", choices=("variants", "processes", "both"), default="both")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=120.0, help="begin no round of variants after this long")
     parser.add_argument("--json", action="store_true", help="print nothing but the result")

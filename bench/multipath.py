@@ -29,9 +29,10 @@ from typing import Any
 
 from storage import fio
 from storage.figures import cpu_name, spread
+from storage.group import Group
 from storage.ours import Ours
 from storage.side import Model, Side
-from storage.throttled import Group, ThrottledPath, unavailable
+from storage.throttled import BLKIO, ThrottledPath, unavailable
 
 from tidegate.plan.split import PathSpeeds, balanced_split, makespan_seconds
 
@@ -119,7 +120,7 @@ def measure_paths(names: list[str], folder: Path, options: argparse.Namespace) -
     subgroup = model.width**2 // options.subgroups_per_layer
     count, state = model.numel // subgroup, STATE_BYTES_PER_PARAM * model.numel
     with ExitStack() as stack:
-        group = stack.enter_context(Group())
+        group = stack.enter_context(Group(BLKIO))
         paths = {
             name: stack.enter_context(
                 ThrottledPath(

@@ -7,7 +7,9 @@ blocks of the same size, with as many of them in flight: disks of VMs are thrott
 
 Weights and one gradient for each are in both sides' memory anyway (on a GPU they would be on the device, here that is
 emulated and nothing is claimed about a GPU). The budget is what comes beside them: staging buffers and cache.
-DeepSpeed gets the least that it can pipeline with; we get as much, less than a quarter of our state.
+DeepSpeed gets the least that it can pipeline with; we get as much, less than a quarter of our state. That is how both
+are configured. Where control groups can be made, each process gets the same limit for all of its memory as well, what
+DeepSpeed's needs after its first steps (`budget`).
 
 `ratio_vs_deepspeed`: their backward and update by ours; `iteration_ratio`: with the forward. `bound_ratio_by_bytes`:
 what it would be if both ran at the speed of the disk: their bytes by ours. `share_of_disk_bandwidth`: what our update
@@ -35,10 +37,13 @@ from typing import Any
 from storage import fio
 from storage.deepspeed_side import DeepSpeed, buffer_bytes
 from storage.figures import cpu_name, ratios, spread
+from storage.group import MemoryGroup, memory_unavailable
 from storage.ours import Ours
 from storage.side import Model, Side
 
 WARM_UP = 2
+LIMIT_BY_PEAK = 1.05
+"""The limit of all memory of a process, by the most that DeepSpeed's has had when it is warm."""
 IO_THREADS = 4
 """That read, and as many that write."""
 SLOT_BYTES = {"float32": 8 + 4, "bfloat16": 10 + 2}
@@ -62,7 +67,44 @@ def our_offload(model: Model, directory: Path, options: argparse.Namespace) -> d
     }
 
 
-def start_sides(stack: ExitStack, folder: Path, options: argparse.Namespace) -> tuple[dict[str, Side], str | None]:
+class Groups:
+    """A control group for each side; none, and `reason`, where there can be none."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack, self._groups = stack, dict[str, MemoryGroup]()
+        self.reason = memory_unavailable()
+        self._limit = 0
+
+    def join(self, name: str) -> str | None:
+        """The file to which a side of this name writes its process id."""
+        if self.reason is not None:
+            return None
+        self._groups[name] = self._stack.enter_context(MemoryGroup(name))
+        return self._groups[name].members
+
+    def bound(self) -> None:
+        """When all sides are warm."""
+        if "deepspeed" not in self._groups:
+            self.reason = self.reason or "DeepSpeed, whose need is the limit, is not there"
+            return
+        self._limit = int(LIMIT_BY_PEAK * self._groups["deepspeed"].peak_bytes)
+        for group in self._groups.values():
+            group.limit(self._limit)
+
+    def told(self) -> dict[str, Any]:
+        if self.reason is not None:
+            return {"enforced": f"by configuration, not by a control group: {self.reason}"}
+        (version,) = {group.version for group in self._groups.values()}
+        return {
+            "enforced": f"by configuration, and by {version}: the same limit for all memory of each process",
+            "limit_bytes": self._limit,
+            "peak_bytes": {name: group.peak_bytes for name, group in self._groups.items()},
+        }
+
+
+def start_sides(
+    stack: ExitStack, folder: Path, groups: Groups, options: argparse.Namespace
+) -> tuple[dict[str, Side], str | None]:
     """Every side by name, and why DeepSpeed is missing when it is."""
     sides, note = {}, None
     for name, dtype in (("tidegate", "float32"), ("tidegate_bf16", "bfloat16")):
@@ -72,6 +114,7 @@ def start_sides(stack: ExitStack, folder: Path, options: argparse.Namespace) -> 
         sides[name] = stack.enter_context(
             Side(
                 Ours,
+                join=groups.join(name),
                 model=model,
                 offload=our_offload(model, folder / name, options),
                 lock_directory=str(folder / f"{name}-locks"),
@@ -84,6 +127,7 @@ def start_sides(stack: ExitStack, folder: Path, options: argparse.Namespace) -> 
     sides["deepspeed"] = stack.enter_context(
         Side(
             DeepSpeed,
+            join=groups.join("deepspeed"),
             model=Model(layers=options.layers, width=options.width),
             directory=str(folder / "deepspeed"),
             block_bytes=options.block_kib << 10,
@@ -94,11 +138,14 @@ def start_sides(stack: ExitStack, folder: Path, options: argparse.Namespace) -> 
     return sides, note
 
 
-def interleaved(sides: dict[str, Side], yardstick: Path | None, options: argparse.Namespace) -> Rounds:
-    """One step of each a round, and a run of fio, until the rounds or the seconds are used up."""
+def interleaved(
+    sides: dict[str, Side], yardstick: Path | None, groups: Groups, options: argparse.Namespace
+) -> tuple[Rounds, dict[str, Any]]:
+    """One step of each a round, and a run of fio, until rounds or seconds are used up; and what `groups` tell."""
     for side in sides.values():
         for _ in range(WARM_UP):
             side.step()
+    groups.bound()
     mix = fio.Mix(block_bytes=options.block_kib << 10, depth=2 * IO_THREADS)
     found: Rounds = {name: [] for name in (*sides, *(["fio"] if yardstick else []))}
     if yardstick:
@@ -114,7 +161,7 @@ def interleaved(sides: dict[str, Side], yardstick: Path | None, options: argpars
                 found[name].append({"rate": fio.rate(yardstick, mix)})
             else:
                 found[name].append(sides[name].step())
-    return found
+    return found, groups.told()
 
 
 def of(rounds: list[dict[str, Any]], key: str) -> list[float]:
@@ -191,7 +238,7 @@ def budget(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, A
     ):
         # All gradients are in the engine's buffers; the mirrors' weights come on top of the model's.
         found[f"{name}_bytes"] = sum(host.values()) - gradient * model.numel
-    return {**found, "enforced": "by configuration, not by a cgroup"}
+    return found
 
 
 def version(name: str) -> str | None:
@@ -204,12 +251,13 @@ def version(name: str) -> str | None:
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     reason = fio.available()
     with ExitStack() as stack:
-        sides, note = start_sides(stack, folder, options)
-        rounds = interleaved(sides, None if reason else folder / "fio", options)
+        groups = Groups(stack)
+        sides, note = start_sides(stack, folder, groups, options)
+        rounds, enforced = interleaved(sides, None if reason else folder / "fio", groups, options)
     measured = result(rounds, options)
     return {
         **measured,
-        "budget": budget(options, measured),
+        "budget": {**budget(options, measured), **enforced},
         "parameters": options.layers * options.width**2,
         "block_bytes": options.block_kib << 10,
         "blocks_in_flight": 2 * IO_THREADS,

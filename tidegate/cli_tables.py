@@ -118,6 +118,8 @@ def print_preview(preview: KnobPreview) -> None:
         print(f"The prediction of the present knobs is off by {preview.error_ratio:.0%} of what was measured.")
     if preview.no_prediction:
         print(preview.no_prediction)
+    if preview.no_room:
+        print(preview.no_room)
 
 
 def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | None) -> Iterator[tuple[str, ...]]:

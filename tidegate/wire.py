@@ -168,6 +168,9 @@ class PathState(Message):
     """At the pace of the last hour; None while it is too early to tell."""
     retired: Flag = False
     """It failed for good: nothing more is written there."""
+    capacity_subgroups: Count | None = None
+    """How many subgroups it can hold, with those that it holds already, as the step was planned. None where that is
+    more than there can be."""
 
 
 class SpanRow(Message):
@@ -395,6 +398,8 @@ class KnobPreview(Message):
     expected of this one."""
     no_prediction: Text = ""
     """Why there is none, as a sentence."""
+    no_room: Text = ""
+    """Which path cannot hold what these knobs give it, as a sentence; others take the rest, or it is refused."""
 
 
 class Advice(Message):

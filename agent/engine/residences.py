@@ -32,6 +32,8 @@ class Residences:
         self._assigned: dict[int, str] = {}
         """The path of each subgroup that ever had one; kept while it is in the cache."""
         self._counts: Counts = {}
+        self.known_capacity: Counts = {}
+        """`capacity`, as it was when the last step was planned."""
         self._split: Split = None
         self._in_memory: set[int] = set()
         """Subgroups whose state is in host memory between steps."""
@@ -49,7 +51,7 @@ class Residences:
         stay = cached([s.nbytes("state") for s in subgroups], movable, effective, order)
         # While orders alternate, each subgroup is in storage every other time: its path stays.
         stored = movable if effective.alternate else [i for i in movable if i not in stay]
-        capacity = self._store.capacity(self._assigned)
+        capacity = self.known_capacity = self._store.capacity(self._assigned)
         kept = self._kept(subgroups, stored, capacity)
         self._assign([i for i in stored if i not in kept], effective.tier_split, capacity)
         residences = [residence for _, residence in placed]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tidegate.agent.devices.base import DoneEvent
-from tidegate.agent.tiers.path import Transfer
+from tidegate.agent.tiers.transfers import Transfer
 from tidegate.analysis import Interval, split_by_phase
 from tidegate.timeline import Phase, PhaseSpan
 

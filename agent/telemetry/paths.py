@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
+from tidegate.agent.engine.residences import Residences
 from tidegate.agent.telemetry.division import Moved, moves_by_phase
 from tidegate.agent.tiers.object_path import ObjectPath
-from tidegate.agent.tiers.path import StoragePath, Transfer
+from tidegate.agent.tiers.path import StoragePath
 from tidegate.agent.tiers.store import TierStore
+from tidegate.agent.tiers.transfers import Transfer
 from tidegate.logs import event
 from tidegate.plan.split import PathSpeeds
 from tidegate.timeline import PhaseSpan
-from tidegate.wire import PathOperation, PathRow, PathState
+from tidegate.wire import MAX_SUBGROUPS, PathOperation, PathRow, PathState
 
 log = logging.getLogger("tidegate")
 
@@ -41,6 +43,8 @@ class PathNote:
     ceilings: PathSpeeds
     written_bytes_per_day: float | None
     retired: bool = False
+    capacity_subgroups: int | None = None
+    """None where no bound is known."""
 
 
 class Wear:
@@ -75,8 +79,8 @@ class Wear:
 class PathWatch:
     """Asked by the training thread once a step, when no transfer is under way that belongs to it."""
 
-    def __init__(self, store: TierStore) -> None:
-        self._store = store
+    def __init__(self, store: TierStore, residences: Residences) -> None:
+        self._store, self._residences = store, residences
         now = time.monotonic()
         self._wear = {
             name: Wear(name, path.settings.wear_bytes_per_day, now, path.counters.bytes["write"])
@@ -107,7 +111,12 @@ class PathWatch:
             ceilings=self._store.ceilings[name],
             written_bytes_per_day=wear.per_day(now, counters.bytes["write"]) if wear is not None else None,
             retired=name in self._store.retired,
+            capacity_subgroups=self._capacity_subgroups(name),
         )
+
+    def _capacity_subgroups(self, name: str) -> int | None:
+        found = self._residences.known_capacity.get(name)
+        return found if found is not None and found <= MAX_SUBGROUPS else None
 
 
 def _free_bytes(path: StoragePath | ObjectPath) -> int | None:
@@ -160,6 +169,7 @@ def path_states(notes: Sequence[PathNote]) -> tuple[PathState, ...]:
             },
             written_bytes_per_day=note.written_bytes_per_day,
             retired=note.retired,
+            capacity_subgroups=note.capacity_subgroups,
         )
         for note in notes
     )

@@ -13,8 +13,9 @@ from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry.division import moves_by_phase
 from tidegate.agent.telemetry.gpu import GpuFigures
 from tidegate.agent.telemetry.meter import Labels, Meter
-from tidegate.agent.tiers.path import PathCounters, StoragePath, Transfer
+from tidegate.agent.tiers.path import StoragePath
 from tidegate.agent.tiers.store import TierStore
+from tidegate.agent.tiers.transfers import PathCounters, Transfer
 from tidegate.knobs import AUTO, EQ1, KnobValue, device_share, weights_of
 from tidegate.metric import PATH_OPERATIONS
 from tidegate.timeline import PHASES, PhaseSpan

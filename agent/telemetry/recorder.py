@@ -78,10 +78,10 @@ class Recorder:
         """What /metrics shows; the holder of `lock` may use it."""
         self._optimizer = optimizer
         self._totals = Totals()
-        store = optimizer.engine.store
+        store, residences = optimizer.engine.store, optimizer.engine.residences
         self.path_names = tuple(store.paths) if store is not None else ()
         figures.begin(self.meter, self.path_names)
-        self._paths = PathWatch(store) if store is not None else None
+        self._paths = PathWatch(store, residences) if store is not None and residences is not None else None
         self.path_capacities = self._paths.capacities if self._paths is not None else {}
         self._residences = ("host", "device", *self.path_names)
         self._noted: deque[FinishedStep] = deque()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tidegate.agent.tiers.object_client import Client, Refused
 from tidegate.agent.tiers.object_settings import ObjectSettings
-from tidegate.agent.tiers.path import Operation, PathCounters, Transfer
+from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer
 from tidegate.errors import BlockDamaged, DataTruncated
 from tidegate.kernels import copy, crc32c
 

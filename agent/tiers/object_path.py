@@ -25,7 +25,8 @@ from tidegate.agent.tiers.object_blocks import BlockMover, Job, StoredBlocks, no
 from tidegate.agent.tiers.object_client import Refused, bucket_key, connect, unusable
 from tidegate.agent.tiers.object_scratch import ObjectScratch
 from tidegate.agent.tiers.object_settings import ObjectSettings
-from tidegate.agent.tiers.path import DUPLEX_SHARE, Operation, PathCounters, Transfer
+from tidegate.agent.tiers.path import DUPLEX_SHARE
+from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer
 from tidegate.errors import PathFailed, PathFull
 from tidegate.kernels import aligned_buffer, fill
 from tidegate.plan.split import PathSpeeds

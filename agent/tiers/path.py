@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import itertools
 import logging
 import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import Final, Literal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
-from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential
 
-from tidegate.agent.devices.base import DoneEvent
-from tidegate.agent.tiers.format import Header, StateKind, file_bytes, header_bytes, num_blocks, padded_bytes
+from tidegate.agent.tiers.file_moves import FileMover, StateFile
+from tidegate.agent.tiers.format import Header, StateKind, file_bytes, num_blocks, padded_bytes
 from tidegate.agent.tiers.locks import TierLocks, device_key, lock_directory
 from tidegate.agent.tiers.scratch import Scratch, free_bytes, reserve
-from tidegate.errors import BlockDamaged, ConfigError, DataTruncated, PathFailed, PathFull, PathUnusable
-from tidegate.kernels import IoPool, IoTicket, aligned_buffer, crc32c, fill, open_direct
+from tidegate.agent.tiers.transfers import PathCounters, Transfer, nothing
+from tidegate.errors import ConfigError, PathUnusable
+from tidegate.kernels import aligned_buffer, fill, open_direct
 from tidegate.plan.split import PathSpeeds
 
 log = logging.getLogger("tidegate.tiers")
 
-Operation = Literal["read", "write"]
-
-ATTEMPTS: Final = 3
-"""How often an op is tried whose error may pass."""
-PASSING: Final = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ENOMEM})
-"""Errors that may pass. Any other (no such device, read-only, …) is for good."""
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-MAX_MOVES: Final = 10_000
-"""Moves that are kept for telemetry until it takes them: nobody may listen."""
 DUPLEX_SHARE: Final = 0.75
 """Reads and writes at once that take less than this share of one after the other do not share the device."""
-POLL_SECONDS: Final = 1.0
-"""How long a wait holds back Python's signal handlers."""
-
-
-def nothing() -> None:
-    """What is called when nobody wants to be told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,85 +63,6 @@ class PathSettings:
         return os.fspath(self.directory)
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer(DoneEvent):
-    """One file read or written. `nbytes` is 0 where nothing had to be moved; the wait for the lock is not in its
-    span."""
-
-    nbytes: int
-    lock_wait_seconds: float
-    is_whole: bool = True
-    """False for a piece of one: a checkpoint is drained in pieces."""
-
-
-@dataclass
-class _File:
-    """The file of one subgroup. `step` is -1 while nothing was written: then its state is zeros."""
-
-    name: str
-    fd: int
-    kind: StateKind
-    checksums: NDArray[np.uint32]
-    step: int = -1
-    linked: Header | None = None
-    """What its header says, once a checkpoint may hold the file, too: it must never be written to again."""
-
-    @property
-    def data_bytes(self) -> int:
-        """With the padding."""
-        return padded_bytes(self.kind.data_bytes)
-
-
-@dataclass
-class PathCounters:
-    """What happened on a path since the run began, by operation: `read`, `write`. Calibration does not count."""
-
-    retries: dict[str, int] = field(default_factory=lambda: {"read": 0, "write": 0})
-    errors: dict[str, int] = field(default_factory=lambda: {"read": 0, "write": 0})
-    """Attempts that failed, those that were repeated included."""
-    bytes: dict[str, int] = field(default_factory=lambda: {"read": 0, "write": 0})
-    """As they were moved, padding included."""
-    lock_wait_seconds: dict[str, float] = field(default_factory=lambda: {"read": 0.0, "write": 0.0})
-    moves: deque[tuple[str, Transfer]] = field(default_factory=lambda: deque(maxlen=MAX_MOVES))
-    """The newest, with their operation; who wants to know takes them out."""
-    taken_over_bytes: int = 0
-    """Written here because the path that the plan named had failed; in timelines these bytes and seconds are in the
-    lane of that path."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    """Lanes may read and write in two threads each, and a checkpoint that is drained beside them."""
-    under_way: dict[object, tuple[str, float]] = field(default_factory=dict)
-    """Operation and begin, on the monotonic clock, of each transfer that has not ended."""
-
-    @contextmanager
-    def going_on(self, operation: str) -> Iterator[None]:
-        """For the duration of one attempt, the wait for the lock excluded."""
-        transfer = object()
-        self.under_way[transfer] = (operation, time.monotonic())
-        try:
-            yield
-        finally:
-            del self.under_way[transfer]
-
-    def count(self, operation: str, moved: Transfer) -> Transfer:
-        with self._lock:
-            self.bytes[operation] += moved.nbytes
-            self.lock_wait_seconds[operation] += moved.lock_wait_seconds
-            self.moves.append((operation, moved))
-        return moved
-
-    def count_retry(self, operation: str) -> None:
-        with self._lock:
-            self.retries[operation] += 1
-
-    def count_error(self, operation: str) -> None:
-        with self._lock:
-            self.errors[operation] += 1
-
-    def count_taken_over(self, nbytes: int) -> None:
-        with self._lock:
-            self.taken_over_bytes += nbytes
-
-
 @dataclass(slots=True)
 class HeldFile:
     """State as it was on a path when it was held, behind `header`: an open file of its own, with a name or without."""
@@ -194,16 +96,15 @@ class StoragePath:
         self.settings = settings
         self.counters = PathCounters()
         self._run_id = run_id
-        self._files: dict[int, _File] = {}
-        self._moving: set[IoTicket] = set()
-        self._spares: dict[int, _File] = {}
+        self._files: dict[int, StateFile] = {}
+        self._spares: dict[int, StateFile] = {}
         """Where state goes at its next flush, when a checkpoint holds the file that it is in."""
         self._scratch = Scratch.create(settings.directory, run, rank)
         try:
-            self._locks: TierLocks | None = None
+            locks = None
             if settings.lock_slots:
-                self._locks = TierLocks(lock_directory(), device_key(settings.directory), settings.lock_slots)
-            self._pools = {"read": IoPool(settings.threads), "write": IoPool(settings.threads)}
+                locks = TierLocks(lock_directory(), device_key(settings.directory), settings.lock_slots)
+            self._mover = FileMover(name, settings.threads, settings.block_bytes, locks, self.counters)
         except BaseException:
             self._scratch.close()
             raise
@@ -214,12 +115,12 @@ class StoragePath:
     @property
     def busy(self) -> bool:
         """A transfer is in progress: the kernel may still use its file, and the memory that it was given."""
-        return bool(self._moving)
+        return self._mover.busy
 
     @property
     def lock_timeouts(self) -> int:
         """Waits for exclusive access that took too long."""
-        return self._locks.timeouts if self._locks is not None else 0
+        return self._mover.locks.timeouts if self._mover.locks is not None else 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -253,7 +154,7 @@ class StoragePath:
         """A file for a subgroup, with zeros for state and its space reserved. PathFull when there is not so much."""
         self._files[kind.subgroup] = self._new_file(kind)
 
-    def _new_file(self, kind: StateKind, given: str | os.PathLike[str] | None = None) -> _File:
+    def _new_file(self, kind: StateKind, given: str | os.PathLike[str] | None = None) -> StateFile:
         """One with its space reserved; out of the file `given`, which is no longer where it was."""
         name = str(self._scratch.directory / f"{kind.subgroup:06d}-{next(self._numbers)}.tide")
         if given is not None:
@@ -266,7 +167,7 @@ class StoragePath:
             os.unlink(name)
             raise
         blocks = num_blocks(padded_bytes(kind.data_bytes), self.settings.block_bytes)
-        return _File(name, fd, kind, np.zeros(blocks, np.uint32))
+        return StateFile(name, fd, kind, np.zeros(blocks, np.uint32))
 
     def _open(self, name: str) -> int:
         try:
@@ -284,7 +185,7 @@ class StoragePath:
             if subgroup in files:
                 self._discard(files.pop(subgroup))
 
-    def _discard(self, file: _File) -> None:
+    def _discard(self, file: StateFile) -> None:
         try:
             os.close(file.fd)
             os.unlink(file.name)
@@ -310,14 +211,7 @@ class StoragePath:
             start = time.monotonic()
             fill(address, 0, file.data_bytes)
             return Transfer(start, time.monotonic(), 0, 0.0)
-
-        def begin() -> IoTicket:
-            where = header_bytes(len(file.checksums))
-            return self._pools["read"].read(
-                file.fd, address, file.data_bytes, where, self.settings.block_bytes, file.checksums
-            )
-
-        return self._move("read", file, address, file.step, begin, begun)
+        return self._mover.read(file, address, begun)
 
     def write(self, subgroup: int, address: int, step: int, begun: Callable[[], None] = nothing) -> Transfer:
         """Stores the state at `address`, as it is after the update number `step`. PathFailed or PathFull when it cannot
@@ -330,21 +224,14 @@ class StoragePath:
         before = self._files[subgroup]
         file = before if before.linked is None else self._spare(before)
         fill(address + file.kind.data_bytes, 0, file.data_bytes - file.kind.data_bytes)
-
-        def begin() -> IoTicket:
-            where = header_bytes(len(file.checksums))
-            return self._pools["write"].write(
-                file.fd, address, file.data_bytes, where, self.settings.block_bytes, file.checksums
-            )
-
-        moved = self._move("write", file, address, step, begin, begun)
+        moved = self._mover.write(file, address, step, begun)
         file.step = step
         if file is not before:
             self._files[subgroup] = self._spares.pop(subgroup)
             self._discard(before)
         return moved
 
-    def _spare(self, file: _File) -> _File:
+    def _spare(self, file: StateFile) -> StateFile:
         """It is there since the checkpoint, unless it was to come from one that another rank has not let go."""
         subgroup = file.kind.subgroup
         if subgroup not in self._spares:
@@ -385,7 +272,7 @@ class StoragePath:
             self._freeze(file, header)
         return HeldFile(file.name, os.dup(file.fd), header, self.counters)
 
-    def _freeze(self, file: _File, header: Header) -> None:
+    def _freeze(self, file: StateFile, header: Header) -> None:
         """It is never written to again."""
         if file.linked is None:
             write_header(file.fd, header)
@@ -399,7 +286,7 @@ class StoragePath:
         file system, for it. PathFull when there is not so much space."""
         self._spares[subgroup] = self._new_file(self._files[subgroup].kind, given)
 
-    def _header(self, file: _File, weights_checksum: int) -> Header:
+    def _header(self, file: StateFile, weights_checksum: int) -> Header:
         return Header(
             kind=file.kind,
             run_id=self._run_id,
@@ -409,89 +296,6 @@ class StoragePath:
             weights_checksum=weights_checksum,
         )
 
-    def _move(
-        self,
-        operation: Operation,
-        file: _File,
-        address: int,
-        step: int,
-        begin: Callable[[], IoTicket],
-        begun: Callable[[], None],
-    ) -> Transfer:
-        """`step`: number of the update whose state it is."""
-        waited, first = 0.0, float("nan")
-        attempts = Retrying(
-            stop=stop_after_attempt(ATTEMPTS),
-            wait=wait_exponential(multiplier=0.02),
-            retry=_may_pass,
-            before_sleep=lambda _: self.counters.count_retry(operation),
-            reraise=True,
-        )
-        try:
-            for attempt in attempts:
-                with attempt, self._locks.hold() if self._locks is not None else nullcontext() as held:
-                    waited += held.waited_seconds if held is not None else 0.0
-                    with self.counters.going_on(operation):
-                        ticket = self._moved(begin, begun)
-                        first = ticket.start if first != first else first
-                        self._check(operation, file, address, ticket)
-                        end = self._synchronised(file.fd) if operation == "write" else None
-        except _RefusedError as error:
-            what = f"{operation} the state of subgroup {file.kind.subgroup} after step {step}"
-            tries = attempts.statistics["attempt_number"]
-            why = f"Path {self.name} failed to {what} in {tries} attempt{'s'[: tries - 1]}: {os.strerror(error.errno)}."
-            if operation == "write" and error.errno in NO_ROOM:
-                raise PathFull(why, self._file_bytes(file.kind), _free_bytes_or_zero(file.fd)) from None
-            raise PathFailed(why, self.name, file.kind.subgroup, error.errno) from None
-        moved = Transfer(first, ticket.end if end is None else end, file.data_bytes, waited)
-        return self.counters.count(operation, moved)
-
-    def _moved(self, begin: Callable[[], IoTicket], begun: Callable[[], None]) -> IoTicket:
-        """The ticket of a transfer that has ended. Whatever is raised meanwhile, the kernel is done with the memory."""
-        ticket = begin()
-        self._moving.add(ticket)
-        try:
-            try:
-                begun()
-                while not ticket.wait(POLL_SECONDS):
-                    pass  # lets Python handle signals
-            except BaseException:  # Ctrl-C, outside a lane
-                ticket.cancel()
-                while not ticket.wait(POLL_SECONDS):
-                    pass
-                raise
-            return ticket
-        finally:
-            self._moving.discard(ticket)
-
-    def _synchronised(self, fd: int) -> float | None:
-        """When what was written is on the medium; None where it went around the page cache, and is there already."""
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            return None
-        try:
-            os.fdatasync(fd)
-        except OSError as error:
-            raise _RefusedError(error.errno or errno.EIO) from None
-        return time.monotonic()
-
-    def _check(self, operation: Operation, file: _File, address: int, ticket: IoTicket) -> None:
-        if ticket.ok:
-            return
-        self.counters.count_error(operation)
-        where = ticket.failed_block * self.settings.block_bytes
-        if ticket.checksum_mismatch:
-            nbytes = min(self.settings.block_bytes, file.data_bytes - where)
-            raise BlockDamaged(
-                file.name,
-                ticket.failed_block,
-                header_bytes(len(file.checksums)) + where,
-                crc32c(address + where, nbytes),
-                int(file.checksums[ticket.failed_block]),
-            )
-        if ticket.end_of_file:
-            raise DataTruncated(file.name, f"{os.fstat(file.fd).st_size:,} bytes", f"{self._file_bytes(file.kind):,}")
-        raise _RefusedError(ticket.error or errno.EIO)
-
     def calibrate(self, nbytes: int) -> PathSpeeds:
         """How fast it writes and reads `nbytes` alone, a first estimate that live rates replace, and whether both ways
         run at full speed at once. Takes space."""
@@ -500,7 +304,7 @@ class StoragePath:
         memory, fd = aligned_buffer(size), self._open(name)
         try:
             reserve(fd, size)
-            seconds = {moves: self._timed(moves, fd, memory) for moves in (("write",), ("read",), ("write", "read"))}
+            seconds = {way: self._mover.seconds(way, fd, memory) for way in (("write",), ("read",), ("write", "read"))}
         except OSError as error:
             raise PathUnusable(
                 f"Path {self.name} cannot reserve {size:,} bytes in {self.settings.directory}: {error.strerror}."
@@ -515,29 +319,11 @@ class StoragePath:
             duplex=both < DUPLEX_SHARE * (read + write),
         )
 
-    def _timed(self, moves: tuple[Operation, ...], fd: int, memory: NDArray[np.uint8]) -> float:
-        """Seconds until all of `memory` has moved each of these ways at once, whatever the file then holds."""
-        tickets: list[IoTicket] = [
-            getattr(self._pools[move], move)(fd, memory.ctypes.data, len(memory), 0, self.settings.block_bytes)
-            for move in moves
-        ]
-        for ticket in tickets:
-            ticket.wait()
-        for move, ticket in zip(moves, tickets, strict=True):
-            if not ticket.ok:
-                raise PathUnusable(
-                    f"Path {self.name} cannot {move} {len(memory):,} bytes in {self.settings.directory}: "
-                    f"{os.strerror(ticket.error or errno.EIO)}."
-                )
-        start, end = min(ticket.start for ticket in tickets), max(ticket.end for ticket in tickets)
-        return max(float(end - start), 1e-9)
-
     def close(self) -> None:
         """Its files are gone afterwards. Idempotent; nothing in a fork."""
         if self._scratch.owner.pid != os.getpid():
             return
-        for pool in self._pools.values():
-            pool.close()
+        self._mover.close()
         for files in (self._files, self._spares):
             for file in files.values():
                 with suppress(OSError):  # what a close can say of lost writes matters to nobody now
@@ -556,26 +342,3 @@ def write_header(fd: int, header: Header) -> None:
     written = os.pwrite(fd, page.data, 0)
     if written != header.header_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-class _RefusedError(Exception):
-    def __init__(self, errno: int) -> None:
-        super().__init__(errno)
-        self.errno = errno
-
-
-def _may_pass(state: RetryCallState) -> bool:
-    """Whether another try is worth it. One after a checksum that differs: the transfer may have been bad, not what is
-    stored."""
-    error = state.outcome.exception() if state.outcome is not None else None
-    if isinstance(error, BlockDamaged):
-        return state.attempt_number == 1
-    return isinstance(error, _RefusedError) and error.errno in PASSING
-
-
-def _free_bytes_or_zero(fd: int) -> int:
-    """0 when the file system no longer says."""
-    try:
-        return free_bytes(fd)
-    except OSError:
-        return 0

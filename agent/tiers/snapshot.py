@@ -15,8 +15,9 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from tidegate.agent.tiers.file_moves import PASSING
 from tidegate.agent.tiers.format import Header, StateKind, file_bytes, header_bytes, num_blocks, padded_bytes
-from tidegate.agent.tiers.path import PASSING, HeldFile, write_header
+from tidegate.agent.tiers.path import HeldFile, write_header
 from tidegate.agent.tiers.scratch import reserve
 from tidegate.errors import DataTruncated
 from tidegate.kernels import IoPool, IoTicket, crc32c, open_direct

@@ -15,7 +15,8 @@ from tidegate.agent.subgroups import Layout
 from tidegate.agent.tiers.format import StateKind, file_bytes
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.object_settings import ObjectSettings
-from tidegate.agent.tiers.path import PathSettings, StoragePath, Transfer, nothing
+from tidegate.agent.tiers.path import PathSettings, StoragePath
+from tidegate.agent.tiers.transfers import Transfer, nothing
 from tidegate.errors import BlockDamaged, DataTruncated, NoPathLeft, PathFailed, PathFull, PathUnusable, StateLost
 from tidegate.kernels import WeightFormat
 from tidegate.logs import event

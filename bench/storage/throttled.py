@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from storage.fio import Mix, rate
+from storage.group import Group
 
 BLKIO = Path("/sys/fs/cgroup/blkio")
 
@@ -26,29 +26,6 @@ def unavailable() -> str | None:
     if not Path("/dev/loop-control").exists():
         return "throttled paths need loop devices"
     return None
-
-
-class Group:
-    """A control group: who is in it is throttled. Gone when its context ends; its processes must have ended before."""
-
-    def __init__(self) -> None:
-        self.folder = BLKIO / f"tidegate-bench-{os.getpid()}"
-
-    def __enter__(self) -> Self:
-        self.folder.mkdir()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for _ in range(50):
-            with suppress(OSError):
-                self.folder.rmdir()
-                return
-            time.sleep(0.1)
-
-    @property
-    def members(self) -> str:
-        """The file to which a process writes its id to join."""
-        return str(self.folder / "cgroup.procs")
 
 
 class ThrottledPath:

@@ -10,11 +10,12 @@ from statistics import median
 from typing import Final
 
 from tidegate.daemon.control.run import Member, Run
-from tidegate.errors import TidegateError
+from tidegate.errors import ConfigError, TidegateError
 from tidegate.knobs import AUTO, EQ1, OFF, Knobs, KnobValue, same, show, weights_of
 from tidegate.model.band import band
 from tidegate.model.choose import CANDIDATE_RATIOS, best
 from tidegate.model.rates import RateCard
+from tidegate.model.room import no_room
 from tidegate.model.settled import Rank, settled
 from tidegate.model.tuner import MINIMUM_GAIN
 from tidegate.model.what_if import predicted_seconds, what_if
@@ -25,6 +26,7 @@ from tidegate.wire import Advice, AgentHello, KnobChanges, KnobPreview, Predicte
 log = logging.getLogger(__name__)
 
 NO_RATES: Final = "No prediction yet: it needs the rates of a few steps."
+NO_ROOM: Final = "No prediction: there is no room for it."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class Evidence:
     ratios: tuple[float, ...] = ()
     """Updates of the last steps as measured, by what is predicted of the present plan."""
     capacity: Mapping[str, int] = field(default_factory=dict)
-    """Most subgroups of each path: 0 for retired ones."""
+    """Most subgroups of each path, 0 for retired ones; without limit where absent."""
     device_free_bytes: int | None = None
     """What was never used of the device's memory in the last steps; None where nobody has told."""
 
@@ -89,6 +91,14 @@ class Evidence:
             bound_by=found.least.resource,
         )
 
+    def no_room(self, knobs: Knobs) -> str:
+        """Which path cannot hold what these knobs give it, as a sentence; empty when all can, or nothing is known."""
+        wanted = self.numbers(knobs) if not self.unknown_policy and self.hello.paths else None
+        try:
+            return no_room(self.rank, wanted, self.rates) if wanted is not None else ""
+        except ConfigError:  # a speed was never measured
+            return ""
+
     def numbers(self, knobs: Knobs) -> Effective | None:
         """The knobs as numbers; None while the rank has not told what `auto` stands for."""
         values = {
@@ -134,9 +144,9 @@ def evidence(run: Run) -> Evidence | None:
 
 
 def _capacity(member: Member) -> dict[str, int]:
-    """Retired paths, which hold nothing. Whether the others have room is for the rank to say."""
     states = member.recent[-1].path_states if member.recent else ()
-    return {state.path: 0 for state in states if state.retired}
+    held = {state.path: 0 if state.retired else state.capacity_subgroups for state in states}
+    return {path: most for path, most in held.items() if most is not None}
 
 
 def _device_free_bytes(member: Member, steps: list[StepReport]) -> int | None:
@@ -167,6 +177,8 @@ def preview(
     """
     old, new = before.as_dict(paths=paths), after.as_dict(paths=paths)
     now, then = (known.predict(knobs) if known else None for knobs in (before, after))
+    full = known.no_room(after) if known else ""
+    unknown = (known and known.unknown_policy) or (NO_ROOM if full else NO_RATES)
     return KnobPreview(
         run=run,
         generation=generation,
@@ -179,7 +191,8 @@ def preview(
         predicted_after=then,
         predicted_phase_seconds_after={**known.phase_seconds, "update": then.update_seconds} if known and then else {},
         error_ratio=known.error_ratio if known and then else None,
-        no_prediction="" if now is not None and then is not None else (known and known.unknown_policy) or NO_RATES,
+        no_prediction="" if now is not None and then is not None else unknown,
+        no_room=full,
     )
 
 

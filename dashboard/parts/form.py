@@ -152,9 +152,8 @@ def _preview(url: str, knobs: KnobsView) -> None:
         figures = f"Predicted update: {units.seconds(before)} → {units.seconds(after)}"
         figures += f" ({(after - before) / before:+.0%})." if before > 0 else "."
         figures += _details(preview)
-    _notice(
-        run, "info", f"Preview of {edits.describe(preview.changed, preview.before)}. {figures} Nothing was changed."
-    )
+    said = " ".join(text for text in (figures, preview.no_room) if text)
+    _notice(run, "info", f"Preview of {edits.describe(preview.changed, preview.before)}. {said} Nothing was changed.")
 
 
 def _details(preview: KnobPreview) -> str:

@@ -30,8 +30,8 @@ from tidegate.agent.engine import engine as engine_module
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Issued
 from tidegate.agent.engine.memory import StateMemory
-from tidegate.agent.tiers.path import Transfer
 from tidegate.agent.tiers.store import TierStore
+from tidegate.agent.tiers.transfers import Transfer
 from tidegate.kernels import ThreadPool
 from tidegate.plan.ops import Op
 

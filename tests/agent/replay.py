@@ -27,7 +27,7 @@ from tidegate.agent.telemetry.paths import PathNote
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.present import PathNow, Present, look, show
 from tidegate.agent.telemetry.report import report_of
-from tidegate.agent.tiers.path import PathCounters, Transfer
+from tidegate.agent.tiers.transfers import PathCounters, Transfer
 from tidegate.metric import Metric
 from tidegate.plan import OpKind, Plan
 from tidegate.plan.split import PathSpeeds
@@ -185,17 +185,17 @@ def _moment(optimizer: Any, attachment: Any) -> Present:
 
 def _look_in_a_read(optimizer: Any, take: Callable[[], None]) -> None:
     path = optimizer.engine.store.paths["nvme"]
-    moved, seen = path._moved, []
+    moved, seen = path._mover._moved, []
 
-    def looking(begin: Any, begun: Any) -> Any:
-        ticket = moved(begin, begun)
+    def looking(*of: Any) -> Any:
+        ticket = moved(*of)
         # Some transfers of the step have ended.
         if path.counters.moves and not seen and "read" in dict(path.counters.under_way.values()):
             seen.append(1)
             take()
         return ticket
 
-    path._moved = looking
+    path._mover._moved = looking
 
 
 def _step_row(step: FinishedStep, predicted: float | None) -> dict[str, Any]:

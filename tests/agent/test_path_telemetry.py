@@ -28,7 +28,8 @@ from tidegate.agent.telemetry import paths as path_telemetry
 from tidegate.agent.telemetry.division import divided, moves_by_phase
 from tidegate.agent.telemetry.paths import MIN_WEAR_SECONDS, WEAR_WINDOW_SECONDS, Wear
 from tidegate.agent.tiers import snapshot
-from tidegate.agent.tiers.path import StoragePath, Transfer
+from tidegate.agent.tiers.file_moves import FileMover
+from tidegate.agent.tiers.transfers import Transfer
 from tidegate.catalogue import METRICS
 from tidegate.errors import ConfigError
 from tidegate.timeline import PhaseSpan
@@ -225,16 +226,16 @@ def test_what_a_checkpoint_reads_in_the_background_is_no_read_of_a_subgroups_sta
 def test_a_read_that_hangs_is_seen_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = training(tmp_path, host_cache=0)
     hangs, release = threading.Event(), threading.Event()
-    moved = StoragePath._moved
+    moved = FileMover._moved
 
-    def hanging(path: StoragePath, begin: Any, begun: Any) -> Any:
-        if path.name == "nvme" and ("read", path.name) not in seen:
-            operations = {operation for operation, _ in tuple(path.counters.under_way.values())}
+    def hanging(mover: FileMover, *of: Any) -> Any:
+        if mover.path == "nvme" and ("read", mover.path) not in seen:
+            operations = {operation for operation, _ in tuple(mover.counters.under_way.values())}
             if "read" in operations:
-                seen.add(("read", path.name))
+                seen.add(("read", mover.path))
                 hangs.set()
                 assert release.wait(60)
-        return moved(path, begin, begun)
+        return moved(mover, *of)
 
     seen: set[tuple[str, str]] = set()
     with made.optimizer:
@@ -244,7 +245,7 @@ def test_a_read_that_hangs_is_seen_while_it_lasts(tmp_path: Path, monkeypatch: p
             return run.value("tidegate_path_busy_seconds_total", path="nvme", operation="read")
 
         before, nbytes = busy(), run.value("tidegate_path_bytes_total")
-        monkeypatch.setattr(StoragePath, "_moved", hanging)
+        monkeypatch.setattr(FileMover, "_moved", hanging)
         made.start()
         try:
             assert hangs.wait(60)
@@ -285,17 +286,17 @@ def test_attempts_that_fail_are_counted_where_they_failed(tmp_path: Path, monkey
     made = training(tmp_path)
     with made.optimizer:
         run = Run(made)
-        check, failures = StoragePath._check, [errno.EIO, errno.EIO]
+        check, failures = FileMover._check, [errno.EIO, errno.EIO]
 
-        def bad_moment(path: StoragePath, operation: Any, file: Any, address: int, ticket: Any) -> None:
-            if failures and (path.name, operation) == ("pfs", "write"):
+        def bad_moment(mover: FileMover, operation: Any, file: Any, address: int, ticket: Any) -> None:
+            if failures and (mover.path, operation) == ("pfs", "write"):
                 said = SimpleNamespace(
                     ok=False, failed_block=0, checksum_mismatch=False, end_of_file=False, error=failures.pop()
                 )
-                check(path, operation, file, address, said)  # type: ignore[arg-type]
-            check(path, operation, file, address, ticket)
+                check(mover, operation, file, address, said)  # type: ignore[arg-type]
+            check(mover, operation, file, address, ticket)
 
-        monkeypatch.setattr(StoragePath, "_check", bad_moment)
+        monkeypatch.setattr(FileMover, "_check", bad_moment)
         made.step()
         assert not failures
         assert run.value("tidegate_path_errors_total", path="pfs", operation="write") == 2

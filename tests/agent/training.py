@@ -18,7 +18,8 @@ from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.runner import StepInputs
 from tidegate.agent.telemetry.phases import StepPhases
-from tidegate.agent.tiers.path import StoragePath, Transfer
+from tidegate.agent.tiers.path import StoragePath
+from tidegate.agent.tiers.transfers import Transfer
 
 RATES = tidegate.EmulatedRates(h2d_bytes_per_second=4e8, d2h_bytes_per_second=4e8, update_params_per_second=1e8)
 WIDTH = 1024

@@ -294,3 +294,26 @@ def test_a_retired_path_has_no_part_in_predictions(daemon: Daemon) -> None:
         assert seen is not None
         assert (seen.lane_bytes["pfs:write"] > 0) is moved
         assert seen.lane_bytes["nvme:write"] > 0
+
+
+def test_a_preview_tells_which_path_cannot_hold_its_share(daemon: Daemon) -> None:
+    """12 of 16 subgroups are on the paths, and the rank has told that pfs holds no more than 3."""
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES)
+
+    def can_hold(**most: int) -> None:
+        states = tuple(PathState(path=path, capacity_subgroups=most.get(path)) for path in PATHS)
+        agent.step += 1
+        step = step_report(agent.step).model_copy(update={"path_states": states})
+        agent.say(rates=STORED, effective=EFFECTIVE, steps=(step,))
+
+    can_hold(pfs=3)
+    seen = client.preview_knobs(run, {"tier_split": "nvme:1,pfs:1"})
+    assert seen.no_room.startswith("Path pfs would get 6 subgroups and can hold 3; nvme takes 9.")
+    assert seen.predicted_after is not None
+    assert seen.predicted_after.lane_bytes["nvme:write"] == 9 * 8_000_000
+    assert client.preview_knobs(run, {"tier_split": "nvme:3,pfs:1"}).no_room == ""
+    can_hold(nvme=4, pfs=3)
+    refused = client.preview_knobs(run, {"tier_split": "nvme:1,pfs:1"})
+    assert "12 subgroups do not fit on the paths: nvme takes 4, pfs takes 3, 7 in all." in refused.no_room
+    assert (refused.predicted_after, refused.no_prediction) == (None, "No prediction: there is no room for it.")

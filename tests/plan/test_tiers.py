@@ -165,6 +165,44 @@ def test_what_was_fetched_before_the_step_is_updated_first() -> None:
     assert min(span.start for span in spans if span.kind is OpKind.FLUSH) < 1.06
 
 
+def test_cached_ones_take_turns_with_those_that_are_fetched_in_the_step() -> None:
+    """None is updated while no fetch can be: all slots are full when the step begins. Then one behind each fetched."""
+    plan = plan_of([CACHED] * 4 + [TIERED] * 10, rates=CARD, step_at=1.0)
+    assert [op.subgroup for op in plan.lanes["cpu"]][:9] == [4, 5, 6, 0, 7, 1, 8, 2, 9]
+    spans = simulate(plan, CARD, step_at=1.0).spans
+    fetched = min(span.end for span in spans if span.kind is OpKind.FETCH and span.start > 1.0)
+    assert all(span.start >= fetched for span in spans if span.kind is OpKind.CPU_UPDATE and span.subgroup < 4)
+
+
+def test_turns_are_longer_where_more_is_cached_than_fetched() -> None:
+    """And they end when the CPU has no more time to spare: it must be done when the path is."""
+    cpu = [op.subgroup for op in plan_of([CACHED] * 12 + [TIERED] * 6, rates=CARD, step_at=1.0).lanes["cpu"]]
+    assert cpu == [12, 13, 14, 0, 1, 2, 15, 3, 4, 5, 16, 6, 7, 8, 9, 10, 11, 17]
+
+
+def test_cached_ones_do_not_wait_where_the_cpu_is_what_takes_longest() -> None:
+    slow_cpu = replace(CARD, cpu_params_per_second=1e8)
+    plan = plan_of([CACHED] * 4 + [TIERED] * 10, rates=slow_cpu, step_at=1.0)
+    timeline = simulate(plan, slow_cpu, step_at=1.0)
+    cpu = sorted((s.start, s.end) for s in timeline.spans if s.kind is OpKind.CPU_UPDATE)
+    assert all(start == pytest.approx(end) for (_, end), (start, _) in itertools.pairwise(cpu)), "it never rests"
+
+
+@settings(deadline=None)
+@given(fetched=st.integers(1, 12), cached=st.integers(0, 12), slots=st.integers(1, 4), cpu=st.floats(1e7, 1e10))
+def test_turns_cost_no_more_than_one_turn(fetched: int, cached: int, slots: int, cpu: float) -> None:
+    """By what takes longest without them: the path, or the CPU with all updates and the last flush."""
+    card = replace(CARD, cpu_params_per_second=cpu)
+    options: Any = {"host_slots": {"nvme": slots}, "rates": card, "step_at": 10.0}
+    alone = plan_of([TIERED] * fetched, **options)
+    plan = plan_of([CACHED] * cached + [TIERED] * fetched, **options)
+    one = {op.kind: card.seconds(op) for op in plan.ops}
+    cpu_bound = one[OpKind.NORM] + (cached + fetched) * one[OpKind.CPU_UPDATE] + one[OpKind.FLUSH]
+    turn = (-(-cached // fetched) + 1) * one[OpKind.CPU_UPDATE] + one[OpKind.WEIGHT_H2D]
+    limit = max(update_seconds(alone, card, step_at=10.0), cpu_bound) + turn
+    assert update_seconds(plan, card, step_at=10.0) <= limit + 1e-9
+
+
 def test_what_a_slow_path_brings_after_the_step_has_begun_waits_for_its_turn() -> None:
     slow = [replace(TIERED, before="pfs", after="pfs")] * 2
     plan = plan_of([*slow, *[TIERED] * 2, *[CACHED] * 8], rates=slower("pfs", 10), step_at=1.0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from tidegate.plan.link import hazards
-from tidegate.plan.ops import CPU, DEVICE, Norms, Op, OpKind
+from tidegate.plan.ops import CPU, DEVICE, LANES, Norms, Op, OpKind
 from tidegate.plan.plan import Policy
 from tidegate.plan.tasks import Origin, Task, Work
 
@@ -119,6 +119,8 @@ class _Queue:
     preference: tuple[int, Origin]
     ops: deque[Op] = field(default_factory=deque)
     ready: float = math.inf
+    fills: bool = False
+    """Updates on the CPU that have nothing to do with a path: whenever they run, all paths have as much to do."""
 
     @property
     def takes_slot(self) -> bool:
@@ -127,12 +129,12 @@ class _Queue:
 
 def _queues(work: Work) -> list[_Queue]:
     """Tasks that wait for different things stand in different queues, so that none holds up another."""
-    found: dict[tuple[int, Origin, str, str], _Queue] = {}
+    found: dict[tuple[int, Origin, str, str, bool], _Queue] = {}
 
-    def put(op: Op, role: int, origin: Origin, pool: str) -> None:
-        key = (role, origin, pool, op.lane)
+    def put(op: Op, role: int, origin: Origin, pool: str, fills: bool = False) -> None:
+        key = (role, origin, pool, op.lane, fills)
         if key not in found:
-            found[key] = _Queue(op.lane, (role, origin))
+            found[key] = _Queue(op.lane, (role, origin), fills=fills)
         found[key].ops.append(op)
 
     for op in work.early:
@@ -141,8 +143,12 @@ def _queues(work: Work) -> list[_Queue]:
         put(op, _ON_DEVICE, Origin.HOST, "")
     for task in work.tasks:
         for op in task.ops:
-            put(op, _role(op), task.origin, task.pool)
+            put(op, _role(op), task.origin, task.pool, op.kind is OpKind.CPU_UPDATE and _needs_no_path(task))
     return [queue for _, queue in sorted(found.items(), key=lambda item: item[1].preference)]
+
+
+def _needs_no_path(task: Task) -> bool:
+    return task.origin is Origin.HOST and all(op.path is None for op in task.ops)
 
 
 def _role(op: Op) -> int:
@@ -159,9 +165,9 @@ def _interleaved(
 
     The backward is assumed to be long enough for what can be done before it ends without any path, and to last until
     `step_at`: NORM comes then. Updates of what is on the host fill the time until the first fetches are done, if they
-    are not done by then; otherwise what was fetched is updated first, and its path has something to write.
+    are not done by then; otherwise what was fetched is updated first, and its path has something to write (`_Turns`).
     """
-    queues = _queues(work)
+    queues, turns = _queues(work), _Turns()
     free: defaultdict[str, float] = defaultdict(float)
     done: dict[Key, float] = {}
     slots = deque([0.0] * num_slots)
@@ -171,7 +177,7 @@ def _interleaved(
     def start_of(queue: _Queue) -> float:
         if queue.ready == math.inf:
             queue.ready = max([0.0, *(done.get(need, math.inf) for need in needs[_key(queue.ops[0])])])
-        start = max(free[queue.lane], queue.ready)
+        start = max(free[queue.lane], queue.ready, turns.fillers_from if queue.fills else 0.0)
         return max(start, slots[0] if slots else math.inf) if queue.takes_slot else start
 
     while queues or NORM_KEY not in done:
@@ -201,4 +207,53 @@ def _interleaved(
             norm_at = max(norm_at, end)
         if op.kind is OpKind.STATE_D2H and op.slot is not None:
             slots.append(end)
+        if op.kind is OpKind.NORM:
+            turns = _Turns.after_norm(work, clock, done)
+        elif op.kind is OpKind.CPU_UPDATE and best is not None:
+            turns.updated(op, best.fills)
         yield op
+
+
+@dataclass(slots=True)
+class _Turns:
+    """When the CPU updates what needs no path, if some of the others are fetched before the step, and it has the time.
+
+    After those, it takes turns: some that need no path behind each that was fetched in the step. Until then it would be
+    in the way of the first flushes, and nothing can be fetched; many in a row would make flushes wait for the next one.
+    """
+
+    until: float = 0.0
+    """From then on they need not wait: the CPU is just done when the paths are."""
+    each_turn: int = 0
+    early: frozenset[int] = frozenset()
+    """Subgroups that were fetched before the step."""
+    left: int = 0
+    """So many may still begin in this turn."""
+
+    @classmethod
+    def after_norm(cls, work: Work, clock: Clock, done: Mapping[Key, float]) -> _Turns:
+        """`done`: when ops end."""
+        step = done[NORM_KEY]
+        fetches = [op for op in _ops(work.tasks) if op.kind is OpKind.FETCH]
+        early = frozenset(op.subgroup for op in fetches if done.get(_key(op), math.inf) <= step)
+        going_on = {op.path for op in fetches if op.subgroup in early}
+        late = sum(op.path in going_on and op.subgroup not in early for op in fetches)
+        if not late:
+            return cls()
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for op in _ops(work.tasks):
+            seconds[op.lane] += clock.seconds(op)
+        busiest = max(taken for lane, taken in seconds.items() if lane not in LANES)
+        fillers = sum(task.on_cpu and _needs_no_path(task) for task in work.tasks)
+        return cls(step + max(0.0, busiest - seconds[CPU]), -(-fillers // late), early)
+
+    @property
+    def fillers_from(self) -> float:
+        return 0.0 if self.left else self.until
+
+    def updated(self, op: Op, fills: bool) -> None:
+        """`op`, an update on the CPU, has its place."""
+        if fills:
+            self.left = max(0, self.left - 1)
+        elif op.subgroup not in self.early:
+            self.left = self.each_turn

@@ -96,12 +96,12 @@ def store_of(optimizer: tidegate.AdamW) -> TierStore:
 
 
 def break_path(optimizer: tidegate.AdamW, name: str, operation: str, fault: Callable[[], float]) -> None:
-    pools = store_of(optimizer).paths[name]._pools
+    pools = store_of(optimizer).paths[name]._mover.pools
     pools[operation] = FaultyPool(pools[operation], fault)  # type: ignore[assignment]
 
 
 def heal_path(optimizer: tidegate.AdamW, name: str, operation: str) -> None:
-    pools = store_of(optimizer).paths[name]._pools
+    pools = store_of(optimizer).paths[name]._mover.pools
     pools[operation] = pools[operation]._real  # type: ignore[attr-defined]
 
 

@@ -21,7 +21,7 @@ def test_a_path_that_does_both_at_once_in_little_more_than_one_is_duplex(
     path: StoragePath, monkeypatch: pytest.MonkeyPatch, both: float, duplex: bool
 ) -> None:
     seconds = {("write",): 1.0, ("read",): 2.0, ("write", "read"): both}
-    monkeypatch.setattr(path, "_timed", lambda moves, *_: seconds[moves])
+    monkeypatch.setattr(path._mover, "seconds", lambda ways, *_: seconds[ways])
     speeds = path.calibrate(4 << 20)
     assert speeds.write_bytes_per_second == 4 << 20
     assert speeds.read_bytes_per_second == 2 << 20

@@ -292,8 +292,14 @@ def stalls_of(result: Any, phases: Any) -> dict[str, float]:
 def test_ctrl_c_while_an_op_waits_on_a_slow_path(tmp_path: Path) -> None:
     with training(two(tmp_path), tier_split="bad:1") as pair:
         train(pair, 0)
-        break_path(pair.optimizer, BAD, "write", slow(0.1))
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        interrupts = iter([signal.SIGINT])
+
+        def slow_and_interrupted() -> float:
+            for number in interrupts:
+                os.kill(os.getpid(), number)
+            return 0.1
+
+        break_path(pair.optimizer, BAD, "write", slow_and_interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(pair, 1)
         assert pair.plain.params[0].step == 1
@@ -322,7 +328,7 @@ def test_the_second_ctrl_c_does_not_wait_for_the_rest_of_the_update(tmp_path: Pa
 def test_locks_are_seen_from_outside(tmp_path: Path) -> None:
     paths = two(tmp_path)
     with training(paths) as pair:
-        locks = store_of(pair.optimizer).paths[BAD]._locks
+        locks = store_of(pair.optimizer).paths[BAD]._mover.locks
         assert locks is not None
         with locks.hold():
             assert is_locked(paths[BAD])

@@ -434,7 +434,9 @@ def test_a_store_without_a_bound_has_no_figure_for_what_is_free(server: S3Server
 
     for bound, free in ((0, None), (8 * 45_056, 8 * 45_056 - 8 * 40_960)):
         with training(two(server, tmp_path, "figures", capacity_bytes=bound), tier_split="store:1") as pair:
-            watch = PathWatch(store_of(pair.optimizer))
+            residences = pair.optimizer.engine.residences
+            assert residences is not None
+            watch = PathWatch(store_of(pair.optimizer), residences)
             train(pair, 0, 2)
             states = {state.path: state for state in path_states(watch.note())}
             assert states["store"].free_bytes == free

@@ -1,0 +1,203 @@
+"""Moves the state of subgroups to and from files: by native threads, in turn with other processes, and once more where
+an error may pass."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential
+
+from tidegate.agent.tiers.format import Header, StateKind, file_bytes, header_bytes, padded_bytes
+from tidegate.agent.tiers.locks import TierLocks
+from tidegate.agent.tiers.scratch import free_bytes
+from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer
+from tidegate.errors import BlockDamaged, DataTruncated, PathFailed, PathFull, PathUnusable
+from tidegate.kernels import IoPool, IoTicket, crc32c
+
+ATTEMPTS: Final = 3
+"""How often an op is tried whose error may pass."""
+PASSING: Final = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ENOMEM})
+"""Errors that may pass. Any other (no such device, read-only, …) is for good."""
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+POLL_SECONDS: Final = 1.0
+"""How long a wait holds back Python's signal handlers."""
+
+
+@dataclass
+class StateFile:
+    """The file of one subgroup. `step` is -1 while nothing was written: then its state is zeros."""
+
+    name: str
+    fd: int
+    kind: StateKind
+    checksums: NDArray[np.uint32]
+    step: int = -1
+    linked: Header | None = None
+    """What its header says, once a checkpoint may hold the file, too: it must never be written to again."""
+
+    @property
+    def data_bytes(self) -> int:
+        """With the padding."""
+        return padded_bytes(self.kind.data_bytes)
+
+
+class FileMover:
+    """The threads of one path, and its locks if it has some. From any thread, each with a file of its own."""
+
+    def __init__(
+        self, path: str, threads: int, block_bytes: int, locks: TierLocks | None, counters: PathCounters
+    ) -> None:
+        """`threads`: that read, and as many that write."""
+        self.locks = locks
+        self.pools = {"read": IoPool(threads), "write": IoPool(threads)}
+        self.path, self.counters, self._block_bytes = path, counters, block_bytes
+        self._moving: set[IoTicket] = set()
+
+    @property
+    def busy(self) -> bool:
+        """A transfer is in progress: the kernel may still use its file, and the memory that it was given."""
+        return bool(self._moving)
+
+    def read(self, file: StateFile, address: int, begun: Callable[[], None]) -> Transfer:
+        """Brings its state to `address`, verified. PathFailed, BlockDamaged or DataTruncated when it cannot be had.
+        `begun`: see `StoragePath.read`."""
+        return self._move("read", file, address, file.step, begun)
+
+    def write(self, file: StateFile, address: int, step: int, begun: Callable[[], None]) -> Transfer:
+        """Stores the state at `address`, as it is after the update number `step`, on the medium. PathFailed or PathFull
+        when it cannot be; what the file held is lost then."""
+        return self._move("write", file, address, step, begun)
+
+    def _move(
+        self, operation: Operation, file: StateFile, address: int, step: int, begun: Callable[[], None]
+    ) -> Transfer:
+        waited, first = 0.0, float("nan")
+        attempts = Retrying(
+            stop=stop_after_attempt(ATTEMPTS),
+            wait=wait_exponential(multiplier=0.02),
+            retry=_may_pass,
+            before_sleep=lambda _: self.counters.count_retry(operation),
+            reraise=True,
+        )
+        try:
+            for attempt in attempts:
+                with attempt, self.locks.hold() if self.locks is not None else nullcontext() as held:
+                    waited += held.waited_seconds if held is not None else 0.0
+                    with self.counters.going_on(operation):
+                        ticket = self._moved(operation, file, address, begun)
+                        first = ticket.start if first != first else first
+                        self._check(operation, file, address, ticket)
+                        end = _synchronised(file.fd) if operation == "write" else None
+        except _RefusedError as error:
+            what = f"{operation} the state of subgroup {file.kind.subgroup} after step {step}"
+            tries, why = attempts.statistics["attempt_number"], os.strerror(error.errno)
+            why = f"Path {self.path} failed to {what} in {tries} attempt{'s'[: tries - 1]}: {why}."
+            if operation == "write" and error.errno in NO_ROOM:
+                raise PathFull(why, self._file_bytes(file), _free_bytes_or_zero(file.fd)) from None
+            raise PathFailed(why, self.path, file.kind.subgroup, error.errno) from None
+        moved = Transfer(first, ticket.end if end is None else end, file.data_bytes, waited)
+        return self.counters.count(operation, moved)
+
+    def _moved(self, operation: Operation, file: StateFile, address: int, begun: Callable[[], None]) -> IoTicket:
+        """The ticket of a transfer that has ended. Whatever is raised meanwhile, the kernel is done with the memory."""
+        where = header_bytes(len(file.checksums))
+        begin = self.pools["read"].read if operation == "read" else self.pools["write"].write
+        ticket = begin(file.fd, address, file.data_bytes, where, self._block_bytes, file.checksums)
+        self._moving.add(ticket)
+        try:
+            try:
+                begun()
+                while not ticket.wait(POLL_SECONDS):
+                    pass  # lets Python handle signals
+            except BaseException:  # Ctrl-C, outside a lane
+                ticket.cancel()
+                while not ticket.wait(POLL_SECONDS):
+                    pass
+                raise
+            return ticket
+        finally:
+            self._moving.discard(ticket)
+
+    def _check(self, operation: Operation, file: StateFile, address: int, ticket: IoTicket) -> None:
+        if ticket.ok:
+            return
+        self.counters.count_error(operation)
+        where = ticket.failed_block * self._block_bytes
+        if ticket.checksum_mismatch:
+            nbytes = min(self._block_bytes, file.data_bytes - where)
+            raise BlockDamaged(
+                file.name,
+                ticket.failed_block,
+                header_bytes(len(file.checksums)) + where,
+                crc32c(address + where, nbytes),
+                int(file.checksums[ticket.failed_block]),
+            )
+        if ticket.end_of_file:
+            raise DataTruncated(file.name, f"{os.fstat(file.fd).st_size:,} bytes", f"{self._file_bytes(file):,}")
+        raise _RefusedError(ticket.error or errno.EIO)
+
+    def _file_bytes(self, file: StateFile) -> int:
+        return file_bytes(file.kind.data_bytes, self._block_bytes)
+
+    def seconds(self, ways: tuple[Operation, ...], fd: int, memory: NDArray[np.uint8]) -> float:
+        """Until all of `memory` has moved each of these ways at once, whatever the file then holds. PathUnusable where
+        it cannot."""
+        tickets: list[IoTicket] = [
+            getattr(self.pools[way], way)(fd, memory.ctypes.data, len(memory), 0, self._block_bytes) for way in ways
+        ]
+        for ticket in tickets:
+            ticket.wait()
+        for way, ticket in zip(ways, tickets, strict=True):
+            if not ticket.ok:
+                why = os.strerror(ticket.error or errno.EIO)
+                raise PathUnusable(f"Path {self.path} cannot {way} {len(memory):,} bytes: {why}.")
+        start, end = min(ticket.start for ticket in tickets), max(ticket.end for ticket in tickets)
+        return max(float(end - start), 1e-9)
+
+    def close(self) -> None:
+        """Ends the threads. Idempotent."""
+        for pool in self.pools.values():
+            pool.close()
+
+
+def _synchronised(fd: int) -> float | None:
+    """When what was written is on the medium; None where it went around the page cache, and is there already."""
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+        return None
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        raise _RefusedError(error.errno or errno.EIO) from None
+    return time.monotonic()
+
+
+class _RefusedError(Exception):
+    def __init__(self, errno: int) -> None:
+        super().__init__(errno)
+        self.errno = errno
+
+
+def _may_pass(state: RetryCallState) -> bool:
+    """Whether another try is worth it. One after a checksum that differs: the transfer may have been bad, not what is
+    stored."""
+    error = state.outcome.exception() if state.outcome is not None else None
+    if isinstance(error, BlockDamaged):
+        return state.attempt_number == 1
+    return isinstance(error, _RefusedError) and error.errno in PASSING
+
+
+def _free_bytes_or_zero(fd: int) -> int:
+    """0 when the file system no longer says."""
+    try:
+        return free_bytes(fd)
+    except OSError:
+        return 0
