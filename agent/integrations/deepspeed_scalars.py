@@ -16,9 +16,14 @@ from tidegate.kernels.scalars import to_f32
 
 
 class CpuAdamScalars:
-    """Called like `kernels.scalars`, from any thread. The same step has the same scalars in a resumed run."""
+    """Called like `kernels.scalars`, from any thread. The same step has the same scalars in a resumed run.
+
+    several_betas: param groups have different ones. cpu_adam then takes powers anew at each step, in double precision;
+        otherwise it multiplies in fp32, step by step.
+    """
 
     def __init__(self) -> None:
+        self.several_betas = False
         self._powers: dict[float, tuple[int, np.float32]] = {}
         """By base: the last exponent, and its power."""
         self._lock = threading.Lock()
@@ -50,7 +55,8 @@ class CpuAdamScalars:
         )
 
     def _power(self, base: float, exponent: int) -> np.float32:
-        """`base` multiplied with itself in fp32, one rounding at a time."""
+        if self.several_betas:
+            return np.float32(float(np.float32(base)) ** exponent)
         with self._lock:
             at, power = self._powers.get(base, (0, np.float32(1)))
             if at > exponent:

@@ -50,6 +50,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self._offload = offload
         self._flats: list[Flat] | None = None
         self._result: StepResult | None = None
+        self._scalars: CpuAdamScalars | None = None
         super().__init__(module, init_optimizer, *args, **given)
 
     # ---- what is built
@@ -84,7 +85,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             decoupled=is_decoupled(self.optimizer), max_grad_norm=self.clip_grad or None, offload=self._offload,
         )  # fmt: skip
         if isinstance(self.optimizer, DeepSpeedCPUAdam):
-            self.tidegate.make_scalars = CpuAdamScalars()
+            self._scalars = self.tidegate.make_scalars = CpuAdamScalars()
         self.tidegate.observers.append(self._on_step)
         self._parts: list[Part] = [part for parts in by_group.values() for part in parts]
         assert self._sources == sorted(self._sources), "DeepSpeed makes subgroups param group by param group"
@@ -205,10 +206,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self._await_reduction()
         self.timers(OPTIMIZER_STEP_TIMER).start()
         self._complete_gradients()
-        for group, source in zip(self.tidegate.param_groups, self._sources, strict=True):
-            group |= self._hyperparameters(source)
-        self.tidegate.max_grad_norm = self.clip_grad or None
-        self.tidegate.grad_scale = self.loss_scale  # type: ignore[attr-defined]
+        self._take_hyperparameters()
         self.tidegate.step()
         result, self._result = self._result, None
         assert result is not None, "every part has a gradient"
@@ -221,6 +219,15 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self.tidegate.zero_grad()
         self.timers(OPTIMIZER_STEP_TIMER).stop()
         self._post_step({OPTIMIZER_STEP_TIMER})
+
+    def _take_hyperparameters(self) -> None:
+        groups = self.tidegate.param_groups
+        for group, source in zip(groups, self._sources, strict=True):
+            group |= self._hyperparameters(source)
+        if self._scalars is not None:
+            self._scalars.several_betas = len({tuple(map(float, group["betas"])) for group in groups}) > 1
+        self.tidegate.max_grad_norm = self.clip_grad or None
+        self.tidegate.grad_scale = self.loss_scale  # type: ignore[attr-defined]
 
     def _on_step(self, result: StepResult, _: StepPhases) -> None:
         self._result = result
