@@ -195,9 +195,7 @@ class AdamW(torch.optim.Optimizer):
         self.phases.enter("update")
         with Uninterrupted():
             with self.phases.exposed():
-                inputs = step_inputs(
-                    self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_scalars
-                )
+                inputs = step_inputs(self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_scalars)
                 for param in self.engine.step(inputs):
                     self._steps[param] += 1
                     self._note_step(param)

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from tidegate.agent.attach import Attachment as Attachment
     from tidegate.agent.attach import attach as attach
     from tidegate.agent.devices.emulated import EmulatedRates as EmulatedRates
-    from tidegate.agent.integrations.deepspeed import enable_deepspeed as enable_deepspeed
     from tidegate.agent.integrations.ddp import overlap_ddp as overlap_ddp
+    from tidegate.agent.integrations.deepspeed import enable_deepspeed as enable_deepspeed
     from tidegate.agent.offload import Offload as Offload
     from tidegate.agent.optimizer import AdamW as AdamW
     from tidegate.agent.overlap import ForwardOverlap as ForwardOverlap

@@ -38,7 +38,7 @@ class Settings:
 
 
 def block_of(config: object) -> Mapping[str, Any] | None:
-    """The block in DeepSpeed's configuration as it was given, None where there is none. ConfigError if it is not one."""
+    """The block in DeepSpeed's configuration, None where there is none. ConfigError for what is not one."""
     block = config.get(BLOCK) if isinstance(config, Mapping) else None
     if block is not None and not isinstance(block, Mapping):
         raise ConfigError(f'"{BLOCK}" in the DeepSpeed configuration is {block!r}: it must be a block, {{…}}.')

@@ -17,6 +17,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
 from tidegate.agent.checkpoint import MOMENTS
@@ -46,7 +47,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     tidegate: AdamW
 
-    def __init__(self, offload: Offload, module: torch.nn.Module, init_optimizer: Any, *args: Any, **given: Any) -> None:
+    def __init__(self, offload: Offload, module: Any, init_optimizer: Any, *args: Any, **given: Any) -> None:
         self._offload = offload
         self._flats: list[Flat] | None = None
         self._result: StepResult | None = None
@@ -256,6 +257,9 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             if value.numel() != param.ds_numel:
                 raise ConfigError(f"The parameter has {param.ds_numel} elements, the value {value.numel()}.")
             self._set_state(param, optim_state_key, self._own_slice(value, param))
+            if optim_state_key is None and param.ds_status == ZeroParamStatus.AVAILABLE:
+                # A small parameter that stays gathered, or one that is gathered now.
+                param.data.copy_(states.rounded(value, param.dtype).view(param.data.shape))
 
     def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if param.requires_grad:

@@ -147,6 +147,11 @@ def _master(arrays: Mapping[str, torch.Tensor], s: Segment, part: torch.Tensor) 
     return join_bf16(weight, _array(arrays, "remainder", s)) if "remainder" in arrays else weight
 
 
+def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 weights as the engine rounds them."""
+    return split_bf16(master.float().contiguous())[0] if dtype == torch.bfloat16 else master.to(dtype)
+
+
 @torch.no_grad()
 def _set_weight(part: torch.Tensor, master: torch.Tensor) -> dict[str, torch.Tensor]:
     """Rounds fp32 weights into a part; what makes it fp32 again, by the name it has in state."""

@@ -79,11 +79,11 @@ def digests(kind: type) -> dict[str, str]:
     """Of the code of each method that a class defines, without comments, docstrings and white space: what changes one
     may change what the method does."""
     source = inspect.getsource(inspect.getmodule(kind) or kind)
-    tree = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     lines = source.splitlines(keepends=True)
     return {
         node.name: hashlib.sha256(_essence(lines[node.lineno - 1 : node.end_lineno]).encode()).hexdigest()[:16]
-        for node in tree.body
+        for node in classes[kind.__name__].body
         if isinstance(node, ast.FunctionDef)
     }
 

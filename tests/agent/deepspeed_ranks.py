@@ -82,7 +82,7 @@ def config_of(block: Mapping[str, Any] | None, **changes: Any) -> dict[str, Any]
     }  # fmt: skip
 
 
-def engine_of(config: dict[str, Any], *, zero_init: bool = False) -> Any:
+def engine_of(config: dict[str, Any], *, zero_init: bool = False, betas: Any = (0.8, 0.99)) -> Any:
     torch.manual_seed(0)
     if zero_init:
         with deepspeed.zero.Init(config_dict_or_path=config):
@@ -92,7 +92,7 @@ def engine_of(config: dict[str, Any], *, zero_init: bool = False) -> Any:
     named = dict(model.named_parameters())
     groups = [
         {"params": [p for name, p in named.items() if "weight" in name]},
-        {"params": [p for name, p in named.items() if "bias" in name], "weight_decay": 0.0, "betas": (0.8, 0.99)},
+        {"params": [p for name, p in named.items() if "bias" in name], "weight_decay": 0.0, "betas": betas},
     ]
     return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
 
@@ -100,9 +100,9 @@ def engine_of(config: dict[str, Any], *, zero_init: bool = False) -> Any:
 @contextmanager
 def both(block: Mapping[str, Any], **changes: Any) -> Iterator[tuple[Any, Any]]:
     """DeepSpeed's engine and ours."""
-    init = changes.pop("zero_init", False)
-    stock = engine_of(config_of(None, **changes), zero_init=init)
-    ours = engine_of(config_of(block, **changes), zero_init=init)
+    making = {key: changes.pop(key) for key in ("zero_init", "betas") if key in changes}
+    stock = engine_of(config_of(None, **changes), **making)
+    ours = engine_of(config_of(block, **changes), **making)
     assert type(stock.optimizer) is DeepSpeedZeroOptimizer_Stage3
     try:
         yield stock, ours
@@ -151,7 +151,7 @@ def worst_of_updates(stock: Any, ours: Any, steps: int = STEPS, *, grads: bool =
     stock.optimizer_steps = ours.optimizer_steps = 0
     worst, lr = 0.0, torch.tensor(LR)
     for step in range(steps):
-        before = state_of(stock)
+        before, scale_before = state_of(stock), stock.optimizer.loss_scale
         for engine in (stock, ours):
             train(engine, step, scale)
         if grads and step % 7 == 3:
@@ -165,7 +165,11 @@ def worst_of_updates(stock: Any, ours: Any, steps: int = STEPS, *, grads: bool =
             assert all(torch.equal(value, before[key]) for key, value in state_of(ours).items() if key in before)
             continue
         stock.optimizer_steps = ours.optimizer_steps = 1
-        assert float(ours.get_global_grad_norm()) == pytest.approx(float(stock.get_global_grad_norm()), rel=1e-5)
+        if stock.optimizer.loss_scale != scale_before:
+            # DeepSpeed divides these gradients by the scale of the next step, which is twice as large.
+            give(ours, state_of(stock))
+            continue
+        assert float(ours.get_global_grad_norm()) == pytest.approx(float(stock.get_global_grad_norm()), rel=1e-5), step
         theirs, mine = state_of(stock), state_of(ours)
         for (name, key), value in theirs.items():
             if key == "fp32" and not name.startswith("unused"):
@@ -212,6 +216,7 @@ STRIDE: Mapping[str, Any] = {"stride": 2, "subgroup_numel": 700}
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 14, "loss_scale_window": 4, "hysteresis": 1}}
 WAYS: Mapping[str, Mapping[str, Any]] = {
+    "equal betas": {"betas": (0.9, 0.999)},
     "clipping, accumulation": {"gradient_clipping": 0.01, "gradient_accumulation_steps": 3},
     "bf16": {**BF16, "zero_init": True, "gradient_clipping": 0.05},
     "bf16, fp32 sums": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "gradient_accumulation_steps": 2},
@@ -322,8 +327,8 @@ def resume(folder: Path) -> None:
     assert set(wanted.optimizer.tidegate.steps) == {6}
     wanted.load_checkpoint(checkpoints, tag="step-6", load_optimizer_states=False)
     wanted.destroy()
+    other = engine_of(config_of({**OFF}, zero={"sub_group_size": 10**9}, **SAVED))
     with pytest.raises(ConfigError, match="sub_group_size"):
-        other = engine_of(config_of({**OFF}, zero={"sub_group_size": 10**9}, **SAVED))
         other.load_checkpoint(checkpoints, tag="step-6")
     other.destroy()
 
