@@ -42,6 +42,7 @@ from deepspeed.utils import (
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import tidegate
+from tidegate.agent.integrations import deepspeed_support as support
 from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError
 
@@ -281,6 +282,35 @@ def local_state(folder: Path) -> None:
     engine.destroy()
 
 
+def refused(folder: Path) -> None:
+    """What cannot work is said when the engine is made; where the block allows it, DeepSpeed goes on alone."""
+
+    def made(block: Mapping[str, Any], optimizer: Any = None, **changes: Any) -> Any:
+        model = Network()
+        chosen = {} if optimizer is None else {"optimizer": optimizer(model.parameters(), lr=LR)}
+        return deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config_of(block, **changes), **chosen
+        )[0]
+
+    untested = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    with pytest.raises(ConfigError, match="stage is 2"):
+        made({}, zero={"stage": 2})
+    with pytest.raises(ConfigError, match=r'offload_param.device is "nvme"'):
+        made({}, zero={"offload_param": {"device": "nvme", "nvme_path": str(folder)}})
+    with pytest.raises(ConfigError, match=r"torch\.optim\.sgd\.SGD"):
+        made({}, torch.optim.SGD, **untested)
+    engine = made({"fallback": True}, torch.optim.SGD, **untested)
+    assert type(engine.optimizer) is DeepSpeedZeroOptimizer_Stage3
+    engine.destroy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(support, "FOUND_IN_TESTED", {"step": frozenset({"other"}), "gone": frozenset({"other"})})
+        with pytest.raises(ConfigError, match=r"(?s)step has another body.*has no gone.*tested are"):
+            made({})
+        engine = made({"fallback": True})
+    assert type(engine.optimizer) is DeepSpeedZeroOptimizer_Stage3
+    engine.destroy()
+
+
 SAVED = {**BF16, "gradient_clipping": 0.05}
 
 
@@ -366,6 +396,7 @@ def main(folder: Path, what: str) -> None:
         worst = updates(folder)
         released_gradients(folder)
         local_state(folder)
+        refused(folder)
         knobs_over_rest(folder)
         (folder / f"worst-{dist.get_rank()}.json").write_text(json.dumps(worst))
         save(folder)
