@@ -233,7 +233,7 @@ class Gradients:
         """`step()` begins: what `.grad` is now counts, whoever changed it since it arrived."""
         for param in self._changed_in_place():
             self._current[param] = None
-        for param in self.sums.params() if self.sums is not None else ():
+        for param in self.set_aside_params:
             self._bring_back(param)
         for index, param_ in enumerate(self._params):
             replaced = param_.grad is not None and not is_released(param_.grad)
@@ -294,6 +294,11 @@ class Gradients:
         arrived = self._current[param]
         assert arrived is not None, "only of gradients that are present"
         return reference(arrived)
+
+    @property
+    def set_aside_params(self) -> Sequence[int]:
+        """Parameters whose gradients are in sums."""
+        return self.sums.params() if self.sums is not None else ()
 
     @property
     def any_set_aside(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,11 @@ class LossScale:
 
 
 def step_inputs(
-    groups: Sequence[Mapping[str, Any]], steps: Sequence[int], loss_scale: LossScale, max_grad_norm: float | None
+    groups: Sequence[Mapping[str, Any]],
+    steps: Sequence[int],
+    loss_scale: LossScale,
+    max_grad_norm: float | None,
+    make_scalars: Callable[..., Scalars] = scalars,
 ) -> StepInputs:
     """What a step computes with: a snapshot, later changes of `groups` do not touch it. `steps` are those done."""
     frozen = [_frozen(group) for group in groups]
@@ -78,7 +82,7 @@ def step_inputs(
     def of(group: int, step: int, grad_scale: float) -> Scalars:
         key = (group, step, grad_scale)
         if key not in known:
-            known[key] = _scalars(frozen[group], step, grad_scale)
+            known[key] = _scalars(make_scalars, frozen[group], step, grad_scale)
         return known[key]
 
     def clip(norm: float) -> float:
@@ -105,9 +109,9 @@ def _frozen(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _scalars(values: Mapping[str, Any], step: int, grad_scale: float) -> Scalars:
+def _scalars(make: Callable[..., Scalars], values: Mapping[str, Any], step: int, grad_scale: float) -> Scalars:
     numbers = {name: value for name, value in values.items() if name != "maximize"}
-    return scalars(step=step, grad_scale=-grad_scale if values["maximize"] else grad_scale, **numbers)
+    return make(step=step, grad_scale=-grad_scale if values["maximize"] else grad_scale, **numbers)
 
 
 def _number(value: Any) -> float:

@@ -25,7 +25,7 @@ from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.offload import Offload
 from tidegate.agent.ownership import claim, give_up
 from tidegate.agent.ranks import Ranks, cpu_lane_threads
-from tidegate.agent.shards import is_divided, shard_of
+from tidegate.agent.shards import gradients_are_final, shard_of
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
 from tidegate.agent.tiers.checkpoint import Contents, Target, begin, save
@@ -34,6 +34,7 @@ from tidegate.agent.tiers.manifest import Checkpoint, choose
 from tidegate.agent.tiers.resume import Reader
 from tidegate.agent.tiers.store import TierStore
 from tidegate.errors import CheckpointFailed, ConfigError, ParameterError
+from tidegate.kernels import Scalars, scalars
 from tidegate.knobs import AUTO, EQ1, Knobs, KnobValue, Off, weights_of
 from tidegate.model.choose import START_STRIDE
 from tidegate.plan.effective import Effective, Split
@@ -42,6 +43,8 @@ from tidegate.timeline import PhaseSpan
 log = logging.getLogger("tidegate")
 
 CACHE_SHARE = 0.9
+NO_BACKWARD = -1
+"""Autograd's number of the present backward pass where there is none."""
 
 
 class Closeable(Protocol):
@@ -98,6 +101,8 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.offload = offload or Offload()
         self.max_grad_norm = max_grad_norm
+        self.make_scalars: Callable[..., Scalars] = scalars
+        """What an update computes with, from hyperparameters and step: `kernels.scalars`, or one of its signature."""
         self.num_steps = 0
         """Calls of `step()` that had gradients."""
         self._params: list[torch.nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
@@ -137,7 +142,7 @@ class AdamW(torch.optim.Optimizer):
         self._cuts: deque[StepPhases] = deque()
         """Phases of steps, and results of steps, that observers have not heard of; in the order of the steps."""
         self._settling = threading.Lock()
-        self._backward_id = -1
+        self._backward_id = NO_BACKWARD
         self._draining: PendingCheckpoint | None = None
         """The last checkpoint that was begun."""
         try:
@@ -146,7 +151,7 @@ class AdamW(torch.optim.Optimizer):
             self.close()
             raise
         self.apply_knobs(self.knobs)
-        self.engine.watch(self._on_gradient)
+        self.engine.watch(self.gradient_arrived)
 
     def _engine(self, layouts: Sequence[Layout], store: TierStore | None) -> Engine:
         return Engine(
@@ -160,7 +165,7 @@ class AdamW(torch.optim.Optimizer):
             accumulation=self.offload.accumulation,
             gradient_memory_bytes=self.offload.gradient_memory_bytes,
             headroom_bytes=self.offload.headroom_bytes,
-            early_gradients=not _is_distributed() or all(map(is_divided, self._params)),
+            early_gradients=not _is_distributed() or all(map(gradients_are_final, self._params)),
             watchdog_seconds=self.offload.watchdog_seconds,
             effective=self._effective(self.knobs),
             store=store,
@@ -189,7 +194,7 @@ class AdamW(torch.optim.Optimizer):
         self.phases.enter("update")
         with Uninterrupted():
             with self.phases.exposed():
-                inputs = step_inputs(self.param_groups, self._steps, loss_scale, self.max_grad_norm)
+                inputs = step_inputs(self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_scalars)
                 for param in self.engine.step(inputs):
                     self._steps[param] += 1
                     self._note_step(param)
@@ -241,6 +246,11 @@ class AdamW(torch.optim.Optimizer):
             for observe in tuple(self.observers):
                 observe(result, phases)
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """How often each parameter was updated."""
+        return tuple(self._steps)
+
     def phases_so_far(self) -> tuple[PhaseSpan, ...]:
         """Phases of the steps that observers have not heard of, the present one as far as it got. From any thread."""
         ended = tuple(self._cuts)
@@ -283,9 +293,11 @@ class AdamW(torch.optim.Optimizer):
         if self.phases.current == "backward":
             self.phases.enter("other")
 
-    def _on_gradient(self, param: int) -> None:
-        """Once per gradient, so it saves calls."""
-        if self._backward_id != torch._C._current_graph_task_id() or self.phases.current != "backward":
+    def gradient_arrived(self, param: int) -> None:
+        """`.grad` of this parameter (its number) is what a backward made it. Autograd's hooks call it; so does who
+        writes `.grad` in its own hooks. Once per gradient, so it saves calls."""
+        task = torch._C._current_graph_task_id()
+        if task != NO_BACKWARD and (self._backward_id != task or self.phases.current != "backward"):
             self.backward_began()
         began = time.monotonic()
         try:

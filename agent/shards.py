@@ -19,10 +19,28 @@ Groups = tuple[Any, ...]
 """Process groups whose ranks hold the other shards, one for each dimension of the mesh that divides."""
 
 
+class Part(torch.nn.Parameter):
+    """This rank's part of a parameter that somebody else divides, in the same memory as `data`: an ordinary tensor
+    here. `groups`: process groups whose ranks have the other parts. What comes as its gradient is reduced already."""
+
+    groups: Groups
+
+    def __new__(cls, data: torch.Tensor, groups: Groups) -> Part:
+        # `data.data` has a version of its own: else an edit of one part of a buffer would look like one of all.
+        part: Part = torch.Tensor._make_subclass(cls, data.data, False)
+        part.groups = groups
+        return part
+
+
 def is_divided(tensor: torch.Tensor | None) -> TypeGuard[Any]:
     """Whether it is a DTensor. Their module, which takes long to import, is there when one is."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def gradients_are_final(param: torch.Tensor) -> bool:
+    """Whether a gradient is that of all ranks when it arrives, not this rank's summand of it."""
+    return is_divided(param) or isinstance(param, Part)
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,6 +135,8 @@ class NormOverRanks:
 
 
 def _groups_of(param: torch.Tensor) -> Groups:
+    if isinstance(param, Part):
+        return param.groups
     if not is_divided(param):
         return ()
     mesh = param.device_mesh

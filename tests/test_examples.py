@@ -8,13 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
 
 def run(folder: Path, *command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, *command], cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"},
         capture_output=True, text=True, timeout=250,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -47,6 +50,18 @@ def test_fsdp2_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     assert said[0].startswith("2 ranks")
     assert said[1].startswith("3 ranks")
     assert loss_of(said[1]) < loss_of(said[0])
+
+
+def test_deepspeed_goes_on_where_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    first = run(tmp_path, *launch, str(EXAMPLES / "deepspeed_json.py"))
+    second = run(tmp_path, *launch, str(EXAMPLES / "deepspeed_json.py"))
+    assert "steps 0 to 20" in first
+    assert "steps 20 to 40" in second
+    assert loss_of(second) < loss_of(first)
+    counts = {name: int(count) for name, count in re.findall(r"(nvme|pfs):(\d+)", second)}
+    assert counts["nvme"] > counts["pfs"] > 0
 
 
 def test_the_trainer_says_what_holds_it_up(tmp_path: Path) -> None:

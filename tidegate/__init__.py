@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tidegate.agent.attach import attach as attach
     from tidegate.agent.devices.emulated import EmulatedRates as EmulatedRates
     from tidegate.agent.integrations.ddp import overlap_ddp as overlap_ddp
+    from tidegate.agent.integrations.deepspeed import enable_deepspeed as enable_deepspeed
     from tidegate.agent.offload import Offload as Offload
     from tidegate.agent.optimizer import AdamW as AdamW
     from tidegate.agent.overlap import ForwardOverlap as ForwardOverlap
@@ -30,6 +31,7 @@ _HOME = {
     "Attachment": "tidegate.agent.attach",
     "attach": "tidegate.agent.attach",
     "overlap_ddp": "tidegate.agent.integrations.ddp",
+    "enable_deepspeed": "tidegate.agent.integrations.deepspeed",
     "ForwardOverlap": "tidegate.agent.overlap",
     "overlap_forward": "tidegate.agent.overlap",
     "wait": "tidegate.agent.overlap",
@@ -51,6 +53,7 @@ __all__ = [
     "PathSettings",
     "PendingCheckpoint",
     "attach",
+    "enable_deepspeed",
     "find_checkpoints",
     "overlap_ddp",
     "overlap_forward",

@@ -23,14 +23,15 @@ PREFIX = "tidegate_"
 
 
 def unwrapped(optimizer: Any) -> AdamW:
-    """The `tidegate.AdamW` inside what Accelerate makes of it. ConfigError when there is none."""
+    """The `tidegate.AdamW` inside what Accelerate or DeepSpeed makes of it. ConfigError when there is none."""
     inner = optimizer
     while inner is not None and not isinstance(inner, AdamW):
-        inner = getattr(inner, "optimizer", None)
+        inner = getattr(inner, "tidegate", None) or getattr(inner, "optimizer", None)
     if inner is None:
         raise ConfigError(
             f"The training uses {type(getattr(optimizer, 'optimizer', optimizer)).__name__}, not tidegate.AdamW: give "
-            "the Trainer optimizer_cls_and_kwargs=(tidegate.AdamW, {…}) or optimizers=(optimizer, None)."
+            "the Trainer optimizer_cls_and_kwargs=(tidegate.AdamW, {…}) or optimizers=(optimizer, None); with DeepSpeed, "
+            'call tidegate.enable_deepspeed() and put a "tidegate" block into its configuration.'
         )
     return inner
 

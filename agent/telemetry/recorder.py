@@ -128,7 +128,7 @@ class Recorder:
 
     @property
     def rates(self) -> RateCard | None:
-        """Speeds of the last steps (`LiveRates`); before the first, those that `tidegate calibrate` has kept, if any."""
+        """Speeds of the last steps (`LiveRates`); before the first, those that `tidegate calibrate` kept."""
         self.catch_up()
         with self.lock:
             return self._live_rates()

@@ -1,0 +1,41 @@
+"""DeepSpeed ZeRO-3 for real, on its CPU accelerator: its own offload beside ours, killed and resumed, at both ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.live import threaded
+
+ROOT = Path(__file__).parents[2]
+MAX_ULP = 4.0
+
+
+def run_ranks(count: int, folder: Path, what: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        *[sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"],
+        *["-m", "tests.agent.deepspeed_ranks", str(folder), what],
+    ]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_each_update_is_deepspeeds_and_a_killed_run_goes_on_as_if_it_was_not(tmp_path: Path, count: int) -> None:
+    with threaded(tmp_path / "daemon") as daemon:
+        tokens = {"TIDEGATE_AGENT_TOKEN": daemon.tokens["agent"], "TIDEGATE_OPERATE": daemon.tokens["operate"]}
+        first = run_ranks(count, tmp_path, "train", TIDEGATE_URL=daemon.url, **tokens)
+    assert all((tmp_path / f"saved-{rank}").exists() for rank in range(count)), first.stderr[-4000:]
+    for rank in range(count):
+        worst = json.loads((tmp_path / f"worst-{rank}.json").read_text())
+        assert len(worst) == 11
+        assert max(worst.values()) <= MAX_ULP, worst
+    second = run_ranks(count, tmp_path, "resume")
+    assert all((tmp_path / f"resumed-{rank}").exists() for rank in range(count)), second.stderr[-4000:]

@@ -1,0 +1,125 @@
+"""What the "tidegate" block means, and the arithmetic at DeepSpeed's side of it; no DeepSpeed is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidegate.agent.integrations.deepspeed_scalars import CpuAdamScalars
+from tidegate.agent.integrations.deepspeed_settings import block_of, settings_of
+from tidegate.agent.integrations.deepspeed_state import join_bf16, rounded, split_bf16
+from tidegate.agent.integrations.deepspeed_support import digests
+from tidegate.errors import ConfigError, KnobError
+from tidegate.kernels import oracle, scalars
+from tidegate.knobs import AUTO, OFF
+
+
+def settings(block: dict[str, Any], **zero: Any) -> Any:
+    return settings_of(block, {"zero_optimization": {"stage": 3, **zero}})
+
+
+def test_deepspeeds_own_settings_are_where_knobs_begin() -> None:
+    offload = {"device": "nvme", "nvme_path": "/somewhere", "ratio": 0.75}
+    found = settings({}, offload_optimizer=offload, sub_group_size=5000).offload
+    assert (found.stride, found.static_ratio) == (OFF, 0.25)
+    assert found.paths == {"nvme": "/somewhere"}
+    assert found.subgroup_numel == 5000
+    untold = settings({}, offload_optimizer={"device": "cpu"}, sub_group_size=1e9).offload
+    assert (untold.stride, untold.static_ratio, untold.paths) == (AUTO, 0.0, {})
+    assert untold.subgroup_numel == 100_000_000
+
+
+def test_the_block_wins_over_them() -> None:
+    offload = {"device": "nvme", "nvme_path": "/somewhere", "ratio": 0.5}
+    block = {"stride": 3, "paths": {"a": {"directory": "/a", "threads": 2}, "b": "s3://b/c"}, "subgroup_numel": 7}
+    found = settings(block, offload_optimizer=offload, sub_group_size=5000).offload
+    assert (found.stride, found.static_ratio, found.subgroup_numel) == (3, 0.0, 7)
+    assert list(found.paths) == ["a", "b"]
+    assert found.path_settings()["a"].threads == 2
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"strid": 2}, "stride"),
+        ({"device": "emulated"}, "unknown key"),
+        ({"daemon": "http://here"}, "no \"run\""),
+        ({"fallback": "yes"}, "true or false"),
+        ({"paths": {"nvme": 3}}, "paths.nvme"),
+        ({"paths": {"nvme": {"folder": "/a"}}}, "directory"),
+        ({"emulated": {"speed": 1}}, "update_params_per_second"),
+        ({"stride": 0.5}, "stride"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_said_with_its_name(block: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        settings(block)
+
+
+def test_a_block_is_a_block() -> None:
+    assert block_of({"zero_optimization": {}}) is None
+    with pytest.raises(ConfigError, match="must be a block"):
+        block_of({"tidegate": True})
+    with pytest.raises(KnobError):
+        settings({"tier_split": "nvme:1"})
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
+def test_weights_are_split_as_the_oracle_splits_them(bits: list[int]) -> None:
+    values = np.array(bits, np.uint32).view(np.float32)
+    master = torch.from_numpy(values.copy())
+    weight, remainder = split_bf16(master)
+    high, low = oracle.split_bf16(values)
+    assert np.array_equal(weight.view(torch.int16).numpy().view(np.uint16), high)
+    assert np.array_equal(remainder.numpy(), low)
+    finite = ~master.isnan()
+    assert torch.equal(join_bf16(weight, remainder)[finite], master[finite])
+    assert torch.equal(rounded(master, torch.bfloat16).view(torch.int16), weight.view(torch.int16))
+
+
+@given(st.integers(1, 3000), st.sampled_from([0.9, 0.95]), st.sampled_from([0.95, 0.999]), st.booleans())
+def test_scalars_depend_on_the_step_alone_and_are_near_the_exact_ones(
+    step: int, beta1: float, beta2: float, several: bool
+) -> None:
+    one, other = CpuAdamScalars(), CpuAdamScalars()
+    one.several_betas = other.several_betas = several
+    settings = {"lr": 1e-3, "beta1": beta1, "beta2": beta2, "eps": 1e-8, "weight_decay": 0.1}
+    for before in (step + 5, 1, step // 2 + 1):
+        one(step=before, **settings)
+    found = one(step=step, **settings)
+    assert found == other(step=step, **settings)
+    assert found.as_tuple() == pytest.approx(scalars(step=step, **settings).as_tuple(), rel=1e-3)
+
+
+class Commented:
+    def step(self, closure: None = None) -> int:
+        """One."""
+        return 1  # a comment
+
+
+class Plain:
+    def step(self, closure: None = None) -> int:
+        # another
+
+        return 1
+
+
+class Changed:
+    def step(self, closure: None = None) -> int:
+        return 2
+
+
+class OtherSignature:
+    def step(self, closure: None = None, scale: float = 1.0) -> int:
+        return 1
+
+
+def test_a_digest_is_that_of_the_code_alone() -> None:
+    assert digests(Commented) == digests(Plain)
+    assert digests(Plain) != digests(Changed)
+    assert digests(Plain) != digests(OtherSignature)
