@@ -96,11 +96,12 @@ def explain(error: DaemonError, url: str) -> str:
 
 def fresh_knobs(url: str, run: str) -> tuple[KnobsView, tuple[GenerationView, ...]]:
     """Knobs and generations as they are now, past every cache."""
-    client = _reader(url)
+    client = reader(url)
     return client.knobs(run), tuple(client.generations(run))
 
 
-def _reader(url: str) -> DaemonClient:
+def reader(url: str) -> DaemonClient:
+    """The client that this process reads with; not to be closed."""
     return _client(url, find_token("read"))
 
 
@@ -114,12 +115,12 @@ def _client(url: str, token: str | None) -> DaemonClient:
 
 @st.cache_data(ttl=1.0, max_entries=8, show_spinner=False)
 def _runs(url: str) -> tuple[RunView, ...]:
-    return tuple(sorted(_reader(url).runs(), key=lambda run: (-run.last_seen, run.run)))
+    return tuple(sorted(reader(url).runs(), key=lambda run: (-run.last_seen, run.run)))
 
 
 @st.cache_data(ttl=1.0, max_entries=32, show_spinner=False)
 def _snapshot(url: str, run: str, rank: int) -> Snapshot:
-    client = _reader(url)
+    client = reader(url)
     view = client.run(run)
     seen = next((r for r in view.ranks if r.rank == rank), None)
     if seen is None:
@@ -139,4 +140,4 @@ def _snapshot(url: str, run: str, rank: int) -> Snapshot:
 @st.cache_data(ttl=4.0, max_entries=16, show_spinner=False)
 def _timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
     """Timelines are large: read again only when `step` changed, or a while after."""
-    return _reader(url).timeline(run, rank)
+    return reader(url).timeline(run, rank)

@@ -1,0 +1,67 @@
+"""What a viewer has at hand while turning knobs: token, edits, a preview, what came of it. In the session, nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import streamlit as st
+
+from tidegate.dashboard.edits import Draft
+from tidegate.knobs import KnobValue
+from tidegate.wire import KnobPreview, KnobsView
+from tidegate.wire_canary import CanaryRequest
+
+Tone = Literal["error", "warning", "success", "info"]
+TOKEN: Final = "operate_token"
+TRIAL_STEPS: Final = CanaryRequest().steps
+
+
+@dataclass(kw_only=True)
+class Desk:
+    """One run's. Widgets come and go with their page; what was typed into them stays here."""
+
+    generation: int | None = None
+    """The newest that the viewer had before them when they began to edit; If-Match names it."""
+    desired: dict[str, KnobValue] = field(default_factory=dict)
+    edits: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+    trial: bool = False
+    trial_steps: int = TRIAL_STEPS
+    notice: tuple[Tone, str] | None = None
+    preview: KnobPreview | None = None
+    predicted: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Update seconds before and after that were predicted of a generation, when it was previewed and then set."""
+
+    def begin(self, knobs: KnobsView) -> None:
+        """The viewer has the newest knobs before them. What was typed before that stays on what it was typed against."""
+        if self.generation is None or not self.draft.edited():
+            self.base_on(knobs)
+
+    def base_on(self, knobs: KnobsView) -> None:
+        """What was typed is for these knobs from now on."""
+        self.generation, self.desired = knobs.generation, dict(knobs.desired)
+
+    @property
+    def draft(self) -> Draft:
+        return Draft(generation=self.generation or 0, desired=self.desired, fields=self.edits)
+
+    def clear(self) -> None:
+        """Forgets what was typed."""
+        self.edits.clear()
+        self.reason, self.preview = "", None
+
+
+def desk(run: str) -> Desk:
+    """This viewer's desk for `run`."""
+    found: Desk = st.session_state.setdefault(f"desk:{run}", Desk())
+    return found
+
+
+def token() -> str:
+    """The operate token that the viewer gave; empty while the page is read-only."""
+    return str(st.session_state.get(TOKEN, ""))
+
+
+def keep_token(given: str) -> None:
+    st.session_state[TOKEN] = given.strip()
