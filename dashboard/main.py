@@ -1,5 +1,5 @@
 """What `streamlit run` runs."""
 
-from tidegate.dashboard.page import page
+from tidegate.dashboard.shell import app
 
-page()
+app()

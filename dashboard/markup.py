@@ -20,9 +20,10 @@ STYLE = """
   min-height: 170px; }
 .tg-muted { opacity: 0.66; }
 .tg-head { display: flex; flex-wrap: wrap; align-items: baseline; gap: 0.75rem; font-size: 0.84rem; }
-.stApp .st-key-pickers { position: absolute; top: 0.7rem; right: 1.6rem; width: auto; z-index: 10; }
+.stApp .st-key-bar { border-bottom: 1px solid color-mix(in srgb, currentColor 14%, transparent); gap: 0.2rem;
+  padding-bottom: 0.15rem; flex-wrap: wrap; }
+.stApp .st-key-pickers { order: 9; margin-left: auto; width: auto; }
 .stApp .st-key-pickers [data-baseweb="select"] > div { min-height: 1.9rem; }
-.stApp:has(.st-key-pickers) .tg-head { padding-right: 24rem; }
 .tg-run { font-size: 1.3rem; font-weight: 650; letter-spacing: -0.01em; overflow-wrap: anywhere; }
 .tg-pill { border: 1px solid; border-radius: 999px; padding: 0 0.6rem; font-size: 0.78rem; font-weight: 600; }
 .tg-verdict { font-size: 1.02rem; margin: 0.1rem 0 0.5rem; }

@@ -1,1 +1,1 @@
-"""The parts of the page, from top to bottom: header, phases, update, resources, control, form."""
+"""The pages of the live view, one module each: which sections there are and where. They are registered in `screens`."""

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.dashboard.screen import page, text
 from tests.dashboard.scripted import Agent, Daemon
-from tests.dashboard.test_page import _nothing_cached, page, text  # noqa: F401
-from tidegate.dashboard.views.alerts import runbook
+from tidegate.dashboard.parts.alerts import runbook
 
 BEGIN, NEVER = "2026-03-01T10:00:00Z", "0001-01-01T00:00:00Z"
 
@@ -27,10 +27,10 @@ def tell(daemon: Daemon, name: str, severity: str, url: str, status: str = "firi
 
 def test_what_fires_is_shown_with_its_knob_until_it_is_resolved(daemon: Daemon) -> None:
     Agent(daemon).train(3)
-    assert "as Alertmanager tells" not in text(page())
+    assert "as Alertmanager tells" not in text(page("alerts"))
     tell(daemon, "TidegateSsdWear", "info", "docs/runbooks/TidegateSsdWear.md")
     tell(daemon, "TidegateUpdateStalled", "warning", "https://example.org/stalled.md")
-    app = page()
+    app = page("alerts")
     shown = text(app)
     assert "Alerts as Alertmanager tells" in shown
     assert "UpdateStalled 47% <b>of</b> TidegateUpdateStalled" in shown
@@ -39,7 +39,7 @@ def test_what_fires_is_shown_with_its_knob_until_it_is_resolved(daemon: Daemon) 
     html = " ".join(element.proto.body for element in app.get("html"))
     assert '<a href="https://example.org/stalled.md" target="_blank"' in html
     tell(daemon, "TidegateUpdateStalled", "warning", "", "resolved")
-    shown = text(page())
+    shown = text(page("alerts"))
     assert "UpdateStalled" not in shown
     assert "SsdWear" in shown
 

@@ -48,10 +48,10 @@ def healthy(page: Page, errors: list[str]) -> None:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_the_first_screen_tells_the_essential(running: tuple[Daemon, Agent, str], tmp_path: Path, dark: bool) -> None:
     _, _, url = running
-    with open_page(url, dark=dark) as (page, errors):
+    with open_page(f"{url}/run", dark=dark) as (page, errors):
         expect(page.locator(".tg-verdict")).to_contain_text("The update is")
         expect(page.locator(".tg-kpi").first).to_contain_text("/step")
-        for part in ("table.tg", ".st-key-phase_history", ".st-key-gantt"):
+        for part in ("table.tg", ".st-key-phase_history", ".st-key-link_bytes"):
             bottom = page.evaluate("name => document.querySelector(name).getBoundingClientRect().bottom", part)
             assert bottom <= 800, f"{part} is below the first screen"
         background = page.evaluate("getComputedStyle(document.querySelector('.stApp')).backgroundColor")
@@ -71,7 +71,7 @@ def test_a_wrong_token_is_told_an_edit_survives_refreshes_and_a_set_reaches_the_
     running: tuple[Daemon, Agent, str], tmp_path: Path
 ) -> None:
     daemon, agent, url = running
-    with open_page(url) as (page, errors):
+    with open_page(f"{url}/tune") as (page, errors):
         token = page.get_by_label("Operate token", exact=True)
         stride = page.get_by_role("textbox", name="stride")
         expect(stride).to_be_disabled()

@@ -9,12 +9,24 @@ import streamlit as st
 from tidegate.dashboard import markup, palette, units
 from tidegate.dashboard.digest import Digest, verdict
 from tidegate.dashboard.feed import Look, Snapshot
+from tidegate.dashboard.place import Place
 
 EMULATED = "Emulated device: rates are simulated, no performance claim"
 
 
+def unread(place: Place, look: Look) -> None:
+    """Nothing was ever read of this run: why."""
+    st.html(markup.head(place.run, "unknown", [place.url]) + markup.verdict(look.problem or "Nothing was read yet."))
+
+
 def header(look: Look, snapshot: Snapshot, figures: Digest) -> None:
-    """Everything above the charts."""
+    """Everything above the charts: `brief`, and the figures that matter most."""
+    brief(look, snapshot, figures)
+    st.html(markup.kpis(_figures(snapshot, figures)))
+
+
+def brief(look: Look, snapshot: Snapshot, figures: Digest) -> None:
+    """Which run, how it is, how old what is shown, and one sentence."""
     now = time.time()
     st.html(
         markup.head(snapshot.run.run, "unknown" if look.problem else snapshot.run.liveness, _details(snapshot, now))
@@ -26,7 +38,7 @@ def header(look: Look, snapshot: Snapshot, figures: Digest) -> None:
         st.html(markup.banner(kept, palette.LIVENESS["lost"]))
     if snapshot.run.device_kind == "emulated":
         st.html(markup.banner(EMULATED, palette.PHASE["update"]))
-    st.html(markup.verdict(verdict(snapshot.run, figures, now)) + markup.kpis(_figures(snapshot, figures)))
+    st.html(markup.verdict(verdict(snapshot.run, figures, now)))
 
 
 def _details(snapshot: Snapshot, now: float) -> list[str]:

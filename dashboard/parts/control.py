@@ -8,7 +8,7 @@ import streamlit as st
 
 from tidegate.dashboard import edits, markup, palette, units
 from tidegate.dashboard.feed import Snapshot
-from tidegate.dashboard.views.form import filled_on
+from tidegate.dashboard.parts.form import filled_on
 from tidegate.knobs import OFF, KnobValue
 from tidegate.wire import GenerationView, KnobChanges, KnobsView
 

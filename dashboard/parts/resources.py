@@ -7,7 +7,7 @@ import streamlit as st
 from tidegate.dashboard import charts, markup, palette, units
 from tidegate.dashboard.digest import WINDOW, Digest, column, tokens_per_second
 from tidegate.dashboard.feed import Snapshot
-from tidegate.dashboard.views.phases import CONFIG
+from tidegate.dashboard.parts.phases import CONFIG
 from tidegate.wire import StepReport
 
 

@@ -12,8 +12,8 @@ from tidegate.dashboard.digest import Digest
 from tidegate.dashboard.feed import Snapshot
 from tidegate.dashboard.gantt import HEIGHT, Scope, as_timeline, gantt, window
 from tidegate.dashboard.lanes import LaneUse, lane_use
-from tidegate.dashboard.views.header import prediction
-from tidegate.dashboard.views.phases import CONFIG
+from tidegate.dashboard.parts.header import prediction
+from tidegate.dashboard.parts.phases import CONFIG
 from tidegate.wire import TimelineView
 
 HELD = "gantt_held"
