@@ -1,4 +1,4 @@
-"""What a viewer has at hand while turning knobs: token, edits, a preview, what came of it. In the session, nowhere else."""
+"""What a viewer has at hand while turning knobs: token, edits, preview. In the session, nowhere else."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Desk:
     """Update seconds before and after that were predicted of a generation, when it was previewed and then set."""
 
     def begin(self, knobs: KnobsView) -> None:
-        """The viewer has the newest knobs before them. What was typed before that stays on what it was typed against."""
-        if self.generation is None or not self.draft.edited():
+        """The viewer has these knobs before them. What was typed before stays on those that it was typed against."""
+        if self.generation is None or (knobs.generation > self.generation and not self.draft.edited()):
             self.base_on(knobs)
 
     def base_on(self, knobs: KnobsView) -> None:

@@ -9,12 +9,12 @@ from tidegate.dashboard import units
 from tidegate.errors import KnobError
 from tidegate.knob_kinds import show_size
 from tidegate.knobs import KnobValue
-from tidegate.wire import GenerationView, KnobBound, KnobsView
+from tidegate.wire import GenerationView, KnobBound
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What was typed, by knob, against the generation that the viewer had before them; an empty field changes nothing."""
+    """What was typed, by knob, against the generation that the viewer saw; an empty field changes nothing."""
 
     generation: int
     desired: Mapping[str, KnobValue]
@@ -35,9 +35,14 @@ class Parsed:
 
 def accepted(bound: KnobBound) -> str:
     """What a field takes, in words: `auto, off or 1 to 1 000 000 subgroups`."""
+    return f"{limits(bound)} {bound.unit}" if bound.kind == "number" else limits(bound)
+
+
+def limits(bound: KnobBound) -> str:
+    """The same without a unit: `auto, off or 1 to 1 000 000`."""
     match bound.kind:
         case "number":
-            told = f"{_number(bound.minimum)} to {_number(bound.maximum)} {bound.unit}"
+            told = f"{_number(bound.minimum)} to {_number(bound.maximum)}"
         case "size":
             told = f"{show_size(bound.minimum)} to {show_size(bound.maximum)}"
         case "weights":

@@ -49,7 +49,7 @@ def lines(preview: KnobPreview, steps: Sequence[StepReport]) -> list[Line]:
     return [
         _seconds("step", _median(recent, _step), others + now.update_seconds, others + then.update_seconds),
         _seconds("update", _median(recent, _update), now.update_seconds, then.update_seconds, part=True),
-        _seconds("stalled in the update", _median(recent, _stalled), sum(now.stalls.values()), sum(then.stalls.values())),
+        _seconds("stalled", _median(recent, _stalled), sum(now.stalls.values()), sum(then.stalls.values())),
         *(_seconds(c, waits[c], now.stalls.get(c, 0.0), then.stalls.get(c, 0.0), part=True) for c in waits),
         _seconds(f"at best ({then.bound_by})", None, now.bound_seconds, then.bound_seconds),
         *_bytes("host memory", last.host_memory_bytes if last else {}, now.host_memory_bytes, then.host_memory_bytes),

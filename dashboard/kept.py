@@ -58,7 +58,8 @@ class Kept(Generic[T]):
 
 ADVICE: Final = Kept(lambda client, key: client.advice(key[0]), 20.0)
 """By run and generation: making one keeps the daemon busy for a moment."""
-AUDIT: Final = Kept(lambda client, run: client.audit(run), 2.0)
+AUDIT: Final = Kept(lambda client, key: client.audit(key[0], key[1]), 2.0)
+"""By run and the most rows to read."""
 ALERTS: Final = Kept(lambda client, run: client.alerts(run or None), 2.0)
 """By run; those without a run under the empty name."""
 

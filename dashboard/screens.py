@@ -31,6 +31,6 @@ SCREENS: Final = (
     Screen(path="run", title="Run", about="rank", draw=run.run),
     Screen(path="timeline", title="Timeline", about="rank", draw=timeline.timeline),
     Screen(path="tune", title="Tune", about="run", draw=tune.tune),
-    Screen(path="alerts", title="Alerts", about="run", draw=alerts.alerts),
+    Screen(path="alerts", title="Alerts and audit", about="run", draw=alerts.alerts),
 )
 """In the order of the bar; the first is the start page."""

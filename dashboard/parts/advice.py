@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import streamlit as st
 
-from tidegate.dashboard import actions, desk, kept, markup, units
+from tidegate.dashboard import actions, desk, kept, markup, snippets, units
 from tidegate.dashboard.feed import Snapshot
 from tidegate.dashboard.parts import editor
 from tidegate.dashboard.place import Place
-from tidegate.wire import Advice, KnobBound
+from tidegate.wire import Advice, KnobsView
 
 
 def advice(place: Place, snapshot: Snapshot) -> None:
@@ -16,19 +16,20 @@ def advice(place: Place, snapshot: Snapshot) -> None:
     found = kept.ADVICE.get(place.url, (place.run, snapshot.knobs.generation))
     told = found.value.sentence if found.value else found.problem or "No advice yet."
     left, right = st.columns([4, 1], vertical_alignment="center")
-    left.html(markup.title("Advice", "what the model would choose") + markup.say(told))
+    left.html(markup.title("Advice", "what the model would choose") + snippets.say(told))
     if found.value and found.value.changes:
         pressed = right.button(
             "Preview", key="preview_advice", disabled=not desk.token(), width="stretch",
             help="Puts it into the fields and asks what it would do. Nothing is changed.",
-            on_click=_take, args=(place, found.value, snapshot.knobs.bounds),
+            on_click=_take, args=(place, found.value, snapshot.knobs),
         )  # fmt: skip
         if pressed:
             st.rerun()
 
 
-def _take(place: Place, found: Advice, bounds: dict[str, KnobBound]) -> None:
-    at = desk.desk(place.run)
+def _take(place: Place, found: Advice, knobs: KnobsView) -> None:
+    at, bounds = desk.desk(place.run), knobs.bounds
+    at.begin(knobs)
     at.edits.update({name: units.knob(name, value) for name, value in found.changes.items() if name in bounds})
     at.reason = at.reason or "as the model advises"
     editor.show(place.run, bounds)

@@ -1,4 +1,4 @@
-"""The fields that turn the knobs. Outside of every live part, and empty until typed in: a refresh never eats an edit."""
+"""The fields that turn the knobs. Outside of the live parts, and empty until typed in: a refresh never eats an edit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import streamlit as st
 
-from tidegate.dashboard import actions, desk, edits, markup
+from tidegate.dashboard import actions, desk, edits, markup, snippets
 from tidegate.dashboard.desk import Desk
 from tidegate.dashboard.place import Place
 from tidegate.wire import KnobBound, KnobsView
@@ -53,7 +53,7 @@ def _take_token(url: str, knobs: KnobsView, key: str) -> None:
 def _field(run: str, name: str, bound: KnobBound, allowed: bool, problem: str) -> None:
     """Name and bounds on the left; what is wrong stands where the bounds were, so that nothing moves."""
     key, left, right = f"knob:{run}:{name}", *st.columns([11, 9], gap="small", vertical_alignment="center")
-    left.html(markup.knob_label(name, problem or edits.accepted(bound), bound.help, wrong=bool(problem)))
+    left.html(snippets.knob_label(name, problem or edits.accepted(bound), bound.help, wrong=bool(problem)))
     st.session_state.setdefault(key, desk.desk(run).edits.get(name) or _nothing(bound))
     more: dict[str, Any] = {
         "key": key, "disabled": not allowed, "label_visibility": "collapsed", "on_change": _typed,
@@ -97,9 +97,13 @@ def _bar(place: Place, knobs: KnobsView, at: Desk, allowed: bool) -> None:
         st.caption("steps")
     with st.container(horizontal=True, key="bar_tune"):
         sent = (place.url, run, knobs.bounds)
-        st.button("Set", key="set", type="primary", disabled=off, on_click=_set, args=sent)
-        st.button("Preview", key="preview", disabled=off, on_click=actions.preview, args=sent)
-        st.button("Discard", key="discard", disabled=off, on_click=discard, args=(run, knobs))
+        pressed = (
+            st.button("Set", key="set", type="primary", disabled=off, on_click=_set, args=sent),
+            st.button("Preview", key="preview", disabled=off, on_click=actions.preview, args=sent),
+            st.button("Discard", key="discard", disabled=off, on_click=_discard, args=(run, knobs)),
+        )
+    if any(pressed):
+        st.rerun()  # the live parts tell what came of it
 
 
 def _kept(key: str, value: object) -> None:
@@ -123,7 +127,7 @@ def _set(url: str, run: str, bounds: dict[str, KnobBound]) -> None:
         show(run, bounds)
 
 
-def discard(run: str, knobs: KnobsView) -> None:
+def _discard(run: str, knobs: KnobsView) -> None:
     """Empties the fields."""
     at = desk.desk(run)
     at.clear()
@@ -145,4 +149,4 @@ def _notice(at: Desk) -> None:
     if at.notice:
         tone, sentence = at.notice
         draw: Any = _NOTICE[tone]
-        draw(markup.plain(sentence))
+        draw(snippets.plain(sentence))

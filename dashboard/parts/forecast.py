@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from tidegate.dashboard import desk, edits, forecast, markup, palette, units
+from tidegate.dashboard import desk, edits, forecast, markup, palette, snippets, units
 from tidegate.dashboard.feed import Snapshot
 from tidegate.dashboard.forecast import Line
 
@@ -17,16 +17,16 @@ def preview(snapshot: Snapshot) -> None:
     if seen is None:
         return
     asked = edits.describe(seen.changed, seen.before)
-    old = "" if seen.generation == snapshot.knobs.generation else f"; made on generation {seen.generation}, now outdated"
+    old = f"; made on generation {seen.generation}, now outdated" if seen.generation < snapshot.knobs.generation else ""
     rows = [_row(line) for line in forecast.lines(seen, snapshot.steps)]
     table = markup.table(COLUMNS, rows) if rows else ""
     st.html(
-        markup.title(f"Preview of {asked}", f"nothing was changed{old}") + markup.say(forecast.headline(seen)) + table
+        markup.title(f"Preview of {asked}", f"nothing was changed{old}") + snippets.say(forecast.headline(seen)) + table
     )
 
 
 def _row(line: Line) -> tuple[str, ...]:
-    name = markup.indented(line.name) if line.part else line.name
+    name = snippets.indented(line.name) if line.part else line.name
     return (name, line.show(line.measured), line.show(line.now), line.show(line.then), _change(line.change))
 
 
@@ -36,4 +36,4 @@ def _change(share: float | None) -> str:
         return units.NONE
     if share == 0:
         return "none"
-    return markup.colored(f"{share:+.0%}", palette.LIVENESS["live" if share < 0 else "lost"])
+    return snippets.colored(f"{share:+.0%}", palette.LIVENESS["live" if share < 0 else "lost"])

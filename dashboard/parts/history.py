@@ -31,7 +31,7 @@ def history(place: Place, snapshot: Snapshot) -> None:
         (
             str(view.generation),
             markup.dot(view.state, _color(view)),
-            change(view),
+            change(view, snapshot.generations),
             f"{units.age(now - view.created_at)} ago",
             view.author,
             view.reason,

@@ -24,7 +24,7 @@ def knobs_now(snapshot: Snapshot) -> None:
     rows = [_row(name, view, live) for name in view.bounds]
     columns = ("knob", "desired", "effective", "bounds", "unit")
     st.html(
-        markup.title("Knobs now", f"generation {view.generation}; {_applied(view, live)}")
+        markup.title("Knobs", f"generation {view.generation}; {_applied(view, live)}")
         + markup.table(columns, rows, left=(0, 1, 2, 3, 4), wide=(2, 3))
         + way(snapshot)
         + _odd_ranks(view, live)
@@ -55,13 +55,15 @@ def way(snapshot: Snapshot) -> str:
         stations = [("proposed", True, None), ("committed", reached, None)]
         stations.append((applied, complete, good if complete else None))
         more = ""
-    return markup.chain([(f"Generation {newest.generation}, {change(newest)}", True, None), *stations], more)
+    told = change(newest, snapshot.generations)
+    return markup.chain([(f"Generation {newest.generation}, {told}", True, None), *stations], more)
 
 
-def change(view: GenerationView) -> str:
-    """What a generation changed, in words."""
+def change(view: GenerationView, made: Sequence[GenerationView]) -> str:
+    """What a generation changed of the one that ran before it, in words. made: all of them, oldest first."""
+    ran = [earlier for earlier in made if earlier.generation < view.generation and earlier.state not in BAD]
     back = f"back to generation {view.restores}" if view.restores is not None else ""
-    told = edits.describe(view.changes) if view.changes else ""
+    told = edits.describe(view.changes, ran[-1].knobs if ran else None) if view.changes else ""
     return ": ".join(part for part in (back, told) if part) or "start-up settings"
 
 
@@ -77,7 +79,7 @@ def value(name: str, found: KnobValue | None) -> str:
 
 def _row(name: str, view: KnobsView, live: Sequence[RankKnobs]) -> tuple[str, ...]:
     bound = view.bounds[name]
-    return (name, units.knob(name, view.desired.get(name)), _effective(name, live), edits.bounds(bound), bound.unit)
+    return (name, units.knob(name, view.desired.get(name)), _effective(name, live), edits.limits(bound), bound.unit)
 
 
 def _effective(name: str, live: Sequence[RankKnobs]) -> str:

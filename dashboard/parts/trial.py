@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from tidegate.dashboard import desk, forecast, markup, palette, units
+from tidegate.dashboard import desk, forecast, markup, palette, snippets, units
 from tidegate.dashboard.feed import Snapshot
 from tidegate.dashboard.parts.knobs_now import BAD, change
 from tidegate.wire import GenerationView
@@ -24,9 +24,11 @@ def last_change(snapshot: Snapshot) -> None:
     if found is None:
         return
     st.html(
-        markup.title("What the last change did", f"generation {found.generation}: {change(found)}")
+        markup.title(
+            "What the last change did", f"generation {found.generation}: {change(found, snapshot.generations)}"
+        )
         + (_trial(found, found.canary, snapshot) if found.canary else "")
-        + markup.say(effect(found))
+        + snippets.say(effect(found))
     )
 
 
@@ -58,8 +60,8 @@ def _trial(view: GenerationView, canary: CanaryView, snapshot: Snapshot) -> str:
     color = {"waiting": "stale", "promoted": "live"}.get(canary.state, "lost")
     state = markup.dot(STATES[canary.state], palette.LIVENESS[color])
     if canary.state != "waiting":
-        return markup.say(state, canary.verdict)
+        return snippets.say(state, canary.verdict)
     done = progress(view, canary, snapshot)
     bar = markup.bar(done / canary.steps, f"{done} of {canary.steps} steps", palette.LIVENESS["live"])
     rest = f"kept unless steps get slower by more than {units.share(canary.min_effect)}; else back to {canary.base}"
-    return markup.say(state, bar, rest)
+    return snippets.say(state, bar, rest)
