@@ -90,8 +90,8 @@ def _seconds(name: str, measured: float | None, now: float, then: float, *, part
 
 
 def _bytes(name: str, measured: Mapping[str, int], now: Mapping[str, int], then: Mapping[str, int]) -> list[Line]:
-    """The sum, and below it the kinds that differ or are large."""
-    kinds = [kind for kind in dict.fromkeys([*now, *then]) if now.get(kind) or then.get(kind)]
+    """The sum, and below it the kinds that change."""
+    kinds = dict.fromkeys([*now, *then])
     total = Line(
         name=name, measured=sum(measured.values()) if measured else None, now=sum(now.values()),
         then=sum(then.values()), show=units.nbytes,
@@ -101,7 +101,7 @@ def _bytes(name: str, measured: Mapping[str, int], now: Mapping[str, int], then:
              part=True)
         for kind in kinds
     ]  # fmt: skip
-    return [total, *parts] if len(parts) > 1 else [total]
+    return [total, *(line for line in parts if line.change != 0 and (line.now or line.then))]
 
 
 def _causes(now: PredictedUpdate, then: PredictedUpdate) -> list[str]:

@@ -56,7 +56,7 @@ def open_page(url: str, *, dark: bool = False, height: int = 800) -> Iterator[tu
 
 
 def is_ours(message: ConsoleMessage) -> bool:
-    """Errors, but for Streamlit's search for its own server: of `/tune` it asks `/tune/_stcore/…` before `/_stcore/…`."""
+    """Errors, but for Streamlit in search of its server: of `/tune` it asks `/tune/_stcore/…`, then `/_stcore/…`."""
     return message.type == "error" and "/_stcore/" not in message.location["url"]
 
 
