@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -28,6 +29,9 @@ class Desk:
     reason: str = ""
     trial: bool = False
     trial_steps: int = TRIAL_STEPS
+    filling: int = 0
+    """Counts how often the fields were filled or emptied by us. It is in their keys: a browser that has not heard of it
+    yet still sends what was in the old fields, and that must not pass for an edit of the new ones."""
     notice: tuple[Tone, str] | None = None
     preview: KnobPreview | None = None
     predicted: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -50,6 +54,13 @@ class Desk:
         """Forgets what was typed."""
         self.edits.clear()
         self.reason, self.preview = "", None
+        self.filling += 1
+
+    def fill(self, fields: Mapping[str, str], reason: str) -> None:
+        """Types for the viewer; a reason that was given stays."""
+        self.edits.update(fields)
+        self.reason = self.reason or reason
+        self.filling += 1
 
 
 def desk(run: str) -> Desk:

@@ -27,8 +27,8 @@ STYLE: Final = """
   margin-bottom: 0; }
 .stApp .st-key-access p, .stApp .st-key-trial p { margin: 0; font-size: 0.8rem; }
 .stApp :is([data-testid="stTextInputRootElement"], [data-testid="stNumberInputContainer"]) { height: 2.1rem; }
-.stApp .stMain [data-baseweb="select"] > div { min-height: 2.1rem; }
-.stApp .stMain [data-baseweb="select"] > div, .stApp .stMain input { font-size: 0.84rem; }
+.stApp .stMain :is(.stSelectbox, .stMultiSelect) [role="group"] { height: 2.1rem; min-height: 2.1rem; }
+.stApp .stMain input { font-size: 0.84rem; }
 .stApp .stMain input { padding-top: 0.2rem; padding-bottom: 0.2rem; }
 .stApp .stMain :is(.stButton, .stPopover) button { min-height: 2rem; height: 2rem; padding: 0 0.8rem; }
 .stApp .stMain :is(.stButton, .stPopover) button p { font-size: 0.84rem; }

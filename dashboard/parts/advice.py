@@ -6,7 +6,6 @@ import streamlit as st
 
 from tidegate.dashboard import actions, desk, kept, markup, snippets, units
 from tidegate.dashboard.feed import Snapshot
-from tidegate.dashboard.parts import editor
 from tidegate.dashboard.place import Place
 from tidegate.wire import Advice, KnobsView
 
@@ -28,9 +27,8 @@ def advice(place: Place, snapshot: Snapshot) -> None:
 
 
 def _take(place: Place, found: Advice, knobs: KnobsView) -> None:
-    at, bounds = desk.desk(place.run), knobs.bounds
+    at = desk.desk(place.run)
     at.begin(knobs)
-    at.edits.update({name: units.knob(name, value) for name, value in found.changes.items() if name in bounds})
-    at.reason = at.reason or "as the model advises"
-    editor.show(place.run, bounds)
-    actions.preview(place.url, place.run, bounds)
+    fields = {name: units.knob(name, value) for name, value in found.changes.items() if name in knobs.bounds}
+    at.fill(fields, "as the model advises")
+    actions.preview(place.url, place.run, knobs.bounds)

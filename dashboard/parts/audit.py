@@ -25,20 +25,14 @@ def audit(place: Place) -> None:
     st.html(markup.title("Audit log", "append-only; every change of knobs and every alert"))
     asked = st.query_params
     words, what, who, depth = st.columns([4, 4, 3, 2], vertical_alignment="bottom")
-    text = words.text_input(
-        "Words", value=asked.get("q", ""), key=f"audit_words:{place.run}", placeholder="Words in any column"
-    )
-    there = records.actions(known)
+    text = words.text_input("Words", key=_at(place, "words", asked.get("q", "")), placeholder="Words in any column")
+    there, people = records.actions(known), records.actors(known)
     wanted = [action for action in asked.get("what", "").split(",") if action in there]
     picked = what.multiselect(
-        "What", there, default=wanted, key=f"audit_what:{place.run}", format_func=records.words,
-        placeholder="Everything",
-    )  # fmt: skip
-    people = records.actors(known)
-    actor = who.selectbox(
-        "Who", people, index=people.index(asked["who"]) if asked.get("who") in people else None,
-        key=f"audit_who:{place.run}", placeholder="Everybody",
-    )  # fmt: skip
+        "What", there, key=_at(place, "what", wanted), format_func=records.words, placeholder="Everything"
+    )
+    first = asked["who"] if asked.get("who") in people else None
+    actor = who.selectbox("Who", people, index=None, key=_at(place, "who", first), placeholder="Everybody")
     limit = depth.selectbox("Look through", DEPTHS, key=f"audit_depth:{place.run}", format_func=_depth)
     found = Filter(text=text or "", actions=frozenset(picked), actor=actor or "")
     _remember(place, found)
@@ -72,6 +66,13 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
         row.reason,
         row.effect,
     )
+
+
+def _at(place: Place, name: str, value: object) -> str:
+    """The key of a filter, which begins with `value`."""
+    key = f"audit_{name}:{place.run}"
+    st.session_state.setdefault(key, value)
+    return key
 
 
 def _remember(place: Place, found: Filter) -> None:

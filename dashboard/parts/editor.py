@@ -25,7 +25,7 @@ def editor(place: Place, knobs: KnobsView) -> None:
     _access(place, knobs, allowed)
     parsed = edits.parse(at.draft, knobs.bounds)
     for name, bound in knobs.bounds.items():
-        _field(place.run, name, bound, allowed, parsed.errors.get(name, ""))
+        _field(at, place.run, name, bound, allowed, parsed.errors.get(name, ""))
     _bar(place, knobs, at, allowed)
     _notice(at)
 
@@ -50,11 +50,12 @@ def _take_token(url: str, knobs: KnobsView, key: str) -> None:
     actions.keep_token(url, knobs, str(st.session_state[key]))
 
 
-def _field(run: str, name: str, bound: KnobBound, allowed: bool, problem: str) -> None:
+def _field(at: Desk, run: str, name: str, bound: KnobBound, allowed: bool, problem: str) -> None:
     """Name and bounds on the left; what is wrong stands where the bounds were, so that nothing moves."""
-    key, left, right = f"knob:{run}:{name}", *st.columns([11, 9], gap="small", vertical_alignment="center")
+    key = f"knob:{run}:{name}:{at.filling}"
+    left, right = st.columns([11, 9], gap="small", vertical_alignment="center")
     left.html(snippets.knob_label(name, problem or edits.accepted(bound), bound.help, wrong=bool(problem)))
-    st.session_state.setdefault(key, desk.desk(run).edits.get(name) or _nothing(bound))
+    _kept(key, at.edits.get(name) or (None if bound.kind == "choice" else ""))
     more: dict[str, Any] = {
         "key": key, "disabled": not allowed, "label_visibility": "collapsed", "on_change": _typed,
         "args": (run, name, key),
@@ -66,10 +67,6 @@ def _field(run: str, name: str, bound: KnobBound, allowed: bool, problem: str) -
         right.text_input(name, placeholder=f"{UNCHANGED}, or {example}" if example else UNCHANGED, **more)
 
 
-def _nothing(bound: KnobBound) -> str | None:
-    return None if bound.kind == "choice" else ""
-
-
 def _typed(run: str, name: str, key: str) -> None:
     at = desk.desk(run)
     at.edits[name], at.notice = str(st.session_state[key] or ""), None
@@ -77,10 +74,11 @@ def _typed(run: str, name: str, key: str) -> None:
 
 def _bar(place: Place, knobs: KnobsView, at: Desk, allowed: bool) -> None:
     run, off = place.run, not allowed
-    _kept(f"reason:{run}", at.reason)
+    key = f"reason:{run}:{at.filling}"
+    _kept(key, at.reason)
     st.text_input(
-        "Reason", key=f"reason:{run}", max_chars=500, disabled=off, label_visibility="collapsed",
-        placeholder="Reason, for the audit log", on_change=_reasoned, args=(run,),
+        "Reason", key=key, max_chars=500, disabled=off, label_visibility="collapsed",
+        placeholder="Reason, for the audit log", on_change=_reasoned, args=(run, key),
     )  # fmt: skip
     with st.container(horizontal=True, vertical_alignment="center", key="trial"):
         _kept(f"trial:{run}", at.trial)
@@ -98,7 +96,7 @@ def _bar(place: Place, knobs: KnobsView, at: Desk, allowed: bool) -> None:
     with st.container(horizontal=True, key="bar_tune"):
         sent = (place.url, run, knobs.bounds)
         pressed = (
-            st.button("Set", key="set", type="primary", disabled=off, on_click=_set, args=sent),
+            st.button("Set", key="set", type="primary", disabled=off, on_click=actions.set_knobs, args=sent),
             st.button("Preview", key="preview", disabled=off, on_click=actions.preview, args=sent),
             st.button("Discard", key="discard", disabled=off, on_click=_discard, args=(run, knobs)),
         )
@@ -111,20 +109,13 @@ def _kept(key: str, value: object) -> None:
     st.session_state.setdefault(key, value)
 
 
-def _reasoned(run: str) -> None:
-    desk.desk(run).reason = str(st.session_state[f"reason:{run}"])
+def _reasoned(run: str, key: str) -> None:
+    desk.desk(run).reason = str(st.session_state[key])
 
 
 def _tried(run: str) -> None:
     at = desk.desk(run)
     at.trial, at.trial_steps = bool(st.session_state[f"trial:{run}"]), int(st.session_state[f"trial_steps:{run}"])
-
-
-def _set(url: str, run: str, bounds: dict[str, KnobBound]) -> None:
-    actions.set_knobs(url, run, bounds)
-    at = desk.desk(run)
-    if not at.draft.edited():
-        show(run, bounds)
 
 
 def _discard(run: str, knobs: KnobsView) -> None:
@@ -133,15 +124,6 @@ def _discard(run: str, knobs: KnobsView) -> None:
     at.clear()
     at.notice = None
     at.base_on(knobs)
-    show(run, knobs.bounds)
-
-
-def show(run: str, bounds: dict[str, KnobBound]) -> None:
-    """Writes the desk's edits into the fields. Only for callbacks: Streamlit takes such writes before it draws."""
-    at = desk.desk(run)
-    for name, bound in bounds.items():
-        st.session_state[f"knob:{run}:{name}"] = at.edits.get(name) or _nothing(bound)
-    st.session_state[f"reason:{run}"] = at.reason
 
 
 def _notice(at: Desk) -> None:

@@ -69,6 +69,8 @@ def _back(place: Place, snapshot: Snapshot) -> None:
     allowed = bool(desk.token()) and bool(choices)
     why = None if allowed else "Needs the operate token." if choices else "No other generation has run."
     with st.popover("Roll back …", disabled=not allowed, help=why, width="stretch"):
+        if not choices:
+            return
         to = st.selectbox(
             "Bring back the knobs of generation", list(choices), key=f"back:{place.run}",
             format_func=lambda number: f"{number}: {edits.describe(choices[number].knobs)}"
@@ -76,7 +78,7 @@ def _back(place: Place, snapshot: Snapshot) -> None:
         )  # fmt: skip
         reason = st.text_input("Reason", key=f"back_reason:{place.run}", max_chars=500)
         st.caption("At once, as a new generation; it can be undone the same way.")
-        if st.button("Roll back", key="roll_back", type="primary", disabled=to is None) and to is not None:
+        if st.button("Roll back", key="roll_back", type="primary") and to is not None:
             actions.roll_back(place.url, place.run, to, reason)
             st.rerun()
 
