@@ -1,4 +1,4 @@
-"""A training run to look at: real steps on an emulated device that is no help, with state on storage paths, until SIGTERM.
+"""A training run to look at: real steps on an emulated device that is no help, until SIGTERM.
 
 The device makes the pace, not this machine's processors: `stride=off` shortens the update whatever else runs here.
 """
