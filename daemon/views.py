@@ -91,6 +91,7 @@ def _rank_view(member: Member, state: Liveness) -> RankView:
         effective=member.effective,
         last_step=member.steps[-1] if member.steps else None,
         predicted_update_seconds=member.predicted_update_seconds,
+        device_memory_bytes=hello.device_memory_bytes,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
@@ -13,6 +14,7 @@ from tidegate.wire import StepReport
 
 MAX_POINTS = 120
 SMALL = 170
+TALL = 214
 
 
 def frame(figure: go.Figure, height: int = SMALL, *, legend: bool = False) -> go.Figure:
@@ -50,11 +52,20 @@ def empty(message: str, height: int = SMALL) -> go.Figure:
     return frame(figure, height)
 
 
-def phase_history(steps: Sequence[StepReport]) -> go.Figure:
-    """Seconds of each phase, stacked, step by step."""
-    recent = list(steps)[-60:]
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened at a step: a short name for the chart, and all of it for who points at it."""
+
+    step: int
+    name: str
+    text: str
+
+
+def phase_history(steps: Sequence[StepReport], marks: Sequence[Mark] = ()) -> go.Figure:
+    """Seconds of each phase, stacked, step by step; a line wherever knobs changed."""
+    recent = list(steps)[-MAX_POINTS:]
     if not recent:
-        return empty("No step has finished yet.")
+        return empty("No step has finished yet.", TALL)
     longest = max(sum(step.phase_seconds.values()) for step in recent)
     scale, unit = time_scale(longest)
     figure = go.Figure()
@@ -70,10 +81,61 @@ def phase_history(steps: Sequence[StepReport]) -> go.Figure:
             customdata=[units.seconds(value) for value in values],
             hovertemplate="step %{x}, " + phase + ": %{customdata}<extra></extra>",
         )
-    figure.update_layout(barmode="stack", bargap=0.15)
-    figure.update_yaxes(title=unit, rangemode="tozero", nticks=5)
-    figure.update_xaxes(title="step", nticks=6, tickformat="d", showgrid=False)
-    return frame(figure, 214)
+    _mark(figure, [mark for mark in marks if recent[0].step <= mark.step <= recent[-1].step], longest * scale)
+    figure.update_layout(barmode="stack", bargap=0.15 if len(recent) <= 60 else 0)
+    figure.update_yaxes(title=unit, range=[0, longest * scale * 1.14], nticks=5)
+    _step_axis(figure, recent[0].step, recent[-1].step, 8)
+    return frame(figure, TALL)
+
+
+def _mark(figure: go.Figure, marks: Sequence[Mark], top: float) -> None:
+    """A dotted line before the first step with the change, and its name above."""
+    for mark in marks:
+        figure.add_shape(
+            type="line", x0=mark.step - 0.5, x1=mark.step - 0.5, y0=0, y1=top * 1.07,
+            line={"color": palette.GREY, "width": 1.5, "dash": "dot"},
+        )  # fmt: skip
+    if marks:
+        figure.add_scatter(
+            x=[mark.step - 0.5 for mark in marks],
+            y=[top * 1.10] * len(marks),
+            text=[mark.name for mark in marks],
+            mode="markers+text",
+            textposition="middle right",
+            textfont={"size": 10.5},
+            marker={"symbol": "triangle-down", "size": 8, "color": palette.GREY},
+            customdata=[mark.text for mark in marks],
+            hovertemplate="%{customdata}<extra></extra>",
+            cliponaxis=False,
+            showlegend=False,
+        )
+
+
+def cpu_cores(steps: Sequence[StepReport]) -> go.Figure:
+    """CPU seconds per second of each phase: how many cores it kept busy, step by step."""
+    recent = list(steps)[-MAX_POINTS:]
+    figure = go.Figure()
+    for phase in PHASES:
+        points = [
+            (step.step, step.cpu_seconds[phase] / step.phase_seconds[phase])
+            for step in recent
+            if phase in step.cpu_seconds and step.phase_seconds.get(phase)
+        ]
+        if points:
+            figure.add_scatter(
+                x=[number for number, _ in points],
+                y=[cores for _, cores in points],
+                name=phase,
+                mode="lines" if len(points) > 1 else "markers",
+                line={"color": palette.PHASE[phase], "width": 2},
+                marker={"color": palette.PHASE[phase]},
+                hovertemplate="step %{x}, " + phase + ": %{y:.2g} cores<extra></extra>",
+            )
+    if not figure.data:
+        return empty("No CPU times were reported." if recent else "No step has finished yet.")
+    figure.update_yaxes(title="cores", rangemode="tozero", nticks=5)
+    _step_axis(figure, recent[0].step, recent[-1].step, 6)
+    return frame(figure, legend=True)
 
 
 def stalls_by_cause(steps: Sequence[StepReport]) -> go.Figure:
@@ -141,33 +203,6 @@ def link_bytes(steps: Sequence[StepReport]) -> go.Figure:
     return frame(figure, legend=True)
 
 
-def memory(steps: Sequence[StepReport]) -> go.Figure:
-    """Device memory peak of each phase, and host memory that the engine holds, at the last step."""
-    last = steps[-1] if steps else None
-    device = {p: last.device_memory_peak_bytes[p] for p in PHASES if p in last.device_memory_peak_bytes} if last else {}
-    host = dict(last.host_memory_bytes) if last else {}
-    if not device and not host:
-        return empty("No memory figures were reported.")
-    rows = [(f"host {kind}", value, palette.GREY) for kind, value in reversed(host.items())]
-    rows += [(f"device, {phase}", value, palette.PHASE[phase]) for phase, value in reversed(device.items())]
-    scale, unit = byte_scale(max(value for _, value, _ in rows))
-    figure = go.Figure()
-    figure.add_bar(
-        y=[name for name, _, _ in rows],
-        x=[value * scale for _, value, _ in rows],
-        orientation="h",
-        marker={"color": [color for _, _, color in rows]},
-        customdata=[units.nbytes(value) for _, value, _ in rows],
-        hovertemplate="%{y}: %{customdata}<extra></extra>",
-    )
-    names = [name for name, _, _ in rows]
-    _label_ends(figure, names, [value * scale for _, value, _ in rows], [units.nbytes(value) for _, value, _ in rows])
-    figure.update_layout(bargap=0.3)
-    figure.update_xaxes(title=unit, rangemode="tozero", nticks=5)
-    figure.update_yaxes(type="category", showgrid=False)
-    return frame(figure)
-
-
 def series(points: tuple[list[int], list[float]], title: str, nothing: str, color: str) -> go.Figure:
     """One number of each step as a line: step numbers and values; `nothing` is said when there are none."""
     numbers, values = points
@@ -184,8 +219,14 @@ def series(points: tuple[list[int], list[float]], title: str, nothing: str, colo
         hovertemplate="step %{x}: %{y:.4g}<extra></extra>",
     )
     figure.update_yaxes(title=title, nticks=5)
-    figure.update_xaxes(title="step", nticks=6, tickformat="d", showgrid=False)
+    _step_axis(figure, numbers[0], numbers[-1], 6)
     return frame(figure)
+
+
+def _step_axis(figure: go.Figure, first: int, last: int, ticks: int) -> None:
+    """Whole steps, each named once however few there are."""
+    figure.update_xaxes(title="step", tickformat="d", showgrid=False)
+    figure.update_xaxes({"nticks": ticks} if last - first > ticks else {"dtick": 1})
 
 
 def hatched(color: str) -> dict[str, object]:

@@ -31,6 +31,11 @@ class Digest:
     skipped: int
 
     @property
+    def told(self) -> str:
+        """How many steps the figures are of: `20 steps`."""
+        return units.counted(self.steps, "step")
+
+    @property
     def step_seconds(self) -> float:
         return sum(self.phase_seconds.values())
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import streamlit as st
 
 from tidegate.client import DaemonClient, find_token
 from tidegate.errors import DaemonError, NotAuthorized, NotFound
-from tidegate.wire import AlertView, GenerationView, KnobsView, RankView, RunView, StepReport, TimelineView
+from tidegate.model.rates import RateCard
+from tidegate.wire import Advice, AlertView, GenerationView, KnobsView, RankView, RunView, StepReport, TimelineView
 
 NUM_STEPS = 200
 TIMEOUT_SECONDS = 3.0
+TIMELINES_KEPT = 64
+"""Of all runs and ranks: those that were on a screen last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,7 @@ class Look:
 
 _last_runs: dict[str, tuple[RunView, ...]] = {}
 _last_snapshots: dict[tuple[str, str, int], Snapshot] = {}
+_timelines: OrderedDict[tuple[str, str, int, int], TimelineView] = OrderedDict()
 _clients: dict[tuple[str, str | None], DaemonClient] = {}
 _lock = threading.Lock()
 
@@ -58,7 +64,7 @@ def forget() -> None:
     with _lock:
         for client in _clients.values():
             client.close()
-        for kept in (_clients, _last_runs, _last_snapshots):
+        for kept in (_clients, _last_runs, _last_snapshots, _timelines):
             kept.clear()
 
 
@@ -92,6 +98,70 @@ def explain(error: DaemonError, url: str) -> str:
             "the daemon, or set TIDEGATE_READ_TOKEN."
         )
     return str(error) or f"The daemon at {url} answered with an error."
+
+
+def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
+    """Of one step: what was on a screen before, or what the daemon still has; None when it is gone for good."""
+    if (seen := _timelines.get((url, run, rank, step))) is not None:
+        return seen
+    try:
+        found = reader(url).timeline(run, rank, step)
+    except DaemonError:
+        return None
+    if found is not None:
+        _see(url, run, rank, found)
+    return found
+
+
+@st.cache_data(ttl=10.0, max_entries=64, show_spinner=False)
+def rates(url: str, run: str, rank: int) -> RateCard | None:
+    """The rank's live rate card; None while there is none, or no daemon to ask."""
+    try:
+        found = reader(url).rates(run, rank)
+    except DaemonError:
+        return None
+    return None if found is None else RateCard.from_dict(found.model_dump())
+
+
+@st.cache_data(ttl=2.0, max_entries=64, show_spinner=False)
+def kept_steps(url: str, run: str, rank: int) -> tuple[int, ...]:
+    """Steps that can be looked back at, oldest first."""
+    try:
+        kept = reader(url).timelines(run, rank).steps
+    except DaemonError:
+        kept = ()
+    seen = (step for at, of, who, step in list(_timelines) if (at, of, who) == (url, run, rank))
+    return tuple(sorted({*kept, *seen}))
+
+
+def alerts(runs: Sequence[str], url: str) -> dict[str, tuple[AlertView, ...]]:
+    """What fires in each of these runs; nothing for one that cannot be asked about."""
+    return {run: _alerts(url, run) for run in runs}
+
+
+@st.cache_data(ttl=5.0, max_entries=256, show_spinner=False)
+def _alerts(url: str, run: str) -> tuple[AlertView, ...]:
+    try:
+        return tuple(reader(url).alerts(run))
+    except DaemonError:
+        return ()
+
+
+@st.cache_data(ttl=20.0, max_entries=64, show_spinner=False)
+def advice(url: str, run: str) -> Advice | None:
+    """What the model would turn; None when the daemon cannot be asked. It thinks for a moment: the last answer is kept
+    for a while."""
+    try:
+        return reader(url).advice(run)
+    except DaemonError:
+        return None
+
+
+def _see(url: str, run: str, rank: int, view: TimelineView) -> None:
+    with _lock:
+        _timelines[url, run, rank, view.step] = view
+        while len(_timelines) > TIMELINES_KEPT:
+            _timelines.popitem(last=False)
 
 
 def fresh_knobs(url: str, run: str) -> tuple[KnobsView, tuple[GenerationView, ...]]:
@@ -140,4 +210,7 @@ def _snapshot(url: str, run: str, rank: int) -> Snapshot:
 @st.cache_data(ttl=4.0, max_entries=16, show_spinner=False)
 def _timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
     """Timelines are large: read again only when `step` changed, or a while after."""
-    return reader(url).timeline(run, rank)
+    found = reader(url).timeline(run, rank)
+    if found is not None:
+        _see(url, run, rank, found)
+    return found

@@ -1,26 +1,33 @@
-"""The last update, drawn: a bar for each op on its lane, and a hatched bar wherever nothing was being updated."""
+"""One update, drawn: a bar for each op on its lane, and a hatched bar wherever nothing was being updated.
+
+Where there is a prediction each lane has two rows: what was measured above, what was predicted below, paler.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final, Literal
 
 import plotly.graph_objects as go
 
+from tidegate.analysis import critical_path, stalls
 from tidegate.dashboard import palette, units
 from tidegate.dashboard.charts import empty, frame, hatched, time_scale
-from tidegate.plan.ops import CONTENT_OF, LANES, OpKind
-from tidegate.timeline import Phase, PhaseSpan, Span, Stall, Timeline
+from tidegate.plan.ops import LANES
+from tidegate.timeline import Stall
 from tidegate.wire import SpanRow, TimelineView
+from tidegate.wire_timeline import as_timeline
 
 Scope = Literal["update", "step"]
-HEIGHT = 330
-LANE_HEIGHT = 14
-"""For each lane of a storage path."""
-MAX_BARS = 800
-WAITS = "waits"
+HEIGHT: Final = 330
+"""Of an empty chart."""
+FRAME_HEIGHT: Final = 96
+LANE_HEIGHT: Final = 36
+MAX_BARS: Final = 800
+WAITS: Final = "waits"
+PALE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +44,17 @@ class Bar:
     nbytes: int
     numel: int
     num_ops: int = 1
+    critical: bool = False
 
 
-def as_timeline(view: TimelineView) -> Timeline:
-    """The wire's timeline as the core's type. Spans and phases that this version does not know are left out."""
-    kinds = set(OpKind)
-    spans = tuple(
-        Span(r.op, OpKind(r.kind), r.lane, r.subgroup, r.start, r.end, r.nbytes, r.numel, _content(r.kind), r.slot)
-        for r in view.spans
-        if r.kind in kinds
-    )
-    phases = tuple(PhaseSpan(p.phase, p.start, p.end) for p in view.phases if p.phase in get_args(Phase))  # type: ignore[arg-type]
-    return Timeline(view.step, view.source, spans, phases, dict(view.deps), view.origin)
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where bars of one timeline go: the middle of each lane's row, how high bars are, how strong, and their words."""
+
+    middle: Mapping[str, float]
+    height: float
+    opacity: float
+    said: str
 
 
 def window(view: TimelineView, scope: Scope) -> tuple[float, float]:
@@ -58,7 +64,7 @@ def window(view: TimelineView, scope: Scope) -> tuple[float, float]:
     return min(start for start, _ in edges), max(end for _, end in edges)
 
 
-def bars(rows: Sequence[SpanRow], finest: float) -> list[Bar]:
+def bars(rows: Sequence[SpanRow], finest: float, critical: Collection[int] = ()) -> list[Bar]:
     """One bar a span; neighbours of one kind on a lane join where both bars and the gap are below `finest` seconds."""
     joined: list[Bar] = []
     by_lane: dict[str, list[SpanRow]] = defaultdict(list)
@@ -67,7 +73,7 @@ def bars(rows: Sequence[SpanRow], finest: float) -> list[Bar]:
     for lane, spans in by_lane.items():
         current: Bar | None = None
         for row in spans:
-            length = row.end - row.start
+            length, is_critical = row.end - row.start, row.op in critical
             if (
                 current
                 and current.kind == row.kind
@@ -77,84 +83,158 @@ def bars(rows: Sequence[SpanRow], finest: float) -> list[Bar]:
                 current = Bar(
                     current.kind, lane, current.subgroup, None, current.start, max(current.end, row.end),
                     current.busy + length, current.nbytes + row.nbytes, current.numel + row.numel, current.num_ops + 1,
+                    current.critical or is_critical,
                 )  # fmt: skip
                 continue
             if current:
                 joined.append(current)
-            current = Bar(row.kind, lane, row.subgroup, row.slot, row.start, row.end, length, row.nbytes, row.numel)
+            current = Bar(
+                row.kind, lane, row.subgroup, row.slot, row.start, row.end, length, row.nbytes, row.numel,
+                critical=is_critical,
+            )  # fmt: skip
         if current:
             joined.append(current)
     return joined
 
 
-def gantt(view: TimelineView, stalls: Sequence[Stall], scope: Scope = "update") -> go.Figure:
-    """Bars of the update, or of the whole step, by lane. Times are from the start of what is shown."""
+def gantt(
+    view: TimelineView,
+    scope: Scope = "update",
+    *,
+    predicted: TimelineView | None = None,
+    ink: str | None = None,
+) -> go.Figure:
+    """Bars of the update, or of the whole step, by lane. Times are from the start of what is shown.
+
+    ink: the colour in which the critical path is drawn; None leaves it out.
+    """
     first, last = window(view, scope)
-    shown = [row for row in view.spans if row.end > first and row.start < last]
+    if predicted is not None:
+        last = max(last, window(predicted, scope)[1])
+    shown = _within(view, first, last)
     if not shown:
-        return empty("The last step moved nothing and updated nothing here.", HEIGHT)
+        return empty("This step moved nothing and updated nothing here.", HEIGHT)
     scale, unit = time_scale(last - first)
-    finest = 0.0 if len(shown) <= MAX_BARS else (last - first) / MAX_BARS
+    names = [lane for lane in LANES if any(row.lane == lane for row in shown)]
+    names = [WAITS, *names, *sorted({row.lane for row in shown} - set(LANES))]
     figure = go.Figure()
-    by_kind: dict[str, list[Bar]] = defaultdict(list)
-    for bar in bars(shown, finest):
-        by_kind[bar.kind].append(bar)
-    for kind in [*palette.KIND, *sorted(set(by_kind) - set(palette.KIND))]:
-        if by_kind.get(kind):
-            figure.add_trace(_kind_trace(kind, by_kind[kind], first, scale))
-    for cause in dict.fromkeys(stall.cause for stall in stalls):
-        found = [s for s in stalls if s.cause == cause and s.end > first and s.start < last]
-        if found:
-            figure.add_trace(_stall_trace(cause, found, first, scale))
     if scope == "step":
-        _mark_phases(figure, view, first, scale)
-    figure.update_layout(barmode="overlay", bargap=0.22)
+        _tint_phases(figure, view, first, scale)
+    above, below = _rows(names, predicted is not None)
+    _draw(figure, view, above, first, last, scale, ink)
+    if predicted is not None:
+        _draw(figure, predicted, below, first, last, scale, None)
+    figure.update_layout(barmode="overlay")
     figure.update_xaxes(
         title=f"{unit} since the {'update' if scope == 'update' else 'step'} began",
         range=[0, (last - first) * scale],
         nticks=12,
         showgrid=True,
     )
-    lanes = [*(lane for lane in (*LANES[::-1],) if any(row.lane == lane for row in shown))]
-    lanes = sorted({row.lane for row in shown} - set(LANES)) + lanes
-    figure.update_yaxes(type="category", categoryorder="array", categoryarray=[*lanes, WAITS], showgrid=False)
-    frame(figure, HEIGHT + LANE_HEIGHT * max(0, len(lanes) - len(LANES)), legend=True)
+    figure.update_yaxes(
+        tickvals=list(range(len(names))), ticktext=names, range=[len(names) - 0.5, -0.5], showgrid=False,
+    )  # fmt: skip
+    frame(figure, FRAME_HEIGHT + LANE_HEIGHT * len(names), legend=True)
     figure.update_layout(uirevision=scope, dragmode="zoom", legend={"itemwidth": 30, "tracegroupgap": 0})
     figure.update_yaxes(fixedrange=True)
     return figure
 
 
-def _kind_trace(kind: str, found: Sequence[Bar], first: float, scale: float) -> go.Bar:
+def _rows(names: Sequence[str], two: bool) -> tuple[Row, Row]:
+    """Measured above predicted in each lane; all of the lane where there is no prediction."""
+    if not two:
+        whole = Row({name: float(at) for at, name in enumerate(names)}, 0.78, 1.0, "")
+        return whole, whole
+    above = Row({name: at - 0.18 for at, name in enumerate(names)}, 0.46, 1.0, "")
+    return above, Row({name: at + 0.24 for at, name in enumerate(names)}, 0.28, PALE, "predicted: ")
+
+
+def _within(view: TimelineView, first: float, last: float) -> list[SpanRow]:
+    return [row for row in view.spans if row.end > first and row.start < last]
+
+
+def _draw(
+    figure: go.Figure, view: TimelineView, row: Row, first: float, last: float, scale: float, ink: str | None
+) -> None:
+    timeline = as_timeline(view)
+    critical = set(critical_path(timeline)) if ink else set()
+    shown = [span for span in _within(view, first, last) if span.lane in row.middle]
+    finest = 0.0 if len(shown) <= MAX_BARS else (last - first) / MAX_BARS
+    found = bars(shown, finest, critical)
+    by_kind: dict[str, list[Bar]] = defaultdict(list)
+    for bar in found:
+        by_kind[bar.kind].append(bar)
+    for kind in [*palette.KIND, *sorted(set(by_kind) - set(palette.KIND))]:
+        if by_kind.get(kind):
+            figure.add_trace(_kind_trace(kind, by_kind[kind], row, first, scale))
+    for cause, waits in _by_cause(stalls(timeline), first, last).items():
+        figure.add_trace(_stall_trace(cause, waits, row, first, scale))
+    if ink:
+        _path(figure, [bar for bar in found if bar.critical], row, first, scale, ink)
+
+
+def _by_cause(found: Sequence[Stall], first: float, last: float) -> dict[str, list[Stall]]:
+    by_cause: dict[str, list[Stall]] = defaultdict(list)
+    for stall in found:
+        if stall.end > first and stall.start < last:
+            by_cause[stall.cause].append(stall)
+    return by_cause
+
+
+def _kind_trace(kind: str, found: Sequence[Bar], row: Row, first: float, scale: float) -> go.Bar:
+    name = palette.KIND_NAME.get(kind, kind)
     return go.Bar(
-        name=palette.KIND_NAME.get(kind, kind),
+        name=name,
+        legendgroup=name,
+        showlegend=not row.said,
         orientation="h",
-        y=[bar.lane for bar in found],
+        y=[row.middle[bar.lane] for bar in found],
+        width=row.height,
         base=[(bar.start - first) * scale for bar in found],
         x=[(bar.end - bar.start) * scale for bar in found],
+        opacity=row.opacity,
         marker={
             "color": palette.KIND.get(kind, palette.GREY),
             "line": {"color": "rgba(128,128,128,0.55)", "width": 0.6 if len(found) < 200 else 0},
         },
-        customdata=[_describe(bar, first) for bar in found],
+        customdata=[row.said + _describe(bar, first) for bar in found],
         hovertemplate="%{customdata}<extra></extra>",
     )
 
 
-def _stall_trace(cause: str, found: Sequence[Stall], first: float, scale: float) -> go.Bar:
+def _stall_trace(cause: str, found: Sequence[Stall], row: Row, first: float, scale: float) -> go.Bar:
+    name = f"waits for {cause}"
     return go.Bar(
-        name=f"waits for {cause}",
+        name=name,
+        legendgroup=name,
+        showlegend=not row.said,
         orientation="h",
-        y=[WAITS for _ in found],
+        y=[row.middle[WAITS]] * len(found),
+        width=row.height,
         base=[(stall.start - first) * scale for stall in found],
         x=[(stall.end - stall.start) * scale for stall in found],
+        opacity=row.opacity,
         marker=hatched(palette.cause(cause)),
         customdata=[
-            f"<b>waits for {cause}</b>, {units.seconds(s.end - s.start)}<br>"
+            f"{row.said}<b>{name}</b>, {units.seconds(s.end - s.start)}<br>"
             f"from {units.seconds(max(0.0, s.start - first))}: no update in progress"
             for s in found
         ],
         hovertemplate="%{customdata}<extra></extra>",
     )
+
+
+def _path(figure: go.Figure, found: Sequence[Bar], row: Row, first: float, scale: float, ink: str) -> None:
+    """A line through the bars that decided when the update ended, from each to the next that waited for it."""
+    x: list[float] = []
+    y: list[float] = []
+    for bar in sorted(found, key=lambda bar: (bar.start, bar.end)):
+        x += [(bar.start - first) * scale, (bar.end - first) * scale]
+        y += [row.middle[bar.lane]] * 2
+    figure.add_scatter(
+        x=x, y=y, mode="lines", name="critical path", line={"color": ink, "width": 2, "shape": "linear"},
+        hoverinfo="skip", cliponaxis=True,
+    )  # fmt: skip
 
 
 def _describe(bar: Bar, first: float) -> str:
@@ -171,22 +251,24 @@ def _describe(bar: Bar, first: float) -> str:
         lines.append(f"{units.nbytes(bar.nbytes)} at {units.rate(bar.nbytes / busy)}")
     if bar.numel:
         lines.append(f"{units.count(bar.numel)} parameters at {units.count(bar.numel / busy)}/s")
+    if bar.critical:
+        lines.append("on the critical path")
     return "<br>".join(lines)
 
 
-def _mark_phases(figure: go.Figure, view: TimelineView, first: float, scale: float) -> None:
-    """A tint behind each phase, with its name inside at the top."""
+def _tint_phases(figure: go.Figure, view: TimelineView, first: float, scale: float) -> None:
+    """A tint behind each phase, with its name inside at the bottom where there is room."""
+    whole = max((row.end for row in view.phases), default=first) - first
     for row in view.phases:
         start, end = (row.start - first) * scale, (row.end - first) * scale
+        roomy = row.end - row.start > 0.06 * whole
         figure.add_vrect(
             x0=start,
             x1=end,
             fillcolor=palette.PHASE.get(row.phase, palette.GREY),
-            opacity=0.10,
+            opacity=0.13,
             line_width=0,
             layer="below",
+            annotation={"text": row.phase, "font": {"size": 10}} if roomy else None,
+            annotation_position="bottom left",
         )
-
-
-def _content(kind: str) -> Literal["gradient", "weight", "state"] | None:
-    return CONTENT_OF.get(OpKind(kind))

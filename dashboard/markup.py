@@ -15,8 +15,9 @@ STYLE = """
 .stApp .stHtml { line-height: 1.35; }
 .stApp [data-stale="true"] { opacity: 1 !important; transition: none !important; }
 .st-key-gantt { min-height: 330px; }
+.st-key-memory { min-height: 300px; }
 .st-key-phase_history { min-height: 214px; }
-:is(.st-key-stalls, .st-key-link_bytes, .st-key-memory, .st-key-loss, .st-key-grad_norm, .st-key-tokens) {
+:is(.st-key-stalls, .st-key-link_bytes, .st-key-cpu, .st-key-loss, .st-key-grad_norm, .st-key-tokens) {
   min-height: 170px; }
 .tg-muted { opacity: 0.66; }
 .tg-head { display: flex; flex-wrap: wrap; align-items: baseline; gap: 0.75rem; font-size: 0.84rem; }
@@ -55,17 +56,59 @@ table.tg { border-collapse: collapse; width: 100%; font-size: 0.78rem; font-vari
 .tg-chain { font-size: 0.82rem; display: flex; flex-wrap: wrap; gap: 0.4rem; align-items: center; }
 .tg-chip { border-radius: 4px; padding: 0.05rem 0.5rem;
   border: 1px solid color-mix(in srgb, currentColor 30%, transparent); }
+.tg-next { border-left: 4px solid; padding: 0.35rem 0.8rem; border-radius: 3px; font-size: 0.95rem;
+  background: color-mix(in srgb, currentColor 7%, transparent); }
+.stApp .st-key-next > [data-testid="stElementContainer"]:first-child { flex: 1 1 30rem; }
+.tg-pace { display: flex; align-items: baseline; gap: 0.6rem; flex-wrap: wrap; }
+.tg-pace b { font-size: 1.25rem; font-weight: 640; font-variant-numeric: tabular-nums; }
+.tg-pace span { font-size: 0.74rem; opacity: 0.7; font-variant-numeric: tabular-nums; }
+.stApp .st-key-cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(23rem, 1fr)); gap: 0.6rem; }
+.stApp .st-key-cards > * { width: auto; }
+.stApp [class*="st-key-card-head-"] [data-testid="stPageLink"] a { padding: 0; }
+[class*="st-key-card-"] .tg-verdict { font-size: 0.84rem; min-height: 2.3em; margin: 0.15rem 0 0.3rem; }
+[class*="st-key-card-head-"] { justify-content: space-between; flex-wrap: nowrap; }
+[class*="st-key-card-head-"] [data-testid="stPageLink"] p { font-weight: 650; overflow-wrap: anywhere; }
+.stApp [class*="st-key-card-"] [data-testid="stVerticalBlock"] { gap: 0.2rem; }
+.tg-stack { display: flex; gap: 1px; height: 0.7rem; border-radius: 3px; overflow: hidden; }
+.tg-stack i { display: block; height: 100%; }
+.tg-legend { display: flex; flex-wrap: wrap; gap: 0.1rem 0.8rem; font-size: 0.72rem; margin-top: 0.25rem; }
+.tg-legend span { white-space: nowrap; }
 .tg-chip.off { opacity: 0.45; border-style: dashed; }
 </style>
 """
 
 
 def head(run: str, liveness: str, details: Sequence[str]) -> str:
-    color = palette.LIVENESS.get(liveness, palette.GREY)
-    pill = f'<span class="tg-pill" style="color:{color};border-color:{color}">{escape(liveness)}</span>'
     rest = " · ".join(escape(detail) for detail in details)
     name = f'<span class="tg-run">{escape(run)}</span>'
-    return f'<div class="tg-head">{name}{pill}<span class="tg-muted">{rest}</span></div>'
+    return f'<div class="tg-head">{name}{pill(liveness)}<span class="tg-muted">{rest}</span></div>'
+
+
+def pill(liveness: str) -> str:
+    color = palette.LIVENESS.get(liveness, palette.GREY)
+    return f'<span class="tg-pill" style="color:{color};border-color:{color}">{escape(liveness)}</span>'
+
+
+def advice(what: str, sentence: str, liveness: str) -> str:
+    """What to do, in the colour of how bad it is."""
+    color = palette.LIVENESS[liveness]
+    return f'<div class="tg-next" style="border-color:{color}"><b>{escape(what)}</b> {escape(sentence)}</div>'
+
+
+def pace(figure: str, details: Sequence[str], hint: str = "") -> str:
+    """A card's large figure with what belongs to it; `hint` shows when pointed at."""
+    rest = " · ".join(escape(detail) for detail in details)
+    return f'<div class="tg-pace" title="{escape(hint)}"><b>{escape(figure)}</b><span>{rest}</span></div>'
+
+
+def stack(parts: Iterable[tuple[str, float, str]]) -> str:
+    """Shares of a whole as one bar and its legend: text, share and colour of each."""
+    found = [(escape(text), max(0.0, share), color) for text, share, color in parts]
+    filled = "".join(
+        f'<i style="width:{share * 100:.1f}%;background:{color}" title="{text}"></i>' for text, share, color in found
+    )
+    words = "".join(f"<span>{dot_of(color)}{text}</span>" for text, _, color in found)
+    return f'<div class="tg-stack">{filled}</div><div class="tg-legend">{words}</div>'
 
 
 def verdict(sentence: str) -> str:
@@ -96,8 +139,12 @@ class Raw(str):
     __slots__ = ()
 
 
+def dot_of(color: str) -> str:
+    return f'<span class="tg-dot" style="background:{color}"></span>'
+
+
 def dot(text: str, color: str) -> Raw:
-    return Raw(f'<span class="tg-dot" style="background:{color}"></span>{escape(text)}')
+    return Raw(f"{dot_of(color)}{escape(text)}")
 
 
 def bar(share: float, text: str, color: str) -> Raw:

@@ -6,6 +6,9 @@ from typing import Final
 
 GREY: Final = "#8C8C8C"
 
+INK: Final = {"light": "#1A1A1A", "dark": "#FAFAFA"}
+"""What must be seen on every colour, by theme."""
+
 PHASE: Final = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
@@ -31,6 +34,9 @@ KIND: Final = {
     "flush": "#B87F00",
 }
 """Kinds are shades of their lane's colour."""
+
+HOST: Final = {"state": "#009E73", "mirror": "#66C5A8", "gradient": "#00573F", "slot": "#B3E0D1"}
+"""Kinds of host memory are shades of the colour of what the CPU updates."""
 
 CAUSE: Final = {**LANE, "lock": "#F0E442", "collective": "#0072B2", "scheduler": GREY}
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, ParamSpec
 
 import streamlit as st
 
-REFRESH_SECONDS: Final = 1.5
+from tidegate.dashboard import markup, palette
 
-live = st.fragment(run_every=REFRESH_SECONDS)
-"""Decorator of what refreshes by itself. Whatever takes input that a refresh must not eat stays outside of it."""
+log = logging.getLogger(__name__)
+
+REFRESH_SECONDS: Final = 1.5
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,3 +28,29 @@ class Place:
     run: str = ""
     """Empty on pages that are about no run in particular, unless the address names one."""
     rank: int = 0
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """What goes wrong inside is a sentence on the page; the log has the rest."""
+    try:
+        yield
+    except Exception as error:
+        log.exception("a part of a page could not be drawn")
+        sentence = (
+            f"This part of the page could not be drawn ({type(error).__name__}); the log of the live view says why. "
+            "It tries again by itself."
+        )
+        st.html(markup.banner(sentence, palette.LIVENESS["lost"]))
+
+
+def live(draw: Callable[_P, None]) -> Callable[_P, None]:
+    """Decorator of what refreshes by itself. Whatever takes input that a refresh must not eat stays outside of it."""
+
+    @st.fragment(run_every=REFRESH_SECONDS)
+    @functools.wraps(draw)
+    def drawn(*args: _P.args, **more: _P.kwargs) -> None:
+        with told():
+            draw(*args, **more)
+
+    return drawn

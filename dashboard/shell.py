@@ -12,7 +12,7 @@ import streamlit as st
 from tidegate.client import find_daemon
 from tidegate.dashboard import URL_VARIABLE, feed, links, markup
 from tidegate.dashboard.parts import states
-from tidegate.dashboard.place import Place, live
+from tidegate.dashboard.place import Place, live, told
 from tidegate.dashboard.screens import SCREENS, Screen
 from tidegate.wire import RunView
 
@@ -41,6 +41,11 @@ def _drawing(screen: Screen) -> Callable[[], None]:
 
 
 def _show(screen: Screen) -> None:
+    with told():
+        _draw(screen)
+
+
+def _draw(screen: Screen) -> None:
     url = os.environ.get(URL_VARIABLE) or find_daemon()
     found = feed.runs(url)
     run, rank = st.query_params.get("run", ""), 0

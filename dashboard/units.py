@@ -64,6 +64,11 @@ def count(value: float | None) -> str:
     return NONE if value is None else _scaled(value, _COUNTS, "").rstrip()
 
 
+def counted(value: int, what: str) -> str:
+    """1 step, 20 steps."""
+    return f"{integer(value)} {what}{'' if value == 1 else 's'}"
+
+
 def integer(value: int) -> str:
     """1 234 567, with narrow no-break spaces."""
     return f"{value:,}".replace(",", "\u202f")

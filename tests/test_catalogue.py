@@ -45,7 +45,7 @@ def test_each_family_is_on_a_screen_that_is_there_or_says_why_not(metric: Metric
     titles = {
         title
         for path in (ROOT / "dashboard").rglob("*.py")
-        for title in re.findall(r'markup\.title\(f?"([^"]+)"', path.read_text())
+        for title in re.findall(r'markup\.title\(\s*f?"([^"]+)"', path.read_text())
     }
     assert metric.screen in {None, "Header", *titles}
 

@@ -95,7 +95,7 @@ _LINKS: Final = (
         "link_ceiling_bytes_per_second", "bytes/s", _DIRECTION,
         "The highest mean speed of copies in any step of this run that copied at least 1 MiB: what the link is known "
         "to do.",
-        unseen="For alerts on a saturated link; the live view shows the speed while busy.",
+        unseen="For alerts on a saturated link; the live view compares with the fastest of the steps that it shows.",
     ),
 )  # fmt: skip
 
@@ -181,7 +181,7 @@ _MACHINE: Final = (
     ),
     _gauge(
         "device_memory_capacity_bytes", "bytes", {}, "Device memory that this process may use.",
-        unseen="Peaks as a share, for alerts.",
+        screen="Memory",
     ),
     _gauge(
         "host_memory_bytes", "bytes", {"kind": HOST_MEMORY_KINDS}, "Host memory that the engine holds.", screen="Memory"

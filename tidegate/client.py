@@ -34,8 +34,10 @@ from tidegate.wire import (
     KnobPreview,
     KnobsView,
     Lease,
+    Rates,
     RunView,
     StepsView,
+    TimelinesView,
     TimelineView,
     Vote,
 )
@@ -210,10 +212,23 @@ class DaemonClient:
         """All generations of the run, oldest first."""
         return self._ask(list[GenerationView], "GET", _at("runs", run, "generations"))
 
-    def timeline(self, run: str, rank: int) -> TimelineView | None:
-        """The last measured update of the rank; None before the first."""
-        answer = self._send("GET", _at("runs", run, "ranks", rank, "timeline"))
+    def timelines(self, run: str, rank: int) -> TimelinesView:
+        """Of which steps there is a timeline."""
+        return self._ask(TimelinesView, "GET", _at("runs", run, "ranks", rank, "timelines"))
+
+    def timeline(self, run: str, rank: int, step: int | None = None) -> TimelineView | None:
+        """The rank's newest timeline, or that of `step`; None before the first.
+
+        NotFound when there is none of that step any more.
+        """
+        query: _Query = {} if step is None else {"step": step}
+        answer = self._send("GET", _at("runs", run, "ranks", rank, "timeline"), query=query)
         return None if answer.status_code == 204 else _parse(TimelineView, answer)
+
+    def rates(self, run: str, rank: int) -> Rates | None:
+        """The rank's live rate card; None before it has measured any."""
+        answer = self._send("GET", _at("runs", run, "ranks", rank, "rates"))
+        return None if answer.status_code == 204 else _parse(Rates, answer)
 
     def steps(self, run: str, rank: int, limit: int = 200) -> StepsView:
         return self._ask(StepsView, "GET", _at("runs", run, "ranks", rank, "steps"), query={"limit": limit})

@@ -416,6 +416,8 @@ class RankView(Message):
     last_step: StepReport | None = None
     predicted_update_seconds: Seconds | None = None
     """What the rank's simulator expects of the next update; None until it has measured its rates."""
+    device_memory_bytes: Count | None = None
+    """What its device has in all; None where that is not known."""
 
 
 class RunView(Message):
@@ -439,6 +441,14 @@ class StepsView(Message):
     run: RunName
     rank: Rank
     steps: tuple[StepReport, ...]
+
+
+class TimelinesView(Message):
+    """The steps of one rank whose timelines the daemon has, oldest first."""
+
+    run: RunName
+    rank: Rank
+    steps: tuple[int, ...]
 
 
 class AuditRow(Message):

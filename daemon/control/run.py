@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from tidegate.daemon.control.generations import Control, Generation
 from tidegate.daemon.control.liveness import liveness
-from tidegate.wire import AgentHello, AgentReport, Event, KnobChanges, Liveness, Rates, StepReport, TimelineView
+from tidegate.daemon.control.timelines import Timelines
+from tidegate.wire import AgentHello, AgentReport, Event, KnobChanges, Liveness, Rates, StepReport
 
 STEPS_KEPT: Final = 256
 EVENTS_KEPT: Final = 1_000
@@ -65,7 +66,7 @@ class Member:
     effective: KnobChanges = field(default_factory=dict)
     rates: Rates | None = None
     predicted_update_seconds: float | None = None
-    timeline: TimelineView | None = None
+    timelines: Timelines = field(default_factory=Timelines)
     steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
 
     def liveness(self, now: float, lease_seconds: float) -> Liveness:
@@ -81,7 +82,8 @@ class Member:
         self.effective = report.effective
         self.applied_generation = max(self.applied_generation, report.generation)
         self.rates = report.rates or self.rates
-        self.timeline = report.timeline or self.timeline
+        if report.timeline is not None:
+            self.timelines.take(report.timeline)
         self.predicted_update_seconds = report.predicted_update_seconds
         newest = self.steps[-1].step if self.steps else -1
         self.steps.extend(step for step in report.steps if step.step > newest)
@@ -96,7 +98,7 @@ class Member:
     def forget(self) -> None:
         """Drops what is large."""
         self.steps.clear()
-        self.timeline = None
+        self.timelines.forget()
 
 
 @dataclass

@@ -9,7 +9,8 @@ from fastapi import APIRouter, Query, Response
 from tidegate.daemon import views
 from tidegate.daemon.control.run import STEPS_KEPT
 from tidegate.daemon.deps import Plane, Who
-from tidegate.wire import AuditRow, RunView, StepsView, TimelineView
+from tidegate.daemon.problems import ProblemError
+from tidegate.wire import AuditRow, Rates, RunView, StepsView, TimelinesView, TimelineView
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -28,10 +29,29 @@ async def one(plane: Plane, run: str) -> RunView:
     return views.run_view(found, plane.roster.states(found))
 
 
+@router.get("/{run}/ranks/{rank}/timelines")
+async def timelines(plane: Plane, run: str, rank: int) -> TimelinesView:
+    """The steps of the rank whose timelines are kept: the newest, and about one in five seconds of those before."""
+    return TimelinesView(run=run, rank=rank, steps=plane.roster.rank(run, rank).timelines.steps)
+
+
 @router.get("/{run}/ranks/{rank}/timeline", response_model=TimelineView, responses={204: {"description": "none yet"}})
-async def timeline(plane: Plane, run: str, rank: int) -> TimelineView | Response:
-    """The newest timeline that the rank sent; 204 before the first."""
-    return plane.roster.rank(run, rank).timeline or Response(status_code=204)
+async def timeline(
+    plane: Plane, run: str, rank: int, step: Annotated[int | None, Query(ge=0)] = None
+) -> TimelineView | Response:
+    """The newest timeline that the rank sent, or that of a step; 204 before the first."""
+    known = plane.roster.rank(run, rank).timelines
+    found = known.newest if step is None else known.at(step)
+    if found is None and step is not None:
+        kept = ", ".join(map(str, known.steps[-10:])) or "none yet"
+        raise ProblemError(404, "unknown-step", f"There is no timeline of step {step} of rank {rank}. Kept: {kept}.")
+    return found or Response(status_code=204)
+
+
+@router.get("/{run}/ranks/{rank}/rates", response_model=Rates, responses={204: {"description": "none yet"}})
+async def rates(plane: Plane, run: str, rank: int) -> Rates | Response:
+    """The rank's live rate card, which its predictions are made with; 204 before it has measured any."""
+    return plane.roster.rank(run, rank).rates or Response(status_code=204)
 
 
 @router.get("/{run}/ranks/{rank}/steps")

@@ -63,11 +63,15 @@ def _figures(snapshot: Snapshot, figures: Digest) -> list[tuple[str, str, str]]:
         (
             "pace",
             f"{units.seconds(figures.pace)}/step" if figures.pace else units.NONE,
-            f"median of {figures.steps} steps",
+            f"median of {figures.told}",
         ),
         ("update", units.seconds(update), f"{units.share(figures.update_share)} of the step"),
         ("exposed", units.seconds(exposed), _part(exposed, total, "of the step blocked")),
-        ("tokens", f"{units.count(tokens)}/s" if tokens is not None else units.NONE, f"mean of {figures.steps} steps"),
+        (
+            "tokens",
+            f"{units.count(tokens)}/s" if tokens is not None else units.NONE,
+            f"mean of {figures.told}",
+        ),
         ("loss", units.significant(figures.loss, 4) if figures.loss is not None else units.NONE, "last step"),
         (
             "gradient norm",

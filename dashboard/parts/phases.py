@@ -6,17 +6,37 @@ from statistics import median
 
 import streamlit as st
 
-from tidegate.dashboard import charts, markup, palette, units
+from tidegate.dashboard import charts, edits, markup, palette, units
 from tidegate.dashboard.digest import WINDOW, Digest
 from tidegate.dashboard.feed import Snapshot
 from tidegate.wire import StepReport
 
+MAX_MARKS = 8
 CONFIG = {"displayModeBar": False, "responsive": True}
 
 
 def phases(snapshot: Snapshot, figures: Digest) -> None:
-    st.html(markup.title("Phases", f"medians of {figures.steps} steps") + _table(snapshot.steps, figures))
-    st.plotly_chart(charts.phase_history(snapshot.steps), key="phase_history", config=CONFIG)
+    st.html(markup.title("Phases", f"medians of {figures.told}") + _table(snapshot.steps, figures))
+
+
+def history(snapshot: Snapshot) -> None:
+    """Phase times over steps, with the steps from which on knobs were others."""
+    st.html(markup.title("Phases, step by step", "lines: knobs changed"))
+    figure = charts.phase_history(snapshot.steps, marks(snapshot))
+    st.plotly_chart(figure, key="phase_history", config=CONFIG)
+
+
+def marks(snapshot: Snapshot) -> list[charts.Mark]:
+    """The generations that were applied, at their first step on this rank; start-up settings are no change."""
+    rank, before = snapshot.rank.rank, {g.generation: g.knobs for g in snapshot.generations}
+    found = []
+    for made in snapshot.generations:
+        step = made.applied.get(rank)
+        if step is not None and made.generation > 0 and made.changes:
+            change = edits.describe(made.changes, before.get(made.generation - 1))
+            text = f"generation {made.generation} by {made.author}, from step {step} on:<br>{change}"
+            found.append(charts.Mark(step, f"{made.generation}", text))
+    return found[-MAX_MARKS:]
 
 
 def _table(steps: tuple[StepReport, ...], figures: Digest) -> str:

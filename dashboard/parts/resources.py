@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import streamlit as st
 
 from tidegate.dashboard import charts, markup, palette, units
 from tidegate.dashboard.digest import WINDOW, Digest, column, tokens_per_second
 from tidegate.dashboard.feed import Snapshot
 from tidegate.dashboard.parts.phases import CONFIG
+from tidegate.dashboard.tide import tide
 from tidegate.wire import StepReport
+
+MIN_CEILING_BYTES = 1 << 20
+"""A phase that moved less says nothing of what the link can do."""
 
 
 def links(snapshot: Snapshot) -> None:
@@ -17,19 +23,45 @@ def links(snapshot: Snapshot) -> None:
 
 
 def link_speeds(snapshot: Snapshot, figures: Digest) -> None:
-    """Busy time and speed of each direction in each phase."""
-    st.html(markup.title("Link, by phase", f"means of {figures.steps} steps"))
-    rows = [
-        (
-            markup.dot(direction, palette.LANE.get(direction, palette.GREY)),
-            markup.dot(phase, palette.PHASE.get(phase, palette.GREY)),
-            units.nbytes(moved),
-            units.seconds(busy),
-            units.rate(moved / busy if busy > 0 else None),
+    """Bytes and busy time of each direction in each phase, and how near that is to the best the link has done."""
+    ceilings = link_ceilings(snapshot.steps)
+    st.html(
+        markup.title(
+            "Link, by phase",
+            f"means of {figures.told}, against the fastest phase of {len(snapshot.steps)}",
         )
-        for (direction, phase), (moved, busy) in _by_phase(snapshot.steps[-WINDOW:]).items()
-    ]
-    st.html(markup.table(("direction", "phase", "bytes", "busy", "while busy"), rows, left=(0, 1)))
+    )
+    rows = []
+    for (direction, phase), (moved, busy) in _by_phase(snapshot.steps[-WINDOW:]).items():
+        color = palette.LANE.get(direction, palette.GREY)
+        rows.append(
+            (
+                markup.dot(direction, color),
+                markup.dot(phase, palette.PHASE.get(phase, palette.GREY)),
+                units.nbytes(moved),
+                units.seconds(busy),
+                against(moved / busy if busy > 0 else None, ceilings.get(direction), color),
+            )
+        )
+    st.html(markup.table(("direction", "phase", "bytes", "busy", "of its ceiling, while busy"), rows, left=(0, 1)))
+
+
+def against(speed: float | None, ceiling: float | None, color: str) -> str:
+    """A speed as a share of what can be had."""
+    if speed is None or not ceiling:
+        return units.rate(speed)
+    share = speed / ceiling
+    return markup.bar(share, f"{units.share(share)}, {units.rate(speed)}", color)
+
+
+def link_ceilings(steps: Sequence[StepReport]) -> dict[str, float]:
+    """The highest mean speed of each direction in any phase of these steps that moved at least MIN_CEILING_BYTES."""
+    ceilings: dict[str, float] = {}
+    for step in steps:
+        for (direction, _), (moved, busy) in _by_phase((step,)).items():
+            if moved >= MIN_CEILING_BYTES and busy > 0:
+                ceilings[direction] = max(ceilings.get(direction, 0.0), moved / busy)
+    return ceilings
 
 
 def _by_phase(steps: tuple[StepReport, ...]) -> dict[tuple[str, str], tuple[float, float]]:
@@ -41,8 +73,15 @@ def _by_phase(steps: tuple[StepReport, ...]) -> dict[tuple[str, str], tuple[floa
 
 
 def memory(snapshot: Snapshot) -> None:
-    st.html(markup.title("Memory", "device peak by phase, host held by the engine"))
-    st.plotly_chart(charts.memory(snapshot.steps), key="memory", config=CONFIG)
+    """The tide chart."""
+    st.html(markup.title("Memory", "the tide: peaks on the device, above what the engine holds in host memory"))
+    figure = tide(snapshot.steps, snapshot.rank.device_memory_bytes)
+    st.plotly_chart(figure, key="memory", config=CONFIG)
+
+
+def cpu(snapshot: Snapshot) -> None:
+    st.html(markup.title("CPU, by phase", "cores busy"))
+    st.plotly_chart(charts.cpu_cores(snapshot.steps), key="cpu", config=CONFIG)
 
 
 def loss(snapshot: Snapshot) -> None:

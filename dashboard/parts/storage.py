@@ -22,7 +22,7 @@ def paths(snapshot: Snapshot, figures: Digest) -> None:
         return
     total = sum(snapshot.steps[-1].subgroups.values())
     st.html(
-        markup.title("Storage paths", f"means of {figures.steps} steps; waits and errors since the run began")
+        markup.title("Storage paths", f"means of {figures.told}; waits and errors since the run began")
         + markup.table(COLUMNS, [_row(path, total) for path in found])
     )
 
@@ -33,9 +33,9 @@ def _row(path: PathFigures, total: int) -> tuple[str, ...]:
         markup.dot(path.name, palette.place(path.name)),
         markup.bar(path.subgroups / total, held, palette.place(path.name)) if total else held,
         units.nbytes(path.read.bytes_per_step),
-        _speed(path.read, palette.lane(f"{path.name}:read")),
+        _speed(path.read, f"{path.name}:read"),
         units.nbytes(path.write.bytes_per_step),
-        _speed(path.write, palette.lane(f"{path.name}:write")),
+        _speed(path.write, f"{path.name}:write"),
         units.seconds(path.lock_wait_seconds),
         str(path.errors),
         units.nbytes(path.free_bytes),
@@ -43,8 +43,9 @@ def _row(path: PathFigures, total: int) -> tuple[str, ...]:
     )
 
 
-def _speed(use: PathUse, color: str) -> str:
+def _speed(use: PathUse, lane: str) -> str:
     """While busy, as a share of what the path can do alone."""
     if use.bytes_per_second is None or use.ceiling_share is None:
         return units.rate(use.bytes_per_second)
-    return markup.bar(use.ceiling_share, f"{units.share(use.ceiling_share)}, {units.rate(use.bytes_per_second)}", color)
+    text = f"{units.share(use.ceiling_share)}, {units.rate(use.bytes_per_second)}"
+    return markup.bar(use.ceiling_share, text, palette.lane(lane))

@@ -1,34 +1,84 @@
-"""Now: every run in a line, how it is and what holds it back."""
+"""Now: every run as a card, the worst first, and the one thing to do next."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from typing import Final
 
 import streamlit as st
 
-from tidegate.dashboard import feed, links, markup, palette, units
-from tidegate.dashboard.digest import digest, verdict
-from tidegate.dashboard.parts import states
+from tidegate.dashboard import feed, links, markup, palette, urgency
+from tidegate.dashboard.parts import card, states
 from tidegate.dashboard.place import Place, live
 from tidegate.wire import RunView
 
+CARDS: Final = 24
+"""More runs than that are rows of a table below."""
+FILTER: Final = "now_filter"
+SCREENS_OF: Final = {"run": "Open the run", "tune": "Tune it", "timeline": "Open its timeline", "alerts": "See alerts"}
+
+
+def now(place: Place) -> None:
+    if len(feed.runs(place.url).runs) > CARDS:
+        st.text_input(
+            "Filter", key=FILTER, placeholder="part of a run's name", label_visibility="collapsed", width=260,
+            icon=":material/search:",
+        )  # fmt: skip
+    head = st.container()
+    _runs(place)
+    with head:
+        _next(place)
+
 
 @live
-def now(place: Place) -> None:
+def _runs(place: Place) -> None:
+    """All cards. Drawn before the one thing to do next, for which the daemon may have to think."""
     found = feed.runs(place.url)
     if not found.runs:
         states.nothing_yet(place.url, found)
         return
-    for run in found.runs:
-        _card(run)
+    if found.problem:
+        st.html(markup.banner(f"{found.problem} What follows is what was last known.", palette.LIVENESS["lost"]))
+    shown = _filtered(found.runs)
+    if not shown:
+        st.caption("No run has a name like that.")
+    moment = time.time()
+    with st.container(horizontal=True, key="cards"):
+        for number, run in enumerate(shown[:CARDS]):
+            card.card(number, run, moment, away=found.problem is not None)
+    if len(shown) > CARDS:
+        card.rows(shown[CARDS:], moment)
 
 
-def _card(run: RunView) -> None:
-    last = next((rank.last_step for rank in run.ranks if rank.last_step), None)
-    with st.container(border=True):
-        links.link("run", run.run, run=run.run)
+def _filtered(runs: tuple[RunView, ...]) -> list[RunView]:
+    wanted = str(st.session_state.get(FILTER, "")).strip().lower()
+    return urgency.ordered([run for run in runs if wanted in run.run.lower()])
+
+
+@live
+def _next(place: Place) -> None:
+    """How many there are of each kind, and what to do."""
+    found = feed.runs(place.url)
+    if not found.runs:
+        return
+    counts = Counter(run.liveness for run in found.runs)
+    said = ", ".join(f"{count} {liveness}" for liveness, count in counts.most_common())
+    st.html(markup.title("Runs", said))
+    if found.problem:
+        return
+    firing = feed.alerts([run.run for run in urgency.ordered(found.runs)[:CARDS]], place.url)
+    moment = time.time()
+    tasks = [task for run in found.runs if (task := urgency.task(run, firing.get(run.run, ()), moment))]
+    first = urgency.first(tasks)
+    if first is None:
         st.html(
-            markup.dot(run.liveness, palette.LIVENESS.get(run.liveness, palette.GREY))
-            + markup.verdict(verdict(run, digest([last] if last else []), time.time()))
-            + units.age(time.time() - run.last_seen)
+            markup.advice("Nothing to do", "No run is silent, nothing fires, and no wait is worth a change.", "live")
         )
+        return
+    first = urgency.with_advice(first, feed.advice(place.url, first.run) if first.page == "tune" else None)
+    with st.container(horizontal=True, vertical_alignment="center", key="next"):
+        st.html(
+            markup.advice(f"Next: {first.run}", first.sentence, "lost" if first.urgency < urgency.FULL else "stale")
+        )
+        links.link(first.page, SCREENS_OF[first.page], run=first.run)

@@ -19,24 +19,23 @@ def run(place: Place) -> None:
         return
     figures = digest(snapshot.steps)
     header.header(look, snapshot, figures)
-    left, right = st.columns([9, 20], gap="medium")
+    left, right = st.columns([9, 16], gap="medium")
     with left:
         phases.phases(snapshot, figures)
-    with right:
-        resources.links(snapshot)
-        resources.link_speeds(snapshot, figures)
-    storage.paths(snapshot, figures)
-    first, second, third = st.columns(3, gap="medium")
-    with first:
-        update.waits(snapshot, figures)
-    with second:
-        resources.memory(snapshot)
-    with third:
         update.division(snapshot, figures)
-    first, second, third = st.columns(3, gap="medium")
-    with first:
-        resources.loss(snapshot)
-    with second:
-        resources.grad_norm(snapshot)
-    with third:
-        resources.tokens(snapshot)
+    with right:
+        phases.history(snapshot)
+        update.waits(snapshot, figures)
+    left, right = st.columns([16, 9], gap="medium")
+    with left:
+        resources.memory(snapshot)
+    with right:
+        resources.link_speeds(snapshot, figures)
+        resources.links(snapshot)
+    storage.paths(snapshot, figures)
+    columns = st.columns(4, gap="medium")
+    for column, draw in zip(
+        columns, (resources.cpu, resources.loss, resources.grad_norm, resources.tokens), strict=True
+    ):
+        with column:
+            draw(snapshot)

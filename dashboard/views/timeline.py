@@ -1,20 +1,129 @@
-"""Timeline: one update, op by op, on its lanes."""
+"""Timeline: one update, op by op, on its lanes; what was measured above what was predicted."""
 
 from __future__ import annotations
 
-from tidegate.dashboard import feed
+import json
+from typing import Final, get_args
+
+import streamlit as st
+
+from tidegate.dashboard import feed, links, markup, palette
 from tidegate.dashboard.digest import digest
-from tidegate.dashboard.parts import header, update
+from tidegate.dashboard.gantt import Scope
+from tidegate.dashboard.parts import gantt, header
 from tidegate.dashboard.place import Place, live
+from tidegate.trace import chrome_trace
+from tidegate.wire import TimelineView
+from tidegate.wire_timeline import as_timeline
+
+SCOPES: Final[dict[Scope, str]] = {"update": "Update", "step": "Whole step"}
+NEWEST: Final = "newest"
+
+
+def timeline(place: Place) -> None:
+    _head(place)
+    step = _controls(place)
+    if step is None:
+        _newest(place)
+    else:
+        _one(place, step)
 
 
 @live
-def timeline(place: Place) -> None:
+def _head(place: Place) -> None:
     look = feed.look(place.url, place.run, place.rank)
-    snapshot = look.snapshot
-    if snapshot is None:
+    if look.snapshot is None:
         header.unread(place, look)
+    else:
+        header.brief(look, look.snapshot, digest(look.snapshot.steps))
+
+
+def _controls(place: Place) -> int | None:
+    """The step to show, None for the newest. Not live: a list must not change while somebody chooses from it."""
+    asked = st.query_params.get("step", "")
+    step = int(asked) if asked.isdecimal() else None
+    steps = sorted({*feed.kept_steps(place.url, place.run, place.rank), *([step] if step is not None else [])})
+    options = [NEWEST, *map(str, reversed(steps))]
+    with st.container(horizontal=True, vertical_alignment="center", key="controls"):
+        chosen = st.selectbox(
+            "Step", options, index=options.index(str(step)) if step is not None else 0, width=150,
+            key=f"step:{place.run}:{place.rank}:{step}", label_visibility="collapsed",
+            format_func=lambda option: "newest step" if option == NEWEST else f"step {option}",
+        )  # fmt: skip
+        if step is None:
+            if st.button("Hold", help="Keep the update that is on the screen, to read it."):
+                _hold(place)
+        elif st.button("Follow", help="Show each new update as it comes."):
+            links.go("timeline", **_whose(place))
+        st.segmented_control(
+            "Shown", get_args(Scope), default="update", required=True, format_func=SCOPES.__getitem__,
+            key="gantt_scope", label_visibility="collapsed",
+        )  # fmt: skip
+        st.checkbox("Prediction", value=True, key="gantt_predicted", help="What the simulator expects of the same ops.")
+        st.checkbox("Critical path", value=True, key="gantt_critical", help="The ops that decided when it ended.")
+        st.download_button(
+            "Trace", data=lambda: _trace(place, step), file_name=f"{place.run}-rank{place.rank}.trace.json",
+            mime="application/json", key="trace", on_click="ignore", icon=":material/download:",
+            help="For https://ui.perfetto.dev: measured and predicted, with an arrow for each dependency.",
+        )  # fmt: skip
+    if chosen != (NEWEST if step is None else str(step)):
+        links.go("timeline", **_whose(place), **({} if chosen == NEWEST else {"step": chosen}))
+    return step
+
+
+def _whose(place: Place) -> dict[str, str | int]:
+    return {"run": place.run} | ({"rank": place.rank} if place.rank else {})
+
+
+def _hold(place: Place) -> None:
+    snapshot = feed.look(place.url, place.run, place.rank).snapshot
+    if snapshot is not None and snapshot.timeline is not None:
+        links.go("timeline", **_whose(place), step=snapshot.timeline.step)
+
+
+@live
+def _newest(place: Place) -> None:
+    snapshot = feed.look(place.url, place.run, place.rank).snapshot
+    _draw(place, snapshot.timeline if snapshot else None)
+
+
+def _one(place: Place, step: int) -> None:
+    """Nothing of it changes any more."""
+    view = feed.timeline(place.url, place.run, place.rank, step)
+    if view is None:
+        sentence = f"The timeline of step {step} is not kept any more: choose another step above, or follow the newest."
+        st.html(markup.banner(sentence, palette.LIVENESS["stale"]))
         return
-    header.brief(look, snapshot, digest(snapshot.steps))
-    update.last_update(snapshot)
-    update.lanes(snapshot)
+    _draw(place, view)
+
+
+def _draw(place: Place, view: TimelineView | None) -> None:
+    scope: Scope = st.session_state["gantt_scope"]
+    predicted = None
+    if view is not None and st.session_state["gantt_predicted"]:
+        predicted = _expected(place, view)
+        if predicted is None:
+            st.caption("No prediction of this step: it needs measured rates and a timeline that was sent whole.")
+    gantt.chart(view, predicted, scope, st.session_state["gantt_critical"])
+    if view is not None:
+        left, right = st.columns([3, 2], gap="medium")
+        with left:
+            gantt.lanes(view, predicted)
+        with right:
+            gantt.waits(view, predicted)
+
+
+def _expected(place: Place, view: TimelineView) -> TimelineView | None:
+    return gantt.expected(view, feed.rates(place.url, place.run, place.rank))
+
+
+def _trace(place: Place, step: int | None) -> str:
+    """The step as a Chrome trace; an empty one when it is gone meanwhile."""
+    if step is None:
+        snapshot = feed.look(place.url, place.run, place.rank).snapshot
+        view = snapshot.timeline if snapshot else None
+    else:
+        view = feed.timeline(place.url, place.run, place.rank, step)
+    predicted = _expected(place, view) if view else None
+    timelines = [as_timeline(found) for found in (view, predicted) if found is not None]
+    return json.dumps(chrome_trace(timelines, rank=place.rank, process_name=f"{place.run} rank {place.rank}"))

@@ -16,7 +16,7 @@ from tidegate.daemon.control.run import Clock
 from tidegate.daemon.store import Store
 from tidegate.errors import DaemonError, NotFound, RankTaken
 from tidegate.knobs import Knobs
-from tidegate.wire import AgentReport, Applied, PhaseRow, SpanRow, TimelineView, Vote
+from tidegate.wire import AgentReport, Applied, PhaseRow, Rates, SpanRow, TimelineView, Vote
 
 
 def test_a_new_run_takes_the_start_up_settings(daemon: Daemon) -> None:
@@ -292,3 +292,28 @@ def test_ranks_that_a_run_is_started_again_without_are_lost_no_longer(tmp_path: 
     assert row.reason == "Rank 2 is lost and the run goes on with 2 ranks."
     assert ControlPlane(store, clock=clock).roster.states(run)[2] == "finished"
     store.close()
+
+
+def test_timelines_of_before_are_kept(daemon: Daemon) -> None:
+    agent, client = Agent(daemon, new_run()), daemon.client("read")
+    run = agent.message.run
+    assert client.timelines(run, 0).steps == ()
+    sent = {
+        step: TimelineView(step=step, source="measured", origin=1.0, phases=(), spans=(), num_spans=0)
+        for step in (3, 4, 5)
+    }
+    for view in sent.values():
+        agent.say(timeline=view)
+    assert client.timelines(run, 0).steps == (3, 5), "one in a few seconds, and the newest"
+    assert client.timeline(run, 0, 3) == sent[3]
+    assert client.timeline(run, 0, 5) == client.timeline(run, 0) == sent[5]
+    with pytest.raises(NotFound, match=r"no timeline of step 4 of rank 0\. Kept: 3, 5"):
+        client.timeline(run, 0, 4)
+
+
+def test_the_rates_of_a_rank_are_its_newest(daemon: Daemon) -> None:
+    agent, client = Agent(daemon, new_run()), daemon.client("read")
+    assert client.rates(agent.message.run, 0) is None
+    agent.say(rates=Rates(cpu_params_per_second=500.0))
+    agent.say()
+    assert client.rates(agent.message.run, 0) == Rates(cpu_params_per_second=500.0)

@@ -114,6 +114,7 @@ class Agent:
     refuse: str = ""
     predicted: float | None = 1.4
     paths: tuple[str, ...] = ()
+    device_memory_bytes: int | None = None
     step: int = 0
     knobs: dict[str, float | str] = field(default_factory=lambda: {"stride": "auto", "static_ratio": 0.0})
     generation: int = 0
@@ -135,6 +136,7 @@ class Agent:
                 knobs=self.knobs,
                 subgroups=(SubgroupSizes(numel=NUMEL, count=SUBGROUPS, weight_bytes=2, grad_bytes=2, state_bytes=10),),
                 paths=self.paths,
+                device_memory_bytes=self.device_memory_bytes,
                 started_at=time.time() - 3600,
             )
         )

@@ -77,7 +77,7 @@ def test_a_knob_is_previewed_set_on_trial_applied_measured_and_taken_back(everyt
         refreshes(viewer, 1)
         expect(page.get_by_role("textbox", name="stride", exact=True)).to_have_value("off")
         press(viewer, "Preview")
-        expect(page.get_by_text("Preview of stride 1 → off")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text("Preview of stride 1.5 → off")).to_be_visible(timeout=PATIENCE_MS)
         expect(page.get_by_text("predicted then")).to_be_visible()
         assert operator.knobs(RUN).generation == 0
         page.get_by_label("Reason", exact=True).fill("the device is no help")
@@ -91,7 +91,7 @@ def test_a_knob_is_previewed_set_on_trial_applied_measured_and_taken_back(everyt
         press(viewer, "Roll back …")
         press(viewer, "Roll back")
         notice(viewer, "Back to the knobs of generation 0")
-        until(lambda: operator.run(RUN).ranks[0].effective["stride"] == 1.0, "the way back", 30)
+        until(lambda: operator.run(RUN).ranks[0].effective["stride"] == 1.5, "the way back", 30)
         viewer.healthy()
         page.get_by_role("link", name="Alerts and audit").click()
         expect(page.get_by_text("the device is no help").first).to_be_visible(timeout=PATIENCE_MS)

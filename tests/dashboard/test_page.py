@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.dashboard.screen import again, page, text
-from tests.dashboard.scripted import Agent, Daemon, start_daemon, wait_until
+from tests.dashboard.scripted import Agent, Daemon, start_daemon, timeline, wait_until
+from tidegate.wire import AgentReport
 
 
 def test_no_daemon_says_so_and_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +59,7 @@ def test_a_live_run_shows_every_family_of_its_screens(daemon: Daemon) -> None:
         assert words in shown, words
     titles = ("Stalls by cause", "Memory", "Link", "Loss", "Tokens")
     assert all(title in shown for title in titles)
-    assert len(app.get("plotly_chart")) == 7
+    assert len(app.get("plotly_chart")) == 8
     assert "Emulated" not in shown
 
 
@@ -167,13 +169,52 @@ def test_storage_paths_have_a_table_where_there_are_any(daemon: Daemon) -> None:
         assert words in shown, words
 
 
-def test_a_held_update_stays_on_the_screen(daemon: Daemon) -> None:
+def test_an_update_is_held_and_another_step_is_chosen(daemon: Daemon) -> None:
     agent = Agent(daemon)
     agent.train(3)
     app = page("timeline")
-    app.toggle[0].set_value(True)
-    assert "by lane step 3," in text(again(app))
+    assert "Update, by lane step 3, 1.15 s measured (above), 881 ms predicted" in text(app)
+    app.button[0].click()
+    again(app)
     agent.train(1)
+    assert app.query_params["step"] in ("3", ["3"])
     assert "by lane step 3," in text(again(app))
-    app.toggle[0].set_value(False)
+    assert app.selectbox[0].options == ["newest step", "step 4", "step 3"]
+    app.button[0].click()
+    again(app)
     assert "by lane step 4," in text(again(app))
+    app.selectbox[0].select("3")
+    again(app)
+    assert "by lane step 3," in text(again(app))
+
+
+def test_a_step_that_is_gone_is_told(daemon: Daemon) -> None:
+    Agent(daemon).train(3)
+    assert "The timeline of step 2 is not kept any more" in text(page("timeline", step="2"))
+
+
+def test_a_timeline_without_rates_has_no_prediction(daemon: Daemon) -> None:
+    agent = Agent(daemon)
+    agent.client.report(agent.id, AgentReport(timestamp=time.time(), step=1, phase="forward", generation=0,
+                                              effective={}, timeline=timeline(1)))  # fmt: skip
+    app = page("timeline")
+    assert any("No prediction of this step" in caption.value for caption in app.caption)
+    assert "step 1, 1.15 s measured" in text(app)
+
+
+def test_before_the_first_update_the_timeline_says_so(daemon: Daemon) -> None:
+    Agent(daemon).report()
+    app = page("timeline")
+    assert "No update has been measured yet" in app.get("plotly_chart")[0].proto.spec
+    assert not app.exception
+
+
+@pytest.mark.parametrize("path", ["now", "run", "timeline"])
+def test_an_error_in_a_part_is_a_sentence_and_not_a_trace(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    Agent(daemon).train(2)
+    monkeypatch.setattr("tidegate.dashboard.markup.verdict", lambda _: 1 / 0)
+    app = page(path)
+    assert "could not be drawn (ZeroDivisionError)" in text(app)
+    assert not app.exception

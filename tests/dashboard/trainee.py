@@ -50,7 +50,7 @@ def main() -> None:
         offload=tidegate.Offload(
             device="emulated",
             emulated=tidegate.EmulatedRates(**RATES),
-            stride=1.0,
+            stride=1.5,
             subgroup_numel=40_000,
             cpu_threads=1,
             paths=dict(word.split("=", 1) for word in options.path),

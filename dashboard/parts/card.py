@@ -1,0 +1,66 @@
+"""One run in a glance: how it is, its pace, what it spends its time on, and how old that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from tidegate.dashboard import links, markup, palette, units, urgency
+from tidegate.dashboard.digest import Digest, digest, verdict
+from tidegate.dashboard.parts.header import EMULATED
+from tidegate.wire import RunView
+
+
+def card(number: int, run: RunView, now: float, *, away: bool) -> None:
+    """away: the daemon does not answer, and how the run is now is not known."""
+    known = urgency.lead(run)
+    figures = digest([known.last_step] if known and known.last_step else [])
+    liveness = "unknown" if away else run.liveness
+    with st.container(border=True, key=f"card-{number}"):
+        with st.container(horizontal=True, vertical_alignment="center", key=f"card-head-{number}"):
+            links.link("run", run.run, run=run.run)
+            st.html(markup.pill(liveness))
+        st.html(_figures(run, figures, now) + markup.verdict(verdict(run, figures, now)) + _phases(figures))
+
+
+def _figures(run: RunView, figures: Digest, now: float) -> str:
+    pace = f"{units.seconds(figures.step_seconds)}/step" if figures.steps else "no step yet"
+    ranks = f"{len(run.ranks)} of {run.world_size} ranks" if run.world_size > 1 else "1 rank"
+    device = "emulated" if run.device_kind == "emulated" else "CUDA"
+    details = [f"step {units.integer(run.step)}", ranks, device, f"heard of {units.age(now - run.last_seen)} ago"]
+    return markup.pace(pace, details, EMULATED if run.device_kind == "emulated" else "")
+
+
+def _phases(figures: Digest) -> str:
+    """Where the last step's time went."""
+    total = figures.step_seconds
+    if total <= 0:
+        return ""
+    parts = [(phase, value / total, palette.PHASE[phase]) for phase, value in figures.phase_seconds.items()]
+    return markup.stack([(f"{name} {units.share(share)}", share, color) for name, share, color in parts])
+
+
+def rows(runs: Sequence[RunView], now: float) -> None:
+    """Runs that found no room as cards; a click opens one."""
+    st.html(markup.title("More runs", "click a row to open it"))
+    table = []
+    for run in runs:
+        known = urgency.lead(run)
+        figures = digest([known.last_step] if known and known.last_step else [])
+        table.append(
+            {
+                "run": run.run,
+                "state": run.liveness,
+                "pace": f"{units.seconds(figures.step_seconds)}/step" if figures.steps else units.NONE,
+                "verdict": verdict(run, figures, now),
+                "step": run.step,
+                "heard of": f"{units.age(now - run.last_seen)} ago",
+            }
+        )
+    chosen = st.dataframe(
+        table, key="more_runs", on_select="rerun", selection_mode="single-row", hide_index=True,
+        column_config={"verdict": st.column_config.TextColumn(width="large")},
+    )  # fmt: skip
+    if picked := chosen["selection"]["rows"]:
+        links.go("run", run=runs[picked[0]].run)

@@ -1,0 +1,107 @@
+"""The Gantt of one update with its words, and what each lane and each wait came to, measured and predicted."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from tidegate.analysis import exposed_waits
+from tidegate.dashboard import charts, markup, palette, units
+from tidegate.dashboard.gantt import HEIGHT, Scope, gantt, window
+from tidegate.dashboard.lanes import LaneUse, lane_use
+from tidegate.dashboard.parts.header import prediction_error
+from tidegate.dashboard.parts.phases import CONFIG
+from tidegate.errors import TidegateError
+from tidegate.model.rates import RateCard
+from tidegate.model.replay import replay
+from tidegate.wire import TimelineView
+from tidegate.wire_timeline import as_timeline, as_view
+
+NOTHING_YET = "No update has been measured yet. It shows here when the first step has finished."
+
+
+def expected(view: TimelineView, rates: RateCard | None) -> TimelineView | None:
+    """What the simulator expects of the ops of `view`; None where it cannot tell: no rates yet, or spans left out."""
+    if rates is None or view.num_spans > len(view.spans):
+        return None
+    try:
+        return as_view(replay(as_timeline(view), rates))
+    except TidegateError:
+        return None
+
+
+def chart(view: TimelineView | None, predicted: TimelineView | None, scope: Scope, critical: bool) -> None:
+    """The update by lane."""
+    if view is None:
+        st.html(markup.title("Update, by lane"))
+        st.plotly_chart(charts.empty(NOTHING_YET, HEIGHT), key="gantt", config=CONFIG)
+        return
+    st.html(markup.title("Update, by lane", _words(view, predicted)))
+    ink = palette.INK[st.context.theme.type or "light"] if critical else None
+    st.plotly_chart(gantt(view, scope, predicted=predicted, ink=ink), key="gantt", config=CONFIG)
+
+
+def _words(view: TimelineView, predicted: TimelineView | None) -> str:
+    first, last = window(view, "update")
+    said = f"step {view.step}, {units.seconds(last - first)} measured"
+    if predicted is not None:
+        begin, end = window(predicted, "update")
+        error = prediction_error(end - begin, last - first)
+        said += f" (above), {units.seconds(end - begin)} predicted of the same plan (below, pale): {error}"
+    if view.num_spans > len(view.spans):
+        said += f"; the first {len(view.spans)} of {view.num_spans} ops"
+    return said
+
+
+def lanes(view: TimelineView, predicted: TimelineView | None) -> None:
+    """How busy each lane was in the update, at what speed, and what was expected."""
+    expected = {use.lane: use for use in lane_use(predicted, *window(predicted, "update"))} if predicted else {}
+    rows = []
+    for use in lane_use(view, *window(view, "update")):
+        color = palette.lane(use.lane)
+        then = expected.get(use.lane)
+        rows.append(
+            (
+                markup.dot(use.lane, color),
+                str(use.num_ops),
+                units.seconds(use.busy_seconds),
+                units.seconds(then.busy_seconds if then else None),
+                markup.bar(use.busy_share, units.share(use.busy_share), color),
+                *_work(use),
+            )
+        )
+    columns = ("lane", "ops", "busy", "predicted", "of the update", "moved", "speed")
+    st.html(markup.title("Lanes", "in this update") + markup.table(columns, rows))
+
+
+def _work(use: LaneUse) -> tuple[str, str]:
+    """What the lane moved or updated, and how fast."""
+    if use.nbytes:
+        return units.nbytes(use.nbytes), units.rate(use.bytes_per_second)
+    if use.numel:
+        return f"{units.count(use.numel)} params", f"{units.count(use.params_per_second)}/s"
+    return units.NONE, units.NONE
+
+
+def waits(view: TimelineView, predicted: TimelineView | None) -> None:
+    """What the update waited for, and what it was expected to wait for."""
+    found = exposed_waits(as_timeline(view))
+    expected = exposed_waits(as_timeline(predicted)) if predicted else {}
+    first, last = window(view, "update")
+    rows = [
+        (
+            markup.dot(cause, palette.cause(cause)),
+            units.seconds(found.get(cause, 0.0)),
+            units.seconds(expected.get(cause, 0.0) if predicted else None),
+            _share(found.get(cause, 0.0), last - first, palette.cause(cause)),
+        )
+        for cause in sorted({*found, *expected}, key=lambda cause: -found.get(cause, 0.0))
+    ]
+    st.html(markup.title("Waits", "in which nothing computed, in this update"))
+    if rows:
+        st.html(markup.table(("for", "measured", "predicted", "of the update"), rows))
+    else:
+        st.caption("None: something was being updated all the time.")
+
+
+def _share(seconds: float, whole: float, color: str) -> str:
+    return markup.bar(seconds / whole, units.share(seconds / whole), color) if whole > 0 else units.NONE

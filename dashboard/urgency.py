@@ -1,0 +1,120 @@
+"""What to look at first: runs in order, and the one thing to do for each. Pure: nothing here draws or asks a daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tidegate.dashboard import units
+from tidegate.dashboard.digest import digest
+from tidegate.wire import Advice, AlertView, RankView, RunView
+
+WORTH_A_LOOK: Final = 0.1
+"""A wait of a smaller share of the step is not worth a change of knobs."""
+NEARLY_FULL: Final = 0.95
+LOST, FIRING, FULL, LATE, WAITING = 0.0, 1.0, 2.0, 3.0, 4.0
+"""Urgencies; what is in one class is ordered by the fraction. One that is late comes back by itself, mostly."""
+_LIVENESS: Final = ("lost", "stale", "live", "finished")
+_SEVERITY: Final = ("critical", "warning", "info")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One thing to do: how urgent (less is more), a sentence, and the page on which it is done."""
+
+    run: str
+    urgency: float
+    sentence: str
+    page: str
+
+
+def ordered(runs: Collection[RunView]) -> list[RunView]:
+    """Lost ones first, finished ones last, else by name, so that a card stays where it is."""
+    return sorted(runs, key=lambda run: (_LIVENESS.index(run.liveness), run.run))
+
+
+def lead(run: RunView) -> RankView | None:
+    """The lowest rank that has finished a step, else the lowest."""
+    ranks = sorted(run.ranks, key=lambda rank: rank.rank)
+    return next((rank for rank in ranks if rank.last_step is not None), ranks[0] if ranks else None)
+
+
+def task(run: RunView, alerts: Sequence[AlertView], now: float) -> Task | None:
+    """What this run wants of its operator now; None when it wants nothing."""
+    if run.liveness in ("lost", "stale"):
+        return _silent(run, now)
+    if run.liveness == "finished":
+        return None
+    firing = [alert for alert in alerts if alert.state == "firing" and alert.severity in _SEVERITY]
+    if firing:
+        worst = min(firing, key=lambda alert: (_SEVERITY.index(alert.severity), alert.starts_at))
+        return Task(
+            run=run.run, urgency=2 + _SEVERITY.index(worst.severity) / 10, sentence=_alert(worst), page="alerts"
+        )
+    return _full(run) or _waiting(run)
+
+
+def first(tasks: Collection[Task]) -> Task | None:
+    """The one thing to do next."""
+    return min(tasks, key=lambda task: (task.urgency, task.run), default=None)
+
+
+def with_advice(found: Task, advice: Advice | None) -> Task:
+    """The task with what the model would turn, where it is a matter of knobs and the model has something to say."""
+    if found.page != "tune" or advice is None or advice.predicted_update_seconds_now is None:
+        return found
+    told = "" if advice.changes else " Something else holds it up: look at its timeline."
+    return Task(
+        run=found.run,
+        urgency=found.urgency,
+        sentence=f"{found.sentence} {advice.sentence}{told}",
+        page="tune" if advice.changes else "timeline",
+    )
+
+
+def _silent(run: RunView, now: float) -> Task:
+    silent = [rank for rank in run.ranks if rank.liveness == run.liveness]
+    urgency = LOST if run.liveness == "lost" else LATE
+    if not silent:
+        return Task(run=run.run, urgency=urgency, sentence="Nothing is heard of it.", page="run")
+    one = min(silent, key=lambda rank: rank.last_seen)
+    others = f" and {len(silent) - 1} more ranks" if len(silent) > 1 else ""
+    what = "Look at" if run.liveness == "lost" else "Late; if it stays so, look at"
+    sentence = (
+        f"{what} process {one.pid} on {one.host}: nothing was heard of rank {one.rank}{others} "
+        f"for {units.duration(max(0.0, now - one.last_seen))}."
+    )
+    return Task(run=run.run, urgency=urgency, sentence=sentence, page="run")
+
+
+def _alert(alert: AlertView) -> str:
+    knob = f" Turn {alert.knob}." if alert.knob and alert.knob != "none" else ""
+    return f"{alert.summary.removeprefix(alert.run).lstrip(': ')}.{knob}".replace("..", ".")
+
+
+def _full(run: RunView) -> Task | None:
+    for rank in run.ranks:
+        peaks = rank.last_step.device_memory_peak_bytes if rank.last_step else {}
+        if rank.device_memory_bytes and peaks and max(peaks.values()) > NEARLY_FULL * rank.device_memory_bytes:
+            phase = max(peaks, key=lambda name: peaks[name])
+            sentence = (
+                f"Device memory of rank {rank.rank} is full to {units.share(peaks[phase] / rank.device_memory_bytes)} "
+                f"in the {phase}: lower static_ratio."
+            )
+            return Task(run=run.run, urgency=FULL, sentence=sentence, page="tune")
+    return None
+
+
+def _waiting(run: RunView) -> Task | None:
+    known = lead(run)
+    figures = digest([known.last_step] if known and known.last_step else [])
+    cause, wait = next(iter(figures.stall_share.items()), ("", 0.0))
+    share = wait * (figures.update_share or 0.0)
+    if share < WORTH_A_LOOK:
+        return None
+    sentence = f"{units.share(share)} of each step is spent waiting for {cause}."
+    urgency = WAITING + 1 - share
+    if cause in ("collective", "scheduler"):
+        return Task(run=run.run, urgency=urgency, sentence=f"{sentence} See what holds it up.", page="timeline")
+    return Task(run=run.run, urgency=urgency, sentence=sentence, page="tune")

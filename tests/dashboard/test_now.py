@@ -1,0 +1,192 @@
+"""Now: the runs in order, the one thing to do next, and what is said when there is nothing to show."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.dashboard.screen import again, page, text
+from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report, wait_until
+from tests.dashboard.test_alerts import tell
+from tidegate.dashboard import urgency
+from tidegate.wire import Advice, AlertView, Liveness, RankView, RunView, StallRow, StepReport
+
+NOW = 1000.0
+
+
+def run_of(
+    name: str,
+    liveness: Liveness = "live",
+    step: StepReport | None = None,
+    *,
+    last_seen: float = NOW,
+    device_memory_bytes: int | None = None,
+) -> RunView:
+    rank = RankView(
+        rank=0, agent=name, host="gpu-1", pid=4711, device_kind="cuda", metrics_address="", liveness=liveness,
+        last_seen=last_seen, started_at=0.0, phase="update", step=1, applied_generation=0, effective={},
+        last_step=step, device_memory_bytes=device_memory_bytes,
+    )  # fmt: skip
+    return RunView(
+        run=name, liveness=liveness, device_kind="cuda", world_size=1, step=1, generation=0, started_at=0.0,
+        last_seen=last_seen, ranks=(rank,),
+    )  # fmt: skip
+
+
+def alert_of(severity: str, knob: str = "stride") -> AlertView:
+    return AlertView(
+        run="r", fingerprint="1", alert="A", state="firing", severity=severity, summary="r: too slow", knob=knob,
+        starts_at=0.0, received_at=0.0,
+    )  # fmt: skip
+
+
+CALM = step_report(1, NOW).model_copy(update={"stalls": ()})
+STALLED = step_report(1, NOW)
+BLOCKED = CALM.model_copy(update={"stalls": (StallRow(phase="update", cause="collective", seconds=1.0),)})
+
+
+@pytest.mark.parametrize(
+    ("run", "alerts", "page_", "words"),
+    [
+        (
+            run_of("r", "lost", last_seen=NOW - 200),
+            (),
+            "run",
+            "Look at process 4711 on gpu-1: nothing was heard",
+        ),
+        (run_of("r", "stale", last_seen=NOW - 12), (), "run", "for 12 s."),
+        (run_of("r", step=STALLED), (), "tune", "13 % of each step is spent waiting for h2d."),
+        (run_of("r", step=STALLED), (alert_of("warning"),), "alerts", "too slow. Turn stride."),
+        (run_of("r", step=CALM), (alert_of("info", "none"),), "alerts", "too slow."),
+        (run_of("r", step=BLOCKED), (), "timeline", "waiting for collective. See what holds it up."),
+        (run_of("r", step=CALM, device_memory_bytes=39 * 10**9), (), "tune", "full to 99 % in the backward"),
+    ],
+)
+def test_what_a_run_wants(run: RunView, alerts: tuple[AlertView, ...], page_: str, words: str) -> None:
+    found = urgency.task(run, alerts, NOW)
+    assert found is not None
+    assert (found.page, words in found.sentence) == (page_, True), found
+
+
+def test_a_calm_or_finished_run_wants_nothing() -> None:
+    assert urgency.task(run_of("r", step=CALM), (), NOW) is None
+    assert urgency.task(run_of("r"), (), NOW) is None
+    assert urgency.task(run_of("r", "finished", STALLED), (alert_of("critical"),), NOW) is None
+    resolved = alert_of("critical").model_copy(update={"state": "resolved"})
+    assert urgency.task(run_of("r", step=CALM), (resolved,), NOW) is None
+
+
+def test_the_worst_comes_first() -> None:
+    runs = [run_of("d", "finished"), run_of("c"), run_of("b"), run_of("a", "stale"), run_of("e", "lost")]
+    assert [run.run for run in urgency.ordered(runs)] == ["e", "a", "b", "c", "d"]
+    asked = [
+        urgency.task(run_of("waits", step=STALLED), (), NOW),
+        urgency.task(run_of("late", "stale"), (), NOW),
+        urgency.task(run_of("critical", step=CALM), (alert_of("critical"),), NOW),
+        urgency.task(run_of("warned", step=CALM), (alert_of("warning"),), NOW),
+        urgency.task(run_of("lost", "lost"), (), NOW),
+        urgency.task(run_of("blocked", step=BLOCKED), (), NOW),
+    ]
+    order, left = [], [task for task in asked if task]
+    while left:
+        first = urgency.first(left)
+        assert first is not None
+        order.append(first.run)
+        left.remove(first)
+    assert order == ["lost", "critical", "warned", "late", "blocked", "waits"]
+
+
+def test_advice_is_given_where_knobs_help() -> None:
+    waits = urgency.task(run_of("r", step=STALLED), (), NOW)
+    lost = urgency.task(run_of("r", "lost"), (), NOW)
+    assert waits is not None
+    assert lost is not None
+    good = Advice(run="r", changes={"stride": 4.0}, predicted_update_seconds_now=1.4, sentence="stride=4 helps.")
+    assert urgency.with_advice(waits, good).sentence.endswith("waiting for h2d. stride=4 helps.")
+    none = Advice(run="r", predicted_update_seconds_now=1.4, sentence="Nothing helps.")
+    assert urgency.with_advice(waits, none).page == "timeline"
+    assert urgency.with_advice(waits, Advice(run="r", sentence="No rates.")) == waits
+    assert urgency.with_advice(waits, None) == waits
+    assert urgency.with_advice(lost, good) == lost
+
+
+def test_cards_say_how_each_run_is_and_link_to_it(daemon: Daemon) -> None:
+    Agent(daemon, run="big").train(30)
+    Agent(daemon, run="small", device_kind="emulated").train(2)
+    done = Agent(daemon, run="done")
+    done.train(3)
+    done.finish()
+    Agent(daemon, run="new").report()
+    app = page("now")
+    shown = text(app)
+    assert "Runs 3 live, 1 finished" in shown
+    assert re.search(r"3\.\d\d s/step +step 30 · 1 rank · CUDA · heard of", shown)
+    assert "The update is 43 % of the step; it waits 31 % of its time on h2d" in shown
+    assert "no step yet" in shown
+    assert "backward 39 %" in shown
+    assert "step 2 · 1 rank · emulated" in shown
+    order = [link.proto.label for link in app.get("page_link")]
+    cards = [label for label in order if label in ("big", "small", "done", "new")]
+    assert cards == ["big", "new", "small", "done"]
+
+
+def test_the_one_thing_to_do_is_an_alert_before_a_wait(daemon: Daemon) -> None:
+    Agent(daemon, run="waiting").train(3)
+    app = page("now")
+    assert "Next: waiting" in text(app)
+    assert "13 % of each step is spent waiting for h2d." in text(app)
+    Agent(daemon).train(3)
+    tell(daemon, "TidegatePathSlow", "warning", "")
+    shown = text(again(app))
+    assert "Next: llama-7b 47% <b>of</b> TidegatePathSlow. Turn tier_split." in shown
+
+
+def test_of_many_runs_some_are_rows_and_a_filter_finds_them(daemon: Daemon) -> None:
+    for number in range(27):
+        Agent(daemon, run=f"run-{number:02d}").report()
+    app = page("now")
+    assert len([link for link in app.get("page_link") if link.proto.label.startswith("run-")]) == 24
+    assert list(app.dataframe[0].value["run"]) == ["run-24", "run-25", "run-26"]
+    app.text_input[0].input("-26")
+    again(app)
+    assert [link.proto.label for link in app.get("page_link") if link.proto.label.startswith("run-")] == ["run-26"]
+    app.text_input[0].input("nobody")
+    assert any("No run has a name like that" in caption.value for caption in again(app).caption)
+
+
+def test_a_daemon_that_goes_away_leaves_the_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path))
+    with start_daemon(tmp_path) as daemon:
+        monkeypatch.setenv("TIDEGATE_DAEMON", daemon.url)
+        Agent(daemon).train(5)
+        app = page("now")
+        daemon.clients.clear()
+    shown = text(again(app))
+    assert "No daemon answers at" in shown
+    assert "What follows is what was last known" in shown
+    assert "unknown" in shown
+    assert "Next:" not in shown
+
+
+def test_no_run_yet_tells_the_two_ways_to_get_one(daemon: Daemon) -> None:
+    app = page("now")
+    assert "no run has said hello yet" in text(app)
+    assert app.code[0].value == "tidegate demo"
+    Agent(daemon).train(1)
+    wait_until(lambda: "llama-7b" in [link.proto.label for link in again(app).get("page_link")], "the first card")
+
+
+def test_the_start_page_goes_on_to_now_and_an_old_address_to_its_run(daemon: Daemon) -> None:
+    Agent(daemon).train(2)
+    assert "Runs 1 live" in text(page("start"))
+    assert "Phases, step by step" in text(page("start", run="llama-7b"))
+
+
+def test_no_age_is_negative() -> None:
+    ahead = run_of("r", "lost", last_seen=time.time() + 5)
+    found = urgency.task(ahead, (), time.time())
+    assert found is not None
+    assert "for 0 s." in found.sentence

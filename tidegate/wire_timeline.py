@@ -1,0 +1,63 @@
+"""Timelines between the wire and the core: the same spans, once as messages, once as what analysis and trace read."""
+
+from __future__ import annotations
+
+from tidegate.plan.ops import CONTENT_OF, OpKind
+from tidegate.timeline import PHASES, PhaseSpan, Span, Timeline
+from tidegate.wire import MAX_SPANS, PhaseRow, SpanRow, TimelineView
+
+
+def as_timeline(view: TimelineView) -> Timeline:
+    """Spans and phases of a kind that this version does not know are left out."""
+    known = set(OpKind)
+    return Timeline(
+        step=view.step,
+        source=view.source,
+        spans=tuple(
+            Span(
+                row.op,
+                OpKind(row.kind),
+                row.lane,
+                row.subgroup,
+                row.start,
+                row.end,
+                row.nbytes,
+                row.numel,
+                CONTENT_OF.get(OpKind(row.kind)),
+                row.slot,
+            )
+            for row in view.spans
+            if row.kind in known
+        ),
+        phases=tuple(PhaseSpan(row.phase, row.start, row.end) for row in view.phases if row.phase in PHASES),
+        deps=dict(view.deps),
+        origin=view.origin,
+    )
+
+
+def as_view(timeline: Timeline) -> TimelineView:
+    """The first MAX_SPANS spans, and what those depend on."""
+    sent = timeline.spans[:MAX_SPANS]
+    ops = {span.op for span in sent}
+    return TimelineView(
+        step=timeline.step,
+        source=timeline.source,
+        origin=timeline.origin,
+        phases=tuple(PhaseRow(phase=p.phase, start=p.start, end=p.end) for p in timeline.phases),
+        spans=tuple(
+            SpanRow(
+                op=s.op,
+                kind=s.kind,
+                lane=s.lane,
+                subgroup=s.subgroup,
+                start=s.start,
+                end=s.end,
+                nbytes=s.nbytes,
+                numel=s.numel,
+                slot=s.slot,
+            )
+            for s in sent
+        ),
+        num_spans=len(timeline.spans),
+        deps={op: deps for op, deps in timeline.deps.items() if op in ops and deps},
+    )
