@@ -32,6 +32,10 @@ STYLE: Final = """
 .stApp .stMain input { padding-top: 0.2rem; padding-bottom: 0.2rem; }
 .stApp .stMain :is(.stButton, .stPopover) button { min-height: 2rem; height: 2rem; padding: 0 0.8rem; }
 .stApp .stMain :is(.stButton, .stPopover) button p { font-size: 0.84rem; }
+.stApp [class*="st-key-alert"] [data-testid="stPageLink"] a { border: 1px solid; border-radius: 8px;
+  justify-content: center; height: 2rem; border-color: color-mix(in srgb, currentColor 20%, transparent); }
+.stApp [class*="st-key-alert"] [data-testid="stPageLink"] { width: 100%; }
+.stApp [class*="st-key-alert"] [data-testid="stPageLink"] p { font-size: 0.84rem; }
 .stApp .stMain [data-testid="stAlertContainer"] { padding: 0.5rem 0.8rem; }
 .stApp .stMain [data-testid="stAlertContainer"] p { font-size: 0.84rem; }
 .stApp .stMain [data-testid="stWidgetLabel"] p, .stApp .stMain label p { font-size: 0.8rem; }

@@ -8,13 +8,14 @@ from tidegate.dashboard import feed, kept, snippets
 from tidegate.dashboard.digest import digest
 from tidegate.dashboard.parts import alerts as parts
 from tidegate.dashboard.parts import audit, header
-from tidegate.dashboard.place import Place, live
+from tidegate.dashboard.place import Place, live, told
 
 
 def alerts(place: Place) -> None:
     st.html(snippets.STYLE)
     _firing(place)
-    audit.audit(place)
+    with told():
+        audit.audit(place)
 
 
 @live

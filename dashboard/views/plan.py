@@ -6,7 +6,7 @@ import streamlit as st
 
 from tidegate.dashboard import snippets
 from tidegate.dashboard.parts import plan_answer, plan_form
-from tidegate.dashboard.place import Place
+from tidegate.dashboard.place import Place, told
 
 
 def plan(_place: Place) -> None:
@@ -20,5 +20,5 @@ def _plan() -> None:
     left, right = st.columns([3, 8], gap="medium")
     with left:
         asked, shape = plan_form.form()
-    with right:
+    with right, told():
         plan_answer.answer(asked, shape)

@@ -7,7 +7,7 @@ import streamlit as st
 from tidegate.dashboard import feed, snippets
 from tidegate.dashboard.digest import digest
 from tidegate.dashboard.parts import advice, editor, forecast, header, history, knobs_now, trial
-from tidegate.dashboard.place import Place, live
+from tidegate.dashboard.place import Place, live, told
 
 
 def tune(place: Place) -> None:
@@ -51,4 +51,5 @@ def _history(place: Place) -> None:
 def _editor(place: Place) -> None:
     snapshot = feed.look(place.url, place.run, place.rank).snapshot
     if snapshot is not None:
-        editor.editor(place, snapshot.knobs)
+        with told():
+            editor.editor(place, snapshot.knobs)

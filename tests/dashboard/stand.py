@@ -28,8 +28,9 @@ class Viewer:
     errors: list[str] = field(default_factory=list)
 
     def healthy(self) -> None:
-        """No exception box and no console error."""
+        """No exception box, no part that could not be drawn, no console error."""
         expect(self.page.get_by_test_id("stException")).to_have_count(0)
+        expect(self.page.get_by_text("could not be drawn")).to_have_count(0)
         assert self.errors == []
 
     def give_token(self, token: str) -> None:
