@@ -16,6 +16,7 @@ from tidegate.wire_canary import CanaryRequest
 
 WAIT_SECONDS: Final = 2.0
 """How long a viewer waits for the ranks to agree; what becomes of a change later is on the page."""
+NOT_SET: Final = "Not set"
 TIMEOUT_SECONDS: Final = 10.0
 """A preview of many subgroups takes a while."""
 
@@ -30,7 +31,7 @@ def preview(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
     def ask(client: DaemonClient) -> None:
         at.preview, at.notice = client.preview_knobs(run, changes, at.generation), None
 
-    _ask(url, run, at, ask)
+    _ask(url, run, at, ask, "No preview")
 
 
 def set_knobs(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
@@ -113,20 +114,21 @@ def _changes(at: Desk, bounds: Mapping[str, KnobBound]) -> dict[str, KnobValue] 
     return parsed.changes
 
 
-def _ask(url: str, run: str, at: Desk, ask: Callable[[DaemonClient], None]) -> None:
-    """Asks, and tells what went wrong as a sentence."""
+def _ask(url: str, run: str, at: Desk, ask: Callable[[DaemonClient], None], failed: str = NOT_SET) -> None:
+    """Asks, and tells what went wrong as a sentence that begins with `failed`."""
     try:
         with DaemonClient(url, desks.token(), TIMEOUT_SECONDS) as client:
             ask(client)
     except StaleKnobs:
         _conflict(url, run, at)
     except NotAuthorized as error:
-        at.notice = ("error", f"Not set: the daemon does not accept this operate token. Your edit is kept. ({error})")
+        at.notice = ("error", f"{failed}: the daemon does not accept this operate token. Your edit is kept. ({error})")
     except DaemonUnreachable as error:
-        at.notice = ("error", f"It is not known whether this was set: {error} Your edit is kept.")
+        begin = "It is not known whether this was set" if failed == NOT_SET else failed
+        at.notice = ("error", f"{begin}: {error} Your edit is kept.")
     except (DaemonError, KnobError) as error:
         why = error or f"the daemon at {url} answered with an error."
-        at.notice = ("error", f"Not set: {why} Your edit is kept.")
+        at.notice = ("error", f"{failed}: {why} Your edit is kept.")
 
 
 def _conflict(url: str, run: str, at: Desk) -> None:

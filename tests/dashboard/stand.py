@@ -90,8 +90,8 @@ def stand(base: Path) -> Iterator[Stand]:
         playwright = stack.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), headless=True, args=ARGUMENTS)
         stack.callback(browser.close)
-        until(lambda: _answers(f"{view}/_stcore/health"), "the live view")
-        until(lambda: _steps(daemon) > 12, "a dozen steps", 60)
+        until(lambda: _answers(f"{view}/_stcore/health"), "the live view", 90)
+        until(lambda: _steps(daemon) > 12, "a dozen steps", 120)
         yield Stand(daemon, view, browser)
 
 
