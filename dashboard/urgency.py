@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from tidegate.dashboard import units
-from tidegate.dashboard.digest import digest
+from tidegate.dashboard.digest import Digest, digest
 from tidegate.wire import Advice, AlertView, RankView, RunView
 
 WORTH_A_LOOK: Final = 0.1
 """A wait of a smaller share of the step is not worth a change of knobs."""
+LARGE_UPDATE: Final = 0.25
+"""An update of a smaller share of the step, and without such a wait, is not worth asking the model about."""
 NEARLY_FULL: Final = 0.95
-LOST, FIRING, FULL, LATE, WAITING = 0.0, 1.0, 2.0, 3.0, 4.0
+LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 """Urgencies; what is in one class is ordered by the fraction. One that is late comes back by itself, mostly."""
 _LIVENESS: Final = ("lost", "stale", "live", "finished")
 _SEVERITY: Final = ("critical", "warning", "info")
@@ -27,6 +29,8 @@ class Task:
     urgency: float
     sentence: str
     page: str
+    if_advised: bool = False
+    """It is one only if the model knows what to turn."""
 
 
 def ordered(runs: Collection[RunView]) -> list[RunView]:
@@ -52,25 +56,28 @@ def task(run: RunView, alerts: Sequence[AlertView], now: float) -> Task | None:
         return Task(
             run=run.run, urgency=2 + _SEVERITY.index(worst.severity) / 10, sentence=_alert(worst), page="alerts"
         )
-    return _full(run) or _waiting(run)
+    return _full(run) or _slow(run)
 
 
-def first(tasks: Collection[Task]) -> Task | None:
-    """The one thing to do next."""
-    return min(tasks, key=lambda task: (task.urgency, task.run), default=None)
+def sorted_tasks(tasks: Collection[Task]) -> list[Task]:
+    """The most urgent first."""
+    return sorted(tasks, key=lambda task: (task.urgency, task.run))
 
 
-def with_advice(found: Task, advice: Advice | None) -> Task:
-    """The task with what the model would turn, where it is a matter of knobs and the model has something to say."""
-    if found.page != "tune" or advice is None or advice.predicted_update_seconds_now is None:
+def with_advice(found: Task, advice: Advice | None) -> Task | None:
+    """The task with what the model would turn, where it is a matter of knobs and the model has something to say.
+
+    None when it is a task only with advice, and there is none.
+    """
+    if found.page != "tune" or found.urgency < WAITING:
         return found
-    told = "" if advice.changes else " Something else holds it up: look at its timeline."
-    return Task(
-        run=found.run,
-        urgency=found.urgency,
-        sentence=f"{found.sentence} {advice.sentence}{told}",
-        page="tune" if advice.changes else "timeline",
-    )
+    if advice is not None and advice.changes:
+        return replace(found, sentence=f"{found.sentence} {advice.sentence}")
+    if found.if_advised:
+        return None
+    if advice is None or advice.predicted_update_seconds_now is None:
+        return found
+    return replace(found, sentence=f"{found.sentence} {advice.sentence} See what holds it up.", page="timeline")
 
 
 def _silent(run: RunView, now: float) -> Task:
@@ -106,15 +113,23 @@ def _full(run: RunView) -> Task | None:
     return None
 
 
-def _waiting(run: RunView) -> Task | None:
+def _slow(run: RunView) -> Task | None:
     known = lead(run)
     figures = digest([known.last_step] if known and known.last_step else [])
     cause, wait = next(iter(figures.stall_share.items()), ("", 0.0))
     share = wait * (figures.update_share or 0.0)
     if share < WORTH_A_LOOK:
-        return None
+        return _large(run, figures)
     sentence = f"{units.share(share)} of each step is spent waiting for {cause}."
     urgency = WAITING + 1 - share
     if cause in ("collective", "scheduler"):
         return Task(run=run.run, urgency=urgency, sentence=f"{sentence} See what holds it up.", page="timeline")
     return Task(run=run.run, urgency=urgency, sentence=sentence, page="tune")
+
+
+def _large(run: RunView, figures: Digest) -> Task | None:
+    share = figures.update_share or 0.0
+    if share < LARGE_UPDATE:
+        return None
+    sentence = f"The update is {units.share(share)} of the step."
+    return Task(run=run.run, urgency=LARGE + 1 - share, sentence=sentence, page="tune", if_advised=True)

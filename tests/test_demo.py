@@ -115,7 +115,7 @@ def test_the_demo_trains_shows_itself_and_takes_knobs(tmp_path: Path, ports: lis
     until(lambda: "tidegate_generation 1.0" in httpx.get(metrics, trust_env=False).text, "generation 1 in /metrics")
     picture = DOCS_PICTURE if KEEP in os.environ else tmp_path / "live-view.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
-    screenshot(view, picture)
+    screenshot(view.rstrip("/") + "/run", picture)
     assert picture.stat().st_size > 30_000
 
     assert demo.wait(150) == 0, demo.said

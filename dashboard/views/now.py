@@ -15,8 +15,9 @@ from tidegate.wire import RunView
 
 CARDS: Final = 24
 """More runs than that are rows of a table below."""
+ASKED: Final = 3
 FILTER: Final = "now_filter"
-SCREENS_OF: Final = {"run": "Open the run", "tune": "Tune it", "timeline": "Open its timeline", "alerts": "See alerts"}
+PLACES: Final = {"run": "Open the run", "tune": "Tune it", "timeline": "Open its timeline", "alerts": "See alerts"}
 
 
 def now(place: Place) -> None:
@@ -70,15 +71,21 @@ def _next(place: Place) -> None:
     firing = feed.alerts([run.run for run in urgency.ordered(found.runs)[:CARDS]], place.url)
     moment = time.time()
     tasks = [task for run in found.runs if (task := urgency.task(run, firing.get(run.run, ()), moment))]
-    first = urgency.first(tasks)
+    first = _most_urgent(place.url, urgency.sorted_tasks(tasks))
     if first is None:
-        st.html(
-            markup.advice("Nothing to do", "No run is silent, nothing fires, and no wait is worth a change.", "live")
-        )
+        sentence = "No run is silent, nothing fires, and no change of knobs is predicted to help."
+        st.html(markup.advice("Nothing to do.", sentence, "live"))
         return
-    first = urgency.with_advice(first, feed.advice(place.url, first.run) if first.page == "tune" else None)
     with st.container(horizontal=True, vertical_alignment="center", key="next"):
-        st.html(
-            markup.advice(f"Next: {first.run}", first.sentence, "lost" if first.urgency < urgency.FULL else "stale")
-        )
-        links.link(first.page, SCREENS_OF[first.page], run=first.run)
+        how_bad = "lost" if first.urgency < urgency.FULL else "stale"
+        st.html(markup.advice(f"Next: {first.run}", first.sentence, how_bad))
+        links.link(first.page, PLACES[first.page], run=first.run)
+
+
+def _most_urgent(url: str, tasks: list[urgency.Task]) -> urgency.Task | None:
+    """The first task that is one, with advice; the model is asked about a few runs at most."""
+    for task in tasks[:ASKED]:
+        advice = feed.advice(url, task.run) if task.page == "tune" else None
+        if (found := urgency.with_advice(task, advice)) is not None:
+            return found
+    return None

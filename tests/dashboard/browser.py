@@ -26,7 +26,7 @@ ARGUMENTS = [
     "--no-first-run",
     "--no-pings",
 ]
-PATIENCE_MS = 20_000
+PATIENCE_MS = 60_000
 DRAWN = """() => {
   const charts = [...document.querySelectorAll('[data-testid="stPlotlyChart"]')];
   return charts.every(chart => chart.querySelector('.main-svg'));

@@ -51,7 +51,7 @@ def test_the_first_screen_tells_the_essential(running: tuple[Daemon, Agent, str]
     with open_page(f"{url}/run", dark=dark) as (page, errors):
         expect(page.locator(".tg-verdict")).to_contain_text("The update is")
         expect(page.locator(".tg-kpi").first).to_contain_text("/step")
-        for part in ("table.tg", ".st-key-phase_history", ".st-key-link_bytes"):
+        for part in ("table.tg", ".st-key-phase_history", ".st-key-stalls"):
             bottom = page.evaluate("name => document.querySelector(name).getBoundingClientRect().bottom", part)
             assert bottom <= 800, f"{part} is below the first screen"
         background = page.evaluate("getComputedStyle(document.querySelector('.stApp')).backgroundColor")

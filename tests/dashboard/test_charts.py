@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import plotly.graph_objects as go
 import pytest
 
-from tests.dashboard.scripted import SUBGROUPS, step_report, timeline
+from tests.dashboard.scripted import RATES, SUBGROUPS, step_report, timeline
 from tidegate.dashboard import charts, edits, gantt, palette, tide, units
 from tidegate.dashboard.digest import digest, pace, verdict
 from tidegate.dashboard.lanes import lane_use
+from tidegate.dashboard.parts.gantt import expected
+from tidegate.dashboard.parts.resources import MIN_CEILING_BYTES, link_ceilings
 from tidegate.knobs import SPECS
+from tidegate.model.rates import RateCard
 from tidegate.plan.ops import LANE_OF, LANES, OpKind
 from tidegate.timeline import PHASES, STALL_CAUSES
 from tidegate.wire import GenerationView, KnobBound, Liveness, RankView, RunView, StallRow, StepReport
@@ -118,6 +122,84 @@ def test_the_whole_step_shows_early_gradients_too() -> None:
     view = timeline(7)
     assert "gradient out" not in {trace.name for trace in gantt.gantt(view).data}
     assert "gradient out" in {trace.name for trace in gantt.gantt(view, "step").data}
+
+
+def test_the_prediction_is_below_in_each_lane_and_the_path_ends_with_the_update() -> None:
+    view = timeline(7)
+    quick = view.model_copy(
+        update={
+            "source": "simulated",
+            "spans": tuple(row.model_copy(update={"end": (row.start + row.end) / 2}) for row in view.spans),
+        }
+    )
+    figure = gantt.gantt(view, predicted=quick, ink="#123456")
+    path = next(trace for trace in figure.data if trace.name == "critical path")
+    assert path.line.color == "#123456"
+    last = max(view.spans, key=lambda row: row.end)
+    assert path.x[-1] == pytest.approx((last.end - 1.95) * 1e3)
+    measured = {trace.name: trace for trace in figure.data if trace.showlegend is not False and trace.type == "bar"}
+    predicted = {trace.name: trace for trace in figure.data if trace.showlegend is False}
+    for name in ("state in", "CPU update"):
+        above, below = measured[name], predicted[name]
+        assert above.marker.color == below.marker.color
+        assert above.y[0] < below.y[0] < above.y[0] + 0.5, "the axis runs down"
+        assert above.y[0] + above.width / 2 <= below.y[0] - below.width / 2, "they do not overlap"
+        assert sum(below.x) == pytest.approx(sum(above.x) / 2)
+        assert below.customdata[0].startswith("predicted: ")
+    assert any("on the critical path" in words for words in measured["state in"].customdata)
+    assert not any("critical" in trace.name for trace in gantt.gantt(view).data)
+
+
+def test_lanes_with_a_prediction_are_compared() -> None:
+    rates = RateCard.from_dict(RATES.model_dump())
+    view = timeline(7)
+    found = expected(view, rates)
+    assert found is not None
+    assert {row.lane for row in found.spans} == {row.lane for row in view.spans}
+    assert expected(view, None) is None
+    assert expected(view, replace(rates, cpu_params_per_second=None)) is None
+    assert expected(view.model_copy(update={"num_spans": 5000}), rates) is None
+
+
+def test_the_tide_has_a_wave_for_each_phase_in_its_place() -> None:
+    waves = tide.waves(STEPS[:2])
+    assert [wave.phase for wave in waves] == 2 * ["forward", "backward", "update"]
+    assert waves[0].at == 1.0
+    assert waves[1].at == pytest.approx(1.0 + waves[0].width)
+    assert waves[3].at == 2.0
+    whole = STEPS[0].phase_seconds
+    assert waves[0].width == pytest.approx(whole["forward"] / sum(whole.values()))
+    figure = tide.tide(STEPS, 80_000_000_000)
+    assert {trace.name for trace in figure.data} >= {"backward", "host state", "host mirror", "host gradient"}
+    assert len(next(trace for trace in figure.data if trace.name == "backward").x) == tide.STEPS
+    assert figure.layout.yaxis2.autorange == "reversed"
+    assert "80.0 GB in all" in figure.layout.annotations[0].text
+    bare = tide.tide([step.model_copy(update={"device_memory_peak_bytes": {}}) for step in STEPS], 80_000_000_000)
+    assert all(trace.name.startswith("host") for trace in bare.data)
+    assert not bare.layout.annotations
+
+
+def test_changes_of_knobs_are_marked_where_they_are_in_sight() -> None:
+    marks = [charts.Mark(30, "1", "stride = 3"), charts.Mark(900, "2", "stride = 4")]
+    figure = charts.phase_history(STEPS, marks)
+    assert [shape.x0 for shape in figure.layout.shapes] == [29.5]
+    assert figure.data[-1].customdata == ("stride = 3",)
+
+
+def test_cores_are_cpu_seconds_by_seconds_of_the_phase() -> None:
+    figure = charts.cpu_cores(STEPS)
+    forward = next(trace for trace in figure.data if trace.name == "forward")
+    assert forward.y[0] == pytest.approx(0.7 / 0.61)
+    assert {trace.name for trace in figure.data} == {"forward", "backward", "update"}
+
+
+def test_the_ceiling_of_the_link_is_its_fastest_phase() -> None:
+    slow = STEPS[0].model_copy(
+        update={"links": tuple(row.model_copy(update={"busy_seconds": 2 * row.busy_seconds}) for row in STEPS[0].links)}
+    )
+    assert link_ceilings([slow, STEPS[1]]) == link_ceilings(STEPS) == {"h2d": 7.2e9 / 0.35, "d2h": 5e9 / 0.25}
+    few = STEPS[0].links[0].model_copy(update={"bytes": MIN_CEILING_BYTES - 1, "busy_seconds": 1e-9})
+    assert link_ceilings([STEPS[0].model_copy(update={"links": (few,)})]) == {}
 
 
 def test_thousands_of_ops_become_hundreds_of_bars_and_lose_no_byte() -> None:

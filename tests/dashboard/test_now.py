@@ -45,6 +45,7 @@ def alert_of(severity: str, knob: str = "stride") -> AlertView:
 
 CALM = step_report(1, NOW).model_copy(update={"stalls": ()})
 STALLED = step_report(1, NOW)
+SHORT = CALM.model_copy(update={"phase_seconds": {**CALM.phase_seconds, "update": 0.1}})
 BLOCKED = CALM.model_copy(update={"stalls": (StallRow(phase="update", cause="collective", seconds=1.0),)})
 
 
@@ -72,11 +73,11 @@ def test_what_a_run_wants(run: RunView, alerts: tuple[AlertView, ...], page_: st
 
 
 def test_a_calm_or_finished_run_wants_nothing() -> None:
-    assert urgency.task(run_of("r", step=CALM), (), NOW) is None
+    assert urgency.task(run_of("r", step=SHORT), (), NOW) is None
     assert urgency.task(run_of("r"), (), NOW) is None
     assert urgency.task(run_of("r", "finished", STALLED), (alert_of("critical"),), NOW) is None
     resolved = alert_of("critical").model_copy(update={"state": "resolved"})
-    assert urgency.task(run_of("r", step=CALM), (resolved,), NOW) is None
+    assert urgency.task(run_of("r", step=SHORT), (resolved,), NOW) is None
 
 
 def test_the_worst_comes_first() -> None:
@@ -89,28 +90,34 @@ def test_the_worst_comes_first() -> None:
         urgency.task(run_of("warned", step=CALM), (alert_of("warning"),), NOW),
         urgency.task(run_of("lost", "lost"), (), NOW),
         urgency.task(run_of("blocked", step=BLOCKED), (), NOW),
+        urgency.task(run_of("large", step=CALM), (), NOW),
     ]
-    order, left = [], [task for task in asked if task]
-    while left:
-        first = urgency.first(left)
-        assert first is not None
-        order.append(first.run)
-        left.remove(first)
-    assert order == ["lost", "critical", "warned", "late", "blocked", "waits"]
+    order = [task.run for task in urgency.sorted_tasks([task for task in asked if task])]
+    assert order == ["lost", "critical", "warned", "late", "blocked", "waits", "large"]
 
 
 def test_advice_is_given_where_knobs_help() -> None:
-    waits = urgency.task(run_of("r", step=STALLED), (), NOW)
-    lost = urgency.task(run_of("r", "lost"), (), NOW)
-    assert waits is not None
-    assert lost is not None
     good = Advice(run="r", changes={"stride": 4.0}, predicted_update_seconds_now=1.4, sentence="stride=4 helps.")
-    assert urgency.with_advice(waits, good).sentence.endswith("waiting for h2d. stride=4 helps.")
     none = Advice(run="r", predicted_update_seconds_now=1.4, sentence="Nothing helps.")
-    assert urgency.with_advice(waits, none).page == "timeline"
-    assert urgency.with_advice(waits, Advice(run="r", sentence="No rates.")) == waits
-    assert urgency.with_advice(waits, None) == waits
-    assert urgency.with_advice(lost, good) == lost
+    unknown = Advice(run="r", sentence="No rates.")
+
+    def told(run: RunView, advice: Advice | None) -> tuple[str, str] | None:
+        found = urgency.task(run, (), NOW)
+        assert found is not None
+        found = urgency.with_advice(found, advice)
+        return (found.page, found.sentence.removesuffix(".")) if found else None
+
+    spent = "13 % of each step is spent waiting for h2d."
+    waits, large = run_of("r", step=STALLED), run_of("r", step=CALM)
+    assert told(waits, good) == ("tune", f"{spent} stride=4 helps")
+    assert told(waits, none) == ("timeline", f"{spent} Nothing helps. See what holds it up")
+    assert told(waits, unknown) == told(waits, None) == ("tune", spent.removesuffix("."))
+    assert told(large, good) == ("tune", "The update is 43 % of the step. stride=4 helps")
+    assert told(large, none) is told(large, unknown) is told(large, None) is None
+    lost = run_of("r", "lost")
+    assert told(lost, good) == told(lost, None)
+    full = run_of("r", step=CALM, device_memory_bytes=39 * 10**9)
+    assert told(full, good) == told(full, None), "what fits comes before what is fast"
 
 
 def test_cards_say_how_each_run_is_and_link_to_it(daemon: Daemon) -> None:
@@ -163,7 +170,6 @@ def test_a_daemon_that_goes_away_leaves_the_cards(tmp_path: Path, monkeypatch: p
         monkeypatch.setenv("TIDEGATE_DAEMON", daemon.url)
         Agent(daemon).train(5)
         app = page("now")
-        daemon.clients.clear()
     shown = text(again(app))
     assert "No daemon answers at" in shown
     assert "What follows is what was last known" in shown
