@@ -14,7 +14,6 @@ from tests.dashboard.stand import RUN, Stand, Viewer, stand
 from tests.services import until
 from tidegate.dashboard.screens import SCREENS
 
-PATIENCE_MS = 30_000
 ACCEPTED = re.compile("is (applied on|accepted by) all ranks")
 TOO_WIDE = """() => {
   const main = document.querySelector('.stMain');
@@ -38,16 +37,14 @@ def press(viewer: Viewer, name: str) -> None:
 
 
 def notice(viewer: Viewer, words: str | re.Pattern[str]) -> None:
-    expect(viewer.page.get_by_test_id("stAlert").get_by_text(words)).to_be_visible(timeout=PATIENCE_MS)
+    expect(viewer.page.get_by_test_id("stAlert").get_by_text(words)).to_be_visible()
 
 
 def refreshes(viewer: Viewer, times: int) -> None:
     """Waits until the header has changed `times` times: the live parts did run."""
     for _ in range(times):
         before = viewer.page.locator(".tg-head").first.text_content()
-        viewer.page.wait_for_function(
-            "before => document.querySelector('.tg-head').textContent !== before", arg=before, timeout=PATIENCE_MS
-        )
+        viewer.page.wait_for_function("before => document.querySelector('.tg-head').textContent !== before", arg=before)
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -60,7 +57,7 @@ def test_every_page_opens_and_stays_healthy(everything: Stand, tmp_path: Path, d
                 page.get_by_role("link", name=screen.title, exact=True).click()
             else:
                 page.goto(f"{everything.view}/{screen.path}?run={RUN}")
-            expect(page.locator(f".st-key-link-{screen.path}-open")).to_be_visible(timeout=PATIENCE_MS)
+            expect(page.locator(f".st-key-link-{screen.path}-open")).to_be_visible()
             settle(page)
             if screen.about != "all":
                 expect(page.locator(".tg-run").first).to_have_text(RUN)
@@ -86,27 +83,27 @@ def test_a_knob_is_previewed_set_on_trial_applied_measured_and_taken_back(everyt
         refreshes(viewer, 1)
         expect(page.get_by_role("textbox", name="stride", exact=True)).to_have_value("off")
         press(viewer, "Preview")
-        expect(page.get_by_text("Preview of stride 1.5 → off")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text("Preview of stride 1.5 → off")).to_be_visible()
         expect(page.get_by_text("predicted then")).to_be_visible()
         assert operator.knobs(RUN).generation == 0
         page.get_by_label("Reason", exact=True).fill("the device is no help")
         page.get_by_text("On trial, for").click()
         press(viewer, "Set")
         notice(viewer, "It is on trial")
-        expect(page.get_by_text("applied on 1 of 1 ranks")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text("applied on 1 of 1 ranks")).to_be_visible()
         assert operator.run(RUN).ranks[0].effective["stride"] == "off"
         expect(page.get_by_text("Helpful: a step took")).to_be_visible(timeout=60_000)
-        expect(page.get_by_text("Measured: update").first).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text("Measured: update").first).to_be_visible()
         press(viewer, "Roll back …")
         press(viewer, "Roll back")
         notice(viewer, "Back to the knobs of generation 0")
-        until(lambda: operator.run(RUN).ranks[0].effective["stride"] == 1.5, "the way back", 30)
+        until(lambda: operator.run(RUN).ranks[0].effective["stride"] == 1.5, "the way back", 90)
         viewer.healthy()
         page.get_by_role("link", name="Alerts and audit").click()
-        expect(page.get_by_text("the device is no help").first).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text("the device is no help").first).to_be_visible()
         page.get_by_label("Words", exact=True).fill("no help proposed")
         page.get_by_label("Words", exact=True).press("Enter")
-        expect(page.get_by_text("1 of ")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text("1 of ")).to_be_visible()
         assert "q=no+help+proposed" in page.url
         viewer.healthy()
 
@@ -126,7 +123,7 @@ def test_of_two_who_edit_at_once_the_second_is_told_and_keeps_the_edit(everythin
         with everything.daemon.client() as operator:
             assert operator.knobs(RUN).desired["static_ratio"] == 0.0
             press(one, "Set")
-            until(lambda: operator.knobs(RUN).desired["static_ratio"] == 0.25, "the second edit", 30)
+            until(lambda: operator.knobs(RUN).desired["static_ratio"] == 0.25, "the second edit", 90)
             assert operator.knobs(RUN).desired["stride"] == 2.0
         one.healthy()
         two.healthy()
@@ -138,11 +135,11 @@ def test_a_daemon_that_is_killed_under_an_open_page_is_told_and_found_again(ever
         viewer.give_token(everything.daemon.token("operate"))
         knob(viewer, "stride", "3")
         everything.daemon.kill()
-        expect(page.get_by_text("No daemon answers at").first).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text("No daemon answers at").first).to_be_visible()
         expect(page.get_by_text("this page reconnects by itself")).to_be_visible()
         expect(page.locator("table.tg").first).to_be_visible()
         everything.daemon.start()
-        expect(page.get_by_text("No daemon answers at")).to_have_count(0, timeout=PATIENCE_MS)
+        expect(page.get_by_text("No daemon answers at")).to_have_count(0)
         expect(page.get_by_role("textbox", name="stride", exact=True)).to_have_value("3")
-        expect(page.locator(".tg-pill", has_text="live").first).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.locator(".tg-pill", has_text="live").first).to_be_visible()
         viewer.healthy()
