@@ -30,8 +30,9 @@ class Desk:
     trial: bool = False
     trial_steps: int = TRIAL_STEPS
     filling: int = 0
-    """Counts how often the fields were filled or emptied by us. It is in their keys: a browser that has not heard of it
-    yet still sends what was in the old fields, and that must not pass for an edit of the new ones."""
+    """Counts how often the fields were filled or emptied by us. A browser that has not heard of it yet still sends what
+    was in the old fields, and that must not pass for an edit: the count is in their keys, and edits of old ones are
+    dropped."""
     notice: tuple[Tone, str] | None = None
     preview: KnobPreview | None = None
     predicted: dict[int, tuple[float, float]] = field(default_factory=dict)

@@ -14,7 +14,7 @@ STYLE: Final = """
 .tg-knob b { font-size: 0.84rem; font-weight: 600; }
 .tg-knob span { display: block; font-size: 0.72rem; opacity: 0.7; white-space: nowrap; overflow: hidden;
   text-overflow: ellipsis; }
-.tg-knob span.wrong { opacity: 1; font-weight: 600; white-space: normal; }
+.tg-knob span.wrong { opacity: 1; font-weight: 600; }
 .tg-say { font-size: 0.84rem; margin: 0.1rem 0 0.25rem; display: flex; flex-wrap: wrap; gap: 0.2rem 0.9rem; }
 .tg-part { padding-left: 0.9rem; opacity: 0.75; }
 .tg-card { border: 1px solid color-mix(in srgb, currentColor 16%, transparent); border-left-width: 4px;
@@ -33,9 +33,12 @@ STYLE: Final = """
 .stApp .stMain :is(.stButton, .stPopover) button { min-height: 2rem; height: 2rem; padding: 0 0.8rem; }
 .stApp .stMain :is(.stButton, .stPopover) button p { font-size: 0.84rem; }
 .stApp [class*="st-key-alert"] [data-testid="stPageLink"] a { border: 1px solid; border-radius: 8px;
-  justify-content: center; height: 2rem; border-color: color-mix(in srgb, currentColor 20%, transparent); }
+  justify-content: center; height: 2rem; width: 100%; border-color: color-mix(in srgb, currentColor 20%, transparent); }
 .stApp [class*="st-key-alert"] [data-testid="stPageLink"] { width: 100%; }
 .stApp [class*="st-key-alert"] [data-testid="stPageLink"] p { font-size: 0.84rem; }
+[data-testid="stPopoverBody"] h1 { font-size: 1.15rem; padding: 0.2rem 0; }
+[data-testid="stPopoverBody"] h2 { font-size: 0.98rem; padding: 0.3rem 0 0.1rem; }
+[data-testid="stPopoverBody"] :is(p, li) { font-size: 0.84rem; }
 .stApp .stMain [data-testid="stAlertContainer"] { padding: 0.5rem 0.8rem; }
 .stApp .stMain [data-testid="stAlertContainer"] p { font-size: 0.84rem; }
 .stApp .stMain [data-testid="stWidgetLabel"] p, .stApp .stMain label p { font-size: 0.8rem; }
@@ -46,7 +49,8 @@ STYLE: Final = """
 def knob_label(name: str, note: str, hover: str, *, wrong: bool) -> str:
     """A knob's name over what it takes, or over what is wrong with what was typed."""
     css = f' class="wrong" style="color:{palette.LIVENESS["lost"]}"' if wrong else ""
-    return f'<div class="tg-knob" title="{escape(hover)}"><b>{escape(name)}</b><span{css}>{escape(note)}</span></div>'
+    told = escape(note if wrong else hover)
+    return f'<div class="tg-knob" title="{told}"><b>{escape(name)}</b><span{css}>{escape(note)}</span></div>'
 
 
 def say(*parts: str) -> str:

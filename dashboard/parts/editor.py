@@ -58,7 +58,7 @@ def _field(at: Desk, run: str, name: str, bound: KnobBound, allowed: bool, probl
     _kept(key, at.edits.get(name) or (None if bound.kind == "choice" else ""))
     more: dict[str, Any] = {
         "key": key, "disabled": not allowed, "label_visibility": "collapsed", "on_change": _typed,
-        "args": (run, name, key),
+        "args": (run, name, key, at.filling),
     }  # fmt: skip
     if bound.kind == "choice":
         right.selectbox(name, bound.words, index=None, placeholder=UNCHANGED, **more)
@@ -67,9 +67,10 @@ def _field(at: Desk, run: str, name: str, bound: KnobBound, allowed: bool, probl
         right.text_input(name, placeholder=f"{UNCHANGED}, or {example}" if example else UNCHANGED, **more)
 
 
-def _typed(run: str, name: str, key: str) -> None:
+def _typed(run: str, name: str, key: str, filling: int) -> None:
     at = desk.desk(run)
-    at.edits[name], at.notice = str(st.session_state[key] or ""), None
+    if at.filling == filling:
+        at.edits[name], at.notice = str(st.session_state[key] or ""), None
 
 
 def _bar(place: Place, knobs: KnobsView, at: Desk, allowed: bool) -> None:
@@ -78,7 +79,7 @@ def _bar(place: Place, knobs: KnobsView, at: Desk, allowed: bool) -> None:
     _kept(key, at.reason)
     st.text_input(
         "Reason", key=key, max_chars=500, disabled=off, label_visibility="collapsed",
-        placeholder="Reason, for the audit log", on_change=_reasoned, args=(run, key),
+        placeholder="Reason, for the audit log", on_change=_reasoned, args=(run, key, at.filling),
     )  # fmt: skip
     with st.container(horizontal=True, vertical_alignment="center", key="trial"):
         _kept(f"trial:{run}", at.trial)
@@ -109,8 +110,10 @@ def _kept(key: str, value: object) -> None:
     st.session_state.setdefault(key, value)
 
 
-def _reasoned(run: str, key: str) -> None:
-    desk.desk(run).reason = str(st.session_state[key])
+def _reasoned(run: str, key: str, filling: int) -> None:
+    at = desk.desk(run)
+    if at.filling == filling:
+        at.reason = str(st.session_state[key])
 
 
 def _tried(run: str) -> None:

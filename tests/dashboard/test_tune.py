@@ -10,6 +10,8 @@ from streamlit.testing.v1 import AppTest
 from tests.dashboard.screen import again, field, page, press, text
 from tests.dashboard.scripted import Agent, Daemon, wait_until
 from tidegate.dashboard import edits
+from tidegate.dashboard.desk import Desk
+from tidegate.dashboard.parts import editor
 from tidegate.knobs import specs_for
 from tidegate.wire import GenerationView, KnobBound
 
@@ -49,6 +51,19 @@ def test_a_conflict_names_the_other_change() -> None:
     sentence = edits.conflict(draft(static_ratio="0.25"), (other,))
     assert "ana made generation 4, stride auto → 3 (“fewer crossings”); it is applied" in sentence
     assert "Your edit is kept" in sentence
+
+
+def test_what_a_late_browser_still_sends_of_emptied_fields_is_no_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Desk()
+    monkeypatch.setattr(editor.st, "session_state", {"field": "3", "desk:r": at})
+    editor._typed("r", "stride", "field", at.filling)
+    editor._reasoned("r", "field", at.filling)
+    assert (at.edits, at.reason) == ({"stride": "3"}, "3")
+    old = at.filling
+    at.clear()
+    editor._typed("r", "stride", "field", old)
+    editor._reasoned("r", "field", old)
+    assert (at.edits, at.reason) == ({}, "")
 
 
 def test_without_a_token_everything_is_there_to_read_and_nothing_to_press(daemon: Daemon) -> None:
