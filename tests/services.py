@@ -74,7 +74,7 @@ class DaemonProcess:
     def start(self) -> None:
         command = [sys.executable, "-m", *self.program, "--port", str(self.port), "--state-dir", str(self.state)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until(lambda: _ok(f"{self.url}/readyz"), "the daemon")
+        until(lambda: _ok(f"{self.url}/readyz"), "the daemon", 90)
 
     def kill(self) -> None:
         if self.process is not None:
