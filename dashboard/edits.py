@@ -1,28 +1,28 @@
-"""The knob form's rules, without a screen: what was edited, what it means, what a conflict leaves."""
+"""The rules of editing knobs, without a screen: what was typed, what it means, what a conflict is told as."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidegate.dashboard import units
 from tidegate.errors import KnobError
 from tidegate.knob_kinds import show_size
 from tidegate.knobs import KnobValue
-from tidegate.wire import GenerationView, KnobBound, KnobsView
+from tidegate.wire import GenerationView, KnobBound
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """The form's fields as typed, against the knobs that were shown when it was filled."""
+    """What was typed, by knob, against the generation that the viewer saw; an empty field changes nothing."""
 
     generation: int
     desired: Mapping[str, KnobValue]
     fields: Mapping[str, str]
 
     def edited(self) -> set[str]:
-        """Knobs whose field no longer reads as it was filled."""
-        return {name for name, text in self.fields.items() if text.strip() != units.knob(name, self.desired.get(name))}
+        """Knobs whose field holds something."""
+        return {name for name, text in self.fields.items() if text.strip()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,14 @@ class Parsed:
 
 def accepted(bound: KnobBound) -> str:
     """What a field takes, in words: `auto, off or 1 to 1 000 000 subgroups`."""
+    return f"{limits(bound)} {bound.unit}" if bound.kind == "number" else limits(bound)
+
+
+def limits(bound: KnobBound) -> str:
+    """The same without a unit: `auto, off or 1 to 1 000 000`."""
     match bound.kind:
         case "number":
-            told = f"{_number(bound.minimum)} to {_number(bound.maximum)} {bound.unit}"
+            told = f"{_number(bound.minimum)} to {_number(bound.maximum)}"
         case "size":
             told = f"{show_size(bound.minimum)} to {show_size(bound.maximum)}"
         case "weights":
@@ -77,15 +82,6 @@ def parse(draft: Draft, bounds: Mapping[str, KnobBound]) -> Parsed:
     return parsed
 
 
-def rebase(draft: Draft, now: KnobsView) -> Draft:
-    """The draft on top of newer knobs: edited fields stay as typed, the others take the new values."""
-    edited = draft.edited()
-    fields = {
-        name: draft.fields[name] if name in edited else units.knob(name, now.desired.get(name)) for name in draft.fields
-    }
-    return Draft(generation=now.generation, desired=dict(now.desired), fields=fields)
-
-
 def describe(changes: Mapping[str, KnobValue], before: Mapping[str, KnobValue] | None = None) -> str:
     """`stride auto → 3, static_ratio 0.5`."""
     known = before or {}
@@ -98,18 +94,18 @@ def describe(changes: Mapping[str, KnobValue], before: Mapping[str, KnobValue] |
     return ", ".join(parts) or "nothing"
 
 
-def conflict(draft: Draft, generations: tuple[GenerationView, ...]) -> str:
-    """What others did since the draft was filled, and what the viewer can do."""
+def conflict(draft: Draft, generations: Sequence[GenerationView]) -> str:
+    """What others did since the viewer began to edit, and what the viewer can do."""
     newer = [view for view in generations if view.generation > draft.generation]
     if not newer:
-        return "Not set: the knobs changed since this form was filled. Your edit is kept. Submit again to set it now."
+        return "Conflict: the knobs were changed since you began, so nothing was set. Your edit is kept; set it again."
     last = newer[-1]
     reason = f" (“{last.reason}”)" if last.reason else ""
     others = f" {len(newer)} changes were made since; the newest:" if len(newer) > 1 else ""
     return (
-        f"Not set: someone else was faster.{others} {last.author} made generation {last.generation}, "
-        f"{describe(last.changes, draft.desired)}{reason}; it is {last.state}. "
-        f"Your edit is kept. Submit again to set it on top of generation {last.generation}, or reset the form."
+        f"Conflict: someone else was faster, so nothing was set.{others} {last.author} made generation "
+        f"{last.generation}, {describe(last.changes, draft.desired)}{reason}; it is {last.state}. Your edit is kept: "
+        f"set it again to put it on top of generation {last.generation}, or discard it."
     )
 
 

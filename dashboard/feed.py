@@ -105,7 +105,7 @@ def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
     if (seen := _timelines.get((url, run, rank, step))) is not None:
         return seen
     try:
-        found = _reader(url).timeline(run, rank, step)
+        found = reader(url).timeline(run, rank, step)
     except DaemonError:
         return None
     if found is not None:
@@ -117,7 +117,7 @@ def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
 def rates(url: str, run: str, rank: int) -> RateCard | None:
     """The rank's live rate card; None while there is none, or no daemon to ask."""
     try:
-        found = _reader(url).rates(run, rank)
+        found = reader(url).rates(run, rank)
     except DaemonError:
         return None
     return None if found is None else RateCard.from_dict(found.model_dump())
@@ -127,7 +127,7 @@ def rates(url: str, run: str, rank: int) -> RateCard | None:
 def kept_steps(url: str, run: str, rank: int) -> tuple[int, ...]:
     """Steps that can be looked back at, oldest first."""
     try:
-        kept = _reader(url).timelines(run, rank).steps
+        kept = reader(url).timelines(run, rank).steps
     except DaemonError:
         kept = ()
     seen = (step for at, of, who, step in list(_timelines) if (at, of, who) == (url, run, rank))
@@ -147,7 +147,7 @@ def alerts(url: str, runs: Sequence[str]) -> dict[str, tuple[AlertView, ...]]:
 
 @st.cache_data(ttl=5.0, max_entries=256, show_spinner=False)
 def _alerts(url: str, run: str) -> tuple[AlertView, ...]:
-    return tuple(_reader(url).alerts(run))
+    return tuple(reader(url).alerts(run))
 
 
 @st.cache_data(ttl=20.0, max_entries=64, show_spinner=False)
@@ -155,7 +155,7 @@ def advice(url: str, run: str) -> Advice | None:
     """What the model would turn; None when the daemon cannot be asked. It thinks for a moment: the last answer is kept
     for a while."""
     try:
-        return _reader(url).advice(run)
+        return reader(url).advice(run)
     except DaemonError:
         return None
 
@@ -169,11 +169,12 @@ def _see(url: str, run: str, rank: int, view: TimelineView) -> None:
 
 def fresh_knobs(url: str, run: str) -> tuple[KnobsView, tuple[GenerationView, ...]]:
     """Knobs and generations as they are now, past every cache."""
-    client = _reader(url)
+    client = reader(url)
     return client.knobs(run), tuple(client.generations(run))
 
 
-def _reader(url: str) -> DaemonClient:
+def reader(url: str) -> DaemonClient:
+    """The client that this process reads with; not to be closed."""
     return _client(url, find_token("read"))
 
 
@@ -187,12 +188,12 @@ def _client(url: str, token: str | None) -> DaemonClient:
 
 @st.cache_data(ttl=1.0, max_entries=8, show_spinner=False)
 def _runs(url: str) -> tuple[RunView, ...]:
-    return tuple(sorted(_reader(url).runs(), key=lambda run: (-run.last_seen, run.run)))
+    return tuple(sorted(reader(url).runs(), key=lambda run: (-run.last_seen, run.run)))
 
 
 @st.cache_data(ttl=1.0, max_entries=32, show_spinner=False)
 def _snapshot(url: str, run: str, rank: int) -> Snapshot:
-    client = _reader(url)
+    client = reader(url)
     view = client.run(run)
     seen = next((r for r in view.ranks if r.rank == rank), None)
     if seen is None:
@@ -212,7 +213,7 @@ def _snapshot(url: str, run: str, rank: int) -> Snapshot:
 @st.cache_data(ttl=4.0, max_entries=16, show_spinner=False)
 def _timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
     """Timelines are large: read again only when `step` changed, or a while after."""
-    found = _reader(url).timeline(run, rank)
+    found = reader(url).timeline(run, rank)
     if found is not None:
         _see(url, run, rank, found)
     return found

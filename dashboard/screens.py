@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from tidegate.dashboard.place import Place
-from tidegate.dashboard.views import alerts, now, run, timeline, tune
+from tidegate.dashboard.views import alerts, now, plan, run, timeline, tune
 
 About = Literal["all", "run", "rank"]
 
@@ -31,6 +31,7 @@ SCREENS: Final = (
     Screen(path="run", title="Run", about="rank", draw=run.run),
     Screen(path="timeline", title="Timeline", about="rank", draw=timeline.timeline),
     Screen(path="tune", title="Tune", about="run", draw=tune.tune),
-    Screen(path="alerts", title="Alerts", about="run", draw=alerts.alerts),
+    Screen(path="plan", title="Plan", about="all", draw=plan.plan),
+    Screen(path="alerts", title="Alerts and audit", about="run", draw=alerts.alerts),
 )
 """In the order of the bar; the first is the start page."""

@@ -72,7 +72,7 @@ class DaemonProcess:
     def start(self) -> None:
         command = [sys.executable, "-m", *self.program, "--port", str(self.port), "--state-dir", str(self.state)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until(lambda: _ok(f"{self.url}/readyz"), "the daemon")
+        until(lambda: _ok(f"{self.url}/readyz"), "the daemon", 90)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -84,8 +84,8 @@ class DaemonProcess:
 @contextlib.contextmanager
 def daemon_process(state: Path, *program: str) -> Iterator[DaemonProcess]:
     daemon = DaemonProcess(free_port(), state, program or DaemonProcess.program)
-    daemon.start()
     try:
+        daemon.start()
         yield daemon
     finally:
         daemon.kill()

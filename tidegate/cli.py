@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from tidegate import cli_knobs, cli_tokens, cli_watch
 from tidegate.cli_calibrate import calibrate
 from tidegate.cli_options import Daemon, Json, RunOption, choose, client_for
+from tidegate.cli_plan import plan
 from tidegate.cli_training import needs, training_command
 from tidegate.client import find_daemon, state_dir
 from tidegate.errors import ConfigError, TidegateError
@@ -162,6 +163,7 @@ def doctor(
 
 
 app.command("calibrate")(calibrate)
+app.command("plan")(plan)
 
 
 # ---- training

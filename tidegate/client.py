@@ -233,13 +233,13 @@ class DaemonClient:
     def steps(self, run: str, rank: int, limit: int = 200) -> StepsView:
         return self._ask(StepsView, "GET", _at("runs", run, "ranks", rank, "steps"), query={"limit": limit})
 
-    def audit(self, run: str) -> list[AuditRow]:
+    def audit(self, run: str, limit: int = 500) -> list[AuditRow]:
         """The newest rows of the run's audit log, oldest first."""
-        return self._ask(list[AuditRow], "GET", _at("runs", run, "audit"))
+        return self._ask(list[AuditRow], "GET", _at("runs", run, "audit"), query={"limit": limit})
 
-    def alerts(self, run: str) -> list[AlertView]:
-        """What fires in the run, and what was resolved last, oldest first."""
-        return self._ask(list[AlertView], "GET", _at("runs", run, "alerts"))
+    def alerts(self, run: str | None) -> list[AlertView]:
+        """What fires in the run, and what was resolved last, oldest first. None: of the alerts that concern no run."""
+        return self._ask(list[AlertView], "GET", _at("runs", run, "alerts") if run else _at("alerts"))
 
     def events(self, run: str, last_event_id: int | None = None) -> Iterator[Event]:
         """The run's events as they come, those after `last_event_id` first. Ends when the daemon closes the stream."""

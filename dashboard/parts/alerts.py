@@ -1,15 +1,17 @@
-"""What fires in the run, beside the knobs: how bad, its figures, what to turn, where to read on."""
+"""What fires: how bad, since when, its figures, the knob to turn, where to read on; and what was resolved."""
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Final
 
 import streamlit as st
 
-from tidegate.dashboard import markup, palette, units
-from tidegate.dashboard.feed import Snapshot
+from tidegate.dashboard import links, markup, palette, snippets, units
 from tidegate.wire import AlertView
 
 COLORS: Final = {
@@ -17,31 +19,55 @@ COLORS: Final = {
 }  # fmt: skip
 """Worst first."""
 SHOWN: Final = 12
+RESOLVED_SHOWN: Final = 20
+_RUNBOOK: Final = re.compile(r"docs/runbooks/([A-Za-z0-9]{1,64}\.md)")
+_RUNBOOKS: Final = Path(__file__).resolve().parents[2] / "docs" / "runbooks"
+"""Where the live view runs from a copy of the repository; else there is none."""
 
 
-def alerts(snapshot: Snapshot) -> None:
-    """Nothing at all while nothing fires: the screen is for what is."""
-    order = list(COLORS)
-    firing = sorted(
-        (alert for alert in snapshot.alerts if alert.state == "firing"),
-        key=lambda a: (order.index(a.severity) if a.severity in order else len(order), a.starts_at),
-    )
-    if not firing:
+def firing(alerts: Sequence[AlertView], run: str) -> None:
+    """A card for each, worst first."""
+    found = worst_first([alert for alert in alerts if alert.state == "firing"])
+    note = f"worst {SHOWN} of {len(found)}" if len(found) > SHOWN else "as Alertmanager tells"
+    st.html(markup.title("Firing", note))
+    if not found:
+        st.html(snippets.nothing("Nothing fires."))
+    for alert in found[:SHOWN]:
+        _card(alert, run)
+
+
+def resolved(alerts: Sequence[AlertView]) -> None:
+    """Newest first; nothing where there never was one."""
+    found = sorted((a for a in alerts if a.state == "resolved"), key=lambda a: -(a.ends_at or 0.0))
+    if not found:
         return
-    rows = [_row(alert, time.time()) for alert in firing[:SHOWN]]
-    note = f"worst {SHOWN} of {len(firing)}" if len(firing) > SHOWN else "as Alertmanager tells"
-    columns = ("alert", "what", "for", "knob to turn", "runbook")
-    st.html(markup.title("Alerts", note) + markup.table(columns, rows, left=(0, 1, 3, 4), wide=(1,)))
+    now = time.time()
+    rows = [
+        (
+            markup.dot(_name(alert), color(alert)),
+            _summary(alert),
+            f"{units.age(now - (alert.ends_at or now))} ago",
+            units.duration(max(0.0, (alert.ends_at or now) - alert.starts_at)),
+            _knob(alert),
+            runbook(alert.runbook_url),
+        )
+        for alert in found[:RESOLVED_SHOWN]
+    ]
+    columns = ("alert", "what", "resolved", "fired for", "knob", "runbook")
+    note = f"newest {RESOLVED_SHOWN} of {len(found)}" if len(found) > RESOLVED_SHOWN else ""
+    st.html(markup.title("Resolved", note) + markup.table(columns, rows, left=(0, 1, 2, 3, 4, 5), wide=(1,)))
 
 
-def _row(alert: AlertView, now: float) -> tuple[str, ...]:
-    return (
-        markup.dot(alert.alert.removeprefix("Tidegate"), COLORS.get(alert.severity, palette.GREY)),
-        alert.summary.removeprefix(alert.run).lstrip(": "),
-        units.age(max(0.0, now - alert.starts_at)),
-        alert.knob or units.NONE,
-        runbook(alert.runbook_url),
-    )
+def worst_first(alerts: Sequence[AlertView]) -> list[AlertView]:
+    """By severity, those that fire longest first."""
+    order = list(COLORS)
+    return sorted(
+        alerts, key=lambda a: (order.index(a.severity) if a.severity in order else len(order), a.starts_at)
+    )  # fmt: skip
+
+
+def color(alert: AlertView) -> str:
+    return COLORS.get(alert.severity, palette.GREY)
 
 
 def runbook(url: str) -> str:
@@ -49,3 +75,51 @@ def runbook(url: str) -> str:
     if not url.startswith(("https://", "http://")):
         return url or units.NONE
     return markup.Raw(f'<a href="{escape(url)}" target="_blank" rel="noreferrer">runbook</a>')
+
+
+def own_runbook(url: str) -> str | None:
+    """The text of one of Tidegate's own runbooks, where the repository is at hand."""
+    found = _RUNBOOK.fullmatch(url)
+    path = _RUNBOOKS / found[1] if found else None
+    return path.read_text() if path is not None and path.is_file() else None
+
+
+def _card(alert: AlertView, run: str) -> None:
+    since = units.age(max(0.0, time.time() - alert.starts_at))
+    head = f"{markup.dot(alert.severity or 'no severity', color(alert))} <b>{escape(_name(alert))}</b>"
+    with st.container(key=f"alert:{alert.fingerprint}"):
+        left, right = st.columns([5, 1], vertical_alignment="center")
+        left.html(
+            f'<div class="tg-card" style="border-left-color:{color(alert)}">{head} '
+            f'<span class="tg-muted">for {since}</span><p>{escape(_summary(alert))}</p>'
+            f'<p class="tg-muted">{escape(alert.description)}</p><p>{_remedy(alert)}</p></div>'
+        )
+        with right:
+            if run and _knob(alert) != "no knob helps":
+                links.link("tune", f"Turn {alert.knob}", run=run)
+            text = own_runbook(alert.runbook_url)
+            if text is not None:
+                with st.popover("Runbook", width="stretch"):
+                    st.markdown(text)
+
+
+def _remedy(alert: AlertView) -> str:
+    own = own_runbook(alert.runbook_url) is not None
+    book = "" if own or not alert.runbook_url else f" · {escape_unless_raw(runbook(alert.runbook_url))}"
+    return f"Knob to turn: <b>{escape(_knob(alert))}</b>{book}"
+
+
+def escape_unless_raw(text: str) -> str:
+    return text if isinstance(text, markup.Raw) else escape(text)
+
+
+def _knob(alert: AlertView) -> str:
+    return alert.knob if alert.knob not in ("", "none") else "no knob helps"
+
+
+def _name(alert: AlertView) -> str:
+    return alert.alert.removeprefix("Tidegate")
+
+
+def _summary(alert: AlertView) -> str:
+    return alert.summary.removeprefix(alert.run).lstrip(": ")

@@ -1,22 +1,25 @@
-"""Tune: the knobs of a run as they are, and the form that turns them."""
+"""Tune: the knobs of a run as they are, what turning them would do, the fields that turn them, and the way back."""
 
 from __future__ import annotations
 
 import streamlit as st
 
-from tidegate.dashboard import feed
+from tidegate.dashboard import feed, snippets
 from tidegate.dashboard.digest import digest
-from tidegate.dashboard.parts import control, form, header
-from tidegate.dashboard.place import Place, live
+from tidegate.dashboard.parts import advice, editor, forecast, header, history, knobs_now, trial
+from tidegate.dashboard.place import Place, live, told
 
 
 def tune(place: Place) -> None:
+    """What is live is in fragments; the editor is not, so that a refresh never eats an edit."""
+    st.html(snippets.STYLE)
     _head(place)
-    left, right = st.columns([2, 3], gap="medium")
+    left, right = st.columns([4, 7], gap="medium")
     with right:
         _knobs(place)
     with left:
-        _form(place)
+        _editor(place)
+    _history(place)
 
 
 @live
@@ -32,12 +35,21 @@ def _head(place: Place) -> None:
 def _knobs(place: Place) -> None:
     snapshot = feed.look(place.url, place.run, place.rank).snapshot
     if snapshot is not None:
-        control.knobs(snapshot)
-        control.history(snapshot)
+        knobs_now.knobs_now(snapshot)
+        forecast.preview(snapshot)
+        trial.last_change(snapshot)
+        advice.advice(place, snapshot)
 
 
-def _form(place: Place) -> None:
-    """Outside of every live part: a refresh never eats an edit."""
+@live
+def _history(place: Place) -> None:
     snapshot = feed.look(place.url, place.run, place.rank).snapshot
     if snapshot is not None:
-        form.form(place.url, snapshot.knobs)
+        history.history(place, snapshot)
+
+
+def _editor(place: Place) -> None:
+    snapshot = feed.look(place.url, place.run, place.rank).snapshot
+    if snapshot is not None:
+        with told():
+            editor.editor(place, snapshot.knobs)

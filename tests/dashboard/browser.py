@@ -47,7 +47,7 @@ def open_page(url: str, *, dark: bool = False, height: int = 800) -> Iterator[tu
             page = context.new_page()
             page.set_default_timeout(PATIENCE_MS)
             page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on("console", lambda message: errors.append(message.text) if _is_ours(message) else None)
+            page.on("console", lambda message: errors.append(message.text) if is_ours(message) else None)
             page.goto(url)
             settle(page)
             yield page, errors
@@ -55,7 +55,7 @@ def open_page(url: str, *, dark: bool = False, height: int = 800) -> Iterator[tu
             browser.close()
 
 
-def _is_ours(message: ConsoleMessage) -> bool:
+def is_ours(message: ConsoleMessage) -> bool:
     """Errors, but for Streamlit in search of its server: of `/tune` it asks `/tune/_stcore/…`, then `/_stcore/…`."""
     return message.type == "error" and "/_stcore/" not in message.location["url"]
 

@@ -44,8 +44,3 @@ def field(app: AppTest, label: str):  # type: ignore[no-untyped-def]
 def press(app: AppTest, label: str) -> AppTest:
     next(button for button in app.button if button.label == label).click()
     return again(app)
-
-
-def open_form(app: AppTest, token: str) -> AppTest:
-    field(app, "Operate token").input(token)
-    return again(app)

@@ -1,4 +1,4 @@
-"""What fires is beside the knobs, worst first, and gone when it is resolved."""
+"""Alerts and audit: what fires, worst first, with its knob and runbook; and who did what, filtered."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.dashboard.screen import page, text
-from tests.dashboard.scripted import Agent, Daemon
-from tidegate.dashboard.parts.alerts import runbook
+from tests.dashboard.screen import again, field, page, text
+from tests.dashboard.scripted import Agent, Daemon, wait_until
+from tidegate.dashboard.parts.alerts import own_runbook, runbook
+from tidegate.dashboard.records import Filter, change, chosen
+from tidegate.wire import AuditRow
 
 BEGIN, NEVER = "2026-03-01T10:00:00Z", "0001-01-01T00:00:00Z"
 
 
-def tell(daemon: Daemon, name: str, severity: str, url: str, status: str = "firing") -> None:
+def tell(daemon: Daemon, name: str, severity: str, url: str, status: str = "firing", run: str = "llama-7b") -> None:
+    labels = {"alertname": name, "severity": severity, **({"run": run} if run else {})}
     alert: dict[str, Any] = {
         "status": status, "startsAt": BEGIN, "endsAt": NEVER if status == "firing" else "2026-03-01T10:05:00Z",
-        "labels": {"alertname": name, "severity": severity, "run": "llama-7b"}, "fingerprint": f"{len(name):x}",
+        "labels": labels, "fingerprint": f"{len(name):x}",
         "annotations": {"summary": f"llama-7b: 47% <b>of</b> {name}", "knob": "tier_split", "runbook_url": url},
     }  # fmt: skip
     headers = {"Authorization": f"Bearer {daemon.token('alert')}"}
@@ -25,23 +28,91 @@ def tell(daemon: Daemon, name: str, severity: str, url: str, status: str = "firi
     assert httpx.post(f"{daemon.url}/v1/alerts", json=body, headers=headers, trust_env=False).status_code == 200
 
 
+def test_nothing_fires_and_nothing_was_done_is_told(daemon: Daemon) -> None:
+    Agent(daemon).train(3)
+    shown = text(page("alerts"))
+    assert "Nothing fires." in shown
+    assert "Resolved" not in shown
+    assert "Audit log" in shown
+
+
 def test_what_fires_is_shown_with_its_knob_until_it_is_resolved(daemon: Daemon) -> None:
     Agent(daemon).train(3)
-    assert "as Alertmanager tells" not in text(page("alerts"))
     tell(daemon, "TidegateSsdWear", "info", "docs/runbooks/TidegateSsdWear.md")
     tell(daemon, "TidegateUpdateStalled", "warning", "https://example.org/stalled.md")
+    tell(daemon, "TidegateDaemonDown", "critical", "", run="")
     app = page("alerts")
     shown = text(app)
-    assert "Alerts as Alertmanager tells" in shown
-    assert "UpdateStalled 47% <b>of</b> TidegateUpdateStalled" in shown
-    assert shown.index("UpdateStalled 47%") < shown.index("SsdWear 47%")
-    assert "tier_split docs/runbooks/TidegateSsdWear.md" in shown
+    assert "UpdateStalled for" in shown
+    assert "47% <b>of</b> TidegateUpdateStalled" in shown
+    assert shown.index("DaemonDown for") < shown.index("UpdateStalled for") < shown.index("SsdWear for")
+    assert "Knob to turn: tier_split" in shown
     html = " ".join(element.proto.body for element in app.get("html"))
     assert '<a href="https://example.org/stalled.md" target="_blank"' in html
+    assert any("What it means" in element.value for element in app.markdown), "our own runbook is at hand"
     tell(daemon, "TidegateUpdateStalled", "warning", "", "resolved")
     shown = text(page("alerts"))
-    assert "UpdateStalled" not in shown
-    assert "SsdWear" in shown
+    assert "UpdateStalled for" not in shown
+    assert "Resolved alert what resolved fired for knob runbook UpdateStalled" in shown
+    assert "5 min 0 s tier_split" in shown
+
+
+def test_the_audit_log_is_looked_through(daemon: Daemon) -> None:
+    agent = Agent(daemon)
+    agent.train(2)
+    tell(daemon, "TidegateSsdWear", "info", "")
+    with agent.training(0.05), daemon.operator() as operator:
+        operator.set_knobs("llama-7b", {"stride": 4}, reason="fewer crossings")
+        operator.set_knobs("llama-7b", {"static_ratio": 0.25}, reason="more room")
+        wait_until(lambda: agent.generation == 2, "generation 2")
+    app = page("alerts")
+    shown = text(app)
+    assert "stride auto → 4 fewer crossings" in shown
+    assert "SsdWear, turn tier_split" in shown
+    field(app, "Words").input("crossings PROPOSED")
+    shown = text(again(app))
+    assert "1 of" in shown
+    assert "more room" not in shown
+    assert app.query_params["q"] in ("crossings PROPOSED", ["crossings PROPOSED"])
+    field(app, "Words").input("nobody ever said this")
+    assert "No row says that." in text(again(app))
+    linked = text(page("alerts", what="alert_firing"))
+    assert "SsdWear, turn tier_split" in linked
+    assert "fewer crossings" not in linked
+
+
+def row(number: int, action: str, actor: str, reason: str = "", **knobs: float | str) -> AuditRow:
+    before = {"stride": "auto", "static_ratio": 0.0}
+    return AuditRow(id=number, timestamp=float(number), actor=actor, action=action, run="r", generation=number,
+                    before=before, after={**before, **knobs}, reason=reason)  # fmt: skip
+
+
+ROWS = (
+    row(1, "proposed", "ana", "Fewer crossings", stride=4.0),
+    row(2, "committed", "daemon", stride=4.0),
+    row(3, "proposed", "ben", "more room", static_ratio=0.5),
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (Filter(), [3, 2, 1]),
+        (Filter(text="fewer CROSSINGS"), [1]),
+        (Filter(text="stride"), [2, 1]),
+        (Filter(text="generation 3"), [3]),
+        (Filter(actions=frozenset({"proposed"})), [3, 1]),
+        (Filter(actions=frozenset({"proposed"}), actor="ana"), [1]),
+        (Filter(actor="nobody"), []),
+    ],
+)
+def test_a_filter_takes_what_all_of_its_parts_take(wanted: Filter, found: list[int]) -> None:
+    assert [row.id for row in chosen(ROWS, wanted)] == found
+
+
+def test_a_row_shows_what_is_different_after_it() -> None:
+    assert change(ROWS[0]) == "stride auto → 4"
+    assert change(row(4, "proposed", "ana")) == ""
 
 
 @pytest.mark.parametrize("url", ["javascript:alert(1)", "docs/runbooks/X.md", "", "data:text/html,x", "HTTPS ://x"])
@@ -53,3 +124,11 @@ def test_a_link_cannot_leave_its_attribute() -> None:
     assert runbook('https://x/"onclick="y') == (
         '<a href="https://x/&quot;onclick=&quot;y" target="_blank" rel="noreferrer">runbook</a>'
     )
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["docs/runbooks/../../pyproject.toml", "docs/runbooks/None.md", "/etc/passwd", "", "docs/runbooks/README.md\n"],
+)
+def test_only_our_own_runbooks_are_read(url: str) -> None:
+    assert own_runbook(url) is None

@@ -90,37 +90,3 @@ def test_the_screenshot_function_writes_a_png(running: tuple[Daemon, Agent, str]
     screenshot(running[2], tmp_path / "page.png")
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "page.png").stat().st_size > 10_000
-
-
-def test_a_wrong_token_is_told_an_edit_survives_refreshes_and_a_set_reaches_the_agent(
-    running: tuple[Daemon, Agent, str], tmp_path: Path
-) -> None:
-    daemon, agent, url = running
-    with open_page(f"{url}/tune") as (page, errors):
-        token = page.get_by_label("Operate token", exact=True)
-        stride = page.get_by_role("textbox", name="stride")
-        expect(stride).to_be_disabled()
-        token.fill("tide_wrong")
-        token.press("Enter")
-        # While the page is drawn anew the old field is still there, and under load for seconds.
-        expect(page.locator('input[aria-label^="stride"]:enabled')).to_have_count(1, timeout=30_000)
-        expect(stride).to_have_count(1, timeout=30_000)
-        expect(stride).to_be_enabled()
-        stride.fill("3")
-        refreshes(page, 2)
-        expect(stride).to_have_value("3")
-        page.get_by_role("button", name="Set", exact=True).click()
-        expect(page.get_by_text("does not accept this operate token")).to_be_visible()
-        expect(stride).to_have_value("3")
-        token.fill(daemon.token("operate"))
-        token.press("Enter")
-        expect(stride).to_have_value("3")
-        page.get_by_role("button", name="Set", exact=True).click()
-        expect(page.get_by_test_id("stAlert").get_by_text("Generation 1")).to_be_visible()
-        wait_until(lambda: agent.knobs["stride"] == 3.0, "the agent to apply stride 3")
-        expect(page.get_by_text("applied on 1 of 1 ranks")).to_be_visible()
-        expect(stride).to_have_value("3")
-        expect(page.get_by_text("The form was filled on")).to_have_count(0)
-        page.locator(".stForm").scroll_into_view_if_needed()
-        page.screenshot(path=str(tmp_path / "form.png"))
-        healthy(page, errors)

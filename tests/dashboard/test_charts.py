@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import replace
 
 import plotly.graph_objects as go
@@ -19,7 +18,7 @@ from tidegate.knobs import SPECS
 from tidegate.model.rates import RateCard
 from tidegate.plan.ops import LANE_OF, LANES, OpKind
 from tidegate.timeline import PHASES, STALL_CAUSES
-from tidegate.wire import GenerationView, KnobBound, KnobsView, Liveness, RankView, RunView, StallRow, StepReport
+from tidegate.wire import GenerationView, KnobBound, Liveness, RankView, RunView, StallRow, StepReport
 
 STEPS = tuple(step_report(step, 1000.0 + 3.5 * step) for step in range(1, 61))
 BOUNDS = {spec.name: KnobBound.of(spec) for spec in SPECS.values()}
@@ -241,35 +240,6 @@ def test_every_chart_can_be_drawn(steps: tuple[StepReport, ...]) -> None:
 def test_no_stalls_is_good_news_and_not_an_empty_chart() -> None:
     calm = STEPS[0].model_copy(update={"stalls": (StallRow(phase="update", cause="h2d", seconds=0.0),)})
     assert "No stalls" in charts.stalls_by_cause((calm,)).layout.annotations[0].text
-
-
-def draft(**fields: str) -> edits.Draft:
-    desired: dict[str, float | str] = {"stride": "auto", "static_ratio": 0.0}
-    return edits.Draft(generation=3, desired=desired, fields={"stride": "auto", "static_ratio": "0", **fields})
-
-
-def test_only_edited_fields_are_sent_and_bounds_are_the_daemons() -> None:
-    assert edits.parse(draft(), BOUNDS).changes == {}
-    assert edits.parse(draft(stride=" 3 "), BOUNDS).changes == {"stride": 3.0}
-    assert edits.parse(draft(stride="OFF"), BOUNDS).changes == {"stride": "off"}
-    assert edits.parse(draft(static_ratio="0.0"), BOUNDS).changes == {}
-    wrong = edits.parse(draft(static_ratio="1.5", stride="2"), BOUNDS)
-    assert wrong.changes == {"stride": 2.0}
-    assert "0 to 1" in wrong.errors["static_ratio"]
-
-
-def test_a_conflict_keeps_the_edit_takes_the_others_change_and_names_it() -> None:
-    mine = draft(static_ratio="0.25")
-    other = GenerationView(
-        run="r", generation=4, state="applied", knobs={"stride": 3.0, "static_ratio": 0.0}, changes={"stride": 3.0},
-        author="ana", reason="fewer crossings", created_at=time.time(),
-    )  # fmt: skip
-    now = KnobsView(run="r", generation=4, desired=other.knobs, bounds=BOUNDS, ranks=())
-    sentence = edits.conflict(mine, (other,))
-    assert "ana made generation 4, stride auto → 3 (“fewer crossings”)" in sentence
-    rebased = edits.rebase(mine, now)
-    assert rebased.fields == {"stride": "3", "static_ratio": "0.25"}
-    assert edits.parse(rebased, BOUNDS).changes == {"static_ratio": 0.25}
 
 
 def test_the_outcome_of_a_refusal_has_its_figures() -> None:

@@ -1,28 +1,101 @@
-"""Tune: the form that turns the knobs, in every state."""
+"""Tune: turning the knobs, in every state."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
+from streamlit.testing.v1 import AppTest
 
-from tests.dashboard.screen import again, field, open_form, page, press, text
+from tests.dashboard.screen import again, field, page, press, text
 from tests.dashboard.scripted import Agent, Daemon, wait_until
+from tidegate.dashboard import edits
+from tidegate.dashboard.desk import Desk
+from tidegate.dashboard.parts import editor
+from tidegate.knobs import specs_for
+from tidegate.wire import GenerationView, KnobBound
 
-LAST_FIELD = "Reason, for the audit log"
+BOUNDS = {name: KnobBound.of(spec) for name, spec in specs_for(()).items()}
 
 
-def test_without_a_token_the_form_is_there_and_says_why_it_is_off(daemon: Daemon) -> None:
+def tune(daemon: Daemon, token: str = "operate", **query: str) -> AppTest:
+    """The page with an operate token."""
+    app = page("tune", **query)
+    field(app, "Operate token").input(daemon.token(token))
+    return again(app)
+
+
+def knobs_of(app: AppTest) -> list[str]:
+    return [e.label for e in [*app.text_input, *app.selectbox] if e.label not in ("Operate token", "Reason")]
+
+
+def draft(**fields: str) -> edits.Draft:
+    return edits.Draft(generation=3, desired={"stride": "auto", "static_ratio": 0.0}, fields=fields)
+
+
+def test_only_what_was_typed_is_sent_and_bounds_are_the_daemons() -> None:
+    assert edits.parse(draft(stride="", static_ratio="  "), BOUNDS).changes == {}
+    assert edits.parse(draft(stride=" 3 "), BOUNDS).changes == {"stride": 3.0}
+    assert edits.parse(draft(stride="OFF", static_ratio=""), BOUNDS).changes == {"stride": "off"}
+    assert edits.parse(draft(stride="auto", static_ratio="0.0"), BOUNDS).changes == {}, "as it is"
+    wrong = edits.parse(draft(static_ratio="1.5", stride="2"), BOUNDS)
+    assert wrong.changes == {"stride": 2.0}
+    assert "0 to 1" in wrong.errors["static_ratio"]
+
+
+def test_a_conflict_names_the_other_change() -> None:
+    other = GenerationView(
+        run="r", generation=4, state="applied", knobs={"stride": 3.0, "static_ratio": 0.0}, changes={"stride": 3.0},
+        author="ana", reason="fewer crossings", created_at=time.time(),
+    )  # fmt: skip
+    sentence = edits.conflict(draft(static_ratio="0.25"), (other,))
+    assert "ana made generation 4, stride auto → 3 (“fewer crossings”); it is applied" in sentence
+    assert "Your edit is kept" in sentence
+
+
+def test_what_a_late_browser_still_sends_of_emptied_fields_is_no_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Desk()
+    monkeypatch.setattr(editor.st, "session_state", {"field": "3", "desk:r": at})
+    editor._typed("r", "stride", "field", at.filling)
+    editor._reasoned("r", "field", at.filling)
+    assert (at.edits, at.reason) == ({"stride": "3"}, "3")
+    old = at.filling
+    at.clear()
+    editor._typed("r", "stride", "field", old)
+    editor._reasoned("r", "field", old)
+    assert (at.edits, at.reason) == ({}, "")
+
+
+def test_without_a_token_everything_is_there_to_read_and_nothing_to_press(daemon: Daemon) -> None:
     Agent(daemon).train(2)
     app = page("tune")
     assert field(app, "stride").disabled
     assert all(button.disabled for button in app.button)
-    assert any("operate token" in caption.value for caption in app.caption)
+    assert [caption.value for caption in app.caption if "Read" in caption.value] == ["Read-only"]
+    assert "stride auto 3 (device share 33 %) auto, off or 1 to" in text(app)
+
+
+@pytest.mark.parametrize("scope", ["read", "agent", "alert"])
+def test_a_token_of_another_scope_is_told_and_not_kept(daemon: Daemon, scope: str) -> None:
+    Agent(daemon).train(2)
+    app = tune(daemon, scope)
+    assert "does not accept this operate token" in app.error[0].value
+    assert field(app, "stride").disabled
+
+
+def test_a_token_can_be_given_back(daemon: Daemon) -> None:
+    Agent(daemon).train(2)
+    app = tune(daemon)
+    assert not field(app, "stride").disabled
+    press(app, "Forget it")
+    assert field(app, "stride").disabled
 
 
 def test_a_change_reaches_every_rank(daemon: Daemon) -> None:
     agent = Agent(daemon)
     agent.train(2)
     with agent.training(0.05):
-        app = open_form(page("tune"), daemon.token("operate"))
+        app = tune(daemon)
         field(app, "stride").input("3")
         field(app, "Reason").input("fewer crossings")
         press(app, "Set")
@@ -31,37 +104,46 @@ def test_a_change_reaches_every_rank(daemon: Daemon) -> None:
     assert app.success
     with daemon.operator() as operator:
         assert operator.generations("llama-7b")[-1].reason == "fewer crossings"
-    agent.train(1)
+    agent.train(6)
     shown = text(again(app))
-    assert "stride auto → 3" in shown
+    assert "Generation 1, stride auto → 3" in shown
     assert "applied on 1 of 1 ranks" in shown
+    assert "What the last change did generation 1: stride auto → 3 Measured: update" in shown
+    assert (field(app, "stride").value, field(app, "Reason").value) == ("", "")
+
+
+def test_what_was_typed_outlives_a_visit_to_another_page(daemon: Daemon) -> None:
+    Agent(daemon).train(2)
+    app = tune(daemon)
+    field(app, "stride").input("3")
+    again(app)
+    tune_page, app._page_hash = app._page_hash, page("alerts")._page_hash
+    assert "Firing" in text(again(app))
+    app._page_hash = tune_page
+    again(app)
     assert field(app, "stride").value == "3"
+    assert not field(app, "stride").disabled, "the token stayed, too"
 
 
 def test_a_run_without_paths_has_no_fields_for_them(daemon: Daemon) -> None:
     Agent(daemon).train(2)
-    app = open_form(page("tune"), daemon.token("operate"))
-    labels = [element.label for element in [*app.text_input, *app.selectbox]]
-    assert [label.partition(":")[0] for label in labels] == ["Operate token", "stride", "static_ratio", LAST_FIELD]
-    assert not any(word in text(app) for word in ("tier_split", "host_cache", "order, effective"))
+    assert knobs_of(tune(daemon)) == ["stride", "static_ratio"]
     Agent(daemon, run="tiered", paths=("nvme", "pfs")).train(1)
-    shown = text(page("tune", run="tiered"))
-    assert all(f"{name}, effective" in shown for name in ("tier_split", "host_cache", "order"))
+    app = page("tune", run="tiered")
+    assert {"stride", "static_ratio", "tier_split", "host_cache", "order"} <= set(knobs_of(app))
 
 
 def test_the_knobs_of_storage_paths_are_turned(daemon: Daemon) -> None:
     agent = Agent(daemon, paths=("nvme", "pfs"))
     agent.train(2)
     with agent.training(0.05):
-        app = open_form(page("tune"), daemon.token("operate"))
-        assert field(app, "tier_split").label == "tier_split: auto, eq1 or weights of nvme, pfs"
-        assert field(app, "tier_split").placeholder == "nvme:1,pfs:1"
-        assert field(app, "host_cache").label == "host_cache: auto or 0 to 1024TiB"
-        (order,) = app.selectbox
-        assert (order.label, order.options) == (
-            "order: auto, pinned, alternate",
-            ["auto", "pinned", "alternate"],
-        )
+        app = tune(daemon)
+        shown = text(app)
+        assert "tier_split auto, eq1 or weights of nvme, pfs" in shown
+        assert "host_cache auto or 0 to 1024TiB" in shown
+        assert field(app, "tier_split").placeholder == "as it is, or nvme:1,pfs:1"
+        order = next(box for box in app.selectbox if box.label == "order")
+        assert order.options == ["auto", "pinned", "alternate"]
         field(app, "tier_split").input("nvme:2,pfs:1")
         field(app, "host_cache").input("8 GiB")
         order.select("pinned")
@@ -73,7 +155,6 @@ def test_the_knobs_of_storage_paths_are_turned(daemon: Daemon) -> None:
     agent.train(1)
     shown = text(again(app))
     assert "host_cache auto → 8GiB, order auto → pinned, tier_split auto → nvme:2,pfs:1" in shown
-    assert (field(app, "host_cache").value, app.selectbox[0].value) == ("8GiB", "pinned")
     field(app, "tier_split").input("nvme:4,pfs:2")
     press(app, "Set")
     assert "Nothing to set" in app.info[0].value, "the ratio is the same"
@@ -86,7 +167,7 @@ def test_a_refusal_keeps_the_edit_and_shows_the_figures(daemon: Daemon) -> None:
     agent = Agent(daemon, refuse="8 residents need 21.3 GB, 14.0 GB are free")
     agent.train(2)
     with agent.training(0.05):
-        app = open_form(page("tune"), daemon.token("operate"))
+        app = tune(daemon)
         field(app, "static_ratio").input("0.5")
         press(app, "Set")
     assert "21" in app.error[0].value
@@ -101,43 +182,118 @@ def test_a_conflict_names_the_other_change_and_keeps_the_edit(daemon: Daemon) ->
     agent = Agent(daemon)
     agent.train(2)
     with agent.training(0.05), daemon.operator() as operator:
-        app = open_form(page("tune"), daemon.token("operate"))
+        app = tune(daemon)
         field(app, "static_ratio").input("0.25")
         operator.set_knobs("llama-7b", {"stride": 4}, reason="mine first")
         press(app, "Set")
         assert "someone else was faster" in app.warning[0].value
         assert "mine first" in app.warning[0].value
         assert field(app, "static_ratio").value == "0.25"
-        assert field(app, "stride").value == "4"
         press(app, "Set")
         assert operator.knobs("llama-7b").desired == {"stride": 4.0, "static_ratio": 0.25}
 
 
 @pytest.mark.parametrize(
-    ("token", "name", "value", "sentence"),
+    ("name", "value", "sentence"),
     [
-        ("nonsense", "stride", "3", "does not accept this operate token"),
-        ("operate", "stride", "0.5", "out of range"),
-        ("operate", "static_ratio", "half", "out of range"),
-        ("operate", "stride", "auto", "Nothing to set"),
+        ("stride", "0.5", "out of range"),
+        ("static_ratio", "half", "out of range"),
+        ("stride", "auto", "Nothing to set: every field is as the run has it"),
+        ("stride", " ", "Nothing to set: no field holds anything"),
     ],
 )
-def test_what_cannot_be_set_is_told_in_a_sentence(
-    daemon: Daemon, token: str, name: str, value: str, sentence: str
-) -> None:
+def test_what_cannot_be_set_is_told_in_a_sentence(daemon: Daemon, name: str, value: str, sentence: str) -> None:
     Agent(daemon).train(2)
-    app = open_form(page("tune"), daemon.token("operate") if token == "operate" else token)
+    app = tune(daemon)
     field(app, name).input(value)
     press(app, "Set")
     assert sentence in " ".join(e.value for e in [*app.error, *app.info]).replace("\\", "")
     assert field(app, name).value == value
 
 
-def test_a_preview_changes_nothing(daemon: Daemon) -> None:
+def test_a_daemon_that_goes_away_keeps_the_edit_and_what_was_known(daemon: Daemon) -> None:
     Agent(daemon).train(2)
-    app = open_form(page("tune"), daemon.token("operate"))
+    app = tune(daemon)
+    field(app, "stride").input("3")
+    again(app)
+    daemon.stop()
+    press(app, "Set")
+    assert "No daemon answers" in app.error[0].value.replace("\\", "")
+    assert field(app, "stride").value == "3"
+    assert "What follows is" in text(app)
+
+
+def test_a_preview_lays_predictions_beside_what_is_measured_and_changes_nothing(daemon: Daemon) -> None:
+    Agent(daemon).train(8)
+    app = tune(daemon)
     field(app, "stride").input("2")
     press(app, "Preview")
-    assert "Nothing was changed" in app.info[0].value
+    shown = text(app)
+    assert "Preview of stride auto → 2 nothing was changed" in shown
+    assert "Predicted update:" in shown
+    for words in ("measured predicted now predicted then change", "stalled", "host memory", "device memory", "at best"):
+        assert words in shown, words
     with daemon.operator() as operator:
         assert operator.knobs("llama-7b").generation == 0
+    press(app, "Discard")
+    assert "Preview of" not in text(app)
+    assert field(app, "stride").value == ""
+
+
+def test_a_preview_without_rates_says_why_there_are_no_figures(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.dashboard.scripted.RATES", None)
+    Agent(daemon).train(2)
+    app = tune(daemon)
+    field(app, "stride").input("2")
+    press(app, "Preview")
+    assert "No prediction yet" in text(app)
+
+
+def test_advice_is_one_press_from_its_preview(daemon: Daemon) -> None:
+    agent = Agent(daemon)
+    agent.knobs["stride"] = "off"
+    agent.train(8)
+    app = tune(daemon)
+    assert "Advice what the model would choose stride=" in text(app)
+    next(button for button in app.button if button.key == "preview_advice").click()
+    again(app)
+    assert "Preview of stride" in text(app)
+    assert field(app, "stride").value != ""
+    with daemon.operator() as operator:
+        assert operator.knobs("llama-7b").generation == 0
+
+
+def test_a_change_on_trial_shows_how_far_it_is_and_its_verdict(daemon: Daemon) -> None:
+    agent = Agent(daemon)
+    agent.train(20)
+    with agent.training(0.05):
+        app = tune(daemon)
+        field(app, "stride").input("3")
+        app.checkbox[0].check()
+        app.number_input[0].set_value(200)
+        press(app, "Set")
+        wait_until(lambda: agent.generation == 1, "the agent to apply generation 1")
+        before = agent.step
+        wait_until(lambda: agent.step > before + 2, "steps of the trial")
+        shown = text(again(app))
+        assert "on trial" in shown
+        assert "of 200 steps" in shown
+    with daemon.operator() as operator:
+        made = operator.generations("llama-7b")[-1]
+    assert made.canary is not None
+    assert (made.canary.steps, made.canary.state) == (200, "waiting")
+
+
+def test_history_leads_back_to_a_generation_that_ran(daemon: Daemon) -> None:
+    agent = Agent(daemon)
+    agent.train(2)
+    with agent.training(0.05), daemon.operator() as operator:
+        operator.set_knobs("llama-7b", {"stride": 4}, reason="mine first")
+        wait_until(lambda: agent.generation == 1, "generation 1")
+        app = tune(daemon)
+        assert "mine first" in text(app)
+        next(box for box in app.selectbox if box.label.startswith("Bring back")).select(0)
+        press(app, "Roll back")
+        assert "Back to the knobs of generation 0" in app.success[0].value
+        wait_until(lambda: agent.knobs["stride"] == "auto", "the way back")
+        assert "back to generation 0: stride 4 → auto" in text(again(app))

@@ -1,0 +1,243 @@
+"""Claim: the live view can stay open: no leak in browser or server, and a refresh takes under half a second.
+
+A real daemon is told of a run by 8 ranks, a step and a timeline each second; the live view's server is a process as
+users start it; a real headless Chromium has two of its pages open, Run (most charts) and Tune, which refresh themselves
+every 1.5 s. The windows of the daemon and of the charts are full before the clock starts.
+
+`refresh_p95_seconds`: from a page's request to the last message of its answer, as the browser's websocket has them;
+painting is not in it. `…_slope`: growth from the end of the warm-up (a quarter of the time) to the end, of the fitted
+line, as a share of its beginning: of the server's resident memory, of the proportional set size of all processes of
+the browser, and of its JavaScript heap after a collection. `minutes` is what it ran, `load` what else the machine did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from playwright.sync_api import CDPSession, Page, WebSocket, sync_playwright
+from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # the browser and the scripted ranks are the tests'
+
+from tests.dashboard.browser import ARGUMENTS, CHROMIUM, serve, settle  # noqa: E402
+from tests.dashboard.scripted import Agent, Daemon  # noqa: E402
+from tests.services import daemon_process, until  # noqa: E402
+from tidegate.errors import DaemonError  # noqa: E402
+
+RUN = "soak"
+PAGES = ("run", "tune")
+WINDOW_STEPS = 256
+"""As many as the daemon keeps: its memory and the charts are full from the start."""
+SAMPLES = 60
+WARM_UP = 0.25
+MAX_SLOPE = 0.05
+MAX_REFRESH_SECONDS = 0.5
+
+
+@dataclass
+class Refreshes:
+    """One page's requests and answers on its websocket."""
+
+    seconds: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    _asked: list[float] = field(default_factory=list)
+
+    def watch(self, page: Page) -> None:
+        page.on("websocket", self._listen)
+        page.on("pageerror", lambda error: self.failures.append(str(error)))
+
+    def _listen(self, socket: WebSocket) -> None:
+        socket.on("framesent", lambda _: self._asked.append(time.monotonic()))
+        socket.on("framereceived", self._received)
+
+    def _received(self, payload: str | bytes) -> None:
+        if isinstance(payload, str) or not self._asked:
+            return
+        message = ForwardMsg()
+        message.ParseFromString(payload)
+        if message.WhichOneof("type") == "script_finished":
+            self.seconds.append(time.monotonic() - self._asked[0])
+            self._asked.clear()
+
+
+@dataclass
+class Memory:
+    """Bytes, sample by sample."""
+
+    server: list[int] = field(default_factory=list)
+    daemon: list[int] = field(default_factory=list)
+    browser: list[int] = field(default_factory=list)
+    heap: list[int] = field(default_factory=list)
+
+    def sample(self, server: psutil.Process, daemon: psutil.Process, sessions: list[CDPSession]) -> None:
+        self.server.append(server.memory_info().rss)
+        self.daemon.append(daemon.memory_info().rss)
+        self.browser.append(sum(map(_proportional, _browser_processes())))
+        self.heap.append(sum(map(_heap, sessions)))
+
+
+def soak(minutes: float, num_ranks: int = 8) -> dict[str, Any]:
+    """Runs it, and gives the figures."""
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        process = stack.enter_context(daemon_process(Path(folder)))
+        os.environ["TIDEGATE_STATE_DIR"] = folder
+        daemon = Daemon(process.url, Path(folder), process.kill)
+        reported = stack.enter_context(_training(daemon, num_ranks))
+        view = stack.enter_context(serve(process.url))
+        playwright = stack.enter_context(sync_playwright())
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), headless=True, args=ARGUMENTS)
+        stack.callback(browser.close)
+        refreshes, sessions, memory = [], [], Memory()
+        for path in PAGES:
+            page = browser.new_context(viewport={"width": 1280, "height": 800}).new_page()
+            refreshes.append(Refreshes())
+            refreshes[-1].watch(page)
+            _open(page, f"{view}/{path}?run={RUN}")
+            sessions.append(page.context.new_cdp_session(page))
+        server, watched = _child(f"--server.port={view.rpartition(':')[2]}"), _child("--state-dir")
+        for one in refreshes:
+            one.seconds.clear()
+        before, began = len(reported), time.monotonic()
+        for sample in range(SAMPLES):
+            memory.sample(server, watched, sessions)
+            left = began + (sample + 1) * 60 * minutes / SAMPLES - time.monotonic()
+            page.wait_for_timeout(max(1.0, 1000 * left))  # the browser's events are taken in meanwhile
+        memory.sample(server, watched, sessions)
+        ran = time.monotonic() - began
+    return {
+        "minutes": ran / 60,
+        "ranks": num_ranks,
+        "pages": len(PAGES),
+        "reports_per_second": (len(reported) - before) / ran,
+        **_refresh_figures([second for one in refreshes for second in one.seconds]),
+        **_memory_figures(memory),
+        "failures": [failure for one in refreshes for failure in one.failures],
+        "load": load,
+    }
+
+
+def meets(found: dict[str, Any]) -> bool:
+    """Whether the claim holds."""
+    slopes = [found[f"{name}_slope"] for name in ("server", "browser", "heap")]
+    return max(slopes) < MAX_SLOPE and found["refresh_p95_seconds"] < MAX_REFRESH_SECONDS and not found["failures"]
+
+
+def _refresh_figures(seconds: list[float]) -> dict[str, Any]:
+    cuts = statistics.quantiles(seconds, n=100)
+    return {
+        "refreshes": len(seconds),
+        "refresh_median_seconds": statistics.median(seconds),
+        "refresh_p95_seconds": cuts[94],
+        "refresh_p99_seconds": cuts[98],
+    }
+
+
+def _memory_figures(memory: Memory) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, sizes in vars(memory).items():
+        warm = sizes[round(WARM_UP * len(sizes)) :]
+        line = statistics.linear_regression(range(len(warm)), warm)
+        found[f"{name}_bytes"] = sizes[-1]
+        found[f"{name}_slope"] = line.slope * (len(warm) - 1) / line.intercept
+    return found
+
+
+@contextlib.contextmanager
+def _training(daemon: Daemon, num_ranks: int) -> Iterator[list[float]]:
+    """Ranks that report every second; the times of their reports."""
+    end, times = threading.Event(), list[float]()
+    agents = [
+        Agent(daemon, run=RUN, rank=rank, world_size=num_ranks, paths=("nvme", "pfs")) for rank in range(num_ranks)
+    ]
+    for agent in agents:
+        agent.train(WINDOW_STEPS)
+
+    def loop(agent: Agent) -> None:
+        while not end.wait(1.0):
+            with contextlib.suppress(DaemonError):
+                agent.train()
+                times.append(time.monotonic())
+
+    threads = [threading.Thread(target=loop, args=(agent,)) for agent in agents]
+    for thread in threads:
+        thread.start()
+    try:
+        yield times
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join(10)
+        for client in daemon.clients:
+            client.close()
+
+
+def _open(page: Page, url: str) -> None:
+    def drawn() -> bool:
+        try:
+            page.goto(url)
+        except Exception:  # the server is starting
+            return False
+        return True
+
+    until(drawn, "the live view", 60)
+    settle(page)
+
+
+def _child(argument: str) -> psutil.Process:
+    """The one that was started with this argument."""
+    return next(child for child in psutil.Process().children() if argument in child.cmdline())
+
+
+def _browser_processes() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if "chrom" in p.name()]
+
+
+def _proportional(process: psutil.Process) -> int:
+    """0 of one that has just ended."""
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.Error:
+        return 0
+
+
+def _heap(session: CDPSession) -> int:
+    session.send("HeapProfiler.collectGarbage")
+    return int(session.send("Runtime.getHeapUsage")["usedSize"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--quick", action="store_true", help="one minute: whether it works, no claim")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--ranks", type=int, default=8)
+    options = parser.parse_args()
+    found = soak(1.0 if options.quick else options.minutes, options.ranks)
+    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+    found = {"bench": "soak", **found, "meets_claim": meets(found), **machine}
+    if options.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name:>24}  {value:.4g}" if isinstance(value, float) else f"{name:>24}  {value}")
+
+
+if __name__ == "__main__":
+    main()

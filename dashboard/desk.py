@@ -1,0 +1,79 @@
+"""What a viewer has at hand while turning knobs: token, edits, preview. In the session, nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import streamlit as st
+
+from tidegate.dashboard.edits import Draft
+from tidegate.knobs import KnobValue
+from tidegate.wire import KnobPreview, KnobsView
+from tidegate.wire_canary import CanaryRequest
+
+Tone = Literal["error", "warning", "success", "info"]
+TOKEN: Final = "operate_token"
+TRIAL_STEPS: Final = CanaryRequest().steps
+
+
+@dataclass(kw_only=True)
+class Desk:
+    """One run's. Widgets come and go with their page; what was typed into them stays here."""
+
+    generation: int | None = None
+    """The newest that the viewer had before them when they began to edit; If-Match names it."""
+    desired: dict[str, KnobValue] = field(default_factory=dict)
+    edits: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+    trial: bool = False
+    trial_steps: int = TRIAL_STEPS
+    filling: int = 0
+    """Counts how often the fields were filled or emptied by us. A browser that has not heard of it yet still sends what
+    was in the old fields, and that must not pass for an edit: the count is in their keys, and edits of old ones are
+    dropped."""
+    notice: tuple[Tone, str] | None = None
+    preview: KnobPreview | None = None
+    predicted: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Update seconds before and after that were predicted of a generation, when it was previewed and then set."""
+
+    def begin(self, knobs: KnobsView) -> None:
+        """The viewer has these knobs before them. What was typed before stays on those that it was typed against."""
+        if self.generation is None or (knobs.generation > self.generation and not self.draft.edited()):
+            self.base_on(knobs)
+
+    def base_on(self, knobs: KnobsView) -> None:
+        """What was typed is for these knobs from now on."""
+        self.generation, self.desired = knobs.generation, dict(knobs.desired)
+
+    @property
+    def draft(self) -> Draft:
+        return Draft(generation=self.generation or 0, desired=self.desired, fields=self.edits)
+
+    def clear(self) -> None:
+        """Forgets what was typed."""
+        self.edits.clear()
+        self.reason, self.preview = "", None
+        self.filling += 1
+
+    def fill(self, fields: Mapping[str, str], reason: str) -> None:
+        """Types for the viewer; a reason that was given stays."""
+        self.edits.update(fields)
+        self.reason = self.reason or reason
+        self.filling += 1
+
+
+def desk(run: str) -> Desk:
+    """This viewer's desk for `run`."""
+    found: Desk = st.session_state.setdefault(f"desk:{run}", Desk())
+    return found
+
+
+def token() -> str:
+    """The operate token that the viewer gave; empty while the page is read-only."""
+    return str(st.session_state.get(TOKEN, ""))
+
+
+def keep_token(given: str) -> None:
+    st.session_state[TOKEN] = given.strip()

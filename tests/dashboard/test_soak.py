@@ -1,0 +1,22 @@
+"""`make soak`: the live view stays open for half an hour, with 8 ranks that report every second."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.services import ROOT
+
+MINUTES = 30
+
+
+@pytest.mark.soak
+def test_the_live_view_neither_leaks_nor_slows_down() -> None:
+    command = [sys.executable, "bench/soak.py", "--json", "--minutes", str(MINUTES)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 * (MINUTES + 10))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["meets_claim"], found

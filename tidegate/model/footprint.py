@@ -1,0 +1,54 @@
+"""What a rank must have in GPU memory whatever the knobs, and what a node must have in host memory."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from tidegate.model.machine import Machine, Workload
+from tidegate.model.shapes import ModelShape
+from tidegate.plan.ops import Subgroup
+
+USABLE_DEVICE: Final = 0.92
+"""Share of GPU memory for tensors: the rest is the driver's, the collectives', and lost between blocks."""
+USABLE_HOST: Final = 0.9
+"""Share of host memory for the job, as in MLP 4.1."""
+FRAMEWORK_HOST_BYTES: Final = 4 * 10**9
+"""Host memory of each rank for Python, torch and the data loader."""
+
+
+def subgroups_of(params: int, work: Workload) -> list[Subgroup]:
+    """The subgroups of a rank that holds `params` parameters: full ones, and what is left over."""
+    full, rest = divmod(params, work.subgroup_numel)
+    sizes = [work.subgroup_numel] * full + ([rest] if rest else [])
+    return [Subgroup(i, n, work.weight_bytes, work.weight_bytes, work.state_bytes) for i, n in enumerate(sizes)]
+
+
+def device_bytes(
+    shape: ModelShape, machine: Machine, work: Workload, gradients: Literal["keep", "release"]
+) -> dict[str, float]:
+    """GPU memory of one rank by kind, without any state. Weights and gradients are sharded over all ranks.
+
+    gathered: the weights of a block, those of the next, and a block's gradients, while they are whole. activations:
+    what is kept between blocks, the working set of one, and the logits (Korthikanti et al., "Reducing Activation
+    Recomputation in Large Transformer Models", eq. 1, without the attention matrix: kernels do not write it).
+    """
+    largest = max(shape.block_params, shape.embedding_params)
+    tokens = work.sequence * work.microbatch
+    kept = shape.layers * 2 if work.checkpointing else shape.layers * 34
+    sharded = shape.params * work.weight_bytes / machine.ranks
+    return {
+        "weights": sharded,
+        "gradients": sharded if gradients == "keep" else min(sharded, 2 * work.subgroup_numel * work.weight_bytes),
+        "gathered": 3.0 * largest * work.weight_bytes if machine.ranks > 1 else 0.0,
+        "activations": float(tokens * (shape.hidden * (kept + 34) + shape.vocab * 6)),
+    }
+
+
+def device_room(machine: Machine) -> float:
+    """GPU memory of one rank that can be used."""
+    return USABLE_DEVICE * machine.gpu_memory_bytes
+
+
+def host_room(machine: Machine) -> float:
+    """Host memory of one rank that can be used for state, mirrors, gradients and slots."""
+    return USABLE_HOST * machine.host_memory_bytes / machine.gpus - FRAMEWORK_HOST_BYTES

@@ -1,0 +1,144 @@
+"""The update of one rank among many: its node's paths, cores and memory are shared, and equal ranks run in step.
+
+Ranks of a job hold equal shares of the state and make equal plans. Under fair sharing they then do the same at the same
+time, so that one of them on its share of the node says what all do: 512 ranks take no longer to simulate than one.
+What that cannot show is ranks that get out of step, as exclusive access to a path makes them on purpose: a path serves
+as many bytes either way, and what one rank waits another works.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from tidegate.model.fluid import Demand, shared_times
+from tidegate.model.machine import Machine, Workload
+from tidegate.model.rates import RateCard
+from tidegate.model.settled import Rank, Settled, sampled, settled
+from tidegate.plan.effective import Effective
+from tidegate.plan.ops import LANES, Op, OpKind
+from tidegate.plan.plan import Plan
+from tidegate.plan.split import PathSpeeds
+
+MEMORY: Final = "host memory"
+"""The resource that updates on the CPU and all copies share: what host memory moves, reads and writes together."""
+_STREAMED: Final = 0.7
+"""Share of its memory's peak that an update on a GPU reaches: it reads and writes many arrays at once."""
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What one rank has of its node, and of paths that all nodes share, while all other ranks do the same."""
+
+    machine: Machine
+    work: Workload
+
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes a parameter that an update moves in memory: state both ways, the gradient, the weight both ways."""
+        return 2 * self.work.state_bytes + 3 * self.work.weight_bytes
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        return self.machine.host_bytes_per_second / self.machine.gpus
+
+    @cached_property
+    def card(self) -> RateCard:
+        """Speeds of this rank's lanes, each alone, while the other ranks use the same lanes."""
+        machine = self.machine
+        on_cpu = machine.cpu_params_per_second or machine.host_bytes_per_second / self.touched_bytes
+        on_device = _STREAMED * machine.device_bytes_per_second
+        speeds = {}
+        for path in machine.paths:
+            ranks = machine.ranks if path.all_nodes else machine.gpus
+            speeds[path.name] = PathSpeeds(
+                read_bytes_per_second=path.read_bytes_per_second / ranks,
+                write_bytes_per_second=path.write_bytes_per_second / ranks,
+                duplex=path.duplex,
+            )
+        return RateCard(
+            h2d_bytes_per_second=machine.h2d_bytes_per_second,
+            d2h_bytes_per_second=machine.d2h_bytes_per_second,
+            cpu_params_per_second=on_cpu / machine.gpus,
+            device_params_per_second=on_device / self.touched_bytes,
+            norm_params_per_second=on_device / self.work.weight_bytes,
+            overhead_seconds=0.0,
+        ).with_paths(speeds)
+
+    def demand(self, op: Op) -> Demand:
+        """Share of each resource that `op` takes at the full speed of its lane."""
+        seconds = self.card.seconds(op)
+        lane = {op.lane: 1.0}
+        if seconds <= 0 or op.kind in (OpKind.NORM, OpKind.GRAD_NORM, OpKind.DEVICE_UPDATE):
+            return lane
+        moved = op.numel * self.touched_bytes if op.kind is OpKind.CPU_UPDATE else op.nbytes
+        found = {**lane, MEMORY: moved / seconds / self.memory_bytes_per_second}
+        if op.path is not None and not self.machine.by_name[op.path].duplex:
+            found[op.path] = 1.0
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePrediction:
+    """One update of one rank, in seconds from `step()` until everything is done; the mean where orders alternate.
+
+    busy: seconds of full work of each resource within that time: lanes, `host memory`, and paths whose reads and writes
+    share the device. lane_bytes: of a step, whole.
+    """
+
+    seconds: float
+    busy: Mapping[str, float]
+    lane_bytes: Mapping[str, int]
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource that is busy for longest."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+    @property
+    def share_of_bound(self) -> float:
+        """The busiest resource's work by the time the update takes: 1 where no schedule could be shorter."""
+        return min(1.0, self.busy[self.bottleneck] / self.seconds) if self.seconds > 0 else 1.0
+
+
+def predict_update(
+    rank: Rank, effective: Effective, share: NodeShare, *, backward_seconds: float = 0.0
+) -> UpdatePrediction:
+    """The update of `rank` under these knobs once they have settled, beside as many more as the machine has.
+
+    backward_seconds: of the last micro-batch, in which early copies and fetches run. The planner makes the plans; of
+    many subgroups some stand for all, and the backward shrinks with them.
+    """
+    few, smaller, scale = sampled(rank, effective)
+    steps = settled(few, smaller, share.card)
+    seconds, busy = 0.0, defaultdict[str, float](float)
+    for step in steps:
+        took, used = run(step.plan(share.card), share, backward_seconds / scale)
+        seconds += took * scale / len(steps)
+        for resource, work in used.items():
+            busy[resource] += work * scale / len(steps)
+    whole = steps if few is rank else settled(rank, effective, share.card)
+    return UpdatePrediction(seconds=seconds, busy=dict(busy), lane_bytes=_mean_bytes(whole))
+
+
+def run(plan: Plan, share: NodeShare, step_at: float) -> tuple[float, dict[str, float]]:
+    """Seconds of the update of `plan`, whose `step()` comes at `step_at`, and the work of each resource within it."""
+    seconds = {op.id: share.card.seconds(op) for op in plan.ops}
+    demands = {op.id: share.demand(op) for op in plan.ops}
+    gates = {op.id: step_at for op in plan.ops if op.gate == "step"}
+    starts, ends = shared_times(plan, seconds, lambda op: demands[op.id], gates)
+    busy = defaultdict[str, float](float, dict.fromkeys(LANES, 0.0))
+    for op in plan.ops:
+        elapsed = ends[op.id] - starts[op.id]
+        late = max(0.0, ends[op.id] - max(step_at, starts[op.id])) / elapsed if elapsed > 0 else 0.0
+        for resource, part in demands[op.id].items():
+            busy[resource] += late * part * seconds[op.id]
+    return max(step_at, *ends.values()) - step_at, dict(busy)
+
+
+def _mean_bytes(steps: list[Settled]) -> dict[str, int]:
+    moved = [step.lane_bytes() for step in steps]
+    return {lane: sum(bytes_of[lane] for bytes_of in moved) // len(moved) for lane in moved[0]}

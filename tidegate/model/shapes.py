@@ -1,0 +1,224 @@
+"""Shapes of transformer models: how many parameters they have, by name or from a Hugging Face config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tidegate.errors import ConfigError
+
+_LLAMA_VOCAB: Final = 32_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A transformer of equal blocks: attention, then an inner layer; norms and biases are left out (below 0.1 %).
+
+    ffn: width of the inner layer. gated: it has three matrices instead of two (SwiGLU). experts: inner layers of each
+    block, of which `active_experts` work on a token. tied: the output uses the embedding's matrix.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    gated: bool = False
+    tied: bool = False
+    experts: int = 1
+    active_experts: int = 1
+    head_width: int = 0
+    """Of one attention head; 0 for hidden / heads."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "active_experts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)!r} of model {self.name} must be at least 1.")
+        if self.active_experts > self.experts:
+            raise ConfigError(f"{self.active_experts} active experts of model {self.name}: it has {self.experts}.")
+
+    @property
+    def block_params(self) -> int:
+        """Parameters of one block, all experts."""
+        return self._attention + self.experts * self._inner
+
+    @property
+    def embedding_params(self) -> int:
+        """Of the matrix at the input; the one at the output has as many."""
+        return self.vocab * self.hidden
+
+    @property
+    def params(self) -> int:
+        return self.layers * self.block_params + self.embedding_params * (1 if self.tied else 2)
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that a token is multiplied with."""
+        inner = self.active_experts * self._inner
+        return self.layers * (self._attention + inner) + self.embedding_params
+
+    @property
+    def _attention(self) -> int:
+        width = self.head_width or self.hidden // self.heads
+        return 2 * self.hidden * width * (self.heads + self.kv_heads)
+
+    @property
+    def _inner(self) -> int:
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+
+def _gpt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
+    """As both papers have them: inner layers of four times the width, the tokenizer of Llama 2."""
+    return ModelShape(
+        name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=heads, ffn=4 * hidden, vocab=_LLAMA_VOCAB,
+        tied=True,
+    )  # fmt: skip
+
+
+def _llama(
+    name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int = _LLAMA_VOCAB
+) -> ModelShape:
+    return ModelShape(
+        name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, gated=True
+    )
+
+
+PAPER_MODELS: Final[dict[str, ModelShape]] = {
+    shape.name: shape
+    for shape in (
+        _gpt("7B", 32, 4096, 32),
+        _gpt("8.3B", 72, 3072, 24),
+        _gpt("10B", 50, 4096, 32),
+        _gpt("13B", 40, 5120, 40),
+        _gpt("20B", 48, 6144, 64),
+        _gpt("40B", 128, 5120, 40),
+        _gpt("52B", 64, 8192, 64),
+        _gpt("70B", 80, 8192, 64),
+        _gpt("100B", 124, 8192, 64),
+        _gpt("120B", 96, 10240, 80),
+        _gpt("130B", 70, 12288, 96),
+        _gpt("280B", 72, 16384, 128),
+    )
+}
+"""DOS Table 2 and MLP Table 2, as they stand there: 20B has 48 layers, which make 22 billion parameters."""
+
+MODELS: Final[dict[str, ModelShape]] = {
+    **PAPER_MODELS,
+    **{
+        shape.name: shape
+        for shape in (
+            _llama("llama-7b", 32, 4096, 32, 32, 11008),
+            _llama("llama-13b", 40, 5120, 40, 40, 13824),
+            _llama("llama-70b", 80, 8192, 64, 8, 28672),
+            _llama("llama-3-8b", 32, 4096, 32, 8, 14336, 128_256),
+            _llama("llama-3-70b", 80, 8192, 64, 8, 28672, 128_256),
+            _llama("llama-3-405b", 126, 16384, 128, 8, 53248, 128_256),
+            _llama("mistral-7b", 32, 4096, 32, 8, 14336),
+        )
+    },
+}
+"""Shapes by name: those of the papers, and what is often trained."""
+
+_GATED: Final = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "phi3",
+    "olmo",
+    "cohere",
+    "granite",
+    "smollm",
+)
+"""Model types, by how they begin, whose inner layers are gated."""
+_NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "vocab": ("vocab_size",),
+    "experts": ("num_local_experts", "num_experts"),
+    "active_experts": ("num_experts_per_tok",),
+    "head_width": ("head_dim",),
+}
+
+
+def model_named(name: str) -> ModelShape:
+    """The shape of that name, whatever its case. ConfigError lists those that are known."""
+    found = {known.lower(): shape for known, shape in MODELS.items()}.get(name.lower())
+    if found is None:
+        raise ConfigError(
+            f"There is no model {name!r} here. Give the config.json of a Hugging Face model, or one of: "
+            f"{', '.join(MODELS)}."
+        )
+    return found
+
+
+def model_from(where: str) -> ModelShape:
+    """The shape of a name, or of a Hugging Face config: the file, or the folder in which its config.json is."""
+    if where.lower() in (name.lower() for name in MODELS):
+        return model_named(where)
+    file = Path(where)
+    if file.is_dir():
+        file = file / "config.json"
+    if not file.exists():
+        return model_named(where)
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as a Hugging Face config: {error}.") from error
+    return model_from_config(values, name=file.parent.name if file.name == "config.json" else file.stem)
+
+
+def model_from_config(values: Any, *, name: str = "model") -> ModelShape:
+    """The shape that a Hugging Face config (the parsed JSON) describes.
+
+    ConfigError when a size is missing or no number, and for shapes that this page cannot count (latent attention,
+    encoders with decoders): a wrong count would be worse than none.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"The config of {name} is no JSON object: give the config.json of a Hugging Face model.")
+    values = values.get("text_config") or values
+    kind = str(values.get("model_type", ""))
+    for key in ("kv_lora_rank", "is_encoder_decoder", "moe_intermediate_size"):
+        if values.get(key):
+            raise ConfigError(
+                f"The config of {name} (model_type {kind!r}) has {key}: this shape cannot be counted here. "
+                "Give the name of a model of about its size."
+            )
+    sizes = {size: _size(values, keys, name) for size, keys in _NAMES.items()}
+    missing = [_NAMES[size][0] for size in ("layers", "hidden", "heads", "vocab") if not sizes[size]]
+    if missing:
+        raise ConfigError(f"The config of {name} lacks {', '.join(missing)}: is it the config of a language model?")
+    return ModelShape(
+        name=name,
+        layers=sizes["layers"],
+        hidden=sizes["hidden"],
+        heads=sizes["heads"],
+        kv_heads=sizes["kv_heads"] or sizes["heads"],
+        ffn=sizes["ffn"] or 4 * sizes["hidden"],
+        vocab=sizes["vocab"],
+        gated=kind.startswith(_GATED),
+        tied=bool(values.get("tie_word_embeddings", not kind.startswith(_GATED))),
+        experts=sizes["experts"] or 1,
+        active_experts=sizes["active_experts"] or 1,
+        head_width=sizes["head_width"],
+    )
+
+
+def _size(values: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
+    """The first of these keys that is there, 0 when none is."""
+    for key in keys:
+        if (value := values.get(key)) is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{key}={value!r} in the config of {name} must be a whole number from 1.")
+            return value
+    return 0
