@@ -107,14 +107,17 @@ class Training:
         return self._optimizer.engine.effective
 
     def step(self, backward_seconds: float) -> Measured:
-        """One step after a backward that takes so long; lanes may fetch and copy in it."""
+        """One step after a backward that takes so long; lanes may fetch and copy in it.
+
+        Gradients are added to those of the steps before: new memory for each would keep the processors busy with its
+        pages, which no backward on a device does.
+        """
         began = time.monotonic()
         torch.autograd.backward(self._params, self._gradients)
         time.sleep(max(0.0, began + backward_seconds - time.monotonic()))
         called = time.monotonic()
         self._optimizer.step()
         ended = time.monotonic()
-        self._optimizer.zero_grad()
         result = self._result
         return Measured(
             update_seconds=ended - called, backward_seconds=called - began, busy_seconds=_busy(result, called, ended)

@@ -3,11 +3,13 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tidegate.errors import ConfigError
 from tidegate.model import cpu_to_device_ratio, ratio_from_stride, stride_from_ratio
+from tidegate.model.equations import interleaved_seconds, stored_seconds
+from tidegate.plan.split import PathSpeeds
 
 V100 = {"B": 3e9, "U_c": 2e9, "U_g": 35e9, "D_c": 8.7e9}
 """DOS section 5.4, the V100 node."""
@@ -71,3 +73,25 @@ def test_bounds_of_stride_and_ratio() -> None:
         ratio_from_stride(0.5)
     with pytest.raises(ConfigError, match="ratio"):
         stride_from_ratio(-0.5)
+
+
+@given(st.floats(1e8, 1e11), st.floats(1e8, 1e10), st.floats(1e9, 1e11))
+def test_the_ratio_of_dos_is_where_both_sides_take_equally_long(B: float, U_c: float, U_g: float) -> None:
+    ratio = cpu_to_device_ratio(B, U_c, U_g)
+    assume(1e-3 < ratio < 1e3)
+    whole = 1e9
+    on_cpu = whole * ratio / (1 + ratio)
+    best = interleaved_seconds(on_cpu, whole - on_cpu, B, U_c, U_g)
+    for shift in (-0.1, 0.1):
+        other = on_cpu + shift * min(on_cpu, whole - on_cpu)
+        assert interleaved_seconds(other, whole - other, B, U_c, U_g) > best * (1 + 1e-6)
+
+
+def test_the_storage_of_mlp_takes_what_its_slowest_path_takes() -> None:
+    speeds = {
+        "nvme": PathSpeeds(read_bytes_per_second=6e9, write_bytes_per_second=5e9),
+        "pfs": PathSpeeds(read_bytes_per_second=3e9, write_bytes_per_second=4e9),
+    }
+    assert stored_seconds({"nvme": 5e9, "pfs": 3e9}, speeds) == pytest.approx(2.0)
+    assert stored_seconds({"nvme": 5e9, "pfs": 6e9}, speeds) == pytest.approx(4.0)
+    assert stored_seconds({}, speeds) == 0.0
