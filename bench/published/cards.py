@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from published.systems import DEEPSPEED_BYTES, Setting
+from published.systems import DEEPSPEED_BYTES, JLSE_GRADIENT, Setting
 from tidegate.model.machine import GB, GPUS, Machine, StoragePath
 from tidegate.model.shapes import PAPER_MODELS, ModelShape
 
@@ -60,7 +60,8 @@ class Cards:
     """All rate cards, and what else had to be assumed for all rows alike.
 
     blocks_of_20b: 44 make the 294 GiB of state that DOS Table 2 has for 20B; the 48 of that table would make 320.
-    pinned_cache: the cache keeps the same subgroups, so that all of it holds state, instead of alternating.
+    pinned_cache: the cache keeps the same subgroups, so that all of it holds state, instead of alternating. gradient:
+    see `Setting`; DOS Table 1 has 4 GB/s, its section 4.1 has 2.5.
     """
 
     jlse: Machine = JLSE
@@ -68,9 +69,10 @@ class Cards:
     v100: Machine = V100
     blocks_of_20b: int = 44
     pinned_cache: bool = False
+    gradient: float = JLSE_GRADIENT
 
     def on_jlse(self, model: str) -> Setting:
-        return Setting(self._shape(model), self.jlse, pinned_cache=self.pinned_cache)
+        return Setting(self._shape(model), self.jlse, gradient=self.gradient, pinned_cache=self.pinned_cache)
 
     def on_polaris(self, model: str, nodes: int) -> Setting:
         return Setting(self._shape(model), replace(self.polaris, nodes=nodes), pinned_cache=self.pinned_cache)
@@ -109,5 +111,6 @@ def variants() -> dict[str, Cards]:
         "host memory without limit": memory(1000),
         "paths read and write at once": replace(base, jlse=duplex(base.jlse), polaris=duplex(base.polaris)),
         "20B with 48 blocks": replace(base, blocks_of_20b=48),
+        "gradient copies at 2.5 GB/s": replace(base, gradient=2.5e9),
         "the whole cache holds state": replace(base, pinned_cache=True),
     }

@@ -89,7 +89,7 @@ def _polaris(cards: Cards) -> Iterator[tuple[str, Ours]]:
     without = cards.on_polaris("70B", nodes=20)
     once = passes(without.model, without.machine, without.work)
     gpu_only = once.forward + once.backward + without.of_rank / without.device
-    fabric = "The fabric's 25 GB/s a node are not in the paper, whose run is pipeline-parallel."
+    fabric = "The fabric's 25 GB/s a node are not in the paper, nor how its run was parallelised."
     yield "mlp44_gpu_only", Ours(gpu_only, sharded + fabric)
     multiple = mlp_offload(s).iteration.total / gpu_only
     whole = "Each node gets the file system's full rate; both iterations are ours. "

@@ -114,7 +114,7 @@ def faster(machine: Machine, part: str, times: float) -> Machine:
     return replace(machine, **{name: times * getattr(machine, name) for name in names})
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     MACHINES,
     st.sampled_from(["7B", "13B", "40B"]),

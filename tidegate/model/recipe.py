@@ -11,7 +11,7 @@ _FOLDER: Final = "/path/to/{}"
 
 
 def settings(plan: CapacityPlan) -> dict[str, Any]:
-    """What `tidegate.Offload` is given. ConfigError-free by construction: a test builds the real one from it."""
+    """What `tidegate.Offload` is given, by name; folders of paths are to be filled in."""
     effective, work = plan.fit.effective, plan.work
     found: dict[str, Any] = {
         "stride": effective.stride,

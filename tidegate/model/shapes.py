@@ -207,7 +207,8 @@ def model_from_config(values: Any, *, name: str = "model") -> ModelShape:
         ffn=sizes["ffn"] or 4 * sizes["hidden"],
         vocab=sizes["vocab"],
         gated=kind.startswith(_GATED),
-        tied=bool(values.get("tie_word_embeddings", not kind.startswith(_GATED))),
+        # Where a config does not say: gated models other than Gemma have a matrix of its own at the output.
+        tied=bool(values.get("tie_word_embeddings", kind.startswith("gemma") or not kind.startswith(_GATED))),
         experts=sizes["experts"] or 1,
         active_experts=sizes["active_experts"] or 1,
         head_width=sizes["head_width"],
