@@ -111,7 +111,7 @@ class Tuner:
         self._urgent = False
         """The next look need not wait for the clock."""
         self._urgent_from = 0
-        """The step from which on a drift may make it so: where speeds change all the time, it must not look all the time."""
+        """The step from which on a drift may make it so: where speeds change all the time, looks must be few."""
         self._recent: deque[tuple[Effective, float]] = deque(maxlen=WINDOW_STEPS)
         self._trial: _Trial | None = None
         self._refuted: dict[Effective, int] = {}
