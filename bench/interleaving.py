@@ -6,8 +6,9 @@ interleaving on top, strides 1 to 8 without residents, and `auto`, which begins 
 the rounds. Every round runs each once, in an order of its own (seeded): first a step that is not counted, then some
 whose median is the round's. Intervals are the bootstrap's (95 %) of medians over rounds; ratios are those of a round.
 
-On a GPU the copies and updates are real. Without one the device is emulated: its lanes are paced to the stated rates,
-the CPU update, memory and scheduling are this machine's, and no claim about a GPU is made.
+On a GPU the copies and updates are real. Without one the device is emulated: its lanes are paced to stated rates, and
+so is the CPU update (a wrapper in this bench; `--cpu 0` leaves it as fast as it is), so slow that this machine's own
+speed hardly counts. No claim about a GPU is made from that.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ import tidegate
 from tidegate.knobs import Knobs
 
 STRIDES = tuple(range(1, 9))
+EMULATED_NUMEL, GPU_NUMEL = 4_800_000, 800_000_000
 CPU, TWINFLOW, RESIDENTS, AUTO = "all on the CPU", "twinflow", "auto, same residents", "auto"
 
 
 def main() -> int:
     options = parsed()
     torch.set_num_threads(1)
+    emulated = options.device == "emulated" or not torch.cuda.is_available()
+    options.numel = options.numel or (EMULATED_NUMEL if emulated else GPU_NUMEL)
     with ExitStack() as stack:
         trainings = {
             name: Training(
@@ -56,6 +60,8 @@ def main() -> int:
         }  # fmt: skip
         for training in trainings.values():
             stack.callback(training.close)
+            if emulated and options.cpu:
+                training.pace_cpu(options.cpu)
         found = measured(trainings, options)
     print(json.dumps(found) if options.json else text(found))
     return 0
@@ -90,7 +96,7 @@ def measured(trainings: dict[str, Training], options: argparse.Namespace) -> dic
         "bench": "interleaving",
         "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()[0], "os": platform.platform()},
         "device": trainings[AUTO].device,
-        "emulated_rates": vars(trainings[AUTO].optimizer.offload.emulated) if emulated else None,
+        "emulated_rates": {"link": options.link, "device": options.update, "cpu": options.cpu} if emulated else None,
         "claims": "none about a GPU: copies and device updates are paced" if emulated else "of this GPU",
         "numel": options.numel,
         "subgroups": len(trainings[AUTO].optimizer.engine.layouts),
@@ -125,15 +131,18 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--device", default="auto", choices=("auto", "emulated"))
-    parser.add_argument("--numel", type=int, default=48_000_000, help="parameters")
+    parser.add_argument("--numel", type=int, default=0, help="parameters; 0 for a size that suits the device")
     parser.add_argument("--subgroups", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="counted steps of each configuration in a round")
     parser.add_argument("--tuning-steps", type=int, default=60)
     parser.add_argument("--static-ratio", type=float, default=0.25, help="residents of TwinFlow")
     parser.add_argument("--cpu-threads", type=int, default=1)
-    parser.add_argument("--link", type=float, default=2e9, help="bytes per second each way of an emulated device")
-    parser.add_argument("--update", type=float, default=1e9, help="parameters per second of an emulated device")
+    parser.add_argument("--link", type=float, default=2e8, help="bytes per second each way of an emulated device")
+    parser.add_argument("--update", type=float, default=1e8, help="parameters per second of an emulated device")
+    parser.add_argument(
+        "--cpu", type=float, default=2e7, help="parameters per second of the CPU beside it; 0: as it is"
+    )
     return parser.parse_args()
 
 

@@ -1,7 +1,8 @@
 """Claim: on a real clock the tuner comes near the best stride within 20 steps, follows a link that halves, and rests.
 
-One training with an emulated device, whose link is paced to a stated rate; the CPU update and the copies themselves are
-this machine's, with all that goes on beside. Four parts:
+One training with an emulated device. Its link and its updates are paced to stated rates, and so is the CPU update (a
+wrapper in this bench), all so slow that this machine's own speed hardly counts: threads, plans, clocks, spans, rates,
+predictions and decisions are real. Four parts:
 
 * `before`, `halved`: every stride in interleaved rounds, so that one knows what is best. The link has half its rate in
   the second; that is set behind the engine's back, which only sees longer copies.
@@ -50,6 +51,7 @@ def main() -> int:
             update_params_per_second=options.update,
         ),
     )  # fmt: skip
+    training.pace_cpu(options.cpu)
     try:
         found = measured(training, options)
     finally:
@@ -82,7 +84,7 @@ def measured(training: Training, options: argparse.Namespace) -> dict[str, Any]:
         "bench": "tuner",
         "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()[0], "os": platform.platform()},
         "device": "emulated",
-        "link_bytes_per_second": options.link,
+        "rates": {"link": options.link, "device": options.update, "cpu": options.cpu},
         "numel": options.numel,
         "targets": {"off_best": NEAR, "steps": STEPS_TO_BEST, "steps_per_change": STEPS_PER_CHANGE},
         "before": shown(before),
@@ -170,11 +172,12 @@ def shown(times: Times) -> dict[str, float]:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--numel", type=int, default=48_000_000, help="parameters")
+    parser.add_argument("--numel", type=int, default=4_800_000, help="parameters")
     parser.add_argument("--subgroups", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=7, help="of each sweep over all strides")
-    parser.add_argument("--link", type=float, default=3e9, help="bytes per second each way")
-    parser.add_argument("--update", type=float, default=1e9, help="parameters per second of the device")
+    parser.add_argument("--link", type=float, default=2e8, help="bytes per second each way")
+    parser.add_argument("--update", type=float, default=1e8, help="parameters per second of the device")
+    parser.add_argument("--cpu", type=float, default=2e7, help="parameters per second of the CPU")
     parser.add_argument("--settling-steps", type=int, default=40)
     parser.add_argument("--following-steps", type=int, default=30)
     parser.add_argument("--noisy-steps", type=int, default=200)

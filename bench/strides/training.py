@@ -6,14 +6,19 @@ On a GPU the weights are there and the copies are real; without one the device i
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import tidegate
+from tidegate.agent.devices.base import DoneEvent
 from tidegate.agent.engine.engine import StepResult
+from tidegate.agent.engine.executor import Issued
+from tidegate.agent.subgroups import Layout
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.tuning import update_seconds
+from tidegate.plan.ops import Op
 
 PARAMS = 8
 
@@ -46,6 +51,22 @@ class Training:
             self.params, lr=1e-3, offload=tidegate.Offload(subgroup_numel=-(-each * PARAMS // subgroups), **offload)
         )
         self.optimizer.observers.append(self._note)
+
+    def pace_cpu(self, params_per_second: float) -> None:
+        """The CPU update takes at least so long, as lanes of an emulated device do: a busy machine matters less.
+
+        A wrapper around the engine's own op, in this bench alone.
+        """
+        runner = self.optimizer.engine._runner
+        update = runner._cpu_update
+
+        def paced(op: Op, layout: Layout) -> Issued:
+            began = time.monotonic()
+            issued = update(op, layout)
+            time.sleep(max(0.0, began + op.numel / params_per_second - time.monotonic()))
+            return replace(issued, event=DoneEvent(began, time.monotonic()))
+
+        runner._cpu_update = paced  # type: ignore[method-assign]
 
     def _note(self, result: StepResult, phases: StepPhases) -> None:
         seconds = update_seconds(result, phases)

@@ -218,3 +218,10 @@ def test_a_look_that_costs_much_is_rare() -> None:
         tuner.observe(SLOW, 2.0)
         tuner.propose(SLOW, look if tuner.due(SLOW) else None)
     assert next(times) == looks + 2, "after a drift it does not wait"
+    for _ in range(4 * OWN_STEPS):
+        tuner.speeds_changed()
+        tuner.observe(SLOW, 2.0)
+        tuner.propose(SLOW, look if tuner.due(SLOW) else None)
+        now += 0.1
+    looked = next(times) - looks - 3
+    assert 3 <= looked <= 5, "where speeds change in every step, it looks once in 32"

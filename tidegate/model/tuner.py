@@ -110,6 +110,8 @@ class Tuner:
         self._look_at = 0.0
         self._urgent = False
         """The next look need not wait for the clock."""
+        self._urgent_from = 0
+        """The step from which on a drift may make it so: where speeds change all the time, looks must be few."""
         self._recent: deque[tuple[Effective, float]] = deque(maxlen=WINDOW_STEPS)
         self._trial: _Trial | None = None
         self._refuted: dict[Effective, int] = {}
@@ -139,7 +141,7 @@ class Tuner:
         if self._trial is None and self._steps - self._changed_at >= OWN_STEPS:
             self._look_anew()
         elif self._trial is None and self._steps >= self._rests_until:
-            self._look_soon()
+            self._look_after_drift()
 
     def due(self, now: Effective) -> bool:
         """Whether it is time for a look from the knobs `now`."""
@@ -220,7 +222,8 @@ class Tuner:
             trial.turn()
             self._refute(trial.move.to)
         if trial.move.gain is None:
-            self._look_soon()  # that is what the probe was for
+            self._wait(1)  # that is what the probe was for
+            self._urgent = True
         elif kept and trial.is_clear:
             self._wait(FIRST_LOOK_STEPS)
         else:
@@ -243,11 +246,12 @@ class Tuner:
     def _look_anew(self) -> None:
         """What was found before may no longer hold."""
         self._refuted.clear()
-        self._look_soon()
+        self._look_after_drift()
 
-    def _look_soon(self) -> None:
+    def _look_after_drift(self) -> None:
         self._wait(1)
-        self._urgent = True
+        if self._steps >= self._urgent_from:
+            self._urgent, self._urgent_from = True, self._steps + OWN_STEPS
 
     def _wait(self, steps: int) -> None:
         self._steps_left = self._wait_steps = steps
