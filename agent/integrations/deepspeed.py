@@ -97,7 +97,7 @@ def _state_is_ours(engine: Any) -> Iterator[None]:
 @contextmanager
 def _class_is_ours(settings: Settings) -> Iterator[None]:
     """The engine makes our optimizer where it makes ZeRO-3's: it looks the name up when it does."""
-    stage3 = importlib.import_module("deepspeed.runtime.zero.stage3")
+    stage3: Any = importlib.import_module("deepspeed.runtime.zero.stage3")
     for module in INHERITS:
         with suppress(ImportError):
             importlib.import_module(module)

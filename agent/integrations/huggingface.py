@@ -30,8 +30,8 @@ def unwrapped(optimizer: Any) -> AdamW:
     if inner is None:
         raise ConfigError(
             f"The training uses {type(getattr(optimizer, 'optimizer', optimizer)).__name__}, not tidegate.AdamW: give "
-            "the Trainer optimizer_cls_and_kwargs=(tidegate.AdamW, {…}) or optimizers=(optimizer, None); with DeepSpeed, "
-            'call tidegate.enable_deepspeed() and put a "tidegate" block into its configuration.'
+            "the Trainer optimizer_cls_and_kwargs=(tidegate.AdamW, {…}) or optimizers=(optimizer, None); with "
+            'DeepSpeed, call tidegate.enable_deepspeed() and put a "tidegate" block into its configuration.'
         )
     return inner
 

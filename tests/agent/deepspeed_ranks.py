@@ -235,7 +235,7 @@ def worst_of_plan(name: str, folder: Path) -> float:
 def worst_of_way(name: str) -> float:
     with both(STRIDE, **WAYS[name]) as (stock, ours):
         if name != "fp16":
-            return worst_of_updates(stock, ours, 10)
+            return worst_of_updates(stock, ours, 6)
         # Only rank 0 has gradients that are too large: every rank must skip.
         worst = worst_of_updates(stock, ours, 12, scale=30.0 if dist.get_rank() == 0 else 1.0)
         assert ours.skipped_steps == stock.skipped_steps > 0
@@ -245,7 +245,9 @@ def worst_of_way(name: str) -> float:
 def updates(folder: Path) -> dict[str, float]:
     """The worst of 30 updates for each plan, and of some for each way to train."""
     worst = {name: worst_of_plan(name, folder) for name in plans(folder)}
-    return worst | {name: worst_of_way(name) for name in WAYS}
+    if dist.get_world_size() > 1:
+        worst |= {name: worst_of_way(name) for name in WAYS}
+    return worst
 
 
 def released_gradients(folder: Path) -> None:
@@ -357,7 +359,7 @@ def resume(folder: Path) -> None:
     assert set(wanted.optimizer.tidegate.steps) == {6}
     wanted.load_checkpoint(checkpoints, tag="step-6", load_optimizer_states=False)
     wanted.destroy()
-    other = engine_of(config_of({**OFF}, zero={"sub_group_size": 10**9}, **SAVED))
+    other = engine_of(config_of({**OFF}, zero={"sub_group_size": 300}, **SAVED))
     with pytest.raises(ConfigError, match="sub_group_size"):
         other.load_checkpoint(checkpoints, tag="step-6")
     other.destroy()
@@ -394,9 +396,10 @@ def main(folder: Path, what: str) -> None:
     tidegate.enable_deepspeed()
     if what == "train":
         worst = updates(folder)
-        released_gradients(folder)
-        local_state(folder)
-        refused(folder)
+        if dist.get_world_size() == 1:
+            released_gradients(folder)
+            local_state(folder)
+            refused(folder)
         knobs_over_rest(folder)
         (folder / f"worst-{dist.get_rank()}.json").write_text(json.dumps(worst))
         save(folder)
