@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tidegate.knobs import Knobs
 from tidegate.wire import AgentHello, AgentReport, Rates, StallRow, StepReport
 
 RUN = "load"
@@ -100,15 +101,18 @@ class SimulatedAgent:
     def __init__(self, connect: Callable[[], Connection], rank: int, world_size: int, figures: Figures) -> None:
         self._reporter, self._listener = connect(), connect()
         self._figures = figures
-        self._id = uuid.uuid4().hex
+        self.id = uuid.uuid4().hex
         self._rank, self._world_size = rank, world_size
         self._step = 0
         self._generation = 0
         self._voted: int | None = None
 
     async def hello(self) -> None:
-        message = AgentHello(
-            agent=self._id,
+        await self._reporter.ask("POST", "", self.message().model_dump_json())
+
+    def message(self) -> AgentHello:
+        return AgentHello(
+            agent=self.id,
             run=RUN,
             rank=self._rank,
             world_size=self._world_size,
@@ -119,7 +123,6 @@ class SimulatedAgent:
             knobs={"stride": 2.0, "static_ratio": 0.0},
             started_at=time.time(),
         )
-        await self._reporter.ask("POST", "", message.model_dump_json())
 
     async def report_forever(self) -> None:
         await asyncio.sleep(random.random())  # ranks do not report in one moment
@@ -127,7 +130,7 @@ class SimulatedAgent:
         while True:
             began = time.perf_counter()
             try:
-                answer = await self._reporter.ask("POST", f"/{self._id}/reports", self._report())
+                answer = await self._reporter.ask("POST", f"/{self.id}/reports", self.report())
                 self._figures.report_seconds.append(time.perf_counter() - began)
                 await self._take(self._reporter, json.loads(answer)["directive"])
             except OSError as error:
@@ -140,11 +143,11 @@ class SimulatedAgent:
             query = f"committed={self._generation}&wait={POLL_SECONDS}"
             query += f"&proposed={self._voted}" if self._voted is not None else ""
             try:
-                directive = json.loads(await self._listener.ask("GET", f"/{self._id}/directive?{query}"))
+                directive = json.loads(await self._listener.ask("GET", f"/{self.id}/directive?{query}"))
                 if directive["proposed"] is not None and directive["proposed"] != self._voted:
                     self._voted = directive["proposed"]
                     vote = json.dumps({"generation": self._voted, "can": True})
-                    await self._listener.ask("POST", f"/{self._id}/votes", vote)
+                    await self._listener.ask("POST", f"/{self.id}/votes", vote)
                 await self._take(self._listener, directive)
             except OSError as error:
                 self._figures.failures.append(f"listen: {error!r}")
@@ -156,9 +159,9 @@ class SimulatedAgent:
         self._generation = directive["committed"]
         self._figures.received.append((self._generation, time.perf_counter()))
         done = json.dumps({"generation": self._generation, "step": self._step + 1})
-        await connection.ask("POST", f"/{self._id}/applied", done)
+        await connection.ask("POST", f"/{self.id}/applied", done)
 
-    def _report(self) -> str:
+    def report(self) -> str:
         self._step += 1
         said = {**REPORT, "timestamp": time.time(), "step": self._step, "generation": self._generation}
         return json.dumps({**said, "steps": [{**STEP, "timestamp": time.time(), "step": self._step}]})
@@ -225,6 +228,43 @@ async def load(url: str, tokens: dict[str, str], num_agents: int, seconds: float
     }
 
 
+def memory_alone(num_agents: int, seconds: float) -> dict[str, Any]:
+    """The same reports given to the control plane in this process, as fast as it takes them: what it keeps of them, and
+    what one costs, where a busy machine lets nothing be timed. A second passes when every rank has reported."""
+    from tidegate.daemon.control.plane import ControlPlane
+    from tidegate.daemon.control.run import Clock
+    from tidegate.daemon.store import Store
+
+    now, resident = 0.0, list[int]()
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(f"sqlite:///{folder}/tidegate.db")
+        plane = ControlPlane(store, clock=Clock(mono=lambda: now))
+        agents = [
+            SimulatedAgent(lambda: Connection("", 0, ""), rank, num_agents, Figures()) for rank in range(num_agents)
+        ]
+        for agent in agents:
+            plane.hello(agent.message(), Knobs(stride=2.0))
+        began = time.process_time()
+        for _ in range(round(seconds)):
+            for agent in agents:
+                plane.report(agent.id, AgentReport.model_validate_json(agent.report()))
+            now += 1.0
+            plane.tick()
+            plane.history.settle()
+            resident.append(resident_bytes(os.getpid()))
+        took = time.process_time() - began
+        plane.save_all()
+        store.close()
+    warm = resident[len(resident) // 4 :]
+    return {
+        "in_process": True,
+        "reports": num_agents * len(resident),
+        "cpu_seconds_per_report": took / num_agents / len(resident),
+        "rss_bytes": resident[-1],
+        "rss_slope": slope(warm),
+    }
+
+
 def percentile(values: list[float], rank: int) -> float:
     return statistics.quantiles(values, n=100)[rank - 1] if len(values) > 1 else values[0]
 
@@ -249,11 +289,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--quick", action="store_true", help="32 agents for 10 s: whether it works, no claim")
+    parser.add_argument("--in-process", action="store_true", help="memory and processor time alone, without HTTP")
     parser.add_argument("--agents", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=300.0)
     options = parser.parse_args()
     num_agents, seconds = (32, 10.0) if options.quick else (options.agents, options.seconds)
     cores, before = sorted(os.sched_getaffinity(0)), os.getloadavg()[0]
+    found = memory_alone(num_agents, seconds) if options.in_process else served(num_agents, seconds, cores)
+    machine = {"cores": len({cores[0], cores[-1]}), "cpu": processor(), "load": before}
+    machine["python"] = platform.python_version()
+    found = {"bench": "daemon_load", "agents": num_agents, "seconds": seconds, **found, **machine}
+    if options.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name:>22}  {value:.4g}" if isinstance(value, float) else f"{name:>22}  {value}")
+
+
+def served(num_agents: int, seconds: float, cores: list[int]) -> dict[str, Any]:
+    """The figures of a daemon that is a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder)
         command = [sys.executable, "-m", "tidegate", "daemon", "--port", "0", "--state-dir", folder]
@@ -264,22 +318,10 @@ def main() -> None:
             os.sched_setaffinity(0, {cores[-1]})
             url = announced(state, daemon)
             tokens = {scope: (state / f"{scope}.token").read_text().strip() for scope in ("agent", "operate")}
-            found = asyncio.run(load(url, tokens, num_agents, seconds, daemon.pid))
+            return asyncio.run(load(url, tokens, num_agents, seconds, daemon.pid))
         finally:
             daemon.send_signal(signal.SIGTERM)
             daemon.wait(20)
-    machine = {
-        "cores": len({cores[0], cores[-1]}),
-        "cpu": processor(),
-        "python": platform.python_version(),
-        "load": before,
-    }
-    found = {"bench": "daemon_load", "agents": num_agents, "seconds": seconds, **found, **machine}
-    if options.json:
-        print(json.dumps(found))
-    else:
-        for name, value in found.items():
-            print(f"{name:>22}  {value:.4g}" if isinstance(value, float) else f"{name:>22}  {value}")
 
 
 def processor() -> str:

@@ -74,7 +74,7 @@ def test_a_killed_daemon_does_not_stop_training_and_knobs_are_intact_when_it_is_
         with daemon.client() as client:
             client.set_knobs(RUN, {"stride": 3})
             until(lambda: attachment.generation == 1, "generation 1")
-            known = client.steps(RUN, 0).steps[-1].step
+            known = until(lambda: client.steps(RUN, 0).steps, "a report")[-1].step
             until(lambda: client.steps(RUN, 0).steps[-1].step > known, "a report that is not written yet")
         daemon.kill()
         steps = training.steps

@@ -46,7 +46,7 @@ def what_if(rank: Rank, effective: Effective, rates: RateCard, *, backward_secon
     """
     few, smaller, scale = sampled(rank, effective)
     steps = settled(few, smaller, rates)
-    timelines = [simulate(plan, rates, step_at=at) for plan, at in _plans(steps, rates, backward_seconds)]
+    timelines = [simulate(plan, rates, step_at=at) for plan, at in _plans(steps, rates, _shortened(backward_seconds, scale))]
     seconds, stalls = rates.step_seconds or 0.0, Counter[str]()
     if rates.step_seconds:
         stalls[SCHEDULER] += rates.step_seconds  # type: ignore[assignment]
@@ -77,10 +77,15 @@ def predicted_seconds(
 ) -> float:
     """The `update_seconds` of `what_if`, and nothing else: a training thread waits for it."""
     few, smaller, scale = sampled(rank, effective)
-    plans = _plans(settled(few, smaller, rates), rates, backward_seconds)
+    plans = _plans(settled(few, smaller, rates), rates, _shortened(backward_seconds, scale))
     beside = rates.step_seconds or 0.0
     ops = [update_seconds(plan, rates, step_at=at) - beside for plan, at in plans]
     return sum(ops) / len(ops) * scale + beside
+
+
+def _shortened(backward_seconds: float | None, scale: float) -> float | None:
+    """A sample of the subgroups has as small a share of the backward to hide its copies in."""
+    return None if backward_seconds is None else backward_seconds / scale
 
 
 def _plans(steps: list[Settled], rates: RateCard, backward_seconds: float | None) -> list[tuple[Plan, float]]:
