@@ -134,17 +134,20 @@ def kept_steps(url: str, run: str, rank: int) -> tuple[int, ...]:
     return tuple(sorted({*kept, *seen}))
 
 
-def alerts(runs: Sequence[str], url: str) -> dict[str, tuple[AlertView, ...]]:
-    """What fires in each of these runs; nothing for one that cannot be asked about."""
-    return {run: _alerts(url, run) for run in runs}
+def alerts(url: str, runs: Sequence[str]) -> dict[str, tuple[AlertView, ...]]:
+    """What fires in each of these runs, as far as the daemon answers: one that hangs is not asked again and again."""
+    found = {}
+    try:
+        for run in runs:
+            found[run] = _alerts(url, run)
+    except DaemonError:
+        pass
+    return found
 
 
 @st.cache_data(ttl=5.0, max_entries=256, show_spinner=False)
 def _alerts(url: str, run: str) -> tuple[AlertView, ...]:
-    try:
-        return tuple(reader(url).alerts(run))
-    except DaemonError:
-        return ()
+    return tuple(reader(url).alerts(run))
 
 
 @st.cache_data(ttl=20.0, max_entries=64, show_spinner=False)

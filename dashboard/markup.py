@@ -7,6 +7,8 @@ from html import escape
 
 from tidegate.dashboard import palette
 
+NO_BREAK = "\u00a0"
+
 STYLE = """
 <style>
 .stMainBlockContainer { padding: 0.9rem 1.6rem 2rem; max-width: 1800px; }
@@ -23,8 +25,9 @@ STYLE = """
 .tg-head { display: flex; flex-wrap: wrap; align-items: baseline; gap: 0.75rem; font-size: 0.84rem; }
 .stApp .st-key-bar { border-bottom: 1px solid color-mix(in srgb, currentColor 14%, transparent); gap: 0.2rem;
   padding-bottom: 0.15rem; flex-wrap: wrap; }
-.stApp .st-key-pickers { order: 9; margin-left: auto; width: auto; }
-.stApp .st-key-pickers [data-baseweb="select"] > div { min-height: 1.9rem; }
+.stApp .st-key-links { gap: 0.2rem; }
+.stApp .st-key-pickers [data-testid="stSelectbox"] div:has(> input),
+.stApp .st-key-pickers [data-baseweb="select"] > div { min-height: 1.9rem; height: 1.9rem; }
 .tg-run { font-size: 1.3rem; font-weight: 650; letter-spacing: -0.01em; overflow-wrap: anywhere; }
 .tg-pill { border: 1px solid; border-radius: 999px; padding: 0 0.6rem; font-size: 0.78rem; font-weight: 600; }
 .tg-verdict { font-size: 1.02rem; margin: 0.1rem 0 0.5rem; }
@@ -112,7 +115,8 @@ def stack(parts: Iterable[tuple[str, float, str]]) -> str:
 
 
 def verdict(sentence: str) -> str:
-    return f'<div class="tg-verdict">{escape(sentence)}</div>'
+    """A figure and its percent sign stay in one line."""
+    return f'<div class="tg-verdict">{escape(sentence).replace(" %", NO_BREAK + "%")}</div>'
 
 
 def banner(sentence: str, color: str) -> str:

@@ -49,14 +49,15 @@ def _draw(screen: Screen) -> None:
     url = os.environ.get(URL_VARIABLE) or find_daemon()
     found = feed.runs(url)
     run, rank = st.query_params.get("run", ""), 0
-    bar = st.container(horizontal=True, key="bar", vertical_alignment="center")
+    bar = st.container(horizontal=True, key="bar", vertical_alignment="center", horizontal_alignment="distribute")
+    left = bar.container(horizontal=True, width="content", key="links")
     if screen.about != "all" and found.runs:
         pickers = bar.container(horizontal=True, width="content", key="pickers")
         run = _pick_run(pickers, found.runs)
         view = next((view for view in found.runs if view.run == run), None)
         if view is not None and screen.about == "rank":
             rank = _pick_rank(pickers, view)
-    with bar:
+    with left:
         _links(screen, run, rank)
     if screen.about == "all":
         screen.draw(Place(url=url, run=run))

@@ -68,7 +68,7 @@ def _next(place: Place) -> None:
     st.html(markup.title("Runs", said))
     if found.problem:
         return
-    firing = feed.alerts([run.run for run in urgency.ordered(found.runs)[:CARDS]], place.url)
+    firing = feed.alerts(place.url, [run.run for run in urgency.ordered(found.runs)[:CARDS]])
     moment = time.time()
     tasks = [task for run in found.runs if (task := urgency.task(run, firing.get(run.run, ()), moment))]
     first = _most_urgent(place.url, urgency.sorted_tasks(tasks))

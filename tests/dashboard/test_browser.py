@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,30 @@ def test_the_first_screen_tells_the_essential(running: tuple[Daemon, Agent, str]
         assert (sum(map(int, background[4:-1].split(",")[:3])) < 384) == dark
         refreshes(page, 2)
         page.screenshot(path=str(tmp_path / "first.png"))
+        healthy(page, errors)
+
+
+def test_an_update_is_held_and_saved_for_perfetto(running: tuple[Daemon, Agent, str]) -> None:
+    _, _, url = running
+    with open_page(f"{url}/timeline") as (page, errors):
+        page.get_by_role("button", name="Hold").click()
+        page.wait_for_url("**/timeline?run=llama-7b&step=*")
+        held = int(page.url.rpartition("=")[2])
+        title = page.locator(".tg-title", has_text="Update, by lane")
+        expect(title).to_contain_text(f"step {held},")
+        refreshes(page, 2)
+        expect(title).to_contain_text(f"step {held},")
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Trace").click()
+        trace = json.loads(saved.value.path().read_text())
+        slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        assert {event["pid"] for event in slices} == {0, 1_000_000}, "measured and predicted"
+        assert {event["args"]["step"] for event in slices} == {held}
+        page.get_by_role("button", name="Follow").click()
+        page.wait_for_url("**/timeline?run=llama-7b")
+        page.get_by_role("link", name="Run").click()
+        page.wait_for_url("**/run?run=llama-7b")
+        expect(page.locator(".st-key-memory .main-svg").first).to_be_visible()
         healthy(page, errors)
 
 

@@ -47,7 +47,7 @@ SHOWN = {
     "predicted_phase_seconds": "predicted update 1.40 s",
     "prediction_error_ratio": "off by",
     "agents": "live",
-    "desired_generation": "newest generation 0",
+    "desired_generation": "generation 0;",
 }
 """What to look for, by family without its prefix: the figures of the scripted run."""
 

@@ -33,7 +33,8 @@ def later(timeline: Timeline, seconds: float) -> Timeline:
 @given(plan=plans, step_at=st.floats(0.0, 3.0), forward=st.floats(0.0, 2.0))
 @settings(max_examples=60, deadline=None)
 def test_what_the_simulator_made_it_expects_again(plan: Plan, step_at: float, forward: float) -> None:
-    made = later(simulate(plan, H100, step_at=step_at, step=5), forward)
+    ready = {subgroup.id: step_at * subgroup.id / len(plan.subgroups) for subgroup in plan.subgroups}
+    made = later(simulate(plan, H100, step_at=step_at, gradient_ready=ready, step=5), forward)
     found = replay(made, H100)
     assert (found.step, found.source, found.origin) == (5, "simulated", 17.0)
     assert [(s.op, s.lane) for s in found.spans] == [(s.op, s.lane) for s in made.spans]
