@@ -7,7 +7,8 @@ every 1.5 s. The windows of the daemon and of the charts are full before the clo
 `refresh_p95_seconds`: from a page's request to the last message of its answer, as the browser's websocket has them;
 painting is not in it. `…_slope`: growth from the end of the warm-up (a quarter of the time) to the end, of the fitted
 line, as a share of its beginning: of the server's resident memory, of the proportional set size of all processes of
-the browser, and of its JavaScript heap after a collection. `minutes` is what it ran, `load` what else the machine did.
+the browser, and of its JavaScript heap after a collection. `…_megabytes` are the samples, the warm-up included.
+`minutes` is what it ran, `load` what else the machine did as it began.
 """
 
 from __future__ import annotations
@@ -156,6 +157,7 @@ def _memory_figures(memory: Memory) -> dict[str, Any]:
         line = statistics.linear_regression(range(len(warm)), warm)
         found[f"{name}_bytes"] = sizes[-1]
         found[f"{name}_slope"] = line.slope * (len(warm) - 1) / line.intercept
+        found[f"{name}_megabytes"] = [round(size / 1e6, 1) for size in sizes]
     return found
 
 

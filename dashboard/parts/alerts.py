@@ -21,6 +21,7 @@ COLORS: Final = {
 SHOWN: Final = 12
 RESOLVED_SHOWN: Final = 20
 _RUNBOOK: Final = re.compile(r"docs/runbooks/([A-Za-z0-9]{1,64}\.md)")
+_NEIGHBOUR: Final = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]*\)")
 _RUNBOOKS: Final = Path(__file__).resolve().parents[2] / "docs" / "runbooks"
 """Where the live view runs from a copy of the repository; else there is none."""
 
@@ -78,10 +79,10 @@ def runbook(url: str) -> str:
 
 
 def own_runbook(url: str) -> str | None:
-    """The text of one of Tidegate's own runbooks, where the repository is at hand."""
+    """The text of one of Tidegate's own runbooks, where the repository is at hand; links to others are names."""
     found = _RUNBOOK.fullmatch(url)
     path = _RUNBOOKS / found[1] if found else None
-    return path.read_text() if path is not None and path.is_file() else None
+    return _NEIGHBOUR.sub(r"\1", path.read_text()) if path is not None and path.is_file() else None
 
 
 def _card(alert: AlertView, run: str) -> None:

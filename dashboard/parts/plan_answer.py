@@ -33,8 +33,10 @@ def answer(asked: Question, shape: ModelShape | None) -> None:
         if plan.fits:
             st.html(_phases(plan) + _busy(plan))
     with right:
-        st.html(_memory("Memory of one GPU", plan.device_bytes, plan.machine.gpu_memory_bytes))
-        st.html(_memory("Memory of one node", plan.host_bytes, plan.machine.host_memory_bytes))
+        st.html(
+            _memory("Memory of one GPU", plan.device_bytes, plan.machine.gpu_memory_bytes)
+            + _memory("Memory of one node", plan.host_bytes, plan.machine.host_memory_bytes)
+        )
     _help(asked, shape)
     if plan.fits:
         _recipes(plan)
@@ -120,6 +122,8 @@ def _places(name: str, note: str, found: Mapping[str, int]) -> str:
 
 def _memory(name: str, found: Mapping[str, float], available: float) -> str:
     total = sum(found.values())
+    if not total:
+        return ""
     rows = [
         (kind, units.nbytes(nbytes), markup.bar(nbytes / available, units.share(nbytes / available), palette.GREY))
         for kind, nbytes in found.items()

@@ -211,6 +211,24 @@ def test_what_cannot_be_set_is_told_in_a_sentence(daemon: Daemon, name: str, val
     assert field(app, name).value == value
 
 
+def test_an_edit_stays_on_the_knobs_that_it_was_begun_on_however_often_the_page_is_drawn(daemon: Daemon) -> None:
+    agent = Agent(daemon)
+    agent.train(2)
+    with agent.training(0.05), daemon.operator() as operator:
+        app = tune(daemon)
+        field(app, "static_ratio").input("0.25")
+        again(app)
+        operator.set_knobs("llama-7b", {"stride": 4}, reason="mine first")
+        assert "Your edit was begun on generation 0; generation 1 has been made since." in text(again(app))
+        press(app, "Set")
+        assert "someone else was faster" in app.warning[0].value
+        assert operator.knobs("llama-7b").desired["static_ratio"] == 0.0
+        press(app, "Discard")
+        field(app, "static_ratio").input("0.5")
+        press(app, "Set")
+        assert app.success, "what was begun after the other change stands on it"
+
+
 def test_a_daemon_that_goes_away_keeps_the_edit_and_what_was_known(daemon: Daemon) -> None:
     Agent(daemon).train(2)
     app = tune(daemon)
