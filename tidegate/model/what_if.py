@@ -46,7 +46,9 @@ def what_if(rank: Rank, effective: Effective, rates: RateCard, *, backward_secon
     """
     few, smaller, scale = sampled(rank, effective)
     steps = settled(few, smaller, rates)
-    timelines = [simulate(plan, rates, step_at=at) for plan, at in _plans(steps, rates, _shortened(backward_seconds, scale))]
+    timelines = [
+        simulate(plan, rates, step_at=at) for plan, at in _plans(steps, rates, _shortened(backward_seconds, scale))
+    ]
     seconds, stalls = rates.step_seconds or 0.0, Counter[str]()
     if rates.step_seconds:
         stalls[SCHEDULER] += rates.step_seconds  # type: ignore[assignment]
