@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
@@ -86,9 +85,11 @@ def together(works: Sequence[Callable[[], float]], seconds: float) -> list[float
         finally:
             with counted:
                 left -= 1
-        with suppress(Exception):  # it did what was counted
-            while left and not failed:
+        try:
+            while left and not failed:  # it did what was counted
                 once()
+        except Exception as error:
+            failed.append(error)
 
     threads = [threading.Thread(target=work, args=one, name="tidegate-calibrate") for one in enumerate(works)]
     for thread in threads:

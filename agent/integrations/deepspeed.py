@@ -51,7 +51,7 @@ def _with_tidegate(configure: Callable[..., None]) -> Callable[..., None]:
         if not settings.enabled or not _usable(_obstacles(engine), settings):
             configure(engine, *args, **given)
             return
-        with _state_is_ours(engine), _class_is_ours(settings):
+        with _state_is_ours(engine) as restore, _class_is_ours(settings, restore):
             configure(engine, *args, **given)
         optimizer = getattr(engine.optimizer, "tidegate", None)
         if optimizer is not None and settings.attach:
@@ -81,22 +81,29 @@ def _usable(obstacles: list[str], settings: Settings) -> bool:
 
 
 @contextmanager
-def _state_is_ours(engine: Any) -> Iterator[None]:
-    """DeepSpeed is not to look for state that it has swapped to NVMe itself: it has none."""
+def _state_is_ours(engine: Any) -> Iterator[Callable[[], Any]]:
+    """DeepSpeed is not to look for state that it has swapped to NVMe itself: it has none. Gives what takes that back,
+    and returns where DeepSpeed is to keep its state then."""
     zero = engine._config.zero_config
     given = zero.offload_optimizer
     if engine.zero_nvme_offload_optimizer():
         zero.offload_optimizer = given.model_copy(update={"device": "cpu"})
-    try:
-        yield
-    except BaseException:
+
+    def restore() -> Any:
         zero.offload_optimizer = given
+        return given
+
+    try:
+        yield restore
+    except BaseException:
+        restore()
         raise
 
 
 @contextmanager
-def _class_is_ours(settings: Settings) -> Iterator[None]:
-    """The engine makes our optimizer where it makes ZeRO-3's: it looks the name up when it does."""
+def _class_is_ours(settings: Settings, restore: Callable[[], Any]) -> Iterator[None]:
+    """The engine makes our optimizer where it makes ZeRO-3's: it looks the name up when it does. `restore` gives where
+    DeepSpeed's own is to keep its state."""
     stage3: Any = importlib.import_module("deepspeed.runtime.zero.stage3")
     for module in INHERITS:
         with suppress(ImportError):
@@ -107,7 +114,7 @@ def _class_is_ours(settings: Settings) -> Iterator[None]:
 
     def build(module: Any, init_optimizer: Any, *args: Any, **given: Any) -> Any:
         if not _usable(support.unsupported_optimizer(init_optimizer), settings):
-            return original(module, init_optimizer, *args, **given)
+            return original(module, init_optimizer, *args, **{**given, "offload_optimizer_config": restore()})
         return TidegateZeroOptimizer(settings.offload, module, init_optimizer, *args, **given)
 
     stage3.DeepSpeedZeroOptimizer_Stage3 = build

@@ -71,6 +71,8 @@ def _offload(block: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[str, Any
     if "emulated" in given:
         given["emulated"] = EmulatedRates(**_checked(given["emulated"], EmulatedRates, "emulated"))
     if "paths" in given:
+        if not isinstance(given["paths"], Mapping):
+            raise ConfigError(f'"{BLOCK}": paths is {given["paths"]!r}: a block of names and directories.')
         given["paths"] = {name: _path(name, path) for name, path in given["paths"].items()}
     elif offload.get("device") == "nvme":
         given["paths"] = {"nvme": offload.get("nvme_path") or _no_nvme_path()}

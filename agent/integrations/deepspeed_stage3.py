@@ -27,6 +27,7 @@ from tidegate.agent.integrations.deepspeed_scalars import CpuAdamScalars
 from tidegate.agent.integrations.deepspeed_state import Flat, Place
 from tidegate.agent.offload import Offload
 from tidegate.agent.optimizer import AdamW
+from tidegate.agent.ranks import Ranks
 from tidegate.agent.shards import Part
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.errors import ConfigError
@@ -291,7 +292,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         """`fp32_partitioned_groups_flat` and the optimizer's state are there, in host memory. `filled`: with what the
         engine has. `taken`: what they hold at the end is the engine's."""
         sizes = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
-        states.require_room(sum(sizes))
+        states.require_room(sum(sizes), Ranks.now())
         steps = self._steps_by_subgroup()
         self._flats = [
             Flat(torch.zeros(n), {name: torch.zeros(n) for name in MOMENTS} if filled and step else {})

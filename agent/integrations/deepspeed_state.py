@@ -3,6 +3,7 @@ DeepSpeed's."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from tidegate.agent.checkpoint import MOMENTS
 from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.optimizer import AdamW
+from tidegate.agent.ranks import Ranks
 from tidegate.agent.subgroups import Segment, flat
 from tidegate.errors import ConfigError, MemoryBudgetError
 
@@ -50,15 +52,20 @@ def join_bf16(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
-def require_room(numel: int) -> None:
-    """MemoryBudgetError when fp32 weights and moments of so many parameters do not fit in host memory."""
-    needed, available = numel * BYTES_PER_PARAM, host_available_bytes()
-    if needed > available:
-        raise MemoryBudgetError(
-            f"DeepSpeed's checkpoints hold a rank's whole state: {needed:,} bytes of host memory are needed for it, "
-            f"{available:,} are available. Lower host_cache, or use more ranks.",
-            needed, available,
-        )  # fmt: skip
+def require_room(numel: int, ranks: Ranks) -> None:
+    """MemoryBudgetError, on all ranks, when fp32 weights and moments of so many parameters on each of them do not fit
+    in the memory of some host."""
+    host = socket.gethostname()
+    said = ranks.of_all((host, numel * BYTES_PER_PARAM, host_available_bytes()))
+    for one in dict.fromkeys(where for where, _, _ in said):
+        needed = sum(nbytes for where, nbytes, _ in said if where == one)
+        available = min(nbytes for where, _, nbytes in said if where == one)
+        if needed > available:
+            raise MemoryBudgetError(
+                f"DeepSpeed's checkpoints hold the whole state of a host's ranks: {needed:,} bytes of host memory are "
+                f"needed for it on {one}, {available:,} are available. Lower host_cache, or use more hosts.",
+                needed, available,
+            )  # fmt: skip
 
 
 def at_rest(optimizer: AdamW) -> Engine:

@@ -55,6 +55,13 @@ FOUND_IN_TESTED: Final[Mapping[str, frozenset[str]]] = {
     "load_module_checkpoint_state_from_checkpoint_dir_stage3": frozenset({"0c5123d2c63e79d3"}),
     "_get_trainable_parameter_groups": frozenset({"124c18c490f8f621"}),
     "finalize_gradient_accumulation_boundary": frozenset({"216a58b697d84007"}),
+    "clear_backward_seen_flag": frozenset({"16ac0c675f2921f6"}),
+    "__reduce_and_partition_ipg_grads": frozenset({"1da409a6046b7c79"}),
+    "__avg_scatter_contiguous_grads": frozenset({"c86af2b21bf18f22"}),
+    "__avg_scatter_grads": frozenset({"2382a5ebff4cfcf2"}),
+    "_get_param_partition_group": frozenset({"5d72efd9c15bfe5b"}),
+    "get_fp32_grad_for_param": frozenset({"0b59765fd7649026"}),
+    "_fp32_state_allgather": frozenset({"735ed78de0c2a8b1"}),
 }
 """Digests of what our code takes the place of or leans on, as `digests` makes them, by method of ZeRO-3's optimizer."""
 
@@ -169,4 +176,9 @@ def unsupported_optimizer(optimizer: Any) -> list[str]:
         for name, wanted in (("amsgrad", False), ("maximize", False), ("bias_correction", True)):
             if bool(group.get(name, wanted)) is not wanted:
                 found.append(f"Param group {i} has {name}={group[name]}: only {wanted} is supported.")
+        if "decoupled_weight_decay" in group and group["decoupled_weight_decay"] is not (kind.__name__ == "AdamW"):
+            found.append(
+                f"Param group {i} has decoupled_weight_decay={group['decoupled_weight_decay']} in {kind.__name__}: use "
+                "AdamW for decoupled decay and Adam for the other, in all groups."
+            )
     return found

@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from tidegate.agent.attach import Attachment, attach
 from tidegate.agent.optimizer import AdamW
+from tidegate.agent.shards import Part
 from tidegate.errors import ConfigError
 from tidegate.verdict import Taken, verdict
 
@@ -125,7 +126,8 @@ class TidegateCallback(TrainerCallback):
 
 def _check_works(optimizer: AdamW) -> None:
     """Better said when training begins than at the first step."""
-    if optimizer.offload.gradients == "release":
+    under_deepspeed = isinstance(optimizer.param_groups[0]["params"][0], Part)  # it clips, and knows the last backward
+    if optimizer.offload.gradients == "release" and not under_deepspeed:
         raise ConfigError(
             "gradients='release' cannot work in the Trainer, which reads all gradients for their norm before each "
             "step, and does not say which backward is the last of a step. Use gradients='keep'."

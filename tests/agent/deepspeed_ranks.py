@@ -324,8 +324,8 @@ def save(folder: Path) -> None:
         engine.step()
         if step % 3 == 2:
             engine.save_checkpoint(str(folder / "checkpoints"), tag=f"step-{step + 1}")
-    dist.barrier()
     (folder / f"saved-{dist.get_rank()}").touch()
+    dist.barrier()  # torchrun kills the others as soon as it sees one dead
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
+from tidegate.agent.integrations.deepspeed import _state_is_ours
 from tidegate.agent.integrations.deepspeed_scalars import CpuAdamScalars
 from tidegate.agent.integrations.deepspeed_settings import block_of, settings_of
 from tidegate.agent.integrations.deepspeed_state import join_bf16, rounded, split_bf16
-from tidegate.agent.integrations.deepspeed_support import digests
+from tidegate.agent.integrations.deepspeed_support import digests, unsupported_optimizer
 from tidegate.errors import ConfigError, KnobError
 from tidegate.kernels import oracle, scalars
 from tidegate.knobs import AUTO, OFF
@@ -50,6 +53,7 @@ def test_the_block_wins_over_them() -> None:
         ({"device": "emulated"}, "unknown key"),
         ({"daemon": "http://here"}, "no \"run\""),
         ({"fallback": "yes"}, "true or false"),
+        ({"paths": ["/nvme"]}, "a block of names and directories"),
         ({"paths": {"nvme": 3}}, "paths.nvme"),
         ({"paths": {"nvme": {"folder": "/a"}}}, "directory"),
         ({"emulated": {"speed": 1}}, "update_params_per_second"),
@@ -117,6 +121,25 @@ class Changed:
 class OtherSignature:
     def step(self, closure: None = None, scale: float = 1.0) -> int:
         return 1
+
+
+def test_adam_that_decays_weights_as_adamw_does_is_refused() -> None:
+    params = [torch.nn.Parameter(torch.zeros(2))]
+    assert unsupported_optimizer(torch.optim.AdamW(params)) == unsupported_optimizer(torch.optim.Adam(params)) == []
+    (why,) = unsupported_optimizer(torch.optim.Adam(params, decoupled_weight_decay=True))
+    assert "use AdamW for decoupled decay" in why
+
+
+class OffloadOptimizer(BaseModel):
+    device: str
+
+
+def test_deepspeed_that_goes_on_alone_keeps_its_state_where_it_was_told() -> None:
+    zero = SimpleNamespace(offload_optimizer=OffloadOptimizer(device="nvme"))
+    engine = SimpleNamespace(_config=SimpleNamespace(zero_config=zero), zero_nvme_offload_optimizer=lambda: True)
+    with _state_is_ours(engine) as restore:
+        assert zero.offload_optimizer.device == "cpu"
+        assert restore().device == zero.offload_optimizer.device == "nvme"
 
 
 def test_a_digest_is_that_of_the_code_alone() -> None:
