@@ -46,7 +46,8 @@ demo: $(VENV)/demo ## train a small model on this machine and watch it (DEMO_ARG
 
 .PHONY: test
 test: $(VENV)/test system ## run the tests, two files at a time (PYTEST_ARGS=... JOBS=...)
-	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not alone and not gpu and not torture and not soak" $(PYTEST_ARGS)
+	status=0; $(BIN)/pytest -m "alone and not soak" $(PYTEST_ARGS) || status=$$?; [ $$status = 5 ] || exit $$status
 
 .PHONY: check
 check: $(VENV)/test ## lint, format, types and import contracts

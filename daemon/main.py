@@ -45,9 +45,10 @@ def serve(settings: Settings) -> int:
         with _exclusive(settings.state_dir), _listen(settings.bind, settings.port) as listener:
             server = make_server(create_app(settings), settings)
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it has shut down
+                # Until uvicorn has handlers of its own; and it raises the signal again when it has shut down.
+                signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
+            _collect_rarely()
             with _announced(settings, listener):
-                _collect_rarely()
                 server.run(sockets=[listener])
     except DaemonError as error:
         print(f"tidegate: {error}", file=sys.stderr)

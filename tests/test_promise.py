@@ -41,6 +41,7 @@ def scraped(prom: Prometheus, steps: int) -> None:
     until(lambda: prom.value(f'tidegate_steps_total{{run="{RUN}"}}') == steps, f"step {steps} in Prometheus")
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_metrics_tell_the_truth_and_knobs_act_within_two_steps(tmp_path: Path) -> None:
     with daemon_process(tmp_path / "state") as daemon, prometheus(tmp_path / "prometheus", daemon.port) as prom:

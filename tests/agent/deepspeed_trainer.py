@@ -44,7 +44,7 @@ def trained(folder: Path, resume: Path | None = None) -> list[torch.Tensor]:
     result = trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     assert result.global_step == 20
     assert isinstance(trainer.deepspeed.optimizer, TidegateZeroOptimizer)
-    assert "the update is" in trainer.state.log_history[-2]["tidegate_verdict"]
+    assert "the update took" in trainer.state.log_history[-2]["tidegate_verdict"]
     return [param.ds_tensor.clone() for param in trainer.deepspeed.module.parameters()]
 
 

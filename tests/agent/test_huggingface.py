@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import tidegate
-from tidegate.agent.integrations.huggingface import TidegateCallback, unwrapped, verdict
+from tidegate.agent.integrations.huggingface import TidegateCallback, unwrapped
 from tidegate.errors import ConfigError
 
 WINDOW = 16
@@ -184,9 +184,3 @@ def test_accelerate_prepares_it() -> None:
                 theirs.step()
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-
-
-def test_verdicts() -> None:
-    assert verdict(0.0, 0.0, {}) == "no update yet"
-    assert verdict(10.0, 4.0, {"cpu": 0.01}) == "the update is 40% of the step; hardly anything held it up"
-    assert verdict(10.0, 4.0, {"nvme:read": 2.0, "h2d": 1.0}).endswith("it waited 50% of its time on nvme:read")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.engine import memory as memory_module
 from tidegate.agent.engine.residences import _near
+from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.knobs import Knobs
 from tidegate.model.live import PERSISTENT_STEPS, WINDOW_STEPS
+from tidegate.model.rates import PathRates
 from tidegate.model.settled import Rank
 from tidegate.model.tuner import FIRST_LOOK_STEPS, LONGEST_WAIT_STEPS, Move
 from tidegate.plan.effective import Effective
@@ -140,6 +143,10 @@ def test_a_host_cache_that_is_auto_may_grow_where_memory_came_free(
         assert tuning.free == {"host_cache"}
         assert optimizer.engine.effective.host_cache_bytes == 0
         training.step()
+        # However fast this machine's disk is: state on it is what the update waits for.
+        speeds = PathRates(read_bytes_per_second=1e7, write_bytes_per_second=1e7)
+        slow = replace(attachment.recorder.rates, paths=dict.fromkeys(("nvme", "pfs"), speeds))
+        monkeypatch.setattr(Recorder, "rates", property(lambda _: slow))
         state = sum(s.nbytes("state") for s in optimizer.engine.subgroups)
         with monkeypatch.context() as short:
             short.setattr(memory_module, "host_available_bytes", lambda: -state)

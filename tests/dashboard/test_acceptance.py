@@ -104,7 +104,7 @@ def test_a_knob_is_previewed_set_on_trial_applied_measured_and_taken_back(everyt
         page.get_by_label("Words", exact=True).fill("no help proposed")
         page.get_by_label("Words", exact=True).press("Enter")
         expect(page.get_by_text("1 of ")).to_be_visible()
-        assert "q=no+help+proposed" in page.url
+        expect(page).to_have_url(re.compile(r"q=no\+help\+proposed"))
         viewer.healthy()
 
 
