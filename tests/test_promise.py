@@ -19,6 +19,7 @@ from tests.services import DaemonProcess, Prometheus, daemon_process, prometheus
 
 RUN = "promise"
 PHASES = ("forward", "backward", "update")
+BOUNDARY_SECONDS = 4e-4
 
 
 @pytest.fixture(autouse=True)
@@ -84,10 +85,12 @@ def turn_knobs(training: Training, daemon: DaemonProcess) -> None:
 
 def agrees_with_truth(prom: Prometheus, training: Training, process_cpu: float) -> None:
     outside = training.outside
+    # The loop's view of where a phase ends and the hooks' are that far apart in each step, while copies go on.
+    between = training.steps * BOUNDARY_SECONDS * max(RATES.h2d_bytes_per_second, RATES.d2h_bytes_per_second)
     for phase in PHASES:
         for lane in ("h2d", "d2h"):
             said = prom.value(f'sum(tidegate_link_bytes_total{{run="{RUN}",phase="{phase}",direction="{lane}"}})') or 0
-            assert said == pytest.approx(outside.link_bytes[lane, phase], rel=0.01, abs=100_000), (
+            assert said == pytest.approx(outside.link_bytes[lane, phase], rel=0.01, abs=between), (
                 phase,
                 lane,
                 training.steps,
