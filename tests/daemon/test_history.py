@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import event
 from sqlalchemy.exc import IntegrityError
 
 from tests.daemon.live import hello, step_report
+from tidegate.daemon import steps
 from tidegate.daemon.control.history import STEPS_BEFORE_CLEANING, SWEEP_SECONDS, WRITE_SECONDS, History
 from tidegate.daemon.control.run import Clock, Member
 from tidegate.daemon.control.window import STEPS_KEPT, Figures, Window
@@ -88,6 +90,17 @@ def test_what_may_have_been_written_is_written_again(store: Store) -> None:
     store.steps.write(told[:2])
     rank.pass_seconds(WRITE_SECONDS)
     assert [step for step, _ in store.steps.newest(rank.member.hello.agent, 10)] == [1, 2, 3]
+
+
+def test_many_are_written_in_several_transactions(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "ROWS_AT_ONCE", 4)
+    begun: list[object] = []
+    event.listen(store.steps._engine, "begin", begun.append)
+    rank = Rank(store)
+    rank.tell(10)
+    rank.pass_seconds(WRITE_SECONDS)
+    assert [step for step, _ in store.steps.newest(rank.member.hello.agent, 20)] == list(range(1, 11))
+    assert len(begun) == 1 + 3 + 1, "the sweep, three of four rows at most, and the question"
 
 
 def test_the_table_does_not_grow(store: Store) -> None:
