@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,31 @@ def test_the_table_does_not_grow(store: Store) -> None:
     assert STEPS_KEPT <= stored(store, rank) <= STEPS_KEPT + STEPS_BEFORE_CLEANING + 10
     rank.pass_seconds(SWEEP_SECONDS)
     assert stored(store, rank) == 0, "they are older than they are kept"
+
+
+def test_what_nobody_can_ask_for_is_deleted_even_after_a_refusal(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A write that failed comes up when all is written at the end: what it held is written nevertheless."""
+    rank, other = Rank(store), Rank(store)
+    rank.tell(3)
+    rank.history.write()
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TRIGGER full BEFORE DELETE ON steps BEGIN SELECT RAISE(ABORT, 'full'); END")
+    other.member.hello = hello("another")
+    rank.member, before = other.member, rank.member
+    rank.tell(2)
+    rank.history.drop(before.hello.agent)
+    rank.mono += WRITE_SECONDS
+    rank.history.tick(rank.mono)
+    assert rank.history._under_way is not None
+    wait([rank.history._under_way[-1]])
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("DROP TRIGGER full")
+    rank.history.write()
+    assert "steps could not be stored, 2 wait" in caplog.text
+    assert [step for step, _ in store.steps.newest(other.member.hello.agent, 10)] == [4, 5]
+    assert store.steps.newest(before.hello.agent, 10) == []
 
 
 def test_what_a_full_disk_refuses_is_written_later(store: Store) -> None:
