@@ -65,7 +65,7 @@ class Attachment:
         self._first_step = optimizer.num_steps + 1
         self.recorder = Recorder(optimizer)
         self.tuning = Tuning(optimizer, self.recorder, self._ranks)
-        self._watch = Watch(optimizer, self.recorder, metrics_bind, metrics_port and metrics_port + local_rank())
+        self._watch = Watch(optimizer, self.recorder, metrics_bind, _port(metrics_port))
         self.metrics_address = f"{advertise_host or metrics_bind}:{self._watch.port}"
         self.link: AgentLink | None = None
         try:
@@ -247,6 +247,17 @@ def attach(optimizer: AdamW, model: torch.nn.Module | None = None, **settings: A
     Raises RankTaken when another live agent holds this run and rank, NotAuthorized for a wrong token.
     """
     return Attachment(optimizer, model, **settings)
+
+
+def _port(first: int) -> int:
+    """Of this rank, when the first one of the host has `first`; 0 takes a free one."""
+    here = local_rank()
+    if first and first + here > 65_535:
+        raise ConfigError(
+            f"metrics_port={first} and LOCAL_RANK={here} make port {first + here}, and there are none above 65535: "
+            f"choose a lower metrics_port, or 0 for a free one."
+        )
+    return first and first + here
 
 
 class _PhaseHooks:

@@ -71,6 +71,15 @@ def test_the_second_rank_of_a_host_takes_the_next_port(monkeypatch: pytest.Monke
         assert tidegate.attach(adam, model, run="r", metrics_port=port).metrics_address == f"127.0.0.1:{port + 1}"
 
 
+def test_a_port_above_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with (
+        tidegate.AdamW(torch.nn.Linear(4, 4).parameters()) as adam,
+        pytest.raises(ConfigError, match=r"metrics_port=65533 and LOCAL_RANK=3 make port 65536"),
+    ):
+        tidegate.attach(adam, run="r", metrics_port=65_533)
+
+
 def test_a_rank_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "first")
     with pytest.raises(ConfigError, match="LOCAL_RANK is 'first', a whole number is needed"):
