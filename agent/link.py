@@ -249,7 +249,7 @@ def _committed(directive: Directive) -> Committed:
 
 
 def _pause(cpu_seconds: float, wanted: float | None = None) -> float:
-    """Seconds until the next report after one that took so much CPU time: what the daemon wants, if the share allows."""
+    """Seconds until the next report after one that took so much CPU time: as the daemon wants, if the share allows."""
     affordable = min(LONGEST_REPORT_SECONDS, cpu_seconds / REPORT_SHARE)
     return max(affordable, REPORT_SECONDS if wanted is None else min(REPORT_SECONDS, wanted))
 

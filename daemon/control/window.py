@@ -44,7 +44,7 @@ class Window:
     def __init__(self, newest: int = -1) -> None:
         self.newest = newest
         """Number of the newest step; -1 before the first. Outlives `clear`."""
-        self.clear()
+        self._steps, self._figures, self._count = array("q"), array("d"), 0
 
     def __len__(self) -> int:
         return min(self._count, STEPS_KEPT)
