@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +80,28 @@ def test_a_port_above_all(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(ConfigError, match=r"metrics_port=65533 and LOCAL_RANK=3 make port 65536"),
     ):
         tidegate.attach(adam, run="r", metrics_port=65_533)
+
+
+def test_one_rank_that_cannot_attach_keeps_no_other_waiting(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_attach_in_vain, (tmp_path,), nprocs=2)  # type: ignore[attr-defined]
+    mine, others = ((tmp_path / f"rank-{rank}").read_text() for rank in (1, 0))
+    assert "make port 65536" in mine
+    assert "Another rank could not attach" in others
+
+
+def _attach_in_vain(rank: int, folder: Path) -> None:
+    """One of two ranks; the second has no port. Both end, and attach together once it has one."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    waits = timedelta(seconds=60)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", waits, 2, rank)
+    model = torch.nn.Linear(4, 4)
+    with tidegate.AdamW(model.parameters()) as adam:
+        with pytest.raises(ConfigError) as error:
+            tidegate.attach(adam, model, run="r", metrics_port=65_535 * rank)
+        (folder / f"rank-{rank}").write_text(str(error.value))
+        assert adam.attachment is None
+        tidegate.attach(adam, model, run="r")
+    torch.distributed.destroy_process_group()
 
 
 def test_a_rank_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
