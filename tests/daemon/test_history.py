@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -16,9 +17,11 @@ from sqlalchemy.exc import IntegrityError
 from tests.daemon.live import hello, step_report
 from tidegate.daemon import steps
 from tidegate.daemon.control.history import STEPS_BEFORE_CLEANING, SWEEP_SECONDS, WRITE_SECONDS, History
+from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.control.run import Clock, Member
 from tidegate.daemon.control.window import STEPS_KEPT, Figures, Window
 from tidegate.daemon.store import Store
+from tidegate.knobs import Knobs
 from tidegate.wire import AgentReport
 
 UNKNOWN = st.none() | st.floats(0, 1e12)
@@ -152,3 +155,19 @@ def test_what_a_full_disk_refuses_is_written_later(store: Store) -> None:
     assert stored(store, rank) == 0, "it is asked again when its second is over"
     rank.pass_seconds(WRITE_SECONDS / 2)
     assert stored(store, rank) == 3
+
+
+def test_who_takes_a_rank_takes_the_place_of_its_steps(store: Store) -> None:
+    plane = ControlPlane(store)
+    first, second = hello("llama"), hello("llama")
+    for one in (first, first, second):  # saying it again drops nothing
+        plane.hello(one, Knobs(stride=2.0))
+        step = plane.roster.member(one.agent)[1].window.newest + 1
+        plane.report(one.agent, AgentReport(timestamp=time.time(), step=step, phase="other", generation=0,
+                                            effective={}, steps=(step_report(step),)))  # fmt: skip
+        if step == 1:
+            plane.history.write()
+            assert [step for step, _ in store.steps.newest(first.agent, 9)] == [0, 1]
+            plane.goodbye(first.agent)
+    plane.save_all()
+    assert store.steps.newest_numbers() == {second.agent: 0}
