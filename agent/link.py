@@ -24,7 +24,9 @@ LONGEST_REPORT_SECONDS = 4.0
 REPORT_SHARE = 1e-3
 """Share of one core that reports may take: the more one costs (large plans, a slow machine), the rarer they are,
 between the two bounds. What operators wait for, knobs and votes, does not wait for a report; while a canary is judged,
-the daemon may ask for more of them, within this share."""
+the daemon may ask for more of them, within `TRIAL_SHARE`."""
+TRIAL_SHARE = 1e-2
+"""The same while a canary is judged, for some steps: with `REPORT_SHARE` harm would last twice as long."""
 POLL_SECONDS = 20.0
 TOLD_AGAIN_SECONDS = 3.0
 """The daemon writes what it is told once a second: the reports that arrived so long before the newest one are told
@@ -250,8 +252,8 @@ def _committed(directive: Directive) -> Committed:
 
 def _pause(cpu_seconds: float, wanted: float | None = None) -> float:
     """Seconds until the next report after one that took so much CPU time: as the daemon wants, if the share allows."""
-    affordable = min(LONGEST_REPORT_SECONDS, cpu_seconds / REPORT_SHARE)
-    return max(affordable, REPORT_SECONDS if wanted is None else min(REPORT_SECONDS, wanted))
+    usual = min(LONGEST_REPORT_SECONDS, max(REPORT_SECONDS, cpu_seconds / REPORT_SHARE))
+    return usual if wanted is None else min(usual, max(wanted, cpu_seconds / TRIAL_SHARE))
 
 
 def _backoff(failures: int) -> float:
