@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
@@ -65,16 +66,16 @@ class Attachment:
         self._first_step = optimizer.num_steps + 1
         self.recorder = Recorder(optimizer)
         self.tuning = Tuning(optimizer, self.recorder, self._ranks)
-        self._watch = Watch(optimizer, self.recorder, metrics_bind, metrics_port and metrics_port + local_rank())
-        self.metrics_address = f"{advertise_host or metrics_bind}:{self._watch.port}"
         self.link: AgentLink | None = None
-        try:
-            if daemon is not None:
-                self.link = self._connect(daemon, token or find_token("agent"), reset_knobs)
+        with ExitStack() as undo:
+            with _on_all(self._ranks):
+                self._watch = Watch(optimizer, self.recorder, metrics_bind, _port(metrics_port))
+                undo.callback(self._stop_watching)
+                self.metrics_address = f"{advertise_host or metrics_bind}:{self._watch.port}"
+                if daemon is not None:
+                    self.link = self._connect(daemon, token or find_token("agent"), reset_knobs)
             self._meet(1)
-        except BaseException:
-            self._stop_watching()
-            raise
+            undo.pop_all()
         self._phases = _PhaseHooks(optimizer)
         self._handles = self._phases.on(model) if model is not None else []
         optimizer.observers.append(self._on_step)
@@ -247,6 +248,29 @@ def attach(optimizer: AdamW, model: torch.nn.Module | None = None, **settings: A
     Raises RankTaken when another live agent holds this run and rank, NotAuthorized for a wrong token.
     """
     return Attachment(optimizer, model, **settings)
+
+
+@contextmanager
+def _on_all(ranks: Ranks) -> Iterator[None]:
+    """What fails on one rank fails on all: the others would wait for it in the next collective, for minutes."""
+    try:
+        yield
+    except Exception:
+        ranks.all_true(False)
+        raise
+    if not ranks.all_true(True):
+        raise ConfigError("Another rank could not attach, so this one does not either: that rank's error says why.")
+
+
+def _port(first: int) -> int:
+    """Of this rank, when the first one of the host has `first`; 0 takes a free one."""
+    here = local_rank()
+    if first and first + here > 65_535:
+        raise ConfigError(
+            f"metrics_port={first} and LOCAL_RANK={here} make port {first + here}, and there are none above 65535: "
+            f"choose a lower metrics_port, or 0 for a free one."
+        )
+    return first and first + here
 
 
 class _PhaseHooks:

@@ -11,13 +11,14 @@ from typing import Final
 import torch
 
 from tidegate.agent.calibrate_handover import handover_seconds, step_seconds
-from tidegate.agent.calibrate_hardware import PathLike, available_cpus, default_threads, hardware, settings_of
+from tidegate.agent.calibrate_hardware import PathLike, available_cpus, hardware, settings_of
 from tidegate.agent.calibrate_loads import BYTES_PER_PARAM, NORM, cpu_load, device_loads, path_loads
 from tidegate.agent.calibrate_rates import Load, Ops, measure, rate, typical
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.agent.devices.pinned import host_available_bytes
+from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.tiers.store import TierStore
 from tidegate.errors import ConfigError
 from tidegate.kernels import ThreadPool
@@ -58,7 +59,7 @@ def calibrate(
     needed = 3 * sum(BYTES_PER_PARAM) * numel + 4 * op_bytes * (1 + len(paths or {}))
     if needed > host_available_bytes():
         raise ConfigError(f"Calibration needs {needed:,} bytes of host memory: free some, or lower numel={numel:,}.")
-    threads = cpu_threads or default_threads()
+    threads = cpu_threads or cpu_lane_threads()
     settings = {name: settings_of(path) for name, path in (paths or {}).items()}
     with ExitStack() as stack:
         by_threads = _by_threads(numel, seconds, threads, progress)

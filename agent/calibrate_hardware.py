@@ -16,11 +16,6 @@ from tidegate.kernels import instruction_set
 PathLike = str | os.PathLike[str] | PathSettings
 
 
-def default_threads() -> int:
-    """Threads of the CPU lane when `Offload` does not say."""
-    return max(1, (os.cpu_count() or 2) - 1)
-
-
 def available_cpus() -> int:
     """Those that this process may run on."""
     return len(os.sched_getaffinity(0))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tidegate.agent.calibrate_hardware import default_threads, hardware
+from tidegate.agent.calibrate_hardware import hardware
 from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.agent.tiers.path import PathSettings
 from tidegate.logs import event
@@ -15,8 +15,6 @@ from tidegate.model.calibration import Calibration, file_of, kept
 from tidegate.model.rates import RateCard
 from tidegate.plan.split import PathSpeeds
 from tidegate.wire import DeviceKind
-
-__all__ = ["default_threads", "kept_card"]
 
 log = logging.getLogger("tidegate")
 

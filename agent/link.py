@@ -24,10 +24,13 @@ LONGEST_REPORT_SECONDS = 4.0
 REPORT_SHARE = 1e-3
 """Share of one core that reports may take: the more one costs (large plans, a slow machine), the rarer they are,
 between the two bounds. What operators wait for, knobs and votes, does not wait for a report; while a canary is judged,
-the daemon says how long it waits."""
+the daemon may ask for more of them, within `TRIAL_SHARE`."""
+TRIAL_SHARE = 1e-2
+"""The same while a canary is judged, for some steps: with `REPORT_SHARE` harm would last twice as long."""
 POLL_SECONDS = 20.0
-KEPT_REPORTS = 3
-"""The daemon writes what it is told once a second: what it was told last is told again when it was killed."""
+TOLD_AGAIN_SECONDS = 3.0
+"""The daemon writes what it is told once a second: the reports that arrived so long before the newest one are told
+again when it was killed, however many they are."""
 MAX_BACKOFF_SECONDS = 5.0
 
 
@@ -69,7 +72,8 @@ class AgentLink:
         self._applied: Applied | None = None
         self._cpu: dict[str, float] = {}
         self._wanted_pause: float | None = None
-        self._delivered: deque[AgentReport] = deque(maxlen=KEPT_REPORTS)
+        self._delivered: deque[tuple[float, AgentReport]] = deque()
+        """Each with its time on the monotonic clock."""
         self._told = False
         """Whether it was logged that a report could not be made."""
         self._register()
@@ -178,15 +182,21 @@ class AgentLink:
             if isinstance(error, NotFound):
                 self.connected = False
             raise
-        self._delivered.append(report)
+        self._keep(report, time.monotonic())
         self._wanted_pause = lease.report_seconds
         self._take(lease.directive)
+
+    def _keep(self, report: AgentReport, now: float) -> None:
+        self._delivered.append((now, report))
+        with contextlib.suppress(IndexError):  # the other thread may have taken them all
+            while self._delivered[0][0] < now - TOLD_AGAIN_SECONDS:
+                self._delivered.popleft()
 
     def _tell_again(self) -> None:
         """The daemon may have died with what it was told last. It knows what it has."""
         with contextlib.suppress(IndexError):
             while True:
-                self._undelivered(self._delivered.pop())  # the oldest last, which is to come first
+                self._undelivered(self._delivered.pop()[1])  # the oldest last, which is to come first
 
     def _lost(self, error: DaemonError) -> None:
         if self.connected:
@@ -241,9 +251,9 @@ def _committed(directive: Directive) -> Committed:
 
 
 def _pause(cpu_seconds: float, wanted: float | None = None) -> float:
-    """Seconds until the next report after one that took so much CPU time; at most what the daemon wants."""
-    pause = min(LONGEST_REPORT_SECONDS, max(REPORT_SECONDS, cpu_seconds / REPORT_SHARE))
-    return pause if wanted is None else min(pause, wanted)
+    """Seconds until the next report after one that took so much CPU time: as the daemon wants, if the share allows."""
+    usual = min(LONGEST_REPORT_SECONDS, max(REPORT_SECONDS, cpu_seconds / REPORT_SHARE))
+    return usual if wanted is None else min(usual, max(wanted, cpu_seconds / TRIAL_SHARE))
 
 
 def _backoff(failures: int) -> float:

@@ -24,7 +24,7 @@ from tidegate.agent.hyperparameters import TORCH_DEFAULTS, LossScale, check_grou
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.offload import Offload
 from tidegate.agent.ownership import claim, give_up
-from tidegate.agent.ranks import Ranks, cpu_lane_threads
+from tidegate.agent.ranks import Ranks, cpu_lane_threads, ranks_of_host
 from tidegate.agent.shards import gradients_are_final, shard_of
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
@@ -632,8 +632,8 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _ranks_of_node() -> int:
-    """As torchrun tells its processes."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if _is_distributed() else 1
+    """Those of this training that share the host's memory; a process that trains alone has it to itself."""
+    return ranks_of_host() if _is_distributed() else 1
 
 
 def _rank() -> int:

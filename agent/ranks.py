@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Final, Self, TypeVar
 
 import torch
 
@@ -13,10 +13,26 @@ from tidegate.errors import ConfigError
 
 T = TypeVar("T")
 
+_RANKS_HERE: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""As torchrun, deepspeed and mpirun call the number of ranks of this host."""
+
 
 def local_rank() -> int:
     """This process among those of its host, 0 without a launcher. ConfigError as `_told_by_launcher`."""
     return _told_by_launcher("LOCAL_RANK", 0)
+
+
+def ranks_of_host() -> int:
+    """How many ranks the launcher started on this host, at least one; 1 without a launcher.
+
+    The first of `_RANKS_HERE` that is set, else srun's SLURM_NTASKS_PER_NODE where that is one number for all hosts.
+    ConfigError as `_told_by_launcher`.
+    """
+    for name in _RANKS_HERE:
+        if name in os.environ:
+            return max(1, _told_by_launcher(name, 1))
+    of_slurm = os.environ.get("SLURM_NTASKS_PER_NODE", "")
+    return max(1, int(of_slurm)) if of_slurm.isdecimal() else 1
 
 
 def cpu_lane_threads() -> int:
@@ -27,12 +43,12 @@ def cpu_lane_threads() -> int:
     path or for its device leaves them to the others; when all compute, the kernel shares them out. Ranks which a
     launcher bound to cores of their own keep to these.
     """
-    cores, here = len(os.sched_getaffinity(0)), _told_by_launcher("LOCAL_WORLD_SIZE", 1)
-    return max(1, cores - (here if cores == os.cpu_count() else 1))
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores - (ranks_of_host() if cores == os.cpu_count() else 1))
 
 
 def _told_by_launcher(name: str, otherwise: int) -> int:
-    """What torchrun or deepspeed put into the environment; ConfigError when it is no whole number."""
+    """What a launcher put into the environment; ConfigError when it is no whole number."""
     text = os.environ.get(name, str(otherwise))
     if not text.isdecimal():
         raise ConfigError(f"{name} is {text!r}, a whole number is needed: unset it, or start with torchrun.")

@@ -51,7 +51,8 @@ class Tuning:
         self._last: tuple[Effective, float] | None = None
         """The update that ended since the last boundary."""
         self._refused: ConfigError | None = None
-        self._recalibrations = 0
+        self._recalibrations = self._told = 0
+        """How many recalibrations all ranks know of, and how many this one had when it last said so."""
 
     def observe(self, result: StepResult, phases: StepPhases) -> None:
         """An update is done."""
@@ -61,12 +62,13 @@ class Tuning:
 
     def says(self, generation: int) -> Boundary:
         """What this rank tells the others now."""
+        self._told = self._recorder.recalibrations
         return Boundary(
             generation=generation,
             update_seconds=None if self._last is None else self._last[1],
             may_look=bool(self.free) and self.tuner.due(self._now),
             is_well=self._refused is None,
-            rates_changed=self._recorder.recalibrations > self._recalibrations,
+            rates_changed=self._told > self._recalibrations,
         )
 
     def between_steps(self, heard: Boundary) -> None:
@@ -74,7 +76,7 @@ class Tuning:
         if self._last is not None and heard.update_seconds is not None:
             self.tuner.observe(self._last[0], heard.update_seconds)
         self._last = None
-        self._recalibrations = self._recorder.recalibrations
+        self._recalibrations = self._told
         if heard.rates_changed:
             self.tuner.speeds_changed()
         if not heard.is_well:
@@ -113,10 +115,13 @@ class Tuning:
             log.warning("the tuner cannot go back: %s", refusal)
 
     def _apply(self, wanted: Effective) -> ConfigError | None:
-        """None, or why it cannot be had; then nothing has changed."""
+        """None, or why it cannot be had; then nothing has changed. What is pinned is not what `auto` is to mean."""
+        free = self.free
         try:
             self._optimizer.set_auto(
-                stride=wanted.stride, alternate=wanted.alternate, cache_bytes=wanted.host_cache_bytes
+                stride=wanted.stride if "stride" in free else None,
+                alternate=wanted.alternate if "order" in free else None,
+                cache_bytes=wanted.host_cache_bytes if "host_cache" in free else None,
             )
         except ConfigError as error:
             return error
@@ -146,7 +151,7 @@ class Tuning:
         settings = proposals(self._ranks.of_all(None if mine is None else Setting.of(mine.to, now)))
         if not settings:
             return None
-        ample = self._ample_cache()
+        ample = _sure(self._ample_cache, now.host_cache_bytes)
         judged = _sure(lambda: self._judge(settings, ample), Judged(None, (None,) * len(settings)))
         found = elected(settings, self._ranks.of_all(judged))
         return None if found is None else Move(found[0].on(now, ample), found[1])

@@ -36,6 +36,7 @@ from storage.figures import cpu_name
 
 from tidegate.agent import calibrate
 from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
+from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.tiers.path import PathSettings
 from tidegate.model import RateCard, what_if
 from tidegate.model.equations import interleaved_seconds, stored_seconds
@@ -204,7 +205,7 @@ def main() -> None:
     parser.add_argument("--subgroups", type=int, nargs="+", default=[8, 16, 32], help="how many there are, by training")
     parser.add_argument("--configurations", type=int, default=54)
     parser.add_argument("--backward", type=float, default=0.05, help="seconds")
-    parser.add_argument("--threads", type=int, default=calibrate.default_threads(), help="of the update on the CPU")
+    parser.add_argument("--threads", type=int, default=cpu_lane_threads(), help="of the update on the CPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=240.0, help="begin no round after this long, but do two")
     parser.add_argument("--seed", type=int, default=0)

@@ -84,8 +84,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         ticker.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await ticker
-        plane.save_all()
-        plane.store.close()
+        try:
+            plane.save_all()
+        finally:
+            plane.store.close()
 
 
 async def _tick(plane: ControlPlane) -> None:

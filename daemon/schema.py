@@ -72,6 +72,7 @@ class StepRow(Base):
     """One step of an agent as it was reported. Bounded: see `control/history.py`."""
 
     __tablename__ = "steps"
+    __table_args__ = (Index("steps_by_time", "at"),)
     agent: Mapped[str] = mapped_column(String(64), primary_key=True)
     step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     at: Mapped[float]

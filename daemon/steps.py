@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +23,9 @@ class ToldStep:
     body: str
 
 
+ROWS_AT_ONCE: Final = 2_000
+LET_IN_SECONDS: Final = 0.05
+"""Between two transactions: who waits for SQLite's lock asks for it again only every so often."""
 _INSERT: Final = insert(StepRow)
 _NEWER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.step >= bindparam("first"))
 _OLDER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.step < bindparam("first"))
@@ -30,37 +34,47 @@ _OLDER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.
 class StepTable:
     """The steps of one database. Every method has committed when it returns. For any thread."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, reading: Engine) -> None:
+        """`reading`: for transactions that only read."""
+        self._engine, self._reading = engine, reading
 
     def write(
         self, steps: Iterable[ToldStep], firsts: Iterable[tuple[str, int]] = (), before: float | None = None
     ) -> None:
-        """All of these, oldest first, in one transaction; writing them again is fine.
+        """All of these, oldest first; writing them again is fine.
 
+        Each transaction has at most `ROWS_AT_ONCE`: after an outage, decisions need not wait for all.
         firsts: agents, and the step before which what they told goes. before: a time; all that was told earlier goes.
         """
         rows = list(steps)
         old = [{"of": agent, "first": first} for agent, first in firsts]
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            if start:
+                time.sleep(LET_IN_SECONDS)
+            self._write(rows[start : start + ROWS_AT_ONCE])
+        if not old and before is None:
+            return
         with self._engine.begin() as connection:
-            if rows:
-                begin = {s.agent: s.step for s in reversed(rows)}
-                connection.execute(_NEWER, [{"of": agent, "first": step} for agent, step in begin.items()])
-                connection.execute(_INSERT, [{name: getattr(s, name) for name in ToldStep.__slots__} for s in rows])
             if old:
                 connection.execute(_OLDER, old)
             if before is not None:
                 connection.execute(delete(StepRow).where(StepRow.at < before))
 
+    def _write(self, rows: Sequence[ToldStep]) -> None:
+        begin = {s.agent: s.step for s in reversed(rows)}
+        with self._engine.begin() as connection:
+            connection.execute(_NEWER, [{"of": agent, "first": step} for agent, step in begin.items()])
+            connection.execute(_INSERT, [{name: getattr(s, name) for name in ToldStep.__slots__} for s in rows])
+
     def newest(self, agent: str, limit: int) -> list[tuple[int, str]]:
         """The newest `limit` steps of the agent, each with its report in JSON, oldest first."""
         query = select(StepRow.step, StepRow.body).where(StepRow.agent == agent)
-        with self._engine.connect() as connection:
+        with self._reading.connect() as connection:
             rows = connection.execute(query.order_by(StepRow.step.desc()).limit(limit)).all()
             return [(step, body) for step, body in reversed(rows)]
 
     def newest_numbers(self) -> dict[str, int]:
         """The newest step of every agent."""
         query = select(StepRow.agent, func.max(StepRow.step)).group_by(StepRow.agent)
-        with self._engine.connect() as connection:
+        with self._reading.connect() as connection:
             return {agent: newest for agent, newest in connection.execute(query)}  # noqa: C416

@@ -28,6 +28,7 @@ from tidegate.wire import AgentHello, AuditRow, KnobChanges, Liveness, MeasuredE
 
 BUSY_SECONDS: Final = 5.0
 """How long one waits for another process that writes."""
+_ONLY_READS: Final = "tidegate_only_reads"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,9 @@ class Store:
             shown = url if "@" not in url else url.partition("://")[0]
             raise DaemonError(f"The database {shown} cannot be opened: {why}.") from error
         self._session = sessionmaker(self._engine, expire_on_commit=False)
-        self.tokens = TokenTable(self._session)
-        self.steps = StepTable(self._relaxed)
+        self._reading = sessionmaker(_reading(self._engine))
+        self.tokens = TokenTable(self._session, self._reading)
+        self.steps = StepTable(self._relaxed, _reading(self._relaxed))
 
     @property
     def engine(self) -> Engine:
@@ -83,7 +85,7 @@ class Store:
 
     def runs(self) -> dict[str, float]:
         """Every run with its time of creation."""
-        with self._session() as session:
+        with self._reading() as session:
             return {row.name: row.created_at for row in session.scalars(select(RunRow).order_by(RunRow.created_at))}
 
     def add_run(self, name: str, created_at: float, first: Generation, agent: AgentRecord) -> None:
@@ -127,7 +129,7 @@ class Store:
     def generations(self, run: str) -> list[Generation]:
         """All generations of the run, oldest first."""
         query = select(GenerationRow).where(GenerationRow.run == run).order_by(GenerationRow.number)
-        with self._session() as session:
+        with self._reading() as session:
             return [_generation(row) for row in session.scalars(query)]
 
     def newest_of(self, run: str, states: Collection[str], below: int) -> int | None:
@@ -135,17 +137,17 @@ class Store:
         query = select(func.max(GenerationRow.number)).where(
             GenerationRow.run == run, GenerationRow.number < below, GenerationRow.state.in_(states)
         )
-        with self._session() as session:
+        with self._reading() as session:
             return session.scalar(query)
 
     def generation(self, run: str, number: int) -> Generation:
-        with self._session() as session:
+        with self._reading() as session:
             return _generation(session.get_one(GenerationRow, (run, number)))
 
     # ---- agents and audit
 
     def agents(self) -> list[AgentRecord]:
-        with self._session() as session:
+        with self._reading() as session:
             return [
                 AgentRecord(
                     hello=AgentHello.model_validate(row.hello),
@@ -162,13 +164,13 @@ class Store:
         query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(limit)
         if run is not None:
             query = query.where(AuditEntry.run == run)
-        with self._session() as session:
+        with self._reading() as session:
             return _audit_rows(session.scalars(query))
 
     def audit_of_actions(self, actions: Sequence[str], limit: int) -> list[AuditRow]:
         """The newest `limit` rows of these actions in all runs, oldest first."""
         query = select(AuditEntry).where(AuditEntry.action.in_(actions)).order_by(AuditEntry.id.desc()).limit(limit)
-        with self._session() as session:
+        with self._reading() as session:
             return _audit_rows(session.scalars(query))
 
 
@@ -184,6 +186,11 @@ def _engine(url: str, synchronous: Literal["FULL", "NORMAL"]) -> Engine:
         event.listen(made, "connect", functools.partial(_use_wal, synchronous))
         event.listen(made, "begin", _begin)
     return made
+
+
+def _reading(engine: Engine) -> Engine:
+    """The same connections, for transactions that only read."""
+    return engine.execution_options(**{_ONLY_READS: True})
 
 
 def _use_wal(synchronous: str, connection: Any, _: Any) -> None:
@@ -210,8 +217,11 @@ def _change_to_wal(connection: sqlite3.Connection) -> None:
 
 
 def _begin(connection: Connection) -> None:
-    """Who opens the database at the same time waits: a transaction that reads first could not write later."""
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
+    """Who opens the database at the same time waits: a transaction that reads first could not write later.
+
+    One that only reads waits for no writer.
+    """
+    connection.exec_driver_sql("BEGIN" if connection.get_execution_options().get(_ONLY_READS) else "BEGIN IMMEDIATE")
 
 
 def _generation_row(run: str, g: Generation) -> GenerationRow:

@@ -43,17 +43,18 @@ class StoredToken:
 class TokenTable:
     """The tokens of one database. Every method has committed when it returns."""
 
-    def __init__(self, sessions: sessionmaker[Session]) -> None:
-        self._sessions = sessions
+    def __init__(self, sessions: sessionmaker[Session], reading: sessionmaker[Session]) -> None:
+        """`reading`: sessions that only read."""
+        self._sessions, self._reading = sessions, reading
 
     def all(self) -> list[StoredToken]:
         """Every token, oldest first; those of a scope that this version does not know are left out."""
-        with self._sessions() as session:
+        with self._reading() as session:
             rows = session.scalars(select(TokenRow).order_by(TokenRow.created_at))
             return [_stored(row) for row in rows if row.scope in SCOPES]
 
     def find(self, digest: str) -> StoredToken | None:
-        with self._sessions() as session:
+        with self._reading() as session:
             row = session.get(TokenRow, digest)
             return _stored(row) if row is not None else None
 

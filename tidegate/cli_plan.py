@@ -76,7 +76,7 @@ def _card(file: Path) -> Calibration:
         return Calibration.from_dict(json.loads(file.read_text()))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{file} holds no calibration: {error}. Write it with `tidegate calibrate --json`."
+            f"{file} holds no calibration: {str(error).rstrip('.')}. Write it with `tidegate calibrate --json`."
         ) from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -81,7 +80,6 @@ def _offload(block: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[str, Any
         given |= {"stride": "off", "static_ratio": 1.0 - float(offload["ratio"])}
     if isinstance(zero.get("sub_group_size"), int | float):
         given.setdefault("subgroup_numel", min(int(zero["sub_group_size"]), Offload.subgroup_numel))
-    given.setdefault("cpu_threads", _own_cpus())
     return given
 
 
@@ -110,9 +108,3 @@ def _switch(block: Mapping[str, Any], name: str, default: bool) -> bool:
 
 def _no_nvme_path() -> str:
     raise ConfigError('offload_optimizer.device is "nvme" without nvme_path: give one, or "paths" in "tidegate".')
-
-
-def _own_cpus() -> int:
-    """Threads of the CPU lane: this rank's share of the cores, one less if it is alone."""
-    ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 2
-    return max(1, cores // ranks if ranks > 1 else cores - 1)

@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidegate.agent.calibrate_kept import default_threads, kept_card
+from tidegate.agent.calibrate_kept import kept_card
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.optimizer import AdamW
+from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.telemetry import figures
 from tidegate.agent.telemetry.expected import Expected
 from tidegate.agent.telemetry.finished import FinishedStep
@@ -234,5 +235,5 @@ def _kept_card(optimizer: AdamW) -> RateCard | None:
         offload.path_settings(),
         store.speeds if store is not None else {},
         device=optimizer.device.kind,
-        cpu_threads=offload.cpu_threads or default_threads(),
+        cpu_threads=offload.cpu_threads or cpu_lane_threads(),
     )

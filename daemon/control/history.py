@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,9 @@ UNWRITTEN_KEPT: Final = 50_000
 STEPS_BEFORE_CLEANING: Final = 32
 """An agent's old steps go when so many new ones have come: deleting one for each would be as much work again."""
 SWEEP_SECONDS: Final = 3_600.0
+_AFTER_ALL: Final = 2**63 - 1
+"""Above every step."""
+log = logging.getLogger(__name__)
 
 
 class History:
@@ -33,7 +37,7 @@ class History:
         self._uncleaned: dict[str, int] = {}
         self._firsts: dict[str, int] = {}
         self._thread = ThreadPoolExecutor(1, "tidegate-history")
-        self._under_way: tuple[list[ToldStep], Future[None]] | None = None
+        self._under_way: tuple[list[ToldStep], dict[str, int], Future[None]] | None = None
         self._written_at = clock.mono()
         self._swept_at = -math.inf
 
@@ -56,16 +60,16 @@ class History:
         return [found[step] for step in sorted(found)[-limit:]]
 
     def tick(self, now: float) -> None:
-        """To be called several times a second; `now` is on the monotonic clock."""
-        if self._under_way is not None and self._under_way[1].done():
-            self.settle()
+        """To be called several times a second; `now` is on the monotonic clock. It logs what fails."""
+        if self._under_way is not None and self._under_way[2].done():
+            self._settle_or_tell()
         if now - self._written_at >= WRITE_SECONDS and self._under_way is None:
             self._written_at = now  # a database that refuses them is asked again in a second
             self._begin(now)
 
     def write(self) -> None:
-        """Writes all that was told until now, and returns when it is there."""
-        self.settle()
+        """Writes all that was told until now, and returns when it is there; raises when this try fails, too."""
+        self._settle_or_tell()
         self._begin(self._clock.mono())
         self.settle()
 
@@ -73,25 +77,37 @@ class History:
         """Waits for the write that is under way. What it could not write waits for the next; raises why."""
         if self._under_way is None:
             return
-        (steps, done), self._under_way = self._under_way, None
+        (steps, firsts, done), self._under_way = self._under_way, None
         if error := done.exception():
             room = UNWRITTEN_KEPT - len(self._unwritten)
             self._unwritten.extendleft(steps[: -room - 1 : -1])  # the newest of them, in their order
+            self._firsts = firsts | self._firsts
             raise error
+
+    def _settle_or_tell(self) -> None:
+        try:
+            self.settle()
+        except Exception as error:
+            log.error("steps could not be stored, %d wait for the next try: %s", len(self._unwritten), error)
 
     def forget(self, agent: str) -> None:
         """The agent is gone: nothing more comes of it."""
         self._uncleaned.pop(agent, None)
 
+    def drop(self, agent: str) -> None:
+        """Another has taken its rank, and nobody can ask for its steps any more: they go with the next write."""
+        self.forget(agent)
+        self._firsts[agent] = _AFTER_ALL
+
     def close(self) -> None:
         self._thread.shutdown()
 
     def _begin(self, now: float) -> None:
-        steps, firsts = list(self._unwritten), list(self._firsts.items())
+        steps, firsts = list(self._unwritten), dict(self._firsts)
         before = None
         if now - self._swept_at >= SWEEP_SECONDS:
             self._swept_at, before = now, self._clock.wall() - self._keep_seconds
         if steps or firsts or before is not None:
             self._unwritten.clear()
             self._firsts.clear()
-            self._under_way = steps, self._thread.submit(self._table.write, steps, firsts, before)
+            self._under_way = steps, firsts, self._thread.submit(self._table.write, steps, firsts.items(), before)

@@ -7,6 +7,7 @@ it is visible: an exception of the store leaves the memory as it was.
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
 
@@ -80,6 +81,8 @@ class ControlPlane:
             self.store.save(run.name, agents=[self._record(member)])
         if held is not None:
             self.roster.agents.pop(held.hello.agent, None)
+            if not same:
+                self.history.drop(held.hello.agent)
         run.seat(member)
         self.roster.agents[hello.agent] = (run.name, hello.rank)
         self._advance(run, Join(hello.rank, fresh=not same))
@@ -189,10 +192,12 @@ class ControlPlane:
             run.orders.ring()
 
     def save_all(self) -> None:
-        self.history.write()
-        self.history.close()
-        for run in self.roster.runs.values():
-            self.store.touch([self._record(member) for member in run.members.values()])
+        """What can be stored is stored, whatever becomes of the rest; raises what went wrong."""
+        with ExitStack() as stack:
+            for run in self.roster.runs.values():
+                stack.callback(self.store.touch, [self._record(member) for member in run.members.values()])
+            stack.callback(self.history.close)
+            stack.callback(self.history.write)
 
     # ---- inside
 

@@ -39,14 +39,12 @@ class Figures(NamedTuple):
 
 
 class Window:
-    """The newest `STEPS_KEPT` steps, oldest first. All its memory is taken at once: 12 kB, where reports take 1 MB."""
+    """The newest `STEPS_KEPT` steps, oldest first. Takes 12 kB with the first, where reports take 1 MB."""
 
     def __init__(self, newest: int = -1) -> None:
         self.newest = newest
         """Number of the newest step; -1 before the first. Outlives `clear`."""
-        self._steps = array("q", bytes(8 * STEPS_KEPT))
-        self._figures = array("d", bytes(8 * _WIDTH * STEPS_KEPT))
-        self._count = 0
+        self._steps, self._figures, self._count = array("q"), array("d"), 0
 
     def __len__(self) -> int:
         return min(self._count, STEPS_KEPT)
@@ -63,6 +61,9 @@ class Window:
         return self._steps[self._count % STEPS_KEPT] if self._count >= STEPS_KEPT else -1
 
     def add(self, figures: Figures) -> None:
+        if not self._steps:
+            self._steps = array("q", bytes(8 * STEPS_KEPT))
+            self._figures = array("d", bytes(8 * _WIDTH * STEPS_KEPT))
         at = self._count % STEPS_KEPT
         step, seconds, exposed, update, peak, skipped = figures
         row = (seconds, exposed, math.nan if update is None else update, math.nan if peak is None else peak, skipped)
@@ -71,7 +72,8 @@ class Window:
         self._count += 1
 
     def clear(self) -> None:
-        self._count = 0
+        """Gives its memory back, too."""
+        self._steps, self._figures, self._count = array("q"), array("d"), 0
 
 
 def _known(value: float) -> float | None:

@@ -20,11 +20,11 @@ from tests.services import ROOT
 from tidegate import cli_calibrate
 from tidegate.agent import calibrate as measure
 from tidegate.agent import calibrate_rates
-from tidegate.agent.calibrate_hardware import default_threads
 from tidegate.agent.calibrate_hardware import hardware as hardware_of
 from tidegate.agent.calibrate_kept import kept_card
 from tidegate.agent.calibrate_rates import Load, Ops, Round
 from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
+from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.tiers.path import PathSettings
 from tidegate.errors import ConfigError, PathUnusable
 from tidegate.model import Rank, RateCard, what_if
@@ -47,7 +47,7 @@ def test_cpu_and_paths_are_measured_and_nothing_is_emulated(tmp_path: Path) -> N
     )
     card = found.card
     assert card.cpu_params_per_second == found.cpu_threads[found.card_threads]
-    assert found.card_threads == default_threads()
+    assert found.card_threads == cpu_lane_threads()
     assert set(found.cpu_threads) >= {1, len(os.sched_getaffinity(0))}
     assert set(card.paths) == {"disk", "other"}
     lanes = {CPU, "disk:read", "disk:write", "other:read", "other:write"}

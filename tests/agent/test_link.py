@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -19,6 +20,7 @@ from tidegate.agent.attach import Attachment
 from tidegate.agent.link import AgentLink, _pause
 from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.errors import ConfigError, KnobError, NotAuthorized, RankTaken, StaleKnobs
+from tidegate.wire import AgentReport
 
 RUN = "link"
 
@@ -228,6 +230,23 @@ def test_an_attachment_that_fails_gives_the_rank_back(daemon: DaemonProcess, mon
 
 def test_the_more_a_report_costs_the_rarer_reports_are() -> None:
     assert [_pause(seconds) for seconds in (0.0, 0.0005, 0.002, 0.5)] == [1.0, 1.0, 2.0, 4.0]
+    assert [_pause(seconds, 0.1) for seconds in (0.0, 0.0005, 0.002, 0.5)] == [0.1, 0.1, 0.2, 4.0], "a canary's"
+    assert _pause(0.0, 60.0) == 1.0, "a trial of slow steps makes no rank silent"
+
+
+def test_what_the_daemon_may_not_have_written_is_told_again_however_often_it_reports() -> None:
+    told: list[object] = []
+    link = object.__new__(AgentLink)  # without its threads
+    link._delivered, link._undelivered = deque(), told.append
+    reports = [AgentReport(timestamp=n, step=n, phase="other", generation=0, effective={}) for n in range(50)]
+    for number, report in enumerate(reports):
+        link._keep(report, 100.0 + 0.125 * number)
+    link._tell_again()
+    assert told == reports[:-26:-1], "three seconds, the newest first"
+    link._keep(reports[0], 200.0)
+    link._keep(reports[1], 204.0)
+    link._tell_again()
+    assert told[25:] == [reports[1]]
 
 
 def test_a_taken_metrics_port_is_a_clear_error() -> None:

@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
 import tidegate
 from tests.services import free_port
-from tidegate.agent.ranks import cpu_lane_threads, local_rank
+from tidegate.agent import optimizer
+from tidegate.agent.ranks import cpu_lane_threads, local_rank, ranks_of_host
 from tidegate.errors import ConfigError
+
+LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+
+
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_each_launcher_says_how_many_ranks_share_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    _no_launcher(monkeypatch)
+    assert ranks_of_host() == 1
+    for ranks, name in enumerate(reversed(LAUNCHERS), start=2):  # each counts before those that came before it
+        monkeypatch.setenv(name, str(ranks))
+        assert ranks_of_host() == ranks
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
+    assert ranks_of_host() == 1
+
+
+def test_a_number_of_ranks_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    _no_launcher(monkeypatch)
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8(x2),4")  # slurm's way to say that hosts differ
+    assert ranks_of_host() == 1
+    monkeypatch.setenv("LOCAL_SIZE", "four")
+    with pytest.raises(ConfigError, match="LOCAL_SIZE is 'four', a whole number is needed"):
+        ranks_of_host()
+
+
+def test_ranks_started_by_deepspeed_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    _no_launcher(monkeypatch)
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    monkeypatch.setattr("tidegate.agent.optimizer._is_distributed", lambda: True)
+    assert optimizer._ranks_of_node() == 4
 
 
 @pytest.mark.parametrize(
@@ -23,7 +59,7 @@ def test_each_training_thread_has_a_core_left(
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(bound)))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    _no_launcher(monkeypatch)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert cpu_lane_threads() == threads
@@ -33,8 +69,39 @@ def test_the_second_rank_of_a_host_takes_the_next_port(monkeypatch: pytest.Monke
     monkeypatch.setenv("LOCAL_RANK", "1")
     port = free_port()
     model = torch.nn.Linear(4, 4)
-    with tidegate.AdamW(model.parameters()) as optimizer:
-        assert tidegate.attach(optimizer, model, run="r", metrics_port=port).metrics_address == f"127.0.0.1:{port + 1}"
+    with tidegate.AdamW(model.parameters()) as adam:
+        assert tidegate.attach(adam, model, run="r", metrics_port=port).metrics_address == f"127.0.0.1:{port + 1}"
+
+
+def test_a_port_above_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with (
+        tidegate.AdamW(torch.nn.Linear(4, 4).parameters()) as adam,
+        pytest.raises(ConfigError, match=r"metrics_port=65533 and LOCAL_RANK=3 make port 65536"),
+    ):
+        tidegate.attach(adam, run="r", metrics_port=65_533)
+
+
+def test_one_rank_that_cannot_attach_keeps_no_other_waiting(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_attach_in_vain, (tmp_path,), nprocs=2)  # type: ignore[attr-defined]
+    mine, others = ((tmp_path / f"rank-{rank}").read_text() for rank in (1, 0))
+    assert "make port 65536" in mine
+    assert "Another rank could not attach" in others
+
+
+def _attach_in_vain(rank: int, folder: Path) -> None:
+    """One of two ranks; the second has no port. Both end, and attach together once it has one."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    waits = timedelta(seconds=60)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", waits, 2, rank)
+    model = torch.nn.Linear(4, 4)
+    with tidegate.AdamW(model.parameters()) as adam:
+        with pytest.raises(ConfigError) as error:
+            tidegate.attach(adam, model, run="r", metrics_port=65_535 * rank)
+        (folder / f"rank-{rank}").write_text(str(error.value))
+        assert adam.attachment is None
+        tidegate.attach(adam, model, run="r")
+    torch.distributed.destroy_process_group()
 
 
 def test_a_rank_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,30 @@ def test_a_host_cache_that_is_auto_may_grow_where_memory_came_free(
         assert sum(residences.counts.values()) == 0
 
 
+def test_what_is_pinned_is_not_what_auto_means_later(tmp_path: Path) -> None:
+    training = Training(paths=two(tmp_path), host_cache=0)
+    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="pinned") as attachment:
+        optimizer.set_auto(stride=2.0, alternate=False)
+        optimizer.apply_knobs(Knobs(stride=7.0, host_cache=0))
+        now = optimizer.engine.effective
+        assert attachment.tuning._apply(replace(now, alternate=True)) is None
+        assert (optimizer.engine.effective.stride, optimizer.engine.effective.alternate) == (7.0, True)
+        optimizer.apply_knobs(Knobs(stride="auto", host_cache=0))
+        assert optimizer.engine.effective.stride == 2.0
+
+
+def test_a_recalibration_while_ranks_tell_each_other_is_told_the_next_time() -> None:
+    training = Training(stride="auto")
+    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="late") as attachment:
+        tuning, recorder = attachment.tuning, attachment.recorder
+        said = tuning.says(0)
+        recorder._live.recalibrations = 1
+        tuning.between_steps(said)
+        assert tuning.says(0).rates_changed
+        tuning.between_steps(said)
+        assert not tuning.says(0).rates_changed
+
+
 def test_eq1_divides_by_the_slower_direction(tmp_path: Path) -> None:
     training = Training(paths=two(tmp_path), host_cache=0, tier_split="eq1")
     with training.optimizer as optimizer:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import event
 from sqlalchemy.exc import IntegrityError
 
 from tests.daemon.live import hello, step_report
+from tidegate.daemon import steps
 from tidegate.daemon.control.history import STEPS_BEFORE_CLEANING, SWEEP_SECONDS, WRITE_SECONDS, History
+from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.control.run import Clock, Member
 from tidegate.daemon.control.window import STEPS_KEPT, Figures, Window
 from tidegate.daemon.store import Store
+from tidegate.knobs import Knobs
 from tidegate.wire import AgentReport
 
 UNKNOWN = st.none() | st.floats(0, 1e12)
@@ -90,6 +96,17 @@ def test_what_may_have_been_written_is_written_again(store: Store) -> None:
     assert [step for step, _ in store.steps.newest(rank.member.hello.agent, 10)] == [1, 2, 3]
 
 
+def test_many_are_written_in_several_transactions(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "ROWS_AT_ONCE", 4)
+    begun: list[object] = []
+    event.listen(store.steps._engine, "begin", begun.append)
+    rank = Rank(store)
+    rank.tell(10)
+    rank.pass_seconds(WRITE_SECONDS)
+    assert [step for step, _ in store.steps.newest(rank.member.hello.agent, 20)] == list(range(1, 11))
+    assert len(begun) == 1 + 3 + 1, "the sweep, three of four rows at most, and the question"
+
+
 def test_the_table_does_not_grow(store: Store) -> None:
     rank = Rank(store)
     for _ in range(100):
@@ -98,6 +115,31 @@ def test_the_table_does_not_grow(store: Store) -> None:
     assert STEPS_KEPT <= stored(store, rank) <= STEPS_KEPT + STEPS_BEFORE_CLEANING + 10
     rank.pass_seconds(SWEEP_SECONDS)
     assert stored(store, rank) == 0, "they are older than they are kept"
+
+
+def test_what_nobody_can_ask_for_is_deleted_even_after_a_refusal(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A write that failed comes up when all is written at the end: what it held is written nevertheless."""
+    rank, other = Rank(store), Rank(store)
+    rank.tell(3)
+    rank.history.write()
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TRIGGER full BEFORE DELETE ON steps BEGIN SELECT RAISE(ABORT, 'full'); END")
+    other.member.hello = hello("another")
+    rank.member, before = other.member, rank.member
+    rank.tell(2)
+    rank.history.drop(before.hello.agent)
+    rank.mono += WRITE_SECONDS
+    rank.history.tick(rank.mono)
+    assert rank.history._under_way is not None
+    wait([rank.history._under_way[-1]])
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("DROP TRIGGER full")
+    rank.history.write()
+    assert "steps could not be stored, 2 wait" in caplog.text
+    assert [step for step, _ in store.steps.newest(other.member.hello.agent, 10)] == [4, 5]
+    assert store.steps.newest(before.hello.agent, 10) == []
 
 
 def test_what_a_full_disk_refuses_is_written_later(store: Store) -> None:
@@ -113,3 +155,19 @@ def test_what_a_full_disk_refuses_is_written_later(store: Store) -> None:
     assert stored(store, rank) == 0, "it is asked again when its second is over"
     rank.pass_seconds(WRITE_SECONDS / 2)
     assert stored(store, rank) == 3
+
+
+def test_who_takes_a_rank_takes_the_place_of_its_steps(store: Store) -> None:
+    plane = ControlPlane(store)
+    first, second = hello("llama"), hello("llama")
+    for one in (first, first, second):  # saying it again drops nothing
+        plane.hello(one, Knobs(stride=2.0))
+        step = plane.roster.member(one.agent)[1].window.newest + 1
+        plane.report(one.agent, AgentReport(timestamp=time.time(), step=step, phase="other", generation=0,
+                                            effective={}, steps=(step_report(step),)))  # fmt: skip
+        if step == 1:
+            plane.history.write()
+            assert [step for step, _ in store.steps.newest(first.agent, 9)] == [0, 1]
+            plane.goodbye(first.agent)
+    plane.save_all()
+    assert store.steps.newest_numbers() == {second.agent: 0}

@@ -19,6 +19,7 @@ from sqlalchemy import create_engine
 from tests.daemon.live import ROOT, Agent, Daemon, new_run
 from tidegate.daemon.schema import Base
 from tidegate.daemon.store import Store
+from tidegate.daemon.tokens import digest_of
 from tidegate.errors import DaemonError
 
 
@@ -40,6 +41,19 @@ def test_what_cannot_be_stored_is_not_decided(daemon: Daemon) -> None:
         connection.execute("DROP TRIGGER full")
         connection.close()
     assert client.set_knobs(run, {"stride": 3}).generation == 1
+
+
+def test_who_reads_waits_for_no_writer(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+    token = store.tokens.issue("agent", "mine")
+    writer = sqlite3.connect(tmp_path / "tidegate.db", isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")  # a read that wanted the lock would fail after BUSY_SECONDS
+    assert store.tokens.find(digest_of(token)) == store.tokens.all()[0]
+    assert store.steps.newest("none", 1) == []
+    assert store.steps.newest_numbers() == {}
+    assert [row.action for row in store.audit(None, 10)] == ["token_created"]
+    writer.close()
+    store.close()
 
 
 @pytest.mark.parametrize("table", ["alembic_version (version_num)", "schema_version (version)"])

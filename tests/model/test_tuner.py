@@ -129,6 +129,19 @@ def test_it_follows_what_slowed_down(steps_before: int) -> None:
     assert len(found.run(200).moves) == 2
 
 
+def test_a_refuted_cache_is_not_tried_again_a_page_larger() -> None:
+    """Free host memory differs at every look, and so do the bytes that the model would cache."""
+    sizes = itertools.count(1 << 30, 4096)
+    found = Training(
+        lambda knobs: 1.2 if knobs.host_cache_bytes else 1.0,
+        lambda now: Move(replace(now, host_cache_bytes=next(sizes)), 0.5),
+    ).run(REFUTED_STEPS)
+    assert len(found.moves) == 2, "there and back"
+    assert len(found.looks) > 2
+    found.promised = promise_fast
+    assert len(found.run(LONGEST_WAIT_STEPS).moves) > 2, "another move is another matter"
+
+
 def test_what_was_refuted_is_tried_again_once_speeds_have_changed() -> None:
     times = {SLOW: 1.0, FAST: 1.2}
     found = Training(times.__getitem__, promise_fast).run(40)

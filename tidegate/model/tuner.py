@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from statistics import median
 from typing import Final, NamedTuple
@@ -115,7 +115,7 @@ class Tuner:
         self._recent: deque[tuple[Effective, float]] = deque(maxlen=WINDOW_STEPS)
         self._trial: _Trial | None = None
         self._refuted: dict[Effective, int] = {}
-        """The step from which on each may be tried again."""
+        """The step from which on each kind of move may be tried again."""
         self.last_verdict = ""
         """What came of the last comparison, as a sentence."""
 
@@ -164,7 +164,7 @@ class Tuner:
         before = self._before(now)
         if look is None or before is None:
             return None
-        if move is None or not self._is_worth(move):
+        if move is None or not self._is_worth(now, move):
             self._wait(min(2 * self._wait_steps, LONGEST_WAIT_STEPS))
             return None
         self._trial = _Trial(now, move, {False: before, True: []})
@@ -185,13 +185,13 @@ class Tuner:
         if trial is None:
             return None
         self._recent.clear()  # some ranks ran something else meanwhile, and all must go on alike
-        self._refute(trial.move.to)
+        self._refute(trial)
         self._wait(LONGEST_WAIT_STEPS)
         self.last_verdict = f"Not tried: {why}"
         return trial.old
 
-    def _is_worth(self, move: Move) -> bool:
-        refuted = self._refuted.get(move.to, 0) > self._steps
+    def _is_worth(self, now: Effective, move: Move) -> bool:
+        refuted = self._refuted.get(_kind(now, move.to), 0) > self._steps
         return not refuted and (move.gain is None or move.gain >= MINIMUM_GAIN)
 
     def _under(self, now: Effective) -> list[float]:
@@ -220,7 +220,7 @@ class Tuner:
         self._tell(trial, kept)
         if not kept:
             trial.turn()
-            self._refute(trial.move.to)
+            self._refute(trial)
         if trial.move.gain is None:
             self._wait(1)  # that is what the probe was for
             self._urgent = True
@@ -231,9 +231,9 @@ class Tuner:
             self._rests_until = self._steps + REST_STEPS * trial.changes
         return None if kept else trial.old
 
-    def _refute(self, knobs: Effective) -> None:
+    def _refute(self, trial: _Trial) -> None:
         self._refuted = {one: step for one, step in self._refuted.items() if step > self._steps}
-        self._refuted[knobs] = self._steps + REFUTED_STEPS
+        self._refuted[_kind(trial.old, trial.move.to)] = self._steps + REFUTED_STEPS
 
     def _tell(self, trial: _Trial, kept: bool) -> None:
         predicted = "a probe" if trial.move.gain is None else f"{trial.move.gain:+.1%} predicted"
@@ -255,6 +255,11 @@ class Tuner:
 
     def _wait(self, steps: int) -> None:
         self._steps_left = self._wait_steps = steps
+
+
+def _kind(old: Effective, new: Effective) -> Effective:
+    """The knobs that a move leads to, with 1 for a larger cache: how far it can grow differs a little at every look."""
+    return replace(new, host_cache_bytes=int(new.host_cache_bytes > old.host_cache_bytes))
 
 
 def difference(old: Effective, new: Effective) -> str:

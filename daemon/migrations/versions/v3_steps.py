@@ -17,3 +17,4 @@ def upgrade() -> None:
         sa.Column("at", sa.Float, nullable=False),
         sa.Column("body", sa.Text, nullable=False),
     )
+    op.create_index("steps_by_time", "steps", ["at"])
