@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.dashboard.screen import again, page, text
-from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report, wait_until
+from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report
 from tests.dashboard.test_alerts import tell
-from tidegate.dashboard import urgency
+from tests.services import until
+from tidegate.dashboard import firing, kept, urgency
+from tidegate.errors import DaemonUnreachable
 from tidegate.wire import Advice, AlertView, Liveness, RankView, RunView, StallRow, StepReport
 
 NOW = 1000.0
@@ -151,6 +153,42 @@ def test_the_one_thing_to_do_is_an_alert_before_a_wait(daemon: Daemon) -> None:
     assert "Next: llama-7b 47% <b>of</b> TidegatePathSlow. Turn tier_split." in shown
 
 
+def test_what_fires_in_no_run_is_something_to_do(daemon: Daemon) -> None:
+    Agent(daemon).report()
+    tell(daemon, "TidegateDaemonSlow", "critical", "", run="")
+    app = page("now")
+    assert "Next: what concerns no run" in text(app)
+    assert "TidegateDaemonSlow" in text(app)
+
+
+def test_a_run_that_is_gone_hides_no_alert_of_others(daemon: Daemon) -> None:
+    Agent(daemon).train(1)
+    tell(daemon, "TidegatePathSlow", "warning", "")
+    found = firing.firing(daemon.url, ["gone", "llama-7b"])
+    assert [alert.alert for alert in found.of("llama-7b")] == ["TidegatePathSlow"]
+    assert found.problem is None
+    kept.forget()
+    daemon.stop()
+    assert firing.firing(daemon.url, ["gone", "llama-7b"]).problem
+
+
+def test_what_is_not_known_is_not_said_to_be_nothing(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unanswered(*_: object) -> list[AlertView]:
+        raise DaemonUnreachable("It does not answer.")
+
+    Agent(daemon).report()
+    assert "Nothing to do." in text(page("now"))
+    assert "Nothing fires." in text(page("alerts"))
+    monkeypatch.setattr(kept, "ALERTS", kept.Kept(unanswered, 5.0))
+    shown = text(page("now"))
+    assert "Nothing to do is known." in shown
+    assert "What fires is not known in full: It does not answer." in shown
+    assert "nothing fires" not in shown
+    shown = text(page("alerts"))
+    assert "Whether anything fires is not known." in shown
+    assert "It does not answer." in shown
+
+
 def test_of_many_runs_some_are_rows_and_a_filter_finds_them(daemon: Daemon) -> None:
     for number in range(27):
         Agent(daemon, run=f"run-{number:02d}").report()
@@ -182,7 +220,7 @@ def test_no_run_yet_tells_the_two_ways_to_get_one(daemon: Daemon) -> None:
     assert "no run has said hello yet" in text(app)
     assert app.code[0].value == "tidegate demo"
     Agent(daemon).train(1)
-    wait_until(lambda: "llama-7b" in [link.proto.label for link in again(app).get("page_link")], "the first card")
+    until(lambda: "llama-7b" in [link.proto.label for link in again(app).get("page_link")], "the first card")
 
 
 def test_the_start_page_goes_on_to_now_and_an_old_address_to_its_run(daemon: Daemon) -> None:

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from tests.dashboard.screen import again, page, text
-from tests.dashboard.scripted import Agent, Daemon, start_daemon, timeline, wait_until
+from tests.dashboard.scripted import Agent, Daemon, start_daemon, timeline
+from tests.services import until
 from tidegate.wire import AgentReport
 
 
@@ -115,11 +116,11 @@ def test_a_silent_run_is_late_then_lost(tmp_path: Path, monkeypatch: pytest.Monk
         def is_shown_late() -> bool:
             """On a busy machine it may be lost before the page is drawn: then once more."""
             agent.report()
-            wait_until(lambda: operator.run("llama-7b").liveness == "stale", "a stale run")
+            until(lambda: operator.run("llama-7b").liveness == "stale", "a stale run")
             return "Late: no word from rank 0 for" in text(page())
 
-        wait_until(is_shown_late, "a late run on the page", 60)
-        wait_until(lambda: operator.run("llama-7b").liveness == "lost", "a lost run")
+        until(is_shown_late, "a late run on the page", 60)
+        until(lambda: operator.run("llama-7b").liveness == "lost", "a lost run")
         assert "Lost: no word from rank 0 for" in text(page())
 
 

@@ -8,7 +8,8 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from tests.dashboard.screen import again, field, page, press, text
-from tests.dashboard.scripted import Agent, Daemon, wait_until
+from tests.dashboard.scripted import Agent, Daemon
+from tests.services import until
 from tidegate.dashboard import edits
 from tidegate.dashboard.desk import Desk
 from tidegate.dashboard.parts import editor
@@ -99,7 +100,7 @@ def test_a_change_reaches_every_rank(daemon: Daemon) -> None:
         field(app, "stride").input("3")
         field(app, "Reason").input("fewer crossings")
         press(app, "Set")
-        wait_until(lambda: agent.generation == 1, "the agent to apply generation 1")
+        until(lambda: agent.generation == 1, "the agent to apply generation 1")
     assert agent.knobs["stride"] == 3.0
     assert app.success
     with daemon.operator() as operator:
@@ -148,7 +149,7 @@ def test_the_knobs_of_storage_paths_are_turned(daemon: Daemon) -> None:
         field(app, "host_cache").input("8 GiB")
         order.select("pinned")
         press(app, "Set")
-        wait_until(lambda: agent.generation == 1, "the agent to apply generation 1")
+        until(lambda: agent.generation == 1, "the agent to apply generation 1")
     assert app.success
     wanted = {"tier_split": "nvme:2,pfs:1", "host_cache": 8 * 2**30, "order": "pinned"}
     assert {name: agent.knobs[name] for name in wanted} == wanted
@@ -290,9 +291,9 @@ def test_a_change_on_trial_shows_how_far_it_is_and_its_verdict(daemon: Daemon) -
         app.checkbox[0].check()
         app.number_input[0].set_value(200)
         press(app, "Set")
-        wait_until(lambda: agent.generation == 1, "the agent to apply generation 1")
+        until(lambda: agent.generation == 1, "the agent to apply generation 1")
         before = agent.step
-        wait_until(lambda: agent.step > before + 2, "steps of the trial")
+        until(lambda: agent.step > before + 2, "steps of the trial")
         shown = text(again(app))
         assert "on trial" in shown
         assert "of 200 steps" in shown
@@ -307,11 +308,11 @@ def test_history_leads_back_to_a_generation_that_ran(daemon: Daemon) -> None:
     agent.train(2)
     with agent.training(0.05), daemon.operator() as operator:
         operator.set_knobs("llama-7b", {"stride": 4}, reason="mine first")
-        wait_until(lambda: agent.generation == 1, "generation 1")
+        until(lambda: agent.generation == 1, "generation 1")
         app = tune(daemon)
         assert "mine first" in text(app)
         next(box for box in app.selectbox if box.label.startswith("Bring back")).select(0)
         press(app, "Roll back")
         assert "Back to the knobs of generation 0" in app.success[0].value
-        wait_until(lambda: agent.knobs["stride"] == "auto", "the way back")
+        until(lambda: agent.knobs["stride"] == "auto", "the way back")
         assert "back to generation 0: stride 4 → auto" in text(again(app))
