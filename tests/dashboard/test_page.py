@@ -12,6 +12,7 @@ import pytest
 from tests.dashboard.screen import again, page, text
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, timeline
 from tests.services import until
+from tidegate.dashboard import feed
 from tidegate.wire import AgentReport
 
 
@@ -199,6 +200,26 @@ def test_an_update_is_held_and_another_step_is_chosen(daemon: Daemon) -> None:
 def test_a_step_that_is_gone_is_told(daemon: Daemon) -> None:
     Agent(daemon).train(3)
     assert "The timeline of step 2 is not kept any more" in text(page("timeline", step="2"))
+
+
+def test_a_run_that_begins_again_shows_no_timeline_of_before(daemon: Daemon) -> None:
+    Agent(daemon).train(3)
+    assert page("timeline").query_params == {}
+    assert feed.timeline(daemon.url, "llama-7b", 0, 3) == timeline(3)
+    other = timeline(3).model_copy(update={"origin": timeline(3).origin + 500})
+    Agent(daemon, step=3).report(timeline=other)
+    again(page("timeline"))
+    assert feed.timeline(daemon.url, "llama-7b", 0, 3) == other
+
+
+def test_of_timelines_the_ones_looked_at_last_are_kept(monkeypatch: pytest.MonkeyPatch, daemon: Daemon) -> None:
+    monkeypatch.setattr(feed, "TIMELINES_KEPT", 2)
+    agent = Agent(daemon)
+    for step in (1, 2, 1, 3):
+        if step > agent.step:
+            agent.train()
+        assert feed.timeline(daemon.url, "llama-7b", 0, step) is not None
+    assert [key[-1] for key in feed._timelines] == [1, 3]
 
 
 def test_a_timeline_without_rates_has_no_prediction(daemon: Daemon) -> None:

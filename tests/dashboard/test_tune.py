@@ -67,6 +67,22 @@ def test_what_a_late_browser_still_sends_of_emptied_fields_is_no_edit(monkeypatc
     assert (at.edits, at.reason) == ({}, "")
 
 
+def test_a_knob_that_goes_while_it_is_typed_leaves_the_editor_usable(daemon: Daemon) -> None:
+    """The run begins again without paths."""
+    Agent(daemon, paths=("nvme", "pfs")).train(2)
+    app = tune(daemon)
+    field(app, "tier_split").input("nvme:2,pfs:1")
+    field(app, "static_ratio").input("0.5")
+    again(app)
+    Agent(daemon).train(1)
+    again(app)
+    assert "tier_split" not in knobs_of(app)
+    assert any("no tier\\_split any more" in said.value for said in app.info)
+    assert field(app, "static_ratio").value == "0.5"
+    press(app, "Preview")
+    assert not app.error
+
+
 def test_without_a_token_everything_is_there_to_read_and_nothing_to_press(daemon: Daemon) -> None:
     Agent(daemon).train(2)
     app = page("tune")

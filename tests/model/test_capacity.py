@@ -268,6 +268,8 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
         (hugging_face(ffn_config={"ffn_hidden_size": 10}), "ffn_config"),
         (hugging_face(model_type="llama4_text"), "model_type 'llama4_text'"),
         (hugging_face(model_type="mamba"), "model_type 'mamba'"),
+        (hugging_face(vocab_size=10**12), "more than 1e"),
+        (hugging_face(hidden_size=10**400), "more than 1e"),
         ({"text_config": "x"}, "text_config .* is no JSON object"),
     ],
 )

@@ -11,6 +11,8 @@ from typing import Any, Final
 from tidegate.errors import ConfigError
 
 _LLAMA_VOCAB: Final = 32_000
+MAX_PARAMS: Final = 10**13
+"""More are a mistake in a config, and would take minutes to plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,8 @@ class ModelShape:
                 raise ConfigError(f"{name}={getattr(self, name)!r} of model {self.name} must be at least 1.")
         if self.active_experts > self.experts:
             raise ConfigError(f"{self.active_experts} active experts of model {self.name}: it has {self.experts}.")
+        if self.params > MAX_PARAMS:
+            raise ConfigError(f"Model {self.name} has more than {MAX_PARAMS:.0e} parameters: is its config right?")
 
     @property
     def block_params(self) -> int:
