@@ -203,13 +203,14 @@ def test_a_step_that_is_gone_is_told(daemon: Daemon) -> None:
 
 
 def test_a_run_that_begins_again_shows_no_timeline_of_before(daemon: Daemon) -> None:
-    Agent(daemon).train(3)
-    assert page("timeline").query_params == {}
-    assert feed.timeline(daemon.url, "llama-7b", 0, 3) == timeline(3)
-    other = timeline(3).model_copy(update={"origin": timeline(3).origin + 500})
-    Agent(daemon, step=3).report(timeline=other)
+    before = timeline(3)
+    after = before.model_copy(update={"origin": before.origin + 500})
+    Agent(daemon, step=3).report(timeline=before)
+    page("timeline")
+    assert feed.timeline(daemon.url, "llama-7b", 0, 3) == before
+    Agent(daemon, step=3).report(timeline=after)
     again(page("timeline"))
-    assert feed.timeline(daemon.url, "llama-7b", 0, 3) == other
+    assert feed.timeline(daemon.url, "llama-7b", 0, 3) == after
 
 
 def test_of_timelines_the_ones_looked_at_last_are_kept(monkeypatch: pytest.MonkeyPatch, daemon: Daemon) -> None:
