@@ -13,6 +13,7 @@ from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report
 from tests.dashboard.test_alerts import tell
 from tests.services import until
 from tidegate.dashboard import firing, kept, urgency
+from tidegate.dashboard.parts import card
 from tidegate.errors import DaemonUnreachable
 from tidegate.wire import Advice, AlertView, Liveness, RankView, RunView, StallRow, StepReport
 
@@ -200,6 +201,19 @@ def test_of_many_runs_some_are_rows_and_a_filter_finds_them(daemon: Daemon) -> N
     assert [link.proto.label for link in app.get("page_link") if link.proto.label.startswith("run-")] == ["run-26"]
     app.text_input[0].input("nobody")
     assert any("No run has a name like that" in caption.value for caption in again(app).caption)
+
+
+def test_a_click_is_on_the_row_that_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the viewer's click is on its way, the runs are sorted anew."""
+    monkeypatch.setattr(card.st, "session_state", {})
+    monkeypatch.setattr(card.st, "dataframe", lambda *_, **__: {"selection": {"rows": clicked}})
+    gone_to: list[str] = []
+    monkeypatch.setattr(card.links, "go", lambda _, run: gone_to.append(run))
+    clicked: list[int] = []
+    card.rows([run_of("a"), run_of("b")], NOW)
+    clicked.append(1)
+    card.rows([run_of("b"), run_of("a")], NOW)
+    assert gone_to == ["b"]
 
 
 def test_a_daemon_that_goes_away_leaves_the_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
