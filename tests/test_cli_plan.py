@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tidegate.cli import app, main
+from tidegate.model.calibration import VERSION
 from tidegate.model.shapes import PAPER_MODELS
 
 NODE = ("--gpus", "4", "--gpu-memory", "80", "--host-memory", "512", "--path", "nvme:6.9/5.3", "--path", "pfs:3.6/3.6")
@@ -75,7 +76,7 @@ def test_a_hugging_face_config_and_measured_rates(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     rates = {"h2d_bytes_per_second": 5e9, "d2h_bytes_per_second": 5e9, "cpu_params_per_second": 1e9}
     calibration = {
-        "version": 1, "measured_at": 0.0, "hardware": {}, "cpu_params_per_second_by_threads": {}, "rates": rates,
+        "version": VERSION, "measured_at": 0.0, "hardware": {}, "cpu_params_per_second_by_threads": {}, "rates": rates,
     }  # fmt: skip
     (tmp_path / "rates.json").write_text(json.dumps(calibration))
     machine = ("--model", str(tmp_path), "--gpus", "4", "--gpu", "a100-40")
