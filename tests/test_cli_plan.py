@@ -76,7 +76,8 @@ def test_a_hugging_face_config_and_measured_rates(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     rates = {"h2d_bytes_per_second": 5e9, "d2h_bytes_per_second": 5e9, "cpu_params_per_second": 1e9}
     calibration = {
-        "version": VERSION, "measured_at": 0.0, "hardware": {}, "cpu_params_per_second_by_threads": {}, "rates": rates,
+        "version": VERSION, "measured_at": 0.0, "hardware": {}, "cpu_params_per_second_by_threads": {},
+        "card_threads": 1, "rates": rates,
     }  # fmt: skip
     (tmp_path / "rates.json").write_text(json.dumps(calibration))
     machine = ("--model", str(tmp_path), "--gpus", "4", "--gpu", "a100-40")
