@@ -10,6 +10,7 @@ PYTHON ?= $(shell command -v python3.11 >/dev/null && python3.11 --version >/dev
 # What an installation depends on; Python sources are seen at once, they need none.
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/src/*)
 DEMO_ARGS ?=
+BENCH ?= $(wildcard bench/*.py)
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 JOBS ?= 2
@@ -62,8 +63,9 @@ check: $(VENV)/test ## lint, format, types and import contracts
 	@if command -v amtool >/dev/null; then amtool check-config grafana/prometheus/alertmanager.yml; fi
 
 .PHONY: bench
-bench: $(VENV)/test ## measure what the README claims (BENCH_ARGS=...)
-	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
+bench: $(VENV)/test ## measure what the README claims (BENCH=bench/papers.py BENCH_ARGS=--variants: one, its arguments)
+	@status=0; for script in $(BENCH); do echo "== $$script"; \
+	$(BIN)/python $$script $(BENCH_ARGS) || status=$$?; done; exit $$status
 
 .PHONY: torture soak
 torture: MARK := torture

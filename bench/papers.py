@@ -1,7 +1,7 @@
 """Claim: the model reproduces what two papers measured, from one rate card for each of their machines.
 
 Every figure of theirs that a simulator can be checked against (`published/reported.json`, with where it stands) beside
-what our planner and simulator say when told the machine and the system. The rate cards (`published/machines.py`) come
+what our planner and simulator say when told the machine and the system. The rate cards (`published/cards.py`) come
 from the papers' tables and text; nothing is fitted, neither to a row nor over rows, so that no row is used up by
 calibration. A row's error is |ours - reported| / reported, never above what it is; a row that the model cannot answer
 counts as 1. `least` and `most` of a range are two rows. `assumes` says what a row needs beside the rate card.

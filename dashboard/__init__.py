@@ -9,6 +9,8 @@ from pathlib import Path
 
 URL_VARIABLE = "TIDEGATE_DAEMON"
 DEFAULT_URL = "http://127.0.0.1:8790"
+MAX_UPLOAD_MB = 1
+"""Of a model's config.json, the one thing that is uploaded."""
 
 
 def command(port: int, daemon_url: str, bind: str = "127.0.0.1") -> list[str]:
@@ -17,6 +19,7 @@ def command(port: int, daemon_url: str, bind: str = "127.0.0.1") -> list[str]:
         "server.port": port,
         "server.address": bind,
         "server.headless": "true",
+        "server.maxUploadSize": MAX_UPLOAD_MB,
         "server.fileWatcherType": "none",
         "browser.gatherUsageStats": "false",
         "client.toolbarMode": "minimal",

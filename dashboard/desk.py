@@ -39,7 +39,13 @@ class Desk:
     """Update seconds before and after that were predicted of a generation, when it was previewed and then set."""
 
     def begin(self, knobs: KnobsView) -> None:
-        """The viewer has these knobs before them. What was typed before stays on those that it was typed against."""
+        """The viewer has these knobs before them. What was typed before stays on those that it was typed against; what
+        was typed for knobs that the run has no more (it began again without paths, say) is dropped."""
+        if gone := sorted(self.draft.edited() - knobs.bounds.keys()):
+            self.notice = ("info", f"This run has no {', '.join(gone)} any more; what you typed there is dropped.")
+            self.preview = None
+        for name in self.edits.keys() - knobs.bounds.keys():
+            del self.edits[name]
         if self.generation is None or (knobs.generation > self.generation and not self.draft.edited()):
             self.base_on(knobs)
 

@@ -67,9 +67,9 @@ def _number(value: float) -> str:
 
 
 def parse(draft: Draft, bounds: Mapping[str, KnobBound]) -> Parsed:
-    """Edited fields as values within the bounds that the daemon gave."""
+    """Edited fields as values within the bounds that the daemon gave; knobs that the run has no more are left out."""
     parsed = Parsed()
-    for name in sorted(draft.edited()):
+    for name in sorted(draft.edited() & bounds.keys()):
         spec = bounds[name].spec(name)
         try:
             value = spec.parse(draft.fields[name].strip())

@@ -5,20 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import streamlit as st
 
 from tidegate.client import DaemonClient, find_token
 from tidegate.errors import DaemonError, NotAuthorized, NotFound
 from tidegate.model.rates import RateCard
-from tidegate.wire import Advice, AlertView, GenerationView, KnobsView, RankView, RunView, StepReport, TimelineView
+from tidegate.wire import AlertView, GenerationView, KnobsView, RankView, RunView, StepReport, TimelineView
+
+_K = TypeVar("_K", bound=Hashable)
+_V = TypeVar("_V")
 
 NUM_STEPS = 200
 TIMEOUT_SECONDS = 3.0
 TIMELINES_KEPT = 64
 """Of all runs and ranks: those that were on a screen last."""
+SNAPSHOTS_KEPT = 64
+CLIENTS_KEPT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +57,11 @@ class Look:
     problem: str | None = None
 
 
-_last_runs: dict[str, tuple[RunView, ...]] = {}
-_last_snapshots: dict[tuple[str, str, int], Snapshot] = {}
-_timelines: OrderedDict[tuple[str, str, int, int], TimelineView] = OrderedDict()
-_clients: dict[tuple[str, str | None], DaemonClient] = {}
+_last_runs: OrderedDict[str, tuple[RunView, ...]] = OrderedDict()
+_last_snapshots: OrderedDict[tuple[str, str, int], Snapshot] = OrderedDict()
+_timelines: OrderedDict[tuple[str, str, int, str, int], TimelineView] = OrderedDict()
+"""By daemon, run, rank, the process that it was then, and step: a run that begins again has other updates."""
+_clients: OrderedDict[tuple[str, str | None], DaemonClient] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -74,8 +81,7 @@ def runs(url: str) -> Runs:
         found = _runs(url)
     except DaemonError as error:
         return Runs(runs=_last_runs.get(url, ()), problem=explain(error, url))
-    with _lock:
-        _last_runs[url] = found
+    _keep(_last_runs, url, found, CLIENTS_KEPT)
     return Runs(runs=found)
 
 
@@ -85,8 +91,7 @@ def look(url: str, run: str, rank: int) -> Look:
         snapshot = _snapshot(url, run, rank)
     except DaemonError as error:
         return Look(snapshot=_last_snapshots.get((url, run, rank)), problem=explain(error, url))
-    with _lock:
-        _last_snapshots[url, run, rank] = snapshot
+    _keep(_last_snapshots, (url, run, rank), snapshot, SNAPSHOTS_KEPT)
     return Look(snapshot=snapshot)
 
 
@@ -102,14 +107,17 @@ def explain(error: DaemonError, url: str) -> str:
 
 def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
     """Of one step: what was on a screen before, or what the daemon still has; None when it is gone for good."""
-    if (seen := _timelines.get((url, run, rank, step))) is not None:
-        return seen
+    who = _process(url, run, rank)
+    with _lock:
+        if (seen := _timelines.get((url, run, rank, who, step))) is not None:
+            _timelines.move_to_end((url, run, rank, who, step))
+            return seen
     try:
         found = reader(url).timeline(run, rank, step)
     except DaemonError:
         return None
     if found is not None:
-        _see(url, run, rank, found)
+        _keep(_timelines, (url, run, rank, who, found.step), found, TIMELINES_KEPT)
     return found
 
 
@@ -130,41 +138,10 @@ def kept_steps(url: str, run: str, rank: int) -> tuple[int, ...]:
         kept = reader(url).timelines(run, rank).steps
     except DaemonError:
         kept = ()
-    seen = (step for at, of, who, step in list(_timelines) if (at, of, who) == (url, run, rank))
-    return tuple(sorted({*kept, *seen}))
-
-
-def alerts(url: str, runs: Sequence[str]) -> dict[str, tuple[AlertView, ...]]:
-    """What fires in each of these runs, as far as the daemon answers: one that hangs is not asked again and again."""
-    found = {}
-    try:
-        for run in runs:
-            found[run] = _alerts(url, run)
-    except DaemonError:
-        pass
-    return found
-
-
-@st.cache_data(ttl=5.0, max_entries=256, show_spinner=False)
-def _alerts(url: str, run: str) -> tuple[AlertView, ...]:
-    return tuple(reader(url).alerts(run))
-
-
-@st.cache_data(ttl=20.0, max_entries=64, show_spinner=False)
-def advice(url: str, run: str) -> Advice | None:
-    """What the model would turn; None when the daemon cannot be asked. It thinks for a moment: the last answer is kept
-    for a while."""
-    try:
-        return reader(url).advice(run)
-    except DaemonError:
-        return None
-
-
-def _see(url: str, run: str, rank: int, view: TimelineView) -> None:
+    whose = (url, run, rank, _process(url, run, rank))
     with _lock:
-        _timelines[url, run, rank, view.step] = view
-        while len(_timelines) > TIMELINES_KEPT:
-            _timelines.popitem(last=False)
+        seen = {step for *of, step in _timelines if tuple(of) == whose}
+    return tuple(sorted({*kept, *seen}))
 
 
 def fresh_knobs(url: str, run: str) -> tuple[KnobsView, tuple[GenerationView, ...]]:
@@ -181,9 +158,28 @@ def reader(url: str) -> DaemonClient:
 def _client(url: str, token: str | None) -> DaemonClient:
     """The one client for an address and the token that this process reads with."""
     with _lock:
-        if (url, token) not in _clients:
-            _clients[url, token] = DaemonClient(url, token, timeout=TIMEOUT_SECONDS)
-        return _clients[url, token]
+        found = _clients.get((url, token)) or DaemonClient(url, token, timeout=TIMEOUT_SECONDS)
+    _keep(_clients, (url, token), found, CLIENTS_KEPT)
+    return found
+
+
+def _keep(among: OrderedDict[_K, _V], key: _K, value: _V, most: int) -> None:
+    """The `most` that were used last; a client that is dropped is closed when nobody has it any more."""
+    with _lock:
+        among[key] = value
+        among.move_to_end(key)
+        while len(among) > most:
+            among.popitem(last=False)
+
+
+def _whose(rank: RankView) -> str:
+    return f"{rank.agent} {rank.started_at}"
+
+
+def _process(url: str, run: str, rank: int) -> str:
+    """The process that the rank is now, or was last; empty when it was never seen."""
+    snapshot = _last_snapshots.get((url, run, rank)) or look(url, run, rank).snapshot
+    return _whose(snapshot.rank) if snapshot else ""
 
 
 @st.cache_data(ttl=1.0, max_entries=8, show_spinner=False)
@@ -202,7 +198,7 @@ def _snapshot(url: str, run: str, rank: int) -> Snapshot:
         run=view,
         rank=seen,
         steps=client.steps(run, rank, NUM_STEPS).steps,
-        timeline=_timeline(url, run, rank, seen.step),
+        timeline=_timeline(url, run, rank, _whose(seen), seen.step),
         knobs=client.knobs(run),
         generations=tuple(client.generations(run)),
         alerts=tuple(client.alerts(run)),
@@ -211,9 +207,9 @@ def _snapshot(url: str, run: str, rank: int) -> Snapshot:
 
 
 @st.cache_data(ttl=4.0, max_entries=16, show_spinner=False)
-def _timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
+def _timeline(url: str, run: str, rank: int, who: str, step: int) -> TimelineView | None:
     """Timelines are large: read again only when `step` changed, or a while after."""
     found = reader(url).timeline(run, rank)
     if found is not None:
-        _see(url, run, rank, found)
+        _keep(_timelines, (url, run, rank, who, found.step), found, TIMELINES_KEPT)
     return found

@@ -14,23 +14,26 @@ from tidegate.errors import DaemonError
 
 T = TypeVar("T")
 MAX_KEPT: Final = 64
-"""Of each kind; the one read longest ago goes first."""
+"""Of a kind; the one read longest ago goes first."""
+RUNS_KEPT: Final = 4096
+"""Of what is asked of every run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Generic[T]):
-    """The newest value that could be had. `problem`: why it is not of this moment."""
+    """The newest value that could be had. `problem`: why it is not of this moment; `error` is what it came of."""
 
     value: T | None = None
     problem: str | None = None
+    error: DaemonError | None = None
     read_at: float = 0.0
 
 
 class Kept(Generic[T]):
     """One kind of thing, asked for at most every `seconds` for each daemon and key."""
 
-    def __init__(self, read: Callable[[DaemonClient, Any], T], seconds: float) -> None:
-        self._read, self._seconds = read, seconds
+    def __init__(self, read: Callable[[DaemonClient, Any], T], seconds: float, most: int = MAX_KEPT) -> None:
+        self._read, self._seconds, self._most = read, seconds, most
         self._lock = threading.Lock()
         self._found: dict[Hashable, tuple[float, Reading[T]]] = {}
 
@@ -43,11 +46,12 @@ class Kept(Generic[T]):
         try:
             reading = Reading(value=self._read(feed.reader(url), key), read_at=time.time())
         except DaemonError as error:
-            reading = Reading(value=kept.value, problem=feed.explain(error, url), read_at=kept.read_at)
+            why = feed.explain(error, url)
+            reading = Reading(value=kept.value, problem=why, error=error, read_at=kept.read_at)
         with self._lock:
             self._found.pop((url, key), None)
             self._found[url, key] = (time.monotonic() + self._seconds, reading)
-            while len(self._found) > MAX_KEPT:
+            while len(self._found) > self._most:
                 del self._found[next(iter(self._found))]
         return reading
 
@@ -60,7 +64,7 @@ ADVICE: Final = Kept(lambda client, key: client.advice(key[0]), 20.0)
 """By run and generation: making one keeps the daemon busy for a moment."""
 AUDIT: Final = Kept(lambda client, key: client.audit(key[0], key[1]), 2.0)
 """By run and the most rows to read."""
-ALERTS: Final = Kept(lambda client, run: client.alerts(run or None), 2.0)
+ALERTS: Final = Kept(lambda client, run: client.alerts(run or None), 5.0, RUNS_KEPT)
 """By run; those without a run under the empty name."""
 
 

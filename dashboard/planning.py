@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -45,7 +46,7 @@ class Question:
             if name in first:
                 with contextlib.suppress(ValueError):
                     given[name] = text == "True" if isinstance(first[name], bool) else type(first[name])(text)
-        return cls(**given)
+        return cls(**{name: value for name, value in given.items() if not _is_nan(value)})
 
     def query(self) -> dict[str, str]:
         """For the address: what differs from the form as it is at first."""
@@ -72,6 +73,10 @@ class Question:
         names = ("sequence", "microbatch", "accumulation", "weight", "checkpointing")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         return Workload(**given)
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 @lru_cache(maxsize=KEPT)

@@ -50,13 +50,20 @@ def task(run: RunView, alerts: Sequence[AlertView], now: float) -> Task | None:
         return _silent(run, now)
     if run.liveness == "finished":
         return None
+    return _fires(run.run, alerts) or _full(run) or _slow(run)
+
+
+def of_no_run(alerts: Sequence[AlertView]) -> Task | None:
+    """What alerts that concern no run want; its `run` is empty."""
+    return _fires("", alerts)
+
+
+def _fires(run: str, alerts: Sequence[AlertView]) -> Task | None:
     firing = [alert for alert in alerts if alert.state == "firing" and alert.severity in _SEVERITY]
-    if firing:
-        worst = min(firing, key=lambda alert: (_SEVERITY.index(alert.severity), alert.starts_at))
-        return Task(
-            run=run.run, urgency=2 + _SEVERITY.index(worst.severity) / 10, sentence=_alert(worst), page="alerts"
-        )
-    return _full(run) or _slow(run)
+    if not firing:
+        return None
+    worst = min(firing, key=lambda alert: (_SEVERITY.index(alert.severity), alert.starts_at))
+    return Task(run=run, urgency=FIRING + _SEVERITY.index(worst.severity) / 10, sentence=_alert(worst), page="alerts")
 
 
 def sorted_tasks(tasks: Collection[Task]) -> list[Task]:

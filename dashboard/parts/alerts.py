@@ -26,13 +26,13 @@ _RUNBOOKS: Final = Path(__file__).resolve().parents[2] / "docs" / "runbooks"
 """Where the live view runs from a copy of the repository; else there is none."""
 
 
-def firing(alerts: Sequence[AlertView], run: str) -> None:
-    """A card for each, worst first."""
+def firing(alerts: Sequence[AlertView], run: str, *, known: bool) -> None:
+    """A card for each, worst first. known: these are all, as of now."""
     found = worst_first([alert for alert in alerts if alert.state == "firing"])
     note = f"worst {SHOWN} of {len(found)}" if len(found) > SHOWN else "as Alertmanager tells"
     st.html(markup.title("Firing", note))
     if not found:
-        st.html(snippets.nothing("Nothing fires."))
+        st.html(snippets.nothing("Nothing fires." if known else "Whether anything fires is not known."))
     for alert in found[:SHOWN]:
         _card(alert, run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import streamlit as st
 
@@ -10,6 +11,9 @@ from tidegate.dashboard import links, markup, palette, units, urgency
 from tidegate.dashboard.digest import Digest, digest, verdict
 from tidegate.dashboard.parts.header import EMULATED
 from tidegate.wire import RunView
+
+DRAWN: Final = "more_runs_drawn"
+"""Names in the table of further runs, as the viewer sees it."""
 
 
 def card(number: int, run: RunView, now: float, *, away: bool) -> None:
@@ -58,9 +62,13 @@ def rows(runs: Sequence[RunView], now: float) -> None:
                 "heard of": f"{units.age(now - run.last_seen)} ago",
             }
         )
+    # A click is on a row of the table as it was drawn last; the order may be another one by now.
+    drawn: list[str] = st.session_state.get(DRAWN, [])
+    st.session_state[DRAWN] = [run.run for run in runs]
     chosen = st.dataframe(
         table, key="more_runs", on_select="rerun", selection_mode="single-row", hide_index=True,
         column_config={"verdict": st.column_config.TextColumn(width="large")},
     )  # fmt: skip
-    if picked := chosen["selection"]["rows"]:
-        links.go("run", run=runs[picked[0]].run)
+    picked = chosen["selection"]["rows"]
+    if picked and picked[0] < len(drawn):
+        links.go("run", run=drawn[picked[0]])

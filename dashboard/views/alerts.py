@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import streamlit as st
 
-from tidegate.dashboard import feed, kept, snippets
+from tidegate.dashboard import feed, kept, markup, palette, snippets
 from tidegate.dashboard.digest import digest
+from tidegate.dashboard.firing import NO_RUN
 from tidegate.dashboard.parts import alerts as parts
 from tidegate.dashboard.parts import audit, header
 from tidegate.dashboard.place import Place, live, told
@@ -25,7 +26,10 @@ def _firing(place: Place) -> None:
         header.unread(place, look)
         return
     header.brief(look, look.snapshot, digest(look.snapshot.steps))
-    general = kept.ALERTS.get(place.url, "").value or []
-    found = [*look.snapshot.alerts, *general]
-    parts.firing(found, place.run)
+    general = kept.ALERTS.get(place.url, NO_RUN)
+    if general.problem:
+        sentence = f"Alerts that concern no run are not known as of now: {general.problem}"
+        st.html(markup.banner(sentence, palette.LIVENESS["lost"]))
+    found = [*look.snapshot.alerts, *(general.value or ())]
+    parts.firing(found, place.run, known=not (general.problem or look.problem))
     parts.resolved(found)

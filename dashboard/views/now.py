@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Final
 
 import streamlit as st
 
-from tidegate.dashboard import feed, links, markup, palette, urgency
+from tidegate.dashboard import feed, firing, kept, links, markup, palette, urgency
 from tidegate.dashboard.parts import card, states
 from tidegate.dashboard.place import Place, live
 from tidegate.wire import RunView
@@ -68,24 +69,49 @@ def _next(place: Place) -> None:
     st.html(markup.title("Runs", said))
     if found.problem:
         return
-    firing = feed.alerts(place.url, [run.run for run in urgency.ordered(found.runs)[:CARDS]])
+    runs = urgency.ordered(found.runs)
+    fires = firing.firing(place.url, [run.run for run in runs if run.liveness != "finished"])
     moment = time.time()
-    tasks = [task for run in found.runs if (task := urgency.task(run, firing.get(run.run, ()), moment))]
-    first = _most_urgent(place.url, urgency.sorted_tasks(tasks))
+    tasks = [task for run in runs if (task := urgency.task(run, fires.of(run.run), moment))]
+    tasks += [task for task in [urgency.of_no_run(fires.of(firing.NO_RUN))] if task]
+    first, unknown = _most_urgent(place.url, urgency.sorted_tasks(tasks), {run.run: run.generation for run in runs})
+    if fires.problem:
+        unknown = [f"What fires is not known in full: {fires.problem}", *unknown]
     if first is None:
-        sentence = "No run is silent, nothing fires, and no change of knobs is predicted to help."
-        st.html(markup.advice("Nothing to do.", sentence, "live"))
+        _nothing(unknown)
         return
     with st.container(horizontal=True, vertical_alignment="center", key="next"):
-        how_bad = "lost" if first.urgency < urgency.FULL else "stale"
-        st.html(markup.advice(f"Next: {first.run}", first.sentence, how_bad))
-        links.link(first.page, PLACES[first.page], run=first.run)
+        how_bad = "lost" if first.urgency <= urgency.FIRING else "stale"
+        sentence = " ".join([first.sentence, *unknown])
+        st.html(markup.advice(f"Next: {first.run or 'what concerns no run'}", sentence, how_bad))
+        links.link(first.page, PLACES[first.page], run=first.run or runs[0].run)
 
 
-def _most_urgent(url: str, tasks: list[urgency.Task]) -> urgency.Task | None:
-    """The first task that is one, with advice; the model is asked about a few runs at most."""
+def _nothing(unknown: list[str]) -> None:
+    """Says so only where everything is known."""
+    if unknown:
+        st.html(markup.advice("Nothing to do is known.", " ".join(unknown), "stale"))
+        return
+    sentence = "No run is silent, nothing fires, and no change of knobs is predicted to help."
+    st.html(markup.advice("Nothing to do.", sentence, "live"))
+
+
+def _most_urgent(
+    url: str, tasks: list[urgency.Task], generations: Mapping[str, int]
+) -> tuple[urgency.Task | None, list[str]]:
+    """The first task that is one, with advice; and what is not known about those before it, as sentences.
+
+    The model is asked about a few runs at most."""
+    unknown = []
     for task in tasks[:ASKED]:
-        advice = feed.advice(url, task.run) if task.page == "tune" else None
+        advice = None
+        if task.page == "tune":
+            reading = kept.ADVICE.get(url, (task.run, generations[task.run]))
+            advice = reading.value
+            if reading.problem:
+                unknown.append(f"What the model advises for {task.run} is not known: {reading.problem}")
         if (found := urgency.with_advice(task, advice)) is not None:
-            return found
-    return None
+            return found, unknown
+    if tasks[ASKED:]:
+        unknown.append(f"Of {len(tasks)} runs that spend much of a step on the update, {ASKED} were looked into.")
+    return None, unknown

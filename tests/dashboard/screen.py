@@ -11,6 +11,7 @@ from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
 from tidegate import dashboard
+from tidegate.dashboard import kept
 
 MAIN = Path(dashboard.__file__).with_name("main.py")
 
@@ -26,6 +27,7 @@ def page(path: str = "run", **query: str) -> AppTest:
 
 def again(app: AppTest) -> AppTest:
     st.cache_data.clear()
+    kept.forget()
     app.run()
     assert not app.exception
     return app

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.services import until
 from tidegate.client import DaemonClient
 from tidegate.daemon.app import create_app
 from tidegate.daemon.main import make_server
@@ -45,14 +46,6 @@ RATES = Rates(
     device_params_per_second=9.1e9,
     norm_params_per_second=40e9,
 )
-
-
-def wait_until(true: Callable[[], bool], what: str, seconds: float = 15.0) -> None:
-    """Asks again and again until `true()`, and fails naming `what` after a deadline."""
-    deadline, pause = time.monotonic() + seconds, threading.Event()
-    while not true():
-        assert time.monotonic() < deadline, f"never came: {what}"
-        pause.wait(0.02)
 
 
 @dataclass
@@ -91,7 +84,7 @@ def start_daemon(state: Path, port: int = 0, lease_seconds: float = 10.0) -> Ite
     daemon = Daemon(url, state, stop)
     try:
         with DaemonClient(url) as client:
-            wait_until(client.health, "a ready daemon")
+            until(client.health, "a ready daemon")
         yield daemon
     finally:
         for client in daemon.clients:

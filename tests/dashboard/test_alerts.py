@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from tests.dashboard.screen import again, field, page, text
-from tests.dashboard.scripted import Agent, Daemon, wait_until
+from tests.dashboard.scripted import Agent, Daemon
+from tests.services import until
 from tidegate.dashboard.parts.alerts import own_runbook, runbook
 from tidegate.dashboard.records import Filter, change, chosen
 from tidegate.wire import AuditRow
@@ -64,7 +65,7 @@ def test_the_audit_log_is_looked_through(daemon: Daemon) -> None:
     with agent.training(0.05), daemon.operator() as operator:
         operator.set_knobs("llama-7b", {"stride": 4}, reason="fewer crossings")
         operator.set_knobs("llama-7b", {"static_ratio": 0.25}, reason="more room")
-        wait_until(lambda: agent.generation == 2, "generation 2")
+        until(lambda: agent.generation == 2, "generation 2")
     app = page("alerts")
     shown = text(app)
     assert "stride auto → 4 fewer crossings" in shown

@@ -11,7 +11,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.dashboard.browser import open_page, screenshot, serve
-from tests.dashboard.scripted import Agent, Daemon, start_daemon, wait_until
+from tests.dashboard.scripted import Agent, Daemon, start_daemon
+from tests.services import until
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, 
         agent = Agent(daemon)
         agent.train(60)
         with agent.training(), serve(daemon.url) as url:
-            wait_until(lambda: answers(f"{url}/_stcore/health"), "the live view", 30)
+            until(lambda: answers(f"{url}/_stcore/health"), "the live view", 30)
             yield daemon, agent, url
 
 

@@ -18,6 +18,7 @@ def test_the_command_is_private_headless_and_where_it_was_asked_to_be() -> None:
     assert Path(words[4]).name == "main.py"
     assert Path(words[4]).is_file()
     assert {"--server.port=8501", "--server.address=0.0.0.0", "--server.headless=true"} <= set(words)
+    assert "--server.maxUploadSize=1" in words
     assert {"--browser.gatherUsageStats=false", "--client.showErrorDetails=none"} <= set(words)
 
 

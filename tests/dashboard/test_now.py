@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.dashboard.screen import again, page, text
-from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report, wait_until
+from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report
 from tests.dashboard.test_alerts import tell
-from tidegate.dashboard import urgency
+from tests.services import until
+from tidegate.dashboard import firing, kept, urgency
+from tidegate.dashboard.parts import card
+from tidegate.errors import DaemonUnreachable
 from tidegate.wire import Advice, AlertView, Liveness, RankView, RunView, StallRow, StepReport
 
 NOW = 1000.0
@@ -151,6 +154,42 @@ def test_the_one_thing_to_do_is_an_alert_before_a_wait(daemon: Daemon) -> None:
     assert "Next: llama-7b 47% <b>of</b> TidegatePathSlow. Turn tier_split." in shown
 
 
+def test_what_fires_in_no_run_is_something_to_do(daemon: Daemon) -> None:
+    Agent(daemon).report()
+    tell(daemon, "TidegateDaemonSlow", "critical", "", run="")
+    app = page("now")
+    assert "Next: what concerns no run" in text(app)
+    assert "TidegateDaemonSlow" in text(app)
+
+
+def test_a_run_that_is_gone_hides_no_alert_of_others(daemon: Daemon) -> None:
+    Agent(daemon).train(1)
+    tell(daemon, "TidegatePathSlow", "warning", "")
+    found = firing.firing(daemon.url, ["gone", "llama-7b"])
+    assert [alert.alert for alert in found.of("llama-7b")] == ["TidegatePathSlow"]
+    assert found.problem is None
+    kept.forget()
+    daemon.stop()
+    assert firing.firing(daemon.url, ["gone", "llama-7b"]).problem
+
+
+def test_what_is_not_known_is_not_said_to_be_nothing(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unanswered(*_: object) -> list[AlertView]:
+        raise DaemonUnreachable("It does not answer.")
+
+    Agent(daemon).report()
+    assert "Nothing to do." in text(page("now"))
+    assert "Nothing fires." in text(page("alerts"))
+    monkeypatch.setattr(kept, "ALERTS", kept.Kept(unanswered, 5.0))
+    shown = text(page("now"))
+    assert "Nothing to do is known." in shown
+    assert "What fires is not known in full: It does not answer." in shown
+    assert "nothing fires" not in shown
+    shown = text(page("alerts"))
+    assert "Whether anything fires is not known." in shown
+    assert "It does not answer." in shown
+
+
 def test_of_many_runs_some_are_rows_and_a_filter_finds_them(daemon: Daemon) -> None:
     for number in range(27):
         Agent(daemon, run=f"run-{number:02d}").report()
@@ -162,6 +201,19 @@ def test_of_many_runs_some_are_rows_and_a_filter_finds_them(daemon: Daemon) -> N
     assert [link.proto.label for link in app.get("page_link") if link.proto.label.startswith("run-")] == ["run-26"]
     app.text_input[0].input("nobody")
     assert any("No run has a name like that" in caption.value for caption in again(app).caption)
+
+
+def test_a_click_is_on_the_row_that_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the viewer's click is on its way, the runs are sorted anew."""
+    monkeypatch.setattr(card.st, "session_state", {})
+    monkeypatch.setattr(card.st, "dataframe", lambda *_, **__: {"selection": {"rows": clicked}})
+    gone_to: list[str] = []
+    monkeypatch.setattr(card.links, "go", lambda _, run: gone_to.append(run))
+    clicked: list[int] = []
+    card.rows([run_of("a"), run_of("b")], NOW)
+    clicked.append(1)
+    card.rows([run_of("b"), run_of("a")], NOW)
+    assert gone_to == ["b"]
 
 
 def test_a_daemon_that_goes_away_leaves_the_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +234,7 @@ def test_no_run_yet_tells_the_two_ways_to_get_one(daemon: Daemon) -> None:
     assert "no run has said hello yet" in text(app)
     assert app.code[0].value == "tidegate demo"
     Agent(daemon).train(1)
-    wait_until(lambda: "llama-7b" in [link.proto.label for link in again(app).get("page_link")], "the first card")
+    until(lambda: "llama-7b" in [link.proto.label for link in again(app).get("page_link")], "the first card")
 
 
 def test_the_start_page_goes_on_to_now_and_an_old_address_to_its_run(daemon: Daemon) -> None:

@@ -10,7 +10,9 @@ import httpx
 import pytest
 
 from tests.dashboard.screen import again, page, text
-from tests.dashboard.scripted import Agent, Daemon, start_daemon, timeline, wait_until
+from tests.dashboard.scripted import Agent, Daemon, start_daemon, timeline
+from tests.services import until
+from tidegate.dashboard import feed
 from tidegate.wire import AgentReport
 
 
@@ -115,11 +117,11 @@ def test_a_silent_run_is_late_then_lost(tmp_path: Path, monkeypatch: pytest.Monk
         def is_shown_late() -> bool:
             """On a busy machine it may be lost before the page is drawn: then once more."""
             agent.report()
-            wait_until(lambda: operator.run("llama-7b").liveness == "stale", "a stale run")
+            until(lambda: operator.run("llama-7b").liveness == "stale", "a stale run")
             return "Late: no word from rank 0 for" in text(page())
 
-        wait_until(is_shown_late, "a late run on the page", 60)
-        wait_until(lambda: operator.run("llama-7b").liveness == "lost", "a lost run")
+        until(is_shown_late, "a late run on the page", 60)
+        until(lambda: operator.run("llama-7b").liveness == "lost", "a lost run")
         assert "Lost: no word from rank 0 for" in text(page())
 
 
@@ -198,6 +200,29 @@ def test_an_update_is_held_and_another_step_is_chosen(daemon: Daemon) -> None:
 def test_a_step_that_is_gone_is_told(daemon: Daemon) -> None:
     Agent(daemon).train(3)
     assert "The timeline of step 2 is not kept any more" in text(page("timeline", step="2"))
+
+
+def test_a_run_that_begins_again_shows_no_timeline_of_before(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = timeline(3)
+    after = before.model_copy(update={"origin": before.origin + 500})
+    Agent(daemon, step=3).report(timeline=before)
+    page("timeline")
+    assert feed.timeline(daemon.url, "llama-7b", 0, 3) == before
+    Agent(daemon, step=3).report(timeline=after)
+    feed.st.cache_data.clear()
+    monkeypatch.setattr(feed, "_timeline", lambda *_: None)  # the newest is not on a screen yet
+    assert feed.look(daemon.url, "llama-7b", 0).snapshot
+    assert feed.timeline(daemon.url, "llama-7b", 0, 3) == after
+
+
+def test_of_timelines_the_ones_looked_at_last_are_kept(monkeypatch: pytest.MonkeyPatch, daemon: Daemon) -> None:
+    monkeypatch.setattr(feed, "TIMELINES_KEPT", 2)
+    agent = Agent(daemon)
+    for step in (1, 2, 1, 3):
+        if step > agent.step:
+            agent.train()
+        assert feed.timeline(daemon.url, "llama-7b", 0, step) is not None
+    assert [key[-1] for key in feed._timelines] == [1, 3]
 
 
 def test_a_timeline_without_rates_has_no_prediction(daemon: Daemon) -> None:

@@ -32,6 +32,7 @@ def test_an_address_holds_the_whole_question(asked: Question) -> None:
 
 def test_what_an_address_says_wrongly_is_as_it_is_at_first() -> None:
     assert Question.of_query({"gpus": "many", "nodes": "2", "run": "llama"}) == Question(nodes=2)
+    assert Question.of_query({"gpu_memory": "nan", "flop_share": "NaN"}) == Question()
     assert Question().query() == {}
 
 

@@ -8,7 +8,8 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from tests.dashboard.screen import again, field, page, press, text
-from tests.dashboard.scripted import Agent, Daemon, wait_until
+from tests.dashboard.scripted import Agent, Daemon
+from tests.services import until
 from tidegate.dashboard import edits
 from tidegate.dashboard.desk import Desk
 from tidegate.dashboard.parts import editor
@@ -66,6 +67,22 @@ def test_what_a_late_browser_still_sends_of_emptied_fields_is_no_edit(monkeypatc
     assert (at.edits, at.reason) == ({}, "")
 
 
+def test_a_knob_that_goes_while_it_is_typed_leaves_the_editor_usable(daemon: Daemon) -> None:
+    """The run begins again without paths."""
+    Agent(daemon, paths=("nvme", "pfs")).train(2)
+    app = tune(daemon)
+    field(app, "tier_split").input("nvme:2,pfs:1")
+    field(app, "static_ratio").input("0.5")
+    again(app)
+    Agent(daemon).train(1)
+    again(app)
+    assert "tier_split" not in knobs_of(app)
+    assert any("no tier\\_split any more" in said.value for said in app.info)
+    assert field(app, "static_ratio").value == "0.5"
+    press(app, "Preview")
+    assert not app.error
+
+
 def test_without_a_token_everything_is_there_to_read_and_nothing_to_press(daemon: Daemon) -> None:
     Agent(daemon).train(2)
     app = page("tune")
@@ -99,7 +116,7 @@ def test_a_change_reaches_every_rank(daemon: Daemon) -> None:
         field(app, "stride").input("3")
         field(app, "Reason").input("fewer crossings")
         press(app, "Set")
-        wait_until(lambda: agent.generation == 1, "the agent to apply generation 1")
+        until(lambda: agent.generation == 1, "the agent to apply generation 1")
     assert agent.knobs["stride"] == 3.0
     assert app.success
     with daemon.operator() as operator:
@@ -148,7 +165,7 @@ def test_the_knobs_of_storage_paths_are_turned(daemon: Daemon) -> None:
         field(app, "host_cache").input("8 GiB")
         order.select("pinned")
         press(app, "Set")
-        wait_until(lambda: agent.generation == 1, "the agent to apply generation 1")
+        until(lambda: agent.generation == 1, "the agent to apply generation 1")
     assert app.success
     wanted = {"tier_split": "nvme:2,pfs:1", "host_cache": 8 * 2**30, "order": "pinned"}
     assert {name: agent.knobs[name] for name in wanted} == wanted
@@ -290,9 +307,9 @@ def test_a_change_on_trial_shows_how_far_it_is_and_its_verdict(daemon: Daemon) -
         app.checkbox[0].check()
         app.number_input[0].set_value(200)
         press(app, "Set")
-        wait_until(lambda: agent.generation == 1, "the agent to apply generation 1")
+        until(lambda: agent.generation == 1, "the agent to apply generation 1")
         before = agent.step
-        wait_until(lambda: agent.step > before + 2, "steps of the trial")
+        until(lambda: agent.step > before + 2, "steps of the trial")
         shown = text(again(app))
         assert "on trial" in shown
         assert "of 200 steps" in shown
@@ -307,11 +324,11 @@ def test_history_leads_back_to_a_generation_that_ran(daemon: Daemon) -> None:
     agent.train(2)
     with agent.training(0.05), daemon.operator() as operator:
         operator.set_knobs("llama-7b", {"stride": 4}, reason="mine first")
-        wait_until(lambda: agent.generation == 1, "generation 1")
+        until(lambda: agent.generation == 1, "generation 1")
         app = tune(daemon)
         assert "mine first" in text(app)
         next(box for box in app.selectbox if box.label.startswith("Bring back")).select(0)
         press(app, "Roll back")
         assert "Back to the knobs of generation 0" in app.success[0].value
-        wait_until(lambda: agent.knobs["stride"] == "auto", "the way back")
+        until(lambda: agent.knobs["stride"] == "auto", "the way back")
         assert "back to generation 0: stride 4 → auto" in text(again(app))

@@ -98,6 +98,16 @@ def test_a_gpu_run_needs_its_profile() -> None:
     assert device["capabilities"] == ["gpu"]
 
 
+@pytest.mark.parametrize(
+    ("service", "tokens"),
+    [("daemon", {"read", "operate", "agent", "alert"}), ("dashboard", {"read"}), ("trainer", {"agent"})],
+)
+def test_a_service_has_the_tokens_that_it_needs(service: str, tokens: set[str]) -> None:
+    [found] = [one for one in ALL if one.name == service]
+    mounted = {Path(mount.source).stem for mount in found.mounts if mount.target.startswith("/run/secrets/")}
+    assert mounted == tokens
+
+
 def test_secrets_are_made_once_in_a_folder_that_is_closed(tmp_path: Path) -> None:
     folder = tmp_path / "secrets"
     done(DEPLOY / "make-secrets", folder)

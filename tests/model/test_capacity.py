@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidegate.agent.integrations.deepspeed_settings import settings_of
 from tidegate.errors import ConfigError
 from tidegate.knobs import OFF
 from tidegate.model.capacity import CapacityPlan, plan_capacity
 from tidegate.model.changes import best_changes
-from tidegate.model.footprint import device_room, host_room
+from tidegate.model.fitting import fit
+from tidegate.model.footprint import FRAMEWORK_HOST_BYTES, SUMS_STAGING_BYTES, device_room, host_room
 from tidegate.model.machine import GPUS, Machine, StoragePath, Workload, parse_path
 from tidegate.model.recipe import deepspeed, python
 from tidegate.model.recipe import settings as recipe
@@ -185,6 +187,45 @@ def test_the_configuration_to_paste_is_one_that_the_engine_takes(name: str) -> N
     block = json.loads(json.dumps(deepspeed(plan)))
     assert block["zero_optimization"]["sub_group_size"] == plan.work.subgroup_numel
     assert Offload(**block["tidegate"]) == offload
+    # Hugging Face's trainers refuse the word where it is not one of theirs.
+    assert '"auto"' not in json.dumps(block)
+
+
+def test_sums_of_micro_batches_are_counted_where_the_recipe_puts_them() -> None:
+    """Released gradients of more than one micro-batch: on the host, and so they are asked of the engine."""
+    once = fit(MODELS["70B"], NODE, Workload(), "release")
+    often = fit(MODELS["70B"], NODE, Workload(accumulation=4), "release")
+    sums = often.host["sums"] - SUMS_STAGING_BYTES
+    assert sums == pytest.approx(2 * MODELS["70B"].params / NODE.ranks)
+    assert "sums" not in once.host
+    assert "sums" not in fit(MODELS["70B"], NODE, Workload(accumulation=4), "keep").host
+    # GPUs on which whole gradients have no room.
+    tight = replace(NODE, gpu_memory_bytes=60e9)
+    plan = plan_capacity(MODELS["70B"], tight, Workload(accumulation=4))
+    assert (plan.fit.gradients, recipe(plan)["accumulation"]) == ("release", "host")
+    assert "with optimizer.accumulate():" in python(plan)
+    block = deepspeed(plan)
+    assert settings_of(block["tidegate"], block).offload.accumulation == "host"
+    alone = plan_capacity(MODELS["70B"], tight)
+    assert "accumulation" not in recipe(alone)
+
+
+def test_the_framework_alone_may_need_more_than_the_host_has() -> None:
+    """All state fits the GPUs, and yet it does not run."""
+    plan = plan_capacity(MODELS["7B"], replace(NODE, gpus=8, host_memory_bytes=16e9))
+    [short] = plan.shortages
+    assert short.where == "host memory"
+    assert short.needed_bytes == pytest.approx(8 * FRAMEWORK_HOST_BYTES)
+    assert short.available_bytes == pytest.approx(0.9 * 16e9)
+
+
+def test_few_parameters_on_many_ranks_are_a_model_and_changes_beyond_are_left_out() -> None:
+    small = ModelShape(name="m", layers=1, hidden=4, heads=1, kv_heads=1, ffn=4, vocab=4, tied=True)
+    ranks = 64
+    assert ranks < small.params < 2 * ranks
+    plan = plan_capacity(small, replace(NODE, gpus=ranks))
+    assert plan.fits
+    assert all("nodes" not in change.what for change in best_changes(plan, 100))
 
 
 def hugging_face(**changes: Any) -> dict[str, Any]:
@@ -202,6 +243,12 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
     assert model_from_config({"text_config": hugging_face()}).params == MODELS["llama-70b"].params
     gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
     assert model_from_config(gpt2).params == pytest.approx(124e6, rel=0.01)
+    falcon: dict[str, Any] = {"model_type": "falcon", "vocab_size": 65024, "multi_query": True}
+    small = falcon | {"num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71}
+    assert model_from_config(small).params == pytest.approx(6.92e9, rel=0.01)
+    large = {"num_hidden_layers": 60, "hidden_size": 8192, "num_attention_heads": 128, "num_kv_heads": 8}
+    large |= falcon | {"new_decoder_architecture": True}
+    assert model_from_config(large).params == pytest.approx(41.3e9, rel=0.01)
     mixtral = hugging_face(
         model_type="mixtral", num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, intermediate_size=14336,
         num_local_experts=8, num_experts_per_tok=2,
@@ -218,6 +265,12 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
         (hugging_face(hidden_size=-1), "hidden_size=-1"),
         (hugging_face(hidden_size="8192"), "hidden_size='8192'"),
         (hugging_face(kv_lora_rank=512), "kv_lora_rank"),
+        (hugging_face(ffn_config={"ffn_hidden_size": 10}), "ffn_config"),
+        (hugging_face(model_type="llama4_text"), "model_type 'llama4_text'"),
+        (hugging_face(model_type="mamba"), "model_type 'mamba'"),
+        (hugging_face(vocab_size=10**12), "more than 1e"),
+        (hugging_face(hidden_size=10**400), "more than 1e"),
+        ({"text_config": "x"}, "text_config .* is no JSON object"),
     ],
 )
 def test_a_config_that_cannot_be_counted_is_refused(config: Any, said: str) -> None:
@@ -237,6 +290,9 @@ def test_a_config_that_cannot_be_counted_is_refused(config: Any, said: str) -> N
         "nvme:1/1:twice",
         "nvme:nan/1",
         "a:1/1:3XB",
+        "nvme:6.9/5.3:1.2.3TB",
+        "nvme:6.9/5.3:0TB",
+        "nvme:6.9/5.3:endure=0PB",
     ],
 )
 def test_a_path_that_cannot_be_is_refused(text: str) -> None:
@@ -264,7 +320,9 @@ def test_a_path_says_all_there_is() -> None:
         lambda: Workload(sequence=0),
         lambda: Workload(weight="int8"),
         lambda: ModelShape(name="m", layers=0, hidden=1, heads=1, kv_heads=1, ffn=1, vocab=1),
-        lambda: plan_capacity(ModelShape(name="m", layers=1, hidden=1, heads=1, kv_heads=1, ffn=1, vocab=1), NODE),
+        lambda: plan_capacity(
+            ModelShape(name="m", layers=1, hidden=1, heads=1, kv_heads=1, ffn=1, vocab=1), replace(NODE, gpus=64)
+        ),
     ],
 )
 def test_impossible_inputs_are_refused(make: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from tidegate.errors import ConfigError
 from tidegate.model.choose import equation_stride
 from tidegate.model.fitting import Fit, Shortage, fit
-from tidegate.model.footprint import FRAMEWORK_HOST_BYTES, USABLE_DEVICE, USABLE_HOST
+from tidegate.model.footprint import FRAMEWORK_HOST_BYTES, USABLE_DEVICE, USABLE_HOST, sums_in_host
 from tidegate.model.machine import Machine, Workload
 from tidegate.model.phases import Pass, passes
 from tidegate.model.scale import NodeShare, UpdatePrediction, predict_update
@@ -147,7 +147,7 @@ def plan_capacity(shape: ModelShape, machine: Machine, work: Workload | None = N
 def _sized(shape: ModelShape, machine: Machine, work: Workload) -> Workload:
     """Subgroups small enough that a rank has some sixteen: with fewer, lanes wait for whole subgroups."""
     of_rank = -(-shape.params // machine.ranks)
-    if of_rank < machine.ranks:
+    if shape.params < machine.ranks:
         raise ConfigError(f"Model {shape.name} has fewer parameters than ranks: {shape.params} for {machine.ranks}.")
     return replace(work, subgroup_numel=min(work.subgroup_numel, max(1, -(-of_rank // 16))))
 
@@ -202,9 +202,14 @@ def _assumptions(plan: CapacityPlan) -> Iterator[str]:
         f"{work.subgroup_numel / 1e6:,.0f} M parameters, {work.weight} weights, {work.state_bytes} bytes of state each."
     )
     yield (
-        f"{USABLE_DEVICE:.0%} of GPU memory and {USABLE_HOST:.0%} of host memory can be used, less "
-        f"{FRAMEWORK_HOST_BYTES / 1e9:.0f} GB of the host for each rank's framework."
+        f"{USABLE_DEVICE:.0%} of GPU memory and {USABLE_HOST:.0%} of host memory can be used, of which each rank's "
+        f"framework takes {FRAMEWORK_HOST_BYTES / 1e9:.0f} GB of the host."
     )
+    if sums_in_host(work, plan.fit.gradients):
+        yield (
+            "Gradients of the micro-batches are summed in host memory, beside the backward: that their copies make it "
+            "longer is not counted."
+        )
     yield (
         f"A GPU reaches {machine.flop_share * machine.flops_per_second / 1e12:,.0f} TFLOP/s in training; collectives "
         f"run at {machine.node_link_bytes_per_second / 1e9:,.0f} GB/s within a node"

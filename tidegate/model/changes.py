@@ -46,7 +46,10 @@ def best_changes(plan: CapacityPlan, count: int = 3) -> tuple[Change, ...]:
     worth it. Of a plan that does not fit, those with which it does."""
     found: list[tuple[float, Change]] = []
     for option in _options(plan):
-        then = plan_capacity(plan.model, option.machine, option.work)
+        try:
+            then = plan_capacity(plan.model, option.machine, option.work)
+        except ConfigError:  # more ranks than parameters, more than a machine can have
+            continue
         rate, now = _rate(then), _rate(plan)
         if rate is None or then.iteration_seconds is None or (now is not None and rate < WORTH * now):
             continue

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tidegate.knobs import OFF
-from tidegate.model.footprint import device_bytes, device_room, host_room, subgroups_of
+from tidegate.model.footprint import (
+    FRAMEWORK_HOST_BYTES,
+    device_bytes,
+    device_room,
+    host_room,
+    subgroups_of,
+    sums_bytes,
+)
 from tidegate.model.machine import Machine, Workload
 from tidegate.model.scale import NodeShare
 from tidegate.model.settled import Rank, Settled, settled
@@ -98,12 +105,12 @@ def _on_host(found: Fit, share: NodeShare) -> Fit:
     host = _host_bytes(found.rank, found.effective, share)
     if sum(host.values()) <= room:
         return replace(found, host=host)
-    if not machine.paths:
+    stored = list(found.rank.subgroups[: round((1 - found.effective.static_ratio) * len(found.rank.subgroups))])
+    if not machine.paths or not stored:
         return replace(found, host=host, shortages=(_host_shortage(host, room, machine),))
     capacity = _capacity(found.rank.subgroups[0], share)
     # A path without room for one subgroup is none: a capacity of 0 means one that was retired.
     usable = [path.name for path in machine.paths if capacity.get(path.name) != 0]
-    stored = list(found.rank.subgroups[: round((1 - found.effective.static_ratio) * len(found.rank.subgroups))])
     unit = stored[0].nbytes("state")
     if not usable:
         whole = float(len(stored) * unit * machine.ranks)
@@ -153,7 +160,9 @@ def _host_bytes(rank: Rank, effective: Effective, share: NodeShare) -> dict[str,
     """Of one rank, by kind, with everything that is not resident updated on the CPU: no stride needs more."""
     steps: list[Settled] = settled(rank, effective, share.card)
     found = max((step.host_bytes() for step in steps), key=lambda kinds: sum(kinds.values()))
-    return {kind: float(nbytes) for kind, nbytes in found.items()}
+    sums = sums_bytes(sum(s.numel for s in rank.subgroups), share.work, rank.gradients)
+    whole = {**found, **({"sums": sums} if sums else {}), "framework": FRAMEWORK_HOST_BYTES}
+    return {kind: float(nbytes) for kind, nbytes in whole.items()}
 
 
 def _whole(count: float, of: int) -> float:

@@ -16,6 +16,8 @@ LIVE_PARAMS: Final = 10**9
 """DeepSpeed's `stage3_max_live_parameters`."""
 FRAMEWORK_HOST_BYTES: Final = 4 * 10**9
 """Host memory of each rank for Python, torch and the data loader."""
+SUMS_STAGING_BYTES: Final = 32 << 20
+"""Of gradients on their way to their sums in host memory, as the engine has it."""
 
 
 def subgroups_of(params: int, work: Workload) -> list[Subgroup]:
@@ -33,7 +35,8 @@ def device_bytes(
     gathered: weights that are whole for a while, as many as DeepSpeed keeps by default (`LIVE_PARAMS`, but one matrix
     and no more than two blocks), and the gradient of the largest matrix. activations: what is kept between blocks, the
     working set of one, and the logits (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-    Models", eq. 1, without the attention matrix: kernels do not write it).
+    Models", eq. 1, without the attention matrix: kernels do not write it). Gradients that are released wait for no
+    other micro-batch there: their sums are in host memory, see `sums_bytes`.
     """
     matrix = max(shape.hidden * shape.ffn, shape.embedding_params)
     gathered = max(matrix, min(LIVE_PARAMS, 2 * shape.block_params)) + matrix
@@ -48,11 +51,21 @@ def device_bytes(
     }
 
 
+def sums_in_host(work: Workload, gradients: Literal["keep", "release"]) -> bool:
+    """Sums of micro-batches' gradients wait in host memory: what is released would else stay in `.grad`, all of it."""
+    return gradients == "release" and work.accumulation > 1
+
+
+def sums_bytes(params: int, work: Workload, gradients: Literal["keep", "release"]) -> int:
+    """Host memory of one rank, of `params` parameters, for the sums of its gradients; 0 where the GPU has them."""
+    return SUMS_STAGING_BYTES + params * work.weight_bytes if sums_in_host(work, gradients) else 0
+
+
 def device_room(machine: Machine) -> float:
     """GPU memory of one rank that can be used."""
     return USABLE_DEVICE * machine.gpu_memory_bytes
 
 
 def host_room(machine: Machine) -> float:
-    """Host memory of one rank that can be used for state, mirrors, gradients and slots."""
-    return USABLE_HOST * machine.host_memory_bytes / machine.gpus - FRAMEWORK_HOST_BYTES
+    """Host memory of one rank that can be used, by its framework too."""
+    return USABLE_HOST * machine.host_memory_bytes / machine.gpus

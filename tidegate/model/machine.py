@@ -14,7 +14,7 @@ from tidegate.knobs import check_path_name
 from tidegate.model.rates import RateCard
 
 GB: Final = 10**9
-_SIZE: Final = re.compile(r"([0-9.]+)(GB|TB|PB)", re.IGNORECASE)
+_SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)(GB|TB|PB)", re.IGNORECASE)
 _BYTES_OF: Final = {"GB": 1e9, "TB": 1e12, "PB": 1e15}
 
 
@@ -61,7 +61,9 @@ def parse_path(text: str) -> StoragePath:
         if option in ("duplex", "all-nodes"):
             more[option.replace("-", "_")] = True
         elif size is not None and key in ("", "endure"):
-            more["endurance_bytes" if key else "capacity_bytes"] = float(size[1]) * _BYTES_OF[size[2].upper()]
+            nbytes = float(size[1]) * _BYTES_OF[size[2].upper()]
+            _check_positive(f"{option!r} in the path {text!r}", nbytes)
+            more["endurance_bytes" if key else "capacity_bytes"] = nbytes
         else:
             raise ConfigError(f"{option!r} in the path {text!r} is unknown: the form is {form}.")
     return StoragePath(name=name, read_bytes_per_second=reads, write_bytes_per_second=writes, **more)

@@ -6,12 +6,17 @@ import json
 from typing import Any, Final
 
 from tidegate.model.capacity import CapacityPlan
+from tidegate.model.footprint import sums_in_host
 
 _FOLDER: Final = "/path/to/{}"
 
 
 def settings(plan: CapacityPlan) -> dict[str, Any]:
-    """What `tidegate.Offload` is given, by name; folders of paths are to be filled in."""
+    """What `tidegate.Offload` is given, by name; folders of paths are to be filled in.
+
+    Nothing is "auto": what would be is left out, for Hugging Face's trainers take that word in DeepSpeed's
+    configuration for one of their own.
+    """
     effective, work = plan.fit.effective, plan.work
     found: dict[str, Any] = {
         "stride": effective.stride,
@@ -20,10 +25,11 @@ def settings(plan: CapacityPlan) -> dict[str, Any]:
         "num_slots": work.num_slots,
         "gradients": plan.fit.gradients,
     }
+    if sums_in_host(work, plan.fit.gradients):
+        found["accumulation"] = "host"
     if plan.fit.rank.host_slots:
         found |= {
             "paths": {name: _FOLDER.format(name) for name in plan.fit.rank.host_slots},
-            "tier_split": "auto",
             "host_cache": effective.host_cache_bytes,
             "order": "pinned",
             "host_slots": work.host_slots,
@@ -39,7 +45,13 @@ def python(plan: CapacityPlan) -> str:
         lines.append("    max_grad_norm=1.0,  # gradients are released as they arrive: clip here, not in the script")
     lines += ["    offload=tidegate.Offload("]
     lines += [f"        {name}={_shown(value)}," for name, value in settings(plan).items()]
-    return "\n".join([*lines, "    ),", ")", ""])
+    lines += ["    ),", ")"]
+    if sums_in_host(plan.work, plan.fit.gradients):
+        lines += [
+            f"# {plan.work.accumulation} micro-batches for each update: all backward passes but the last one go into",
+            "#     with optimizer.accumulate():",
+        ]
+    return "\n".join([*lines, ""])
 
 
 def deepspeed(plan: CapacityPlan) -> dict[str, Any]:

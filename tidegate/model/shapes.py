@@ -11,6 +11,8 @@ from typing import Any, Final
 from tidegate.errors import ConfigError
 
 _LLAMA_VOCAB: Final = 32_000
+MAX_PARAMS: Final = 10**13
+"""More are a mistake in a config, and would take minutes to plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,8 @@ class ModelShape:
                 raise ConfigError(f"{name}={getattr(self, name)!r} of model {self.name} must be at least 1.")
         if self.active_experts > self.experts:
             raise ConfigError(f"{self.active_experts} active experts of model {self.name}: it has {self.experts}.")
+        if self.params > MAX_PARAMS:
+            raise ConfigError(f"Model {self.name} has more than {MAX_PARAMS:.0e} parameters: is its config right?")
 
     @property
     def block_params(self) -> int:
@@ -124,25 +128,27 @@ MODELS: Final[dict[str, ModelShape]] = {
 }
 """Shapes by name: those of the papers, and what is often trained."""
 
-_GATED: Final = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "phi3",
-    "olmo",
-    "cohere",
-    "granite",
-    "smollm",
-)
-"""Model types, by how they begin, whose inner layers are gated."""
+_GATED: Final = frozenset(
+    {
+        "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "granitemoe", "llama",
+        "mistral", "mixtral", "olmo", "olmo2", "olmoe", "phi3", "phimoe", "qwen2", "qwen3", "smollm3", "stablelm",
+    }
+)  # fmt: skip
+"""Model types (`model_type`) of equal blocks whose inner layers are gated."""
+_PLAIN: Final = frozenset(
+    {
+        "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt",
+        "persimmon", "phi", "starcoder2",
+    }
+)  # fmt: skip
+"""Those whose inner layers are not."""
+_OTHER_SHAPES: Final = ("kv_lora_rank", "is_encoder_decoder", "moe_intermediate_size", "ffn_config", "attn_config")
+"""Keys of what blocks have that are not counted here."""
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
-    "kv_heads": ("num_key_value_heads",),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
     "vocab": ("vocab_size",),
     "experts": ("num_local_experts", "num_experts"),
@@ -181,14 +187,16 @@ def model_from(where: str) -> ModelShape:
 def model_from_config(values: Any, *, name: str = "model") -> ModelShape:
     """The shape that a Hugging Face config (the parsed JSON) describes.
 
-    ConfigError when a size is missing or no number, and for shapes that this page cannot count (latent attention,
-    encoders with decoders): a wrong count would be worse than none.
+    ConfigError when a size is missing or no number, and for shapes that are not known to be counted rightly here (other
+    types, latent attention, encoders with decoders): a wrong count would be worse than none.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"The config of {name} is no JSON object: give the config.json of a Hugging Face model.")
     values = values.get("text_config") or values
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"text_config in the config of {name} is no JSON object: {str(values)[:40]!r}.")
     kind = str(values.get("model_type", ""))
-    for key in ("kv_lora_rank", "is_encoder_decoder", "moe_intermediate_size"):
+    for key in _OTHER_SHAPES:
         if values.get(key):
             raise ConfigError(
                 f"The config of {name} (model_type {kind!r}) has {key}: this shape cannot be counted here. "
@@ -198,17 +206,23 @@ def model_from_config(values: Any, *, name: str = "model") -> ModelShape:
     missing = [_NAMES[size][0] for size in ("layers", "hidden", "heads", "vocab") if not sizes[size]]
     if missing:
         raise ConfigError(f"The config of {name} lacks {', '.join(missing)}: is it the config of a language model?")
+    if kind not in _GATED | _PLAIN:
+        raise ConfigError(
+            f"The config of {name} has model_type {kind[:40]!r}, which cannot be counted here. Known are "
+            f"{', '.join(sorted(_GATED | _PLAIN))}. Give the name of a model of about its size."
+        )
+    one_kv_head = values.get("multi_query") and not values.get("new_decoder_architecture")
     return ModelShape(
         name=name,
         layers=sizes["layers"],
         hidden=sizes["hidden"],
         heads=sizes["heads"],
-        kv_heads=sizes["kv_heads"] or sizes["heads"],
+        kv_heads=1 if one_kv_head else sizes["kv_heads"] or sizes["heads"],
         ffn=sizes["ffn"] or 4 * sizes["hidden"],
         vocab=sizes["vocab"],
-        gated=kind.startswith(_GATED),
+        gated=kind in _GATED,
         # Where a config does not say: gated models other than Gemma have a matrix of its own at the output.
-        tied=bool(values.get("tie_word_embeddings", kind.startswith("gemma") or not kind.startswith(_GATED))),
+        tied=bool(values.get("tie_word_embeddings", kind.startswith("gemma") or kind in _PLAIN)),
         experts=sizes["experts"] or 1,
         active_experts=sizes["active_experts"] or 1,
         head_width=sizes["head_width"],
