@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -65,9 +66,14 @@ def test_each_training_thread_has_a_core_left(
     assert cpu_lane_threads() == threads
 
 
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
 def test_the_second_rank_of_a_host_takes_the_next_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    port = free_port()
+    port = next(found for found in iter(free_port, None) if is_free(found + 1))
     model = torch.nn.Linear(4, 4)
     with tidegate.AdamW(model.parameters()) as adam:
         assert tidegate.attach(adam, model, run="r", metrics_port=port).metrics_address == f"127.0.0.1:{port + 1}"

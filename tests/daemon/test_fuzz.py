@@ -136,10 +136,10 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
                 agent.say(steps=tuple(steps))
             return resident_bytes(process.process.pid)  # type: ignore[union-attr]
 
-        before = say(8)
-        after = say(24)
+        before = say(24)  # what waits to be written, and what SQLite caches, has its size by then
+        after = say(48)
         assert len(agent.client.steps("large", 0, limit=256).steps) == 256
-        assert after - before < 8_000_000, f"{before:,} bytes, then {after:,}"
+        assert after - before < 16_000_000, f"{before:,} bytes, then {after:,}"
 
 
 def resident_bytes(pid: int) -> int:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tidegate.errors import ConfigError
 from tidegate.knobs import Off, device_share
 from tidegate.model import Rank, RateCard, best
-from tidegate.model.choose import CANDIDATE_STRIDES, _floor_seconds, candidates
+from tidegate.model.choose import _ROUNDING, CANDIDATE_STRIDES, _floor_seconds, candidates
 from tidegate.model.what_if import predicted_seconds
 from tidegate.plan import Subgroup
 from tidegate.plan.effective import Effective
@@ -99,7 +99,7 @@ def test_what_is_not_simulated_could_not_have_been_better(
     all_of_them = list(candidates(rank, now, rates, free, 0))
     seconds = {one: predicted_seconds(rank, one, rates, backward_seconds=backward) for one in all_of_them}
     for one, found in seconds.items():
-        assert _floor_seconds(rank, one, rates) <= found * (1 + 1e-9)
+        assert _floor_seconds(rank, one, rates) <= found * _ROUNDING
     choice = best(rank, now, rates, free, backward_seconds=backward)
     assert choice is not None
     score = min((float(f"{seconds[one]:.9g}"), device_share(one.stride)) for one in all_of_them)

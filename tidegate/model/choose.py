@@ -26,7 +26,7 @@ CANDIDATE_STRIDES: Final[tuple[float, ...]] = (
 """Device shares that differ by 0.13 at most, by 0.06 around 1/2: half a stride there may be 13 % of an update."""
 CANDIDATE_RATIOS: Final[tuple[float, ...]] = (0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1)
 """Of residents, for those who may choose them: an eighth of the subgroups more or fewer."""
-_ROUNDING: Final = 1 + 1e-8
+_ROUNDING: Final = 1 + 1e-6
 """Sums of the same durations in another order differ by less."""
 
 
