@@ -62,7 +62,8 @@ class Attachment:
         """(generation, first step that ran with it), oldest first."""
         self._optimizer = optimizer
         self._agent = uuid.uuid4().hex
-        self._refused = -1
+        self._decided: tuple[int, int] | None = None
+        """The decision of the daemon that was applied or refused last."""
         self._first_step = optimizer.num_steps + 1
         self.recorder = Recorder(optimizer)
         self.tuning = Tuning(optimizer, self.recorder, self._ranks)
@@ -152,13 +153,13 @@ class Attachment:
         return heard
 
     def _apply_committed(self, next_step: int, committed: Committed | None, generation: int) -> None:
-        if committed is None or generation != committed.generation or (generation == self.generation and next_step > 1):
+        if committed is None or generation != committed.generation or committed.decision == self._decided:
             return
-        if generation == self._refused or (committed.knobs != self._optimizer.knobs and not self._apply(committed)):
-            self._refused = generation
+        self._decided = committed.decision
+        if committed.knobs != self._optimizer.knobs and not self._apply(committed):
             return
         self.generation = self._watch.generation = generation
-        if generation != self.applied_at[-1][0]:
+        if (generation, next_step) != self.applied_at[-1]:
             self.applied_at.append((generation, next_step))
         if self.link is not None:
             self.link.applied(generation, next_step)

@@ -40,6 +40,13 @@ class Committed:
 
     generation: int
     knobs: Knobs
+    life: int = 0
+    """How often a daemon has begun anew, whose generations count from 0 again."""
+
+    @property
+    def decision(self) -> tuple[int, int]:
+        """Which one it is among all that this run was told."""
+        return self.life, self.generation
 
 
 class AgentLink:
@@ -124,13 +131,16 @@ class AgentLink:
             hello = hello.model_copy(update={"reset_knobs": False, "knobs": self.committed.knobs.as_dict()})
         directive = self._client.hello(hello).directive
         with self._lock:
-            self.committed, self._voted = _committed(directive), None
+            life = self.committed.life if self.committed is not None else 0
+            anew = self.committed is not None and directive.committed < self.committed.generation
+            self.committed, self._voted = _committed(directive, life + anew), None
         self.connected = True
 
     def _take(self, directive: Directive) -> None:
         with self._lock:
             if self.committed is None or directive.committed > self.committed.generation:
-                self.committed = _committed(directive)
+                life = self.committed.life if self.committed is not None else 0
+                self.committed = _committed(directive, life)
 
     # ---- reporting
 
@@ -171,10 +181,8 @@ class AgentLink:
         with self._lock:
             applied, self._applied = self._applied, None
         try:
-            if applied is not None:
-                self._client.applied(self._hello.agent, applied)
-            last = report.model_copy(update={"finished": True}) if final else report
-            lease = self._client.report(self._hello.agent, last)
+            told = report.model_copy(update={"applied": applied, "finished": final})
+            lease = self._client.report(self._hello.agent, told)
         except Exception as error:
             self._undelivered(report)
             with self._lock:
@@ -229,9 +237,11 @@ class AgentLink:
         known = self.committed.generation if self.committed is not None else 0
         directive = self._listener_client.directive(self._hello.agent, known, self._voted, POLL_SECONDS)
         self._take(directive)
-        if directive.proposed is not None and directive.proposed != self._voted:
-            self._listener_client.vote(self._hello.agent, self._vote(directive))
-            self._voted = directive.proposed
+        while directive.proposed is not None and directive.proposed != self._voted:
+            asked = directive.proposed
+            directive = self._listener_client.vote(self._hello.agent, self._vote(directive), POLL_SECONDS)
+            self._voted = asked
+            self._take(directive)
 
     def _vote(self, directive: Directive) -> Vote:
         assert directive.proposed is not None
@@ -246,8 +256,8 @@ class AgentLink:
         self.cpu_seconds = sum(self._cpu.values())
 
 
-def _committed(directive: Directive) -> Committed:
-    return Committed(directive.committed, Knobs().changed(directive.committed_knobs))
+def _committed(directive: Directive, life: int) -> Committed:
+    return Committed(directive.committed, Knobs().changed(directive.committed_knobs), life)
 
 
 def _pause(cpu_seconds: float, wanted: float | None = None) -> float:

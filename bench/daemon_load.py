@@ -106,6 +106,7 @@ class SimulatedAgent:
         self._step = 0
         self._generation = 0
         self._voted: int | None = None
+        self._applied: dict[str, int] | None = None
 
     async def hello(self) -> None:
         await self._reporter.ask("POST", "", self.message().model_dump_json())
@@ -132,7 +133,7 @@ class SimulatedAgent:
             try:
                 answer = await self._reporter.ask("POST", f"/{self.id}/reports", self.report())
                 self._figures.report_seconds.append(time.perf_counter() - began)
-                await self._take(self._reporter, json.loads(answer)["directive"])
+                self._take(json.loads(answer)["directive"])
             except OSError as error:
                 self._figures.failures.append(f"report: {error!r}")
             due += 1.0
@@ -147,23 +148,24 @@ class SimulatedAgent:
                 if directive["proposed"] is not None and directive["proposed"] != self._voted:
                     self._voted = directive["proposed"]
                     vote = json.dumps({"generation": self._voted, "can": True})
-                    await self._listener.ask("POST", f"/{self.id}/votes", vote)
-                await self._take(self._listener, directive)
+                    path = f"/{self.id}/votes?wait={POLL_SECONDS}"
+                    directive = json.loads(await self._listener.ask("POST", path, vote))
+                self._take(directive)
             except OSError as error:
                 self._figures.failures.append(f"listen: {error!r}")
                 await asyncio.sleep(1.0)
 
-    async def _take(self, connection: Connection, directive: dict[str, Any]) -> None:
-        if directive["committed"] <= self._generation:
-            return
-        self._generation = directive["committed"]
-        self._figures.received.append((self._generation, time.perf_counter()))
-        done = json.dumps({"generation": self._generation, "step": self._step + 1})
-        await connection.ask("POST", f"/{self.id}/applied", done)
+    def _take(self, directive: dict[str, Any]) -> None:
+        """What it has taken is applied at the end of the step, and told with it."""
+        if directive["committed"] > self._generation:
+            self._generation = directive["committed"]
+            self._figures.received.append((self._generation, time.perf_counter()))
+            self._applied = {"generation": self._generation, "step": self._step + 1}
 
     def report(self) -> str:
         self._step += 1
         said = {**REPORT, "timestamp": time.time(), "step": self._step, "generation": self._generation}
+        said["applied"], self._applied = self._applied, None
         return json.dumps({**said, "steps": [{**STEP, "timestamp": time.time(), "step": self._step}]})
 
 

@@ -19,17 +19,20 @@ from tidegate.daemon.deps import own_agent
 
 
 class LeanRoute(APIRoute):
-    """Its endpoint takes `plane`, `agent` and `message`, and nothing else. The message is the body, or the query where
-    it is annotated so. It answers a model, or None for 204."""
+    """Its endpoint takes `plane`, `agent` and models, and nothing else: one is the body, what is annotated so is the
+    query. It answers a model."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **more: Any) -> None:
         super().__init__(path, endpoint, **more)
         hints = get_type_hints(endpoint, include_extras=True)
-        if {*hints} - {"return"} != {"plane", "agent", "message"}:
-            raise TypeError(f"{endpoint.__name__} takes other things than plane, agent and message")
-        told = hints["message"]
-        self._in_query = get_origin(told) is Annotated
-        self._message: type[BaseModel] = get_args(told)[0] if self._in_query else told
+        models = {name: hint for name, hint in hints.items() if name not in ("plane", "agent", "return")}
+        self._query: dict[str, type[BaseModel]] = {
+            name: get_args(hint)[0] for name, hint in models.items() if get_origin(hint) is Annotated
+        }
+        self._body: dict[str, type[BaseModel]] = {n: hint for n, hint in models.items() if n not in self._query}
+        others = [name for name, model in (self._query | self._body).items() if not issubclass(model, BaseModel)]
+        if others or len(self._body) > 1 or not {"plane", "agent"} <= {*hints}:
+            raise TypeError(f"{endpoint.__name__} takes other things than plane, agent and models")
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in (self.methods or ()):
@@ -37,20 +40,20 @@ class LeanRoute(APIRoute):
             return
         plane, state = scope["app"].state.plane, scope["state"]
         agent = own_agent(plane, state["caller"], scope["path_params"]["agent"])
-        answer = await self.endpoint(plane=plane, agent=agent, message=await self._read(scope, receive))
-        if answer is None:
-            response = Response(status_code=204)
-        else:
-            response = Response(answer.__pydantic_serializer__.to_json(answer), media_type="application/json")
+        answer = await self.endpoint(plane=plane, agent=agent, **await self._read(scope, receive))
+        response = Response(answer.__pydantic_serializer__.to_json(answer), media_type="application/json")
         await response(scope, receive, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> BaseModel:
-        """The message; RequestValidationError as FastAPI raises it. The gate gives a body in one piece."""
+    async def _read(self, scope: Scope, receive: Receive) -> dict[str, BaseModel]:
+        """The models; RequestValidationError as FastAPI raises it. The gate gives a body in one piece."""
+        found, place = dict[str, BaseModel](), "query"
         try:
-            if self._in_query:
-                return self._message.model_validate(dict(parse_qsl(scope["query_string"].decode("latin-1"))))
-            return self._message.model_validate_json((await receive())["body"])
+            for name, model in self._query.items():
+                found[name] = model.model_validate(dict(parse_qsl(scope["query_string"].decode("latin-1"))))
+            place = "body"
+            for name, model in self._body.items():
+                found[name] = model.model_validate_json((await receive())["body"])
         except ValidationError as error:
-            place = "query" if self._in_query else "body"
-            found = error.errors(include_url=False, include_context=False)
-            raise RequestValidationError([{**e, "loc": (place, *e["loc"])} for e in found]) from error
+            wrong = error.errors(include_url=False, include_context=False)
+            raise RequestValidationError([{**e, "loc": (place, *e["loc"])} for e in wrong]) from error
+        return found

@@ -25,7 +25,6 @@ from tidegate.wire import (
     AgentHello,
     AgentReport,
     AlertView,
-    Applied,
     AuditRow,
     Directive,
     Event,
@@ -146,11 +145,10 @@ class DaemonClient:
             query["proposed"] = after_proposed
         return self._ask(Directive, "GET", _at("agents", agent, "directive"), query=query, wait=wait)
 
-    def vote(self, agent: str, message: Vote) -> None:
-        self._send("POST", _at("agents", agent, "votes"), body=message)
-
-    def applied(self, agent: str, message: Applied) -> None:
-        self._send("POST", _at("agents", agent, "applied"), body=message)
+    def vote(self, agent: str, message: Vote, wait: float = 0.0) -> Directive:
+        """What the daemon wants as soon as it is decided what was voted on, or after `wait` seconds."""
+        path = _at("agents", agent, "votes")
+        return self._ask(Directive, "POST", path, body=message, query={"wait": wait}, wait=wait)
 
     def goodbye(self, agent: str) -> None:
         self._send("DELETE", _at("agents", agent))

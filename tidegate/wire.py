@@ -13,7 +13,7 @@ from tidegate.knobs import KnobKind, KnobSpec, check_path_name
 from tidegate.wire_base import Count, Finite, Flag, Label, Message, Number, Seconds, Text, Whole
 from tidegate.wire_canary import CanaryRequest, CanaryView
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Rank = Annotated[int, Field(strict=True, ge=0, lt=1_000_000)]
@@ -209,6 +209,13 @@ class TimelineView(Message):
 MAX_SPANS = 4_000
 
 
+class Applied(Message):
+    """A rank has applied a generation; `step` is the first step that ran with it."""
+
+    generation: Count
+    step: Count
+
+
 class AgentReport(Message):
     """What a rank says about itself, at most once a second; also renews its lease."""
 
@@ -218,6 +225,8 @@ class AgentReport(Message):
     """The phase the rank is in now."""
     generation: Count
     """The newest generation that this rank has applied."""
+    applied: Applied | None = None
+    """What it has applied since its last report."""
     effective: KnobChanges
     """What `auto` stands for at present; pinned knobs as they are."""
     rates: Rates | None = None
@@ -235,13 +244,6 @@ class Vote(Message):
     can: Flag
     reason: Text = ""
     """Why not, with figures."""
-
-
-class Applied(Message):
-    """A rank has applied a generation; `step` is the first step that ran with it."""
-
-    generation: Count
-    step: Count
 
 
 # ---- daemon → agent

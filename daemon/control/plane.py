@@ -100,6 +100,8 @@ class ControlPlane:
         self._revive(run, member)
         self.history.add(member, member.take(report))
         rank = member.hello.rank
+        if report.applied is not None:
+            self._applied(run, member, report.applied.generation, report.applied.step)
         if report.generation == member.reported_generation:  # told twice: its own word on the step is not coming
             self._applied(run, member, report.generation, report.step)
         member.reported_generation = report.generation
@@ -115,11 +117,6 @@ class ControlPlane:
         run, member = self.roster.member(agent)
         self._revive(run, member)
         self._advance(run, Cast(member.hello.rank, vote.generation, vote.can, vote.reason, self._clock.wall()))
-
-    def applied(self, agent: str, generation: int, step: int) -> None:
-        run, member = self.roster.member(agent)
-        self._revive(run, member)
-        self._applied(run, member, generation, step)
 
     def goodbye(self, agent: str) -> None:
         """The rank ends on purpose. Saying it again is fine."""

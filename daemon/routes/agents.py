@@ -9,25 +9,27 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 
 from tidegate.daemon import views
-from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.deps import Own, Plane, Wait, Who
 from tidegate.daemon.lean import LeanRoute
 from tidegate.daemon.problems import ProblemError
 from tidegate.errors import KnobError
 from tidegate.knobs import Knobs, specs_for
-from tidegate.wire import PROTOCOL_VERSION, AgentHello, AgentReport, Applied, Directive, Lease, Vote
+from tidegate.wire import PROTOCOL_VERSION, AgentHello, AgentReport, Directive, Lease, Vote
 
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
 
 hot = APIRouter(prefix="/v1/agents", tags=["agents"], route_class=LeanRoute)
 
 
-class Known(BaseModel):
+class Patience(BaseModel):
+    wait: Wait = 0.0
+
+
+class Known(Patience):
     """What an agent that asks for its directive has heard of."""
 
     committed: int = -1
     proposed: int | None = None
-    wait: Wait = 0.0
 
 
 @router.post("", status_code=201)
@@ -57,32 +59,29 @@ async def directive(plane: Plane, agent: Own, message: Annotated[Known, Query()]
     """At once when there is something newer than the caller knows, else after `wait` seconds."""
     deadline, seen = time.monotonic() + message.wait, -1 if message.proposed is None else message.proposed
     while True:
-        found = _directive(plane, agent)
+        run, member = plane.roster.member(agent)
+        found = views.directive(run, member.hello.rank)
         asked = found.proposed is not None and found.proposed > seen
         left = deadline - time.monotonic()
         if found.committed > message.committed or asked or left <= 0 or plane.closing:
             return found
-        await plane.roster.member(agent)[0].orders.wait(left)
+        await run.orders.wait(left)
 
 
-@hot.post("/{agent}/votes", status_code=204)
-async def vote(plane: Plane, agent: Own, message: Vote) -> None:
-    """Whether the rank can have the knobs that were proposed."""
+@hot.post("/{agent}/votes")
+async def vote(plane: Plane, agent: Own, message: Vote, asked: Annotated[Patience, Query()]) -> Directive:
+    """Whether the rank can have the knobs that were proposed. Answers when that is decided, or after `wait` seconds."""
+    deadline = time.monotonic() + asked.wait
     plane.vote(agent, message)
-
-
-@hot.post("/{agent}/applied", status_code=204)
-async def applied(plane: Plane, agent: Own, message: Applied) -> None:
-    """The rank has the knobs of a generation now."""
-    plane.applied(agent, message.generation, message.step)
+    while True:
+        run, member = plane.roster.member(agent)
+        pending, left = run.control.pending, deadline - time.monotonic()
+        if pending is None or pending.number != message.generation or left <= 0 or plane.closing:
+            return views.directive(run, member.hello.rank)
+        await run.orders.wait(left)
 
 
 @router.delete("/{agent}", status_code=204)
 async def goodbye(plane: Plane, agent: Own) -> None:
     """The rank ends on purpose."""
     plane.goodbye(agent)
-
-
-def _directive(plane: ControlPlane, agent: str) -> Directive:
-    run, member = plane.roster.member(agent)
-    return views.directive(run, member.hello.rank)

@@ -15,10 +15,12 @@ import pytest
 
 import tidegate
 from tests.agent.training import Training
+from tests.daemon.live import hello
 from tests.services import ROOT, DaemonProcess, daemon_process, free_port, until
 from tidegate.agent.attach import Attachment
 from tidegate.agent.link import AgentLink, _pause
 from tidegate.agent.telemetry.finished import FinishedStep
+from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError, KnobError, NotAuthorized, RankTaken, StaleKnobs
 from tidegate.wire import AgentReport
 
@@ -117,18 +119,23 @@ def test_a_daemon_that_lost_its_store_begins_anew_from_what_runs(daemon: DaemonP
         training.stop()
 
 
-def test_a_daemon_that_comes_later_is_found(tmp_path: Path) -> None:
+def test_a_daemon_that_comes_later_is_found_and_its_knobs_hold(tmp_path: Path) -> None:
     training = Training()
     later = DaemonProcess(free_port(), tmp_path / "state")
     with daemon_process(tmp_path / "state") as first:
         token = first.token("agent")
+        with DaemonClient(first.url, token) as client:
+            before = hello(RUN, world_size=1, knobs={"stride": 5.0, "static_ratio": 0.0})
+            client.hello(before)
+            client.goodbye(before.agent)
     with training.optimizer:
         tidegate.attach(training.optimizer, training.model, run=RUN, daemon=later.url, token=token)
         training.start()
         try:
             later.start()
             with later.client() as client:
-                until(lambda: [r for r in client.runs() if r.run == RUN], "the run", 20)
+                until(lambda: client.run(RUN).liveness == "live", "the run", 20)
+            until(lambda: training.optimizer.effective_knobs()["stride"] == 5, "stride 5", 20)
             training.stop()
         finally:
             later.kill()

@@ -183,11 +183,11 @@ class Agent:
     def take(self, directive: Directive) -> None:
         if directive.committed > self.generation:
             self.generation = directive.committed
-            self.client.applied(self.id, Applied(generation=self.generation, step=self.step + 1))
+            self.say(applied=Applied(generation=self.generation, step=self.step + 1))
 
     def begin(self) -> Agent:
         """Tells that it runs with generation 0 from its first step on."""
-        self.client.applied(self.id, Applied(generation=0, step=1))
+        self.say(applied=Applied(generation=0, step=1))
         return self
 
     def say(self, **more: Any) -> Lease:

@@ -17,7 +17,7 @@ from tidegate.daemon.control.run import WOKEN_AT_ONCE, Bell, Clock
 from tidegate.daemon.store import Store
 from tidegate.errors import DaemonError, NotFound, RankTaken
 from tidegate.knobs import Knobs
-from tidegate.wire import AgentReport, Applied, PathRow, PhaseRow, Rates, SpanRow, TimelineView, Vote
+from tidegate.wire import AgentReport, PathRow, PhaseRow, Rates, SpanRow, TimelineView, Vote
 
 
 def test_a_new_run_takes_the_start_up_settings(daemon: Daemon) -> None:
@@ -61,14 +61,13 @@ def test_a_stale_rank_can_be_taken_over(hasty: Daemon) -> None:
     assert hasty.client().run(run).ranks[0].agent == new.id
 
 
-@pytest.mark.parametrize("call", ["report", "vote", "applied", "directive", "goodbye"])
+@pytest.mark.parametrize("call", ["report", "vote", "directive", "goodbye"])
 def test_unknown_agents(daemon: Daemon, call: str) -> None:
     client = daemon.client("agent")
     report = AgentReport(timestamp=time.time(), step=0, phase="other", generation=0, effective={})
     calls: dict[str, Callable[[], object]] = {
         "report": lambda: client.report("nobody", report),
         "vote": lambda: client.vote("nobody", Vote(generation=1, can=True)),
-        "applied": lambda: client.applied("nobody", Applied(generation=1, step=1)),
         "directive": lambda: client.directive("nobody", 0, None, 0.0),
         "goodbye": lambda: client.goodbye("nobody"),
     }

@@ -21,7 +21,7 @@ from tidegate.daemon.control.window import Figures
 from tidegate.daemon.store import Store
 from tidegate.errors import DaemonError, NotFound
 from tidegate.knobs import Knobs
-from tidegate.wire import AgentReport, KnobPreview, Vote
+from tidegate.wire import AgentReport, Applied, KnobPreview, Vote
 from tidegate.wire_canary import CanaryRequest
 
 
@@ -201,19 +201,19 @@ def test_the_way_back_is_asked_for_once_in_five_seconds(tmp_path: Path) -> None:
     run = plane.roster.run("llama")
 
     def say(generation: int, *numbers: int, seconds: float = 1.0) -> None:
+        """Steps, the first ones under `generation`."""
         made = tuple(step_report(n, seconds) for n in numbers)
         plane.report(
             message.agent,
             AgentReport(
-                timestamp=now[0], step=max(numbers), phase="update", generation=generation, effective={}, steps=made
+                timestamp=now[0], step=max(numbers), phase="update", generation=generation, effective={}, steps=made,
+                applied=Applied(generation=generation, step=min(numbers)),
             ),
-        )
+        )  # fmt: skip
 
-    plane.applied(message.agent, 0, 1)
     say(0, *range(1, 13))
     plane.patch(run, Knobs(stride=4.0, static_ratio=0.0), {"stride": 4.0}, "ada", "", (ASK, Predicted()))
     plane.vote(message.agent, Vote(generation=1, can=True))
-    plane.applied(message.agent, 1, 13)
     say(1, *range(13, 24), seconds=3.0)
     for _ in range(90):  # 9 s
         asked = run.control.pending

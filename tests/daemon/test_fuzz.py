@@ -38,7 +38,6 @@ def paths(agent: Agent) -> dict[str, dict[str, Any]]:
         "/v1/agents": HELLO,
         f"{at}/reports": REPORT,
         f"{at}/votes": {"generation": 1, "can": True, "reason": ""},
-        f"{at}/applied": {"generation": 1, "step": 1},
     }
 
 
@@ -89,9 +88,9 @@ def test_bodies_that_are_broken(daemon: Daemon, agent: Agent, name: str) -> None
 
 
 def test_another_version_says_which(daemon: Daemon) -> None:
-    answer = daemon.http("POST", "/v1/agents", "agent", json={**HELLO, "protocol": 2})
+    answer = daemon.http("POST", "/v1/agents", "agent", json={**HELLO, "protocol": 1})
     assert (answer.status_code, answer.json()["type"]) == (400, "wrong-protocol")
-    assert "protocol 2, the daemon 1: install the same version" in answer.json()["detail"]
+    assert "protocol 1, the daemon 2: install the same version" in answer.json()["detail"]
 
 
 def test_a_report_of_the_past_is_refused(daemon: Daemon) -> None:

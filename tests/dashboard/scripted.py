@@ -163,7 +163,7 @@ class Agent:
             self.client.vote(self.id, Vote(generation=directive.proposed, can=not self.refuse, reason=self.refuse))
         if directive.committed > self.generation:
             self.generation, self.knobs = directive.committed, dict(directive.committed_knobs)
-            self.client.applied(self.id, Applied(generation=self.generation, step=self.step + 1))
+            self.report(applied=Applied(generation=self.generation, step=self.step + 1))
 
     @contextlib.contextmanager
     def training(self, seconds_a_step: float = 0.4) -> Iterator[None]:

@@ -30,7 +30,10 @@ def later(timeline: Timeline, seconds: float) -> Timeline:
     )
 
 
-@given(plan=plans, step_at=st.floats(0.0, 3.0), forward=st.floats(0.0, 2.0))
+microseconds = st.integers(0, 3_000_000).map(lambda count: count / 1e6)  # finer ones are ties after an addition
+
+
+@given(plan=plans, step_at=microseconds, forward=microseconds)
 @settings(max_examples=60, deadline=None)
 def test_what_the_simulator_made_it_expects_again(plan: Plan, step_at: float, forward: float) -> None:
     ready = {subgroup.id: step_at * subgroup.id / len(plan.subgroups) for subgroup in plan.subgroups}

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from tidegate.model.contention import Keeps
 from tidegate.model.rates import RateCard
 from tidegate.model.settled import Settled, ops_of
-from tidegate.plan.ops import Op, OpKind, path_lanes
+from tidegate.plan.ops import Content, Op, OpKind, path_lanes
 from tidegate.plan.tasks import Work
 
 _MAY_BE_EARLY: Final = (OpKind.FETCH, OpKind.WEIGHT_D2H, OpKind.GRAD_D2H)
@@ -57,15 +57,23 @@ def _share(keeps: Keeps, lane: str, beside: str) -> float:
 
 
 def _late(work: Work) -> list[Op]:
-    """What cannot be done before the norm is known: updates, what follows them, and what waits for a host slot."""
-    taken: set[int] = set()
+    """What cannot be done before the norm is known: updates, what follows them, and what waits for a host slot.
+
+    Of a slot an update on the device needs the room for state alone; that for weights and gradients stays free.
+    """
+    taken: set[tuple[int, Content]] = set()
     late: list[Op] = []
     for task in work.tasks:
-        slots = {op.host_slot for op in task.ops if op.host_slot is not None}
-        waits = bool(slots & taken)
-        taken |= slots
-        late += [op for op in task.ops if waits or op.kind not in _MAY_BE_EARLY]
+        late += [op for op in task.ops if op.kind not in _MAY_BE_EARLY or not taken.isdisjoint(_rooms(op))]
+        taken.update(room for op in task.ops for room in _rooms(op))
     return late
+
+
+def _rooms(op: Op) -> list[tuple[int, Content]]:
+    """What of a host slot the op works on."""
+    if op.host_slot is None:
+        return []
+    return [(op.host_slot, content) for content in ([op.content] if op.content else ("state", "weight", "gradient"))]
 
 
 def _takes_slot(op: Op) -> bool:
