@@ -63,6 +63,9 @@ class Control:
     deadline: float = math.inf
     present: frozenset[int] = frozenset()
 
+    def is_decided(self, generation: int) -> bool:
+        return self.pending is None or self.pending.number != generation
+
 
 @dataclass(frozen=True, kw_only=True)
 class Propose:

@@ -75,8 +75,8 @@ async def vote(plane: Plane, agent: Own, message: Vote, asked: Annotated[Patienc
     plane.vote(agent, message)
     while True:
         run, member = plane.roster.member(agent)
-        pending, left = run.control.pending, deadline - time.monotonic()
-        if pending is None or pending.number != message.generation or left <= 0 or plane.closing:
+        left = deadline - time.monotonic()
+        if run.control.is_decided(message.generation) or left <= 0 or plane.closing:
             return views.directive(run, member.hello.rank)
         await run.orders.wait(left)
 

@@ -11,7 +11,7 @@ import pytest
 from tests.daemon.live import Agent, Daemon, hello, new_run, wait_until
 from tidegate.daemon.control.preview import evidence
 from tidegate.errors import KnobError, NotFound, StaleKnobs
-from tidegate.wire import GenerationView, Rates, SubgroupSizes
+from tidegate.wire import GenerationView, Rates, SubgroupSizes, Vote
 
 
 def patch(daemon: Daemon, run: str, match: str | None, body: dict[str, Any] | None = None, query: str = "") -> Any:
@@ -152,6 +152,24 @@ def test_silence_aborts_and_names_the_rank(daemon: Daemon) -> None:
     with Agent(daemon, run, 0).answering():
         made = daemon.client().set_knobs(run, {"stride": 3})
     assert (made.state, made.outcome) == ("aborted", "No answer from rank 1 before the deadline: nothing was changed.")
+
+
+@pytest.mark.parametrize(("reason", "committed"), [("", 1), ("too little memory", 0)])
+def test_the_answer_to_a_vote_is_the_decision(daemon: Daemon, reason: str, committed: int) -> None:
+    run, client = new_run(), daemon.client()
+    first, second = Agent(daemon, run, 0), Agent(daemon, run, 1)
+    client.set_knobs(run, {"stride": 3}, wait=0)
+    vote = Vote(generation=1, can=True)
+    at_once = first.client.vote(first.id, vote)
+    assert (at_once.committed, at_once.proposed) == (0, None), "it is asked no more, and nothing is decided"
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(first.client.vote, first.id, vote, 30.0)
+        with pytest.raises(TimeoutError):
+            answer.result(0.3)
+        second.vote(1, reason)
+        decided = answer.result(20)
+    assert (decided.committed, decided.proposed) == (committed, None)
+    assert decided.committed_knobs["stride"] == (2.0 if reason else 3.0)
 
 
 def test_a_newer_change_supersedes(daemon: Daemon) -> None:
