@@ -138,8 +138,8 @@ class Attachment:
         self.tuning.observe(result, phases)
 
     def _between_steps(self, next_step: int) -> None:
-        heard = self._meet(next_step - self._first_step + 1)
         began = time.thread_time()
+        heard = self._meet(next_step - self._first_step + 1)
         self.tuning.between_steps(heard)
         self._watch.overhead["tuner"] += time.thread_time() - began
         if self.link is not None:

@@ -66,7 +66,7 @@ class Tuning:
         return Boundary(
             generation=generation,
             update_seconds=None if self._last is None else self._last[1],
-            may_look=bool(self.free) and self.tuner.due(self._now),
+            may_look=self.tuner.due(self._now) and bool(self.free),
             is_well=self._refused is None,
             rates_changed=self._told > self._recalibrations,
         )

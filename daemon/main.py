@@ -72,7 +72,7 @@ def make_server(app: FastAPI, settings: Settings) -> Server:
     return Server(
         uvicorn.Config(
             app,
-            loop="asyncio",
+            loop="auto",
             lifespan="on",
             ws="none",
             access_log=False,

@@ -89,6 +89,8 @@ class _Adopted:
     """A tensor of the framework that counts as device memory for as long as its storage lives."""
 
     storage: StorageWeakRef
+    cdata: int
+    """The storage's, which tells whether it lives."""
     address: int
     nbytes: int
 
@@ -107,6 +109,8 @@ class EmulatedDevice:
         self._arena = Arena(capacity_bytes)
         self._adopted: dict[int, _Adopted] = {}
         """By address."""
+        self._adopted_bytes = 0
+        """Of all adopted tensors, those that were freed since among them."""
         self._prune_at = 64
         self._pool = ThreadPool(1)
         self._peak = 0
@@ -149,11 +153,13 @@ class EmulatedDevice:
     def adopt(self, tensor: torch.Tensor) -> None:
         with self._lock:
             nbytes = tensor.numel() * tensor.element_size()
-            self._adopted[tensor.data_ptr()] = _Adopted(
-                StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), nbytes
-            )
+            storage = StorageWeakRef(tensor.untyped_storage())
+            before = self._adopted.get(tensor.data_ptr())
+            self._adopted[tensor.data_ptr()] = _Adopted(storage, storage.cdata, tensor.data_ptr(), nbytes)
+            self._adopted_bytes += nbytes - (before.nbytes if before is not None else 0)
             if len(self._adopted) > self._prune_at:
                 self._adopted = {one.address: one for one in self._living()}
+                self._adopted_bytes = sum(one.nbytes for one in self._adopted.values())
                 self._prune_at = len(self._adopted) + 64
             self._note_peak()
 
@@ -204,9 +210,12 @@ class EmulatedDevice:
     def close(self) -> None:
         self._pool.close()
         self._adopted.clear()
+        self._adopted_bytes = 0
 
     def _note_peak(self) -> None:
-        self._peak = max(self._peak, self.in_use_bytes)
+        # Who lives is only asked where it may matter: once a gradient it would be most of what adopting costs.
+        if self._arena.in_use_bytes + self._adopted_bytes > self._peak:
+            self._peak = max(self._peak, self.in_use_bytes)
 
     def _pace(self, start: float, seconds: float) -> Event:
         remaining = start + seconds - time.monotonic()
@@ -226,7 +235,7 @@ class EmulatedDevice:
 
     def _living(self) -> list[_Adopted]:
         """Adopted tensors that the framework has not freed."""
-        return [one for one in self._adopted.values() if not _expired(one.storage.cdata)]
+        return [one for one in self._adopted.values() if not _expired(one.cdata)]
 
     def _require_host(self, address: int, nbytes: int, lane: str) -> None:
         with self._lock:

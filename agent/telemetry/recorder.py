@@ -35,9 +35,9 @@ log = logging.getLogger("tidegate")
 MAX_UNREPORTED_STEPS = 256
 MAX_NOTED_STEPS = 16
 """Steps after which the training thread makes their figures itself, when nobody asked for them."""
-PREDICTION_SHARE = 3e-4
-"""Share of the time that predictions may take while the plan stays the same: a plan of 100 ops is looked at about once
-a second, a larger one less often."""
+PREDICTION_SHARE = 1e-4
+"""Share of the time that predictions may take while the plan stays the same: a plan of 100 ops is looked at every few
+seconds, a larger one less often."""
 
 
 @dataclass

@@ -20,6 +20,8 @@ RECENT_STEPS: Final = 20
 """Of each rank, as they were told; of those before only the figures are in memory."""
 EVENTS_KEPT: Final = 1_000
 WOKEN_AT_ONCE: Final = 16
+BETWEEN_SECONDS: Final = 0.008
+"""Until the next few are woken: about what the answers of so many take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,8 @@ class Clock:
 
 
 class Bell:
-    """Wakes everyone who waits for a change, a few in each turn of the event loop: of hundreds of ranks that answer at
-    once each would keep all others waiting, and reports with them."""
+    """Wakes everyone who waits for a change, a few at a time: of hundreds of ranks that answer at once each would keep
+    all others waiting, and reports with them."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], None] = {}
@@ -63,7 +65,7 @@ class Bell:
         for _ in range(min(WOKEN_AT_ONCE, len(self._ringing))):
             _set(self._ringing.popleft())
         if self._ringing:
-            asyncio.get_running_loop().call_soon(self._wake)
+            asyncio.get_running_loop().call_later(BETWEEN_SECONDS, self._wake)
 
 
 def _set(woken: asyncio.Future[None]) -> None:

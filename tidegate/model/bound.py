@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from tidegate.model.contention import Keeps
 from tidegate.model.rates import RateCard
 from tidegate.model.settled import Settled, ops_of
-from tidegate.plan.ops import Content, Op, OpKind, path_lanes
+from tidegate.plan.ops import Content, Op, OpKind, Subgroup, path_lanes
 from tidegate.plan.tasks import Work
 
 _MAY_BE_EARLY: Final = (OpKind.FETCH, OpKind.WEIGHT_D2H, OpKind.GRAD_D2H)
@@ -27,18 +29,35 @@ def bound(step: Settled, rates: RateCard) -> Bound:
     ConfigError when a rate is not known.
     """
     lanes: defaultdict[str, float] = defaultdict(float)
-    work = step.work()
+    some, counts = _kinds(step)
+    work = some.work()
     for op in _late(work):
-        lanes[op.lane] += rates.seconds(op)
-    staged = sorted((rates.seconds(op) for op in ops_of(work) if _takes_slot(op)), reverse=True)
+        lanes[op.lane] += counts[op.subgroup] * rates.seconds(op)
+    slots = step.rank.num_slots
+    staged = sorted(
+        (rates.seconds(op) for op in ops_of(work) if _takes_slot(op) for _ in range(min(slots, counts[op.subgroup]))),
+        reverse=True,
+    )
     if staged:
-        lanes["h2d"] = max(0.0, lanes["h2d"] - sum(staged[: step.rank.num_slots]))
+        lanes["h2d"] = max(0.0, lanes["h2d"] - sum(staged[:slots]))
     resources = dict(lanes)
     for path in step.rank.host_slots:
         read, write = path_lanes(path)
         resources[path] = both_seconds(resources.pop(read, 0.0), resources.pop(write, 0.0), read, write, rates.keeps)
     resource = max(resources, key=lambda name: resources[name], default="device")
-    return Bound(rates.seconds(work.norm) + resources.get(resource, 0.0), resource)
+    norm = replace(work.norm, numel=sum(s.numel for s in step.rank.subgroups) if work.norm.numel else 0)
+    return Bound(rates.seconds(norm) + resources.get(resource, 0.0), resource)
+
+
+def _kinds(step: Settled) -> tuple[Settled, Sequence[int]]:
+    """A step with one subgroup of each kind, and how many each stands for. With paths each stands for itself: what
+    waits for a host slot follows from their order."""
+    if step.rank.host_slots:
+        return step, [1] * len(step.placements)
+    sizes = [(s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in step.rank.subgroups]
+    counts = Counter(zip(sizes, step.placements, strict=True))
+    rank = replace(step.rank, subgroups=[Subgroup(i, *size) for i, (size, _) in enumerate(counts)])
+    return Settled(rank, tuple(placement for _, placement in counts), step.order), [*counts.values()]
 
 
 def both_seconds(one: float, other: float, lane: str, beside: str, keeps: Keeps) -> float:

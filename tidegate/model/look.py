@@ -39,9 +39,17 @@ def look(
         return None  # a rate that the present knobs need was not seen yet
     if found is not None:
         return Move(found[0], 1 - found[1] / present)
+    if "stride" not in free or rank.num_slots == 0 or _knows_both(rates):
+        return None
     probe = replace(now, stride=START_STRIDE)
-    unknown = "stride" in free and rank.num_slots > 0 and promised(rank, probe, rates, backward_seconds) is None
+    unknown = promised(rank, probe, rates, backward_seconds) is None
     return Move(probe, None) if unknown and allowed(probe) else None
+
+
+def _knows_both(rates: RateCard) -> bool:
+    """Whether all is known that any stride needs: to see that takes no plan."""
+    both = (rates.cpu_params_per_second, rates.device_params_per_second)
+    return None not in (*both, rates.h2d_bytes_per_second, rates.d2h_bytes_per_second)
 
 
 def promised(rank: Rank, knobs: Effective, rates: RateCard, backward_seconds: float | None) -> float | None:

@@ -123,7 +123,9 @@ def sampled(rank: Rank, effective: Effective) -> tuple[Rank, Effective, float]:
     subgroups = rank.subgroups
     count = min(len(subgroups), MAX_SIMULATED_TIERED if rank.host_slots else MAX_SIMULATED_SUBGROUPS)
     if count == len(subgroups):
-        return replace(rank, subgroups=[replace(s, id=i) for i, s in enumerate(subgroups)]), effective, 1.0
+        if any(s.id != i for i, s in enumerate(subgroups)):
+            rank = replace(rank, subgroups=[replace(s, id=i) for i, s in enumerate(subgroups)])
+        return rank, effective, 1.0
     few = [replace(subgroups[i * len(subgroups) // count], id=i) for i in range(count)]
     scale = sum(s.numel for s in subgroups) / sum(s.numel for s in few)
     smaller = replace(effective, host_cache_bytes=int(effective.host_cache_bytes / scale))

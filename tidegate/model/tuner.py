@@ -20,8 +20,10 @@ FIRST_LOOK_STEPS: Final = 6
 """Steps until the first look, and after a trial that was clearly good: rates settle, and what came of it shows."""
 LONGEST_WAIT_STEPS: Final = 64
 """Each look that finds nothing better doubles the steps until the next, up to this: looking costs time too."""
-LOOK_SHARE: Final = 1e-3
-"""Share of the time that looks may take; one after a drift may come sooner."""
+LOOK_SHARE: Final = 3e-4
+"""Share of the time that looks may take."""
+URGENT_SHARE: Final = 1e-3
+"""The same for one after a drift, or after a probe: that may come sooner."""
 MINIMUM_GAIN: Final = 0.05
 """Share of the update time that a move must promise."""
 PROVEN_GAIN: Final = MINIMUM_GAIN / 2
@@ -107,7 +109,7 @@ class Tuner:
         self._steps = 0
         self._changed_at = self._rests_until = 0
         self._steps_left = self._wait_steps = FIRST_LOOK_STEPS
-        self._look_at = 0.0
+        self._look_at = self._urgent_look_at = 0.0
         self._urgent = False
         """The next look need not wait for the clock."""
         self._urgent_from = 0
@@ -147,7 +149,7 @@ class Tuner:
         """Whether it is time for a look from the knobs `now`."""
         if self._trial is not None or self._steps_left > 1 or self._before(now) is None:
             return False
-        return self._urgent or self._clock() >= self._look_at
+        return self._clock() >= (self._urgent_look_at if self._urgent else self._look_at)
 
     def propose(self, now: Effective, look: Callable[[], Move | None] | None = None) -> Effective | None:
         """The knobs to go on with, or None to stay. To be called once a step.
@@ -177,6 +179,7 @@ class Tuner:
         move = look()
         ended = self._clock()
         self._look_at = ended + (ended - began) / LOOK_SHARE
+        self._urgent_look_at = ended + (ended - began) / URGENT_SHARE
         return move
 
     def refuse(self, why: object) -> Effective | None:
