@@ -5,11 +5,11 @@ from __future__ import annotations
 import streamlit as st
 
 from tidegate.analysis import exposed_waits
-from tidegate.dashboard import charts, markup, palette, units
+from tidegate.dashboard import markup, palette, plot, units
 from tidegate.dashboard.gantt import HEIGHT, Scope, gantt, window
 from tidegate.dashboard.lanes import LaneUse, lane_use
+from tidegate.dashboard.parts.figure import draw
 from tidegate.dashboard.parts.header import prediction_error
-from tidegate.dashboard.parts.phases import CONFIG
 from tidegate.errors import TidegateError
 from tidegate.model.rates import RateCard
 from tidegate.model.replay import replay
@@ -33,11 +33,11 @@ def chart(view: TimelineView | None, predicted: TimelineView | None, scope: Scop
     """The update by lane."""
     if view is None:
         st.html(markup.title("Update, by lane"))
-        st.plotly_chart(charts.empty(NOTHING_YET, HEIGHT), key="gantt", config=CONFIG)
+        draw(plot.empty(NOTHING_YET, HEIGHT), "gantt")
         return
     st.html(markup.title("Update, by lane", _words(view, predicted)))
     ink = palette.INK[st.context.theme.type or "light"] if critical else None
-    st.plotly_chart(gantt(view, scope, predicted=predicted, ink=ink), key="gantt", config=CONFIG)
+    draw(gantt(view, scope, predicted=predicted, ink=ink), "gantt")
 
 
 def _words(view: TimelineView, predicted: TimelineView | None) -> str:
