@@ -14,9 +14,11 @@ from tidegate.dashboard.kept import Kept
 from tidegate.dashboard.readers import reader
 from tidegate.errors import DaemonError, NotFound
 from tidegate.model.rates import RateCard
-from tidegate.wire import AlertView, GenerationView, KnobsView, RankView, RunView, StepReport, TimelineView
+from tidegate.wire import GenerationView, KnobsView, RankView, RunView, StepReport, TimelineView
 
 NUM_STEPS: Final = 200
+OVERLAP: Final = 4
+"""Steps that are read again: they tell that none is missing between those that were known and those that are new."""
 TIMELINES_KEPT: Final = 64
 """Of all runs and ranks: those that were on a screen last."""
 LONGEST_SECONDS: Final = 4.0
@@ -25,15 +27,13 @@ LONGEST_SECONDS: Final = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """All that the page shows of one rank of one run, as read at `read_at`."""
+    """What all pages about one rank of one run show, as read at `read_at`."""
 
     run: RunView
     rank: RankView
     steps: tuple[StepReport, ...]
-    timeline: TimelineView | None
     knobs: KnobsView
     generations: tuple[GenerationView, ...]
-    alerts: tuple[AlertView, ...]
     read_at: float
 
 
@@ -75,6 +75,14 @@ def look(url: str, run: str, rank: int) -> Look:
     """One rank of a run; the last snapshot when the daemon is away."""
     found = _SNAPSHOTS.get(url, (run, rank))
     return Look(snapshot=found.value, problem=found.problem)
+
+
+def newest_timeline(url: str, run: str, rank: int) -> TimelineView | None:
+    """The rank's; None before its first. Timelines are large: read again only when it has done another step."""
+    snapshot = look(url, run, rank).snapshot
+    if snapshot is None:
+        return None
+    return _TIMELINES.get(url, (run, rank, _whose(snapshot.rank), snapshot.rank.step)).value
 
 
 def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
@@ -145,13 +153,21 @@ def _read_snapshot(client: DaemonClient, key: tuple[str, int]) -> Snapshot:
     return Snapshot(
         run=view,
         rank=seen,
-        steps=client.steps(run, rank, NUM_STEPS).steps,
-        timeline=_TIMELINES.get(client.url, (run, rank, _whose(seen), seen.step)).value,
+        steps=_steps(client, run, seen, _SNAPSHOTS.last(client.url, key)),
         knobs=client.knobs(run),
         generations=tuple(client.generations(run)),
-        alerts=tuple(client.alerts(run)),
         read_at=time.time(),
     )
+
+
+def _steps(client: DaemonClient, run: str, rank: RankView, before: Snapshot | None) -> tuple[StepReport, ...]:
+    """The newest NUM_STEPS. Only those are asked for that were not there before: to read a step takes 0.1 ms."""
+    known = before.steps if before is not None and _whose(before.rank) == _whose(rank) else ()
+    if known and known[-1].step <= rank.step < known[-1].step + NUM_STEPS:
+        new = client.steps(run, rank.rank, min(NUM_STEPS, rank.step - known[-1].step + OVERLAP)).steps
+        if new and new[0].step <= known[-1].step:
+            return (*(step for step in known if step.step < new[0].step), *new)[-NUM_STEPS:]
+    return client.steps(run, rank.rank, NUM_STEPS).steps
 
 
 def _read_timeline(client: DaemonClient, key: tuple[str, int, str, int]) -> TimelineView | None:

@@ -16,8 +16,6 @@ from tidegate.errors import DaemonError
 T = TypeVar("T")
 MAX_KEPT: Final = 64
 """Of a kind; the one asked for longest ago goes first."""
-RUNS_KEPT: Final = 4096
-"""Of what is asked of every run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +97,10 @@ ADVICE: Final = Kept(lambda client, key: client.advice(key[0]), 20.0)
 """By run and generation: making one keeps the daemon busy for a moment."""
 AUDIT: Final = Kept(lambda client, key: client.audit(key[0], key[1]), 2.0)
 """By run and the most rows to read."""
-ALERTS: Final = Kept(lambda client, run: client.alerts(run or None), 5.0, RUNS_KEPT)
+ALERTS: Final = Kept(lambda client, run: client.alerts(run or None), 5.0)
 """By run; those without a run under the empty name."""
+FIRING: Final = Kept(lambda client, _: client.firing(), 5.0)
+"""In all runs and in none."""
 
 
 def expire() -> None:
