@@ -1,8 +1,9 @@
 """The look that all charts share. A figure is a plain dict, as Plotly's JavaScript takes it: made in microseconds.
 
-Labels of axes that move with the steps must not be measured. Plotly remembers the size of each text at each place where
-it ever stood, up to 10,000 of them, and to measure one it lays out the page: so axes of numbers have margins of fixed
-width instead of automatic ones, and no titles. Their unit stands at the last tick.
+Labels of axes that move with the steps must not be measured. To measure one Plotly lays out the page, and it remembers
+the size of each text at each place where it ever stood, up to 10,000 of them. So axes of numbers have fixed margins, no
+titles (their unit stands at the last tick), and keep labels that stick out; and `themed` replaces Streamlit's theme,
+which gives titles a distance that must be measured.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ TALL: Final = 214
 MARGIN: Final = {"l": 50, "r": 10, "t": 6, "b": 24}
 LEGEND_HEIGHT: Final = 18
 TICKS: Final = {"size": 10.5}
+FONT: Final = '"Source Sans", sans-serif'
+CLEAR: Final = "rgba(0,0,0,0)"
 DIGITS: Final = 5
 """Of each number that is sent: more than a chart can show."""
 
@@ -29,7 +32,7 @@ DIGITS: Final = 5
 def figure(
     traces: Sequence[Trace], x: Axis, y: Axis, height: int = SMALL, *, legend: bool = False, **layout: object
 ) -> Figure:
-    """Traces on two axes. Colours of text and grid come from Streamlit's theme."""
+    """Traces on two axes, as yet without the colours of the page."""
     return {"data": list(traces), "layout": frame(height, legend=legend) | {"xaxis": x, "yaxis": y} | layout}
 
 
@@ -41,16 +44,28 @@ def frame(height: int, *, legend: bool) -> dict[str, object]:
         "showlegend": legend,
         "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 11}},
         "hoverlabel": {"align": "left", "font": {"size": 12}},
-        "font": {"size": 11},
         "dragmode": False,
         "uirevision": "keep",
     }
 
 
+def themed(drawn: Figure, theme: palette.Theme) -> Figure:
+    """In the colours of the page."""
+    axis = {"gridcolor": palette.GRID[theme], "linecolor": palette.GRID[theme], "zerolinecolor": palette.GRID[theme]}
+    look = {
+        "font": {"family": FONT, "size": 11, "color": palette.LABEL[theme]},
+        "hoverlabel": {"bgcolor": palette.GROUND[theme], "bordercolor": palette.GRID[theme],
+                       "font": {"color": palette.INK[theme], "family": FONT}},
+        "paper_bgcolor": CLEAR, "plot_bgcolor": CLEAR, "xaxis": axis, "yaxis": axis,
+    }  # fmt: skip
+    return drawn | {"layout": {"template": {"layout": look}} | drawn["layout"]}
+
+
 def numbers(unit: str = "", **more: object) -> Axis:
     """An axis of numbers, with their unit at the last tick."""
     ticks = {"ticksuffix": f" {unit}", "showticksuffix": "last"} if unit else {}
-    return {"automargin": False, "tickangle": 0, "tickfont": TICKS, "zeroline": False, "nticks": 5} | ticks | more
+    kept = {"automargin": False, "tickangle": 0, "ticklabeloverflow": "allow", "tickfont": TICKS}
+    return kept | {"zeroline": False, "nticks": 5} | ticks | more
 
 
 def names(**more: object) -> Axis:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import plotly.graph_objects as go
 import streamlit as st
 
-from tidegate.dashboard.plot import Figure
+from tidegate.dashboard import plot
+from tidegate.dashboard.palette import Theme
 
 CONFIG = {"displayModeBar": False, "responsive": True}
 
 
-def draw(figure: Figure, key: str) -> None:
-    """Draws it, checked against Plotly's schema. A figure that has not changed is not drawn again."""
-    st.plotly_chart(go.Figure(figure), key=key, config=CONFIG)
+def draw(figure: plot.Figure, key: str) -> None:
+    """In the colours of the viewer's theme, checked against Plotly's schema. What has not changed is not redrawn."""
+    st.plotly_chart(go.Figure(plot.themed(figure, theme())), key=key, config=CONFIG, theme=None)
+
+
+def theme() -> Theme:
+    """The viewer's."""
+    return "dark" if st.context.theme.type == "dark" else "light"

@@ -8,7 +8,7 @@ from tidegate.analysis import exposed_waits
 from tidegate.dashboard import markup, palette, plot, units
 from tidegate.dashboard.gantt import HEIGHT, Scope, gantt, window
 from tidegate.dashboard.lanes import LaneUse, lane_use
-from tidegate.dashboard.parts.figure import draw
+from tidegate.dashboard.parts.figure import draw, theme
 from tidegate.dashboard.parts.header import prediction_error
 from tidegate.errors import TidegateError
 from tidegate.model.rates import RateCard
@@ -36,7 +36,7 @@ def chart(view: TimelineView | None, predicted: TimelineView | None, scope: Scop
         draw(plot.empty(NOTHING_YET, HEIGHT), "gantt")
         return
     st.html(markup.title("Update, by lane", _words(view, predicted)))
-    ink = palette.INK[st.context.theme.type or "light"] if critical else None
+    ink = palette.INK[theme()] if critical else None
     draw(gantt(view, scope, predicted=predicted, ink=ink), "gantt")
 
 
