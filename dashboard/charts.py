@@ -71,7 +71,10 @@ def _names_of(marks: Sequence[Mark], height: float) -> Trace:
 
 
 def cpu_cores(steps: Sequence[StepReport]) -> Figure:
-    """CPU seconds per second of each phase: how many cores it kept busy, step by step."""
+    """CPU seconds per second of each phase: how many cores it kept busy, step by step.
+
+    Phases are told by colour, and when pointed at: a legend would take half of so small a chart.
+    """
     recent = list(steps)[-MAX_POINTS:]
     traces = []
     for phase in PHASES:
@@ -86,7 +89,7 @@ def cpu_cores(steps: Sequence[StepReport]) -> Figure:
     if not traces:
         return plot.empty("No CPU times were reported." if recent else NO_STEP)
     axis = plot.steps(recent[0].step, recent[-1].step, 6)
-    return plot.figure(traces, axis, plot.numbers(rangemode="tozero"), legend=True)
+    return plot.figure(traces, axis, plot.numbers(rangemode="tozero"))
 
 
 def series(points: tuple[list[int], list[float]], nothing: str, color: str) -> Figure:

@@ -13,9 +13,9 @@ INK: Final[dict[Theme, str]] = {"light": "#1A1A1A", "dark": "#FAFAFA"}
 LABEL: Final[dict[Theme, str]] = {"light": "#5B6170", "dark": "#B4B8C2"}
 """The small words of charts: a contrast of 5 to 1 or more."""
 
-GRID: Final[dict[Theme, str]] = {"light": "#E3E5EA", "dark": "#30343F"}
+GRID: Final[dict[Theme, str]] = {"light": "#E4E4E2", "dark": "#353431"}
 
-GROUND: Final[dict[Theme, str]] = {"light": "#FFFFFF", "dark": "#0E1117"}
+GROUND: Final[dict[Theme, str]] = {"light": "#FFFFFF", "dark": "#171614"}
 """Behind everything: Streamlit's own."""
 
 PHASE: Final = {

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 REFRESH_SECONDS: Final = 1.5
 SLOW_SECONDS: Final = 4.5
-"""For charts below the first screen: each of them takes a browser 40 ms."""
+"""For what changes seldom, and for charts below the first screen: each of them takes a browser 40 ms."""
 _P = ParamSpec("_P")
 
 

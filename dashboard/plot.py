@@ -20,7 +20,7 @@ Axis = dict[str, Any]
 
 SMALL: Final = 170
 TALL: Final = 214
-MARGIN: Final = {"l": 50, "r": 10, "t": 6, "b": 24}
+MARGIN: Final = {"l": 52, "r": 10, "t": 6, "b": 26, "pad": 4}
 LEGEND_HEIGHT: Final = 18
 TICKS: Final = {"size": 10.5}
 FONT: Final = '"Source Sans", sans-serif'

@@ -11,7 +11,7 @@ from tidegate.timeline import PHASES
 from tidegate.wire import StepReport
 
 STEPS = 12
-HEIGHT = 300
+HEIGHT = 360
 SHORE = 0.42
 """Where the water meets the land, as a share of the height."""
 
@@ -53,12 +53,20 @@ def tide(steps: Sequence[StepReport], capacity_bytes: int | None = None) -> Figu
     below, host = plot.byte_scale(max((sum(step.host_memory_bytes.values()) for step in recent), default=0))
     drawn = plot.figure(
         [*_device(found, above, device), *_host(recent, kinds, below, host)],
-        _steps(len(recent), anchor="y", matches="x2", showticklabels=False),
+        _steps(recent, anchor="y", showticklabels=False),
         plot.numbers(device, rangemode="tozero", domain=[SHORE, 1], anchor="x"),
         HEIGHT,
         legend=True,
-        xaxis2=_steps(len(recent), anchor="y2"),
-        yaxis2=plot.numbers(host, autorange="reversed", rangemode="tozero", nticks=4, domain=[0, SHORE], anchor="x2"),
+        xaxis2=_steps(recent, anchor="y2"),
+        yaxis2=plot.numbers(
+            host,
+            autorange="reversed",
+            rangemode="tozero",
+            nticks=4,
+            domain=[0, SHORE],
+            anchor="x2",
+            showticksuffix="first",
+        ),
         barmode="stack",
         bargap=0,
         hovermode="closest",
@@ -70,12 +78,11 @@ def tide(steps: Sequence[StepReport], capacity_bytes: int | None = None) -> Figu
     return drawn
 
 
-def _steps(count: int, **more: object) -> Axis:
-    """Whole steps, not all of them named."""
-    return plot.numbers() | {
-        "tickformat": "d", "tickprefix": "step ", "showtickprefix": "first", "showgrid": False,
-        "dtick": max(1, count // 8),
-    } | more  # fmt: skip
+def _steps(recent: Sequence[StepReport], **more: object) -> Axis:
+    """From the beginning of the first step to the end of the last; not all of them named."""
+    first, last = recent[0].step, recent[-1].step
+    spread = {"range": [first, last + 1], "tick0": first, "dtick": max(1, len(recent) // 8)}
+    return plot.steps(first, last, STEPS) | spread | more
 
 
 def _side(name: str, height: float) -> dict[str, object]:

@@ -88,6 +88,11 @@ def share(value: float | None) -> str:
     return f"{value * 100:.1f} %" if 0 < abs(value) < 0.00995 else f"{value * 100:.0f} %"
 
 
+def change(value: float) -> str:
+    """0.123 → +12 %, -0.24 → −24 %."""
+    return f"{value * 100:+.0f} %".replace("-", "\u2212")
+
+
 def knob(name: str, value: KnobValue | None) -> str:
     """A knob's value: words as they are, numbers without trailing zeros, sizes with a unit."""
     return NONE if value is None else knobs.show(name, value)

@@ -96,10 +96,11 @@ def waits(view: TimelineView, predicted: TimelineView | None) -> None:
         )
         for cause in sorted({*found, *expected}, key=lambda cause: -found.get(cause, 0.0))
     ]
-    st.html(markup.title("Waits", "in which nothing computed, in this update"))
+    title = markup.title("Waits", "in which nothing computed, in this update")
     if rows:
-        st.html(markup.table(("for", "measured", "predicted", "of the update"), rows))
+        st.html(title + markup.table(("for", "measured", "predicted", "of the update"), rows))
     else:
+        st.html(title)
         st.caption("None: something was being updated all the time.")
 
 

@@ -35,7 +35,7 @@ def _shares(what: str, unit: str, counts: dict[str, int]) -> list[tuple[str, str
     return [
         (
             markup.dot(f"{what} {place}", palette.place(place)),
-            f"{units.count(number)} {unit}",
+            f"{units.count(number)} {unit if number != 1 else unit.removesuffix('s')}",
             markup.bar(number / total, units.share(number / total), palette.place(place)) if total else units.NONE,
         )
         for place, number in sorted(counts.items(), reverse=True)

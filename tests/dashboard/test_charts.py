@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 
 import plotly.graph_objects as go
 import pytest
 
 from tests.dashboard.scripted import RATES, SUBGROUPS, step_report, timeline
-from tidegate.dashboard import charts, edits, gantt, palette, tide, units
+from tidegate.dashboard import charts, edits, gantt, palette, plot, tide, units
 from tidegate.dashboard.digest import digest, pace, verdict
 from tidegate.dashboard.lanes import lane_use
 from tidegate.dashboard.parts.gantt import expected
@@ -59,6 +60,7 @@ def test_shares_knobs_and_counts() -> None:
     assert [units.knob("stride", v) for v in (None, "auto", 3.0, 2.5)] == ["–", "auto", "3", "2.5"]
     assert [units.knob("host_cache", v) for v in ("auto", 0, 8 * 2**30)] == ["auto", "0", "8GiB"]
     assert [units.count(v) for v in (12, 4096, 1.1e9)] == ["12", "4.10 k", "1.10 G"]
+    assert [units.change(v) for v in (0.123, -0.24, 0.0)] == ["+12 %", "\u221224 %", "+0 %"]
 
 
 def test_every_phase_lane_kind_and_cause_has_one_colour_of_its_own() -> None:
@@ -251,3 +253,30 @@ def test_the_outcome_of_a_refusal_has_its_figures() -> None:
     good, sentence = edits.outcome(refused)
     assert not good
     assert "21.3 GB, 14.0 GB" in sentence
+
+
+def test_no_label_that_moves_with_the_steps_is_measured() -> None:
+    """Plotly would remember its size at each place where it ever stood, and lay out the page for each."""
+    figures = [
+        charts.phase_history(STEPS), charts.stalls_by_cause(STEPS), charts.link_bytes(STEPS), charts.cpu_cores(STEPS),
+        charts.series(([1, 2], [1.0, 2.0]), "", "#000000"), tide.tide(STEPS, 80_000_000_000), gantt.gantt(timeline(7)),
+    ]  # fmt: skip
+    for figure in figures:
+        axes = {name: axis for name, axis in figure["layout"].items() if "axis" in name}
+        assert len(axes) >= 2
+        for axis in axes.values():
+            assert "title" not in axis
+            still = axis.get("type") == "category" or "ticktext" in axis
+            if not still:
+                assert (axis["automargin"], axis["tickangle"], axis["ticklabeloverflow"]) == (False, 0, "allow")
+        template = plot.themed(figure, "dark")["layout"]["template"]["layout"]
+        assert not {"title", "automargin"} & {*template["xaxis"], *template["yaxis"]}
+        assert len(json.dumps(figure)) < 25_000, "small enough to send often"
+
+
+def test_a_chart_keeps_what_it_says_under_either_theme() -> None:
+    figure = charts.phase_history(STEPS)
+    light, dark = (go.Figure(plot.themed(figure, theme)) for theme in ("light", "dark"))
+    assert light.data == dark.data
+    assert light.layout.template.layout.font.color != dark.layout.template.layout.font.color
+    assert light.layout.height == dark.layout.height == plot.TALL
