@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Final
+
 import streamlit as st
 
 from tidegate.analysis import exposed_waits
@@ -10,12 +13,16 @@ from tidegate.dashboard.gantt import HEIGHT, Scope, gantt, window
 from tidegate.dashboard.lanes import LaneUse, lane_use
 from tidegate.dashboard.parts.figure import draw, theme
 from tidegate.dashboard.parts.header import prediction_error
+from tidegate.dashboard.plot import Figure
+from tidegate.dashboard.same import Same
 from tidegate.errors import TidegateError
 from tidegate.model.rates import RateCard
 from tidegate.model.replay import replay
 from tidegate.wire import TimelineView
 from tidegate.wire_timeline import as_timeline, as_view
 
+KEPT: Final = 16
+"""Predictions and figures: those of thousands of ops take a third of a second, and mostly the step is still the same."""
 NOTHING_YET = "No update has been measured yet. It shows here when the first step has finished."
 
 
@@ -23,10 +30,20 @@ def expected(view: TimelineView, rates: RateCard | None) -> TimelineView | None:
     """What the simulator expects of the ops of `view`; None where it cannot tell: no rates yet, or spans left out."""
     if rates is None or view.num_spans > len(view.spans):
         return None
+    return _expected(Same(view), Same(rates))
+
+
+@functools.lru_cache(KEPT)
+def _expected(view: Same[TimelineView], rates: Same[RateCard]) -> TimelineView | None:
     try:
-        return as_view(replay(as_timeline(view), rates))
+        return as_view(replay(as_timeline(view.value), rates.value))
     except TidegateError:
         return None
+
+
+@functools.lru_cache(KEPT)
+def _figure(view: Same[TimelineView], predicted: Same[TimelineView | None], scope: Scope, ink: str | None) -> Figure:
+    return gantt(view.value, scope, predicted=predicted.value, ink=ink)
 
 
 def chart(view: TimelineView | None, predicted: TimelineView | None, scope: Scope, critical: bool) -> None:
@@ -37,7 +54,7 @@ def chart(view: TimelineView | None, predicted: TimelineView | None, scope: Scop
         return
     st.html(markup.title("Update, by lane", _words(view, predicted)))
     ink = palette.INK[theme()] if critical else None
-    draw(gantt(view, scope, predicted=predicted, ink=ink), "gantt")
+    draw(_figure(Same(view), Same(predicted), scope, ink), "gantt")
 
 
 def _words(view: TimelineView, predicted: TimelineView | None) -> str:

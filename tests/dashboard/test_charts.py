@@ -158,6 +158,8 @@ def test_lanes_with_a_prediction_are_compared() -> None:
     found = expected(view, rates)
     assert found is not None
     assert {row.lane for row in found.spans} == {row.lane for row in view.spans}
+    assert expected(view, rates) is found, "the simulator is asked once"
+    assert expected(view.model_copy(), rates) is not found
     assert expected(view, None) is None
     assert expected(view, replace(rates, cpu_params_per_second=None)) is None
     assert expected(view.model_copy(update={"num_spans": 5000}), rates) is None
