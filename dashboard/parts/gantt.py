@@ -22,7 +22,7 @@ from tidegate.wire import TimelineView
 from tidegate.wire_timeline import as_timeline, as_view
 
 KEPT: Final = 16
-"""Predictions and figures: those of thousands of ops take a third of a second, and mostly the step is still the same."""
+"""Predictions and figures: of thousands of ops they take a third of a second, and mostly the step is still the same."""
 NOTHING_YET = "No update has been measured yet. It shows here when the first step has finished."
 
 
