@@ -4,10 +4,10 @@ A real daemon is told of a run by 8 ranks, a step and a timeline each second; th
 users start it; a real headless Chromium has two of its pages open, Run (most charts) and Tune, which refresh themselves
 every 1.5 s. The windows of the daemon and of the charts are full before the clock starts.
 
-`refresh_p95_seconds`: from a part's request to the last message of its answer, as the browser's websocket has them, for
-each of the parts of a page that refresh themselves, waiting for each other included; painting is not in it.
-`…_slope`: growth from the end of the warm-up (a quarter of the time) to the end, of the fitted line, as a share of its
-beginning: of the server's resident memory, of the proportional set size of all processes of the browser, and of its
+`refresh_p95_seconds`: from a part's request to the last message of its answer, by the clock of the browser as its page
+has them, for each of the parts of a page that refresh themselves, waiting for each other included; painting is not in
+it. `…_slope`: growth from the end of the warm-up (a quarter of the time) to the end, of the fitted line, as a share of
+its beginning: of the server's resident memory, of the proportional set size of all processes of the browser, and of its
 JavaScript heap after collections. `…_megabytes` are the samples, the warm-up included. `minutes` is what it ran, `load`
 what else the machine did as it began, `cores_busy` how much of it who kept busy.
 """
@@ -15,6 +15,7 @@ what else the machine did as it began, `cores_busy` how much of it who kept busy
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import json
 import os
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from playwright.sync_api import CDPSession, Page, WebSocket, sync_playwright
+from playwright.sync_api import CDPSession, Page, sync_playwright
 from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 
@@ -47,7 +48,9 @@ RUN = "soak"
 PAGES = ("run", "tune")
 WINDOW_STEPS = 256
 """As many as the daemon keeps: its memory and the charts are full from the start."""
-SAMPLES = 60
+MOST_SAMPLES, SECONDS_A_SAMPLE = 60, 10.0
+"""Collecting a page's garbage keeps it busy: no more often."""
+BINARY = 2
 WARM_UP = 0.25
 MAX_SLOPE = 0.05
 MAX_REFRESH_SECONDS = 0.5
@@ -62,25 +65,28 @@ class Refreshes:
     failures: list[str] = field(default_factory=list)
     _asked: dict[str, float] = field(default_factory=dict)
 
-    def watch(self, page: Page) -> None:
-        page.on("websocket", self._listen)
+    def watch(self, page: Page, session: CDPSession) -> None:
+        """From before the page is opened."""
         page.on("pageerror", lambda error: self.failures.append(str(error)))
+        session.send("Network.enable")
+        session.on("Network.webSocketFrameSent", self._sent)
+        session.on("Network.webSocketFrameReceived", self._received)
 
-    def _listen(self, socket: WebSocket) -> None:
-        socket.on("framesent", self._sent)
-        socket.on("framereceived", self._received)
+    def _sent(self, frame: dict[str, Any]) -> None:
+        if part := BackMsg.FromString(_payload(frame)).rerun_script.fragment_id:
+            self._asked.setdefault(part, frame["timestamp"])
 
-    def _sent(self, payload: str | bytes) -> None:
-        if isinstance(payload, bytes) and (part := BackMsg.FromString(payload).rerun_script.fragment_id):
-            self._asked.setdefault(part, time.monotonic())
-
-    def _received(self, payload: str | bytes) -> None:
-        if isinstance(payload, str):
-            return
-        message = ForwardMsg.FromString(payload)
+    def _received(self, frame: dict[str, Any]) -> None:
+        message = ForwardMsg.FromString(_payload(frame))
         if message.WhichOneof("type") == "script_finished":
-            now, parts = time.monotonic(), message.metadata.run.fragment_ids
+            now, parts = frame["timestamp"], message.metadata.run.fragment_ids
             self.seconds += [now - self._asked.pop(part) for part in parts if part in self._asked]
+
+
+def _payload(frame: dict[str, Any]) -> bytes:
+    """Of a binary frame; nothing of others."""
+    response = frame["response"]
+    return base64.b64decode(response["payloadData"]) if response["opcode"] == BINARY else b""
 
 
 @dataclass
@@ -114,17 +120,18 @@ def soak(minutes: float, num_ranks: int = 8) -> dict[str, Any]:
         refreshes, sessions, memory = [], [], Memory()
         for path in PAGES:
             page = browser.new_context(viewport={"width": 1280, "height": 800}).new_page()
-            refreshes.append(Refreshes())
-            refreshes[-1].watch(page)
-            _open(page, f"{view}/{path}?run={RUN}")
             sessions.append(page.context.new_cdp_session(page))
+            refreshes.append(Refreshes())
+            refreshes[-1].watch(page, sessions[-1])
+            _open(page, f"{view}/{path}?run={RUN}")
         server, watched = _child(f"--server.port={view.rpartition(':')[2]}"), _child("--state-dir")
         for one in refreshes:
             one.seconds.clear()
         before, began, busy = len(reported), time.monotonic(), _busy(server, watched)
-        for sample in range(SAMPLES):
+        samples = max(4, min(MOST_SAMPLES, round(60 * minutes / SECONDS_A_SAMPLE)))
+        for sample in range(samples):
             memory.sample(server, watched, sessions)
-            left = began + (sample + 1) * 60 * minutes / SAMPLES - time.monotonic()
+            left = began + (sample + 1) * 60 * minutes / samples - time.monotonic()
             page.wait_for_timeout(max(1.0, 1000 * left))  # the browser's events are taken in meanwhile
         memory.sample(server, watched, sessions)
         ran = time.monotonic() - began
