@@ -26,6 +26,8 @@ LANE_HEIGHT: Final = 36
 MAX_BARS: Final = 800
 WAITS: Final = "waits"
 PALE: Final = 0.5
+FURTHEST: Final = 2.0
+"""A prediction that is far off is cut at so many times what was measured, or that could not be read beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ def gantt(
     """
     first, last = window(view, scope)
     if predicted is not None:
-        last = max(last, window(predicted, scope)[1])
+        last = max(last, min(window(predicted, scope)[1], first + FURTHEST * (last - first)))
     shown = _within(view, first, last)
     if not shown:
         return plot.empty("This step moved nothing and updated nothing here.", HEIGHT)
@@ -134,7 +136,7 @@ def gantt(
     )  # fmt: skip
     drawn["layout"]["legend"] |= {"itemwidth": 30, "tracegroupgap": 0}
     if scope == "step":
-        drawn["layout"] |= _tints(view, first, scale)
+        drawn["layout"] |= _tints(view, first, last, scale)
     return drawn
 
 
@@ -241,9 +243,8 @@ def _describe(bar: Bar, first: float) -> str:
     return "<br>".join(lines)
 
 
-def _tints(view: TimelineView, first: float, scale: float) -> dict[str, list[dict[str, object]]]:
+def _tints(view: TimelineView, first: float, last: float, scale: float) -> dict[str, list[dict[str, object]]]:
     """A tint behind each phase, with its name inside at the bottom where there is room."""
-    whole = max((row.end for row in view.phases), default=first) - first
     edges = [(row, (row.start - first) * scale, (row.end - first) * scale) for row in view.phases]
     tints: list[dict[str, object]] = [
         {
@@ -258,6 +259,6 @@ def _tints(view: TimelineView, first: float, scale: float) -> dict[str, list[dic
             "yref": "paper", "y": 0, "yanchor": "bottom",
         }
         for row, start, _ in edges
-        if row.end - row.start > 0.06 * whole
+        if row.end - row.start > 0.06 * (last - first)
     ]  # fmt: skip
     return {"shapes": tints, "annotations": names}

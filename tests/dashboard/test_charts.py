@@ -152,6 +152,18 @@ def test_the_prediction_is_below_in_each_lane_and_the_path_ends_with_the_update(
     assert not any("critical" in trace.name for trace in go.Figure(gantt.gantt(view)).data)
 
 
+@pytest.mark.parametrize(("times", "shown"), [(1.5, 1.5), (100.0, gantt.FURTHEST), (0.5, 1.0)])
+def test_a_prediction_that_is_far_off_leaves_the_measured_update_readable(times: float, shown: float) -> None:
+    view = timeline(7)
+    first, last = gantt.window(view, "update")
+    phases = tuple(
+        row if row.phase != "update" else row.model_copy(update={"end": first + times * (last - first)})
+        for row in view.phases
+    )
+    figure = gantt.gantt(view, predicted=view.model_copy(update={"phases": phases}))
+    assert figure["layout"]["xaxis"]["range"][1] == pytest.approx(shown * (last - first) * 1e3)
+
+
 def test_lanes_with_a_prediction_are_compared() -> None:
     rates = RateCard.from_dict(RATES.model_dump())
     view = timeline(7)
