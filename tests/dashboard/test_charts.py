@@ -161,7 +161,8 @@ def test_a_prediction_that_is_far_off_leaves_the_measured_update_readable(times:
         for row in view.phases
     )
     figure = gantt.gantt(view, predicted=view.model_copy(update={"phases": phases}))
-    assert figure["layout"]["xaxis"]["range"][1] == pytest.approx(shown * (last - first) * 1e3)
+    seconds = shown * (last - first)
+    assert figure["layout"]["xaxis"]["range"][1] == pytest.approx(seconds * plot.time_scale(seconds)[0])
 
 
 def test_lanes_with_a_prediction_are_compared() -> None:
