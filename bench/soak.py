@@ -4,16 +4,18 @@ A real daemon is told of a run by 8 ranks, a step and a timeline each second; th
 users start it; a real headless Chromium has two of its pages open, Run (most charts) and Tune, which refresh themselves
 every 1.5 s. The windows of the daemon and of the charts are full before the clock starts.
 
-`refresh_p95_seconds`: from a page's request to the last message of its answer, as the browser's websocket has them;
-painting is not in it. `…_slope`: growth from the end of the warm-up (a quarter of the time) to the end, of the fitted
-line, as a share of its beginning: of the server's resident memory, of the proportional set size of all processes of
-the browser, and of its JavaScript heap after a collection. `…_megabytes` are the samples, the warm-up included.
-`minutes` is what it ran, `load` what else the machine did as it began.
+`refresh_p95_seconds`: from a part's request to the last message of its answer, by the clock of the browser as its page
+has them, for each of the parts of a page that refresh themselves, waiting for each other included; painting is not in
+it. `…_slope`: growth from the end of the warm-up (a quarter of the time) to the end, of the fitted line, as a share of
+its beginning: of the server's resident memory, of the proportional set size of all processes of the browser, and of its
+JavaScript heap after collections. `…_megabytes` are the samples, the warm-up included. `minutes` is what it ran, `load`
+what else the machine did as it began, `cores_busy` how much of it who kept busy.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import json
 import os
@@ -29,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from playwright.sync_api import CDPSession, Page, WebSocket, sync_playwright
+from playwright.sync_api import CDPSession, Page, sync_playwright
+from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +48,9 @@ RUN = "soak"
 PAGES = ("run", "tune")
 WINDOW_STEPS = 256
 """As many as the daemon keeps: its memory and the charts are full from the start."""
-SAMPLES = 60
+MOST_SAMPLES, SECONDS_A_SAMPLE = 60, 10.0
+"""Collecting a page's garbage keeps it busy: no more often."""
+BINARY = 2
 WARM_UP = 0.25
 MAX_SLOPE = 0.05
 MAX_REFRESH_SECONDS = 0.5
@@ -53,28 +58,35 @@ MAX_REFRESH_SECONDS = 0.5
 
 @dataclass
 class Refreshes:
-    """One page's requests and answers on its websocket."""
+    """One page's requests and answers on its websocket. A request names the part that is to be drawn anew; the end of
+    an answer names all that were in it, for requests that came while another was answered are answered together."""
 
     seconds: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    _asked: list[float] = field(default_factory=list)
+    _asked: dict[str, float] = field(default_factory=dict)
 
-    def watch(self, page: Page) -> None:
-        page.on("websocket", self._listen)
+    def watch(self, page: Page, session: CDPSession) -> None:
+        """From before the page is opened."""
         page.on("pageerror", lambda error: self.failures.append(str(error)))
+        session.send("Network.enable")
+        session.on("Network.webSocketFrameSent", self._sent)
+        session.on("Network.webSocketFrameReceived", self._received)
 
-    def _listen(self, socket: WebSocket) -> None:
-        socket.on("framesent", lambda _: self._asked.append(time.monotonic()))
-        socket.on("framereceived", self._received)
+    def _sent(self, frame: dict[str, Any]) -> None:
+        if part := BackMsg.FromString(_payload(frame)).rerun_script.fragment_id:
+            self._asked.setdefault(part, frame["timestamp"])
 
-    def _received(self, payload: str | bytes) -> None:
-        if isinstance(payload, str) or not self._asked:
-            return
-        message = ForwardMsg()
-        message.ParseFromString(payload)
+    def _received(self, frame: dict[str, Any]) -> None:
+        message = ForwardMsg.FromString(_payload(frame))
         if message.WhichOneof("type") == "script_finished":
-            self.seconds.append(time.monotonic() - self._asked[0])
-            self._asked.clear()
+            now, parts = frame["timestamp"], message.metadata.run.fragment_ids
+            self.seconds += [now - self._asked.pop(part) for part in parts if part in self._asked]
+
+
+def _payload(frame: dict[str, Any]) -> bytes:
+    """Of a binary frame; nothing of others."""
+    response = frame["response"]
+    return base64.b64decode(response["payloadData"]) if response["opcode"] == BINARY else b""
 
 
 @dataclass
@@ -108,20 +120,22 @@ def soak(minutes: float, num_ranks: int = 8) -> dict[str, Any]:
         refreshes, sessions, memory = [], [], Memory()
         for path in PAGES:
             page = browser.new_context(viewport={"width": 1280, "height": 800}).new_page()
-            refreshes.append(Refreshes())
-            refreshes[-1].watch(page)
-            _open(page, f"{view}/{path}?run={RUN}")
             sessions.append(page.context.new_cdp_session(page))
+            refreshes.append(Refreshes())
+            refreshes[-1].watch(page, sessions[-1])
+            _open(page, f"{view}/{path}?run={RUN}")
         server, watched = _child(f"--server.port={view.rpartition(':')[2]}"), _child("--state-dir")
         for one in refreshes:
             one.seconds.clear()
-        before, began = len(reported), time.monotonic()
-        for sample in range(SAMPLES):
+        before, began, busy = len(reported), time.monotonic(), _busy(server, watched)
+        samples = max(4, min(MOST_SAMPLES, round(60 * minutes / SECONDS_A_SAMPLE)))
+        for sample in range(samples):
             memory.sample(server, watched, sessions)
-            left = began + (sample + 1) * 60 * minutes / SAMPLES - time.monotonic()
+            left = began + (sample + 1) * 60 * minutes / samples - time.monotonic()
             page.wait_for_timeout(max(1.0, 1000 * left))  # the browser's events are taken in meanwhile
         memory.sample(server, watched, sessions)
         ran = time.monotonic() - began
+        cores = {name: (after - busy[name]) / ran for name, after in _busy(server, watched).items()}
     return {
         "minutes": ran / 60,
         "ranks": num_ranks,
@@ -129,6 +143,7 @@ def soak(minutes: float, num_ranks: int = 8) -> dict[str, Any]:
         "reports_per_second": (len(reported) - before) / ran,
         **_refresh_figures([second for one in refreshes for second in one.seconds]),
         **_memory_figures(memory),
+        "cores_busy": {name: round(share, 3) for name, share in cores.items()},
         "failures": [failure for one in refreshes for failure in one.failures],
         "load": load,
     }
@@ -211,6 +226,20 @@ def _browser_processes() -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if "chrom" in p.name()]
 
 
+def _busy(server: psutil.Process, daemon: psutil.Process) -> dict[str, float]:
+    """CPU seconds so far."""
+    found = {"server": [server], "daemon": [daemon], "browser": _browser_processes(), "ranks": [psutil.Process()]}
+    return {name: sum(map(_cpu_seconds, processes)) for name, processes in found.items()}
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    """0 of one that has just ended."""
+    try:
+        return float(sum(process.cpu_times()[:2]))
+    except psutil.Error:
+        return 0.0
+
+
 def _proportional(process: psutil.Process) -> int:
     """0 of one that has just ended."""
     try:
@@ -220,7 +249,8 @@ def _proportional(process: psutil.Process) -> int:
 
 
 def _heap(session: CDPSession) -> int:
-    session.send("HeapProfiler.collectGarbage")
+    for _ in range(2):  # the second takes what the first has let go
+        session.send("HeapProfiler.collectGarbage")
     return int(session.send("Runtime.getHeapUsage")["usedSize"])
 
 
@@ -230,10 +260,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one minute: whether it works, no claim")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--out", type=Path, help="append the line of JSON to this file, too")
     options = parser.parse_args()
     found = soak(1.0 if options.quick else options.minutes, options.ranks)
     machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
     found = {"bench": "soak", **found, "meets_claim": meets(found), **machine}
+    if options.out is not None:
+        with options.out.open("a") as results:
+            results.write(json.dumps(found) + "\n")
     if options.json:
         print(json.dumps(found))
     else:

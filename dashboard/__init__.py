@@ -25,11 +25,11 @@ def command(port: int, daemon_url: str, bind: str = "127.0.0.1") -> list[str]:
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "none",
         "theme.light.primaryColor": "#0072B2",
-        "theme.dark.primaryColor": "#56B4E9",
+        "theme.dark.primaryColor": "#1E86C8",
     }
     script = Path(__file__).with_name("main.py")
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "streamlit", "run", str(script), *arguments]
+    return [sys.executable, "-m", "tidegate.dashboard.serve", "run", str(script), *arguments]
 
 
 def environment(daemon_url: str) -> dict[str, str]:

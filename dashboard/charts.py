@@ -1,55 +1,18 @@
-"""Figures of the live view: data in, a Plotly figure out. The Gantt is in `gantt.py`."""
+"""Figures of the page Run: steps in, a figure out. The Gantt is in `gantt.py`, the tide in `tide.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import plotly.graph_objects as go
-
-from tidegate.dashboard import palette, units
+from tidegate.dashboard import palette, plot, units
 from tidegate.dashboard.digest import WINDOW
+from tidegate.dashboard.plot import Figure, Trace
 from tidegate.timeline import PHASES
 from tidegate.wire import StepReport
 
 MAX_POINTS = 120
-SMALL = 170
-TALL = 214
-
-
-def frame(figure: go.Figure, height: int = SMALL, *, legend: bool = False) -> go.Figure:
-    """The look that all figures share; colours of text and grid come from Streamlit's theme."""
-    figure.update_layout(
-        height=height,
-        margin={"l": 4, "r": 8, "t": 24 if legend else 6, "b": 4},
-        showlegend=legend,
-        legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 11}, "title": None},
-        hoverlabel={"align": "left", "font": {"size": 12}},
-        font={"size": 11},
-        dragmode=False,
-        transition={"duration": 0},
-        uirevision="keep",
-    )
-    figure.update_xaxes(automargin=True, title={"font": {"size": 11}}, tickfont={"size": 10.5}, zeroline=False)
-    figure.update_yaxes(automargin=True, title={"font": {"size": 11}}, tickfont={"size": 10.5}, zeroline=False)
-    return figure
-
-
-def empty(message: str, height: int = SMALL) -> go.Figure:
-    """A figure that says why there is nothing to show."""
-    figure = go.Figure()
-    figure.add_annotation(
-        text=message,
-        showarrow=False,
-        x=0.5,
-        y=0.5,
-        xref="paper",
-        yref="paper",
-        font={"size": 12, "color": palette.GREY},
-    )
-    figure.update_xaxes(visible=False)
-    figure.update_yaxes(visible=False)
-    return frame(figure, height)
+NO_STEP = "No step has finished yet."
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,206 +24,174 @@ class Mark:
     text: str
 
 
-def phase_history(steps: Sequence[StepReport], marks: Sequence[Mark] = ()) -> go.Figure:
+def phase_history(steps: Sequence[StepReport], marks: Sequence[Mark] = ()) -> Figure:
     """Seconds of each phase, stacked, step by step; a line wherever knobs changed."""
     recent = list(steps)[-MAX_POINTS:]
     if not recent:
-        return empty("No step has finished yet.", TALL)
+        return plot.empty(NO_STEP, plot.TALL)
     longest = max(sum(step.phase_seconds.values()) for step in recent)
-    scale, unit = time_scale(longest)
-    figure = go.Figure()
-    for phase in PHASES:
-        values = [step.phase_seconds.get(phase, 0.0) for step in recent]
-        if not any(values):
-            continue
-        figure.add_bar(
-            x=[step.step for step in recent],
-            y=[value * scale for value in values],
-            name=phase,
-            marker={"color": palette.PHASE[phase], "line": {"width": 0}},
-            customdata=[units.seconds(value) for value in values],
-            hovertemplate="step %{x}, " + phase + ": %{customdata}<extra></extra>",
-        )
-    _mark(figure, [mark for mark in marks if recent[0].step <= mark.step <= recent[-1].step], longest * scale)
-    figure.update_layout(barmode="stack", bargap=0.15 if len(recent) <= 60 else 0)
-    figure.update_yaxes(title=unit, range=[0, longest * scale * 1.14], nticks=5)
-    _step_axis(figure, recent[0].step, recent[-1].step, 8)
-    return frame(figure, TALL)
+    scale, unit = plot.time_scale(longest)
+    top = longest * scale
+    numbers = [step.step for step in recent]
+    traces: list[Trace] = [
+        {
+            "type": "bar",
+            "name": phase,
+            "x": numbers,
+            "y": plot.short(step.phase_seconds.get(phase, 0.0) * scale for step in recent),
+            "marker": {"color": palette.PHASE[phase], "line": {"width": 0}},
+            "hovertemplate": f"step %{{x}}, {phase}: %{{y:.3~r}} {unit}<extra></extra>",
+        }
+        for phase in PHASES
+        if any(step.phase_seconds.get(phase) for step in recent)
+    ]
+    seen = [mark for mark in marks if numbers[0] <= mark.step <= numbers[-1]]
+    if seen:
+        traces.append(_names_of(seen, top * 1.10))
+    return plot.figure(
+        traces, plot.steps(numbers[0], numbers[-1], 8), plot.numbers(unit, range=[0, top * 1.14]), plot.TALL,
+        barmode="stack", bargap=0.15 if len(recent) <= 60 else 0, shapes=[_line_at(mark, top * 1.07) for mark in seen],
+    )  # fmt: skip
 
 
-def _mark(figure: go.Figure, marks: Sequence[Mark], top: float) -> None:
-    """A dotted line before the first step with the change, and its name above."""
-    for mark in marks:
-        figure.add_shape(
-            type="line", x0=mark.step - 0.5, x1=mark.step - 0.5, y0=0, y1=top * 1.07,
-            line={"color": palette.GREY, "width": 1.5, "dash": "dot"},
-        )  # fmt: skip
-    if marks:
-        figure.add_scatter(
-            x=[mark.step - 0.5 for mark in marks],
-            y=[top * 1.10] * len(marks),
-            text=[mark.name for mark in marks],
-            mode="markers+text",
-            textposition="middle right",
-            textfont={"size": 10.5},
-            marker={"symbol": "triangle-down", "size": 8, "color": palette.GREY},
-            customdata=[mark.text for mark in marks],
-            hovertemplate="%{customdata}<extra></extra>",
-            cliponaxis=False,
-            showlegend=False,
-        )
+def _line_at(mark: Mark, top: float) -> dict[str, object]:
+    """A dotted line before the first step with the change."""
+    line = {"color": palette.GREY, "width": 1.5, "dash": "dot"}
+    return {"type": "line", "x0": mark.step - 0.5, "x1": mark.step - 0.5, "y0": 0, "y1": top, "line": line}
 
 
-def cpu_cores(steps: Sequence[StepReport]) -> go.Figure:
-    """CPU seconds per second of each phase: how many cores it kept busy, step by step."""
+def _names_of(marks: Sequence[Mark], height: float) -> Trace:
+    return {
+        "type": "scatter", "mode": "markers+text", "showlegend": False, "cliponaxis": False,
+        "x": [mark.step - 0.5 for mark in marks], "y": [height] * len(marks), "text": [mark.name for mark in marks],
+        "textposition": "middle right", "textfont": {"size": 10.5},
+        "marker": {"symbol": "triangle-down", "size": 8, "color": palette.GREY},
+        "customdata": [mark.text for mark in marks], "hovertemplate": "%{customdata}<extra></extra>",
+    }  # fmt: skip
+
+
+def cpu_cores(steps: Sequence[StepReport]) -> Figure:
+    """CPU seconds per second of each phase: how many cores it kept busy, step by step.
+
+    Phases are told by colour, and when pointed at: a legend would take half of so small a chart.
+    """
     recent = list(steps)[-MAX_POINTS:]
-    figure = go.Figure()
+    traces = []
     for phase in PHASES:
-        points = [
-            (step.step, step.cpu_seconds[phase] / step.phase_seconds[phase])
+        points = {
+            step.step: step.cpu_seconds[phase] / step.phase_seconds[phase]
             for step in recent
             if phase in step.cpu_seconds and step.phase_seconds.get(phase)
-        ]
+        }
         if points:
-            figure.add_scatter(
-                x=[number for number, _ in points],
-                y=[cores for _, cores in points],
-                name=phase,
-                mode="lines" if len(points) > 1 else "markers",
-                line={"color": palette.PHASE[phase], "width": 2},
-                marker={"color": palette.PHASE[phase]},
-                hovertemplate="step %{x}, " + phase + ": %{y:.2g} cores<extra></extra>",
-            )
-    if not figure.data:
-        return empty("No CPU times were reported." if recent else "No step has finished yet.")
-    figure.update_yaxes(title="cores", rangemode="tozero", nticks=5)
-    _step_axis(figure, recent[0].step, recent[-1].step, 6)
-    return frame(figure, legend=True)
+            hover = f"step %{{x}}, {phase}: %{{y:.2g}} cores<extra></extra>"
+            traces.append(_line(points, palette.PHASE[phase], hover, phase))
+    if not traces:
+        return plot.empty("No CPU times were reported." if recent else NO_STEP)
+    axis = plot.steps(recent[0].step, recent[-1].step, 6)
+    return plot.figure(traces, axis, plot.numbers(rangemode="tozero"))
 
 
-def stalls_by_cause(steps: Sequence[StepReport]) -> go.Figure:
+def series(points: tuple[list[int], list[float]], nothing: str, color: str) -> Figure:
+    """One number of each step as a line: step numbers and values; `nothing` is said when there are none."""
+    numbers, values = points
+    if not values:
+        return plot.empty(nothing)
+    stride = -(-len(values) // MAX_POINTS)
+    shown = dict(zip(numbers[::stride], values[::stride], strict=True))
+    line = _line(shown, color, "step %{x}: %{y:.4g}<extra></extra>")
+    return plot.figure([line], plot.steps(numbers[0], numbers[-1], 6), plot.numbers())
+
+
+def _line(points: Mapping[int, float], color: str, hover: str, name: str = "") -> Trace:
+    return {
+        "type": "scatter", "mode": "lines" if len(points) > 1 else "markers", "name": name,
+        "x": list(points), "y": plot.short(points.values()),
+        "line": {"color": color, "width": 2}, "marker": {"color": color}, "hovertemplate": hover,
+    }  # fmt: skip
+
+
+def stalls_by_cause(steps: Sequence[StepReport]) -> Figure:
     """Mean stall seconds a step by cause, coloured by the phase that waited."""
     recent = list(steps)[-WINDOW:]
     totals: dict[tuple[str, str], float] = {}
     for row in (row for step in recent for row in step.stalls if row.seconds > 0):
         totals[row.cause, row.phase] = totals.get((row.cause, row.phase), 0.0) + row.seconds / len(recent)
     if not totals:
-        return empty("No stalls: nothing waited." if recent else "No step has finished yet.")
-    scale, unit = time_scale(max(totals.values()))
-    causes = sorted({cause for cause, _ in totals}, key=lambda c: sum(v for (k, _), v in totals.items() if k == c))
-    figure = go.Figure()
-    for phase in (phase for phase in PHASES if any(p == phase for _, p in totals)):
+        return plot.empty("No stalls: nothing waited." if recent else NO_STEP)
+    ends = _ends(totals)
+    causes = sorted(ends, key=lambda cause: (ends[cause], cause))
+    scale, unit = plot.time_scale(max(totals.values()))
+    traces: list[Trace] = []
+    for phase in _phases(totals):
         values = [totals.get((cause, phase), 0.0) for cause in causes]
-        figure.add_bar(
-            y=causes,
-            x=[value * scale for value in values],
-            name=phase,
-            orientation="h",
-            marker=hatched(palette.PHASE[phase]),
-            customdata=[units.seconds(value) for value in values],
-            hovertemplate="%{y} held up the " + phase + ": %{customdata} a step<extra></extra>",
+        traces.append(
+            _row_bars(causes, [value * scale for value in values], phase)
+            | {
+                "marker": plot.hatched(palette.PHASE[phase]),
+                "customdata": [units.seconds(value) for value in values],
+                "hovertemplate": f"%{{y}} held up the {phase}: %{{customdata}} a step<extra></extra>",
+            }
         )
-    ends = [sum(value for (cause, _), value in totals.items() if cause == name) for name in causes]
-    _label_ends(figure, causes, [end * scale for end in ends], [units.seconds(end) for end in ends])
-    figure.update_layout(barmode="stack", bargap=0.35)
-    figure.update_xaxes(title=f"{unit} a step", rangemode="tozero", nticks=5)
-    figure.update_yaxes(type="category", showgrid=False)
-    return frame(figure, legend=True)
+    labels = [units.seconds(ends[cause]) for cause in causes]
+    return _rows(traces, causes, [ends[cause] * scale for cause in causes], labels, unit)
 
 
-def link_bytes(steps: Sequence[StepReport]) -> go.Figure:
+def link_bytes(steps: Sequence[StepReport]) -> Figure:
     """Mean bytes a step over the link, by direction and content, coloured by the phase in which they moved."""
     recent = list(steps)[-WINDOW:]
-    totals: dict[tuple[str, str], list[float]] = {}
+    moved: dict[tuple[str, str], float] = {}
+    busy: dict[tuple[str, str], float] = {}
     for row in (row for step in recent for row in step.links if row.bytes):
-        entry = totals.setdefault((f"{row.direction} {row.content}", row.phase), [0.0, 0.0])
-        entry[0] += row.bytes / len(recent)
-        entry[1] += row.busy_seconds / len(recent)
-    if not totals:
-        return empty("Nothing has crossed the link." if recent else "No step has finished yet.")
-    names = sorted({name for name, _ in totals}, reverse=True)
-    scale, unit = byte_scale(max(moved for moved, _ in totals.values()))
-    figure = go.Figure()
-    for phase in (phase for phase in PHASES if any(p == phase for _, p in totals)):
-        entries = [totals.get((name, phase), [0.0, 0.0]) for name in names]
-        figure.add_bar(
-            y=names,
-            x=[moved * scale for moved, _ in entries],
-            name=phase,
-            orientation="h",
-            marker={"color": palette.PHASE[phase]},
-            customdata=[
-                f"{units.nbytes(moved)} a step at {units.rate(moved / busy if busy > 0 else None)} while busy"
-                for moved, busy in entries
-            ],
-            hovertemplate="%{y} in the " + phase + ": %{customdata}<extra></extra>",
+        key = (f"{row.direction} {row.content}", row.phase)
+        moved[key] = moved.get(key, 0.0) + row.bytes / len(recent)
+        busy[key] = busy.get(key, 0.0) + row.busy_seconds / len(recent)
+    if not moved:
+        return plot.empty("Nothing has crossed the link." if recent else NO_STEP)
+    ends = _ends(moved)
+    names = sorted(ends, reverse=True)
+    scale, unit = plot.byte_scale(max(moved.values()))
+    traces: list[Trace] = []
+    for phase in _phases(moved):
+        found = [(moved.get((name, phase), 0.0), busy.get((name, phase), 0.0)) for name in names]
+        traces.append(
+            _row_bars(names, [size * scale for size, _ in found], phase)
+            | {
+                "marker": {"color": palette.PHASE[phase]},
+                "customdata": [
+                    f"{units.nbytes(size)} a step at {units.rate(size / seconds if seconds > 0 else None)} while busy"
+                    for size, seconds in found
+                ],
+                "hovertemplate": f"%{{y}} in the {phase}: %{{customdata}}<extra></extra>",
+            }
         )
-    ends = [sum(moved for (row, _), (moved, _) in totals.items() if row == name) for name in names]
-    _label_ends(figure, names, [end * scale for end in ends], [units.nbytes(end) for end in ends])
-    figure.update_layout(barmode="stack", bargap=0.35)
-    figure.update_xaxes(title=f"{unit} a step", rangemode="tozero", nticks=5)
-    figure.update_yaxes(type="category", showgrid=False)
-    return frame(figure, legend=True)
-
-
-def series(points: tuple[list[int], list[float]], title: str, nothing: str, color: str) -> go.Figure:
-    """One number of each step as a line: step numbers and values; `nothing` is said when there are none."""
-    numbers, values = points
-    if not values:
-        return empty(nothing)
-    stride = -(-len(values) // MAX_POINTS)
-    figure = go.Figure()
-    figure.add_scatter(
-        x=numbers[::stride],
-        y=values[::stride],
-        mode="lines" if len(values) > 1 else "markers",
-        line={"color": color, "width": 2},
-        marker={"color": color},
-        hovertemplate="step %{x}: %{y:.4g}<extra></extra>",
+    return _rows(
+        traces, names, [ends[name] * scale for name in names], [units.nbytes(ends[name]) for name in names], unit
     )
-    figure.update_yaxes(title=title, nticks=5)
-    _step_axis(figure, numbers[0], numbers[-1], 6)
-    return frame(figure)
 
 
-def _step_axis(figure: go.Figure, first: int, last: int, ticks: int) -> None:
-    """Whole steps, each named once however few there are."""
-    figure.update_xaxes(title="step", tickformat="d", showgrid=False)
-    figure.update_xaxes({"nticks": ticks} if last - first > ticks else {"dtick": 1})
+def _ends(totals: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    """The sum of each row over its phases."""
+    found: dict[str, float] = {}
+    for (name, _), value in totals.items():
+        found[name] = found.get(name, 0.0) + value
+    return found
 
 
-def hatched(color: str) -> dict[str, object]:
-    """The marker of a stall: stripes of `color` on a tint that shows on light and dark."""
-    return {
-        "color": "rgba(128,128,128,0.18)",
-        "line": {"color": color, "width": 1},
-        "pattern": {"shape": "/", "fgcolor": color, "size": 6, "solidity": 0.45, "fillmode": "overlay"},
-    }
+def _phases(totals: Mapping[tuple[str, str], float]) -> list[str]:
+    there = {phase for _, phase in totals}
+    return [phase for phase in PHASES if phase in there]
 
 
-def _label_ends(figure: go.Figure, names: Sequence[str], ends: Sequence[float], labels: Sequence[str]) -> None:
-    """Writes each row's total after its bar, with room for it."""
-    figure.add_scatter(
-        x=list(ends),
-        y=list(names),
-        text=[f" {label}" for label in labels],
-        mode="text",
-        textposition="middle right",
-        textfont={"size": 11},
-        cliponaxis=False,
-        hoverinfo="skip",
-        showlegend=False,
-    )
-    figure.update_xaxes(range=[0, max(ends) * 1.22])
+def _row_bars(names: Sequence[str], lengths: Sequence[float], phase: str) -> Trace:
+    return {"type": "bar", "orientation": "h", "name": phase, "y": list(names), "x": plot.short(lengths)}
 
 
-def time_scale(longest: float) -> tuple[float, str]:
-    """Factor and unit for an axis of durations up to `longest` seconds."""
-    return (1.0, "s") if longest >= 2.0 else (1e3, "ms")
-
-
-def byte_scale(largest: float) -> tuple[float, str]:
-    """Factor and unit for an axis of sizes up to `largest` bytes."""
-    return next(
-        ((1 / size, unit) for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if largest >= size), (1.0, "B")
-    )
+def _rows(
+    traces: Sequence[Trace], names: Sequence[str], lengths: Sequence[float], labels: Sequence[str], unit: str
+) -> Figure:
+    """Stacked bars, one row for each name, with its total at the end."""
+    return plot.figure(
+        [*traces, plot.ends(names, lengths, labels)], plot.numbers(unit, range=[0, max(lengths) * 1.22]), plot.names(),
+        legend=True, barmode="stack", bargap=0.35,
+    )  # fmt: skip

@@ -1,43 +1,39 @@
-"""What the screens show, read from the daemon: shared for a second among viewers, and kept when the daemon is away."""
+"""What the screens show of runs and ranks, read from the daemon: shared for a second among viewers."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final
 
-import streamlit as st
-
-from tidegate.client import DaemonClient, find_token
-from tidegate.errors import DaemonError, NotAuthorized, NotFound
+from tidegate.client import DaemonClient
+from tidegate.dashboard import kept
+from tidegate.dashboard.kept import Kept
+from tidegate.dashboard.readers import reader
+from tidegate.errors import DaemonError, NotFound
 from tidegate.model.rates import RateCard
-from tidegate.wire import AlertView, GenerationView, KnobsView, RankView, RunView, StepReport, TimelineView
+from tidegate.wire import GenerationView, KnobsView, RankView, RunView, StepReport, TimelineView
 
-_K = TypeVar("_K", bound=Hashable)
-_V = TypeVar("_V")
-
-NUM_STEPS = 200
-TIMEOUT_SECONDS = 3.0
-TIMELINES_KEPT = 64
+NUM_STEPS: Final = 200
+OVERLAP: Final = 4
+"""Steps that are read again: they tell that none is missing between those that were known and those that are new."""
+TIMELINES_KEPT: Final = 64
 """Of all runs and ranks: those that were on a screen last."""
-SNAPSHOTS_KEPT = 64
-CLIENTS_KEPT = 8
+LONGEST_SECONDS: Final = 4.0
+"""A timeline is read again when its rank has done another step, and after this long in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """All that the page shows of one rank of one run, as read at `read_at`."""
+    """What all pages about one rank of one run show, as read at `read_at`."""
 
     run: RunView
     rank: RankView
     steps: tuple[StepReport, ...]
-    timeline: TimelineView | None
     knobs: KnobsView
     generations: tuple[GenerationView, ...]
-    alerts: tuple[AlertView, ...]
     read_at: float
 
 
@@ -57,52 +53,36 @@ class Look:
     problem: str | None = None
 
 
-_last_runs: OrderedDict[str, tuple[RunView, ...]] = OrderedDict()
-_last_snapshots: OrderedDict[tuple[str, str, int], Snapshot] = OrderedDict()
 _timelines: OrderedDict[tuple[str, str, int, str, int], TimelineView] = OrderedDict()
 """By daemon, run, rank, the process that it was then, and step: a run that begins again has other updates."""
-_clients: OrderedDict[tuple[str, str | None], DaemonClient] = OrderedDict()
 _lock = threading.Lock()
 
 
 def forget() -> None:
     """Drops everything that is kept, and closes the clients."""
-    st.cache_data.clear()
+    kept.forget()
     with _lock:
-        for client in _clients.values():
-            client.close()
-        for kept in (_clients, _last_runs, _last_snapshots, _timelines):
-            kept.clear()
+        _timelines.clear()
 
 
 def runs(url: str) -> Runs:
     """The runs; the last known ones when the daemon is away."""
-    try:
-        found = _runs(url)
-    except DaemonError as error:
-        return Runs(runs=_last_runs.get(url, ()), problem=explain(error, url))
-    _keep(_last_runs, url, found, CLIENTS_KEPT)
-    return Runs(runs=found)
+    found = _RUNS.get(url)
+    return Runs(runs=found.value or (), problem=found.problem)
 
 
 def look(url: str, run: str, rank: int) -> Look:
     """One rank of a run; the last snapshot when the daemon is away."""
-    try:
-        snapshot = _snapshot(url, run, rank)
-    except DaemonError as error:
-        return Look(snapshot=_last_snapshots.get((url, run, rank)), problem=explain(error, url))
-    _keep(_last_snapshots, (url, run, rank), snapshot, SNAPSHOTS_KEPT)
-    return Look(snapshot=snapshot)
+    found = _SNAPSHOTS.get(url, (run, rank))
+    return Look(snapshot=found.value, problem=found.problem)
 
 
-def explain(error: DaemonError, url: str) -> str:
-    """The error as a sentence for the viewer of a page."""
-    if isinstance(error, NotAuthorized):
-        return (
-            f"The daemon at {url} does not accept this page's read token. Start the live view as the user who runs "
-            "the daemon, or set TIDEGATE_READ_TOKEN."
-        )
-    return str(error) or f"The daemon at {url} answered with an error."
+def newest_timeline(url: str, run: str, rank: int) -> TimelineView | None:
+    """The rank's; None before its first. Timelines are large: read again only when it has done another step."""
+    snapshot = look(url, run, rank).snapshot
+    if snapshot is None:
+        return None
+    return _TIMELINES.get(url, (run, rank, _whose(snapshot.rank), snapshot.rank.step)).value
 
 
 def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
@@ -117,31 +97,23 @@ def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
     except DaemonError:
         return None
     if found is not None:
-        _keep(_timelines, (url, run, rank, who, found.step), found, TIMELINES_KEPT)
+        _remember((url, run, rank, who), found)
     return found
 
 
-@st.cache_data(ttl=10.0, max_entries=64, show_spinner=False)
 def rates(url: str, run: str, rank: int) -> RateCard | None:
     """The rank's live rate card; None while there is none, or no daemon to ask."""
-    try:
-        found = reader(url).rates(run, rank)
-    except DaemonError:
-        return None
-    return None if found is None else RateCard.from_dict(found.model_dump())
+    found = _RATES.get(url, (run, rank))
+    return None if found.problem else found.value
 
 
-@st.cache_data(ttl=2.0, max_entries=64, show_spinner=False)
 def kept_steps(url: str, run: str, rank: int) -> tuple[int, ...]:
     """Steps that can be looked back at, oldest first."""
-    try:
-        kept = reader(url).timelines(run, rank).steps
-    except DaemonError:
-        kept = ()
+    found = _STEPS.get(url, (run, rank))
     whose = (url, run, rank, _process(url, run, rank))
     with _lock:
         seen = {step for *of, step in _timelines if tuple(of) == whose}
-    return tuple(sorted({*kept, *seen}))
+    return tuple(sorted({*((not found.problem and found.value) or ()), *seen}))
 
 
 def fresh_knobs(url: str, run: str) -> tuple[KnobsView, tuple[GenerationView, ...]]:
@@ -150,26 +122,12 @@ def fresh_knobs(url: str, run: str) -> tuple[KnobsView, tuple[GenerationView, ..
     return client.knobs(run), tuple(client.generations(run))
 
 
-def reader(url: str) -> DaemonClient:
-    """The client that this process reads with; not to be closed."""
-    return _client(url, find_token("read"))
-
-
-def _client(url: str, token: str | None) -> DaemonClient:
-    """The one client for an address and the token that this process reads with."""
+def _remember(whose: tuple[str, str, int, str], found: TimelineView) -> None:
     with _lock:
-        found = _clients.get((url, token)) or DaemonClient(url, token, timeout=TIMEOUT_SECONDS)
-    _keep(_clients, (url, token), found, CLIENTS_KEPT)
-    return found
-
-
-def _keep(among: OrderedDict[_K, _V], key: _K, value: _V, most: int) -> None:
-    """The `most` that were used last; a client that is dropped is closed when nobody has it any more."""
-    with _lock:
-        among[key] = value
-        among.move_to_end(key)
-        while len(among) > most:
-            among.popitem(last=False)
+        _timelines[*whose, found.step] = found
+        _timelines.move_to_end((*whose, found.step))
+        while len(_timelines) > TIMELINES_KEPT:
+            _timelines.popitem(last=False)
 
 
 def _whose(rank: RankView) -> str:
@@ -178,18 +136,16 @@ def _whose(rank: RankView) -> str:
 
 def _process(url: str, run: str, rank: int) -> str:
     """The process that the rank is now, or was last; empty when it was never seen."""
-    snapshot = _last_snapshots.get((url, run, rank)) or look(url, run, rank).snapshot
+    snapshot = _SNAPSHOTS.last(url, (run, rank)) or look(url, run, rank).snapshot
     return _whose(snapshot.rank) if snapshot else ""
 
 
-@st.cache_data(ttl=1.0, max_entries=8, show_spinner=False)
-def _runs(url: str) -> tuple[RunView, ...]:
-    return tuple(sorted(reader(url).runs(), key=lambda run: (-run.last_seen, run.run)))
+def _read_runs(client: DaemonClient, _: object) -> tuple[RunView, ...]:
+    return tuple(sorted(client.runs(), key=lambda run: (-run.last_seen, run.run)))
 
 
-@st.cache_data(ttl=1.0, max_entries=32, show_spinner=False)
-def _snapshot(url: str, run: str, rank: int) -> Snapshot:
-    client = reader(url)
+def _read_snapshot(client: DaemonClient, key: tuple[str, int]) -> Snapshot:
+    run, rank = key
     view = client.run(run)
     seen = next((r for r in view.ranks if r.rank == rank), None)
     if seen is None:
@@ -197,19 +153,39 @@ def _snapshot(url: str, run: str, rank: int) -> Snapshot:
     return Snapshot(
         run=view,
         rank=seen,
-        steps=client.steps(run, rank, NUM_STEPS).steps,
-        timeline=_timeline(url, run, rank, _whose(seen), seen.step),
+        steps=_steps(client, run, seen, _SNAPSHOTS.last(client.url, key)),
         knobs=client.knobs(run),
         generations=tuple(client.generations(run)),
-        alerts=tuple(client.alerts(run)),
         read_at=time.time(),
     )
 
 
-@st.cache_data(ttl=4.0, max_entries=16, show_spinner=False)
-def _timeline(url: str, run: str, rank: int, who: str, step: int) -> TimelineView | None:
-    """Timelines are large: read again only when `step` changed, or a while after."""
-    found = reader(url).timeline(run, rank)
+def _steps(client: DaemonClient, run: str, rank: RankView, before: Snapshot | None) -> tuple[StepReport, ...]:
+    """The newest NUM_STEPS. Only those are asked for that were not there before: to read a step takes 0.1 ms."""
+    known = before.steps if before is not None and _whose(before.rank) == _whose(rank) else ()
+    if known and known[-1].step <= rank.step < known[-1].step + NUM_STEPS:
+        new = client.steps(run, rank.rank, min(NUM_STEPS, rank.step - known[-1].step + OVERLAP)).steps
+        if new and new[0].step <= known[-1].step:
+            return (*(step for step in known if step.step < new[0].step), *new)[-NUM_STEPS:]
+    return client.steps(run, rank.rank, NUM_STEPS).steps
+
+
+def _read_timeline(client: DaemonClient, key: tuple[str, int, str, int]) -> TimelineView | None:
+    """The newest of the rank, as the process `who`."""
+    run, rank, who, _ = key
+    found = client.timeline(run, rank)
     if found is not None:
-        _keep(_timelines, (url, run, rank, who, found.step), found, TIMELINES_KEPT)
+        _remember((client.url, run, rank, who), found)
     return found
+
+
+def _read_rates(client: DaemonClient, key: tuple[str, int]) -> RateCard | None:
+    found = client.rates(*key)
+    return None if found is None else RateCard.from_dict(found.model_dump())
+
+
+_RUNS: Final = Kept(_read_runs, 1.0, 8)
+_SNAPSHOTS: Final = Kept(_read_snapshot, 1.0)
+_TIMELINES: Final = Kept(_read_timeline, LONGEST_SECONDS, 16)
+_RATES: Final = Kept(_read_rates, 10.0)
+_STEPS: Final = Kept(lambda client, key: client.timelines(*key).steps, 2.0)

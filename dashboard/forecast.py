@@ -85,7 +85,7 @@ def headline(preview: KnobPreview) -> str:
 
 
 def _percent(before: float, after: float) -> str:
-    return f" ({(after - before) / before:+.0%})" if before > 0 else ""
+    return f" ({units.change((after - before) / before)})" if before > 0 else ""
 
 
 def _seconds(name: str, measured: float | None, now: float, then: float, *, part: bool = False) -> Line:

@@ -10,11 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-import plotly.graph_objects as go
-
 from tidegate.analysis import critical_path, stalls
-from tidegate.dashboard import palette, units
-from tidegate.dashboard.charts import empty, frame, hatched, time_scale
+from tidegate.dashboard import palette, plot, units
+from tidegate.dashboard.plot import Figure, Trace
 from tidegate.plan.ops import LANES
 from tidegate.timeline import Stall
 from tidegate.wire import SpanRow, TimelineView
@@ -28,6 +26,8 @@ LANE_HEIGHT: Final = 36
 MAX_BARS: Final = 800
 WAITS: Final = "waits"
 PALE: Final = 0.5
+FURTHEST: Final = 2.0
+"""A prediction that is far off is cut at so many times what was measured, or that could not be read beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,41 +103,41 @@ def gantt(
     *,
     predicted: TimelineView | None = None,
     ink: str | None = None,
-) -> go.Figure:
+) -> Figure:
     """Bars of the update, or of the whole step, by lane. Times are from the start of what is shown.
 
     ink: the colour in which the critical path is drawn; None leaves it out.
     """
     first, last = window(view, scope)
     if predicted is not None:
-        last = max(last, window(predicted, scope)[1])
+        last = max(last, min(window(predicted, scope)[1], first + FURTHEST * (last - first)))
     shown = _within(view, first, last)
     if not shown:
-        return empty("This step moved nothing and updated nothing here.", HEIGHT)
-    scale, unit = time_scale(last - first)
+        return plot.empty("This step moved nothing and updated nothing here.", HEIGHT)
+    scale, unit = plot.time_scale(last - first)
     names = [lane for lane in LANES if any(row.lane == lane for row in shown)]
     names = [WAITS, *names, *sorted({row.lane for row in shown} - set(LANES))]
-    figure = go.Figure()
-    if scope == "step":
-        _tint_phases(figure, view, first, scale)
     above, below = _rows(names, predicted is not None)
-    _draw(figure, view, above, first, last, scale, ink)
+    traces = _draw(view, above, first, last, scale, ink)
     if predicted is not None:
-        _draw(figure, predicted, below, first, last, scale, None)
-    figure.update_layout(barmode="overlay")
-    figure.update_xaxes(
-        title=f"{unit} since the {'update' if scope == 'update' else 'step'} began",
-        range=[0, (last - first) * scale],
-        nticks=12,
-        showgrid=True,
-    )
-    figure.update_yaxes(
-        tickvals=list(range(len(names))), ticktext=names, range=[len(names) - 0.5, -0.5], showgrid=False,
+        traces += _draw(predicted, below, first, last, scale, None)
+    drawn = plot.figure(
+        traces,
+        plot.numbers(unit, range=[0, (last - first) * scale], nticks=12, showgrid=True),
+        {
+            "tickvals": list(range(len(names))), "ticktext": names, "range": [len(names) - 0.5, -0.5],
+            "automargin": True, "fixedrange": True, "showgrid": False, "zeroline": False, "tickfont": plot.TICKS,
+        },
+        FRAME_HEIGHT + LANE_HEIGHT * len(names),
+        legend=True,
+        barmode="overlay",
+        dragmode="zoom",
+        uirevision=scope,
     )  # fmt: skip
-    frame(figure, FRAME_HEIGHT + LANE_HEIGHT * len(names), legend=True)
-    figure.update_layout(uirevision=scope, dragmode="zoom", legend={"itemwidth": 30, "tracegroupgap": 0})
-    figure.update_yaxes(fixedrange=True)
-    return figure
+    drawn["layout"]["legend"] |= {"itemwidth": 30, "tracegroupgap": 0}
+    if scope == "step":
+        drawn["layout"] |= _tints(view, first, last, scale)
+    return drawn
 
 
 def _rows(names: Sequence[str], two: bool) -> tuple[Row, Row]:
@@ -153,9 +153,7 @@ def _within(view: TimelineView, first: float, last: float) -> list[SpanRow]:
     return [row for row in view.spans if row.end > first and row.start < last]
 
 
-def _draw(
-    figure: go.Figure, view: TimelineView, row: Row, first: float, last: float, scale: float, ink: str | None
-) -> None:
+def _draw(view: TimelineView, row: Row, first: float, last: float, scale: float, ink: str | None) -> list[Trace]:
     timeline = as_timeline(view)
     critical = set(critical_path(timeline)) if ink else set()
     shown = [span for span in _within(view, first, last) if span.lane in row.middle]
@@ -164,13 +162,13 @@ def _draw(
     by_kind: dict[str, list[Bar]] = defaultdict(list)
     for bar in found:
         by_kind[bar.kind].append(bar)
-    for kind in [*palette.KIND, *sorted(set(by_kind) - set(palette.KIND))]:
-        if by_kind.get(kind):
-            figure.add_trace(_kind_trace(kind, by_kind[kind], row, first, scale))
+    kinds = [*palette.KIND, *sorted(set(by_kind) - set(palette.KIND))]
+    traces = [_kind_trace(kind, by_kind[kind], row, first, scale) for kind in kinds if by_kind.get(kind)]
     for cause, waits in _by_cause(stalls(timeline), first, last).items():
-        figure.add_trace(_stall_trace(cause, waits, row, first, scale))
+        traces.append(_stall_trace(cause, waits, row, first, scale))
     if ink:
-        _path(figure, [bar for bar in found if bar.critical], row, first, scale, ink)
+        traces.append(_path([bar for bar in found if bar.critical], row, first, scale, ink))
+    return traces
 
 
 def _by_cause(found: Sequence[Stall], first: float, last: float) -> dict[str, list[Stall]]:
@@ -181,60 +179,49 @@ def _by_cause(found: Sequence[Stall], first: float, last: float) -> dict[str, li
     return by_cause
 
 
-def _kind_trace(kind: str, found: Sequence[Bar], row: Row, first: float, scale: float) -> go.Bar:
-    name = palette.KIND_NAME.get(kind, kind)
-    return go.Bar(
-        name=name,
-        legendgroup=name,
-        showlegend=not row.said,
-        orientation="h",
-        y=[row.middle[bar.lane] for bar in found],
-        width=row.height,
-        base=[(bar.start - first) * scale for bar in found],
-        x=[(bar.end - bar.start) * scale for bar in found],
-        opacity=row.opacity,
-        marker={
-            "color": palette.KIND.get(kind, palette.GREY),
-            "line": {"color": "rgba(128,128,128,0.55)", "width": 0.6 if len(found) < 200 else 0},
-        },
-        customdata=[row.said + _describe(bar, first) for bar in found],
-        hovertemplate="%{customdata}<extra></extra>",
-    )
+def _bar_trace(name: str, row: Row, lanes: Sequence[str], spans: Sequence[tuple[float, float]]) -> Trace:
+    """Bars on their lanes, from start to end on the axis."""
+    return {
+        "type": "bar", "orientation": "h", "name": name, "legendgroup": name, "showlegend": not row.said,
+        "y": [row.middle[lane] for lane in lanes], "width": row.height, "opacity": row.opacity,
+        "base": plot.short(start for start, _ in spans), "x": plot.short(end - start for start, end in spans),
+        "hovertemplate": "%{customdata}<extra></extra>",
+    }  # fmt: skip
 
 
-def _stall_trace(cause: str, found: Sequence[Stall], row: Row, first: float, scale: float) -> go.Bar:
+def _kind_trace(kind: str, found: Sequence[Bar], row: Row, first: float, scale: float) -> Trace:
+    spans = [((bar.start - first) * scale, (bar.end - first) * scale) for bar in found]
+    edge = {"color": "rgba(128,128,128,0.55)", "width": 0.6 if len(found) < 200 else 0}
+    return _bar_trace(palette.KIND_NAME.get(kind, kind), row, [bar.lane for bar in found], spans) | {
+        "marker": {"color": palette.KIND.get(kind, palette.GREY), "line": edge},
+        "customdata": [row.said + _describe(bar, first) for bar in found],
+    }
+
+
+def _stall_trace(cause: str, found: Sequence[Stall], row: Row, first: float, scale: float) -> Trace:
     name = f"waits for {cause}"
-    return go.Bar(
-        name=name,
-        legendgroup=name,
-        showlegend=not row.said,
-        orientation="h",
-        y=[row.middle[WAITS]] * len(found),
-        width=row.height,
-        base=[(stall.start - first) * scale for stall in found],
-        x=[(stall.end - stall.start) * scale for stall in found],
-        opacity=row.opacity,
-        marker=hatched(palette.cause(cause)),
-        customdata=[
+    spans = [((stall.start - first) * scale, (stall.end - first) * scale) for stall in found]
+    return _bar_trace(name, row, [WAITS] * len(found), spans) | {
+        "marker": plot.hatched(palette.cause(cause)),
+        "customdata": [
             f"{row.said}<b>{name}</b>, {units.seconds(s.end - s.start)}<br>"
             f"from {units.seconds(max(0.0, s.start - first))}: no update in progress"
             for s in found
         ],
-        hovertemplate="%{customdata}<extra></extra>",
-    )
+    }
 
 
-def _path(figure: go.Figure, found: Sequence[Bar], row: Row, first: float, scale: float, ink: str) -> None:
+def _path(found: Sequence[Bar], row: Row, first: float, scale: float, ink: str) -> Trace:
     """A line through the bars that decided when the update ended, from each to the next that waited for it."""
     x: list[float] = []
     y: list[float] = []
     for bar in sorted(found, key=lambda bar: (bar.start, bar.end)):
         x += [(bar.start - first) * scale, (bar.end - first) * scale]
         y += [row.middle[bar.lane]] * 2
-    figure.add_scatter(
-        x=x, y=y, mode="lines", name="critical path", line={"color": ink, "width": 2, "shape": "linear"},
-        hoverinfo="skip", cliponaxis=True,
-    )  # fmt: skip
+    return {
+        "type": "scatter", "mode": "lines", "name": "critical path", "x": plot.short(x), "y": y,
+        "line": {"color": ink, "width": 2, "shape": "linear"}, "hoverinfo": "skip",
+    }  # fmt: skip
 
 
 def _describe(bar: Bar, first: float) -> str:
@@ -256,19 +243,22 @@ def _describe(bar: Bar, first: float) -> str:
     return "<br>".join(lines)
 
 
-def _tint_phases(figure: go.Figure, view: TimelineView, first: float, scale: float) -> None:
+def _tints(view: TimelineView, first: float, last: float, scale: float) -> dict[str, list[dict[str, object]]]:
     """A tint behind each phase, with its name inside at the bottom where there is room."""
-    whole = max((row.end for row in view.phases), default=first) - first
-    for row in view.phases:
-        start, end = (row.start - first) * scale, (row.end - first) * scale
-        roomy = row.end - row.start > 0.06 * whole
-        figure.add_vrect(
-            x0=start,
-            x1=end,
-            fillcolor=palette.PHASE.get(row.phase, palette.GREY),
-            opacity=0.13,
-            line_width=0,
-            layer="below",
-            annotation={"text": row.phase, "font": {"size": 10}} if roomy else None,
-            annotation_position="bottom left",
-        )
+    edges = [(row, (row.start - first) * scale, (row.end - first) * scale) for row in view.phases]
+    tints: list[dict[str, object]] = [
+        {
+            "type": "rect", "layer": "below", "x0": start, "x1": end, "yref": "paper", "y0": 0, "y1": 1,
+            "fillcolor": palette.PHASE.get(row.phase, palette.GREY), "opacity": 0.13, "line": {"width": 0},
+        }
+        for row, start, end in edges
+    ]  # fmt: skip
+    names: list[dict[str, object]] = [
+        {
+            "text": row.phase, "showarrow": False, "font": {"size": 10}, "x": start, "xanchor": "left",
+            "yref": "paper", "y": 0, "yanchor": "bottom",
+        }
+        for row, start, _ in edges
+        if row.end - row.start > 0.06 * (last - first)
+    ]  # fmt: skip
+    return {"shapes": tints, "annotations": names}

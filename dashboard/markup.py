@@ -17,7 +17,7 @@ STYLE = """
 .stApp .stHtml { line-height: 1.35; }
 .stApp [data-stale="true"] { opacity: 1 !important; transition: none !important; }
 .st-key-gantt { min-height: 330px; }
-.st-key-memory { min-height: 300px; }
+.st-key-memory { min-height: 360px; }
 .st-key-phase_history { min-height: 214px; }
 :is(.st-key-stalls, .st-key-link_bytes, .st-key-cpu, .st-key-loss, .st-key-grad_norm, .st-key-tokens) {
   min-height: 170px; }

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
+Theme = Literal["light", "dark"]
 GREY: Final = "#8C8C8C"
 
-INK: Final = {"light": "#1A1A1A", "dark": "#FAFAFA"}
-"""What must be seen on every colour, by theme."""
+INK: Final[dict[Theme, str]] = {"light": "#1A1A1A", "dark": "#FAFAFA"}
+"""What must be seen on every colour."""
+
+LABEL: Final[dict[Theme, str]] = {"light": "#5B6170", "dark": "#B4B8C2"}
+"""The small words of charts: a contrast of 5 to 1 or more."""
+
+GRID: Final[dict[Theme, str]] = {"light": "#E4E4E2", "dark": "#353431"}
+
+GROUND: Final[dict[Theme, str]] = {"light": "#FFFFFF", "dark": "#171614"}
+"""Behind everything: Streamlit's own."""
 
 PHASE: Final = {
     "forward": "#56B4E9",

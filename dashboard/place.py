@@ -16,6 +16,8 @@ from tidegate.dashboard import markup, palette
 log = logging.getLogger(__name__)
 
 REFRESH_SECONDS: Final = 1.5
+SLOW_SECONDS: Final = 4.5
+"""For what changes seldom, and for charts below the first screen: each of them takes a browser 40 ms."""
 _P = ParamSpec("_P")
 
 
@@ -46,8 +48,16 @@ def told() -> Iterator[None]:
 
 def live(draw: Callable[_P, None]) -> Callable[_P, None]:
     """Decorator of what refreshes by itself. Whatever takes input that a refresh must not eat stays outside of it."""
+    return _every(REFRESH_SECONDS, draw)
 
-    @st.fragment(run_every=REFRESH_SECONDS)
+
+def slow(draw: Callable[_P, None]) -> Callable[_P, None]:
+    """The same, for what is looked at less."""
+    return _every(SLOW_SECONDS, draw)
+
+
+def _every(seconds: float, draw: Callable[_P, None]) -> Callable[_P, None]:
+    @st.fragment(run_every=seconds)
     @functools.wraps(draw)
     def drawn(*args: _P.args, **more: _P.kwargs) -> None:
         with told():

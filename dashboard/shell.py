@@ -12,7 +12,7 @@ import streamlit as st
 from tidegate.client import find_daemon
 from tidegate.dashboard import URL_VARIABLE, feed, links, markup
 from tidegate.dashboard.parts import states
-from tidegate.dashboard.place import Place, live, told
+from tidegate.dashboard.place import Place, live, slow, told
 from tidegate.dashboard.screens import SCREENS, Screen
 from tidegate.wire import RunView
 
@@ -89,7 +89,7 @@ def _wait_for_a_run(url: str) -> None:
     states.nothing_yet(url, found)
 
 
-@live
+@slow
 def _watch_runs(url: str, known: frozenset[tuple[str, int]]) -> None:
     """A new run or rank needs the pickers drawn again."""
     found = feed.runs(url)

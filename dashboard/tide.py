@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
-
-from tidegate.dashboard import palette, units
-from tidegate.dashboard.charts import byte_scale, empty, frame
+from tidegate.dashboard import palette, plot, units
+from tidegate.dashboard.plot import Axis, Figure, Trace
 from tidegate.timeline import PHASES
 from tidegate.wire import StepReport
 
 STEPS = 12
-HEIGHT = 300
+HEIGHT = 360
+SHORE = 0.42
+"""Where the water meets the land, as a share of the height."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,68 +41,110 @@ def waves(steps: Sequence[StepReport]) -> list[Wave]:
     return found
 
 
-def tide(steps: Sequence[StepReport], capacity_bytes: int | None = None) -> go.Figure:
+def tide(steps: Sequence[StepReport], capacity_bytes: int | None = None) -> Figure:
     """Of the newest STEPS steps. `capacity_bytes`: what the device has, drawn as a line where it is known."""
     recent = list(steps)[-STEPS:]
     found = waves(recent)
     kinds = [kind for kind in palette.HOST if any(step.host_memory_bytes.get(kind) for step in recent)]
     if not found and not kinds:
-        return empty("No memory figures were reported." if recent else "No step has finished yet.", HEIGHT)
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.0, row_heights=[0.58, 0.42])
-    top = max([wave.peak_bytes for wave in found] + ([capacity_bytes] if capacity_bytes and found else []), default=0)
-    _device(figure, found, *byte_scale(top), capacity_bytes)
-    _host(figure, recent, kinds)
-    figure.update_layout(barmode="stack", bargap=0)
-    figure.update_xaxes(showgrid=False, tickformat="d", dtick=max(1, len(recent) // 8))
-    figure.update_xaxes(title="step", row=2, col=1)
-    frame(figure, HEIGHT, legend=True)
-    figure.update_layout(hovermode="closest", legend={"traceorder": "normal"})
-    return figure
+        return plot.empty("No memory figures were reported." if recent else "No step has finished yet.", HEIGHT)
+    capacity = capacity_bytes if capacity_bytes and found else None
+    above, device = plot.byte_scale(max([wave.peak_bytes for wave in found] + [capacity or 0]))
+    below, host = plot.byte_scale(max((sum(step.host_memory_bytes.values()) for step in recent), default=0))
+    drawn = plot.figure(
+        [*_device(found, above, device), *_host(recent, kinds, below, host)],
+        _steps(recent, anchor="y", showticklabels=False),
+        plot.numbers(device, rangemode="tozero", domain=[SHORE, 1], anchor="x"),
+        HEIGHT,
+        legend=True,
+        xaxis2=_steps(recent, anchor="y2"),
+        yaxis2=plot.numbers(
+            host,
+            autorange="reversed",
+            rangemode="tozero",
+            nticks=4,
+            domain=[0, SHORE],
+            anchor="x2",
+            showticksuffix="first",
+        ),
+        barmode="stack",
+        bargap=0,
+        hovermode="closest",
+        annotations=[_side("device", (SHORE + 1) / 2), _side("host", SHORE / 2)],
+    )
+    if capacity is not None:
+        _mark_capacity(drawn, capacity, above)
+    drawn["layout"]["legend"]["traceorder"] = "normal"
+    return drawn
 
 
-def _device(figure: go.Figure, found: Sequence[Wave], scale: float, unit: str, capacity_bytes: int | None) -> None:
+def _steps(recent: Sequence[StepReport], **more: object) -> Axis:
+    """From the beginning of the first step to the end of the last; not all of them named."""
+    first, last = recent[0].step, recent[-1].step
+    spread = {"range": [first, last + 1], "tick0": first, "dtick": max(1, len(recent) // 8)}
+    return plot.steps(first, last, STEPS) | spread | more
+
+
+def _side(name: str, height: float) -> dict[str, object]:
+    """What is on this side of the water, at the left edge."""
+    return {
+        "text": name, "textangle": -90, "showarrow": False, "font": {"size": 10.5, "color": palette.GREY},
+        "xref": "paper", "x": 0, "xanchor": "right", "xshift": -38, "yref": "paper", "y": height, "yanchor": "middle",
+    }  # fmt: skip
+
+
+def _device(found: Sequence[Wave], scale: float, unit: str) -> list[Trace]:
+    traces: list[Trace] = []
     for phase in PHASES:
         mine = [wave for wave in found if wave.phase == phase]
-        if not mine:
-            continue
-        figure.add_bar(
-            x=[wave.at for wave in mine],
-            y=[wave.peak_bytes * scale for wave in mine],
-            width=[wave.width for wave in mine],
-            offset=0,
-            name=phase,
-            marker={"color": palette.PHASE[phase], "line": {"width": 0}},
-            customdata=[f"step {wave.step}, {phase}: at most {units.nbytes(wave.peak_bytes)}" for wave in mine],
-            hovertemplate="device, %{customdata}<extra></extra>",
-            row=1,
-            col=1,
-        )
-    if capacity_bytes and found:
-        figure.add_hline(
-            y=capacity_bytes * scale,
-            line={"color": palette.GREY, "width": 1, "dash": "dash"},
-            annotation={"text": f"{units.nbytes(capacity_bytes)} in all", "font": {"size": 10}, "yshift": -2},
-            annotation_position="bottom right",
-            row=1,
-            col=1,
-        )
-    figure.update_yaxes(title=f"device, {unit}", rangemode="tozero", nticks=5, row=1, col=1)
+        if mine:
+            traces.append(
+                {
+                    "type": "bar",
+                    "name": phase,
+                    "x": [round(wave.at, 4) for wave in mine],
+                    "y": plot.short(wave.peak_bytes * scale for wave in mine),
+                    "width": plot.short(wave.width for wave in mine),
+                    "offset": 0,
+                    "marker": {"color": palette.PHASE[phase], "line": {"width": 0}},
+                    "customdata": [wave.step for wave in mine],
+                    "hovertemplate": f"device, step %{{customdata}}, {phase}: at most %{{y:.3~r}} {unit}"
+                    "<extra></extra>",
+                }
+            )
+    return traces
 
 
-def _host(figure: go.Figure, recent: Sequence[StepReport], kinds: Sequence[str]) -> None:
-    scale, unit = byte_scale(max((sum(step.host_memory_bytes.values()) for step in recent), default=0))
-    for kind in kinds:
-        held = [step.host_memory_bytes.get(kind, 0) for step in recent]
-        figure.add_bar(
-            x=[step.step for step in recent],
-            y=[value * scale for value in held],
-            width=1.0,
-            offset=0,
-            name=f"host {kind}",
-            marker={"color": palette.HOST[kind], "line": {"width": 0}},
-            customdata=[f"step {s.step}, {kind}: {units.nbytes(v)}" for s, v in zip(recent, held, strict=True)],
-            hovertemplate="host, %{customdata}<extra></extra>",
-            row=2,
-            col=1,
-        )
-    figure.update_yaxes(title=f"host, {unit}", autorange="reversed", rangemode="tozero", nticks=4, row=2, col=1)
+def _host(recent: Sequence[StepReport], kinds: Sequence[str], scale: float, unit: str) -> list[Trace]:
+    return [
+        {
+            "type": "bar",
+            "name": f"host {kind}",
+            "x": [step.step for step in recent],
+            "y": plot.short(step.host_memory_bytes.get(kind, 0) * scale for step in recent),
+            "width": 1.0,
+            "offset": 0,
+            "marker": {"color": palette.HOST[kind], "line": {"width": 0}},
+            "hovertemplate": f"host, step %{{x}}, {kind}: %{{y:.3~r}} {unit}<extra></extra>",
+            "xaxis": "x2",
+            "yaxis": "y2",
+        }
+        for kind in kinds
+    ]
+
+
+def _mark_capacity(drawn: Figure, capacity_bytes: int, scale: float) -> None:
+    """What the device has, as a dashed line across."""
+    at = capacity_bytes * scale
+    drawn["layout"]["shapes"] = [
+        {
+            "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at,
+            "line": {"color": palette.GREY, "width": 1, "dash": "dash"},
+        }
+    ]  # fmt: skip
+    drawn["layout"]["annotations"].append(
+        {
+            "text": f"{units.nbytes(capacity_bytes)} in all", "showarrow": False, "font": {"size": 10},
+            "xref": "paper", "x": 1, "xanchor": "right", "y": at, "yanchor": "top",
+        }
+    )  # fmt: skip

@@ -85,7 +85,12 @@ def share(value: float | None) -> str:
     """0.123 → 12 %; 0.004 → 0.4 %."""
     if value is None:
         return NONE
-    return f"{value * 100:.1f} %" if 0 < abs(value) < 0.00995 else f"{value * 100:.0f} %"
+    return f"{value * 100:.1f} %" if 0 < abs(value) < 0.0095 else f"{value * 100:.0f} %"
+
+
+def change(value: float) -> str:
+    """0.123 → +12 %, -0.24 → −24 %."""
+    return f"{value * 100:+.0f} %".replace("-", "\u2212")
 
 
 def knob(name: str, value: KnobValue | None) -> str:

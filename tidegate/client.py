@@ -240,6 +240,10 @@ class DaemonClient:
         """What fires in the run, and what was resolved last, oldest first. None: of the alerts that concern no run."""
         return self._ask(list[AlertView], "GET", _at("runs", run, "alerts") if run else _at("alerts"))
 
+    def firing(self) -> list[AlertView]:
+        """What fires in any run, or in none, oldest first."""
+        return self._ask(list[AlertView], "GET", _at("alerts"), query={"runs": "all", "state": "firing"})
+
     def events(self, run: str, last_event_id: int | None = None) -> Iterator[Event]:
         """The run's events as they come, those after `last_event_id` first. Ends when the daemon closes the stream."""
         headers = {"Last-Event-ID": str(last_event_id)} if last_event_id is not None else {}

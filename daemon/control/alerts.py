@@ -42,8 +42,11 @@ class AlertBook:
 
     def of(self, run: str, state: AlertState | None = None) -> list[AlertView]:
         """The alerts of a run, oldest first."""
-        found = self._runs.get(run, {}).values()
-        return sorted((a for a in found if state in (None, a.state)), key=lambda a: (a.starts_at, a.fingerprint))
+        return _oldest_first(self._runs.get(run, {}).values(), state)
+
+    def everywhere(self, state: AlertState | None = None) -> list[AlertView]:
+        """The alerts of all runs and of none, oldest first."""
+        return _oldest_first((alert for of_run in self._runs.values() for alert in of_run.values()), state)
 
     def take(self, alerts: Sequence[AlertView], actor: str) -> Taken:
         """Writes down what is new, all of it or nothing. Saying it again is fine."""
@@ -73,6 +76,10 @@ class AlertBook:
         for state, kept in (("firing", FIRING_KEPT), ("resolved", RESOLVED_KEPT)):
             for old in _all_but_newest((a for a in of_run.values() if a.state == state), kept):
                 del of_run[old.fingerprint]
+
+
+def _oldest_first(alerts: Iterable[AlertView], state: AlertState | None) -> list[AlertView]:
+    return sorted((a for a in alerts if state in (None, a.state)), key=lambda a: (a.starts_at, a.fingerprint))
 
 
 def _all_but_newest(alerts: Iterable[AlertView], kept: int) -> list[AlertView]:

@@ -59,9 +59,11 @@ async def take(plane: Plane, book: Alerts, author: Author, message: Webhook) -> 
 
 
 @router.get("/v1/alerts")
-async def without_run(book: Alerts, state: AlertState | None = None) -> list[AlertView]:
-    """Alerts that concern no run, oldest first."""
-    return book.of("", state)
+async def without_run(
+    book: Alerts, state: AlertState | None = None, runs: Literal["none", "all"] = "none"
+) -> list[AlertView]:
+    """Alerts that concern no run, or with `runs=all` those of all runs too, oldest first."""
+    return book.everywhere(state) if runs == "all" else book.of("", state)
 
 
 @router.get("/v1/runs/{run}/alerts")

@@ -100,7 +100,7 @@ def _card(alert: AlertView, run: str) -> None:
                 links.link("tune", f"Turn {alert.knob}", run=run)
             text = own_runbook(alert.runbook_url)
             if text is not None:
-                with st.popover("Runbook", width="stretch"):
+                with st.popover("Runbook"):
                     st.markdown(text)
 
 

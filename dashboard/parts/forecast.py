@@ -36,4 +36,4 @@ def _change(share: float | None) -> str:
         return units.NONE
     if share == 0:
         return "none"
-    return snippets.colored(f"{share:+.0%}", palette.LIVENESS["live" if share < 0 else "lost"])
+    return snippets.colored(units.change(share), palette.LIVENESS["live" if share < 0 else "lost"])

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Final
+
 import streamlit as st
 
 from tidegate.analysis import exposed_waits
-from tidegate.dashboard import charts, markup, palette, units
+from tidegate.dashboard import markup, palette, plot, units
 from tidegate.dashboard.gantt import HEIGHT, Scope, gantt, window
 from tidegate.dashboard.lanes import LaneUse, lane_use
+from tidegate.dashboard.parts.figure import draw, theme
 from tidegate.dashboard.parts.header import prediction_error
-from tidegate.dashboard.parts.phases import CONFIG
+from tidegate.dashboard.plot import Figure
+from tidegate.dashboard.same import Same
 from tidegate.errors import TidegateError
 from tidegate.model.rates import RateCard
 from tidegate.model.replay import replay
 from tidegate.wire import TimelineView
 from tidegate.wire_timeline import as_timeline, as_view
 
+KEPT: Final = 16
+"""Predictions and figures: of thousands of ops they take a third of a second, and mostly the step is still the same."""
 NOTHING_YET = "No update has been measured yet. It shows here when the first step has finished."
 
 
@@ -23,21 +30,31 @@ def expected(view: TimelineView, rates: RateCard | None) -> TimelineView | None:
     """What the simulator expects of the ops of `view`; None where it cannot tell: no rates yet, or spans left out."""
     if rates is None or view.num_spans > len(view.spans):
         return None
+    return _expected(Same(view), Same(rates))
+
+
+@functools.lru_cache(KEPT)
+def _expected(view: Same[TimelineView], rates: Same[RateCard]) -> TimelineView | None:
     try:
-        return as_view(replay(as_timeline(view), rates))
+        return as_view(replay(as_timeline(view.value), rates.value))
     except TidegateError:
         return None
+
+
+@functools.lru_cache(KEPT)
+def _figure(view: Same[TimelineView], predicted: Same[TimelineView | None], scope: Scope, ink: str | None) -> Figure:
+    return gantt(view.value, scope, predicted=predicted.value, ink=ink)
 
 
 def chart(view: TimelineView | None, predicted: TimelineView | None, scope: Scope, critical: bool) -> None:
     """The update by lane."""
     if view is None:
         st.html(markup.title("Update, by lane"))
-        st.plotly_chart(charts.empty(NOTHING_YET, HEIGHT), key="gantt", config=CONFIG)
+        draw(plot.empty(NOTHING_YET, HEIGHT), "gantt")
         return
     st.html(markup.title("Update, by lane", _words(view, predicted)))
-    ink = palette.INK[st.context.theme.type or "light"] if critical else None
-    st.plotly_chart(gantt(view, scope, predicted=predicted, ink=ink), key="gantt", config=CONFIG)
+    ink = palette.INK[theme()] if critical else None
+    draw(_figure(Same(view), Same(predicted), scope, ink), "gantt")
 
 
 def _words(view: TimelineView, predicted: TimelineView | None) -> str:
@@ -96,10 +113,11 @@ def waits(view: TimelineView, predicted: TimelineView | None) -> None:
         )
         for cause in sorted({*found, *expected}, key=lambda cause: -found.get(cause, 0.0))
     ]
-    st.html(markup.title("Waits", "in which nothing computed, in this update"))
+    title = markup.title("Waits", "in which nothing computed, in this update")
     if rows:
-        st.html(markup.table(("for", "measured", "predicted", "of the update"), rows))
+        st.html(title + markup.table(("for", "measured", "predicted", "of the update"), rows))
     else:
+        st.html(title)
         st.caption("None: something was being updated all the time.")
 
 

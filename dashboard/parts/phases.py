@@ -9,10 +9,10 @@ import streamlit as st
 from tidegate.dashboard import charts, edits, markup, palette, units
 from tidegate.dashboard.digest import WINDOW, Digest
 from tidegate.dashboard.feed import Snapshot
+from tidegate.dashboard.parts.figure import draw
 from tidegate.wire import StepReport
 
 MAX_MARKS = 8
-CONFIG = {"displayModeBar": False, "responsive": True}
 
 
 def phases(snapshot: Snapshot, figures: Digest) -> None:
@@ -22,8 +22,7 @@ def phases(snapshot: Snapshot, figures: Digest) -> None:
 def history(snapshot: Snapshot) -> None:
     """Phase times over steps, with the steps from which on knobs were others."""
     st.html(markup.title("Phases, step by step", "lines: knobs changed"))
-    figure = charts.phase_history(snapshot.steps, marks(snapshot))
-    st.plotly_chart(figure, key="phase_history", config=CONFIG)
+    draw(charts.phase_history(snapshot.steps, marks(snapshot)), "phase_history")
 
 
 def marks(snapshot: Snapshot) -> list[charts.Mark]:

@@ -9,7 +9,7 @@ import streamlit as st
 from tidegate.dashboard import charts, markup, palette, units
 from tidegate.dashboard.digest import WINDOW, Digest, column, tokens_per_second
 from tidegate.dashboard.feed import Snapshot
-from tidegate.dashboard.parts.phases import CONFIG
+from tidegate.dashboard.parts.figure import draw
 from tidegate.dashboard.tide import tide
 from tidegate.wire import StepReport
 
@@ -19,7 +19,7 @@ MIN_CEILING_BYTES = 1 << 20
 
 def links(snapshot: Snapshot) -> None:
     st.html(markup.title("Link", "bytes a step, by direction and content"))
-    st.plotly_chart(charts.link_bytes(snapshot.steps), key="link_bytes", config=CONFIG)
+    draw(charts.link_bytes(snapshot.steps), "link_bytes")
 
 
 def link_speeds(snapshot: Snapshot, figures: Digest) -> None:
@@ -76,30 +76,30 @@ def memory(snapshot: Snapshot) -> None:
     """The tide chart."""
     st.html(markup.title("Memory", "the tide: peaks on the device, above what the engine holds in host memory"))
     figure = tide(snapshot.steps, snapshot.rank.device_memory_bytes)
-    st.plotly_chart(figure, key="memory", config=CONFIG)
+    draw(figure, "memory")
 
 
 def cpu(snapshot: Snapshot) -> None:
     st.html(markup.title("CPU, by phase", "cores busy"))
-    st.plotly_chart(charts.cpu_cores(snapshot.steps), key="cpu", config=CONFIG)
+    draw(charts.cpu_cores(snapshot.steps), "cpu")
 
 
 def loss(snapshot: Snapshot) -> None:
     st.html(markup.title("Loss"))
     points = column(snapshot.steps, lambda step: step.loss)
-    figure = charts.series(points, "loss", "No loss: call optimizer.log(loss=…).", palette.PHASE["backward"])
-    st.plotly_chart(figure, key="loss", config=CONFIG)
+    figure = charts.series(points, "No loss: call optimizer.log(loss=…).", palette.PHASE["backward"])
+    draw(figure, "loss")
 
 
 def grad_norm(snapshot: Snapshot) -> None:
     st.html(markup.title("Gradient norm", "before clipping"))
     points = column(snapshot.steps, lambda step: step.grad_norm)
-    figure = charts.series(points, "norm", "No gradient norm was reported.", palette.LANE["cpu"])
-    st.plotly_chart(figure, key="grad_norm", config=CONFIG)
+    figure = charts.series(points, "No gradient norm was reported.", palette.LANE["cpu"])
+    draw(figure, "grad_norm")
 
 
 def tokens(snapshot: Snapshot) -> None:
     st.html(markup.title("Tokens", "per second, step by step"))
     points = column(snapshot.steps, lambda step: tokens_per_second([step]))
-    figure = charts.series(points, "tokens/s", "No tokens: call optimizer.log(tokens=…).", palette.PHASE["update"])
-    st.plotly_chart(figure, key="tokens", config=CONFIG)
+    figure = charts.series(points, "No tokens: call optimizer.log(tokens=…).", palette.PHASE["update"])
+    draw(figure, "tokens")

@@ -7,14 +7,14 @@ import streamlit as st
 from tidegate.dashboard import charts, markup, palette, units
 from tidegate.dashboard.digest import Digest
 from tidegate.dashboard.feed import Snapshot
+from tidegate.dashboard.parts.figure import draw
 from tidegate.dashboard.parts.header import prediction
-from tidegate.dashboard.parts.phases import CONFIG
 
 
 def waits(snapshot: Snapshot, figures: Digest) -> None:
     total = sum(figures.stall_share.values())
     st.html(markup.title("Stalls by cause", f"{units.share(total)} of the update, mean of {figures.told}"))
-    st.plotly_chart(charts.stalls_by_cause(snapshot.steps), key="stalls", config=CONFIG)
+    draw(charts.stalls_by_cause(snapshot.steps), "stalls")
 
 
 def division(snapshot: Snapshot, figures: Digest) -> None:
@@ -35,7 +35,7 @@ def _shares(what: str, unit: str, counts: dict[str, int]) -> list[tuple[str, str
     return [
         (
             markup.dot(f"{what} {place}", palette.place(place)),
-            f"{units.count(number)} {unit}",
+            f"{units.count(number)} {unit if number != 1 else unit.removesuffix('s')}",
             markup.bar(number / total, units.share(number / total), palette.place(place)) if total else units.NONE,
         )
         for place, number in sorted(counts.items(), reverse=True)

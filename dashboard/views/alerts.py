@@ -26,10 +26,11 @@ def _firing(place: Place) -> None:
         header.unread(place, look)
         return
     header.brief(look, look.snapshot, digest(look.snapshot.steps))
-    general = kept.ALERTS.get(place.url, NO_RUN)
-    if general.problem:
-        sentence = f"Alerts that concern no run are not known as of now: {general.problem}"
-        st.html(markup.banner(sentence, palette.LIVENESS["lost"]))
-    found = [*look.snapshot.alerts, *(general.value or ())]
-    parts.firing(found, place.run, known=not (general.problem or look.problem))
+    own, general = (kept.ALERTS.get(place.url, run) for run in (place.run, NO_RUN))
+    for reading, whose in ((own, f"of {place.run}"), (general, "that concern no run")):
+        if reading.problem and not look.problem:
+            sentence = f"Alerts {whose} are not known as of now: {reading.problem}"
+            st.html(markup.banner(sentence, palette.LIVENESS["lost"]))
+    found = [*(own.value or ()), *(general.value or ())]
+    parts.firing(found, place.run, known=not (own.problem or general.problem))
     parts.resolved(found)

@@ -70,7 +70,7 @@ def _next(place: Place) -> None:
     if found.problem:
         return
     runs = urgency.ordered(found.runs)
-    fires = firing.firing(place.url, [run.run for run in runs if run.liveness != "finished"])
+    fires = firing.firing(place.url)
     moment = time.time()
     tasks = [task for run in runs if (task := urgency.task(run, fires.of(run.run), moment))]
     tasks += [task for task in [urgency.of_no_run(fires.of(firing.NO_RUN))] if task]

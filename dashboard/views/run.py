@@ -7,11 +7,16 @@ import streamlit as st
 from tidegate.dashboard import feed
 from tidegate.dashboard.digest import digest
 from tidegate.dashboard.parts import header, phases, resources, storage, update
-from tidegate.dashboard.place import Place, live
+from tidegate.dashboard.place import Place, live, slow
+
+
+def run(place: Place) -> None:
+    _first_screen(place)
+    _below(place)
 
 
 @live
-def run(place: Place) -> None:
+def _first_screen(place: Place) -> None:
     look = feed.look(place.url, place.run, place.rank)
     snapshot = look.snapshot
     if snapshot is None:
@@ -26,6 +31,14 @@ def run(place: Place) -> None:
     with right:
         phases.history(snapshot)
         update.waits(snapshot, figures)
+
+
+@slow
+def _below(place: Place) -> None:
+    snapshot = feed.look(place.url, place.run, place.rank).snapshot
+    if snapshot is None:
+        return
+    figures = digest(snapshot.steps)
     left, right = st.columns([16, 9], gap="medium")
     with left:
         resources.memory(snapshot)

@@ -76,15 +76,14 @@ def _whose(place: Place) -> dict[str, str | int]:
 
 
 def _hold(place: Place) -> None:
-    snapshot = feed.look(place.url, place.run, place.rank).snapshot
-    if snapshot is not None and snapshot.timeline is not None:
-        links.go("timeline", **_whose(place), step=snapshot.timeline.step)
+    view = feed.newest_timeline(place.url, place.run, place.rank)
+    if view is not None:
+        links.go("timeline", **_whose(place), step=view.step)
 
 
 @live
 def _newest(place: Place) -> None:
-    snapshot = feed.look(place.url, place.run, place.rank).snapshot
-    _draw(place, snapshot.timeline if snapshot else None)
+    _draw(place, feed.newest_timeline(place.url, place.run, place.rank))
 
 
 def _one(place: Place, step: int) -> None:
@@ -120,8 +119,7 @@ def _expected(place: Place, view: TimelineView) -> TimelineView | None:
 def _trace(place: Place, step: int | None) -> str:
     """The step as a Chrome trace; an empty one when it is gone meanwhile."""
     if step is None:
-        snapshot = feed.look(place.url, place.run, place.rank).snapshot
-        view = snapshot.timeline if snapshot else None
+        view = feed.newest_timeline(place.url, place.run, place.rank)
     else:
         view = feed.timeline(place.url, place.run, place.rank, step)
     predicted = _expected(place, view) if view else None

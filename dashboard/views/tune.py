@@ -7,7 +7,7 @@ import streamlit as st
 from tidegate.dashboard import feed, snippets
 from tidegate.dashboard.digest import digest
 from tidegate.dashboard.parts import advice, editor, forecast, header, history, knobs_now, trial
-from tidegate.dashboard.place import Place, live, told
+from tidegate.dashboard.place import Place, live, slow, told
 
 
 def tune(place: Place) -> None:
@@ -41,7 +41,7 @@ def _knobs(place: Place) -> None:
         advice.advice(place, snapshot)
 
 
-@live
+@slow
 def _history(place: Place) -> None:
     snapshot = feed.look(place.url, place.run, place.rank).snapshot
     if snapshot is not None:

@@ -111,6 +111,18 @@ def test_alerts_of_no_run_and_of_runs_that_nobody_knows(daemon: Daemon) -> None:
         daemon.client().alerts("no-such-run")
 
 
+def test_one_question_tells_what_fires_anywhere(daemon: Daemon) -> None:
+    runs = [Agent(daemon, new_run()).message.run for _ in range(2)]
+    mine = [alert(run) for run in (*runs, None)]
+    over = alert(runs[0], status="resolved", endsAt=END)
+    tell(daemon, *mine, over)
+    ours = {told["fingerprint"] for told in (*mine, over)}
+    found = {told.fingerprint: told.run for told in daemon.client().firing() if told.fingerprint in ours}
+    assert found == {told["fingerprint"]: told["labels"].get("run", "") for told in mine}
+    every = daemon.http("GET", "/v1/alerts?runs=all", "read").json()
+    assert {told["fingerprint"] for told in every} >= ours
+
+
 def test_an_event_tells_the_screens(daemon: Daemon) -> None:
     run, client = new_run(), daemon.client()
     Agent(daemon, run)

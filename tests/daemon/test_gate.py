@@ -9,7 +9,15 @@ import pytest
 
 from tests.daemon.live import Agent, Daemon, hello, new_run
 from tidegate.client import MAX_BODY_BYTES
+from tidegate.daemon.main import _listen
 from tidegate.daemon.settings import Settings
+
+
+def test_the_body_of_an_answer_waits_for_no_acknowledgement_of_its_head() -> None:
+    with _listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8790", "[::1]:8790", "LOCALHOST", socket.gethostname()])

@@ -13,16 +13,14 @@ if ROOT not in sys.path:
     sys.path.append(ROOT)
 
 from tests.dashboard.scripted import Daemon, start_daemon  # noqa: E402
-from tidegate.dashboard import feed, kept  # noqa: E402
+from tidegate.dashboard import feed  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def _nothing_cached() -> Iterator[None]:
     feed.forget()
-    kept.forget()
     yield
     feed.forget()
-    kept.forget()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import re
 from html import unescape
 from pathlib import Path
 
-import streamlit as st
 from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
@@ -26,8 +25,7 @@ def page(path: str = "run", **query: str) -> AppTest:
 
 
 def again(app: AppTest) -> AppTest:
-    st.cache_data.clear()
-    kept.forget()
+    kept.expire()
     app.run()
     assert not app.exception
     return app

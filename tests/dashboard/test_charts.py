@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 
 import plotly.graph_objects as go
 import pytest
 
 from tests.dashboard.scripted import RATES, SUBGROUPS, step_report, timeline
-from tidegate.dashboard import charts, edits, gantt, palette, tide, units
+from tidegate.dashboard import charts, edits, gantt, palette, plot, tide, units
 from tidegate.dashboard.digest import digest, pace, verdict
 from tidegate.dashboard.lanes import lane_use
 from tidegate.dashboard.parts.gantt import expected
@@ -59,6 +60,7 @@ def test_shares_knobs_and_counts() -> None:
     assert [units.knob("stride", v) for v in (None, "auto", 3.0, 2.5)] == ["–", "auto", "3", "2.5"]
     assert [units.knob("host_cache", v) for v in ("auto", 0, 8 * 2**30)] == ["auto", "0", "8GiB"]
     assert [units.count(v) for v in (12, 4096, 1.1e9)] == ["12", "4.10 k", "1.10 G"]
+    assert [units.change(v) for v in (0.123, -0.24, 0.0)] == ["+12 %", "\u221224 %", "+0 %"]
 
 
 def test_every_phase_lane_kind_and_cause_has_one_colour_of_its_own() -> None:
@@ -102,7 +104,7 @@ def test_the_verdict_says_what_the_update_waits_for() -> None:
 
 def test_the_gantt_has_every_op_of_the_update_on_its_lane() -> None:
     view = timeline(7)
-    figure = gantt.gantt(view)
+    figure = go.Figure(gantt.gantt(view))
     names = figure.layout.yaxis.ticktext
     drawn = {(trace.name, names[round(at)]) for trace in figure.data for at in trace.y}
     in_update = {OpKind(s.kind) for s in view.spans if s.kind != "grad_d2h"}
@@ -120,8 +122,8 @@ def test_the_gantt_has_every_op_of_the_update_on_its_lane() -> None:
 
 def test_the_whole_step_shows_early_gradients_too() -> None:
     view = timeline(7)
-    assert "gradient out" not in {trace.name for trace in gantt.gantt(view).data}
-    assert "gradient out" in {trace.name for trace in gantt.gantt(view, "step").data}
+    assert "gradient out" not in {trace.name for trace in go.Figure(gantt.gantt(view)).data}
+    assert "gradient out" in {trace.name for trace in go.Figure(gantt.gantt(view, "step")).data}
 
 
 def test_the_prediction_is_below_in_each_lane_and_the_path_ends_with_the_update() -> None:
@@ -132,7 +134,7 @@ def test_the_prediction_is_below_in_each_lane_and_the_path_ends_with_the_update(
             "spans": tuple(row.model_copy(update={"end": (row.start + row.end) / 2}) for row in view.spans),
         }
     )
-    figure = gantt.gantt(view, predicted=quick, ink="#123456")
+    figure = go.Figure(gantt.gantt(view, predicted=quick, ink="#123456"))
     path = next(trace for trace in figure.data if trace.name == "critical path")
     assert path.line.color == "#123456"
     last = max(view.spans, key=lambda row: row.end)
@@ -147,7 +149,20 @@ def test_the_prediction_is_below_in_each_lane_and_the_path_ends_with_the_update(
         assert sum(below.x) == pytest.approx(sum(above.x) / 2)
         assert below.customdata[0].startswith("predicted: ")
     assert any("on the critical path" in words for words in measured["state in"].customdata)
-    assert not any("critical" in trace.name for trace in gantt.gantt(view).data)
+    assert not any("critical" in trace.name for trace in go.Figure(gantt.gantt(view)).data)
+
+
+@pytest.mark.parametrize(("times", "shown"), [(1.5, 1.5), (100.0, gantt.FURTHEST), (0.5, 1.0)])
+def test_a_prediction_that_is_far_off_leaves_the_measured_update_readable(times: float, shown: float) -> None:
+    view = timeline(7)
+    first, last = gantt.window(view, "update")
+    phases = tuple(
+        row if row.phase != "update" else row.model_copy(update={"end": first + times * (last - first)})
+        for row in view.phases
+    )
+    figure = gantt.gantt(view, predicted=view.model_copy(update={"phases": phases}))
+    seconds = shown * (last - first)
+    assert figure["layout"]["xaxis"]["range"][1] == pytest.approx(seconds * plot.time_scale(seconds)[0])
 
 
 def test_lanes_with_a_prediction_are_compared() -> None:
@@ -156,6 +171,8 @@ def test_lanes_with_a_prediction_are_compared() -> None:
     found = expected(view, rates)
     assert found is not None
     assert {row.lane for row in found.spans} == {row.lane for row in view.spans}
+    assert expected(view, rates) is found, "the simulator is asked once"
+    assert expected(view.model_copy(), rates) is not found
     assert expected(view, None) is None
     assert expected(view, replace(rates, cpu_params_per_second=None)) is None
     assert expected(view.model_copy(update={"num_spans": 5000}), rates) is None
@@ -169,27 +186,28 @@ def test_the_tide_has_a_wave_for_each_phase_in_its_place() -> None:
     assert waves[3].at == 2.0
     whole = STEPS[0].phase_seconds
     assert waves[0].width == pytest.approx(whole["forward"] / sum(whole.values()))
-    figure = tide.tide(STEPS, 80_000_000_000)
+    figure = go.Figure(tide.tide(STEPS, 80_000_000_000))
     assert {trace.name for trace in figure.data} >= {"backward", "host state", "host mirror", "host gradient"}
     assert len(next(trace for trace in figure.data if trace.name == "backward").x) == tide.STEPS
     assert figure.layout.yaxis2.autorange == "reversed"
-    assert "80.0 GB in all" in figure.layout.annotations[0].text
-    bare = tide.tide([step.model_copy(update={"device_memory_peak_bytes": {}}) for step in STEPS], 80_000_000_000)
+    assert "80.0 GB in all" in figure.layout.annotations[-1].text
+    none = [step.model_copy(update={"device_memory_peak_bytes": {}}) for step in STEPS]
+    bare = go.Figure(tide.tide(none, 80_000_000_000))
     assert all(trace.name.startswith("host") for trace in bare.data)
-    assert not bare.layout.annotations
+    assert not bare.layout.shapes
 
 
 def test_changes_of_knobs_are_marked_where_they_are_in_sight() -> None:
     marks = [charts.Mark(30, "1", "stride = 3"), charts.Mark(900, "2", "stride = 4")]
-    figure = charts.phase_history(STEPS, marks)
+    figure = go.Figure(charts.phase_history(STEPS, marks))
     assert [shape.x0 for shape in figure.layout.shapes] == [29.5]
     assert figure.data[-1].customdata == ("stride = 3",)
 
 
 def test_cores_are_cpu_seconds_by_seconds_of_the_phase() -> None:
-    figure = charts.cpu_cores(STEPS)
+    figure = go.Figure(charts.cpu_cores(STEPS))
     forward = next(trace for trace in figure.data if trace.name == "forward")
-    assert forward.y[0] == pytest.approx(0.7 / 0.61)
+    assert forward.y[0] == pytest.approx(0.7 / 0.61, rel=1e-4)
     assert {trace.name for trace in figure.data} == {"forward", "backward", "update"}
 
 
@@ -223,15 +241,15 @@ def test_lane_use_counts_what_lies_inside_the_update() -> None:
 
 @pytest.mark.parametrize("steps", [(), STEPS[:1], STEPS], ids=["none", "one", "many"])
 def test_every_chart_can_be_drawn(steps: tuple[StepReport, ...]) -> None:
-    figures: list[go.Figure] = [
+    figures = [
         charts.phase_history(steps),
         charts.stalls_by_cause(steps),
         charts.link_bytes(steps),
         charts.cpu_cores(steps),
         tide.tide(steps, 80_000_000_000),
-        charts.series(([s.step for s in steps], [s.loss or 0.0 for s in steps]), "loss", "none", "#000000"),
+        charts.series(([s.step for s in steps], [s.loss or 0.0 for s in steps]), "none", "#000000"),
     ]
-    for figure in figures:
+    for figure in map(go.Figure, figures):
         assert figure.to_json()
         assert bool(figure.data) == bool(steps)
         assert bool(figure.layout.annotations) or steps, "an empty chart says why"
@@ -239,7 +257,7 @@ def test_every_chart_can_be_drawn(steps: tuple[StepReport, ...]) -> None:
 
 def test_no_stalls_is_good_news_and_not_an_empty_chart() -> None:
     calm = STEPS[0].model_copy(update={"stalls": (StallRow(phase="update", cause="h2d", seconds=0.0),)})
-    assert "No stalls" in charts.stalls_by_cause((calm,)).layout.annotations[0].text
+    assert "No stalls" in charts.stalls_by_cause((calm,))["layout"]["annotations"][0]["text"]
 
 
 def test_the_outcome_of_a_refusal_has_its_figures() -> None:
@@ -250,3 +268,30 @@ def test_the_outcome_of_a_refusal_has_its_figures() -> None:
     good, sentence = edits.outcome(refused)
     assert not good
     assert "21.3 GB, 14.0 GB" in sentence
+
+
+def test_no_label_that_moves_with_the_steps_is_measured() -> None:
+    """Plotly would remember its size at each place where it ever stood, and lay out the page for each."""
+    figures = [
+        charts.phase_history(STEPS), charts.stalls_by_cause(STEPS), charts.link_bytes(STEPS), charts.cpu_cores(STEPS),
+        charts.series(([1, 2], [1.0, 2.0]), "", "#000000"), tide.tide(STEPS, 80_000_000_000), gantt.gantt(timeline(7)),
+    ]  # fmt: skip
+    for figure in figures:
+        axes = {name: axis for name, axis in figure["layout"].items() if "axis" in name}
+        assert len(axes) >= 2
+        for axis in axes.values():
+            assert "title" not in axis
+            still = axis.get("type") == "category" or "ticktext" in axis
+            if not still:
+                assert (axis["automargin"], axis["tickangle"], axis["ticklabeloverflow"]) == (False, 0, "allow")
+        template = plot.themed(figure, "dark")["layout"]["template"]["layout"]
+        assert not {"title", "automargin"} & {*template["xaxis"], *template["yaxis"]}
+        assert len(json.dumps(figure)) < 25_000, "small enough to send often"
+
+
+def test_a_chart_keeps_what_it_says_under_either_theme() -> None:
+    figure = charts.phase_history(STEPS)
+    light, dark = (go.Figure(plot.themed(figure, theme)) for theme in ("light", "dark"))
+    assert light.data == dark.data
+    assert light.layout.template.layout.font.color != dark.layout.template.layout.font.color
+    assert light.layout.height == dark.layout.height == plot.TALL

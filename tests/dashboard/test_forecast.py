@@ -77,13 +77,13 @@ def test_without_a_prediction_there_are_no_lines_and_a_reason() -> None:
 
 def test_a_headline_says_how_far_predictions_are_off() -> None:
     assert forecast.headline(preview()) == (
-        "Predicted update: 1.00 s → 500 ms (-50%). Predictions of this run are off by 12 % now."
+        "Predicted update: 1.00 s → 500 ms (\u221250 %). Predictions of this run are off by 12 % now."
     )
 
 
 def test_an_effect_is_told_beside_its_prediction() -> None:
     effect = MeasuredEffect(steps_before=20, steps_after=8, update_seconds_before=2.0, update_seconds_after=1.0)
-    measured = "measured: update 2.00 s → 1.00 s (-50%)"
+    measured = "measured: update 2.00 s → 1.00 s (\u221250 %)"
     counted = "8 steps after, 20 before"
     assert forecast.against(effect, None) == f"{measured}; {counted}"
-    assert forecast.against(effect, (2.0, 0.5)) == f"{measured}; predicted: 2.00 s → 500 ms (-75%); {counted}"
+    assert forecast.against(effect, (2.0, 0.5)) == f"{measured}; predicted: 2.00 s → 500 ms (\u221275 %); {counted}"

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from streamlit.web.server.starlette import starlette_server
 
 from tidegate import dashboard
+from tidegate.dashboard import serve
 
 
 def test_the_command_is_private_headless_and_where_it_was_asked_to_be() -> None:
     words = dashboard.command(8501, "http://127.0.0.1:8790", "0.0.0.0")
-    assert words[:4] == [sys.executable, "-m", "streamlit", "run"]
+    assert words[:4] == [sys.executable, "-m", "tidegate.dashboard.serve", "run"]
     assert Path(words[4]).name == "main.py"
     assert Path(words[4]).is_file()
     assert {"--server.port=8501", "--server.address=0.0.0.0", "--server.headless=true"} <= set(words)
@@ -41,3 +43,16 @@ def test_a_taken_port_is_one_sentence_and_exit_code_1(capsys: pytest.CaptureFixt
 def test_asking_for_the_command_needs_no_streamlit() -> None:
     script = "import sys, tidegate.dashboard; sys.exit('streamlit' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+
+
+def test_the_messages_of_a_refresh_wait_for_no_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "listen", socket.socket.listen)  # as it was, afterwards
+    serve.send_at_once()
+    with (
+        starlette_server._bind_socket("127.0.0.1", 0, 16) as listener,
+        socket.create_connection(listener.getsockname()),
+    ):
+        listener.setblocking(True)
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

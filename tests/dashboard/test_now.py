@@ -12,6 +12,7 @@ from tests.dashboard.screen import again, page, text
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report
 from tests.dashboard.test_alerts import tell
 from tests.services import until
+from tidegate.client import DaemonClient
 from tidegate.dashboard import firing, kept, urgency
 from tidegate.dashboard.parts import card
 from tidegate.errors import DaemonUnreachable
@@ -162,15 +163,21 @@ def test_what_fires_in_no_run_is_something_to_do(daemon: Daemon) -> None:
     assert "TidegateDaemonSlow" in text(app)
 
 
-def test_a_run_that_is_gone_hides_no_alert_of_others(daemon: Daemon) -> None:
-    Agent(daemon).train(1)
+def test_one_question_tells_what_fires_in_all_runs(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    for run in ("llama-7b", "other"):
+        Agent(daemon, run=run).train(1)
     tell(daemon, "TidegatePathSlow", "warning", "")
-    found = firing.firing(daemon.url, ["gone", "llama-7b"])
-    assert [alert.alert for alert in found.of("llama-7b")] == ["TidegatePathSlow"]
+    tell(daemon, "TidegateDaemonSlow", "critical", "", run="")
+    monkeypatch.setattr(DaemonClient, "alerts", lambda *_: pytest.fail("asked for one run"))
+    found = firing.firing(daemon.url)
+    named = {run: [alert.alert for alert in found.of(run)] for run in ("llama-7b", "other", firing.NO_RUN)}
+    assert named == {"llama-7b": ["TidegatePathSlow"], "other": [], "": ["TidegateDaemonSlow"]}
     assert found.problem is None
-    kept.forget()
+    kept.expire()
     daemon.stop()
-    assert firing.firing(daemon.url, ["gone", "llama-7b"]).problem
+    away = firing.firing(daemon.url)
+    assert away.problem
+    assert away.by_run == found.by_run, "what was known last stays"
 
 
 def test_what_is_not_known_is_not_said_to_be_nothing(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +187,8 @@ def test_what_is_not_known_is_not_said_to_be_nothing(daemon: Daemon, monkeypatch
     Agent(daemon).report()
     assert "Nothing to do." in text(page("now"))
     assert "Nothing fires." in text(page("alerts"))
-    monkeypatch.setattr(kept, "ALERTS", kept.Kept(unanswered, 5.0))
+    for kind in ("ALERTS", "FIRING"):
+        monkeypatch.setattr(kept, kind, kept.Kept(unanswered, 5.0))
     shown = text(page("now"))
     assert "Nothing to do is known." in shown
     assert "What fires is not known in full: It does not answer." in shown

@@ -12,7 +12,7 @@ import pytest
 from tests.dashboard.screen import again, page, text
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, timeline
 from tests.services import until
-from tidegate.dashboard import feed
+from tidegate.dashboard import feed, kept
 from tidegate.wire import AgentReport
 
 
@@ -209,8 +209,8 @@ def test_a_run_that_begins_again_shows_no_timeline_of_before(daemon: Daemon, mon
     page("timeline")
     assert feed.timeline(daemon.url, "llama-7b", 0, 3) == before
     Agent(daemon, step=3).report(timeline=after)
-    feed.st.cache_data.clear()
-    monkeypatch.setattr(feed, "_timeline", lambda *_: None)  # the newest is not on a screen yet
+    kept.expire()
+    monkeypatch.setattr(feed, "_TIMELINES", kept.Kept(lambda *_: None, 1.0))  # the newest is not on a screen yet
     assert feed.look(daemon.url, "llama-7b", 0).snapshot
     assert feed.timeline(daemon.url, "llama-7b", 0, 3) == after
 
