@@ -23,7 +23,7 @@ LONGEST_WAIT_STEPS: Final = 64
 LOOK_SHARE: Final = 3e-4
 """Share of the time that looks may take."""
 URGENT_SHARE: Final = 1e-3
-"""The same for one after a drift, or after a probe: that may come sooner."""
+"""The same for one after a drift."""
 MINIMUM_GAIN: Final = 0.05
 """Share of the update time that a move must promise."""
 PROVEN_GAIN: Final = MINIMUM_GAIN / 2
@@ -226,7 +226,7 @@ class Tuner:
             self._refute(trial)
         if trial.move.gain is None:
             self._wait(1)  # that is what the probe was for
-            self._urgent = True
+            self._urgent, self._urgent_look_at = True, 0.0
         elif kept and trial.is_clear:
             self._wait(FIRST_LOOK_STEPS)
         else:
