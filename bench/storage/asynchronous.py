@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO-3 with CPU offload, changed in one thing: gradients go to host memory on a stream of their own.
 
-DeepSpeed 0.19.8 copies a gradient to the host, back, and as fp32 to the host again, in the stream that reduces it, where
+DeepSpeed 0.19.8 copies a gradient to the host, back, and as fp32 to the host again, in the stream that reduces it:
 the next ones wait. Here it becomes fp32 on the device and crosses once, while the backward goes on; `step()` waits for
 what is left. Beside this a gain of ours is not that of the copies alone.
 """

@@ -27,10 +27,16 @@ class Recorder:
         self.outcome = ("passed", "")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """What has an outcome already, or was being run when all was stopped, is not run again."""
-        lines = map(json.loads, self.log.read_text().splitlines())
+        """What has an outcome already, or was being run when all was stopped, is not run again; without Tidegate only
+        what has failed with it is."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
         known = {line["test"] for line in lines if line["mode"] == self.mode}
-        items[:] = [item for item in items if item.nodeid not in known and stage_of(item) == 3]
+        failed = {line["test"] for line in lines if line["mode"] == "tidegate" and line.get("outcome") == "failed"}
+        items[:] = [
+            item
+            for item in items
+            if item.nodeid not in known and stage_of(item) == 3 and (self.mode == "tidegate" or item.nodeid in failed)
+        ]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

@@ -23,9 +23,16 @@ OTHER_STAGE = "makes an engine of another stage than 3"
 
 def in_rank(executor: type) -> None:
     """Called at the end of tests/unit/common.py, from which each rank takes `DistributedExec`."""
+    import cpuinfo
+    import deepspeed.comm.torch as backend
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+    # Asked for at every engine, by a process of its own for each rank: most of the time of many tests.
+    processor = cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info = lambda: processor
+    # For reductions in inference; every rank would wait for a lock to see whether it is built.
+    backend.build_shm_op = lambda: None
     # DeepSpeed refuses fp16 on CPUs without instructions for it, and its tests skip it then; torch does it there.
     get_accelerator().is_fp16_supported = lambda: True
     if not hasattr(DeepSpeedEngine, "sparse_tensor_module_names"):
