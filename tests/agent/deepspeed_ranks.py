@@ -287,6 +287,22 @@ def local_state(folder: Path) -> None:
     engine.destroy()
 
 
+def norms_of_gradients(folder: Path) -> None:
+    """DeepSpeed's norms of gradient groups are those of the gradients that are there, set ones included. Its setting
+    for storage makes the folder."""
+    nvme = {"device": "nvme", "nvme_path": str(folder / "made" / "by-us")}
+    with both({"stride": 2, "subgroup_numel": 700}) as (stock, ours):
+        for engine in (stock, ours):
+            train(engine, 0)
+            safe_set_local_grad(engine.module.first.weight, torch.full((13 * 33,), 0.25))
+        wanted, found = (torch.stack(engine.optimizer._get_norm_groups()) for engine in (stock, ours))
+        torch.testing.assert_close(found, wanted)
+        assert found.min() > 0
+    engine = engine_of(config_of({}, zero={"offload_optimizer": nvme}))
+    assert [path for path in (folder / "made" / "by-us").iterdir()]
+    engine.destroy()
+
+
 def refused(folder: Path) -> None:
     """What cannot work is said when the engine is made; where the block allows it, DeepSpeed goes on alone."""
 
@@ -432,6 +448,7 @@ def main(folder: Path, what: str) -> None:
         if dist.get_world_size() == 1:
             released_gradients(folder)
             local_state(folder)
+            norms_of_gradients(folder)
             refused(folder)
         knobs_over_rest(folder)
         (folder / f"worst-{dist.get_rank()}.json").write_text(json.dumps(worst))

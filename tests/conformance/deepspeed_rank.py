@@ -5,6 +5,7 @@ what fails. For `deepspeed_own`, which sets the environment that is read here.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -24,7 +25,6 @@ OTHER_STAGE = "makes an engine of another stage than 3"
 def in_rank(executor: type) -> None:
     """Called at the end of tests/unit/common.py, from which each rank takes `DistributedExec`."""
     import cpuinfo
-    import deepspeed.comm.torch as backend
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -32,7 +32,8 @@ def in_rank(executor: type) -> None:
     processor = cpuinfo.get_cpu_info()
     cpuinfo.get_cpu_info = lambda: processor
     # For reductions in inference; every rank would wait for a lock to see whether it is built.
-    backend.build_shm_op = lambda: None
+    # (deepspeed.comm has torch itself by that name.)
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     # DeepSpeed refuses fp16 on CPUs without instructions for it, and its tests skip it then; torch does it there.
     get_accelerator().is_fp16_supported = lambda: True
     if not hasattr(DeepSpeedEngine, "sparse_tensor_module_names"):
