@@ -26,13 +26,13 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 import tidegate
 
-VOCABULARY, WIDTH, TOKENS, BATCH = 512, 64, 64, 16
+VOCABULARY, WIDTH, TOKENS, BATCH = 256, 32, 32, 32
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "fp32": {},
     "fp32, clipped": {"gradient_clipping": 0.5},
     "bf16": {"bf16": {"enabled": True}},
 }
-BLOCK = {"stride": 2, "static_ratio": 0.25, "subgroup_numel": 20_000, "cpu_threads": 1}
+BLOCK = {"stride": 2, "static_ratio": 0.25, "subgroup_numel": 6_000, "cpu_threads": 1}
 
 
 class Language(torch.nn.Module):
@@ -67,7 +67,7 @@ def losses(
     model = Language()
     config = {
         "train_micro_batch_size_per_gpu": BATCH, "steps_per_print": 10_000,
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 40_000},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 10_000},
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}},
         **way, **({"tidegate": dict(block)} if block is not None else {}),
     }  # fmt: skip
@@ -90,15 +90,15 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
 
 
 def measured(steps: int, seeds: int, way: Mapping[str, Any]) -> dict[str, Any]:
-    """How far DeepSpeed with two threads, and ours with one and two, are from DeepSpeed with one, over all seeds."""
+    """How far DeepSpeed with two threads, and ours, are from DeepSpeed with one, over all seeds."""
     runs = {
         name: torch.stack([losses(seed, threads, block, steps, way) for seed in range(seeds)])
-        for name, threads, block in (("one", 1, None), ("two", 2, None), ("ours", 1, BLOCK), ("ours_two", 2, BLOCK))
+        for name, threads, block in (("one", 1, None), ("two", 2, None), ("ours", 1, BLOCK))
     }
-    spread, ours, ours_two = (apart(runs[name], runs["one"]) for name in ("two", "ours", "ours_two"))
+    spread, ours = (apart(runs[name], runs["one"]) for name in ("two", "ours"))
     return {
         "first_loss": runs["one"][:, 0].mean().item(), "last_loss": runs["one"][:, -1].mean().item(),
-        "deepspeed_two_threads": spread, "ours": ours, "ours_two_threads": ours_two,
+        "deepspeed_two_threads": spread, "ours": ours,
         "ours_by_deepspeed": {key: ours[key] / spread[key] if spread[key] else None for key in spread},
     }  # fmt: skip
 

@@ -299,7 +299,7 @@ def norms_of_gradients(folder: Path) -> None:
         torch.testing.assert_close(found, wanted)
         assert found.min() > 0
     engine = engine_of(config_of({}, zero={"offload_optimizer": nvme}))
-    assert [path for path in (folder / "made" / "by-us").iterdir()]
+    assert any((folder / "made" / "by-us").iterdir())
     engine.destroy()
 
 
@@ -443,6 +443,10 @@ def main(folder: Path, what: str) -> None:
     get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     tidegate.enable_deepspeed()
+    if what == "universal":
+        reload_universal(folder)
+        (folder / f"universal-{dist.get_rank()}").touch()
+        return
     if what == "train":
         worst = updates(folder)
         if dist.get_world_size() == 1:

@@ -18,9 +18,9 @@ RULES: tuple[tuple[str, str, Kind, str], ...] = (
     ("", r"optimizer is torch\.optim\.sgd\.SGD", "not supported", "SGD is refused: Adam and AdamW are what it takes"),
     ("", r'offload_param.device is "nvme"', "not supported", "offload_param to NVMe is refused"),
     ("", "offload_states moves DeepSpeed's own state", "not supported",
-     "offload_states and reload_states are refused: where state is, is Tidegate's, and static_ratio says how much of it"),
+     "offload_states and reload_states are refused: static_ratio says how much state is on the device"),
     ("LargeParam", "should only have one parameter group", "by design",
-     "averaged_gradients is an attribute of runs without offload; gradients are Tidegate's, safe_get_full_grad has them"),
+     "reads averaged_gradients, which runs with offload do not have; safe_get_full_grad has them"),
     (r"ParamPartitioningBase::test_zero_grad\[True\]", "AssertionError", "by design",
      "zero_grad() and then step() updates with zeros; DeepSpeed updates with the gradients that were dropped"),
 )  # fmt: skip
