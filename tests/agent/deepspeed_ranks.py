@@ -45,6 +45,7 @@ from deepspeed.utils import (
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import tidegate
+from bench.storage.asynchronous import AsynchronousGradients
 from tidegate.agent.integrations import deepspeed_support as support
 from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError
@@ -303,6 +304,23 @@ def norms_of_gradients(folder: Path) -> None:
     engine.destroy()
 
 
+def asynchronous_copies(folder: Path) -> None:
+    """DeepSpeed with gradients copied as our baseline does it has DeepSpeed's weights, bit for bit."""
+    for ways in ({}, BF16):
+        ends = []
+        for changed in (False, True):
+            engine = engine_of(config_of(None, gradient_clipping=0.05, **ways))
+            if changed:
+                AsynchronousGradients(engine.optimizer)
+            for step in range(4):
+                train(engine, step)
+                engine.step()
+            engine.optimizer_steps = 1
+            ends.append(state_of(engine))
+            engine.destroy()
+        assert all(torch.equal(value, ends[1][key]) for key, value in ends[0].items())
+
+
 def refused(folder: Path) -> None:
     """What cannot work is said when the engine is made; where the block allows it, DeepSpeed goes on alone."""
 
@@ -453,6 +471,7 @@ def main(folder: Path, what: str) -> None:
             released_gradients(folder)
             local_state(folder)
             norms_of_gradients(folder)
+            asynchronous_copies(folder)
             refused(folder)
         knobs_over_rest(folder)
         (folder / f"worst-{dist.get_rank()}.json").write_text(json.dumps(worst))
