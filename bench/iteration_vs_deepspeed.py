@@ -1,14 +1,19 @@
 """Claim: an iteration of DeepSpeed ZeRO-3 is faster with Tidegate in it than with DeepSpeed's own offload, to host
 memory and to NVMe.
 
-Four processes train the same fp32 model with DeepSpeed on its CPU accelerator, in interleaved rounds: its own
-`offload_optimizer` `cpu` and `nvme` (pipelined both ways), and both with a `"tidegate"` block. With storage both get
-the same host memory beside weights and gradients: DeepSpeed's 12 buffers, the least with which it pipelines.
+Processes train the same model with DeepSpeed, in interleaved rounds: its own `offload_optimizer` `cpu` and `nvme`
+(pipelined both ways), and both with a `"tidegate"` block. With storage both get the same host memory beside weights and
+gradients: DeepSpeed's 12 buffers, the least with which it pipelines.
 
 `update_ratio_nvme`: DeepSpeed's `engine.step()` by ours. `iteration_ratio_nvme`, `iteration_ratio_cpu`: forward,
-backward and step. Above 1 is faster. The device is emulated, unpaced: its copies are copies in host memory, which
-DeepSpeed does not need there. Nothing is claimed about a GPU; on one, `stock with asynchronous gradient copies only`
-has to be compared with, too, which is not done here.
+backward and step. Above 1 is faster.
+
+Without a GPU it is DeepSpeed's CPU accelerator, fp32, and an emulated device, unpaced: its copies are copies in host
+memory, which DeepSpeed does not need there, and nothing is said about a GPU.
+
+With CUDA weights are bf16, and one more side trains: DeepSpeed's own offload to host memory, changed in nothing but
+that gradients are copied asynchronously (`storage/asynchronous.py`). `iteration_ratio_cpu_asynchronous` is that one by
+ours, so that what such copies give alone is not claimed for the rest. Without CUDA it is null.
 """
 
 from __future__ import annotations
@@ -16,7 +21,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import logging
 import os
 import platform
 import random
@@ -26,122 +30,71 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from storage.deepspeed_side import BUFFERS, buffer_bytes
+import torch
+from storage.deepspeed_side import DeepSpeed, buffer_bytes, on_nvme
 from storage.figures import cpu_name, ratios, spread
 from storage.side import Model, Side
 
 WARM_UP = 2
+LEAST_ROUNDS = 3
 IO_THREADS = 4
 BLOCK_BYTES = 1 << 20
 UNPACED = {"h2d_bytes_per_second": 1e15, "d2h_bytes_per_second": 1e15, "update_params_per_second": 1e15}
 SLOT_BYTES = 12
-"""For each parameter in a host slot or in the cache: fp32 weight and moments."""
+"""For each parameter in a host slot or in the cache: fp32 weight and moments, in bf16 the weight and its remainder."""
+STATE_BYTES = {"float32": 8, "bfloat16": 10}
+SIZES = {"cpu": (24, 2048), "cuda": (12, 8192)}
+"""Layers and width: 100.7 M parameters, and 805 M, whose state are 1.2 and 9.7 GB."""
 
 
-class ZeRO3:
-    """DeepSpeed with its own offload, or with `block` as its `"tidegate"` block. Subgroups of one layer."""
-
-    def __init__(self, *, model: Model, offload: dict[str, Any], block: dict[str, Any] | None, threads: int) -> None:
-        os.environ |= {"OMP_NUM_THREADS": str(threads)}
-        import torch
-
-        logging.disable(logging.WARNING)
-        import deepspeed
-
-        import tidegate
-
-        torch.manual_seed(0)
-        torch.set_num_threads(threads)
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        tidegate.enable_deepspeed()
-        layers = [torch.nn.Linear(model.width, model.width, bias=False) for _ in range(model.layers)]
-        net = torch.nn.Sequential(*layers)
-        self._x = torch.randn(model.batch, model.width)
-        subgroup = model.width**2
-        config = {
-            "train_micro_batch_size_per_gpu": model.batch,
-            "gradient_clipping": 1.0,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "zero_optimization": {
-                "stage": 3,
-                "sub_group_size": subgroup,
-                "reduce_bucket_size": subgroup,
-                "stage3_prefetch_bucket_size": subgroup,
-                "stage3_param_persistence_threshold": 0,
-                "stage3_max_live_parameters": 1 << 40,
-                "stage3_max_reuse_distance": 1 << 40,
-                "offload_optimizer": offload,
-            },
-            "aio": {
-                "block_size": BLOCK_BYTES,
-                "queue_depth": 2 * IO_THREADS,
-                "single_submit": False,
-                "overlap_events": True,
-            },
-            **({"tidegate": block} if block is not None else {}),
-        }
-        self._engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
-
-    def forward(self) -> None:
-        self._loss = self._engine(self._x).float().pow(2).mean()
-
-    def backward(self) -> None:
-        self._engine.backward(self._loss)
-
-    def update(self) -> None:
-        self._engine.step()
-
-    def told(self, backward_began: float) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        # Its files go with the folder; its own shutdown waits for collectives.
-        os._exit(0)
-
-
-def sides(folder: Path, model: Model, threads: int) -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
-    """DeepSpeed's offload settings and our block, by side."""
+def sides(folder: Path, model: Model, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What `DeepSpeed` is made with, by side."""
     for name in ("stock", "ours"):
         (folder / name).mkdir()
-    pipelined = {"buffer_count": BUFFERS, "pipeline_read": True, "pipeline_write": True}
     subgroup = model.width**2 // 2
-    cache = max(0, buffer_bytes(model) - 3 * subgroup * SLOT_BYTES)
-    block = {"stride": "off", "cpu_threads": threads, "subgroup_numel": subgroup, "emulated": UNPACED}
+    cache = max(0, buffer_bytes(model) - 3 * subgroup * SLOT_BYTES) * STATE_BYTES[model.dtype] // SLOT_BYTES
+    block = {"stride": options.stride, "cpu_threads": options.threads, "subgroup_numel": subgroup, "emulated": UNPACED}
     path = {"directory": str(folder / "ours"), "threads": IO_THREADS, "block_bytes": BLOCK_BYTES}
-    tiered = {**block, "paths": {"disk": path}, "host_cache": cache * 8 // SLOT_BYTES, "gradients": "release"}
+    tiered = {**block, "paths": {"disk": path}, "host_cache": cache, "gradients": "release"}
+    memory = {"device": "cpu", "pin_memory": options.device == "cuda"}
     return {
-        "stock_cpu": ({"device": "cpu"}, None),
-        "tidegate_cpu": ({"device": "cpu"}, block),
-        "stock_nvme": ({"device": "nvme", "nvme_path": str(folder / "stock"), **pipelined}, None),
-        "tidegate_nvme": ({"device": "cpu"}, tiered),
+        "stock_cpu": {"offload": memory},
+        "tidegate_cpu": {"offload": memory, "block": block},
+        "stock_nvme": {"offload": on_nvme(str(folder / "stock"))},
+        "tidegate_nvme": {"offload": {"device": "cpu"}, "block": tiered},
+        **({"asynchronous_cpu": {"offload": memory, "asynchronous": True}} if options.device == "cuda" else {}),
     }
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    model = Model(layers=options.layers, width=options.width)
+    model = Model(
+        layers=options.layers, width=options.width, dtype="bfloat16" if options.device == "cuda" else "float32"
+    )
+    settings = {"model": model, "threads": options.threads, "device": options.device}
+    settings |= {"block_bytes": BLOCK_BYTES, "depth": 2 * IO_THREADS}
     rounds: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         running = {
-            name: stack.enter_context(Side(ZeRO3, model=model, offload=offload, block=block, threads=options.threads))
-            for name, (offload, block) in sides(folder, model, options.threads).items()
+            name: stack.enter_context(Side(DeepSpeed, **settings, **own))
+            for name, own in sides(folder, model, options).items()
         }
         for side in running.values():
             for _ in range(WARM_UP):
                 side.step()
         end, names = time.monotonic() + options.seconds, list(running)
-        while len(rounds.get(names[0], ())) < options.rounds and (len(rounds) == 0 or time.monotonic() < end):
-            random.Random(len(rounds)).shuffle(names)
+        for done in range(options.rounds):
+            if done >= LEAST_ROUNDS and time.monotonic() > end:
+                break
+            random.Random(done).shuffle(names)
             for name in names:
                 rounds.setdefault(name, []).append(running[name].step())
     return rounds
 
 
 def result(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> dict[str, Any]:
-    def ratio(tier: str, key: str) -> dict[str, float]:
-        stock, ours = ([float(one[key]) for one in rounds[f"{who}_{tier}"]] for who in ("stock", "tidegate"))
-        return spread(ratios(stock, ours), 3)
+    def ratio(tier: str, key: str, other: str = "stock") -> dict[str, float]:
+        theirs, ours = ([float(one[key]) for one in rounds[f"{who}_{tier}"]] for who in (other, "tidegate"))
+        return spread(ratios(theirs, ours), 3)
 
     spreads = {
         "update_ratio_nvme": ratio("nvme", "update"),
@@ -149,8 +102,12 @@ def result(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace)
         "update_ratio_cpu": ratio("cpu", "update"),
         "iteration_ratio_cpu": ratio("cpu", "iteration"),
     }
+    if "asynchronous_cpu" in rounds:
+        spreads["iteration_ratio_cpu_asynchronous"] = ratio("cpu", "iteration", "asynchronous")
     return {
+        "iteration_ratio_cpu_asynchronous": None,
         **{name: figures["median"] for name, figures in spreads.items()},
+        **({} if "asynchronous_cpu" in rounds else {"note": "no CUDA: asynchronous copies alone were not measured"}),
         "spread": spreads,
         "seconds": {
             side: {key: spread([float(one[key]) for one in steps]) for key in ("backward", "update", "iteration")}
@@ -163,7 +120,8 @@ def result(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace)
         "rounds": len(rounds["stock_cpu"]),
         "parameters": options.layers * options.width**2,
         "load_at_end": round(os.getloadavg()[0], 1),
-        "device": "emulated, unpaced",
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "emulated, unpaced",
+        "stride": options.stride,
         "cpu": cpu_name(),
         "cores": options.threads,
         "kernel": platform.release(),
@@ -171,16 +129,27 @@ def result(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace)
     }
 
 
+def _stride(text: str) -> float | str:
+    return text if text in ("auto", "off") else float(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure; a folder in it is used")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=2048, help="a layer has width² parameters")
+    parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, help="12 with CUDA, else 24")
+    parser.add_argument("--width", type=int, help="a layer has width² parameters; 8192 with CUDA, else 2048")
+    parser.add_argument("--stride", type=_stride, help="ours; auto with CUDA, else off: all on the CPU")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=150.0, help="begin no round after this long")
     parser.add_argument("--json", action="store_true", help="print nothing but the result, which is all there is")
     options = parser.parse_args()
+    options.layers = options.layers or SIZES[options.device][0]
+    options.width = options.width or SIZES[options.device][1]
+    options.stride = options.stride or ("auto" if options.device == "cuda" else "off")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device: leave --device out")
     with tempfile.TemporaryDirectory(prefix="iteration-", dir=options.directory) as folder:
         print(json.dumps(result(measure(Path(folder).resolve(), options), options)))
 

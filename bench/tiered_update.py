@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from storage import fio
-from storage.deepspeed_side import DeepSpeed, buffer_bytes
+from storage.deepspeed_side import DeepSpeed, buffer_bytes, on_nvme
 from storage.figures import cpu_name, ratios, spread
 from storage.group import MemoryGroup, memory_unavailable
 from storage.ours import Ours
@@ -129,7 +129,7 @@ def start_sides(
             DeepSpeed,
             join=groups.join("deepspeed"),
             model=Model(layers=options.layers, width=options.width),
-            directory=str(folder / "deepspeed"),
+            offload=on_nvme(str(folder / "deepspeed")),
             block_bytes=options.block_kib << 10,
             depth=2 * IO_THREADS,
             threads=options.threads,

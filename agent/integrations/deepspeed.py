@@ -14,6 +14,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from tidegate.agent.attach import attach
@@ -51,6 +52,7 @@ def _with_tidegate(configure: Callable[..., None]) -> Callable[..., None]:
         if not settings.enabled or not _usable(_obstacles(engine), settings):
             configure(engine, *args, **given)
             return
+        _make_nvme_path(engine, settings)
         with _state_is_ours(engine) as restore, _class_is_ours(settings, restore):
             configure(engine, *args, **given)
         optimizer = getattr(engine.optimizer, "tidegate", None)
@@ -78,6 +80,16 @@ def _usable(obstacles: list[str], settings: Settings) -> bool:
         raise ConfigError(f"Tidegate cannot work with this DeepSpeed run:\n{reasons}")
     log.warning("Tidegate is not used in this DeepSpeed run, as it allows (fallback):\n%s", reasons)
     return False
+
+
+def _make_nvme_path(engine: Any, settings: Settings) -> None:
+    """DeepSpeed makes the folder that its own setting names; where that is a path of ours, so do we."""
+    offload = engine._config.zero_config.offload_optimizer
+    given = settings.offload.paths.get("nvme")
+    if offload is not None and offload.nvme_path is not None and isinstance(given, str):
+        folder = Path(offload.nvme_path)
+        if folder == Path(given):
+            folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

@@ -195,6 +195,15 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             for subgroup, params in enumerate(self.fp16_groups)
         }
 
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: Sequence[Any]) -> torch.Tensor:
+        """The norm over ranks of the gradients that these parameters have now: DeepSpeed's own code sums what it noted
+        as they arrived. ConfigError when they are released."""
+        self._await_reduction()
+        for param in params:
+            self.norm_for_param_grads[self.get_param_id(param)] = self._gradient_of(param).float().norm()
+        found: torch.Tensor = super().complete_grad_norm_calculation_for_cpu_offload(params)
+        return found
+
     def _await_reduction(self) -> None:
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()

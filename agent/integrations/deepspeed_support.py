@@ -28,6 +28,8 @@ FOUND_IN_TESTED: Final[Mapping[str, frozenset[str]]] = {
     "set_local_grad_for_param": frozenset({"57c8f34e4938784f"}),
     "update_fp32_grad_for_param_vectorized": frozenset({"8bb6027da90afa2e"}),
     "get_fp32_grad_partitions": frozenset({"97b9ee5677e5daa4"}),
+    "complete_grad_norm_calculation_for_cpu_offload": frozenset({"73b03aff4084df4e"}),
+    "_get_norm_groups": frozenset({"8b6a3f02f88b05c8"}),
     "step": frozenset({"6e5c7831a7b64c73"}),
     "_get_fp32_opt_state_partition": frozenset({"23ddecdc45e3cf0d"}),
     "set_full_hp_param": frozenset({"85ef9a0f40b79a03"}),

@@ -1,13 +1,13 @@
-"""The same training with DeepSpeed ZeRO-3, its optimizer state on a disk (`offload_optimizer: nvme`)."""
+"""The same training with DeepSpeed ZeRO-3, with its own optimizer offload or with Tidegate in it."""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
+from storage.asynchronous import AsynchronousGradients
 from storage.side import Model
 
 BUFFERS = 12
@@ -15,14 +15,20 @@ BUFFERS = 12
 
 
 class DeepSpeed:
-    """Subgroups of one layer. `block_bytes`, `depth`: of its asynchronous I/O."""
+    """Subgroups of one layer."""
 
     def __init__(
-        self, *, model: Model, directory: str, block_bytes: int, depth: int, threads: int, max_grad_norm: float = 1.0
-    ) -> None:
+        self, *, model: Model, offload: Mapping[str, Any], threads: int, block: Mapping[str, Any] | None = None,
+        block_bytes: int = 1 << 20, depth: int = 8, max_grad_norm: float = 1.0, device: str = "cpu",
+        asynchronous: bool = False,
+    ) -> None:  # fmt: skip
+        """offload: DeepSpeed's `offload_optimizer`. block: the `"tidegate"` block, None for DeepSpeed's own.
+
+        block_bytes, depth: of DeepSpeed's asynchronous I/O. device: "cpu" or "cuda".
+        asynchronous: DeepSpeed's own, but for its copies of gradients (`AsynchronousGradients`).
+        """
+        os.environ |= {"DS_ACCELERATOR": device, "OMP_NUM_THREADS": str(threads)}
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ["MASTER_PORT"] = str(_free_port())
-        os.environ["OMP_NUM_THREADS"] = str(threads)
         import torch
 
         logging.disable(logging.WARNING)
@@ -30,13 +36,21 @@ class DeepSpeed:
 
         torch.manual_seed(0)
         torch.set_num_threads(threads)
+        store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
+        torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        if block is not None:
+            import tidegate
+
+            tidegate.enable_deepspeed()
         linear = [torch.nn.Linear(model.width, model.width, bias=False) for _ in range(model.layers)]
         net = torch.nn.Sequential(*linear)
-        self._x = torch.randn(model.batch, model.width)
+        dtype = getattr(torch, model.dtype)
+        self._x = torch.randn(model.batch, model.width, device=device, dtype=dtype)
         subgroup = model.width**2
         config = {
             "train_micro_batch_size_per_gpu": model.batch,
             "gradient_clipping": max_grad_norm,
+            "bf16": {"enabled": dtype is torch.bfloat16},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "zero_optimization": {
                 "stage": 3,
@@ -46,27 +60,27 @@ class DeepSpeed:
                 "stage3_param_persistence_threshold": 0,
                 "stage3_max_live_parameters": 1 << 40,
                 "stage3_max_reuse_distance": 1 << 40,
-                "offload_optimizer": {
-                    "device": "nvme",
-                    "nvme_path": directory,
-                    "buffer_count": BUFFERS,
-                    "pipeline_read": True,
-                    "pipeline_write": True,
-                },
+                "offload_optimizer": dict(offload),
             },
             "aio": {"block_size": block_bytes, "queue_depth": depth, "single_submit": False, "overlap_events": True},
+            **({"tidegate": dict(block)} if block is not None else {}),
         }
-        self._engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
-        self._directory = Path(directory)
+        self.engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+        if asynchronous:
+            AsynchronousGradients(self.engine.optimizer)
+        self._finish = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def forward(self) -> None:
-        self._loss = self._engine(self._x).float().pow(2).mean()
+        self._loss = self.engine(self._x).float().pow(2).mean()
+        self._finish()
 
     def backward(self) -> None:
-        self._engine.backward(self._loss)
+        self.engine.backward(self._loss)
+        self._finish()
 
     def update(self) -> None:
-        self._engine.step()
+        self.engine.step()
+        self._finish()
 
     def told(self, backward_began: float) -> dict[str, Any]:
         return {}
@@ -76,12 +90,12 @@ class DeepSpeed:
         os._exit(0)
 
 
+def on_nvme(directory: str) -> dict[str, Any]:
+    """`offload_optimizer` with state in a folder, read and written beside the update."""
+    pipelined = {"buffer_count": BUFFERS, "pipeline_read": True, "pipeline_write": True}
+    return {"device": "nvme", "nvme_path": directory, **pipelined}
+
+
 def buffer_bytes(model: Model) -> int:
     """Host memory of its staging buffers: fp32 arrays of one subgroup."""
     return BUFFERS * 4 * model.width**2
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

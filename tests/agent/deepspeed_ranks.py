@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -24,6 +25,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -42,6 +45,7 @@ from deepspeed.utils import (
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import tidegate
+from bench.storage.asynchronous import AsynchronousGradients
 from tidegate.agent.integrations import deepspeed_support as support
 from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError
@@ -284,6 +288,39 @@ def local_state(folder: Path) -> None:
     engine.destroy()
 
 
+def norms_of_gradients(folder: Path) -> None:
+    """DeepSpeed's norms of gradient groups are those of the gradients that are there, set ones included. Its setting
+    for storage makes the folder."""
+    nvme = {"device": "nvme", "nvme_path": str(folder / "made" / "by-us")}
+    with both({"stride": 2, "subgroup_numel": 700}) as (stock, ours):
+        for engine in (stock, ours):
+            train(engine, 0)
+            safe_set_local_grad(engine.module.first.weight, torch.full((13 * 33,), 0.25))
+        wanted, found = (torch.stack(engine.optimizer._get_norm_groups()) for engine in (stock, ours))
+        torch.testing.assert_close(found, wanted)
+        assert found.min() > 0
+    engine = engine_of(config_of({}, zero={"offload_optimizer": nvme}))
+    assert any((folder / "made" / "by-us").iterdir())
+    engine.destroy()
+
+
+def asynchronous_copies(folder: Path) -> None:
+    """DeepSpeed with gradients copied as our baseline does it has DeepSpeed's weights, bit for bit."""
+    for ways in ({}, BF16):
+        ends = []
+        for changed in (False, True):
+            engine = engine_of(config_of(None, gradient_clipping=0.05, **ways))
+            if changed:
+                AsynchronousGradients(engine.optimizer)
+            for step in range(4):
+                train(engine, step)
+                engine.step()
+            engine.optimizer_steps = 1
+            ends.append(state_of(engine))
+            engine.destroy()
+        assert all(torch.equal(value, ends[1][key]) for key, value in ends[0].items())
+
+
 def refused(folder: Path) -> None:
     """What cannot work is said when the engine is made; where the block allows it, DeepSpeed goes on alone."""
 
@@ -323,7 +360,8 @@ def save(folder: Path) -> None:
         train(engine, step)
         engine.step()
         if step % 3 == 2:
-            engine.save_checkpoint(str(folder / "checkpoints"), tag=f"step-{step + 1}")
+            client = {UNIVERSAL_CHECKPOINT_INFO: {}}
+            engine.save_checkpoint(str(folder / "checkpoints"), tag=f"step-{step + 1}", client_state=client)
     (folder / f"saved-{dist.get_rank()}").touch()
     dist.barrier()  # torchrun kills the others as soon as it sees one dead
     os.kill(os.getpid(), signal.SIGKILL)
@@ -354,6 +392,8 @@ def resume(folder: Path) -> None:
     whole = get_fp32_state_dict_from_zero_checkpoint(checkpoints, tag="step-6")
     for name, value in whole.items():
         assert torch.equal(value, state_of(wanted)[name, "fp32"]), name
+    if dist.get_world_size() > 1:
+        universal(folder, state_of(wanted))
     wanted.load_checkpoint(checkpoints, tag="stock")
     assert all(torch.equal(value, ends["stock"][key]) for key, value in state_of(wanted).items())
     assert set(wanted.optimizer.tidegate.steps) == {6}
@@ -363,6 +403,33 @@ def resume(folder: Path) -> None:
     with pytest.raises(ConfigError, match="sub_group_size"):
         other.load_checkpoint(checkpoints, tag="step-6")
     other.destroy()
+
+
+def universal(folder: Path, saved: Mapping[tuple[str, str], torch.Tensor]) -> None:
+    """Makes a universal checkpoint, which another number of ranks is to load, and loads it here."""
+    name = "step-6_universal"
+    if dist.get_rank() == 0:
+        torch.save(dict(saved), folder / "universal.pt")
+        convert_to_universal(SimpleNamespace(
+            input_folder=str(folder / "checkpoints" / "step-6"), output_folder=str(folder / "checkpoints" / name),
+            num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=False,
+        ))  # fmt: skip
+    dist.barrier()
+    reload_universal(folder)
+
+
+def reload_universal(folder: Path) -> None:
+    """State is what was saved, and training goes on."""
+    engine = engine_of(config_of({"stride": 2, "subgroup_numel": 700}, checkpoint={"load_universal": True}, **SAVED))
+    assert engine.load_checkpoint(str(folder / "checkpoints"), tag="step-6_universal")[0] is not None
+    engine.optimizer_steps = 1
+    saved, found = torch.load(folder / "universal.pt"), state_of(engine)
+    assert all(torch.equal(value, found[key]) for key, value in saved.items())
+    assert set(engine.optimizer.tidegate.steps) == {6}
+    train(engine, 6)
+    engine.step()
+    assert set(engine.optimizer.tidegate.steps) == {7}
+    engine.destroy()
 
 
 def knobs_over_rest(folder: Path) -> None:
@@ -394,11 +461,17 @@ def main(folder: Path, what: str) -> None:
     get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     tidegate.enable_deepspeed()
+    if what == "universal":
+        reload_universal(folder)
+        (folder / f"universal-{dist.get_rank()}").touch()
+        return
     if what == "train":
         worst = updates(folder)
         if dist.get_world_size() == 1:
             released_gradients(folder)
             local_state(folder)
+            norms_of_gradients(folder)
+            asynchronous_copies(folder)
             refused(folder)
         knobs_over_rest(folder)
         (folder / f"worst-{dist.get_rank()}.json").write_text(json.dumps(worst))

@@ -45,6 +45,9 @@ def test_each_update_is_deepspeeds_and_a_killed_run_goes_on_as_if_it_was_not(tmp
         assert max(worst.values()) <= MAX_ULP, worst
     second = run_ranks(count, tmp_path, "resume")
     assert all((tmp_path / f"resumed-{rank}").exists() for rank in range(count)), second.stderr[-4000:]
+    if count > 1:
+        third = run_ranks(1, tmp_path, "universal")
+        assert (tmp_path / "universal-0").exists(), third.stderr[-4000:]
 
 
 def test_the_trainer_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
