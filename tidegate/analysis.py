@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -126,22 +127,24 @@ def _compute(timeline: Timeline) -> Iterator[Span]:
     return (span for span in timeline.spans if span.lane in COMPUTE_LANES)
 
 
-def _pieces(timeline: Timeline) -> Iterator[_Piece]:
+def _pieces(timeline: Timeline) -> list[_Piece]:
     """The stalls of the update, gap by gap and each from its end to its start. Runs after every step of a training."""
     window = timeline.window("update")
     if window is None:
-        return
+        return []
     compute = list(_compute(timeline))
     gaps = list(_gaps(union(compute, window), window))
     if not gaps:
-        return
+        return []
     # What ended before the update began explains nothing in it.
     blockers = _Blockers([span for span in timeline.spans if span.end > window[0]], timeline.deps)
     by_start = _first_by_start(compute)
+    pieces: list[_Piece] = []
     for low, high in gaps:
         # What ends a gap runs after it; the chain that explains the gap begins with what that waited for.
         blamed = _last(timeline, high) if high == window[1] else blockers.of(by_start[high])
-        yield from _blame(low, high, blamed, blockers)
+        _blame(low, high, blamed, blockers, pieces)
+    return pieces
 
 
 def _first_by_start(spans: Iterable[Span]) -> dict[float, Span]:
@@ -190,12 +193,13 @@ class _Blockers:
 
     def of(self, span: Span) -> Span | None:
         found = self._lane_before.get(id(span))
-        last_run = self._last_run
+        latest = -math.inf if found is None else found.end
         for dep in self._deps.get(span.op, ()):
-            if dep in last_run:
-                blocker = last_run[dep]
-                if found is None or blocker.end > found.end or (blocker.end == found.end and blocker.op >= found.op):
-                    found = blocker
+            blocker = self._last_run.get(dep)
+            if blocker is not None and blocker.end >= latest:
+                end = blocker.end
+                if end > latest or found is None or blocker.op >= found.op:
+                    found, latest = blocker, end
         return found
 
     def back_from(self, span: Span | None) -> Iterator[Span]:
@@ -207,21 +211,24 @@ class _Blockers:
             span = self.of(span)
 
 
-def _blame(low: float, high: float, span: Span | None, blockers: _Blockers) -> Iterator[_Piece]:
+def _blame(low: float, high: float, span: Span | None, blockers: _Blockers, pieces: list[_Piece]) -> None:
     """Cuts a gap along the chain that begins with `span`, from its end to its start."""
-    cursor = high
-    for _ in range(blockers.longest_chain):
-        if span is None or cursor <= low:
-            break
-        if span.end < cursor:
-            end, cursor = cursor, max(span.end, low)
-            yield SCHEDULER, cursor, end
-        if low < cursor and span.start < cursor:
-            end, cursor = cursor, max(span.start, low)
-            yield span.lane, cursor, end
-        span = blockers.of(span)
+    cursor, left = high, blockers.longest_chain
+    while span is not None and cursor > low and left:
+        start, end = span.start, span.end
+        if end < cursor:
+            if end < low:
+                end = low
+            pieces.append((SCHEDULER, end, cursor))
+            cursor = end
+        if low < cursor and start < cursor:
+            if start < low:
+                start = low
+            pieces.append((span.lane, start, cursor))
+            cursor = start
+        span, left = blockers.of(span), left - 1
     if low < cursor:
-        yield SCHEDULER, low, cursor
+        pieces.append((SCHEDULER, low, cursor))
 
 
 def _merged(pieces: Iterable[Stall]) -> Iterator[Stall]:

@@ -111,11 +111,13 @@ class Agent:
     step: int = 0
     knobs: dict[str, float | str] = field(default_factory=lambda: {"stride": "auto", "static_ratio": 0.0})
     generation: int = 0
+    process: str = ""
+    """Which one it is of those that hold the rank in turn."""
 
     def __post_init__(self) -> None:
         self.client = DaemonClient(self.daemon.url, self.daemon.token("agent"))
         self.daemon.clients.append(self.client)
-        self.id = f"agent-{self.run}-{self.rank}"
+        self.id = f"agent-{self.run}-{self.rank}{self.process}"
         self.client.hello(
             AgentHello(
                 agent=self.id,
@@ -137,10 +139,11 @@ class Agent:
     def train(self, num_steps: int = 1, *, ago: float = 0.0) -> None:
         """Reports steps as if they had just ended, the last one `ago` seconds before now."""
         made, now = [], time.time() - ago
+        begun = {"applied": Applied(generation=self.generation, step=1)} if self.step == 0 else {}
         for left in range(num_steps - 1, -1, -1):
             self.step += 1
             made.append(step_report(self.step, now - left * 3.5, self.paths))
-        self.report(steps=tuple(made), timeline=timeline(self.step))
+        self.report(steps=tuple(made), timeline=timeline(self.step), **begun)
 
     def report(self, **more: object) -> None:
         lease = self.client.report(

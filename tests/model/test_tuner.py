@@ -216,17 +216,17 @@ def test_a_look_that_costs_much_is_rare() -> None:
 
     def look() -> Move | None:
         nonlocal now
-        now += 1.0
+        now += cost
         next(times)
         return None
 
-    tuner = Tuner(clock)
+    tuner, cost = Tuner(clock), 0.1
     for _ in range(5000):
         tuner.observe(SLOW, 1.0)
         tuner.propose(SLOW, look if tuner.due(SLOW) else None)
-        now += 0.1
+        now += 0.2
     looks = next(times)
-    assert looks == 1 + int(5000 * 0.1 * LOOK_SHARE), "of 500 s it may take half a second"
+    assert looks == 1 + int(5000 * 0.2 * LOOK_SHARE / cost), "of 1,000 s it may take 0.3"
     for _ in range(PERSISTENT_STEPS + 1):
         tuner.observe(SLOW, 2.0)
         tuner.propose(SLOW, look if tuner.due(SLOW) else None)
@@ -237,4 +237,13 @@ def test_a_look_that_costs_much_is_rare() -> None:
         tuner.propose(SLOW, look if tuner.due(SLOW) else None)
         now += 0.1
     looked = next(times) - looks - 3
-    assert 3 <= looked <= 5, "where speeds change in every step, it looks once in 32"
+    assert looked == 0, "where speeds change in every step, a look as dear as this waits, too"
+    cost = 1e-3
+    now += 100.0  # what the last one cost is paid
+    for _ in range(4 * OWN_STEPS):
+        tuner.speeds_changed()
+        tuner.observe(SLOW, 2.0)
+        tuner.propose(SLOW, look if tuner.due(SLOW) else None)
+        now += 0.1
+    looked = next(times) - looks - 4
+    assert 3 <= looked <= 5, "and one that is cheap comes once in 32 steps"
