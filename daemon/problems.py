@@ -74,4 +74,5 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case HTTPException():
             return problem(error.status_code, "about:blank", str(error.detail))
     detail = f"{request.method} {request.url.path} failed with {type(error).__name__}; the daemon's log says more."
-    return problem(500, "internal", detail)
+    # The server hangs up after this: who is not told might ask its next question on a connection that is gone.
+    return problem(500, "internal", detail, headers={"Connection": "close"})

@@ -63,6 +63,7 @@ def main(folder: Path) -> None:
         refuse_on_last(optimizer, rank)
         tuner._recent.clear()
         tuner._look_anew()
+        tuner._urgent_look_at = 0.0  # the looks before, on busy cores, were not dear
         for _ in range(8):
             step()
         (folder / f"rank-{rank}").write_text(

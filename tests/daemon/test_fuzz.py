@@ -133,6 +133,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
                 agent.step += 64
                 steps = [step_report(n).model_copy(update={"cpu_seconds": many}) for n in range(first, agent.step + 1)]
                 agent.say(steps=tuple(steps))
+                time.sleep(0.05)  # what is told within a second waits in memory to be written
             return resident_bytes(process.process.pid)  # type: ignore[union-attr]
 
         before = say(24)  # what waits to be written, and what SQLite caches, has its size by then
