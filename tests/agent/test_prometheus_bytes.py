@@ -49,7 +49,7 @@ def prometheus_of(target: str, folder: Path) -> Iterator[Prometheus]:
 def _is_up(found: Prometheus) -> bool:
     try:
         return found.value("up") == 1
-    except httpx.HTTPError:
+    except (httpx.HTTPError, ValueError):  # while it starts it answers 503, in words
         return False
 
 
