@@ -1,7 +1,7 @@
 """For all tests: which examples Hypothesis tries.
 
 The same ones on every run, so that a change is judged by what it changed; `--hypothesis-profile random` looks for new
-ones, as `make torture` does. None has a time limit of its own, for machines are shared.
+ones. None has a time limit of its own, for machines are shared.
 """
 
 from hypothesis import settings
