@@ -16,6 +16,7 @@ from tidegate.analysis import (
     split_by_phase,
     stalls,
 )
+from tidegate.kernels import waits
 from tidegate.model import PathRates, RateCard, simulate
 from tidegate.plan import OpKind, Subgroup, make_plan, place, steady
 from tidegate.plan.ops import path_lanes
@@ -119,6 +120,16 @@ def test_stalls_and_compute_are_the_update(timeline: Timeline) -> None:
     for one, two in itertools.pairwise(found):
         assert one.end < two.start or (one.end == two.start and one.cause != two.cause)
     assert {stall.cause for stall in found} <= set(STALL_CAUSES) - {"cpu", "device"}
+
+
+@settings(max_examples=600, deadline=None)
+@given(timeline=timelines())
+def test_the_native_sums_are_the_same_to_the_last_bit(timeline: Timeline) -> None:
+    assert waits.exposed_waits(timeline) == exposed_waits(timeline)
+
+
+def test_the_native_sums_without_an_update_are_empty() -> None:
+    assert waits.exposed_waits(timeline([(0, "cpu", 0, 1)], window=None)) == {}
 
 
 RATES = RateCard(

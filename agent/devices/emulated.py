@@ -10,20 +10,17 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from tidegate.agent.devices.adopted import Adopted
 from tidegate.agent.devices.base import Copy, DoneEvent, Event, GradRef, UpdateRun
 from tidegate.errors import DeviceAccessError, MemoryBudgetError
 from tidegate.kernels import ThreadPool, aligned_buffer, copy, fill, sum_of_squares
 from tidegate.plan.ops import D2H, H2D
 from tidegate.wire import DeviceKind
-
-_expired: Callable[[int], bool] = torch._C.StorageBase._expired  # type: ignore[attr-defined]
-"""What StorageWeakRef.expired() calls, five times as fast: it is asked about every tensor at every gradient."""
 
 POISON = 0xFF
 """Every byte of unfilled memory: NaN in fp32, bf16 and fp16."""
@@ -84,21 +81,6 @@ class Arena:
         return self.base <= address < self.base + self.capacity_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Adopted:
-    """A tensor of the framework that counts as device memory for as long as its storage lives."""
-
-    storage: StorageWeakRef
-    cdata: int
-    """The storage's, which tells whether it lives."""
-    address: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        return self.address + self.nbytes
-
-
 class EmulatedDevice:
     """See the module. `capacity_bytes` bounds arena and adopted tensors together."""
 
@@ -107,11 +89,7 @@ class EmulatedDevice:
         self.rates = replace(rates or EmulatedRates())
         self.capacity_bytes = capacity_bytes
         self._arena = Arena(capacity_bytes)
-        self._adopted: dict[int, _Adopted] = {}
-        """By address."""
-        self._adopted_bytes = 0
-        """Of all adopted tensors, those that were freed since among them."""
-        self._prune_at = 64
+        self._adopted = Adopted()
         self._pool = ThreadPool(1)
         self._peak = 0
         self._lock = threading.Lock()
@@ -122,7 +100,7 @@ class EmulatedDevice:
 
     @property
     def in_use_bytes(self) -> int:
-        return self._arena.in_use_bytes + sum(one.nbytes for one in self._living())
+        return self._arena.in_use_bytes + self._adopted.in_use_bytes
 
     def take_peak_bytes(self) -> int:
         with self._lock:
@@ -152,15 +130,7 @@ class EmulatedDevice:
 
     def adopt(self, tensor: torch.Tensor) -> None:
         with self._lock:
-            nbytes = tensor.numel() * tensor.element_size()
-            storage = StorageWeakRef(tensor.untyped_storage())
-            before = self._adopted.get(tensor.data_ptr())
-            self._adopted[tensor.data_ptr()] = _Adopted(storage, storage.cdata, tensor.data_ptr(), nbytes)
-            self._adopted_bytes += nbytes - (before.nbytes if before is not None else 0)
-            if len(self._adopted) > self._prune_at:
-                self._adopted = {one.address: one for one in self._living()}
-                self._adopted_bytes = sum(one.nbytes for one in self._adopted.values())
-                self._prune_at = len(self._adopted) + 64
+            self._adopted.add(tensor)
             self._note_peak()
 
     def now(self) -> Event:
@@ -210,11 +180,10 @@ class EmulatedDevice:
     def close(self) -> None:
         self._pool.close()
         self._adopted.clear()
-        self._adopted_bytes = 0
 
     def _note_peak(self) -> None:
         # Who lives is only asked where it may matter: once a gradient it would be most of what adopting costs.
-        if self._arena.in_use_bytes + self._adopted_bytes > self._peak:
+        if self._arena.in_use_bytes + self._adopted.most_bytes > self._peak:
             self._peak = max(self._peak, self.in_use_bytes)
 
     def _pace(self, start: float, seconds: float) -> Event:
@@ -227,18 +196,12 @@ class EmulatedDevice:
         if not nbytes:
             return
         with self._lock:
-            if self._arena.holds(address, nbytes):
-                return
-            if any(one.address <= address and address + nbytes <= one.end for one in self._living()):
+            if self._arena.holds(address, nbytes) or self._adopted.holds(address, nbytes):
                 return
         raise DeviceAccessError(f"Lane {lane}: {nbytes} bytes at {address:#x} are not (or no longer) on the device.")
 
-    def _living(self) -> list[_Adopted]:
-        """Adopted tensors that the framework has not freed."""
-        return [one for one in self._adopted.values() if not _expired(one.cdata)]
-
     def _require_host(self, address: int, nbytes: int, lane: str) -> None:
         with self._lock:
-            adopted = any(one.address < address + nbytes and address < one.end for one in self._living())
+            adopted = self._adopted.meets(address, nbytes)
         if adopted or self._arena.covers(address):
             raise DeviceAccessError(f"Lane {lane}: {address:#x} is on the device where a host address is needed.")

@@ -12,6 +12,7 @@ import torch
 
 from tidegate.agent.devices.base import Copy, Device
 from tidegate.agent.devices.pinned import host_available_bytes
+from tidegate.agent.engine.buffers import Buffers
 from tidegate.agent.subgroups import Layout
 from tidegate.agent.tiers.store import TierStore
 from tidegate.errors import MemoryBudgetError, NoPathLeft
@@ -73,9 +74,7 @@ class StateMemory:
         self.layouts: list[Layout] = []
         self.residence: list[Residence] = []
         self.mirror_valid: list[bool] = []
-        self._state: dict[int, torch.Tensor] = {}
-        self._mirror: dict[int, torch.Tensor] = {}
-        self._gradient: dict[int, torch.Tensor] = {}
+        self._state, self._mirror, self._gradient = (Buffers(device.host_buffer) for _ in range(3))
         self._resident: dict[int, int] = {}
         self._kept: set[int] = set()
         """Subgroups that no path took in this step: host memory has their state."""
@@ -88,7 +87,7 @@ class StateMemory:
         """More subgroups, behind those that are there, with zeros for state."""
         for layout in layouts:
             if self.store is None:
-                self._state[layout.id] = self._host_buffer(layout)
+                self._state.make(layout.id, _state_bytes(layout))
         self.layouts += layouts
         self.residence += ["host"] * len(layouts)
         self.mirror_valid += [False] * len(layouts)
@@ -110,10 +109,7 @@ class StateMemory:
                     self.store.reserve(s, lives)
                     self.residence[s] = lives
                 else:
-                    self._state[s] = self._host_buffer(layout)
-
-    def _host_buffer(self, layout: Layout) -> torch.Tensor:
-        return self.device.host_buffer(_whole_pages(layout.numel * layout.format.state_bytes))
+                    self._state.make(s, _state_bytes(layout))
 
     # ---- addresses
 
@@ -191,13 +187,13 @@ class StateMemory:
         for layout, placed in zip(self.layouts, placements, strict=True):
             s, on_cpu = layout.id, placed.processor == "cpu"
             if on_cpu and not placed.uses_host_slot and s not in self._mirror:
-                self._mirror[s] = self.device.host_buffer(layout.numel * layout.format.weight_bytes)
+                self._mirror.take(s, layout.numel * layout.format.weight_bytes)
             if (on_cpu or placed.spilled) and not placed.grad_in_slot and s not in self._gradient:
-                self._gradient[s] = self.device.host_buffer(layout.numel * layout.format.grad_bytes)
+                self._gradient.take(s, layout.numel * layout.format.grad_bytes)
             if placed.after == "device" and s not in self._resident:
                 self._resident[s] = self.device.alloc(layout.numel * layout.format.state_bytes)
             if "host" in (placed.before, placed.after) and s not in self._state:
-                self._state[s] = self._host_buffer(layout)
+                self._state.take(s, _state_bytes(layout))
             while placed.is_staged and len(self.slots) < self._num_slots:
                 self.slots.append(self.device.alloc(sum(self._slot_sizes(self.layouts))))
             while placed.uses_host_slot and len(self.host_slots) < self._num_host_slots:
@@ -207,20 +203,22 @@ class StateMemory:
 
     def commit(self, placements: Sequence[Placement]) -> None:
         """The step is done: releases what its placement no longer needs."""
+        for buffers in self._kinds.values():
+            buffers.forget()  # this step had no use for it
         for layout, placed in zip(self.layouts, placements, strict=True):
             s = layout.id
             lives = self.residence[s] = self._really_after(s, placed.after)
             if lives != "host":
-                self._state.pop(s, None)
+                self._state.let_go(s)
             if lives != "device" and s in self._resident:
                 self.device.free(self._resident.pop(s))
             if self.store is not None and lives != "host":  # what is cached keeps its place on its path
                 self.store.lives(s, lives)
             self.mirror_valid[s] = placed.processor == "cpu" and not placed.uses_host_slot
             if not self.mirror_valid[s]:
-                self._mirror.pop(s, None)
+                self._mirror.let_go(s)
             if placed.grad_in_slot or (placed.processor == "device" and not placed.spilled):
-                self._gradient.pop(s, None)
+                self._gradient.let_go(s)
 
     def _really_after(self, subgroup: int, planned: Residence) -> Residence:
         """Where its state is after a step: where the plan said, unless a path failed."""
@@ -233,19 +231,15 @@ class StateMemory:
 
     def keep(self, subgroup: int, place: Place) -> bool:
         """The state at a place of a plan stays in host memory, as no path takes it. False when there is no room."""
-        layout, nbytes = self.layouts[subgroup], self._state_bytes(subgroup)
+        layout, nbytes = self.layouts[subgroup], _state_bytes(self.layouts[subgroup])
         if place != ("host_state", subgroup):
             if nbytes > host_available_bytes():
                 return False
-            state = self._host_buffer(layout)
-            ctypes.memmove(state.data_ptr(), self.on_host(place), layout.numel * layout.format.state_bytes)
-            self._state[subgroup] = state
+            address = self.on_host(place)
+            self._state.make(subgroup, nbytes)
+            ctypes.memmove(self._state[subgroup].data_ptr(), address, layout.numel * layout.format.state_bytes)
         self._kept.add(subgroup)
         return True
-
-    def _state_bytes(self, subgroup: int) -> int:
-        layout = self.layouts[subgroup]
-        return _whole_pages(layout.numel * layout.format.state_bytes)
 
     def forget_stored(self) -> None:
         """All state is about to be replaced: what lies on paths is zeros from now on, unread. What a retired path had
@@ -267,7 +261,7 @@ class StateMemory:
         if lives == "host":
             return
         if subgroup not in self._state:
-            self._state[subgroup] = self._host_buffer(layout)
+            self._state.make(subgroup, _state_bytes(layout))
         address = self._state[subgroup].data_ptr()
         if lives == "device":
             nbytes = layout.numel * layout.format.state_bytes
@@ -333,10 +327,13 @@ class StateMemory:
         lives = self.residence[subgroup]
         return self.store is not None and is_path(lives) and self.store.is_new(lives, subgroup)
 
+    @property
+    def _kinds(self) -> dict[str, Buffers]:
+        return {"state": self._state, "mirror": self._mirror, "gradient": self._gradient}
+
     def host_bytes(self) -> dict[str, int]:
         """Host memory by kind."""
-        kinds = {"state": self._state, "mirror": self._mirror, "gradient": self._gradient}
-        found = {kind: sum(t.numel() for t in tensors.values()) for kind, tensors in kinds.items()}
+        found = {kind: buffers.nbytes for kind, buffers in self._kinds.items()}
         if self.store is not None:
             found["slot"] = sum(slot.numel() for slot in self.host_slots)
         return found
@@ -384,8 +381,13 @@ class StateMemory:
         self.drop_residents()
         self._free_slots()
         self.host_slots.clear()
-        for buffers in (self._state, self._mirror, self._gradient):
+        for buffers in self._kinds.values():
             buffers.clear()
+
+
+def _state_bytes(layout: Layout) -> int:
+    """Of its buffer in host memory."""
+    return _whole_pages(layout.numel * layout.format.state_bytes)
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from tidegate.agent.telemetry.division import Moved, divided
 from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.agent.telemetry.paths import path_rows, path_states
-from tidegate.analysis import exposed_waits
+from tidegate.kernels.waits import exposed_waits
 from tidegate.plan import OpKind
 from tidegate.plan.ops import LINK_LANES
-from tidegate.timeline import PhaseSpan, Span
+from tidegate.timeline import Phase, PhaseSpan, Span
 from tidegate.verdict import Taken, verdict
 from tidegate.wire import LinkRow, StallRow, StepReport
 
@@ -86,20 +86,25 @@ def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[Link
     """Bytes and busy time by direction, phase and content; a copy across a boundary is divided by time."""
     rows: defaultdict[tuple[str, str, str], Moved] = defaultdict(Moved)
     starts = [phase.start for phase in phases]
+    at: Phase = "other"
+    low = high = 0.0
     for span in spans:
-        if span.lane not in LINK_LANES or span.content is None:
+        lane, content, start, end = span.lane, span.content, span.start, span.end
+        if content is None or lane not in LINK_LANES:
             continue
-        at = bisect_right(starts, span.start) - 1
-        if at >= 0 and span.end <= phases[at].end:
-            # Nearly every span lies in one phase, and this runs for each of them.
-            row = rows[span.lane, phases[at].phase, span.content]
-            row.nbytes += span.nbytes
-            row.seconds += span.end - span.start
-            continue
-        for phase, nbytes, seconds in divided(span, span.nbytes, phases):
-            row = rows[span.lane, phase, span.content]
-            row.nbytes += nbytes
-            row.seconds += seconds
+        if not (low <= start < high and end <= high):
+            # Rarely: nearly every span lies in the phase of the one before.
+            phase = phases[max(0, bisect_right(starts, start) - 1)]
+            if start < phase.start or end > phase.end:
+                for name, nbytes, seconds in divided(span, span.nbytes, phases):
+                    row = rows[lane, name, content]
+                    row.nbytes += nbytes
+                    row.seconds += seconds
+                continue
+            at, low, high = phase.phase, phase.start, phase.end
+        row = rows[lane, at, content]
+        row.nbytes += span.nbytes
+        row.seconds += end - start
     return tuple(
         LinkRow(direction=lane, phase=phase, content=content, bytes=row.nbytes, busy_seconds=row.seconds)
         for (lane, phase, content), row in rows.items()

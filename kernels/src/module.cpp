@@ -12,6 +12,7 @@
 #include "dispatch.h"
 #include "gil.h"
 #include "kernels.h"
+#include "waits.h"
 
 namespace nb = nanobind;
 using namespace tidegate;
@@ -132,4 +133,5 @@ NB_MODULE(_native, m) {
     current_isa() = static_cast<Isa>(checked(isa, static_cast<int>(instruction_sets().size()), "instruction_set"));
   });
   bind_io(m);
+  bind_waits(m);
 }

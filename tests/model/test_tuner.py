@@ -247,3 +247,24 @@ def test_a_look_that_costs_much_is_rare() -> None:
         now += 0.1
     looked = next(times) - looks - 4
     assert 3 <= looked <= 5, "and one that is cheap comes once in 32 steps"
+
+
+def test_a_second_change_soon_after_the_first_is_not_forgotten() -> None:
+    """Looks are dear, and the one after the first change is just over: what the second brought is looked at soon."""
+    now, step, looked = 0.0, 0, list[int]()
+
+    def look() -> Move | None:
+        nonlocal now
+        now += 0.01
+        looked.append(step)
+        return None
+
+    tuner, lasts = Tuner(lambda: now), PERSISTENT_STEPS + 4
+    slow_from, fast_from = 301, 301 + lasts
+    for step in range(1, fast_from + 3 * OWN_STEPS):  # read by `look`
+        tuner.observe(SLOW, 2.0 if slow_from <= step < fast_from else 1.0)
+        tuner.propose(SLOW, look if tuner.due(SLOW) else None)
+        now += 0.2
+    first, second = (next(one for one in looked if one >= after) for after in (slow_from, fast_from))
+    assert first < fast_from
+    assert second <= first + OWN_STEPS + 1, "else it waits for 0.03 % of the time, which is 33 s here"

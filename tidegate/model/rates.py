@@ -188,12 +188,17 @@ def seen(spans: Sequence[Span]) -> Seen:
     ends: dict[str, float] = {}
     overlapping: set[str] = set()
     for span in spans:
-        name = _rate_name(span)
-        amount, busy = found.get(name, (0, 0.0))
-        if span.start < ends.get(name, span.start):
-            overlapping.add(name)
-        ends[name] = span.end
-        found[name] = (amount + (span.numel if span.kind in RATE_OF else span.nbytes), busy + span.end - span.start)
+        kind, start, end = span.kind, span.start, span.end
+        name = NAME_OF.get(kind) or span.lane
+        amount = span.numel if kind in RATE_OF else span.nbytes
+        if name not in found:
+            found[name] = (amount, end - start)
+        else:
+            so_far, busy = found[name]
+            found[name] = (so_far + amount, busy + end - start)
+            if start < ends[name]:
+                overlapping.add(name)
+        ends[name] = end
     for name in overlapping:
         found[name] = (found[name][0], busy_seconds([span for span in spans if _rate_name(span) == name]))
     return found

@@ -111,9 +111,9 @@ class Tuner:
         self._steps_left = self._wait_steps = FIRST_LOOK_STEPS
         self._look_at = self._urgent_look_at = 0.0
         self._urgent = False
-        """The next look need not wait for the clock."""
+        """Something has changed since the last look: the next one waits for less, from `_urgent_from` on."""
         self._urgent_from = 0
-        """The step from which on a drift may make it so: where speeds change all the time, looks must be few."""
+        """A step: where speeds change all the time, looks must be few."""
         self._recent: deque[tuple[Effective, float]] = deque(maxlen=WINDOW_STEPS)
         self._trial: _Trial | None = None
         self._refuted: dict[Effective, int] = {}
@@ -149,7 +149,8 @@ class Tuner:
         """Whether it is time for a look from the knobs `now`."""
         if self._trial is not None or self._steps_left > 1 or self._before(now) is None:
             return False
-        return self._clock() >= (self._urgent_look_at if self._urgent else self._look_at)
+        urgent = self._urgent and self._steps >= self._urgent_from
+        return self._clock() >= (self._urgent_look_at if urgent else self._look_at)
 
     def propose(self, now: Effective, look: Callable[[], Move | None] | None = None) -> Effective | None:
         """The knobs to go on with, or None to stay. To be called once a step.
@@ -174,7 +175,8 @@ class Tuner:
         return move.to
 
     def _looked(self, look: Callable[[], Move | None]) -> Move | None:
-        self._urgent = False
+        if self._urgent:
+            self._urgent, self._urgent_from = False, self._steps + OWN_STEPS
         began = self._clock()
         move = look()
         ended = self._clock()
@@ -226,7 +228,7 @@ class Tuner:
             self._refute(trial)
         if trial.move.gain is None:
             self._wait(1)  # that is what the probe was for
-            self._urgent, self._urgent_look_at = True, 0.0
+            self._urgent, self._urgent_from, self._urgent_look_at = True, 0, 0.0
         elif kept and trial.is_clear:
             self._wait(FIRST_LOOK_STEPS)
         else:
@@ -253,8 +255,7 @@ class Tuner:
 
     def _look_after_drift(self) -> None:
         self._wait(1)
-        if self._steps >= self._urgent_from:
-            self._urgent, self._urgent_from = True, self._steps + OWN_STEPS
+        self._urgent = True
 
     def _wait(self, steps: int) -> None:
         self._steps_left = self._wait_steps = steps
