@@ -104,7 +104,7 @@ class EmulatedDevice:
 
     def take_peak_bytes(self) -> int:
         with self._lock:
-            peak, self._peak = self._peak, self.in_use_bytes
+            peak, self._peak = self._peak, self._arena.in_use_bytes + self._adopted.recent_bytes()
             return max(peak, self._peak)
 
     def alloc(self, nbytes: int) -> int:

@@ -46,10 +46,14 @@ def summary(rows: Sequence[Row]) -> dict[str, float | int | None]:
     }
 
 
+def picked(rows: Sequence[Row], *, by_equation: bool = False) -> Row:
+    """The one that is predicted to be the fastest."""
+    return min(rows, key=lambda row: row.equation if by_equation else row.predicted)
+
+
 def regret(rows: Sequence[Row], *, by_equation: bool = False) -> float:
     best = min(row.measured for row in rows)
-    picked = min(rows, key=lambda row: row.equation if by_equation else row.predicted)
-    return picked.measured / best - 1
+    return picked(rows, by_equation=by_equation).measured / best - 1
 
 
 def _errors(prefix: str, errors: Sequence[float]) -> dict[str, float]:

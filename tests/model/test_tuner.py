@@ -255,7 +255,7 @@ def test_a_second_change_soon_after_the_first_is_not_forgotten() -> None:
 
     def look() -> Move | None:
         nonlocal now
-        now += 0.01
+        now += 0.005
         looked.append(step)
         return None
 
@@ -267,4 +267,4 @@ def test_a_second_change_soon_after_the_first_is_not_forgotten() -> None:
         now += 0.2
     first, second = (next(one for one in looked if one >= after) for after in (slow_from, fast_from))
     assert first < fast_from
-    assert second <= first + OWN_STEPS + 1, "else it waits for 0.03 % of the time, which is 33 s here"
+    assert second <= first + OWN_STEPS + 1, "else it waits for 0.03 % of the time, which is 17 s here"

@@ -147,10 +147,11 @@ class Tuner:
 
     def due(self, now: Effective) -> bool:
         """Whether it is time for a look from the knobs `now`."""
-        if self._trial is not None or self._steps_left > 1 or self._before(now) is None:
+        if self._trial is not None or self._steps_left > 1:
             return False
         urgent = self._urgent and self._steps >= self._urgent_from
-        return self._clock() >= (self._urgent_look_at if urgent else self._look_at)
+        on_time = self._clock() >= (self._urgent_look_at if urgent else self._look_at)
+        return on_time and self._before(now) is not None
 
     def propose(self, now: Effective, look: Callable[[], Move | None] | None = None) -> Effective | None:
         """The knobs to go on with, or None to stay. To be called once a step.
@@ -201,7 +202,9 @@ class Tuner:
 
     def _under(self, now: Effective) -> list[float]:
         """The last updates in a row under `now`."""
-        return [seconds for _, seconds in takewhile(lambda one: one[0] == now, reversed(self._recent))][::-1]
+        return [
+            seconds for _, seconds in takewhile(lambda one: one[0] is now or one[0] == now, reversed(self._recent))
+        ][::-1]
 
     def _before(self, now: Effective) -> list[float] | None:
         """The last counted updates under `now`; None while there are too few."""
