@@ -23,7 +23,9 @@ LONGEST_WAIT_STEPS: Final = 64
 LOOK_SHARE: Final = 3e-4
 """Share of the time that looks may take."""
 URGENT_SHARE: Final = 1e-3
-"""The same for one after a drift."""
+"""The same for those after a drift, which spend what was saved of it."""
+SAVED_SECONDS: Final = 0.1
+"""At most so much is saved, or one look; it is there from the beginning."""
 MINIMUM_GAIN: Final = 0.05
 """Share of the update time that a move must promise."""
 PROVEN_GAIN: Final = MINIMUM_GAIN / 2
@@ -109,7 +111,10 @@ class Tuner:
         self._steps = 0
         self._changed_at = self._rests_until = 0
         self._steps_left = self._wait_steps = FIRST_LOOK_STEPS
-        self._look_at = self._urgent_look_at = 0.0
+        self._look_at = 0.0
+        self._cost = 0.0
+        """Seconds that the last look took."""
+        self._saved, self._saved_at = SAVED_SECONDS, clock()
         self._urgent = False
         """Something has changed since the last look: the next one waits for less, from `_urgent_from` on."""
         self._urgent_from = 0
@@ -150,8 +155,14 @@ class Tuner:
         if self._trial is not None or self._steps_left > 1:
             return False
         urgent = self._urgent and self._steps >= self._urgent_from
-        on_time = self._clock() >= (self._urgent_look_at if urgent else self._look_at)
+        on_time = self._clock() >= self._look_at or (urgent and self._savings() >= self._cost)
         return on_time and self._before(now) is not None
+
+    def _savings(self) -> float:
+        """Seconds that looks after a drift may take now."""
+        elapsed, self._saved_at = self._clock() - self._saved_at, self._clock()
+        self._saved = min(self._saved + URGENT_SHARE * elapsed, max(SAVED_SECONDS, self._cost))
+        return self._saved
 
     def propose(self, now: Effective, look: Callable[[], Move | None] | None = None) -> Effective | None:
         """The knobs to go on with, or None to stay. To be called once a step.
@@ -181,8 +192,9 @@ class Tuner:
         began = self._clock()
         move = look()
         ended = self._clock()
-        self._look_at = ended + (ended - began) / LOOK_SHARE
-        self._urgent_look_at = ended + (ended - began) / URGENT_SHARE
+        self._cost = ended - began
+        self._look_at = ended + self._cost / LOOK_SHARE
+        self._saved = self._savings() - self._cost
         return move
 
     def refuse(self, why: object) -> Effective | None:
@@ -231,7 +243,7 @@ class Tuner:
             self._refute(trial)
         if trial.move.gain is None:
             self._wait(1)  # that is what the probe was for
-            self._urgent, self._urgent_from, self._urgent_look_at = True, 0, 0.0
+            self._urgent, self._urgent_from, self._saved = True, 0, max(self._saved, self._cost)
         elif kept and trial.is_clear:
             self._wait(FIRST_LOOK_STEPS)
         else:
