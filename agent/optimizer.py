@@ -109,8 +109,9 @@ class AdamW(torch.optim.Optimizer):
         self.offload = offload or Offload()
         self.max_grad_norm = max_grad_norm
         self.make_scalars: Callable[..., Scalars] = scalars
-        self.make_factor: Callable[[float, float, float | None], float] = gradient_factor
         """What an update computes with, from hyperparameters and step: `kernels.scalars`, or one of its signature."""
+        self.make_factor: Callable[[float, float, float | None], float] = gradient_factor
+        """What gradients are multiplied with: `gradient_factor`, or one of its signature."""
         self.num_steps = 0
         """Calls of `step()` that had gradients."""
         self._params: list[torch.nn.Parameter] = [p for group in self.param_groups for p in group["params"]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,14 @@ def check_divided_alike(index: int, weight: torch.Tensor, grad: torch.Tensor) ->
             f"The gradient of parameter {index} is {forms[0]} over the ranks, the parameter {forms[1]}. Redistribute "
             "it to the parameter's placements before step()."
         )
+
+
+class Norm(Protocol):
+    """How squares of gradients become those of all ranks: `NormOverRanks`, or a framework's own way to round."""
+
+    def extend(self, params: Sequence[torch.Tensor]) -> None: ...
+
+    def total(self, squares: Mapping[int, tuple[float, int]], skip: bool) -> tuple[float, bool]: ...
 
 
 class NormOverRanks:

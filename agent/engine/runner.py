@@ -12,7 +12,7 @@ from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRu
 from tidegate.agent.engine.executor import Issued, StepSkipped
 from tidegate.agent.engine.memory import StateMemory, state_addresses
 from tidegate.agent.gradients import Gradients, Taken, reference
-from tidegate.agent.shards import NormOverRanks, tail_of
+from tidegate.agent.shards import Norm, tail_of
 from tidegate.agent.subgroups import Layout, Segment, flat
 from tidegate.errors import NoPathLeft
 from tidegate.kernels import Scalars, ThreadPool
@@ -50,7 +50,7 @@ class MemoryRunner:
         memory: StateMemory,
         gradients: Gradients,
         weights: Sequence[torch.Tensor],
-        norm: NormOverRanks,
+        norm: Norm,
         pool: ThreadPool,
     ) -> None:
         """`weights`: of this rank, as they grow with the engine's."""
@@ -58,7 +58,7 @@ class MemoryRunner:
         self._memory = memory
         self._gradients = gradients
         self._weights = weights
-        self._norm_over_ranks = norm
+        self.norm_over_ranks = norm
         self._pool = pool
         self.copied: dict[int, Taken] = {}
         """What gradients that are kept were when they were copied to the host, by subgroup."""
@@ -183,7 +183,7 @@ class MemoryRunner:
             ready.wait()
             known[param] = values[place]
         squares = {i: known[i] for i, has in enumerate(inputs.has_grad) if has}
-        total, skip = self._norm_over_ranks.total(squares, inputs.skip)
+        total, skip = self.norm_over_ranks.total(squares, inputs.skip)
         norm = total**0.5
         inputs.grad_norm = norm * inputs.unscale
         if skip:

@@ -1,4 +1,4 @@
-"""What an update computes with as DeepSpeed's ZeRO-3 and its cpu_adam have it, so that ours has the same bits.
+"""The scalars of an update as DeepSpeed's cpu_adam has them, so that ours has the same bits.
 
 cpu_adam keeps betas and their powers in fp32 (1 − 0.999f is 1.3e-5 off 0.001, and the second moments with it), and
 rounds a product and the sum after it together: `kernels.Arithmetic.DEEPSPEED`. At the end of an array, where no whole
@@ -13,17 +13,6 @@ import numpy as np
 
 from tidegate.kernels import Arithmetic, Scalars
 from tidegate.kernels.scalars import to_f32
-
-
-def gradient_factor(norm: float, unscale: float, max_grad_norm: float | None) -> float:
-    """What gradients are multiplied with, rounded as in ZeRO-3's `unscale_and_clip_grads`. `norm` is of the gradients
-    as they are; the bound is meant for those that are multiplied with `unscale`."""
-    if max_grad_norm is None:
-        return unscale
-    one, loss_scale = np.float32(1), np.float32(1.0 / unscale)
-    with np.errstate(over="ignore"):
-        clip = (np.float32(norm) / loss_scale + np.float32(1e-6)) / np.float32(max_grad_norm)
-        return float(one / (max(clip, one) * loss_scale))
 
 
 class CpuAdamScalars:

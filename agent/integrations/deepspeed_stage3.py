@@ -23,7 +23,8 @@ from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOpt
 from tidegate.agent.checkpoint import MOMENTS
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.integrations import deepspeed_state as states
-from tidegate.agent.integrations.deepspeed_scalars import CpuAdamScalars, gradient_factor
+from tidegate.agent.integrations.deepspeed_norm import ZeroNorm, gradient_factor
+from tidegate.agent.integrations.deepspeed_scalars import CpuAdamScalars
 from tidegate.agent.integrations.deepspeed_state import Flat, Place
 from tidegate.agent.integrations.deepspeed_vectors import vector_numel
 from tidegate.agent.offload import Offload
@@ -97,6 +98,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self.tidegate.observers.append(self._on_step)
         self._parts: list[Part] = [part for parts in by_group.values() for part in parts]
         assert self._sources == sorted(self._sources), "DeepSpeed makes subgroups param group by param group"
+        self.tidegate.engine.sum_norms_with(ZeroNorm(self._parts, [place.subgroup for place in self._places]))
         self._no_flats()
         for group in self.optimizer.param_groups:
             group["params"] = []

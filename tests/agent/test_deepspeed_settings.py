@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tidegate.agent.integrations.deepspeed import _state_is_ours
-from tidegate.agent.integrations.deepspeed_scalars import CpuAdamScalars, gradient_factor
+from tidegate.agent.integrations.deepspeed_norm import gradient_factor
+from tidegate.agent.integrations.deepspeed_scalars import CpuAdamScalars
 from tidegate.agent.integrations.deepspeed_settings import block_of, settings_of
 from tidegate.agent.integrations.deepspeed_state import join_bf16, rounded, split_bf16
 from tidegate.agent.integrations.deepspeed_support import digests, unsupported_optimizer
