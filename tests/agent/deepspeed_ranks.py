@@ -28,7 +28,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
-from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -58,6 +58,7 @@ from tidegate.kernels import (
     ThreadPool,
     WeightFormat,
     adamw_update,
+    instruction_set,
     instruction_sets,
     use_instruction_set,
 )
@@ -283,27 +284,28 @@ def free_running(folder: Path) -> None:
 
 def cpu_adam_itself(folder: Path) -> None:
     """DeepSpeed's op and our kernel on the same arrays of every length: the same bits, step after step."""
-    kinds = itertools.product((True, False), (0.0, 0.1), instruction_sets())
+    theirs = CPUAdamBuilder().load()
+    vector, widest = vector_numel(theirs), instruction_set()
+    kinds = list(itertools.product((True, False), (0.0, 0.1), instruction_sets()))
     with ThreadPool(2) as pool:
-        for (decoupled, decay, isa), numel in itertools.product(kinds, (*range(1, 50), 127, 8197)):
+        for numel, (decoupled, decay, isa) in itertools.product((*range(1, 50), 127, 8197), kinds):
             use_instruction_set(isa)
-            made = torch.Generator().manual_seed(numel)
-            weight = torch.nn.Parameter(torch.randn(numel, generator=made))
-            theirs = DeepSpeedCPUAdam([weight], LR, eps=1e-8, weight_decay=decay, adamw_mode=decoupled)
-            tail, scalars = numel % vector_numel(theirs.ds_opt_adam), CpuAdamScalars()
-            ours = [weight.detach().clone(), torch.zeros(numel), torch.zeros(numel)]
+            made, scalars = torch.Generator().manual_seed(numel), CpuAdamScalars()
+            ours = [torch.randn(numel, generator=made), torch.zeros(numel), torch.zeros(numel)]
+            stock, body = [array.clone() for array in ours], numel - numel % vector
+            theirs.create_adam(1, LR, 0.9, 0.999, 1e-8, decay, decoupled, False)
             for step in range(1, 6):
-                weight.grad = torch.randn(numel, generator=made) * 10.0 ** -(3 * step)
-                theirs.step()
+                grad = torch.randn(numel, generator=made) * 10.0 ** -(3 * step)
+                weight, *moments = stock
+                theirs.adam_update(1, step, LR, 0.9, 0.999, 1e-8, decay, True, weight, grad, *moments)
                 values = scalars(LR, 0.9, 0.999, 1e-8, decay, step, decoupled)
-                for part, chosen in ((slice(numel - tail), values), (slice(numel - tail, None), values.of_tail())):
-                    address = [array[part].data_ptr() for array in (*ours, weight.grad)]
-                    adamw_update(
-                        pool, len(ours[0][part]), address[0], WeightFormat.F32, 0, *address[1:], GradDtype.F32, chosen
-                    )  # fmt: skip
-            state = theirs.state[weight]
-            for mine, their in zip(ours, (weight, state["exp_avg"], state["exp_avg_sq"]), strict=True):
-                assert torch.equal(mine, their), (decoupled, decay, isa, numel)
+                for part, chosen in ((slice(body), values), (slice(body, None), values.of_tail())):
+                    address, *others = (array[part].data_ptr() for array in (*ours, grad))
+                    count = len(grad[part])
+                    adamw_update(pool, count, address, WeightFormat.F32, 0, *others, GradDtype.F32, chosen)
+            assert all(map(torch.equal, ours, stock)), (numel, decoupled, decay, isa)
+    theirs.destroy_adam(1)
+    use_instruction_set(widest)
 
 
 def released_gradients(folder: Path) -> None:
