@@ -32,15 +32,24 @@ TIDEGATE_INLINE void adamw_loop(const Arrays& arrays, const Scalars& scalars, si
   }
 }
 
-// What the scalars decide for all elements is decided outside of the loop.
+template <class Weight, class Grad, bool kTail>
+TIDEGATE_INLINE void deepspeed_loop(const Arrays& arrays, const Scalars& s, size_t begin, size_t end) {
+  if (s.l2 != 0.0f)
+    adamw_loop<Weight, Grad, DeepSpeedStep<kTail, Decay::L2>>(arrays, s, begin, end);
+  else if (s.decay != 0.0f)
+    adamw_loop<Weight, Grad, DeepSpeedStep<kTail, Decay::DECOUPLED>>(arrays, s, begin, end);
+  else
+    adamw_loop<Weight, Grad, DeepSpeedStep<kTail, Decay::NONE>>(arrays, s, begin, end);
+}
+
 #define TIDEGATE_LOOPS(ISA, TARGET)                                                            \
   struct ISA##Loops {                                                                          \
     template <class Weight, class Grad>                                                        \
     TARGET static void run(const Arrays& arrays, const Scalars& s, size_t begin, size_t end) { \
       if (s.arithmetic == Arithmetic::DEEPSPEED)                                               \
-        adamw_loop<Weight, Grad, DeepSpeedStep<false>>(arrays, s, begin, end);                 \
+        deepspeed_loop<Weight, Grad, false>(arrays, s, begin, end);                            \
       else if (s.arithmetic == Arithmetic::DEEPSPEED_TAIL)                                     \
-        adamw_loop<Weight, Grad, DeepSpeedStep<true>>(arrays, s, begin, end);                  \
+        deepspeed_loop<Weight, Grad, true>(arrays, s, begin, end);                             \
       else if (s.l2 != 0.0f)                                                                   \
         adamw_loop<Weight, Grad, TorchStep<true>>(arrays, s, begin, end);                      \
       else                                                                                     \
