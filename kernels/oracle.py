@@ -122,8 +122,8 @@ def _torch_step(p: F32, m: F32, v: F32, g: F32, s: Mapping[str, np.float32]) -> 
     p = p * s["decay"]
     m = m + (g - m) * s["one_minus_beta1"]
     v = v * s["beta2"] + (g * g) * s["one_minus_beta2"]
-    root: F32 = np.sqrt(v)
-    p = p - s["step_size"] * (m / (root * s["inverse_bias_correction2_sqrt"] + s["eps"]))
+    denominator: F32 = np.sqrt(v) * s["inverse_bias_correction2_sqrt"] + s["eps"]
+    p = p - s["step_size"] * (m / denominator)
     return p, m, v
 
 

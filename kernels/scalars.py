@@ -60,7 +60,7 @@ class Scalars:
     grad_scale: float
     l2: float
     decay: float
-    """TORCH: what the weight is multiplied with. Otherwise the share of it that is taken away; 0 for none, as with l2."""
+    """TORCH: what the weight is multiplied with. Otherwise the share of it that is taken away; 0 for none, or l2."""
     beta1: float
     """Not used by TORCH, which adds (gradient − exp_avg) × (1 − beta1)."""
     one_minus_beta1: float

@@ -58,7 +58,7 @@ def _updated_here(width: int) -> list[torch.Tensor]:
     values, found, body = CpuAdamScalars()(LR, *BETAS, EPS, DECAY, step=1), _arrays(), NUMEL - NUMEL % width
     with ThreadPool(1) as pool:
         for part, chosen in ((slice(body), values), (slice(body, None), values.of_tail())):
-            weight, *others = (array[part].data_ptr() for array in found)
+            weight, exp_avg, exp_avg_sq, grad = (array[part].data_ptr() for array in found)
             numel = len(found[0][part])
-            adamw_update(pool, numel, weight, WeightFormat.F32, 0, *others, GradDtype.F32, chosen)
+            adamw_update(pool, numel, weight, WeightFormat.F32, 0, exp_avg, exp_avg_sq, grad, GradDtype.F32, chosen)
     return found

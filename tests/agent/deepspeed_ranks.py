@@ -1,7 +1,7 @@
 """One rank of a real torchrun job, for test_deepspeed: DeepSpeed's own ZeRO-3 offload beside ours, on its CPU
 accelerator.
 
-Two engines of the same model are fed the same batches. After each update ours must have DeepSpeed's weights and moments,
+Two engines of the same model get the same batches. After each update ours must have DeepSpeed's weights and moments,
 bit for bit; then it is given them, so that each update is judged alone.
 """
 

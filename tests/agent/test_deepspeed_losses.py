@@ -1,5 +1,5 @@
-"""Free-running training with DeepSpeed's own ZeRO-3 offload and with ours, over many steps: losses are the same, and with
-bf16 weights as near as DeepSpeed's own with another number of threads."""
+"""Free-running training with DeepSpeed's own ZeRO-3 offload and with ours, over many steps: losses are the same; with
+bf16 weights they are as near as DeepSpeed's own with another number of threads."""
 
 from __future__ import annotations
 
