@@ -68,14 +68,24 @@ class LossScale:
         return cls(1.0 if scale is None else 1.0 / float(scale), found is not None and bool(float(found)))
 
 
+def gradient_factor(norm: float, unscale: float, max_grad_norm: float | None) -> float:
+    """What gradients are multiplied with. `norm` is of the gradients as they are; the bound is meant for those that are
+    multiplied with `unscale`."""
+    return unscale if max_grad_norm is None else unscale * float(clip_scale(norm * unscale, max_grad_norm))
+
+
 def step_inputs(
     groups: Sequence[Mapping[str, Any]],
     steps: Sequence[int],
     loss_scale: LossScale,
     max_grad_norm: float | None,
     make_scalars: Callable[..., Scalars] = scalars,
+    make_factor: Callable[[float, float, float | None], float] = gradient_factor,
 ) -> StepInputs:
-    """What a step computes with: a snapshot, later changes of `groups` do not touch it. `steps` are those done."""
+    """What a step computes with: a snapshot, later changes of `groups` do not touch it. `steps` are those done.
+
+    make_scalars, make_factor: called like `kernels.scalars` and `gradient_factor`.
+    """
     frozen = [_frozen(group) for group in groups]
     known: dict[tuple[int, int, float], Scalars] = {}
 
@@ -85,15 +95,11 @@ def step_inputs(
             known[key] = _scalars(make_scalars, frozen[group], step, grad_scale)
         return known[key]
 
-    def clip(norm: float) -> float:
-        """From the norm of the gradients as they are; the bound is meant for unscaled ones."""
-        if max_grad_norm is None:
-            return loss_scale.inverse
-        return loss_scale.inverse * float(clip_scale(norm * loss_scale.inverse, max_grad_norm))
-
     return StepInputs(
-        steps=[step + 1 for step in steps], scalars=of, clip=clip, skip=loss_scale.found_inf, unscale=loss_scale.inverse
-    )
+        steps=[step + 1 for step in steps], scalars=of,
+        clip=lambda norm: make_factor(norm, loss_scale.inverse, max_grad_norm),
+        skip=loss_scale.found_inf, unscale=loss_scale.inverse,
+    )  # fmt: skip
 
 
 def _frozen(group: Mapping[str, Any]) -> dict[str, Any]:

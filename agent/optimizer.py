@@ -20,7 +20,14 @@ from tidegate.agent.accumulation import check_fits, host_bytes
 from tidegate.agent.devices.choose import choose_device
 from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.engine.engine import Engine, StepResult
-from tidegate.agent.hyperparameters import TORCH_DEFAULTS, LossScale, check_group, check_max_grad_norm, step_inputs
+from tidegate.agent.hyperparameters import (
+    TORCH_DEFAULTS,
+    LossScale,
+    check_group,
+    check_max_grad_norm,
+    gradient_factor,
+    step_inputs,
+)
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.offload import Offload
 from tidegate.agent.ownership import claim, give_up
@@ -103,6 +110,8 @@ class AdamW(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.make_scalars: Callable[..., Scalars] = scalars
         """What an update computes with, from hyperparameters and step: `kernels.scalars`, or one of its signature."""
+        self.make_factor: Callable[[float, float, float | None], float] = gradient_factor
+        """What gradients are multiplied with: `gradient_factor`, or one of its signature."""
         self.num_steps = 0
         """Calls of `step()` that had gradients."""
         self._params: list[torch.nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
@@ -194,7 +203,9 @@ class AdamW(torch.optim.Optimizer):
         self.phases.enter("update")
         with Uninterrupted():
             with self.phases.exposed():
-                inputs = step_inputs(self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_scalars)
+                inputs = step_inputs(
+                    self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_scalars, self.make_factor
+                )
                 for param in self.engine.step(inputs):
                     self._steps[param] += 1
                     self._note_step(param)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,25 @@ Groups = tuple[Any, ...]
 
 class Part(torch.nn.Parameter):
     """This rank's part of a parameter that somebody else divides, in the same memory as `data`: an ordinary tensor
-    here. `groups`: process groups whose ranks have the other parts. What comes as its gradient is reduced already."""
+    here. What comes as its gradient is reduced already.
+
+    groups: process groups whose ranks have the other parts.
+    tail: how many of its last elements are updated with `Scalars.of_tail`.
+    """
 
     groups: Groups
+    tail: int
 
-    def __new__(cls, data: torch.Tensor, groups: Groups) -> Part:
+    def __new__(cls, data: torch.Tensor, groups: Groups, tail: int = 0) -> Part:
         # `data.data` has a version of its own: else an edit of one part of a buffer would look like one of all.
         part: Part = torch.Tensor._make_subclass(cls, data.data, False)
-        part.groups = groups
+        part.groups, part.tail = groups, tail
         return part
+
+
+def tail_of(param: torch.Tensor) -> int:
+    """How many of its last elements are updated apart from the others."""
+    return param.tail if isinstance(param, Part) else 0
 
 
 def is_divided(tensor: torch.Tensor | None) -> TypeGuard[Any]:
@@ -92,6 +102,14 @@ def check_divided_alike(index: int, weight: torch.Tensor, grad: torch.Tensor) ->
             f"The gradient of parameter {index} is {forms[0]} over the ranks, the parameter {forms[1]}. Redistribute "
             "it to the parameter's placements before step()."
         )
+
+
+class Norm(Protocol):
+    """How squares of gradients become those of all ranks: `NormOverRanks`, or a framework's own way to round."""
+
+    def extend(self, params: Sequence[torch.Tensor]) -> None: ...
+
+    def total(self, squares: Mapping[int, tuple[float, int]], skip: bool) -> tuple[float, bool]: ...
 
 
 class NormOverRanks:

@@ -13,10 +13,11 @@ from types import TracebackType
 from tidegate.kernels import _native
 from tidegate.kernels.built_from import require_current
 from tidegate.kernels.direct_io import ALIGNMENT, IoPool, IoTicket, aligned_buffer, num_blocks, open_direct
-from tidegate.kernels.scalars import GradDtype, Scalars, WeightFormat, scalars
+from tidegate.kernels.scalars import Arithmetic, GradDtype, Scalars, WeightFormat, scalars
 
 __all__ = [
     "ALIGNMENT",
+    "Arithmetic",
     "GradDtype",
     "IoPool",
     "IoTicket",
@@ -88,8 +89,9 @@ def adamw_update(
     """
     native = pool._native
     _native.adamw_update(
-        native, numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype, *scalars.as_tuple()
-    )
+        native, numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype,
+        scalars.arithmetic, *scalars.as_tuple(),
+    )  # fmt: skip
 
 
 def stream_like(

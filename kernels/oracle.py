@@ -1,16 +1,18 @@
 """The arithmetic that every kernel must equal bit for bit, in NumPy and in the simplest form.
 
-bf16 is uint16 bits; fp16 is float16. Only + − × ÷ √, each rounded once, in the order written here.
+bf16 is uint16 bits; fp16 is float16. Only + − × ÷ √ and, where DeepSpeed has it, × and + together; each rounded once,
+in the order written here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.kernels.scalars import GradDtype, Scalars, WeightFormat
+from tidegate.kernels.scalars import SCALAR_NAMES, Arithmetic, GradDtype, Scalars, WeightFormat
 
 Array = npt.NDArray[Any]
 F32 = npt.NDArray[np.float32]
@@ -101,20 +103,62 @@ def adamw_update(
     scalars: Scalars,
 ) -> None:
     """One AdamW or Adam update in place. Arrays are one-dimensional and of one length; `aux` is None for F32."""
-    s = {name: np.float32(getattr(scalars, name)) for name in Scalars.__slots__}
+    s = {name: np.float32(getattr(scalars, name)) for name in SCALAR_NAMES}
     with np.errstate(all="ignore"):
         p = load_weight(weight, weight_format, aux)
         g = load_gradient(grad, grad_dtype) * s["grad_scale"]
-        if scalars.l2 != 0.0:
-            g = g + s["l2"] * p
-        p = p * s["decay"]
-        m = exp_avg + (g - exp_avg) * s["one_minus_beta1"]
-        v = exp_avg_sq * s["beta2"] + (g * g) * s["one_minus_beta2"]
-        root: F32 = np.sqrt(v)
-        p = p - s["step_size"] * (m / (root * s["inverse_bias_correction2_sqrt"] + s["eps"]))
+        if scalars.arithmetic is Arithmetic.TORCH:
+            p, m, v = _torch_step(p, exp_avg, exp_avg_sq, g, s)
+        else:
+            p, m, v = _deepspeed_step(p, exp_avg, exp_avg_sq, g, s, scalars.arithmetic is Arithmetic.DEEPSPEED_TAIL)
     exp_avg[:] = m
     exp_avg_sq[:] = v
     store_weight(p, weight, weight_format, aux)
+
+
+def _torch_step(p: F32, m: F32, v: F32, g: F32, s: Mapping[str, np.float32]) -> tuple[F32, F32, F32]:
+    if s["l2"] != 0:
+        g = g + s["l2"] * p
+    p = p * s["decay"]
+    m = m + (g - m) * s["one_minus_beta1"]
+    v = v * s["beta2"] + (g * g) * s["one_minus_beta2"]
+    denominator: F32 = np.sqrt(v) * s["inverse_bias_correction2_sqrt"] + s["eps"]
+    p = p - s["step_size"] * (m / denominator)
+    return p, m, v
+
+
+def _deepspeed_step(p: F32, m: F32, v: F32, g: F32, s: Mapping[str, np.float32], is_tail: bool) -> tuple[F32, F32, F32]:
+    """DeepSpeed 0.19's cpu_adam: csrc/includes/cpu_adam.h, and csrc/adam/cpu_adam_impl.cpp for the tail."""
+    if s["l2"] != 0:
+        g = fma(p, s["l2"], g)
+    square = g * g
+    if is_tail:
+        m = fma(m, s["beta1"], g * s["one_minus_beta1"])
+        v = fma(v, s["beta2"], square * s["one_minus_beta2"])
+    else:
+        m = fma(g, s["one_minus_beta1"], m * s["beta1"])
+        v = fma(square, s["one_minus_beta2"], v * s["beta2"])
+    quotient = m / fma(np.sqrt(v), s["inverse_bias_correction2_sqrt"], s["eps"])
+    if s["decay"] != 0:
+        p = fma(p, -s["decay"], p)
+    return fma(quotient, -s["step_size"], p), m, v
+
+
+def fma(a: F32, b: F32 | np.float32, c: F32 | np.float32) -> F32:
+    """a × b + c of fp32, rounded once. The product is exact in fp64, and the sum there is rounded to odd: its last bit
+    says whether anything was cut off, so that the second rounding, to less than half the bits, is not misled."""
+    product = a.astype(np.float64) * b.astype(np.float64)
+    added = c.astype(np.float64)
+    total = product + added
+    # What the sum is too large by (Knuth's TwoSum): exact.
+    part = total - product
+    excess = (total - part - product) - (added - part)
+    bits = total.view(np.int64)
+    even = np.isfinite(total) & (excess != 0) & (bits & 1 == 0)
+    towards_zero = (excess > 0) == (total > 0)
+    bits += np.where(even, np.where(towards_zero, -1, 1), 0)
+    rounded: F32 = total.astype(np.float32)
+    return rounded
 
 
 def sum_of_squares(elements: Array, dtype: GradDtype) -> tuple[float, int]:

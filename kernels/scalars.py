@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
 
@@ -40,6 +40,19 @@ class GradDtype(IntEnum):
         return 4 if self is GradDtype.F32 else 2
 
 
+class Arithmetic(IntEnum):
+    """Whose roundings an update has: the formulas are the same. The numbers are those of kernels/src/kernels.h."""
+
+    TORCH = 0
+    """Each of + − × ÷ √ rounds once, in the order of `torch.optim.AdamW`."""
+    DEEPSPEED = 1
+    """As the vector loop of DeepSpeed's cpu_adam (csrc/includes/cpu_adam.h, Step_AVX): a product and the sum after it
+    round together."""
+    DEEPSPEED_TAIL = 2
+    """As what its vectors leave over at the end of an array (csrc/adam/cpu_adam_impl.cpp, Step_1), the way GCC fuses
+    that loop: in both moments it is the old moment's product that is not rounded, not the gradient's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scalars:
     """Scalars of one AdamW or Adam update; each is exactly an fp32 value. Build them with `scalars`."""
@@ -47,19 +60,29 @@ class Scalars:
     grad_scale: float
     l2: float
     decay: float
+    """TORCH: what the weight is multiplied with. Otherwise the share of it that is taken away; 0 for none, or l2."""
+    beta1: float
+    """Not used by TORCH, which adds (gradient − exp_avg) × (1 − beta1)."""
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
     step_size: float
     inverse_bias_correction2_sqrt: float
     eps: float
+    arithmetic: Arithmetic = Arithmetic.TORCH
+
+    def of_tail(self) -> Scalars:
+        """The same, for elements that cpu_adam's vectors leave over; itself where the arithmetic knows no tail."""
+        is_vector = self.arithmetic is Arithmetic.DEEPSPEED
+        return replace(self, arithmetic=Arithmetic.DEEPSPEED_TAIL) if is_vector else self
 
     def as_tuple(self) -> tuple[float, ...]:
-        """In the order the native update takes them (dataclasses.astuple would copy each, at 10 µs a call)."""
+        """The numbers, in the order of `SCALAR_NAMES` (dataclasses.astuple would copy each, at 10 µs a call)."""
         return (
             self.grad_scale,
             self.l2,
             self.decay,
+            self.beta1,
             self.one_minus_beta1,
             self.beta2,
             self.one_minus_beta2,
@@ -67,6 +90,10 @@ class Scalars:
             self.inverse_bias_correction2_sqrt,
             self.eps,
         )
+
+
+SCALAR_NAMES = tuple(field.name for field in fields(Scalars) if field.name != "arithmetic")
+"""Of the numbers among the scalars, in the order in which every kernel takes them."""
 
 
 def scalars(
@@ -79,7 +106,7 @@ def scalars(
     decoupled: bool = True,
     grad_scale: float = 1.0,
 ) -> Scalars:
-    """Scalars of update number `step` (from 1), computed in double precision and then rounded once.
+    """Scalars of update number `step` (from 1) with TORCH arithmetic, computed in double precision, then rounded once.
 
     `decoupled`: AdamW, where the weight decays by lr × weight_decay; otherwise Adam, where weight_decay × weight is
     added to the gradient. `grad_scale` multiplies the gradient first: clip factor over loss scale, negative to
@@ -91,6 +118,7 @@ def scalars(
         grad_scale=to_f32(grad_scale),
         l2=0.0 if decoupled else to_f32(weight_decay),
         decay=to_f32(1.0 - lr * weight_decay) if decoupled else 1.0,
+        beta1=to_f32(beta1),
         one_minus_beta1=to_f32(1.0 - beta1),
         beta2=to_f32(beta2),
         one_minus_beta2=to_f32(1.0 - beta2),

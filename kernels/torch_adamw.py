@@ -1,6 +1,7 @@
 """The update and the norm's sum in plain torch: what a device does where Triton is not installed.
 
-Same functions and addresses as kernels/triton_adamw.py, some 30 passes over memory instead of one. What is known of its
+Same functions and addresses as kernels/triton_adamw.py, some 30 passes over memory instead of one (with DeepSpeed's
+arithmetic some 130, most of them in fp64). What is known of its
 rounding: every step is one elementwise operation, so each rounds once and in the oracle's order; but whether
 torch's square root and division round correctly is torch's affair (its fp32 square root on some CPUs does not), so
 agreement with the oracle is promised within fp32 rounding, not bit for bit. Conversions of 16-bit formats are exact.
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from tidegate.kernels.device_calls import Gradient, Update, on_stream
-from tidegate.kernels.scalars import GradDtype, Scalars, WeightFormat
+from tidegate.kernels.scalars import Arithmetic, GradDtype, Scalars, WeightFormat
 
 CHUNK_NUMEL = 1 << 22
 """Bounds the temporaries: about 100 MiB."""
@@ -102,12 +103,43 @@ def _update_chunk(run: Update, begin: int, numel: int, device_type: str) -> None
 def _step(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: Scalars) -> torch.Tensor:
     """The oracle's arithmetic: moments in place, the new master returned."""
     g = g * s.grad_scale
+    if s.arithmetic is not Arithmetic.TORCH:
+        return _deepspeed_step(p, g, m, v, s)
     if s.l2 != 0.0:
         g = g + p * s.l2
     p = p * s.decay
     m.add_((g - m) * s.one_minus_beta1)
     v.mul_(s.beta2).add_((g * g) * s.one_minus_beta2)
     return p - (m / (v.sqrt() * s.inverse_bias_correction2_sqrt + s.eps)) * s.step_size
+
+
+def _deepspeed_step(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: Scalars) -> torch.Tensor:
+    if s.l2 != 0.0:
+        g = fma(p, s.l2, g)
+    square = g * g
+    if s.arithmetic is Arithmetic.DEEPSPEED_TAIL:
+        m.copy_(fma(m, s.beta1, g * s.one_minus_beta1))
+        v.copy_(fma(v, s.beta2, square * s.one_minus_beta2))
+    else:
+        m.copy_(fma(g, s.one_minus_beta1, m * s.beta1))
+        v.copy_(fma(square, s.one_minus_beta2, v * s.beta2))
+    quotient = m / fma(v.sqrt(), s.inverse_bias_correction2_sqrt, torch.full_like(v, s.eps))
+    if s.decay != 0.0:
+        p = fma(p, -s.decay, p)
+    return fma(quotient, -s.step_size, p)
+
+
+def fma(a: torch.Tensor, b: float, c: torch.Tensor) -> torch.Tensor:
+    """a × b + c of fp32, rounded once: an exact product, a sum rounded to odd. `b` is an fp32 value."""
+    product, added = a.double() * b, c.double()
+    total = product + added
+    part = total - product
+    excess = (total - part - product) - (added - part)
+    bits = total.view(torch.int64)
+    even = total.isfinite() & (excess != 0) & ((bits & 1) == 0)
+    towards_zero = (excess > 0) == (total > 0)
+    bits += even * (1 - 2 * towards_zero.long())
+    return total.float()
 
 
 def _tamed_bits(x: torch.Tensor) -> torch.Tensor:

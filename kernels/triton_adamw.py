@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tidegate.kernels.device_calls import Gradient, Update, on_stream
 from tidegate.kernels.oracle import BLOCK_NUMEL, NUM_ACCUMULATORS
-from tidegate.kernels.scalars import GradDtype, WeightFormat
+from tidegate.kernels.scalars import Arithmetic, GradDtype, WeightFormat
 
 # Older compilers flush denormals in square roots and divisions, and have no option against it.
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
@@ -26,6 +26,7 @@ if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
 
 F32, BF16, F16 = (tl.constexpr(int(dtype)) for dtype in GradDtype)
 F32_WEIGHT, BF16_REMAINDER, F16_MASTER, BF16_MASTER = (tl.constexpr(int(form)) for form in WeightFormat)
+TORCH, DEEPSPEED, DEEPSPEED_TAIL = (tl.constexpr(int(arithmetic)) for arithmetic in Arithmetic)
 ACCUMULATORS = tl.constexpr(NUM_ACCUMULATORS)
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
@@ -49,7 +50,8 @@ def update(runs: Sequence[Update], stream: int | None = None) -> None:
             addresses = (run.weight, run.aux, run.exp_avg, run.exp_avg_sq, run.grad)
             _adamw[(triton.cdiv(run.numel, ELEMENTS_PER_PROGRAM),)](
                 run.numel, *addresses, *run.scalars.as_tuple(),
-                FORMAT=int(run.weight_format), GRAD=int(run.grad_dtype), L2=run.scalars.l2 != 0.0,
+                FORMAT=int(run.weight_format), GRAD=int(run.grad_dtype), ARITHMETIC=int(run.scalars.arithmetic),
+                L2=run.scalars.l2 != 0.0, DECAY=run.scalars.decay != 0.0,
                 ALIGNED=all(address % 16 == 0 for address in addresses), BLOCK=ELEMENTS_PER_PROGRAM,
                 num_warps=4, **EXACT,
             )  # fmt: skip
@@ -166,45 +168,66 @@ def _store_weight(weight, aux, index, mask, p, FORMAT: tl.constexpr, ALIGNED: tl
 @triton.jit(do_not_specialize=["numel", "weight", "aux", "exp_avg", "exp_avg_sq", "grad"])
 def _adamw(
     numel, weight, aux, exp_avg, exp_avg_sq, grad,
-    grad_scale, l2, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps,
-    FORMAT: tl.constexpr, GRAD: tl.constexpr, L2: tl.constexpr,
+    grad_scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt,
+    eps, FORMAT: tl.constexpr, GRAD: tl.constexpr, ARITHMETIC: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     index = begin + tl.arange(0, BLOCK)
     if begin + BLOCK <= numel:  # a mask that may end anywhere would keep loads from being 16 bytes wide
         _adamw_block(
-            index, None, weight, aux, exp_avg, exp_avg_sq, grad, grad_scale, l2, decay, one_minus_beta1, beta2,
-            one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps, FORMAT, GRAD, L2, ALIGNED,
+            index, None, weight, aux, exp_avg, exp_avg_sq, grad, grad_scale, l2, decay, beta1, one_minus_beta1, beta2,
+            one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps,
+            FORMAT, GRAD, ARITHMETIC, L2, DECAY, ALIGNED,
         )  # fmt: skip
     else:
         _adamw_block(
-            index, index < numel, weight, aux, exp_avg, exp_avg_sq, grad, grad_scale, l2, decay, one_minus_beta1, beta2,
-            one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps, FORMAT, GRAD, L2, ALIGNED,
+            index, index < numel, weight, aux, exp_avg, exp_avg_sq, grad, grad_scale, l2, decay, beta1,
+            one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps,
+            FORMAT, GRAD, ARITHMETIC, L2, DECAY, ALIGNED,
         )  # fmt: skip
 
 
 @triton.jit
 def _adamw_block(
     index, mask, weight, aux, exp_avg, exp_avg_sq, grad,
-    grad_scale, l2, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps,
-    FORMAT: tl.constexpr, GRAD: tl.constexpr, L2: tl.constexpr, ALIGNED: tl.constexpr,
+    grad_scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt,
+    eps, FORMAT: tl.constexpr, GRAD: tl.constexpr, ARITHMETIC: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The order of operations is that of the oracle. tl.full makes fp32 of scalars also in Triton's interpreter."""
     p = _load_weight(weight, aux, index, mask, FORMAT, ALIGNED)
     g = _load_gradient(grad, index, mask, GRAD, ALIGNED) * tl.full((), grad_scale, tl.float32)
-    if L2:
-        g = g + tl.full((), l2, tl.float32) * p
-    p = p * tl.full((), decay, tl.float32)
     m = tl.load(_at(exp_avg, index, tl.float32, ALIGNED), mask=mask)
-    m = m + (g - m) * tl.full((), one_minus_beta1, tl.float32)
     v = tl.load(_at(exp_avg_sq, index, tl.float32, ALIGNED), mask=mask)
-    v = v * tl.full((), beta2, tl.float32) + (g * g) * tl.full((), one_minus_beta2, tl.float32)
-    root = tl.sqrt_rn(v) * tl.full((), inverse_bias_correction2_sqrt, tl.float32)
-    p = p - tl.full((), step_size, tl.float32) * tl.div_rn(m, root + tl.full((), eps, tl.float32))
+    if ARITHMETIC == TORCH:
+        if L2:
+            g = g + tl.full((), l2, tl.float32) * p
+        p = p * tl.full((), decay, tl.float32)
+        m = m + (g - m) * tl.full((), one_minus_beta1, tl.float32)
+        v = v * tl.full((), beta2, tl.float32) + (g * g) * tl.full((), one_minus_beta2, tl.float32)
+        root = tl.sqrt_rn(v) * tl.full((), inverse_bias_correction2_sqrt, tl.float32)
+        p = p - tl.full((), step_size, tl.float32) * tl.div_rn(m, root + tl.full((), eps, tl.float32))
+    else:
+        if L2:
+            g = tl.fma(p, tl.full((), l2, tl.float32), g)
+        m = _weighted_sum(m, beta1, g, one_minus_beta1, ARITHMETIC)
+        v = _weighted_sum(v, beta2, g * g, one_minus_beta2, ARITHMETIC)
+        factor, small = tl.full((), inverse_bias_correction2_sqrt, tl.float32), tl.full((), eps, tl.float32)
+        quotient = tl.div_rn(m, tl.fma(tl.sqrt_rn(v), factor, small))
+        if DECAY:
+            p = tl.fma(p, tl.full((), decay, tl.float32) * -1.0, p)  # Triton's own minus is 0 − x: it loses −0
+        p = tl.fma(quotient, tl.full((), step_size, tl.float32) * -1.0, p)
     tl.store(_at(exp_avg, index, tl.float32, ALIGNED), m, mask=mask)
     tl.store(_at(exp_avg_sq, index, tl.float32, ALIGNED), v, mask=mask)
     _store_weight(weight, aux, index, mask, p, FORMAT, ALIGNED)
+
+
+@triton.jit
+def _weighted_sum(old, beta, fresh, rest, ARITHMETIC: tl.constexpr):
+    """One product is rounded, then the other and the sum together."""
+    beta, rest = tl.full((), beta, tl.float32), tl.full((), rest, tl.float32)
+    return tl.fma(old, beta, fresh * rest) if ARITHMETIC == DEEPSPEED_TAIL else tl.fma(fresh, rest, old * beta)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "begin", "end"])

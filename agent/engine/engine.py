@@ -26,7 +26,7 @@ from tidegate.agent.engine.residences import Residences
 from tidegate.agent.engine.runner import MemoryRunner, StepInputs
 from tidegate.agent.gradients import Gradients, Mode
 from tidegate.agent.interrupts import Uninterrupted
-from tidegate.agent.shards import NormOverRanks, shard_of
+from tidegate.agent.shards import Norm, NormOverRanks, shard_of
 from tidegate.agent.subgroups import Layout
 from tidegate.agent.tiers.store import TierStore
 from tidegate.agent.weights import Weights
@@ -99,7 +99,7 @@ class Engine:
         self.params, self.layouts, self.device = list(params), list(layouts), device
         self.shards = [shard_of(param) for param in params]
         """What this rank has of the parameters: all of those that are not divided among ranks."""
-        self._norm = NormOverRanks(params)
+        self._norm: Norm = NormOverRanks(params)
         self.subgroups = tuple(layout.subgroup() for layout in layouts)
         self.num_slots = num_slots
         self.policy: Policy = policy
@@ -159,6 +159,11 @@ class Engine:
         self.gradients.extend(params, layouts)
         self.weights.extend(layouts)
         self._plans.clear()
+
+    def sum_norms_with(self, norm: Norm) -> None:
+        """Norms over ranks are made by `norm` from now on. Between steps."""
+        self.require_idle()
+        self._norm = self._runner.norm_over_ranks = norm
 
     def _settle_new(self) -> None:
         """Subgroups that were never updated begin where the knobs want them."""

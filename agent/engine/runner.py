@@ -12,7 +12,7 @@ from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRu
 from tidegate.agent.engine.executor import Issued, StepSkipped
 from tidegate.agent.engine.memory import StateMemory, state_addresses
 from tidegate.agent.gradients import Gradients, Taken, reference
-from tidegate.agent.shards import NormOverRanks
+from tidegate.agent.shards import Norm, tail_of
 from tidegate.agent.subgroups import Layout, Segment, flat
 from tidegate.errors import NoPathLeft
 from tidegate.kernels import Scalars, ThreadPool
@@ -50,7 +50,7 @@ class MemoryRunner:
         memory: StateMemory,
         gradients: Gradients,
         weights: Sequence[torch.Tensor],
-        norm: NormOverRanks,
+        norm: Norm,
         pool: ThreadPool,
     ) -> None:
         """`weights`: of this rank, as they grow with the engine's."""
@@ -58,7 +58,7 @@ class MemoryRunner:
         self._memory = memory
         self._gradients = gradients
         self._weights = weights
-        self._norm_over_ranks = norm
+        self.norm_over_ranks = norm
         self._pool = pool
         self.copied: dict[int, Taken] = {}
         """What gradients that are kept were when they were copied to the host, by subgroup."""
@@ -183,7 +183,7 @@ class MemoryRunner:
             ready.wait()
             known[param] = values[place]
         squares = {i: known[i] for i, has in enumerate(inputs.has_grad) if has}
-        total, skip = self._norm_over_ranks.total(squares, inputs.skip)
+        total, skip = self.norm_over_ranks.total(squares, inputs.skip)
         norm = total**0.5
         inputs.grad_norm = norm * inputs.unscale
         if skip:
@@ -196,7 +196,7 @@ class MemoryRunner:
         start, fmt = time.monotonic(), layout.format
         state, weight, grad = (self._memory.on_host(place) for place in (op.host_state, op.host_weight, op.host_grad))
         updated = 0
-        for first, numel, step in self._joined(layout):
+        for first, numel, values in self._joined(layout):
             run = self._run(
                 layout,
                 state,
@@ -204,7 +204,7 @@ class MemoryRunner:
                 grad + first * fmt.grad_bytes,
                 first,
                 numel,
-                step,
+                values,
             )
             run.apply(self._pool)
             updated += numel
@@ -221,17 +221,20 @@ class MemoryRunner:
             else:
                 assert arrived is not None, "gradients stay until their last reader is done"
                 grad = flat(arrived.dense).data_ptr() + segment.offset * fmt.grad_bytes
-            step = self._step_inputs().steps[segment.param]
             weight = self._weight(segment, fmt.weight_bytes)
-            runs.append(self._run(layout, block, weight, grad, segment.start, segment.numel, step))
+            for offset, numel, values in self._pieces(layout, segment):
+                piece = weight + offset * fmt.weight_bytes, grad + offset * fmt.grad_bytes, segment.start + offset
+                runs.append(self._run(layout, block, *piece, numel, values))
         issued = Issued(self._device.update(runs), 0, sum(run.numel for run in runs))
         if not op.spilled:
             self._gradients.was_read(layout, taken, op.lane)
         return issued
 
-    def _run(self, layout: Layout, block: int, weight: int, grad: int, first: int, numel: int, step: int) -> UpdateRun:
+    def _run(
+        self, layout: Layout, block: int, weight: int, grad: int, first: int, numel: int, values: Scalars
+    ) -> UpdateRun:
         """Elements `first` to `first + numel` of the subgroup whose state begins at `block`."""
-        state, inputs = state_addresses(layout, block), self._step_inputs()
+        state = state_addresses(layout, block)
         return UpdateRun(
             numel=numel,
             weight=weight,
@@ -241,25 +244,35 @@ class MemoryRunner:
             exp_avg_sq=state.exp_avg_sq + 4 * first,
             grad=grad,
             grad_dtype=layout.format.grad,
-            scalars=inputs.scalars(layout.group, step, inputs.grad_scale),
+            scalars=values,
         )
 
-    def _joined(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
-        """Runs of neighbouring segments with a gradient and the same step number: (first, numel, step)."""
-        steps = self._step_inputs().steps
-        open_run: tuple[int, int, int] | None = None
+    def _joined(self, layout: Layout) -> Iterator[tuple[int, int, Scalars]]:
+        """Runs of neighbouring elements with a gradient and the same scalars: (first, numel, scalars)."""
+        open_run: tuple[int, int, Scalars] | None = None
         for segment in layout.segments:
             if not self._has_grad(segment):
                 continue
-            step = steps[segment.param]
-            if open_run and open_run[0] + open_run[1] == segment.start and open_run[2] == step:
-                open_run = (open_run[0], open_run[1] + segment.numel, step)
-                continue
-            if open_run:
-                yield open_run
-            open_run = (segment.start, segment.numel, step)
+            for offset, numel, values in self._pieces(layout, segment):
+                start = segment.start + offset
+                if open_run and open_run[0] + open_run[1] == start and open_run[2] == values:
+                    open_run = (open_run[0], open_run[1] + numel, values)
+                    continue
+                if open_run:
+                    yield open_run
+                open_run = (start, numel, values)
         if open_run:
             yield open_run
+
+    def _pieces(self, layout: Layout, segment: Segment) -> Iterator[tuple[int, int, Scalars]]:
+        """A segment, in two where its parameter's tail begins: (offset in the segment, numel, scalars)."""
+        inputs, weight = self._step_inputs(), self._weights[segment.param]
+        values = inputs.scalars(layout.group, inputs.steps[segment.param], inputs.grad_scale)
+        tail = min(max(segment.offset + segment.numel - weight.numel() + tail_of(weight), 0), segment.numel)
+        if tail < segment.numel:
+            yield 0, segment.numel - tail, values
+        if tail:
+            yield segment.numel - tail, tail, values.of_tail()
 
     def _has_grad(self, segment: Segment) -> bool:
         return self._step_inputs().has_grad[segment.param]

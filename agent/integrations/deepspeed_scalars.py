@@ -1,8 +1,8 @@
-"""The scalars of an update as DeepSpeed's cpu_adam has them, so that a run may change between it and Tidegate.
+"""The scalars of an update as DeepSpeed's cpu_adam has them, so that ours has the same bits.
 
-cpu_adam keeps betas and their powers in fp32: 1 − 0.999f is 1.3e-5 off 0.001, and the second moments with it. Between
-two updates that take these scalars from different precisions lie hundreds of ulp; between ours with these scalars and
-cpu_adam's a few. The arithmetic of the update stays the oracle's.
+cpu_adam keeps betas and their powers in fp32 (1 − 0.999f is 1.3e-5 off 0.001, and the second moments with it), and
+rounds a product and the sum after it together: `kernels.Arithmetic.DEEPSPEED`. At the end of an array, where no whole
+vector is left, it does so in another order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 
-from tidegate.kernels import Scalars
+from tidegate.kernels import Arithmetic, Scalars
 from tidegate.kernels.scalars import to_f32
 
 
@@ -45,13 +45,15 @@ class CpuAdamScalars:
         return Scalars(
             grad_scale=to_f32(grad_scale),
             l2=0.0 if decoupled else to_f32(weight_decay),
-            decay=to_f32(1.0 - float(alpha * np.float32(weight_decay))) if decoupled else 1.0,
+            decay=float(alpha * np.float32(weight_decay)) if decoupled else 0.0,
+            beta1=float(first),
             one_minus_beta1=float(np.float32(1) - first),
             beta2=float(second),
             one_minus_beta2=float(np.float32(1) - second),
             step_size=float(alpha / correction1),
             inverse_bias_correction2_sqrt=float(np.float32(1) / np.sqrt(correction2)),
             eps=to_f32(eps),
+            arithmetic=Arithmetic.DEEPSPEED,
         )
 
     def _power(self, base: float, exponent: int) -> np.float32:

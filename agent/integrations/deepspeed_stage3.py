@@ -23,8 +23,10 @@ from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOpt
 from tidegate.agent.checkpoint import MOMENTS
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.integrations import deepspeed_state as states
+from tidegate.agent.integrations.deepspeed_norm import ZeroNorm, gradient_factor
 from tidegate.agent.integrations.deepspeed_scalars import CpuAdamScalars
 from tidegate.agent.integrations.deepspeed_state import Flat, Place
+from tidegate.agent.integrations.deepspeed_vectors import vector_numel
 from tidegate.agent.offload import Offload
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.ranks import Ranks
@@ -69,11 +71,15 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self._numbers: dict[int, int] = {}
         """Number of the part by its parameter's `ds_id`."""
         by_group: dict[int, list[Part]] = defaultdict(list)
+        is_cpu_adam = isinstance(self.optimizer, DeepSpeedCPUAdam)
+        vector = vector_numel(self.optimizer.ds_opt_adam) if is_cpu_adam else 1
         for subgroup, params in enumerate(self.fp16_groups):
             flat, offset = self.fp16_partitioned_groups_flat[subgroup], 0
+            tail_begins = flat.numel() - flat.numel() % vector
             for param in params:
                 numel = param.partition_numel()
-                part = Part(flat.narrow(0, offset, numel), self._groups_of(param))
+                tail = min(max(offset + numel - tail_begins, 0), numel)
+                part = Part(flat.narrow(0, offset, numel), self._groups_of(param), tail)
                 if part.dtype != self.gradient_accumulation_dtype:
                     part.grad_dtype = self.gradient_accumulation_dtype
                 self._numbers[param.ds_id] = len(self._places)
@@ -86,11 +92,13 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             [{"params": by_group[source], **self._hyperparameters(source)} for source in self._sources],
             decoupled=is_decoupled(self.optimizer), max_grad_norm=self.clip_grad or None, offload=self._offload,
         )  # fmt: skip
-        if isinstance(self.optimizer, DeepSpeedCPUAdam):
+        self.tidegate.make_factor = gradient_factor
+        if is_cpu_adam:
             self._scalars = self.tidegate.make_scalars = CpuAdamScalars()
         self.tidegate.observers.append(self._on_step)
         self._parts: list[Part] = [part for parts in by_group.values() for part in parts]
         assert self._sources == sorted(self._sources), "DeepSpeed makes subgroups param group by param group"
+        self.tidegate.engine.sum_norms_with(ZeroNorm(self._parts, [place.subgroup for place in self._places]))
         self._no_flats()
         for group in self.optimizer.param_groups:
             group["params"] = []

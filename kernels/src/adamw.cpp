@@ -1,14 +1,14 @@
 // The CPU update: gradient in, new weight and moments out, in one pass over memory.
 #include <algorithm>
 
+#include "adamw_step.h"
 #include "prefetch.h"
 
 namespace tidegate {
 namespace {
 
-// The order of operations is the contract with kernels/oracle.py: each of + − × ÷ √ rounds once, to fp32.
-template <class Weight, class Grad, bool kL2>
-TIDEGATE_INLINE void adamw_block(const Arrays& arrays, const Scalars& c, size_t begin, size_t end) {
+template <class Weight, class Grad, class Step>
+TIDEGATE_INLINE void adamw_block(const Arrays& arrays, const Step& step, size_t begin, size_t end) {
   auto* weight = static_cast<typename Weight::Stored*>(arrays.weight);
   auto* aux = static_cast<typename Weight::Aux*>(arrays.aux);
   auto* grad = static_cast<const typename Grad::Stored*>(arrays.grad);
@@ -16,38 +16,44 @@ TIDEGATE_INLINE void adamw_block(const Arrays& arrays, const Scalars& c, size_t 
   float* exp_avg_sq = arrays.exp_avg_sq;
   TIDEGATE_INDEPENDENT
   for (size_t i = begin; i < end; ++i) {
-    float p = Weight::load(weight, aux, i);
-    float g = Grad::load(grad, i) * c.grad_scale;
-    if (kL2) g = g + c.l2 * p;
-    p = p * c.decay;
-    float m = exp_avg[i];
-    m = m + (g - m) * c.one_minus_beta1;
-    const float v = exp_avg_sq[i] * c.beta2 + (g * g) * c.one_minus_beta2;
-    p = p - c.step_size * (m / (__builtin_sqrtf(v) * c.inverse_bias_correction2_sqrt + c.eps));
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
-    Weight::store(weight, aux, i, p);
+    const Element done = step({Weight::load(weight, aux, i), exp_avg[i], exp_avg_sq[i]}, Grad::load(grad, i));
+    exp_avg[i] = done.exp_avg;
+    exp_avg_sq[i] = done.exp_avg_sq;
+    Weight::store(weight, aux, i, done.weight);
   }
 }
 
-template <class Weight, class Grad, bool kL2>
-TIDEGATE_INLINE void adamw_loop(const Arrays& arrays, const Scalars& s, size_t begin, size_t end) {
-  const Scalars c = s;  // a local copy cannot alias the arrays, so it stays in registers
+template <class Weight, class Grad, class Step>
+TIDEGATE_INLINE void adamw_loop(const Arrays& arrays, const Scalars& scalars, size_t begin, size_t end) {
+  const Step step(scalars);  // a local copy of them cannot alias the arrays, so it stays in registers
   for (size_t i = begin; i < end; i += kPrefetchBlock) {
     prefetch<Weight, Grad>(arrays, i);
-    adamw_block<Weight, Grad, kL2>(arrays, c, i, std::min(i + kPrefetchBlock, end));
+    adamw_block<Weight, Grad>(arrays, step, i, std::min(i + kPrefetchBlock, end));
   }
 }
 
-// The L2 term is a branch outside the loop.
+template <class Weight, class Grad, bool kTail>
+TIDEGATE_INLINE void deepspeed_loop(const Arrays& arrays, const Scalars& s, size_t begin, size_t end) {
+  if (s.l2 != 0.0f)
+    adamw_loop<Weight, Grad, DeepSpeedStep<kTail, Decay::L2>>(arrays, s, begin, end);
+  else if (s.decay != 0.0f)
+    adamw_loop<Weight, Grad, DeepSpeedStep<kTail, Decay::DECOUPLED>>(arrays, s, begin, end);
+  else
+    adamw_loop<Weight, Grad, DeepSpeedStep<kTail, Decay::NONE>>(arrays, s, begin, end);
+}
+
 #define TIDEGATE_LOOPS(ISA, TARGET)                                                            \
   struct ISA##Loops {                                                                          \
     template <class Weight, class Grad>                                                        \
     TARGET static void run(const Arrays& arrays, const Scalars& s, size_t begin, size_t end) { \
-      if (s.l2 != 0.0f)                                                                        \
-        adamw_loop<Weight, Grad, true>(arrays, s, begin, end);                                 \
+      if (s.arithmetic == Arithmetic::DEEPSPEED)                                               \
+        deepspeed_loop<Weight, Grad, false>(arrays, s, begin, end);                            \
+      else if (s.arithmetic == Arithmetic::DEEPSPEED_TAIL)                                     \
+        deepspeed_loop<Weight, Grad, true>(arrays, s, begin, end);                             \
+      else if (s.l2 != 0.0f)                                                                   \
+        adamw_loop<Weight, Grad, TorchStep<true>>(arrays, s, begin, end);                      \
       else                                                                                     \
-        adamw_loop<Weight, Grad, false>(arrays, s, begin, end);                                \
+        adamw_loop<Weight, Grad, TorchStep<false>>(arrays, s, begin, end);                     \
     }                                                                                          \
   };
 TIDEGATE_EACH_ISA(TIDEGATE_LOOPS)

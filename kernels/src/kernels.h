@@ -9,17 +9,22 @@
 
 namespace tidegate {
 
-// Each is one fp32 value; kernels/scalars.py says what it stands for.
+// Whose roundings an update has. The numbers are those of kernels/scalars.py, which says what they are.
+enum class Arithmetic : int { TORCH = 0, DEEPSPEED = 1, DEEPSPEED_TAIL = 2 };
+
+// Each number is one fp32 value; kernels/scalars.py says what it stands for.
 struct Scalars {
   float grad_scale;
   float l2;
   float decay;
+  float beta1;
   float one_minus_beta1;
   float beta2;
   float one_minus_beta2;
   float step_size;
   float inverse_bias_correction2_sqrt;
   float eps;
+  Arithmetic arithmetic;
 };
 
 // The arrays of one update, `numel` elements each.

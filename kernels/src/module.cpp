@@ -60,12 +60,22 @@ Call call_of(size_t numel, uintptr_t weight, int format, uintptr_t aux, uintptr_
 }
 
 void py_adamw_update(ThreadPool& pool, size_t numel, uintptr_t weight, int weight_format, uintptr_t aux,
-                     uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype, float grad_scale, float l2,
-                     float decay, float one_minus_beta1, float beta2, float one_minus_beta2, float step_size,
-                     float inverse_bias_correction2_sqrt, float eps) {
+                     uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype, int arithmetic, float grad_scale,
+                     float l2, float decay, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,
+                     float step_size, float inverse_bias_correction2_sqrt, float eps) {
+  checked(arithmetic, 3, "arithmetic");
   const Call call = call_of(numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype);
-  const Scalars scalars{grad_scale,      l2,        decay, one_minus_beta1, beta2,
-                        one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps};
+  const Scalars scalars{grad_scale,
+                        l2,
+                        decay,
+                        beta1,
+                        one_minus_beta1,
+                        beta2,
+                        one_minus_beta2,
+                        step_size,
+                        inverse_bias_correction2_sqrt,
+                        eps,
+                        Arithmetic(arithmetic)};
   const GilReleased released;
   adamw_update(pool, call.arrays, call.format, call.dtype, scalars);
 }

@@ -14,7 +14,6 @@ from tests.daemon.live import threaded
 from tests.services import free_port
 
 ROOT = Path(__file__).parents[2]
-MAX_ULP = 4.0
 
 
 pytest.importorskip("deepspeed")
@@ -42,7 +41,7 @@ def test_each_update_is_deepspeeds_and_a_killed_run_goes_on_as_if_it_was_not(tmp
     for rank in range(count):
         worst = json.loads((tmp_path / f"worst-{rank}.json").read_text())
         assert len(worst) == (4 if count == 1 else 11)
-        assert max(worst.values()) <= MAX_ULP, worst
+        assert set(worst.values()) == {0.0}, worst
     second = run_ranks(count, tmp_path, "resume")
     assert all((tmp_path / f"resumed-{rank}").exists() for rank in range(count)), second.stderr[-4000:]
     if count > 1:

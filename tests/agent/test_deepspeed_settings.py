@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +15,14 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tidegate.agent.integrations.deepspeed import _state_is_ours
+from tidegate.agent.integrations.deepspeed_norm import gradient_factor
 from tidegate.agent.integrations.deepspeed_scalars import CpuAdamScalars
 from tidegate.agent.integrations.deepspeed_settings import block_of, settings_of
 from tidegate.agent.integrations.deepspeed_state import join_bf16, rounded, split_bf16
 from tidegate.agent.integrations.deepspeed_support import digests, unsupported_optimizer
+from tidegate.agent.integrations.deepspeed_vectors import vector_numel
 from tidegate.errors import ConfigError, KnobError
-from tidegate.kernels import oracle, scalars
+from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, oracle, scalars
 from tidegate.knobs import AUTO, OFF
 
 
@@ -86,6 +90,48 @@ def test_weights_are_split_as_the_oracle_splits_them(bits: list[int]) -> None:
     assert torch.equal(rounded(master, torch.bfloat16).view(torch.int16), weight.view(torch.int16))
 
 
+class OpOfOtherWidth:
+    """DeepSpeed's op as another machine would have compiled it: the oracle's arithmetic, with other vectors."""
+
+    def __init__(self, vector: int, tail: Arithmetic = Arithmetic.DEEPSPEED_TAIL) -> None:
+        self.vector, self.tail = vector, tail
+
+    def create_adam(self, *_: Any) -> None: ...
+
+    def destroy_adam(self, *_: Any) -> None: ...
+
+    def adam_update(
+        self, number: int, step: int, lr: float, beta1: float, beta2: float, eps: float, decay: float, corrects: bool,
+        *arrays: torch.Tensor,
+    ) -> None:  # fmt: skip
+        values = CpuAdamScalars()(lr, beta1, beta2, eps, decay, step)
+        body = arrays[0].numel() - arrays[0].numel() % self.vector
+        for part, chosen in ((slice(body), values), (slice(body, None), replace(values, arithmetic=self.tail))):
+            weight, grad, exp_avg, exp_avg_sq = (array[part].numpy() for array in arrays)
+            if len(weight):
+                oracle.adamw_update(weight, WeightFormat.F32, None, exp_avg, exp_avg_sq, grad, GradDtype.F32, chosen)
+
+
+@pytest.mark.parametrize("vector", [16, 8, 4, 1, sys.maxsize])
+def test_the_width_of_deepspeeds_vectors_is_found(vector: int) -> None:
+    assert vector_numel(OpOfOtherWidth(vector)) == vector
+
+
+def test_an_op_that_rounds_otherwise_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert vector_numel(OpOfOtherWidth(16, Arithmetic.TORCH)) == 1
+    assert "not equal bit for bit" in caplog.text
+
+
+@given(st.floats(1e-6, 1e6), st.sampled_from([1.0, 2.0**16, 1000.0]), st.floats(1e-3, 10.0))
+def test_gradients_are_clipped_as_deepspeed_rounds(norm: float, loss_scale: float, max_norm: float) -> None:
+    """ZeRO-3's own expressions, in `unscale_and_clip_grads`."""
+    total_norm, grad = torch.tensor(norm, dtype=torch.float32), torch.tensor([0.3, -7e-5, 1e4])
+    clip = torch.clamp(((total_norm / loss_scale) + 1e-6) / max_norm, min=1.0)
+    wanted = grad.clone().mul_(1.0 / (clip * loss_scale))
+    assert torch.equal(grad * gradient_factor(norm, 1.0 / loss_scale, max_norm), wanted)
+    assert gradient_factor(norm, 1.0 / loss_scale, None) == 1.0 / loss_scale
+
+
 @given(st.integers(1, 3000), st.sampled_from([0.9, 0.95]), st.sampled_from([0.95, 0.999]), st.booleans())
 def test_scalars_depend_on_the_step_alone_and_are_near_the_exact_ones(
     step: int, beta1: float, beta2: float, several: bool
@@ -97,7 +143,9 @@ def test_scalars_depend_on_the_step_alone_and_are_near_the_exact_ones(
         one(step=before, **settings)
     found = one(step=step, **settings)
     assert found == other(step=step, **settings)
-    assert found.as_tuple() == pytest.approx(scalars(step=step, **settings).as_tuple(), rel=1e-3)
+    assert found.arithmetic is Arithmetic.DEEPSPEED
+    near = replace(scalars(step=step, **settings), decay=settings["lr"] * settings["weight_decay"])
+    assert found.as_tuple() == pytest.approx(near.as_tuple(), rel=1e-3)
 
 
 class Commented:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.gpu.on_gpu import GPU
-from tests.kernels.states import State, assert_same, by_oracle, ordinary, special
+from tests.kernels.states import State, assert_same, by_oracle, of, ordinary, special
 from tidegate.agent.devices.base import UpdateRun
 from tidegate.agent.devices.cuda_torch import TorchCuda, load_kernels
-from tidegate.kernels import GradDtype, WeightFormat, scalars
+from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, scalars
 
 pytestmark = pytest.mark.gpu
 
@@ -20,6 +20,8 @@ VALUES = [
     scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37),
     scalars(1e-2, 0.8, 0.95, 1e-6, 0.01, step=1, decoupled=False),
     scalars(1e-3, 0.9, 0.999, 0.0, 0.0, step=100_000),
+    of(Arithmetic.DEEPSPEED, scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37)),
+    of(Arithmetic.DEEPSPEED_TAIL, scalars(1e-2, 0.8, 0.95, 1e-6, 0.01, step=1, decoupled=False)),
 ]
 
 

@@ -28,7 +28,7 @@ int main() {
     int64_t numel, format, dtype, num_threads;
     Scalars scalars;
   } head;
-  if (std::fread(&head, 1, 68, stdin) != 68) std::abort();
+  if (std::fread(&head, 1, 76, stdin) != 76) std::abort();
   const auto n = static_cast<size_t>(head.numel);
   auto weight = read(n * kWeightBytes[head.format]), aux = read(n * kAuxBytes[head.format]);
   auto exp_avg = read(n * 4), exp_avg_sq = read(n * 4), grad = read(n * kGradBytes[head.dtype]);

@@ -5,14 +5,17 @@ The interpreter is chosen by TRITON_INTERPRET=1 before Triton is imported, so th
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.kernels.states import Array, Ref, State, assert_same, by_oracle, ordinary, run_of, special
-from tidegate.kernels import GradDtype, Scalars, WeightFormat, oracle, scalars, triton_adamw
+from tests.kernels.states import Array, Ref, State, assert_same, by_oracle, of, ordinary, run_of, special
+from tidegate.kernels import Arithmetic, GradDtype, Scalars, WeightFormat, oracle, scalars, triton_adamw
+from tidegate.kernels.scalars import SCALAR_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is NumPy: NaN and overflow
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
@@ -38,6 +41,18 @@ def test_special_values(weight_format: WeightFormat, grad_dtype: GradDtype, deco
 
 @FORMATS
 @DTYPES
+@pytest.mark.parametrize("arithmetic", [Arithmetic.DEEPSPEED, Arithmetic.DEEPSPEED_TAIL])
+def test_special_values_as_deepspeed_rounds(
+    weight_format: WeightFormat, grad_dtype: GradDtype, arithmetic: Arithmetic
+) -> None:
+    for decoupled, weight_decay in ((True, 0.1), (False, 0.1), (True, 0.0)):
+        values = scalars(1e-3, 0.9, 0.999, 1e-8, weight_decay, step=2, decoupled=decoupled, grad_scale=0.7)
+        check(special(weight_format, grad_dtype), weight_format, grad_dtype, of(arithmetic, values))
+        check(ordinary(2500, weight_format, grad_dtype), weight_format, grad_dtype, of(arithmetic, values))
+
+
+@FORMATS
+@DTYPES
 @pytest.mark.parametrize("numel", [0, 1, 7, 1023, 1024, 1025, 3000, 4096])
 def test_odd_sizes(weight_format: WeightFormat, grad_dtype: GradDtype, numel: int) -> None:
     values = scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=7, grad_scale=0.3)
@@ -57,10 +72,9 @@ def test_aligned_arrays(weight_format: WeightFormat) -> None:
 
 @pytest.mark.parametrize("extreme", [1e-42, 3e38, np.inf, np.nan])
 def test_extreme_scalars_are_fp32(extreme: float) -> None:
-    for name in Scalars.__slots__:
-        ordinary_values = scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=7, decoupled=False)
-        fields = {field: getattr(ordinary_values, field) for field in Scalars.__slots__}
-        values = Scalars(**fields | {name: float(np.float32(extreme))})
+    for name, arithmetic in itertools.product(SCALAR_NAMES, Arithmetic):
+        values = of(arithmetic, scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=7, decoupled=False))
+        values = replace(values, **{name: float(np.float32(extreme))})
         check(ordinary(100, WeightFormat.F32, GradDtype.F32), WeightFormat.F32, GradDtype.F32, values)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-from tidegate.kernels import GradDtype, Scalars, WeightFormat, oracle
+from tidegate.kernels import Arithmetic, GradDtype, Scalars, WeightFormat, oracle
 
 Array = np.ndarray[Any, Any]
 
@@ -68,6 +68,13 @@ def special(weight_format: WeightFormat, grad_dtype: GradDtype) -> State:
     moments = np.array([0.0, -0.0, 1e-40, 0.5, np.inf, np.nan, 3e38], np.float32)
     master, grad, moment = (axis.ravel() for axis in np.meshgrid(SPECIAL_F32, grads, moments))
     return make(master, moment, np.abs(moment), grad, weight_format)
+
+
+def of(arithmetic: Arithmetic, values: Scalars) -> Scalars:
+    """These scalars, which were made for TORCH, with another arithmetic."""
+    if arithmetic is Arithmetic.TORCH:
+        return values
+    return replace(values, arithmetic=arithmetic, decay=float(np.float32(1) - np.float32(values.decay)))
 
 
 def as_grad(values: Array, dtype: GradDtype) -> Array:

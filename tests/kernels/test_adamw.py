@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.states import State, assert_same, by_oracle, make, ordinary, special
+from tests.kernels.states import State, assert_same, by_oracle, canonical, make, of, ordinary, special
 from tidegate import kernels
-from tidegate.kernels import GradDtype, Scalars, ThreadPool, WeightFormat, scalars
+from tidegate.kernels import Arithmetic, GradDtype, Scalars, ThreadPool, WeightFormat, oracle, scalars
 
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))
@@ -23,6 +23,7 @@ EVERY_ISA = pytest.mark.parametrize("isa", kernels.instruction_sets(), indirect=
 # around a vector of 8, 16 and 32 elements, a block of 64, a task of the thread pool
 NUMELS = (0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 65535, 65536, 65537, 3 * 65536 + 13)
 libm = ctypes.CDLL("libm.so.6")
+libm.fmaf.argtypes, libm.fmaf.restype = [ctypes.c_float] * 3, ctypes.c_float
 ROUND_UP, ROUND_TO_ZERO = 0x800, 0xC00  # of fenv.h on x86-64
 
 
@@ -72,11 +73,37 @@ def test_special_values(
         check(pool, state.copy(), weight_format, grad_dtype, values)
 
 
-@settings(max_examples=150, deadline=None)
+@EVERY_ISA
+@FORMATS
+@DTYPES
+@pytest.mark.parametrize("arithmetic", [Arithmetic.DEEPSPEED, Arithmetic.DEEPSPEED_TAIL])
+def test_special_values_as_deepspeed_rounds(
+    isa: str, pool: ThreadPool, weight_format: WeightFormat, grad_dtype: GradDtype, arithmetic: Arithmetic
+) -> None:
+    state = special(weight_format, grad_dtype)
+    for decoupled, weight_decay in ((True, 0.1), (False, 0.1), (True, 0.0)):
+        values = scalars(1e-3, 0.9, 0.999, 1e-8, weight_decay, step=2, decoupled=decoupled, grad_scale=0.7)
+        check(pool, state.copy(), weight_format, grad_dtype, of(arithmetic, values))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(*[st.integers(0, 2**32 - 1)] * 3), min_size=1, max_size=40), st.booleans())
+def test_the_oracles_fused_multiply_add_rounds_once(bits: list[tuple[int, int, int]], near: bool) -> None:
+    a, b, c = np.array(bits, np.uint32).T.copy().view(np.float32)
+    with np.errstate(all="ignore"):
+        if near:  # the sum of numbers that nearly cancel, where rounding twice would show
+            c = (-a * b * np.float32(1 + 2.0**-20)).astype(np.float32)
+        found = oracle.fma(a, b, c)
+    expected = np.array([libm.fmaf(*map(float, each)) for each in zip(a, b, c, strict=True)], np.float32)
+    np.testing.assert_array_equal(canonical(found, False), canonical(expected, False))
+
+
+@settings(max_examples=250, deadline=None)
 @given(
     st.sampled_from(kernels.instruction_sets()),
     st.sampled_from(WeightFormat),
     st.sampled_from(GradDtype),
+    st.sampled_from(Arithmetic),
     st.lists(st.tuples(*[st.integers(0, 2**32 - 1)] * 4), min_size=1, max_size=80),
     st.floats(0, 1),
     st.floats(0, 0.9999),
@@ -90,6 +117,7 @@ def test_any_bits_and_any_scalars(
     isa: str,
     weight_format: WeightFormat,
     grad_dtype: GradDtype,
+    arithmetic: Arithmetic,
     bits: list[tuple[int, int, int, int]],
     lr: float,
     beta1: float,
@@ -103,7 +131,7 @@ def test_any_bits_and_any_scalars(
     if grad_dtype is not GradDtype.F32:
         halves = (grad.view(np.uint32) >> 16).astype(np.uint16)
         grad = halves if grad_dtype is GradDtype.BF16 else halves.view(np.float16)
-    values = scalars(lr, beta1, beta2, 1e-8, weight_decay, step, decoupled, grad_scale)
+    values = of(arithmetic, scalars(lr, beta1, beta2, 1e-8, weight_decay, step, decoupled, grad_scale))
     widest = kernels.instruction_set()
     kernels.use_instruction_set(isa)
     try:
@@ -121,16 +149,20 @@ def test_threads_and_odd_tails(isa: str, weight_format: WeightFormat, grad_dtype
     values = scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=7, grad_scale=0.3)
     with ThreadPool(num_threads) as pool:
         for numel in NUMELS:
-            check(pool, ordinary(numel, weight_format, grad_dtype), weight_format, grad_dtype, values)
+            arithmetic = Arithmetic(numel % len(Arithmetic))
+            check(pool, ordinary(numel, weight_format, grad_dtype), weight_format, grad_dtype, of(arithmetic, values))
 
 
 @FORMATS
 @DECOUPLED
-def test_parts_make_the_whole(pool: ThreadPool, weight_format: WeightFormat, decoupled: bool) -> None:
+@pytest.mark.parametrize("arithmetic", list(Arithmetic))
+def test_parts_make_the_whole(
+    pool: ThreadPool, weight_format: WeightFormat, decoupled: bool, arithmetic: Arithmetic
+) -> None:
     whole = ordinary(100_003, weight_format, GradDtype.BF16)
     parts = whole.copy()
     for step in (1, 2, 3):
-        values = scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step, decoupled)
+        values = of(arithmetic, scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step, decoupled))
         native(pool, whole, weight_format, GradDtype.BF16, values)
         for begin, end in ((0, 1), (1, 18), (18, 70_001), (70_001, 100_003)):
             native(pool, parts.slice(slice(begin, end)), weight_format, GradDtype.BF16, values)

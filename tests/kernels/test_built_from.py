@@ -23,7 +23,8 @@ def test_changed_sources_are_refused(tmp_path: Path, change: str) -> None:
     shutil.copytree(SOURCES, folder)
     require_current(folder)
     if change == "edited":
-        (folder / "adamw.cpp").write_text((folder / "adamw.cpp").read_text().replace("beta2", "beta1", 1))
+        step = folder / "adamw_step.h"
+        step.write_text(step.read_text().replace("beta2", "beta1", 1))
     elif change == "added":
         (folder / "new.h").touch()
     else:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.kernels.states import State, assert_same, by_oracle, ordinary, special
-from tidegate.kernels import GradDtype, WeightFormat, oracle, scalars
+from tests.kernels.states import State, assert_same, by_oracle, of, ordinary, special
+from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, oracle, scalars
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "kernels" / "src" / f"{name}.cpp" for name in ("adamw", "stream", "sum_of_squares", "thread_pool")]
@@ -40,14 +40,15 @@ def test_the_flags_are_those_of_the_build() -> None:
 @FORMATS
 @DTYPES
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+@pytest.mark.parametrize("arithmetic", list(Arithmetic))
 def test_aarch64_equals_the_oracle(
-    driver: Path, weight_format: WeightFormat, grad_dtype: GradDtype, decoupled: bool
+    driver: Path, weight_format: WeightFormat, grad_dtype: GradDtype, decoupled: bool, arithmetic: Arithmetic
 ) -> None:
     if shutil.which(EMULATOR) is None:
         pytest.skip(f"no {EMULATOR}")
-    values = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, 2, decoupled, grad_scale=0.7)
+    values = of(arithmetic, scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, 2, decoupled, grad_scale=0.7))
     for state in (special(weight_format, grad_dtype), ordinary(65_541, weight_format, grad_dtype)):
-        head = struct.pack("<4q9f", len(state.weight), weight_format, grad_dtype, 2, *values.as_tuple())
+        head = struct.pack("<4q10fi", len(state.weight), weight_format, grad_dtype, 2, *values.as_tuple(), arithmetic)
         sent = b"".join([head, *(a.tobytes() for a in state.arrays() if a is not None)])
         done = subprocess.run([EMULATOR, driver], input=sent, stdout=subprocess.PIPE, check=True)
         updated, norm = received(done.stdout, state)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.states import Array, Ref, State, assert_same, by_oracle, ordinary, run_of, special
-from tidegate.kernels import GradDtype, WeightFormat, oracle, scalars, torch_adamw
+from tests.kernels.states import Array, Ref, State, assert_same, by_oracle, of, ordinary, run_of, special
+from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, oracle, scalars, torch_adamw
 
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))
+ARITHMETICS = pytest.mark.parametrize("arithmetic", list(Arithmetic))
 DECOUPLED = pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
 
 
@@ -26,13 +27,14 @@ def master_of(state: State, weight_format: WeightFormat) -> Array:
 @FORMATS
 @DTYPES
 @DECOUPLED
+@ARITHMETICS
 @pytest.mark.parametrize("numel", [0, 1, 999, 1000, 2500])
 def test_agrees_within_fp32_rounding(
-    weight_format: WeightFormat, grad_dtype: GradDtype, decoupled: bool, numel: int
+    weight_format: WeightFormat, grad_dtype: GradDtype, decoupled: bool, arithmetic: Arithmetic, numel: int
 ) -> None:
     state = ordinary(numel, weight_format, grad_dtype)
     expected = state.copy()
-    values = scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, 2, decoupled, grad_scale=0.3)
+    values = of(arithmetic, scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, 2, decoupled, grad_scale=0.3))
     torch_adamw.update([run_of(state, weight_format, grad_dtype, values)], device_type="cpu")
     by_oracle(expected, weight_format, grad_dtype, values)
     np.testing.assert_array_equal(state.exp_avg, expected.exp_avg)
@@ -46,13 +48,16 @@ def test_agrees_within_fp32_rounding(
 
 @FORMATS
 @DTYPES
-def test_special_values_are_converted_exactly(weight_format: WeightFormat, grad_dtype: GradDtype) -> None:
+@ARITHMETICS
+def test_special_values_are_converted_exactly(
+    weight_format: WeightFormat, grad_dtype: GradDtype, arithmetic: Arithmetic
+) -> None:
     """A rate of 0: no square root has a say in the weight, and NaN, infinities, ties and denormals come as they are."""
     state = special(weight_format, grad_dtype)
     finite = np.isfinite(state.exp_avg_sq) & (state.exp_avg_sq > 0) & np.isfinite(state.exp_avg)
     state = State(*(None if a is None else a[finite] for a in state.arrays()))
     expected = state.copy()
-    values = scalars(0.0, 0.9, 0.999, 1e-8, 0.1, step=2)
+    values = of(arithmetic, scalars(0.0, 0.9, 0.999, 1e-8, 0.1, step=2))
     torch_adamw.update([run_of(state, weight_format, grad_dtype, values)], device_type="cpu")
     by_oracle(expected, weight_format, grad_dtype, values)
     assert_same(state, expected)

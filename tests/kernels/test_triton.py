@@ -17,12 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tidegate.kernels import (
-    GradDtype,
-    Scalars,
-    WeightFormat,
-    triton_adamw,
-)
+from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, triton_adamw
+from tidegate.kernels.scalars import SCALAR_NAMES
 
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))
@@ -46,10 +42,12 @@ def compiled(
 
 
 def adamw(
-    weight_format: WeightFormat, grad_dtype: GradDtype, aligned: bool = True, capability: int = 90, **options: Any
-) -> dict[str, str]:
-    signature = {"numel": "i64", **dict.fromkeys(ADDRESSES, "i64"), **dict.fromkeys(Scalars.__slots__, "fp32")}
-    constants = {"FORMAT": weight_format, "GRAD": grad_dtype, "L2": True, "ALIGNED": aligned, "BLOCK": 1024}
+    weight_format: WeightFormat, grad_dtype: GradDtype, aligned: bool = True, capability: int = 90,
+    arithmetic: Arithmetic = Arithmetic.TORCH, **options: Any,
+) -> dict[str, str]:  # fmt: skip
+    signature = {"numel": "i64", **dict.fromkeys(ADDRESSES, "i64"), **dict.fromkeys(SCALAR_NAMES, "fp32")}
+    constants = {"FORMAT": weight_format, "GRAD": grad_dtype, "ARITHMETIC": arithmetic, "L2": True, "DECAY": True}
+    constants |= {"ALIGNED": aligned, "BLOCK": 1024}
     constants = {name: int(value) for name, value in constants.items()}
     return compiled(triton_adamw._adamw, signature, constants, capability, num_warps=4, **options)
 
@@ -65,7 +63,7 @@ def operations(ptx: str) -> Counter[str]:
 def inexact(ptx: str) -> Iterator[str]:
     """Floating-point instructions that may round otherwise than the oracle: fused, flushing or approximate."""
     for name in operations(ptx):
-        floating = re.search(r"\.f(16|32|64)\b", name) is not None
+        floating = re.search(r"\.f(16|32|64)(x2)?\b", name) is not None
         unrounded = re.match(r"(add|sub|mul|div|sqrt|fma|mad)\.(?!rn\.)", name) is not None
         fused = re.match(r"(fma|mad)\.", name) is not None
         if floating and (fused or unrounded or re.search(r"\.(ftz|approx|full|sat)\b", name)):
@@ -94,6 +92,17 @@ def test_compiled_code_rounds_as_the_oracle_does(weight_format: WeightFormat, gr
     assert list(inexact(ptx)) == []
     for name in ("sqrt.rn.f32", "div.rn.f32", "mul.rn.f32", "add.rn.f32"):
         assert operations(ptx)[name] > 0
+
+
+@pytest.mark.parametrize("arithmetic", [Arithmetic.DEEPSPEED, Arithmetic.DEEPSPEED_TAIL])
+@pytest.mark.parametrize("capability", [75, 90, 120])
+def test_compiled_code_fuses_where_deepspeed_does_and_nowhere_else(arithmetic: Arithmetic, capability: int) -> None:
+    ptx = adamw_ptx(WeightFormat.F32, GradDtype.F32, True, capability, arithmetic, **triton_adamw.EXACT)
+    assert set(inexact(ptx)) <= {"fma.rn.f32", "fma.rn.f32x2"}
+    found = operations(ptx)
+    # Six sums of a product for each of a thread's eight elements, in a whole block and in one that ends early.
+    assert found["fma.rn.f32"] + 2 * found["fma.rn.f32x2"] == 2 * 8 * 6
+    assert not any(re.match(r"(add|sub)\..*f32", name) for name in found)
 
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 89, 100, 120])
