@@ -15,7 +15,10 @@ from tidegate.kernels import GradDtype, Scalars, ThreadPool, WeightFormat, oracl
 
 Array = np.ndarray[Any, Any]
 # m becomes the gradient, the weight stays what it is: an update that only converts
-ONLY_CONVERT = Scalars(1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0)
+ONLY_CONVERT = Scalars(
+    grad_scale=1.0, l2=0.0, decay=1.0, beta1=0.0, one_minus_beta1=1.0, beta2=0.0, one_minus_beta2=0.0, step_size=0.0,
+    inverse_bias_correction2_sqrt=1.0, eps=1.0,
+)  # fmt: skip
 ALL_HALVES = np.arange(65536, dtype=np.uint16)
 
 
