@@ -33,9 +33,9 @@ def _row(path: PathFigures, total: int) -> tuple[str, ...]:
         markup.dot(path.name, palette.place(path.name)),
         markup.bar(path.subgroups / total, held, palette.place(path.name)) if total else held,
         units.nbytes(path.read.bytes_per_step),
-        _speed(path.read, f"{path.name}:read"),
+        speed(path.read, f"{path.name}:read"),
         units.nbytes(path.write.bytes_per_step),
-        _speed(path.write, f"{path.name}:write"),
+        speed(path.write, f"{path.name}:write"),
         units.seconds(path.lock_wait_seconds),
         str(path.errors),
         units.nbytes(path.free_bytes),
@@ -43,9 +43,10 @@ def _row(path: PathFigures, total: int) -> tuple[str, ...]:
     )
 
 
-def _speed(use: PathUse, lane: str) -> str:
-    """While busy, as a share of what the path can do alone."""
+def speed(use: PathUse, lane: str) -> str:
+    """While busy, as a share of what the path could do alone when the run began. Many small files, a cache in the drive
+    or another tenant who has left make it more than that: how much more says nothing."""
     if use.bytes_per_second is None or use.ceiling_share is None:
         return units.rate(use.bytes_per_second)
-    text = f"{units.share(use.ceiling_share)}, {units.rate(use.bytes_per_second)}"
-    return markup.bar(use.ceiling_share, text, palette.lane(lane))
+    share = units.share(use.ceiling_share) if use.ceiling_share <= 1 else "over 100 %"
+    return markup.bar(use.ceiling_share, f"{share}, {units.rate(use.bytes_per_second)}", palette.lane(lane))

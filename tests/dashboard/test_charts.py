@@ -15,6 +15,8 @@ from tidegate.dashboard.digest import digest, pace, verdict
 from tidegate.dashboard.lanes import lane_use
 from tidegate.dashboard.parts.gantt import expected
 from tidegate.dashboard.parts.resources import MIN_CEILING_BYTES, link_ceilings
+from tidegate.dashboard.parts.storage import speed
+from tidegate.dashboard.storage import PathUse
 from tidegate.knobs import SPECS
 from tidegate.model.rates import RateCard
 from tidegate.plan.ops import LANE_OF, LANES, OpKind
@@ -150,6 +152,11 @@ def test_the_prediction_is_below_in_each_lane_and_the_path_ends_with_the_update(
         assert below.customdata[0].startswith("predicted: ")
     assert any("on the critical path" in words for words in measured["state in"].customdata)
     assert not any("critical" in trace.name for trace in go.Figure(gantt.gantt(view)).data)
+
+
+@pytest.mark.parametrize(("share", "shown"), [(0.5, ">50 %, "), (1.0, ">100 %, "), (3.47, ">over 100 %, ")])
+def test_a_path_faster_than_when_the_run_began_is_over_100_percent(share: float, shown: str) -> None:
+    assert shown in speed(PathUse(bytes_per_step=1.0, bytes_per_second=1e9, ceiling_share=share), "nvme:read")
 
 
 @pytest.mark.parametrize(("times", "shown"), [(1.5, 1.5), (100.0, gantt.FURTHEST), (0.5, 1.0)])
