@@ -7,7 +7,7 @@ from typing import Final, get_args
 
 import streamlit as st
 
-from tidegate.dashboard import feed, links, markup, palette
+from tidegate.dashboard import feed, markup, palette
 from tidegate.dashboard.digest import digest
 from tidegate.dashboard.gantt import Scope
 from tidegate.dashboard.parts import gantt, header
@@ -45,16 +45,16 @@ def _controls(place: Place) -> int | None:
     steps = sorted({*feed.kept_steps(place.url, place.run, place.rank), *([step] if step is not None else [])})
     options = [NEWEST, *map(str, reversed(steps))]
     with st.container(horizontal=True, vertical_alignment="center", key="controls"):
-        chosen = st.selectbox(
+        key = f"step:{place.run}:{place.rank}:{step}"
+        st.selectbox(
             "Step", options, index=options.index(str(step)) if step is not None else 0, width=150,
-            key=f"step:{place.run}:{place.rank}:{step}", label_visibility="collapsed",
+            key=key, label_visibility="collapsed", on_change=_choose, args=(place, key),
             format_func=lambda option: "newest step" if option == NEWEST else f"step {option}",
         )  # fmt: skip
         if step is None:
-            if st.button("Hold", help="Keep the update that is on the screen, to read it."):
-                _hold(place)
-        elif st.button("Follow", help="Show each new update as it comes."):
-            links.go("timeline", **_whose(place))
+            st.button("Hold", help="Keep the update that is on the screen, to read it.", on_click=_hold, args=(place,))
+        else:
+            st.button("Follow", help="Show each new update as it comes.", on_click=_show, args=(place, None))
         st.segmented_control(
             "Shown", get_args(Scope), default="update", required=True, format_func=SCOPES.__getitem__,
             key="gantt_scope", label_visibility="collapsed",
@@ -66,19 +66,24 @@ def _controls(place: Place) -> int | None:
             mime="application/json", key="trace", on_click="ignore", icon=":material/download:",
             help="For https://ui.perfetto.dev: measured and predicted, with an arrow for each dependency.",
         )  # fmt: skip
-    if chosen != (NEWEST if step is None else str(step)):
-        links.go("timeline", **_whose(place), **({} if chosen == NEWEST else {"step": chosen}))
     return step
 
 
-def _whose(place: Place) -> dict[str, str | int]:
-    return {"run": place.run} | ({"rank": place.rank} if place.rank else {})
+def _show(place: Place, step: int | None) -> None:
+    """Puts the step into the address before the page is drawn, so that it is drawn once."""
+    asked = {"run": place.run} | ({"rank": str(place.rank)} if place.rank else {})
+    st.query_params.from_dict(asked | ({} if step is None else {"step": str(step)}))
+
+
+def _choose(place: Place, key: str) -> None:
+    chosen = st.session_state[key]
+    _show(place, None if chosen == NEWEST else int(chosen))
 
 
 def _hold(place: Place) -> None:
     view = feed.newest_timeline(place.url, place.run, place.rank)
     if view is not None:
-        links.go("timeline", **_whose(place), step=view.step)
+        _show(place, view.step)
 
 
 @live
