@@ -11,7 +11,7 @@ from tidegate.agent.tiers.store import TierStore
 from tidegate.analysis import both_busy_seconds, busy_seconds
 from tidegate.errors import KnobError
 from tidegate.knobs import EQ1
-from tidegate.model.split import PathTraffic, SplitEstimator
+from tidegate.model.split import PathTraffic, SplitEstimator, WholeStep
 from tidegate.plan.effective import Effective, Split, cached, divide
 from tidegate.plan.ops import OpKind, Residence, Subgroup, is_path
 from tidegate.plan.placement import place
@@ -130,7 +130,7 @@ class Residences:
 
 
 def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
-    """What the second half of a step's ops moved on each path each way, and how long they were at it.
+    """What the second half of a step's ops moved on each path each way, and how long they were at it; and the whole.
 
     A path that has rested serves its first bytes at once, as throttled ones and those with a cache do; and what is
     fetched before the step has the path for itself.
@@ -139,6 +139,8 @@ def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
     for span in spans:
         if span.kind in (OpKind.FETCH, OpKind.FLUSH) and span.nbytes:
             by_lane[span.lane.rpartition(":")[0], span.kind].append(span)
+    moved = [span for lane in by_lane.values() for span in lane]
+    step_seconds = max(span.end for span in moved) - min(span.start for span in moved) if moved else 0.0
     found: dict[str, PathTraffic] = {}
     for path in dict.fromkeys(path for path, _ in by_lane):
         reads, writes = by_lane.get((path, OpKind.FETCH), []), by_lane.get((path, OpKind.FLUSH), [])
@@ -150,6 +152,12 @@ def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
             write_bytes=sum(span.nbytes for span in late_writes),
             write_seconds=busy_seconds(late_writes),
             shared_write_seconds=both_busy_seconds(late_writes, reads),
+            whole=WholeStep(
+                read_bytes=sum(span.nbytes for span in reads),
+                write_bytes=sum(span.nbytes for span in writes),
+                busy_seconds=busy_seconds([*reads, *writes]),
+                step_seconds=step_seconds,
+            ),
         )
     return found
 

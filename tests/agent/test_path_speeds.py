@@ -37,3 +37,14 @@ def test_time_is_shared_with_all_that_goes_the_other_way() -> None:
 def test_what_needed_no_moving_shows_nothing() -> None:
     fetched = Span(0, OpKind.FETCH, "a:read", 0, 0.0, 1.0, 0, 0, "state", None)
     assert traffic([fetched]) == {}
+
+
+def test_the_whole_step_counts_all_ops_and_the_time_of_all_paths() -> None:
+    reads, writes = spans(OpKind.FETCH, (0.0, 1.0), (1.0, 3.0)), spans(OpKind.FLUSH, (2.0, 4.0), (5.0, 6.0))
+    other = Span(9, OpKind.FETCH, "b:read", 9, -2.0, 8.0, 50, 0, "state", None)
+    whole = traffic([*reads, *writes, other])["a"].whole
+    assert whole is not None
+    assert (whole.read_bytes, whole.write_bytes) == (200, 200)
+    assert (whole.busy_seconds, whole.step_seconds) == (pytest.approx(5.0), pytest.approx(10.0))
+    assert not whole.saturated
+    assert whole.seconds_per_byte(duplex=True) == pytest.approx(5.0 / 200)

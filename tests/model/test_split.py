@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tidegate.errors import CapacityError
-from tidegate.model.split import PathTraffic, SplitEstimator
+from tidegate.model.split import PathTraffic, SplitEstimator, WholeStep
 from tidegate.plan.split import Counts, PathSpeeds, balanced_split, makespan_seconds
 
 SUBGROUP_BYTES = 1_000_000_000
@@ -200,3 +200,85 @@ def test_saved_up_credit_does_not_make_the_split_swing(slow: str, credit: float)
     looks = [one for one in taken[10:] if one > 1.1 * promised]
     assert len(looks) < 0.08 * len(taken)
     assert sum(taken[10:]) / len(taken[10:]) < 1.15 * promised
+
+
+def held_up(counts: Counts, truth: dict[str, PathSpeeds], first: str, alternate: int) -> dict[str, PathTraffic]:
+    """A step that the path `first` holds up all along; the others serve what little they get at once.
+
+    Its reads and writes fill its time in turns: one way is in progress throughout, the other for a moment, as with two
+    throttled queues that wait for each other.
+    """
+    nbytes = counts[first] * SUBGROUP_BYTES
+    step = nbytes * truth[first].seconds_per_byte
+    found = {}
+    for name, n in counts.items():
+        moved = n * SUBGROUP_BYTES
+        if name == first:
+            long, short = step, step / 20
+            read, write = (long, short) if alternate % 2 else (short, long)
+            busy = step
+        else:
+            read = write = moved * truth[name].seconds_per_byte / BURST
+            busy = read + write
+        found[name] = PathTraffic(
+            read_bytes=moved, read_seconds=read, write_bytes=moved, write_seconds=write,
+            whole=WholeStep(read_bytes=moved, write_bytes=moved, busy_seconds=busy, step_seconds=step),
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("slow", ["disk", "memory", "archive"])
+def test_a_path_that_holds_all_up_shows_its_cost_whichever_way_it_waits_and_the_others_show_nothing(slow: str) -> None:
+    """Two steps tell; those that are served at once meanwhile are not taken for faster than they are."""
+    known = {"disk": rates(4, 4, True), "memory": rates(2, 2, True), "archive": rates(1, 1, True)}
+    truth = known | {slow: rates(0.25 * known[slow].read_bytes_per_second / 1e9, 9.0, True)}
+    estimator, counts = SplitEstimator(known), balanced_split(COUNT, known)
+    for step in range(10):
+        estimator.observe(held_up(counts, truth, slow, step))
+        if step == 1:
+            early = estimator.propose(counts)
+    best = balanced_split(COUNT, truth)
+    proposed = estimator.propose(counts)
+    assert proposed is not None
+    assert proposed == early, "two steps tell"
+    assert max(abs(proposed[name] - best[name]) for name in best) <= 1
+
+
+def test_what_rests_between_its_ops_keeps_what_it_showed_when_it_had_no_rest() -> None:
+    """As fast as known it may be, in between of the ways apart and all the time together: nothing new is learnt."""
+    known = {"a": rates(1, 1, True)}
+    estimator = SplitEstimator(known)
+    seen = PathTraffic(
+        read_bytes=10**9, read_seconds=0.7, write_bytes=10**9, write_seconds=0.7,
+        whole=WholeStep(read_bytes=10**9, write_bytes=10**9, busy_seconds=1.2, step_seconds=3.0),
+    )  # fmt: skip
+    for _ in range(50):
+        estimator.observe({"a": seen})
+    assert makespan_seconds({"a": 1}, estimator.rates, 10**9) == pytest.approx(1.0)
+
+
+def test_while_subgroups_move_unequal_amounts_do_not_tell_of_both_ways_together() -> None:
+    estimator = SplitEstimator({"a": rates(1, 1, True)})
+    moving = PathTraffic(
+        read_bytes=10**9, read_seconds=1.0, write_bytes=10**8, write_seconds=0.1,
+        whole=WholeStep(read_bytes=10**9, write_bytes=10**8, busy_seconds=9.0, step_seconds=9.0),
+    )  # fmt: skip
+    for _ in range(5):
+        estimator.observe({"a": moving})
+    assert makespan_seconds({"a": 1}, estimator.rates, 10**9) == pytest.approx(1.0)
+
+
+def test_a_path_that_rests_because_little_is_given_to_it_is_found_faster_too_but_later() -> None:
+    """As with weights that leave it little: what it really does is shown and simulated, so it must not stay unknown."""
+    estimator = SplitEstimator({"a": rates(1, 1, True)})
+    seen = PathTraffic(
+        read_bytes=10**9, read_seconds=0.25, write_bytes=10**9, write_seconds=0.25,
+        whole=WholeStep(read_bytes=10**9, write_bytes=10**9, busy_seconds=0.25, step_seconds=10.0),
+    )  # fmt: skip
+
+    def cost() -> float:
+        estimator.observe({"a": seen})
+        return makespan_seconds({"a": 1}, estimator.rates, 10**9)
+
+    assert [cost() for _ in range(15)] == [pytest.approx(1.0)] * 15
+    assert [cost() for _ in range(2)] == [pytest.approx(0.5), pytest.approx(0.25)]

@@ -3,32 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
+from tidegate.model.settling import Settling
 from tidegate.plan.split import Counts, PathSpeeds, balanced_split, makespan_seconds
 
 MINIMUM_GAIN: Final = 0.05
 """Share of the makespan that a move must promise."""
-SMOOTHING: Final = 0.125
-"""Weight of the newest step: noise of ±10 % a step leaves about ±1.5 %, far less than a move must promise."""
-JUMP: Final = 0.25
-"""A step that is off by more is no noise. One is forgotten; a second one on the same side is the new speed."""
-RISE: Final = 2.0
-"""How many times as fast as known a path may be taken for in one step."""
-BELIEVED: Final = 8
-"""Steps that a rise must last. After one that did not, no other is believed for `DISTRUST` steps, then for twice as
-many, up to `MOST_DISTRUST`."""
-DISTRUST: Final = 16
-MOST_DISTRUST: Final = 512
+SATURATED: Final = 0.9
+"""Share of a step's time with storage in which a path must have been at work to be what held the step up."""
+LOADED: Final = 0.5
+"""Share of a step for which a path must have work, as fast as it is known, or it rests for most of it."""
 PROBE: Final = 1
 """Subgroups of every path that may have any, or nobody would see that it recovered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeStep:
+    """All that a path did in one step, reads and writes together.
+
+    busy_seconds: in which at least one of its ops was in progress. step_seconds: from the first to the last op of any
+    path.
+    """
+
+    read_bytes: int
+    write_bytes: int
+    busy_seconds: float
+    step_seconds: float
+
+    @property
+    def balanced(self) -> bool:
+        """Whether it read about as much as it wrote; while subgroups move it does not."""
+        fewer, more = sorted((self.read_bytes, self.write_bytes))
+        return 0 < more <= 2 * fewer
+
+    @property
+    def saturated(self) -> bool:
+        """Whether the path had work all the time: then it shows what it can do."""
+        return self.busy_seconds >= SATURATED * self.step_seconds
+
+    def seconds_per_byte(self, duplex: bool) -> float:
+        """Busy seconds for each byte that was read and written, as `PathSpeeds.seconds_per_byte` has it.
+
+        Of unequal amounts, the larger one decides where both ways go at once, else their mean.
+        """
+        amounts = self.read_bytes, self.write_bytes
+        return self.busy_seconds / (max(amounts) if duplex else sum(amounts) / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathTraffic:
     """What one step moved on one path. Seconds are busy: an op was in progress; bytes are counted at the call site.
 
+    The first six are of the part of the step that shows each way's speed; whole: all of it, where that is known.
     shared_read_seconds: those of `read_seconds` in which writes were in progress, too; and the other way round.
     """
 
@@ -38,55 +66,61 @@ class PathTraffic:
     write_seconds: float = 0.0
     shared_read_seconds: float = 0.0
     shared_write_seconds: float = 0.0
+    whole: WholeStep | None = None
 
 
-class _Speed:
-    """Seconds per byte of one direction: times add up, rates do not.
+class _Path:
+    """What is known of one path: what a byte costs that is read and written once, and how that divides.
 
-    A path that is throttled, or has a cache, serves its first bytes at once: while it gets little it looks fast, and
-    once it gets more it is slow. So a rise is believed by degrees, and one that did not last makes the next one wait.
+    Only a path that is always at work shows its cost. One that rests between its ops serves each of them at once, if
+    it is throttled: its reads and writes take at least as long as they did, and at most as long as it was busy in all.
     """
 
-    def __init__(self, bytes_per_second: float) -> None:
-        self.seconds_per_byte = 1 / bytes_per_second
-        self._suspect: float | None = None
-        self._step = 0
-        self._rose_at = -BELIEVED
-        self._distrust = DISTRUST
-        self._no_rise_before = 0
+    def __init__(self, speeds: PathSpeeds) -> None:
+        self._duplex = speeds.duplex
+        self._read = Settling(1 / speeds.read_bytes_per_second)
+        self._write = Settling(1 / speeds.write_bytes_per_second)
+        self._both = Settling(speeds.seconds_per_byte)
 
-    def observe(self, nbytes: int, seconds: float) -> None:
-        self._step += 1
-        if nbytes <= 0 or seconds <= 0:
+    def observe(self, seen: PathTraffic) -> None:
+        read_seconds, write_seconds = seen.read_seconds, seen.write_seconds
+        if not self._duplex:
+            # A shared device serves both at once at half speed: half of that time belongs to each.
+            read_seconds -= seen.shared_read_seconds / 2
+            write_seconds -= seen.shared_write_seconds / 2
+        for known, nbytes, seconds in (
+            (self._read, seen.read_bytes, read_seconds),
+            (self._write, seen.write_bytes, write_seconds),
+        ):
+            if nbytes > 0 and seconds > 0:
+                known.observe(seconds / nbytes, seconds / nbytes)
+        if seen.read_seconds > 0 or seen.write_seconds > 0:
+            self._observe_both(self._apart(seen, read_seconds, write_seconds), seen.whole)
+
+    def _apart(self, seen: PathTraffic, read_seconds: float, write_seconds: float) -> float:
+        """What both ways cost by what each of them took; a way in which nothing moved as it is known."""
+        read = read_seconds / seen.read_bytes if seen.read_bytes and read_seconds else self._read.seconds_per_byte
+        write = write_seconds / seen.write_bytes if seen.write_bytes and write_seconds else self._write.seconds_per_byte
+        return max(read, write) if self._duplex else read + write
+
+    def _observe_both(self, apart: float, whole: WholeStep | None) -> None:
+        if whole is None or not whole.balanced:
+            self._both.observe(apart, apart)
             return
-        seen = seconds / nbytes
-        side = self._side(seen)
-        if not side:
-            self.seconds_per_byte += SMOOTHING * (seen - self.seconds_per_byte)
-            self._suspect = None
-        elif side < 0 and self._step < self._no_rise_before:
-            self._suspect = None
-        elif self._suspect is not None and self._side(self._suspect) == side:
-            self._jump(seen, side)
+        together = whole.seconds_per_byte(self._duplex)
+        least, most = (together, together) if whole.saturated else sorted((apart, together))
+        expected = whole.busy_seconds * self._both.seconds_per_byte / together
+        self._both.observe(least, most, rested=expected < LOADED * whole.step_seconds)
+
+    @property
+    def speeds(self) -> PathSpeeds:
+        """The slower way takes what both together do, at least; where the device is shared, both ways add up to it."""
+        read, write, both = self._read.seconds_per_byte, self._write.seconds_per_byte, self._both.seconds_per_byte
+        if self._duplex:
+            read, write = (both, min(write, both)) if read >= write else (min(read, both), both)
         else:
-            self._suspect = seen
-
-    def _jump(self, seen: float, side: int) -> None:
-        if side > 0:
-            self.seconds_per_byte, self._suspect = seen, None
-            if self._step - self._rose_at < BELIEVED:
-                self._no_rise_before = self._step + self._distrust
-                self._distrust = min(2 * self._distrust, MOST_DISTRUST)
-            return
-        self._rose_at = self._step
-        self.seconds_per_byte = max(seen, self.seconds_per_byte / RISE)
-        # Where that was not all of it, the next step need not be confirmed again.
-        self._suspect = seen if seen < self.seconds_per_byte else None
-
-    def _side(self, seen: float) -> int:
-        """1 for much slower than known, -1 for much faster, 0 for as known."""
-        ratio = seen / self.seconds_per_byte
-        return (ratio > 1 + JUMP) - (ratio < 1 / (1 + JUMP))
+            read, write = both * read / (read + write), both * write / (read + write)
+        return PathSpeeds(read_bytes_per_second=1 / read, write_bytes_per_second=1 / write, duplex=self._duplex)
 
 
 class SplitEstimator:
@@ -97,35 +131,18 @@ class SplitEstimator:
     """
 
     def __init__(self, rates: Mapping[str, PathSpeeds], *, minimum_gain: float = MINIMUM_GAIN) -> None:
-        self._duplex = {name: rate.duplex for name, rate in rates.items()}
-        self._reads = {name: _Speed(rate.read_bytes_per_second) for name, rate in rates.items()}
-        self._writes = {name: _Speed(rate.write_bytes_per_second) for name, rate in rates.items()}
+        self._paths = {name: _Path(rate) for name, rate in rates.items()}
         self._minimum_gain = minimum_gain
 
     @property
     def rates(self) -> dict[str, PathSpeeds]:
         """The present estimate."""
-        return {
-            name: PathSpeeds(
-                read_bytes_per_second=1 / self._reads[name].seconds_per_byte,
-                write_bytes_per_second=1 / self._writes[name].seconds_per_byte,
-                duplex=duplex,
-            )
-            for name, duplex in self._duplex.items()
-        }
+        return {name: path.speeds for name, path in self._paths.items()}
 
     def observe(self, traffic: Mapping[str, PathTraffic]) -> None:
         """Takes in one step. A path or a direction that moved nothing keeps its last speed."""
         for name, seen in traffic.items():
-            if not self._duplex[name]:
-                # A shared device serves both at once at half speed: half of that time belongs to each.
-                seen = replace(
-                    seen,
-                    read_seconds=seen.read_seconds - seen.shared_read_seconds / 2,
-                    write_seconds=seen.write_seconds - seen.shared_write_seconds / 2,
-                )
-            self._reads[name].observe(seen.read_bytes, seen.read_seconds)
-            self._writes[name].observe(seen.write_bytes, seen.write_seconds)
+            self._paths[name].observe(seen)
 
     def propose(self, counts: Mapping[str, int], *, capacity: Mapping[str, int] | None = None) -> Counts | None:
         """The better split of as many subgroups, or None to stay with `counts`.
