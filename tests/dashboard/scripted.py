@@ -16,24 +16,10 @@ from tidegate.daemon.app import create_app
 from tidegate.daemon.main import make_server
 from tidegate.daemon.settings import Settings
 from tidegate.errors import DaemonError
-from tidegate.wire import (
-    AgentHello,
-    AgentReport,
-    Applied,
-    DeviceKind,
-    Directive,
-    LinkRow,
-    PathRow,
-    PathState,
-    PhaseRow,
-    Rates,
-    SpanRow,
-    StallRow,
-    StepReport,
-    SubgroupSizes,
-    TimelineView,
-    Vote,
-)
+from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Rates, SubgroupSizes, Vote
+from tidegate.wire.base import DeviceKind
+from tidegate.wire.step import LinkRow, PathRow, PathState, StallRow, StepReport
+from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
 MB = 1_000_000
 SUBGROUPS = 16
