@@ -16,10 +16,10 @@ from typing import Any, NoReturn, Protocol, Self
 import torch
 
 from tidegate.agent import checkpoint
-from tidegate.agent.accumulation import check_fits, host_bytes
+from tidegate.agent.accumulation import check_fits
 from tidegate.agent.devices.choose import choose_device
-from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.engine.engine import Engine, StepResult
+from tidegate.agent.host_cache import ample_cache
 from tidegate.agent.hyperparameters import (
     TORCH_DEFAULTS,
     LossScale,
@@ -31,7 +31,7 @@ from tidegate.agent.hyperparameters import (
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.offload import Offload
 from tidegate.agent.ownership import claim, give_up
-from tidegate.agent.ranks import Ranks, cpu_lane_threads, ranks_of_host
+from tidegate.agent.ranks import Ranks, cpu_lane_threads
 from tidegate.agent.shards import gradients_are_final, shard_of
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
@@ -49,7 +49,6 @@ from tidegate.timeline import PhaseSpan
 
 log = logging.getLogger("tidegate")
 
-CACHE_SHARE = 0.9
 NO_BACKWARD = -1
 """Autograd's number of the present backward pass where there is none."""
 
@@ -126,7 +125,7 @@ class AdamW(torch.optim.Optimizer):
         self.knobs = self.offload.knobs()
         self._auto_stride: float | Off = START_STRIDE
         self._auto_alternate = False
-        self._auto_cache_bytes = self._ample_cache(layouts)
+        self._auto_cache_bytes = ample_cache(self.offload, list(map(shard_of, self._params)), layouts)
         store: TierStore | None = None
         try:
             paths = self.offload.path_settings()
@@ -372,24 +371,8 @@ class AdamW(torch.optim.Optimizer):
 
     def ample_cache(self) -> int:
         """Bytes that a host cache may have by what is free now, what this optimizer has already taken included."""
-        return self._ample_cache(self.engine.layouts, sum(self.engine.memory.host_bytes().values()))
-
-    def _ample_cache(self, layouts: Sequence[Layout], held_bytes: int = 0) -> int:
-        """`auto`: 90 % of the host memory that is free now, less what else the engine needs of it.
-
-        Ranks of a node have equal parts of what is free. held_bytes: what the engine has already.
-        """
-        if not self.offload.paths:
-            return 0
-        subgroups = [layout.subgroup() for layout in layouts]
-        state = sum(s.nbytes("state") for s in subgroups)
-        beside = sum(s.nbytes("weight") + s.nbytes("gradient") for s in subgroups)
-        largest = max((s.nbytes("state") + s.nbytes("weight") + s.nbytes("gradient") for s in subgroups), default=0)
-        slots = len(self.offload.paths) * self.offload.host_slots * largest
-        sums = host_bytes([shard_of(param) for param in self._params], self.offload.accumulation)
-        free = CACHE_SHARE * (host_available_bytes() / _ranks_of_node() + held_bytes) - slots - sums
-        # What is cached and updated on the CPU has a mirror of its weight and a gradient in host memory, too.
-        return max(0, int(free * state / max(1, state + beside)))
+        held_bytes = sum(self.engine.memory.host_bytes().values())
+        return ample_cache(self.offload, self.engine.shards, self.engine.layouts, held_bytes)
 
     # ---- state
 
@@ -640,11 +623,6 @@ class AdamW(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
-
-
-def _ranks_of_node() -> int:
-    """Those of this training that share the host's memory; a process that trains alone has it to itself."""
-    return ranks_of_host() if _is_distributed() else 1
 
 
 def _rank() -> int:
