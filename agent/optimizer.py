@@ -17,6 +17,7 @@ import torch
 
 from tidegate.agent import checkpoint
 from tidegate.agent.accumulation import check_fits
+from tidegate.agent.auto import Auto, in_force
 from tidegate.agent.devices.choose import choose_device
 from tidegate.agent.engine.engine import Engine, StepResult
 from tidegate.agent.host_cache import ample_cache
@@ -42,9 +43,8 @@ from tidegate.agent.tiers.resume import Reader
 from tidegate.agent.tiers.store import TierStore
 from tidegate.errors import CheckpointFailed, ConfigError, ParameterError
 from tidegate.kernels import Scalars, scalars
-from tidegate.knobs import AUTO, EQ1, Knobs, KnobValue, Off, weights_of
-from tidegate.model.choose import START_STRIDE
-from tidegate.plan.effective import Effective, Split
+from tidegate.knobs import Knobs, KnobValue, Off
+from tidegate.plan.effective import Effective
 from tidegate.timeline import PhaseSpan
 
 log = logging.getLogger("tidegate")
@@ -123,9 +123,7 @@ class AdamW(torch.optim.Optimizer):
             [[shard_of(param) for param in group["params"]] for group in self.param_groups], self.offload.subgroup_numel
         )
         self.knobs = self.offload.knobs()
-        self._auto_stride: float | Off = START_STRIDE
-        self._auto_alternate = False
-        self._auto_cache_bytes = ample_cache(self.offload, list(map(shard_of, self._params)), layouts)
+        self._auto = Auto(cache_bytes=ample_cache(self.offload, list(map(shard_of, self._params)), layouts))
         store: TierStore | None = None
         try:
             paths = self.offload.path_settings()
@@ -336,38 +334,22 @@ class AdamW(torch.optim.Optimizer):
 
         MemoryBudgetError or CapacityError, with nothing changed, if it does not fit.
         """
-        before = self._auto_stride, self._auto_alternate, self._auto_cache_bytes
-        self._auto_stride = before[0] if stride is None else stride
-        self._auto_alternate = before[1] if alternate is None else alternate
-        self._auto_cache_bytes = before[2] if cache_bytes is None else cache_bytes
+        before = self._auto
+        self._auto = before.changed(stride, alternate, cache_bytes)
         try:
             self.check_knobs(self.knobs)
         except ConfigError:
-            self._auto_stride, self._auto_alternate, self._auto_cache_bytes = before
+            self._auto = before
             raise
         self.apply_knobs(self.knobs)
 
     def effective_knobs(self) -> dict[str, KnobValue]:
-        effective, residences = self.engine.effective, self.engine.residences
-        values: dict[str, KnobValue] = {"stride": effective.stride, "static_ratio": effective.static_ratio}
-        if residences is not None:
-            values["tier_split"] = ",".join(f"{name}:{count}" for name, count in sorted(residences.counts.items()))
-            values["host_cache"] = effective.host_cache_bytes
-            values["order"] = "alternate" if effective.alternate else "pinned"
-        return values
+        """What is in force. Knobs of storage paths are there when the run has paths."""
+        residences = self.engine.residences
+        return in_force(self.engine.effective, None if residences is None else residences.counts)
 
     def _effective(self, knobs: Knobs) -> Effective:
-        stride: float | Off = self._auto_stride if knobs.stride == AUTO else knobs.stride
-        if self.offload.policy == "twinflow":
-            stride = "off"
-        split: Split = None
-        if knobs.tier_split == EQ1:
-            split = EQ1
-        elif knobs.tier_split != AUTO:
-            split = tuple(weights_of(knobs.tier_split).items())
-        cache = self._auto_cache_bytes if knobs.host_cache == AUTO else int(knobs.host_cache)
-        alternate = self._auto_alternate if knobs.order == AUTO else knobs.order == "alternate"
-        return Effective(stride, knobs.static_ratio, split, cache, alternate)
+        return self._auto.effective(knobs, self.offload.policy)
 
     def ample_cache(self) -> int:
         """Bytes that a host cache may have by what is free now, what this optimizer has already taken included."""
