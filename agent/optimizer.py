@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,9 @@ import torch
 from tidegate.agent import checkpoint
 from tidegate.agent.accumulation import check_fits
 from tidegate.agent.auto import Auto, in_force
+from tidegate.agent.construction import build_engine
 from tidegate.agent.devices.choose import choose_device
-from tidegate.agent.engine.engine import Engine, StepResult
+from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.host_cache import ample_cache
 from tidegate.agent.hyperparameters import (
     TORCH_DEFAULTS,
@@ -32,15 +33,14 @@ from tidegate.agent.hyperparameters import (
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.offload import Offload
 from tidegate.agent.ownership import claim, give_up
-from tidegate.agent.ranks import Ranks, cpu_lane_threads
-from tidegate.agent.shards import gradients_are_final, shard_of
+from tidegate.agent.ranks import Ranks
+from tidegate.agent.shards import shard_of
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
 from tidegate.agent.tiers.checkpoint import Contents, Target, begin, save
 from tidegate.agent.tiers.drain import PendingCheckpoint
 from tidegate.agent.tiers.manifest import Checkpoint, choose
 from tidegate.agent.tiers.resume import Reader
-from tidegate.agent.tiers.store import TierStore
 from tidegate.errors import CheckpointFailed, ConfigError, ParameterError
 from tidegate.kernels import Scalars, scalars
 from tidegate.knobs import Knobs, KnobValue, Off
@@ -124,14 +124,9 @@ class AdamW(torch.optim.Optimizer):
         )
         self.knobs = self.offload.knobs()
         self._auto = Auto(cache_bytes=ample_cache(self.offload, list(map(shard_of, self._params)), layouts))
-        store: TierStore | None = None
         try:
-            paths = self.offload.path_settings()
-            store = TierStore(paths, _rank()) if paths else None
-            self.engine = self._engine(layouts, store)
+            self.engine = build_engine(self._params, layouts, self.device, self.offload, self._effective(self.knobs))
         except BaseException:
-            if store is not None:
-                store.close()
             give_up(self, self._params)
             raise
         self.phases = PhaseClock(self.device.take_peak_bytes)
@@ -158,25 +153,6 @@ class AdamW(torch.optim.Optimizer):
             raise
         self.apply_knobs(self.knobs)
         self.engine.watch(self.gradient_arrived)
-
-    def _engine(self, layouts: Sequence[Layout], store: TierStore | None) -> Engine:
-        return Engine(
-            self._params,
-            layouts,
-            self.device,
-            num_slots=self.offload.num_slots,
-            cpu_threads=self.offload.cpu_threads or cpu_lane_threads(),
-            policy=self.offload.policy,
-            gradients=self.offload.gradients,
-            accumulation=self.offload.accumulation,
-            gradient_memory_bytes=self.offload.gradient_memory_bytes,
-            headroom_bytes=self.offload.headroom_bytes,
-            early_gradients=not _is_distributed() or all(map(gradients_are_final, self._params)),
-            watchdog_seconds=self.offload.watchdog_seconds,
-            effective=self._effective(self.knobs),
-            store=store,
-            host_slots=self.offload.host_slots,
-        )
 
     # ---- training
 
@@ -605,15 +581,3 @@ class AdamW(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if _is_distributed() else 0
-
-
-def _is_distributed() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
