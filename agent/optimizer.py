@@ -23,10 +23,10 @@ from tidegate.agent.devices.choose import choose_device
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.host_cache import ample_cache
 from tidegate.agent.hyperparameters import (
-    TORCH_DEFAULTS,
     LossScale,
     check_group,
     check_max_grad_norm,
+    defaults_of,
     gradient_factor,
     step_inputs,
 )
@@ -35,7 +35,7 @@ from tidegate.agent.offload import Offload
 from tidegate.agent.ownership import claim, give_up
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.shards import shard_of
-from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
+from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut, renumbered
 from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
 from tidegate.agent.tiers.checkpoint import Contents, Target, begin, save
 from tidegate.agent.tiers.drain import PendingCheckpoint
@@ -92,12 +92,10 @@ class AdamW(torch.optim.Optimizer):
         offload: Offload | None = None,
         **torch_options: Any,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_DEFAULTS}
-        unknown = sorted(set(torch_options) - set(TORCH_DEFAULTS))
-        if unknown:
-            raise ConfigError(f"{unknown[0]!r} is not an option of AdamW.")
-        defaults |= {**torch_options, "maximize": maximize, "decoupled_weight_decay": decoupled}
-        check_group(defaults)
+        defaults = defaults_of(
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            {**torch_options, "maximize": maximize, "decoupled_weight_decay": decoupled},
+        )
         check_max_grad_norm(max_grad_norm)
         if isinstance(params, torch.Tensor):
             raise TypeError(f"params must be an iterable of tensors or dicts, but is one {torch.typename(params)}.")
@@ -525,13 +523,9 @@ class AdamW(torch.optim.Optimizer):
         """Their subgroups, numbered behind those that are there."""
         for index, param in enumerate(params, start=len(self._params)):
             check_param(shard_of(param), index)
-        known, group = len(self.engine.layouts), len(self.param_groups) - 1
-        return [
-            replace(layout, id=known + layout.id, group=group, segments=tuple(
-                replace(segment, param=len(self._params) + segment.param) for segment in layout.segments
-            ))
-            for layout in cut([[shard_of(param) for param in params]], self.offload.subgroup_numel)
-        ]  # fmt: skip
+        layouts = cut([[shard_of(param) for param in params]], self.offload.subgroup_numel)
+        known = len(self.engine.layouts)
+        return renumbered(layouts, subgroups=known, groups=len(self.param_groups) - 1, params=len(self._params))
 
     def close(self) -> None:
         """Stops lanes and telemetry and releases the parameters. The weights stay. Idempotent; nothing in a fork.
