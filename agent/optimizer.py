@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
 
@@ -20,7 +17,6 @@ from tidegate.agent.accumulation import check_fits
 from tidegate.agent.auto import Auto, in_force
 from tidegate.agent.construction import build_engine
 from tidegate.agent.devices.choose import choose_device
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.host_cache import ample_cache
 from tidegate.agent.hyperparameters import (
     LossScale,
@@ -32,11 +28,12 @@ from tidegate.agent.hyperparameters import (
 )
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.offload import Offload
+from tidegate.agent.outcomes import Outcomes
 from tidegate.agent.ownership import claim, give_up
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.shards import shard_of
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut, renumbered
-from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
+from tidegate.agent.telemetry.phases import PhaseClock
 from tidegate.agent.tiers.checkpoint import Contents, Target, begin, save
 from tidegate.agent.tiers.drain import PendingCheckpoint
 from tidegate.agent.tiers.manifest import Checkpoint, choose
@@ -128,19 +125,15 @@ class AdamW(torch.optim.Optimizer):
             give_up(self, self._params)
             raise
         self.phases = PhaseClock(self.device.take_peak_bytes)
-        self.observers: list[Callable[[StepResult, StepPhases], None]] = []
+        self._outcomes = Outcomes(self.engine, self.phases)
+        self.observers = self._outcomes.observers
         """Called in the training thread when an update is done: in its `step()`, or later if it goes on meanwhile."""
         self.boundaries: list[Callable[[int], None]] = []
         """Called at the end of each `step()`, by all ranks, with the number of the next one: knobs change here."""
-        self._logged: dict[str, float] = {}
         self.attachment: Closeable | None = None
         self.overlap: Overlap | None = None
         self.background = False
         """`step()` returns when it is known that there is an update, which goes on meanwhile. See `overlap_forward`."""
-        self._results: deque[StepResult] = deque()
-        self._cuts: deque[StepPhases] = deque()
-        """Phases of steps, and results of steps, that observers have not heard of; in the order of the steps."""
-        self._settling = threading.Lock()
         self._backward_id = NO_BACKWARD
         self._draining: PendingCheckpoint | None = None
         """The last checkpoint that was begun."""
@@ -181,12 +174,11 @@ class AdamW(torch.optim.Optimizer):
                     self._steps[param] += 1
                     self._note_step(param)
                 if not self.background:
-                    self._settle()
+                    self._outcomes.settle()
             self.num_steps += 1
             self.phases.enter("other")
-            self._cuts.append(replace(self.phases.cut(), logged=self._logged))
-            self._logged = {}
-            self._deliver()
+            self._outcomes.end_step()
+            self._outcomes.deliver(background=self.background)
             for boundary in tuple(self.boundaries):
                 boundary(self.num_steps + 1)
         return loss
@@ -201,32 +193,14 @@ class AdamW(torch.optim.Optimizer):
     def wait(self) -> None:
         """Waits until all weights are updated, where `step()` returns before (`tidegate.overlap_forward`)."""
         with self.phases.exposed():
-            self._settle()
-        self._deliver()
+            self._outcomes.settle()
+        self._outcomes.deliver(background=self.background)
 
     def wait_for_weights(self, params: Collection[int]) -> None:
         """What is enqueued from now on reads these weights (numbers as in `param_groups`) as the update leaves them."""
         if self.engine.running:
             with self.phases.exposed():
                 self.engine.wait_for_weights(params)
-
-    def _settle(self) -> None:
-        """Waits for the update that goes on; observers hear of it later, in the training thread.
-
-        Gradient hooks of several threads may come here at once, and a Ctrl-C must not lose the result.
-        """
-        with Uninterrupted(), self._settling:
-            result = self.engine.settle()
-            if result is not None:
-                self._results.append(result)
-
-    def _deliver(self) -> None:
-        while self._results and self._cuts:
-            result, phases = self._results.popleft(), self._cuts.popleft()
-            if self.background and not self._cuts:
-                phases = replace(phases, tail=self.phases.so_far())
-            for observe in tuple(self.observers):
-                observe(result, phases)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -235,8 +209,7 @@ class AdamW(torch.optim.Optimizer):
 
     def phases_so_far(self) -> tuple[PhaseSpan, ...]:
         """Phases of the steps that observers have not heard of, the present one as far as it got. From any thread."""
-        ended = tuple(self._cuts)
-        return (*(span for step in ended for span in step.spans), *self.phases.so_far())
+        return self._outcomes.phases_so_far()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -249,10 +222,7 @@ class AdamW(torch.optim.Optimizer):
 
     def log(self, *, loss: float | None = None, tokens: int | None = None) -> None:
         """Tells the metrics what training makes: the loss of the step that comes next, the tokens that it took."""
-        if loss is not None:
-            self._logged["loss"] = float(loss)
-        if tokens is not None:
-            self._logged["tokens"] = self._logged.get("tokens", 0) + int(tokens)
+        self._outcomes.log(loss, tokens)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. An update that goes on has its own hold on the gradients that it reads; zeroing waits."""
@@ -284,7 +254,7 @@ class AdamW(torch.optim.Optimizer):
         began = time.monotonic()
         try:
             if self.engine.running:
-                self._settle()
+                self._outcomes.settle()
             self.engine.gradient_accumulated(param)
         finally:
             self.phases.blocked(time.monotonic() - began)
@@ -366,8 +336,7 @@ class AdamW(torch.optim.Optimizer):
         with self.phases.within("checkpoint"):
             checkpoint.scatter(self.engine, self._params, state)
             self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
-            self._results.clear()
-            self._cuts.clear()
+            self._outcomes.forget()
             self._restate()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -451,8 +420,7 @@ class AdamW(torch.optim.Optimizer):
             with self.phases.within("checkpoint"):
                 self._take(reader, found)
             self._steps = list(small["steps"])
-        self._results.clear()
-        self._cuts.clear()
+        self._outcomes.forget()
         self._restate()
         return found
 
