@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
 
@@ -15,6 +15,7 @@ import torch
 from tidegate.agent import checkpoint
 from tidegate.agent.accumulation import check_fits
 from tidegate.agent.auto import Auto, in_force
+from tidegate.agent.checkpoint_files import CheckpointFiles, small_state
 from tidegate.agent.construction import build_engine
 from tidegate.agent.devices.choose import choose_device
 from tidegate.agent.host_cache import ample_cache
@@ -34,9 +35,9 @@ from tidegate.agent.ranks import Ranks
 from tidegate.agent.shards import shard_of
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut, renumbered
 from tidegate.agent.telemetry.phases import PhaseClock
-from tidegate.agent.tiers.checkpoint import Contents, Target, begin, save
+from tidegate.agent.tiers.checkpoint import Target
 from tidegate.agent.tiers.drain import PendingCheckpoint
-from tidegate.agent.tiers.manifest import Checkpoint, choose
+from tidegate.agent.tiers.manifest import Checkpoint
 from tidegate.agent.tiers.resume import Reader
 from tidegate.errors import CheckpointFailed, ConfigError, ParameterError
 from tidegate.kernels import Scalars, scalars
@@ -135,8 +136,7 @@ class AdamW(torch.optim.Optimizer):
         self.background = False
         """`step()` returns when it is known that there is an update, which goes on meanwhile. See `overlap_forward`."""
         self._backward_id = NO_BACKWARD
-        self._draining: PendingCheckpoint | None = None
-        """The last checkpoint that was begun."""
+        self._checkpoints = CheckpointFiles(self.engine, self.phases)
         try:
             self.check_knobs(self.knobs)
         except BaseException:
@@ -154,8 +154,7 @@ class AdamW(torch.optim.Optimizer):
         CheckpointFailed, once and with nothing done, when a checkpoint that was begun could not be completed; with
         several ranks at the next checkpoint instead.
         """
-        if self._draining is not None:
-            self._draining.raise_if_failed_alone()
+        self._checkpoints.raise_if_failed_alone()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -357,8 +356,8 @@ class AdamW(torch.optim.Optimizer):
         PathFull when there is no room for it, or for what is flushed after it; CheckpointFailed when it cannot be
         written. Older checkpoints are then as they were, and training may go on.
         """
-        with self._saving() as contents:
-            return save(contents, Target(directory, keep, save_also), Ranks.now())
+        self.wait()
+        return self._checkpoints.save(Target(directory, keep, save_also), self._small_state, self.num_steps)
 
     def begin_checkpoint(
         self,
@@ -378,21 +377,9 @@ class AdamW(torch.optim.Optimizer):
         The next checkpoint, `close` and the end of the process wait for it. CheckpointFailed is raised by `result`, or
         by the next `step`, checkpoint or `close`, when it cannot be completed. PathFull as in `save_checkpoint`.
         """
-        with self._saving() as contents:
-            self._draining = begin(contents, Target(directory, keep, save_also), Ranks.now(), memory_bytes)
-            return self._draining
-
-    @contextmanager
-    def _saving(self) -> Iterator[Contents]:
-        """Between steps, with nothing in flight and no checkpoint that is still written."""
         self.wait()
-        self.engine.require_usable()
-        self.engine.quiesce()
-        with self.phases.within("checkpoint"):
-            if self._draining is not None:
-                self._draining.settle()
-            self.engine.weights.take_edited()
-            yield Contents(self.engine, self.engine.shards, self._small_state(), self.num_steps)
+        target = Target(directory, keep, save_also)
+        return self._checkpoints.begin(target, self._small_state, self.num_steps, memory_bytes)
 
     @torch.no_grad()
     def load_checkpoint(self, directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
@@ -405,43 +392,23 @@ class AdamW(torch.optim.Optimizer):
         usable until a whole checkpoint is loaded.
         """
         self.engine.require_loadable()
-        ranks = Ranks.now()
         if self.engine.usable:
             self.wait()
-        if self._draining is not None:
-            with suppress(CheckpointFailed):  # it was logged; an older one is what one wants now
-                self._draining.settle()
-        found = choose(directory, ranks.rank, step)
-        with Reader(found, self.engine.shards, ranks) as reader:
+        found = self._checkpoints.find(directory, step)
+        with Reader(found, self.engine.shards, Ranks.now()) as reader:
             small = reader.optimizer()
             self.engine.quiesce()
             with checkpoint.without_load_hooks(self):
                 super().load_state_dict({"state": small["state"], "param_groups": small["param_groups"]})
-            with self.phases.within("checkpoint"):
-                self._take(reader, found)
+            self.num_steps = found.step
+            self._checkpoints.take(found, reader)
             self._steps = list(small["steps"])
         self._outcomes.forget()
         self._restate()
         return found
 
-    def _take(self, reader: Reader, found: Checkpoint) -> None:
-        self.num_steps = found.step
-        try:
-            self.engine.weights_loaded()
-            if self.engine.store is not None:
-                self.engine.store.step = found.step
-                self.engine.store.last_checkpoint = os.fspath(found.directory)
-            reader.scatter(self.engine)
-        except BaseException as error:
-            self.engine.state_lost(error)
-            raise
-
     def _small_state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the state of subgroups."""
-        places = {id(param): index for index, param in enumerate(self._params)}
-        groups = [{**group, "params": [places[id(p)] for p in group["params"]]} for group in self.param_groups]
-        others = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
-        return {"param_groups": groups, "state": others, "steps": list(self._steps)}
+        return small_state(self, self._params, self._steps)
 
     def _restate(self) -> None:
         for index, param in enumerate(self._params):
@@ -510,12 +477,10 @@ class AdamW(torch.optim.Optimizer):
             log.exception("the last update failed while the optimizer was closed")
         finally:
             try:
-                if self._draining is not None:
-                    self._draining.finish()
+                self._checkpoints.finish()
             finally:
                 self._close()
-        if self._draining is not None:
-            self._draining.raise_if_failed()
+        self._checkpoints.raise_if_failed()
 
     def _close(self) -> None:
         with ExitStack() as stack:  # each of them, from the last one up, whatever becomes of the others
