@@ -27,7 +27,7 @@ from tidegate.agent.tuning import Tuning
 from tidegate.client import find_token
 from tidegate.errors import ConfigError
 from tidegate.logs import configure_from_environment, event
-from tidegate.wire import AgentHello, AgentReport, Rates, SubgroupSizes
+from tidegate.wire.agent import AgentHello, AgentReport, Rates, SubgroupSizes
 
 log = logging.getLogger("tidegate")
 

@@ -14,7 +14,7 @@ from tidegate.logs import event
 from tidegate.model.calibration import Calibration, file_of, kept
 from tidegate.model.rates import RateCard
 from tidegate.plan.split import PathSpeeds
-from tidegate.wire import DeviceKind
+from tidegate.wire.base import DeviceKind
 
 log = logging.getLogger("tidegate")
 

@@ -48,6 +48,19 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}=True is not supported: {reason}. Leave it out.")
 
 
+def defaults_of(hyperparameters: Mapping[str, Any], torch_options: Mapping[str, Any]) -> dict[str, Any]:
+    """What param groups have where they say nothing themselves, with the keys that torch's have.
+
+    ConfigError for options that torch does not have, and for values that cannot work.
+    """
+    unknown = sorted(set(torch_options) - set(TORCH_DEFAULTS))
+    if unknown:
+        raise ConfigError(f"{unknown[0]!r} is not an option of AdamW.")
+    defaults = {**hyperparameters, **TORCH_DEFAULTS, **torch_options}
+    check_group(defaults)
+    return defaults
+
+
 def check_max_grad_norm(max_grad_norm: float | None) -> None:
     if max_grad_norm is not None and not max_grad_norm > 0.0:
         raise ConfigError(f"max_grad_norm={max_grad_norm} is out of range: above 0, or None.")

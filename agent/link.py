@@ -15,7 +15,7 @@ from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError, DaemonError, NotAuthorized, NotFound, RankTaken
 from tidegate.knobs import Knobs
 from tidegate.logs import event
-from tidegate.wire import AgentHello, AgentReport, Applied, Directive, Vote
+from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Vote
 
 log = logging.getLogger("tidegate.link")
 

@@ -4,52 +4,49 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
 
 import torch
 
 from tidegate.agent import checkpoint
-from tidegate.agent.accumulation import check_fits, host_bytes
+from tidegate.agent.accumulation import check_fits
+from tidegate.agent.auto import Auto, in_force
+from tidegate.agent.checkpoint_files import CheckpointFiles, small_state
+from tidegate.agent.construction import build_engine
 from tidegate.agent.devices.choose import choose_device
-from tidegate.agent.devices.pinned import host_available_bytes
-from tidegate.agent.engine.engine import Engine, StepResult
+from tidegate.agent.host_cache import ample_cache
 from tidegate.agent.hyperparameters import (
-    TORCH_DEFAULTS,
     LossScale,
     check_group,
     check_max_grad_norm,
+    defaults_of,
     gradient_factor,
     step_inputs,
 )
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.offload import Offload
+from tidegate.agent.outcomes import Outcomes
 from tidegate.agent.ownership import claim, give_up
-from tidegate.agent.ranks import Ranks, cpu_lane_threads, ranks_of_host
-from tidegate.agent.shards import gradients_are_final, shard_of
-from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut
-from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
-from tidegate.agent.tiers.checkpoint import Contents, Target, begin, save
+from tidegate.agent.ranks import Ranks
+from tidegate.agent.shards import shard_of
+from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut, renumbered
+from tidegate.agent.telemetry.phases import PhaseClock
+from tidegate.agent.tiers.checkpoint import Target
 from tidegate.agent.tiers.drain import PendingCheckpoint
-from tidegate.agent.tiers.manifest import Checkpoint, choose
+from tidegate.agent.tiers.manifest import Checkpoint
 from tidegate.agent.tiers.resume import Reader
-from tidegate.agent.tiers.store import TierStore
 from tidegate.errors import CheckpointFailed, ConfigError, ParameterError
 from tidegate.kernels import Scalars, scalars
-from tidegate.knobs import AUTO, EQ1, Knobs, KnobValue, Off, weights_of
-from tidegate.model.choose import START_STRIDE
-from tidegate.plan.effective import Effective, Split
+from tidegate.knobs import Knobs, KnobValue, Off
+from tidegate.plan.effective import Effective
 from tidegate.timeline import PhaseSpan
 
 log = logging.getLogger("tidegate")
 
-CACHE_SHARE = 0.9
 NO_BACKWARD = -1
 """Autograd's number of the present backward pass where there is none."""
 
@@ -93,12 +90,10 @@ class AdamW(torch.optim.Optimizer):
         offload: Offload | None = None,
         **torch_options: Any,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_DEFAULTS}
-        unknown = sorted(set(torch_options) - set(TORCH_DEFAULTS))
-        if unknown:
-            raise ConfigError(f"{unknown[0]!r} is not an option of AdamW.")
-        defaults |= {**torch_options, "maximize": maximize, "decoupled_weight_decay": decoupled}
-        check_group(defaults)
+        defaults = defaults_of(
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            {**torch_options, "maximize": maximize, "decoupled_weight_decay": decoupled},
+        )
         check_max_grad_norm(max_grad_norm)
         if isinstance(params, torch.Tensor):
             raise TypeError(f"params must be an iterable of tensors or dicts, but is one {torch.typename(params)}.")
@@ -124,36 +119,24 @@ class AdamW(torch.optim.Optimizer):
             [[shard_of(param) for param in group["params"]] for group in self.param_groups], self.offload.subgroup_numel
         )
         self.knobs = self.offload.knobs()
-        self._auto_stride: float | Off = START_STRIDE
-        self._auto_alternate = False
-        self._auto_cache_bytes = self._ample_cache(layouts)
-        store: TierStore | None = None
+        self._auto = Auto(cache_bytes=ample_cache(self.offload, list(map(shard_of, self._params)), layouts))
         try:
-            paths = self.offload.path_settings()
-            store = TierStore(paths, _rank()) if paths else None
-            self.engine = self._engine(layouts, store)
+            self.engine = build_engine(self._params, layouts, self.device, self.offload, self._effective(self.knobs))
         except BaseException:
-            if store is not None:
-                store.close()
             give_up(self, self._params)
             raise
         self.phases = PhaseClock(self.device.take_peak_bytes)
-        self.observers: list[Callable[[StepResult, StepPhases], None]] = []
+        self._outcomes = Outcomes(self.engine, self.phases)
+        self.observers = self._outcomes.observers
         """Called in the training thread when an update is done: in its `step()`, or later if it goes on meanwhile."""
         self.boundaries: list[Callable[[int], None]] = []
         """Called at the end of each `step()`, by all ranks, with the number of the next one: knobs change here."""
-        self._logged: dict[str, float] = {}
         self.attachment: Closeable | None = None
         self.overlap: Overlap | None = None
         self.background = False
         """`step()` returns when it is known that there is an update, which goes on meanwhile. See `overlap_forward`."""
-        self._results: deque[StepResult] = deque()
-        self._cuts: deque[StepPhases] = deque()
-        """Phases of steps, and results of steps, that observers have not heard of; in the order of the steps."""
-        self._settling = threading.Lock()
         self._backward_id = NO_BACKWARD
-        self._draining: PendingCheckpoint | None = None
-        """The last checkpoint that was begun."""
+        self._checkpoints = CheckpointFiles(self.engine, self.phases)
         try:
             self.check_knobs(self.knobs)
         except BaseException:
@@ -161,25 +144,6 @@ class AdamW(torch.optim.Optimizer):
             raise
         self.apply_knobs(self.knobs)
         self.engine.watch(self.gradient_arrived)
-
-    def _engine(self, layouts: Sequence[Layout], store: TierStore | None) -> Engine:
-        return Engine(
-            self._params,
-            layouts,
-            self.device,
-            num_slots=self.offload.num_slots,
-            cpu_threads=self.offload.cpu_threads or cpu_lane_threads(),
-            policy=self.offload.policy,
-            gradients=self.offload.gradients,
-            accumulation=self.offload.accumulation,
-            gradient_memory_bytes=self.offload.gradient_memory_bytes,
-            headroom_bytes=self.offload.headroom_bytes,
-            early_gradients=not _is_distributed() or all(map(gradients_are_final, self._params)),
-            watchdog_seconds=self.offload.watchdog_seconds,
-            effective=self._effective(self.knobs),
-            store=store,
-            host_slots=self.offload.host_slots,
-        )
 
     # ---- training
 
@@ -190,8 +154,7 @@ class AdamW(torch.optim.Optimizer):
         CheckpointFailed, once and with nothing done, when a checkpoint that was begun could not be completed; with
         several ranks at the next checkpoint instead.
         """
-        if self._draining is not None:
-            self._draining.raise_if_failed_alone()
+        self._checkpoints.raise_if_failed_alone()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -210,12 +173,11 @@ class AdamW(torch.optim.Optimizer):
                     self._steps[param] += 1
                     self._note_step(param)
                 if not self.background:
-                    self._settle()
+                    self._outcomes.settle()
             self.num_steps += 1
             self.phases.enter("other")
-            self._cuts.append(replace(self.phases.cut(), logged=self._logged))
-            self._logged = {}
-            self._deliver()
+            self._outcomes.end_step()
+            self._outcomes.deliver(background=self.background)
             for boundary in tuple(self.boundaries):
                 boundary(self.num_steps + 1)
         return loss
@@ -230,32 +192,14 @@ class AdamW(torch.optim.Optimizer):
     def wait(self) -> None:
         """Waits until all weights are updated, where `step()` returns before (`tidegate.overlap_forward`)."""
         with self.phases.exposed():
-            self._settle()
-        self._deliver()
+            self._outcomes.settle()
+        self._outcomes.deliver(background=self.background)
 
     def wait_for_weights(self, params: Collection[int]) -> None:
         """What is enqueued from now on reads these weights (numbers as in `param_groups`) as the update leaves them."""
         if self.engine.running:
             with self.phases.exposed():
                 self.engine.wait_for_weights(params)
-
-    def _settle(self) -> None:
-        """Waits for the update that goes on; observers hear of it later, in the training thread.
-
-        Gradient hooks of several threads may come here at once, and a Ctrl-C must not lose the result.
-        """
-        with Uninterrupted(), self._settling:
-            result = self.engine.settle()
-            if result is not None:
-                self._results.append(result)
-
-    def _deliver(self) -> None:
-        while self._results and self._cuts:
-            result, phases = self._results.popleft(), self._cuts.popleft()
-            if self.background and not self._cuts:
-                phases = replace(phases, tail=self.phases.so_far())
-            for observe in tuple(self.observers):
-                observe(result, phases)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -264,8 +208,7 @@ class AdamW(torch.optim.Optimizer):
 
     def phases_so_far(self) -> tuple[PhaseSpan, ...]:
         """Phases of the steps that observers have not heard of, the present one as far as it got. From any thread."""
-        ended = tuple(self._cuts)
-        return (*(span for step in ended for span in step.spans), *self.phases.so_far())
+        return self._outcomes.phases_so_far()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -278,10 +221,7 @@ class AdamW(torch.optim.Optimizer):
 
     def log(self, *, loss: float | None = None, tokens: int | None = None) -> None:
         """Tells the metrics what training makes: the loss of the step that comes next, the tokens that it took."""
-        if loss is not None:
-            self._logged["loss"] = float(loss)
-        if tokens is not None:
-            self._logged["tokens"] = self._logged.get("tokens", 0) + int(tokens)
+        self._outcomes.log(loss, tokens)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. An update that goes on has its own hold on the gradients that it reads; zeroing waits."""
@@ -313,7 +253,7 @@ class AdamW(torch.optim.Optimizer):
         began = time.monotonic()
         try:
             if self.engine.running:
-                self._settle()
+                self._outcomes.settle()
             self.engine.gradient_accumulated(param)
         finally:
             self.phases.blocked(time.monotonic() - began)
@@ -337,59 +277,27 @@ class AdamW(torch.optim.Optimizer):
 
         MemoryBudgetError or CapacityError, with nothing changed, if it does not fit.
         """
-        before = self._auto_stride, self._auto_alternate, self._auto_cache_bytes
-        self._auto_stride = before[0] if stride is None else stride
-        self._auto_alternate = before[1] if alternate is None else alternate
-        self._auto_cache_bytes = before[2] if cache_bytes is None else cache_bytes
+        before = self._auto
+        self._auto = before.changed(stride, alternate, cache_bytes)
         try:
             self.check_knobs(self.knobs)
         except ConfigError:
-            self._auto_stride, self._auto_alternate, self._auto_cache_bytes = before
+            self._auto = before
             raise
         self.apply_knobs(self.knobs)
 
     def effective_knobs(self) -> dict[str, KnobValue]:
-        effective, residences = self.engine.effective, self.engine.residences
-        values: dict[str, KnobValue] = {"stride": effective.stride, "static_ratio": effective.static_ratio}
-        if residences is not None:
-            values["tier_split"] = ",".join(f"{name}:{count}" for name, count in sorted(residences.counts.items()))
-            values["host_cache"] = effective.host_cache_bytes
-            values["order"] = "alternate" if effective.alternate else "pinned"
-        return values
+        """What is in force. Knobs of storage paths are there when the run has paths."""
+        residences = self.engine.residences
+        return in_force(self.engine.effective, None if residences is None else residences.counts)
 
     def _effective(self, knobs: Knobs) -> Effective:
-        stride: float | Off = self._auto_stride if knobs.stride == AUTO else knobs.stride
-        if self.offload.policy == "twinflow":
-            stride = "off"
-        split: Split = None
-        if knobs.tier_split == EQ1:
-            split = EQ1
-        elif knobs.tier_split != AUTO:
-            split = tuple(weights_of(knobs.tier_split).items())
-        cache = self._auto_cache_bytes if knobs.host_cache == AUTO else int(knobs.host_cache)
-        alternate = self._auto_alternate if knobs.order == AUTO else knobs.order == "alternate"
-        return Effective(stride, knobs.static_ratio, split, cache, alternate)
+        return self._auto.effective(knobs, self.offload.policy)
 
     def ample_cache(self) -> int:
         """Bytes that a host cache may have by what is free now, what this optimizer has already taken included."""
-        return self._ample_cache(self.engine.layouts, sum(self.engine.memory.host_bytes().values()))
-
-    def _ample_cache(self, layouts: Sequence[Layout], held_bytes: int = 0) -> int:
-        """`auto`: 90 % of the host memory that is free now, less what else the engine needs of it.
-
-        Ranks of a node have equal parts of what is free. held_bytes: what the engine has already.
-        """
-        if not self.offload.paths:
-            return 0
-        subgroups = [layout.subgroup() for layout in layouts]
-        state = sum(s.nbytes("state") for s in subgroups)
-        beside = sum(s.nbytes("weight") + s.nbytes("gradient") for s in subgroups)
-        largest = max((s.nbytes("state") + s.nbytes("weight") + s.nbytes("gradient") for s in subgroups), default=0)
-        slots = len(self.offload.paths) * self.offload.host_slots * largest
-        sums = host_bytes([shard_of(param) for param in self._params], self.offload.accumulation)
-        free = CACHE_SHARE * (host_available_bytes() / _ranks_of_node() + held_bytes) - slots - sums
-        # What is cached and updated on the CPU has a mirror of its weight and a gradient in host memory, too.
-        return max(0, int(free * state / max(1, state + beside)))
+        held_bytes = sum(self.engine.memory.host_bytes().values())
+        return ample_cache(self.offload, self.engine.shards, self.engine.layouts, held_bytes)
 
     # ---- state
 
@@ -427,8 +335,7 @@ class AdamW(torch.optim.Optimizer):
         with self.phases.within("checkpoint"):
             checkpoint.scatter(self.engine, self._params, state)
             self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
-            self._results.clear()
-            self._cuts.clear()
+            self._outcomes.forget()
             self._restate()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -449,8 +356,8 @@ class AdamW(torch.optim.Optimizer):
         PathFull when there is no room for it, or for what is flushed after it; CheckpointFailed when it cannot be
         written. Older checkpoints are then as they were, and training may go on.
         """
-        with self._saving() as contents:
-            return save(contents, Target(directory, keep, save_also), Ranks.now())
+        self.wait()
+        return self._checkpoints.save(Target(directory, keep, save_also), self._small_state, self.num_steps)
 
     def begin_checkpoint(
         self,
@@ -470,21 +377,9 @@ class AdamW(torch.optim.Optimizer):
         The next checkpoint, `close` and the end of the process wait for it. CheckpointFailed is raised by `result`, or
         by the next `step`, checkpoint or `close`, when it cannot be completed. PathFull as in `save_checkpoint`.
         """
-        with self._saving() as contents:
-            self._draining = begin(contents, Target(directory, keep, save_also), Ranks.now(), memory_bytes)
-            return self._draining
-
-    @contextmanager
-    def _saving(self) -> Iterator[Contents]:
-        """Between steps, with nothing in flight and no checkpoint that is still written."""
         self.wait()
-        self.engine.require_usable()
-        self.engine.quiesce()
-        with self.phases.within("checkpoint"):
-            if self._draining is not None:
-                self._draining.settle()
-            self.engine.weights.take_edited()
-            yield Contents(self.engine, self.engine.shards, self._small_state(), self.num_steps)
+        target = Target(directory, keep, save_also)
+        return self._checkpoints.begin(target, self._small_state, self.num_steps, memory_bytes)
 
     @torch.no_grad()
     def load_checkpoint(self, directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
@@ -497,44 +392,23 @@ class AdamW(torch.optim.Optimizer):
         usable until a whole checkpoint is loaded.
         """
         self.engine.require_loadable()
-        ranks = Ranks.now()
         if self.engine.usable:
             self.wait()
-        if self._draining is not None:
-            with suppress(CheckpointFailed):  # it was logged; an older one is what one wants now
-                self._draining.settle()
-        found = choose(directory, ranks.rank, step)
-        with Reader(found, self.engine.shards, ranks) as reader:
+        found = self._checkpoints.find(directory, step)
+        with Reader(found, self.engine.shards, Ranks.now()) as reader:
             small = reader.optimizer()
             self.engine.quiesce()
             with checkpoint.without_load_hooks(self):
                 super().load_state_dict({"state": small["state"], "param_groups": small["param_groups"]})
-            with self.phases.within("checkpoint"):
-                self._take(reader, found)
+            self.num_steps = found.step
+            self._checkpoints.take(found, reader)
             self._steps = list(small["steps"])
-        self._results.clear()
-        self._cuts.clear()
+        self._outcomes.forget()
         self._restate()
         return found
 
-    def _take(self, reader: Reader, found: Checkpoint) -> None:
-        self.num_steps = found.step
-        try:
-            self.engine.weights_loaded()
-            if self.engine.store is not None:
-                self.engine.store.step = found.step
-                self.engine.store.last_checkpoint = os.fspath(found.directory)
-            reader.scatter(self.engine)
-        except BaseException as error:
-            self.engine.state_lost(error)
-            raise
-
     def _small_state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the state of subgroups."""
-        places = {id(param): index for index, param in enumerate(self._params)}
-        groups = [{**group, "params": [places[id(p)] for p in group["params"]]} for group in self.param_groups]
-        others = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
-        return {"param_groups": groups, "state": others, "steps": list(self._steps)}
+        return small_state(self, self._params, self._steps)
 
     def _restate(self) -> None:
         for index, param in enumerate(self._params):
@@ -584,13 +458,9 @@ class AdamW(torch.optim.Optimizer):
         """Their subgroups, numbered behind those that are there."""
         for index, param in enumerate(params, start=len(self._params)):
             check_param(shard_of(param), index)
-        known, group = len(self.engine.layouts), len(self.param_groups) - 1
-        return [
-            replace(layout, id=known + layout.id, group=group, segments=tuple(
-                replace(segment, param=len(self._params) + segment.param) for segment in layout.segments
-            ))
-            for layout in cut([[shard_of(param) for param in params]], self.offload.subgroup_numel)
-        ]  # fmt: skip
+        layouts = cut([[shard_of(param) for param in params]], self.offload.subgroup_numel)
+        known = len(self.engine.layouts)
+        return renumbered(layouts, subgroups=known, groups=len(self.param_groups) - 1, params=len(self._params))
 
     def close(self) -> None:
         """Stops lanes and telemetry and releases the parameters. The weights stay. Idempotent; nothing in a fork.
@@ -607,12 +477,10 @@ class AdamW(torch.optim.Optimizer):
             log.exception("the last update failed while the optimizer was closed")
         finally:
             try:
-                if self._draining is not None:
-                    self._draining.finish()
+                self._checkpoints.finish()
             finally:
                 self._close()
-        if self._draining is not None:
-            self._draining.raise_if_failed()
+        self._checkpoints.raise_if_failed()
 
     def _close(self) -> None:
         with ExitStack() as stack:  # each of them, from the last one up, whatever becomes of the others
@@ -640,20 +508,3 @@ class AdamW(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
-
-
-def _ranks_of_node() -> int:
-    """Those of this training that share the host's memory; a process that trains alone has it to itself."""
-    return ranks_of_host() if _is_distributed() else 1
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if _is_distributed() else 0
-
-
-def _is_distributed() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )

@@ -47,6 +47,11 @@ def cpu_lane_threads() -> int:
     return max(1, cores - (ranks_of_host() if cores == os.cpu_count() else 1))
 
 
+def ranks_that_share_host() -> int:
+    """Those of this training that share the host's memory; a process that trains alone has it to itself."""
+    return ranks_of_host() if Ranks.now().count > 1 else 1
+
+
 def _told_by_launcher(name: str, otherwise: int) -> int:
     """What a launcher put into the environment; ConfigError when it is no whole number."""
     text = os.environ.get(name, str(otherwise))

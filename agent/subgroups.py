@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -158,3 +158,13 @@ def cut(groups: Sequence[Sequence[torch.Tensor]], subgroup_numel: int) -> tuple[
             index += 1
     close()
     return tuple(layouts)
+
+
+def renumbered(layouts: Sequence[Layout], *, subgroups: int, groups: int, params: int) -> list[Layout]:
+    """As they are behind so many subgroups, param groups and parameters."""
+    return [
+        replace(layout, id=subgroups + layout.id, group=groups + layout.group, segments=tuple(
+            replace(segment, param=params + segment.param) for segment in layout.segments
+        ))
+        for layout in layouts
+    ]  # fmt: skip

@@ -36,7 +36,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from tidegate.knobs import Knobs
-from tidegate.wire import AgentHello, AgentReport, Rates, StallRow, StepReport
+from tidegate.wire.agent import AgentHello, AgentReport, Rates
+from tidegate.wire.step import StallRow, StepReport
 
 RUN = "load"
 PATCH_SECONDS = 5.0

@@ -33,7 +33,7 @@ if str(ROOT) not in sys.path:
 
 from tests.dashboard.browser import ARGUMENTS, CHROMIUM, serve, settle  # noqa: E402
 from tests.dashboard.scripted import Agent, Daemon  # noqa: E402
-from tests.services import daemon_process, until  # noqa: E402
+from tests.services import daemon_process, meanwhile, until  # noqa: E402
 from tidegate.errors import DaemonError  # noqa: E402
 
 MAX_SECONDS = 2.0
@@ -94,9 +94,8 @@ def _training(daemon: Daemon, num_runs: int) -> Iterator[None]:
     agents = [Agent(daemon, run=f"run-{number:03}") for number in range(num_runs)]
     for agent in agents:
         agent.train(STEPS)
-    end = threading.Event()
 
-    def loop() -> None:
+    def loop(end: threading.Event) -> None:
         while True:
             for agent in agents:
                 if end.wait(EVERY_SECONDS / num_runs):
@@ -104,13 +103,10 @@ def _training(daemon: Daemon, num_runs: int) -> Iterator[None]:
                 with contextlib.suppress(DaemonError):
                     agent.train()
 
-    thread = threading.Thread(target=loop)
-    thread.start()
     try:
-        yield
+        with meanwhile(loop):
+            yield
     finally:
-        end.set()
-        thread.join(10)
         for client in daemon.clients:
             client.close()
 

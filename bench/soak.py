@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -41,7 +42,7 @@ if str(ROOT) not in sys.path:
 
 from tests.dashboard.browser import ARGUMENTS, CHROMIUM, serve, settle  # noqa: E402
 from tests.dashboard.scripted import Agent, Daemon  # noqa: E402
-from tests.services import daemon_process, until  # noqa: E402
+from tests.services import daemon_process, meanwhile, until  # noqa: E402
 from tidegate.errors import DaemonError  # noqa: E402
 
 RUN = "soak"
@@ -179,28 +180,23 @@ def _memory_figures(memory: Memory) -> dict[str, Any]:
 @contextlib.contextmanager
 def _training(daemon: Daemon, num_ranks: int) -> Iterator[list[float]]:
     """Ranks that report every second; the times of their reports."""
-    end, times = threading.Event(), list[float]()
+    times = list[float]()
     agents = [
         Agent(daemon, run=RUN, rank=rank, world_size=num_ranks, paths=("nvme", "pfs")) for rank in range(num_ranks)
     ]
     for agent in agents:
         agent.train(WINDOW_STEPS)
 
-    def loop(agent: Agent) -> None:
+    def loop(agent: Agent, end: threading.Event) -> None:
         while not end.wait(1.0):
             with contextlib.suppress(DaemonError):
                 agent.train()
                 times.append(time.monotonic())
 
-    threads = [threading.Thread(target=loop, args=(agent,)) for agent in agents]
-    for thread in threads:
-        thread.start()
     try:
-        yield times
+        with meanwhile(*(functools.partial(loop, agent) for agent in agents)):
+            yield times
     finally:
-        end.set()
-        for thread in threads:
-            thread.join(10)
         for client in daemon.clients:
             client.close()
 

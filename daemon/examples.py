@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidegate.wire import (
-    AgentHello,
-    AgentReport,
-    Applied,
-    Directive,
-    GenerationView,
-    KnobPatch,
-    KnobPreview,
-    Lease,
-    StepReport,
-    SubgroupSizes,
-    Vote,
-)
-from tidegate.wire_base import Message
-from tidegate.wire_canary import CanaryRequest, Rollback
+from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Lease, SubgroupSizes, Vote
+from tidegate.wire.base import Message
+from tidegate.wire.canary import CanaryRequest, Rollback
+from tidegate.wire.knobs import GenerationView, KnobPatch
+from tidegate.wire.prediction import KnobPreview
+from tidegate.wire.step import StepReport
 
 _AT: Final = 1_700_000_000.0
 

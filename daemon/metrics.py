@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tidegate.catalogue import BY_NAME
 from tidegate.daemon.control.plane import ControlPlane
 from tidegate.metric import SECONDS_BUCKETS
-from tidegate.wire import Liveness
+from tidegate.wire.base import Liveness
 
 STATES: Final[tuple[Liveness, ...]] = get_args(Liveness)
 

@@ -18,7 +18,7 @@ from tidegate.daemon.auth import OPEN, scopes_allowed
 from tidegate.daemon.examples import EXAMPLES
 from tidegate.daemon.problems import TITLES
 from tidegate.knobs import SPECS, KnobSpec
-from tidegate.wire import Problem
+from tidegate.wire.standards import Problem
 
 ALWAYS: Final = (400, 413, 422, 500)
 WITH_TOKEN: Final = (401, 403, 429)

@@ -24,7 +24,10 @@ from tidegate.daemon.schema import AgentRow, AuditEntry, GenerationRow, RunRow
 from tidegate.daemon.steps import StepTable
 from tidegate.daemon.tokens import TokenTable
 from tidegate.errors import DaemonError
-from tidegate.wire import AgentHello, AuditRow, KnobChanges, Liveness, MeasuredEffect
+from tidegate.wire.agent import AgentHello
+from tidegate.wire.audit import AuditRow
+from tidegate.wire.base import KnobChanges, Liveness
+from tidegate.wire.knobs import MeasuredEffect
 
 BUSY_SECONDS: Final = 5.0
 """How long one waits for another process that writes."""

@@ -11,19 +11,12 @@ from tidegate.daemon.control.notes import TEXT
 from tidegate.daemon.control.run import Member, Run
 from tidegate.daemon.control.totals import totals
 from tidegate.knobs import Knobs, KnobValue, specs_for
-from tidegate.wire import (
-    Directive,
-    GenerationView,
-    KnobBound,
-    KnobChanges,
-    KnobsView,
-    Liveness,
-    RankKnobs,
-    RankView,
-    RunView,
-    SdTarget,
-)
-from tidegate.wire_canary import CanaryView
+from tidegate.wire.agent import Directive
+from tidegate.wire.base import KnobChanges, Liveness
+from tidegate.wire.canary import CanaryView
+from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, RankKnobs
+from tidegate.wire.run import RankView, RunView
+from tidegate.wire.standards import SdTarget
 
 
 def generation_view(run: str, g: Generation) -> GenerationView:

@@ -11,8 +11,8 @@ from tidegate.dashboard import edits, feed
 from tidegate.dashboard.desk import Desk
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, StaleKnobs
 from tidegate.knobs import KnobValue
-from tidegate.wire import GenerationView, KnobBound, KnobsView
-from tidegate.wire_canary import CanaryRequest
+from tidegate.wire.canary import CanaryRequest
+from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView
 
 WAIT_SECONDS: Final = 2.0
 """How long a viewer waits for the ranks to agree; what becomes of a change later is on the page."""

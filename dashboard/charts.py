@@ -9,7 +9,7 @@ from tidegate.dashboard import palette, plot, units
 from tidegate.dashboard.digest import WINDOW
 from tidegate.dashboard.plot import Figure, Trace
 from tidegate.timeline import PHASES
-from tidegate.wire import StepReport
+from tidegate.wire.step import StepReport
 
 MAX_POINTS = 120
 NO_STEP = "No step has finished yet."

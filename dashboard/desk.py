@@ -10,8 +10,9 @@ import streamlit as st
 
 from tidegate.dashboard.edits import Draft
 from tidegate.knobs import KnobValue
-from tidegate.wire import KnobPreview, KnobsView
-from tidegate.wire_canary import CanaryRequest
+from tidegate.wire.canary import CanaryRequest
+from tidegate.wire.knobs import KnobsView
+from tidegate.wire.prediction import KnobPreview
 
 Tone = Literal["error", "warning", "success", "info"]
 TOKEN: Final = "operate_token"

@@ -9,7 +9,9 @@ from statistics import median
 
 from tidegate.dashboard import units
 from tidegate.timeline import PHASES
-from tidegate.wire import Liveness, RunView, StepReport
+from tidegate.wire.base import Liveness
+from tidegate.wire.run import RunView
+from tidegate.wire.step import StepReport
 
 WINDOW = 20
 """Figures are medians or means over this many of the newest steps."""

@@ -9,7 +9,7 @@ from tidegate.dashboard import units
 from tidegate.errors import KnobError
 from tidegate.knob_kinds import show_size
 from tidegate.knobs import KnobValue
-from tidegate.wire import GenerationView, KnobBound
+from tidegate.wire.knobs import GenerationView, KnobBound
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,10 @@ from tidegate.dashboard.kept import Kept
 from tidegate.dashboard.readers import reader
 from tidegate.errors import DaemonError, NotFound
 from tidegate.model.rates import RateCard
-from tidegate.wire import GenerationView, KnobsView, RankView, RunView, StepReport, TimelineView
+from tidegate.wire.knobs import GenerationView, KnobsView
+from tidegate.wire.run import RankView, RunView
+from tidegate.wire.step import StepReport
+from tidegate.wire.timeline import TimelineView
 
 NUM_STEPS: Final = 200
 OVERLAP: Final = 4

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tidegate.dashboard import kept
-from tidegate.wire import AlertView
+from tidegate.wire.alert import AlertView
 
 NO_RUN = ""
 

@@ -10,7 +10,9 @@ from typing import Final
 from tidegate.dashboard import units
 from tidegate.dashboard.digest import WINDOW
 from tidegate.timeline import PHASES
-from tidegate.wire import KnobPreview, MeasuredEffect, PredictedUpdate, StepReport
+from tidegate.wire.knobs import MeasuredEffect
+from tidegate.wire.prediction import KnobPreview, PredictedUpdate
+from tidegate.wire.step import StepReport
 
 NOTABLE: Final = 0.005
 """Changes below this share are no change."""

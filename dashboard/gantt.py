@@ -15,8 +15,8 @@ from tidegate.dashboard import palette, plot, units
 from tidegate.dashboard.plot import Figure, Trace
 from tidegate.plan.ops import LANES
 from tidegate.timeline import Stall
-from tidegate.wire import SpanRow, TimelineView
-from tidegate.wire_timeline import as_timeline
+from tidegate.wire.timeline import SpanRow, TimelineView
+from tidegate.wire.translation import as_timeline
 
 Scope = Literal["update", "step"]
 HEIGHT: Final = 330

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tidegate.analysis import busy_seconds
 from tidegate.plan.ops import LANES, OpKind
-from tidegate.wire import TimelineView
+from tidegate.wire.timeline import TimelineView
 
 UPDATES = (OpKind.CPU_UPDATE, OpKind.DEVICE_UPDATE)
 

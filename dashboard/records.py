@@ -8,7 +8,8 @@ from typing import Final
 
 from tidegate.dashboard import edits
 from tidegate.knobs import SPECS, same
-from tidegate.wire import AuditRow, KnobChanges
+from tidegate.wire.audit import AuditRow
+from tidegate.wire.base import KnobChanges
 
 ALERT: Final = "alert_"
 

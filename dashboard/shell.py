@@ -14,7 +14,7 @@ from tidegate.dashboard import URL_VARIABLE, feed, links, markup
 from tidegate.dashboard.parts import states
 from tidegate.dashboard.place import Place, live, slow, told
 from tidegate.dashboard.screens import SCREENS, Screen
-from tidegate.wire import RunView
+from tidegate.wire.run import RunView
 
 START: Final = "start"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidegate.dashboard.digest import WINDOW
-from tidegate.wire import PathOperation, PathState, StepReport
+from tidegate.wire.step import PathOperation, PathState, StepReport
 
 
 @dataclass(frozen=True, kw_only=True)

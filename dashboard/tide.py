@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tidegate.dashboard import palette, plot, units
 from tidegate.dashboard.plot import Axis, Figure, Trace
 from tidegate.timeline import PHASES
-from tidegate.wire import StepReport
+from tidegate.wire.step import StepReport
 
 STEPS = 12
 HEIGHT = 360

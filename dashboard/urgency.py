@@ -8,7 +8,9 @@ from typing import Final
 
 from tidegate.dashboard import units
 from tidegate.dashboard.digest import Digest, digest
-from tidegate.wire import Advice, AlertView, RankView, RunView
+from tidegate.wire.alert import AlertView
+from tidegate.wire.prediction import Advice
+from tidegate.wire.run import RankView, RunView
 
 WORTH_A_LOOK: Final = 0.1
 """A wait of a smaller share of the step is not worth a change of knobs."""

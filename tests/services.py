@@ -44,6 +44,21 @@ def until(found: Callable[[], T], what: str, seconds: float = 30.0) -> T:
         pause.wait(0.05)
 
 
+@contextlib.contextmanager
+def meanwhile(*work: Callable[[threading.Event], object]) -> Iterator[None]:
+    """Each of them in a thread of its own; leaving the block sets the event, at which they end, and waits for them."""
+    end = threading.Event()
+    threads = [threading.Thread(target=one, args=(end,), daemon=True) for one in work]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join(10)
+
+
 def program(*names: str) -> str:
     """The first of these that is there: Debian has other names for some."""
     path = next(filter(None, map(shutil.which, names)), None)

@@ -14,7 +14,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1]))
 
 from tests.daemon.live import ROOT, Agent, Daemon, environment, listen, new_run, threaded, wait_until
-from tidegate.wire import PhaseRow, SpanRow, TimelineView
+from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
 
 @pytest.fixture

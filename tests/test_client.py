@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tests.daemon.live import Agent, Daemon, listen, new_run, step_report, threaded
 from tidegate.client import DEFAULT_URL, MAX_BODY_BYTES, DaemonClient, find_daemon, find_token, state_dir
 from tidegate.errors import DaemonError, DaemonUnreachable, NotAuthorized, NotFound
-from tidegate.wire import PhaseRow, SpanRow, TimelineView
+from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tidegate.errors import ConfigError, KnobError
 from tidegate.knob_kinds import KnobSpec, show_size
 from tidegate.knobs import PATH_KNOBS, SPECS, Knobs, check_path_name, same, show, spec, specs_for, weights_of
-from tidegate.wire import AgentHello, KnobBound, KnobPatch
+from tidegate.wire.agent import AgentHello
+from tidegate.wire.knobs import KnobBound, KnobPatch
 
 GIB = 2**30
 

@@ -13,8 +13,8 @@ from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError
 from tidegate.knobs import KnobValue, show
 from tidegate.knobs import spec as knob_spec
-from tidegate.wire import GenerationView, RankKnobs
-from tidegate.wire_canary import MAX_CANARY_STEPS, CanaryRequest
+from tidegate.wire.canary import MAX_CANARY_STEPS, CanaryRequest
+from tidegate.wire.knobs import GenerationView, RankKnobs
 
 APPLY_SECONDS: Final = 2.0
 """How long ranks are waited for once they have agreed: they apply knobs between two steps."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from tidegate.client import DaemonClient, find_daemon, find_token
 from tidegate.errors import ConfigError, TidegateError
-from tidegate.wire import RunView
+from tidegate.wire.run import RunView
 
 Daemon = Annotated[str | None, typer.Option("--daemon", help="Address of the daemon; default: the one of this user.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]

@@ -12,16 +12,9 @@ from rich.table import Table
 
 from tidegate.knob_kinds import show_size
 from tidegate.knobs import KnobValue, show
-from tidegate.wire import (
-    GenerationView,
-    KnobBound,
-    KnobPreview,
-    KnobsView,
-    PredictedUpdate,
-    RankKnobs,
-    RankView,
-    RunView,
-)
+from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, RankKnobs
+from tidegate.wire.prediction import KnobPreview, PredictedUpdate
+from tidegate.wire.run import RankView, RunView
 
 # A pipe has no width: columns are not squeezed into a terminal that is not there.
 console: Final = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)

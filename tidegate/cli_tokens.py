@@ -17,7 +17,7 @@ from tidegate.cli_options import duration
 from tidegate.cli_training import needs
 from tidegate.client import SCOPES, actor, state_dir
 from tidegate.errors import ConfigError, TidegateError
-from tidegate.wire import RunName
+from tidegate.wire.base import RunName
 
 if TYPE_CHECKING:
     from tidegate.daemon.tokens import StoredToken, TokenTable

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tidegate.errors import TidegateError
 from tidegate.trace import write_trace
-from tidegate.wire import TimelineView
-from tidegate.wire_timeline import as_timeline
+from tidegate.wire.timeline import TimelineView
+from tidegate.wire.translation import as_timeline
 
 
 def write(view: TimelineView, run: str, rank: int, output: Path) -> None:

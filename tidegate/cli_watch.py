@@ -11,7 +11,8 @@ import typer
 from tidegate.cli_options import Daemon, Json, RunOption, choose, client_for, print_json
 from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError, DaemonUnreachable, NotAuthorized
-from tidegate.wire import Event, RunView
+from tidegate.wire.event import Event
+from tidegate.wire.run import RunView
 
 PAUSE_SECONDS: Final = 2.0
 PATIENCE_SECONDS: Final = 60.0

@@ -20,27 +20,15 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, NotFound, RankTaken, StaleKnobs
 from tidegate.knobs import KnobValue
-from tidegate.wire import (
-    Advice,
-    AgentHello,
-    AgentReport,
-    AlertView,
-    AuditRow,
-    Directive,
-    Event,
-    GenerationView,
-    KnobPatch,
-    KnobPreview,
-    KnobsView,
-    Lease,
-    Rates,
-    RunView,
-    StepsView,
-    TimelinesView,
-    TimelineView,
-    Vote,
-)
-from tidegate.wire_canary import CanaryRequest, Rollback
+from tidegate.wire.agent import AgentHello, AgentReport, Directive, Lease, Rates, Vote
+from tidegate.wire.alert import AlertView
+from tidegate.wire.audit import AuditRow
+from tidegate.wire.canary import CanaryRequest, Rollback
+from tidegate.wire.event import Event
+from tidegate.wire.knobs import GenerationView, KnobPatch, KnobsView
+from tidegate.wire.prediction import Advice, KnobPreview
+from tidegate.wire.run import RunView, StepsView, TimelinesView
+from tidegate.wire.timeline import TimelineView
 
 Scope = Literal["read", "operate", "agent", "alert"]
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)

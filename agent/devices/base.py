@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from tidegate.kernels import GradDtype, Scalars, ThreadPool, WeightFormat, adamw_update
-from tidegate.wire import DeviceKind
+from tidegate.wire.base import DeviceKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from tidegate.agent.devices.cuda_runtime import CudaRuntime, Marker, Norms
 from tidegate.agent.devices.pinned import PinnedPool
 from tidegate.errors import MemoryBudgetError
 from tidegate.plan.ops import D2H, DEVICE, H2D
-from tidegate.wire import DeviceKind
+from tidegate.wire.base import DeviceKind
 
 ANCHOR_SECONDS: Final = 10.0
 """Times between events come as fp32 milliseconds and two clocks drift: after this long they are compared anew."""

@@ -20,7 +20,7 @@ from tidegate.agent.devices.base import Copy, DoneEvent, Event, GradRef, UpdateR
 from tidegate.errors import DeviceAccessError, MemoryBudgetError
 from tidegate.kernels import ThreadPool, aligned_buffer, copy, fill, sum_of_squares
 from tidegate.plan.ops import D2H, H2D
-from tidegate.wire import DeviceKind
+from tidegate.wire.base import DeviceKind
 
 POISON = 0xFF
 """Every byte of unfilled memory: NaN in fp32, bf16 and fp16."""

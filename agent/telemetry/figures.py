@@ -11,7 +11,7 @@ from tidegate.agent.telemetry.meter import Labels, Meter
 from tidegate.agent.telemetry.paths import PathNote
 from tidegate.plan.ops import path_lanes
 from tidegate.timeline import STALL_CAUSES
-from tidegate.wire import StepReport
+from tidegate.wire.step import StepReport
 
 MIN_CEILING_BYTES: Final = 1 << 20
 """A step that copied less says nothing of what the link can do."""

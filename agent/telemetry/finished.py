@@ -12,7 +12,7 @@ from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.telemetry.paths import PathNote
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.timeline import PhaseSpan, Span, Timeline
-from tidegate.wire import MAX_SPANS, TimelineView
+from tidegate.wire.timeline import MAX_SPANS, TimelineView
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ from tidegate.agent.tiers.transfers import Transfer
 from tidegate.logs import event
 from tidegate.plan.split import PathSpeeds
 from tidegate.timeline import PhaseSpan
-from tidegate.wire import MAX_SUBGROUPS, PathOperation, PathRow, PathState
+from tidegate.wire.agent import MAX_SUBGROUPS
+from tidegate.wire.step import PathOperation, PathRow, PathState
 
 log = logging.getLogger("tidegate")
 

@@ -28,7 +28,7 @@ from tidegate.model.rates import RateCard, seen
 from tidegate.model.simulate import update_seconds
 from tidegate.plan import Plan
 from tidegate.timeline import Timeline
-from tidegate.wire import StepReport
+from tidegate.wire.step import StepReport
 
 log = logging.getLogger("tidegate")
 

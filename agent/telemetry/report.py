@@ -14,7 +14,7 @@ from tidegate.plan import OpKind
 from tidegate.plan.ops import LINK_LANES
 from tidegate.timeline import Phase, PhaseSpan, Span
 from tidegate.verdict import Taken, verdict
-from tidegate.wire import LinkRow, StallRow, StepReport
+from tidegate.wire.step import LinkRow, StallRow, StepReport
 
 
 def report_of(step: FinishedStep) -> StepReport:

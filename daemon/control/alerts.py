@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 from tidegate.daemon.store import AuditNote, Store
-from tidegate.wire import AlertState, AlertView, AuditRow, KnobChanges
+from tidegate.wire.alert import AlertState, AlertView
+from tidegate.wire.audit import AuditRow
+from tidegate.wire.base import KnobChanges
 
 FIRING_KEPT: Final = 200
 RESOLVED_KEPT: Final = 50

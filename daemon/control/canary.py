@@ -15,7 +15,7 @@ from statistics import median, quantiles
 from typing import Final
 
 from tidegate.daemon.control.window import Figures
-from tidegate.wire_canary import CanaryMeasure, CanaryState
+from tidegate.wire.canary import CanaryMeasure, CanaryState
 
 MIN_STEPS_BEFORE: Final = 5
 SETTLING_STEPS: Final = 1

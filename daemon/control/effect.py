@@ -7,7 +7,7 @@ from statistics import median
 from typing import Final
 
 from tidegate.daemon.control.window import Figures
-from tidegate.wire import MeasuredEffect
+from tidegate.wire.knobs import MeasuredEffect
 
 WINDOW_STEPS: Final = 20
 MIN_STEPS_AFTER: Final = 5

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from tidegate.daemon.control.canary import Canary
-from tidegate.wire import GenerationState, KnobChanges, MeasuredEffect
+from tidegate.wire.base import KnobChanges
+from tidegate.wire.knobs import GenerationState, MeasuredEffect
 
 What = Literal[
     "proposed", "voted", "committed", "refused", "aborted", "superseded", "rank_applied", "applied",

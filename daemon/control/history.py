@@ -10,7 +10,7 @@ from typing import Final
 
 from tidegate.daemon.control.run import Clock, Member
 from tidegate.daemon.steps import StepTable, ToldStep
-from tidegate.wire import StepReport
+from tidegate.wire.step import StepReport
 
 WRITE_SECONDS: Final = 1.0
 UNWRITTEN_KEPT: Final = 50_000

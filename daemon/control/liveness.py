@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from tidegate.wire import Liveness
+from tidegate.wire.base import Liveness
 
 STALE_LEASES: Final = 3
 _WORST_FIRST: Final[tuple[Liveness, ...]] = ("lost", "stale", "live")

@@ -6,7 +6,7 @@ from typing import Final
 
 from tidegate.daemon.control.generations import Control, Decision, Generation
 from tidegate.daemon.store import AuditNote
-from tidegate.wire import KnobChanges
+from tidegate.wire.base import KnobChanges
 
 AUDITED: Final = frozenset(
     {"proposed", "committed", "refused", "aborted", "superseded", "applied", "promoted", "condemned", "canary_ended"}

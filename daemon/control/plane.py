@@ -34,8 +34,9 @@ from tidegate.daemon.control.trials import Predicted, Trials
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.store import AgentRecord, AuditNote, Store
 from tidegate.knobs import Knobs
-from tidegate.wire import AgentHello, AgentReport, KnobChanges, Lease, Vote
-from tidegate.wire_canary import CanaryRequest
+from tidegate.wire.agent import AgentHello, AgentReport, Lease, Vote
+from tidegate.wire.base import KnobChanges
+from tidegate.wire.canary import CanaryRequest
 
 FLUSH_SECONDS: Final = 30.0
 GONE_RANKS_KEPT: Final = 64

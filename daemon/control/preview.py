@@ -21,7 +21,10 @@ from tidegate.model.tuner import MINIMUM_GAIN
 from tidegate.model.what_if import predicted_seconds, what_if
 from tidegate.plan.effective import Effective, Split
 from tidegate.plan.ops import Subgroup
-from tidegate.wire import Advice, AgentHello, KnobChanges, KnobPreview, PredictedUpdate, StepReport
+from tidegate.wire.agent import AgentHello
+from tidegate.wire.base import KnobChanges
+from tidegate.wire.prediction import Advice, KnobPreview, PredictedUpdate
+from tidegate.wire.step import StepReport
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from tidegate.daemon.control.notes import note
 from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.control.window import STEPS_KEPT
 from tidegate.daemon.store import AgentRecord, Store
-from tidegate.wire import StepReport
+from tidegate.wire.step import StepReport
 
 
 def restore(store: Store, lease_seconds: float, clock: Clock) -> tuple[dict[str, Run], dict[str, tuple[str, int]]]:

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.problems import ProblemError
-from tidegate.wire import AgentHello, Liveness
+from tidegate.wire.agent import AgentHello
+from tidegate.wire.base import Liveness
 
 RUNS_KEPT: Final = 10_000
 AGENTS_KEPT: Final = 100_000

@@ -14,7 +14,10 @@ from tidegate.daemon.control.generations import Control, Generation
 from tidegate.daemon.control.liveness import liveness
 from tidegate.daemon.control.timelines import Timelines
 from tidegate.daemon.control.window import Figures, Window
-from tidegate.wire import AgentHello, AgentReport, Event, KnobChanges, Liveness, Rates, StepReport
+from tidegate.wire.agent import AgentHello, AgentReport, Rates
+from tidegate.wire.base import KnobChanges, Liveness
+from tidegate.wire.event import Event
+from tidegate.wire.step import StepReport
 
 RECENT_STEPS: Final = 20
 """Of each rank, as they were told; of those before only the figures are in memory."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Final
 
-from tidegate.wire import TimelineView
+from tidegate.wire.timeline import TimelineView
 
 KEPT: Final = 24
 """Compressed, about 10 kB each for 200 spans, at most 100 kB for those that fill a message."""

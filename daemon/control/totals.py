@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from tidegate.daemon.control.run import Run
 from tidegate.daemon.control.window import Figures
-from tidegate.wire import RunTotals, StepReport
+from tidegate.wire.run import RunTotals
+from tidegate.wire.step import StepReport
 
 
 def totals(run: Run) -> RunTotals | None:

@@ -15,8 +15,8 @@ from tidegate.daemon.control.window import Figures
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.store import Store
 from tidegate.knobs import same
-from tidegate.wire import KnobChanges
-from tidegate.wire_canary import CanaryRequest
+from tidegate.wire.base import KnobChanges
+from tidegate.wire.canary import CanaryRequest
 
 RETRY_SECONDS: Final = 5.0
 """A rank that did not agree to go back is asked again after so long."""

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Final, NamedTuple, Self
 
-from tidegate.wire import StepReport
+from tidegate.wire.step import StepReport
 
 STEPS_KEPT: Final = 256
 """Of each rank, here and in the database."""

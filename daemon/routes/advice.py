@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from tidegate.daemon import views
 from tidegate.daemon.control.preview import advise, evidence
 from tidegate.daemon.deps import Plane
-from tidegate.wire import Advice
+from tidegate.wire.prediction import Advice
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
 

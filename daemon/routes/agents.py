@@ -14,7 +14,7 @@ from tidegate.daemon.lean import LeanRoute
 from tidegate.daemon.problems import ProblemError
 from tidegate.errors import KnobError
 from tidegate.knobs import Knobs, specs_for
-from tidegate.wire import PROTOCOL_VERSION, AgentHello, AgentReport, Directive, Lease, Vote
+from tidegate.wire.agent import PROTOCOL_VERSION, AgentHello, AgentReport, Directive, Lease, Vote
 
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
 

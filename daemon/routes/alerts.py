@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from pydantic import AwareDatetime, BaseModel, Field
 
 from tidegate.daemon.deps import Alerts, Author, Plane
-from tidegate.wire import AlertReceipt, AlertState, AlertView
+from tidegate.wire.alert import AlertReceipt, AlertState, AlertView
 
 router = APIRouter(tags=["alerts"])
 

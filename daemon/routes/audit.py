@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from tidegate.daemon.deps import Plane
-from tidegate.wire import AuditRow
+from tidegate.wire.audit import AuditRow
 
 router = APIRouter(prefix="/v1", tags=["audit"])
 Limit = Annotated[int, Query(ge=1, le=5_000)]

@@ -18,8 +18,10 @@ from tidegate.daemon.deps import Author, Plane, Wait
 from tidegate.daemon.problems import ProblemError
 from tidegate.errors import KnobError
 from tidegate.knobs import Knobs, show, specs_for
-from tidegate.wire import GenerationView, KnobChanges, KnobPatch, KnobPreview, KnobsView
-from tidegate.wire_canary import Rollback
+from tidegate.wire.base import KnobChanges
+from tidegate.wire.canary import Rollback
+from tidegate.wire.knobs import GenerationView, KnobPatch, KnobsView
+from tidegate.wire.prediction import KnobPreview
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
 

@@ -11,7 +11,9 @@ from tidegate.daemon import views
 from tidegate.daemon.control.window import STEPS_KEPT
 from tidegate.daemon.deps import Plane, Who
 from tidegate.daemon.problems import ProblemError
-from tidegate.wire import Rates, RunView, StepsView, TimelinesView, TimelineView
+from tidegate.wire.agent import Rates
+from tidegate.wire.run import RunView, StepsView, TimelinesView
+from tidegate.wire.timeline import TimelineView
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 

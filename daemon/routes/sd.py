@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from tidegate.daemon import views
 from tidegate.daemon.deps import Plane
-from tidegate.wire import SdTarget
+from tidegate.wire.standards import SdTarget
 
 router = APIRouter(tags=["prometheus"])
 

@@ -7,7 +7,8 @@ import streamlit as st
 from tidegate.dashboard import actions, desk, kept, markup, snippets, units
 from tidegate.dashboard.feed import Snapshot
 from tidegate.dashboard.place import Place
-from tidegate.wire import Advice, KnobsView
+from tidegate.wire.knobs import KnobsView
+from tidegate.wire.prediction import Advice
 
 
 def advice(place: Place, snapshot: Snapshot) -> None:

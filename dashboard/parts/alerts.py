@@ -12,7 +12,7 @@ from typing import Final
 import streamlit as st
 
 from tidegate.dashboard import links, markup, palette, snippets, units
-from tidegate.wire import AlertView
+from tidegate.wire.alert import AlertView
 
 COLORS: Final = {
     "critical": palette.LIVENESS["lost"], "warning": palette.LIVENESS["stale"], "info": palette.PHASE["forward"]

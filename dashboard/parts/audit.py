@@ -10,7 +10,7 @@ import streamlit as st
 from tidegate.dashboard import kept, markup, palette, records, snippets, units
 from tidegate.dashboard.place import Place, live
 from tidegate.dashboard.records import Filter
-from tidegate.wire import AuditRow
+from tidegate.wire.audit import AuditRow
 
 SHOWN: Final = 100
 DEPTHS: Final = (500, 5_000)

@@ -10,7 +10,7 @@ import streamlit as st
 from tidegate.dashboard import links, markup, palette, units, urgency
 from tidegate.dashboard.digest import Digest, digest, verdict
 from tidegate.dashboard.parts.header import EMULATED
-from tidegate.wire import RunView
+from tidegate.wire.run import RunView
 
 DRAWN: Final = "more_runs_drawn"
 """Names in the table of further runs, as the viewer sees it."""

@@ -9,8 +9,8 @@ import streamlit as st
 from tidegate.dashboard import actions, desk, edits, markup, snippets
 from tidegate.dashboard.desk import Desk
 from tidegate.dashboard.place import Place
-from tidegate.wire import KnobBound, KnobsView
-from tidegate.wire_canary import MAX_CANARY_STEPS
+from tidegate.wire.canary import MAX_CANARY_STEPS
+from tidegate.wire.knobs import KnobBound, KnobsView
 
 UNCHANGED: Final = "as it is"
 _NOTICE: Final = {"error": st.error, "warning": st.warning, "success": st.success, "info": st.info}

@@ -18,8 +18,8 @@ from tidegate.dashboard.same import Same
 from tidegate.errors import TidegateError
 from tidegate.model.rates import RateCard
 from tidegate.model.replay import replay
-from tidegate.wire import TimelineView
-from tidegate.wire_timeline import as_timeline, as_view
+from tidegate.wire.timeline import TimelineView
+from tidegate.wire.translation import as_timeline, as_view
 
 KEPT: Final = 16
 """Predictions and figures: of thousands of ops they take a third of a second, and mostly the step is still the same."""

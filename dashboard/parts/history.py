@@ -12,7 +12,7 @@ from tidegate.dashboard.feed import Snapshot
 from tidegate.dashboard.parts.knobs_now import BAD, change
 from tidegate.dashboard.parts.trial import STATES, predicted
 from tidegate.dashboard.place import Place
-from tidegate.wire import GenerationView
+from tidegate.wire.knobs import GenerationView
 
 SHOWN: Final = 20
 COLUMNS: Final = ("no.", "state", "change", "when", "by", "reason", "what came of it")

@@ -10,7 +10,7 @@ import streamlit as st
 from tidegate.dashboard import desk, edits, markup, palette, units
 from tidegate.dashboard.feed import Snapshot
 from tidegate.knobs import OFF, KnobValue
-from tidegate.wire import GenerationState, GenerationView, KnobsView, RankKnobs
+from tidegate.wire.knobs import GenerationState, GenerationView, KnobsView, RankKnobs
 
 BAD: Final[tuple[GenerationState, ...]] = ("refused", "aborted", "superseded")
 MAX_NAMED: Final = 8

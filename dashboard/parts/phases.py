@@ -10,7 +10,7 @@ from tidegate.dashboard import charts, edits, markup, palette, units
 from tidegate.dashboard.digest import WINDOW, Digest
 from tidegate.dashboard.feed import Snapshot
 from tidegate.dashboard.parts.figure import draw
-from tidegate.wire import StepReport
+from tidegate.wire.step import StepReport
 
 MAX_MARKS = 8
 

@@ -11,7 +11,7 @@ from tidegate.dashboard.digest import WINDOW, Digest, column, tokens_per_second
 from tidegate.dashboard.feed import Snapshot
 from tidegate.dashboard.parts.figure import draw
 from tidegate.dashboard.tide import tide
-from tidegate.wire import StepReport
+from tidegate.wire.step import StepReport
 
 MIN_CEILING_BYTES = 1 << 20
 """A phase that moved less says nothing of what the link can do."""

@@ -7,8 +7,8 @@ import streamlit as st
 from tidegate.dashboard import desk, forecast, markup, palette, snippets, units
 from tidegate.dashboard.feed import Snapshot
 from tidegate.dashboard.parts.knobs_now import BAD, change
-from tidegate.wire import GenerationView
-from tidegate.wire_canary import CanaryView
+from tidegate.wire.canary import CanaryView
+from tidegate.wire.knobs import GenerationView
 
 STATES = {
     "waiting": "on trial", "promoted": "kept", "condemned": "harmful: going back", "rolled_back": "rolled back",

@@ -12,7 +12,7 @@ import streamlit as st
 from tidegate.dashboard import feed, firing, kept, links, markup, palette, urgency
 from tidegate.dashboard.parts import card, states
 from tidegate.dashboard.place import Place, live
-from tidegate.wire import RunView
+from tidegate.wire.run import RunView
 
 CARDS: Final = 24
 """More runs than that are rows of a table below."""

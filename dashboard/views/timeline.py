@@ -13,8 +13,8 @@ from tidegate.dashboard.gantt import Scope
 from tidegate.dashboard.parts import gantt, header
 from tidegate.dashboard.place import Place, live
 from tidegate.trace import chrome_trace
-from tidegate.wire import TimelineView
-from tidegate.wire_timeline import as_timeline
+from tidegate.wire.timeline import TimelineView
+from tidegate.wire.translation import as_timeline
 
 SCOPES: Final[dict[Scope, str]] = {"update": "Update", "step": "Whole step"}
 NEWEST: Final = "newest"

@@ -17,6 +17,7 @@ from tests.agent.plain import PlainAdamW
 from tests.agent.test_exactness import FAST, backward, random_grads
 from tests.agent.test_optimizer import MIXED, params_of, run_steps
 from tests.services import until
+from tidegate.agent.auto import Auto
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.engine.executor import Issued
 from tidegate.errors import ConfigError, EngineError, LaneStuckError, MemoryBudgetError, ParameterError
@@ -337,7 +338,7 @@ def test_the_tuner_stays_where_its_choice_would_not_fit() -> None:
     offload = tidegate.Offload(stride="off", static_ratio=0.5, subgroup_numel=100, emulated=FAST,
                                device_memory_bytes=2 * 4000 + 5 * 1024)  # fmt: skip
     with tidegate.AdamW(params, offload=offload) as optimizer:
-        optimizer._auto_stride = "off"
+        optimizer._auto = Auto(stride="off")
         optimizer.apply_knobs(Knobs(stride="auto", static_ratio=0.5))
         run_steps(optimizer, params, 0, 1)
         with pytest.raises(MemoryBudgetError):

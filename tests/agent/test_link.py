@@ -22,7 +22,7 @@ from tidegate.agent.link import AgentLink, _pause
 from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError, KnobError, NotAuthorized, RankTaken, StaleKnobs
-from tidegate.wire import AgentReport
+from tidegate.wire.agent import AgentReport
 
 RUN = "link"
 

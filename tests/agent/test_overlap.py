@@ -424,9 +424,9 @@ def test_hooks_of_several_threads_settle_one_update() -> None:
         run.train(0)
         assert optimizer.engine.running
         with ThreadPoolExecutor(4) as threads:
-            for settled in [threads.submit(optimizer._settle) for _ in range(4)]:
+            for settled in [threads.submit(optimizer._outcomes.settle) for _ in range(4)]:
                 settled.result()
-        assert len(optimizer._results) == 1
+        assert len(optimizer._outcomes._results) == 1
         run.train(1)
         tidegate.wait(optimizer)
         assert seen == [False, False]

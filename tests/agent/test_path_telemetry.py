@@ -33,7 +33,7 @@ from tidegate.agent.tiers.transfers import Transfer
 from tidegate.catalogue import METRICS
 from tidegate.errors import ConfigError
 from tidegate.timeline import PhaseSpan
-from tidegate.wire import StepReport
+from tidegate.wire.step import StepReport
 
 STEPS = 8
 PATHS = ("nvme", "pfs")

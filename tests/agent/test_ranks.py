@@ -12,8 +12,7 @@ import torch
 
 import tidegate
 from tests.services import free_port
-from tidegate.agent import optimizer
-from tidegate.agent.ranks import cpu_lane_threads, local_rank, ranks_of_host
+from tidegate.agent.ranks import Ranks, cpu_lane_threads, local_rank, ranks_of_host, ranks_that_share_host
 from tidegate.errors import ConfigError
 
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
@@ -46,8 +45,8 @@ def test_a_number_of_ranks_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None
 def test_ranks_started_by_deepspeed_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     _no_launcher(monkeypatch)
     monkeypatch.setenv("LOCAL_SIZE", "4")
-    monkeypatch.setattr("tidegate.agent.optimizer._is_distributed", lambda: True)
-    assert optimizer._ranks_of_node() == 4
+    monkeypatch.setattr(Ranks, "now", lambda: Ranks(0, 8))
+    assert ranks_that_share_host() == 4
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from tidegate.knobs import Off, device_share
 from tidegate.model.tuner import FIRST_LOOK_STEPS
 from tidegate.plan import Plan
 from tidegate.timeline import PHASES
-from tidegate.wire import MAX_SPANS
+from tidegate.wire.timeline import MAX_SPANS
 
 STEPS = 12
 

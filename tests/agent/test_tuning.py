@@ -10,7 +10,7 @@ import pytest
 
 import tidegate
 from tests.agent.training import Training
-from tidegate.agent import optimizer as optimizer_module
+from tidegate.agent import host_cache as cache_module
 from tidegate.agent import tuning as tuning_module
 from tidegate.agent.attach import Attachment
 from tidegate.agent.devices.emulated import EmulatedDevice
@@ -135,9 +135,9 @@ def test_a_host_cache_that_is_auto_may_grow_where_memory_came_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It began when memory was short: once there is more, the model is asked about more cache, and it is applied."""
-    monkeypatch.setattr(optimizer_module, "host_available_bytes", lambda: 0)
+    monkeypatch.setattr(cache_module, "host_available_bytes", lambda: 0)
     training = Training(stride="off", order="pinned", paths=two(tmp_path))
-    monkeypatch.setattr(optimizer_module, "host_available_bytes", host_available_bytes)
+    monkeypatch.setattr(cache_module, "host_available_bytes", host_available_bytes)
     with training.optimizer as optimizer, Attachment(optimizer, training.model, run="cache") as attachment:
         tuning = attachment.tuning
         assert tuning.free == {"host_cache"}

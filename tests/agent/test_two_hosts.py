@@ -17,7 +17,7 @@ from tests.namespaces import Host, Switch, switched, why_not
 from tests.services import ROOT, until
 from tidegate.client import DaemonClient
 from tidegate.errors import DaemonError
-from tidegate.wire import RunView
+from tidegate.wire.run import RunView
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))

@@ -94,7 +94,7 @@ def refuse_on_last(optimizer: tidegate.AdamW, rank: int) -> None:
     check = optimizer.check_knobs
 
     def refused(knobs: Knobs) -> None:
-        if rank == 1 and optimizer._auto_stride == 8.0:
+        if rank == 1 and optimizer._auto.stride == 8.0:
             raise MemoryBudgetError("there was room a moment ago", 1, 0)
         check(knobs)
 

@@ -22,6 +22,11 @@ from tidegate.client import DaemonClient
 
 RUN = "llama"
 PATHS = ("nvme", "pfs")
+TRAINING = (
+    "--width 320 --layers 2 --link-bytes-per-second 1e10 --update-params-per-second 2e6 "
+    "--stride 1 --subgroup-numel 25000 --host-cache 0 --wear-bytes-per-day 4000000000000"
+)
+"""With a limit on wear, so that the family that tells it is there."""
 BLKIO = Path("/sys/fs/cgroup/blkio")
 
 
@@ -56,8 +61,8 @@ class Stand:
     def training_command(self) -> str:
         paths = " ".join(f"--path {name}={directory}" for name, directory in self.directories.items())
         return (
-            f"{sys.executable} -m tests.alerts.trainee --run {RUN} --daemon {self.daemon_url} {paths} "
-            f"--tier-split {':1,'.join(PATHS)}:1"
+            f"{sys.executable} -m tests.trainee --run {RUN} --daemon {self.daemon_url} {paths} "
+            f"--tier-split {':1,'.join(PATHS)}:1 {TRAINING}"
         )
 
     def client(self) -> DaemonClient:

@@ -23,7 +23,8 @@ from tidegate.client import SCOPES, DaemonClient
 from tidegate.daemon.app import create_app
 from tidegate.daemon.main import make_server
 from tidegate.daemon.settings import Settings
-from tidegate.wire import AgentHello, AgentReport, Applied, Directive, Lease, StepReport, Vote
+from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Lease, Vote
+from tidegate.wire.step import StepReport
 
 ROOT = Path(__file__).parents[2]
 BARE = httpx.Client(trust_env=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))

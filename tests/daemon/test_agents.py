@@ -17,7 +17,9 @@ from tidegate.daemon.control.run import WOKEN_AT_ONCE, Bell, Clock
 from tidegate.daemon.store import Store
 from tidegate.errors import DaemonError, NotFound, RankTaken
 from tidegate.knobs import Knobs
-from tidegate.wire import AgentReport, PathRow, PhaseRow, Rates, SpanRow, TimelineView, Vote
+from tidegate.wire.agent import AgentReport, Rates, Vote
+from tidegate.wire.step import PathRow
+from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
 
 def test_a_new_run_takes_the_start_up_settings(daemon: Daemon) -> None:

@@ -21,8 +21,9 @@ from tidegate.daemon.control.window import Figures
 from tidegate.daemon.store import Store
 from tidegate.errors import DaemonError, NotFound
 from tidegate.knobs import Knobs
-from tidegate.wire import AgentReport, Applied, KnobPreview, Vote
-from tidegate.wire_canary import CanaryRequest
+from tidegate.wire.agent import AgentReport, Applied, Vote
+from tidegate.wire.canary import CanaryRequest
+from tidegate.wire.prediction import KnobPreview
 
 
 def steps(*seconds: float, free: float | None = None) -> tuple[Step, ...]:

@@ -12,8 +12,8 @@ import torch
 import tidegate
 from tests.daemon.live import Daemon, new_run, wait_until
 from tidegate.knobs import KnobValue
-from tidegate.wire import GenerationView
-from tidegate.wire_canary import CanaryRequest
+from tidegate.wire.canary import CanaryRequest
+from tidegate.wire.knobs import GenerationView
 
 STEPS = 12
 SLOW_DEVICE = tidegate.EmulatedRates(h2d_bytes_per_second=1e9, d2h_bytes_per_second=1e9, update_params_per_second=4e6)

@@ -8,7 +8,7 @@ from tests.daemon.live import step_report
 from tidegate.daemon.control.effect import measure
 from tidegate.daemon.control.liveness import liveness, of_run
 from tidegate.daemon.control.window import Figures
-from tidegate.wire import Liveness
+from tidegate.wire.base import Liveness
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.daemon.live import Agent, Daemon, new_run, wait_until
 from tidegate.errors import NotFound
-from tidegate.wire import Event
+from tidegate.wire.event import Event
 
 
 def test_replay_and_resume(daemon: Daemon) -> None:

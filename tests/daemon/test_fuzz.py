@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.daemon.live import Agent, Daemon, Process, hello, new_run, step_report
 from tidegate.client import MAX_BODY_BYTES
-from tidegate.wire import AgentReport
+from tidegate.wire.agent import AgentReport
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

@@ -23,8 +23,8 @@ from tidegate.daemon.control.generations import (
     Tick,
     decide,
 )
-from tidegate.wire import KnobChanges
-from tidegate.wire_canary import CanaryState
+from tidegate.wire.base import KnobChanges
+from tidegate.wire.canary import CanaryState
 
 START = Generation(number=0, state="committed", knobs={"stride": 2.0}, changes={}, author="start", created_at=0.0)
 DEADLINE = 10.0

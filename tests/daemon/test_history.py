@@ -22,7 +22,7 @@ from tidegate.daemon.control.run import Clock, Member
 from tidegate.daemon.control.window import STEPS_KEPT, Figures, Window
 from tidegate.daemon.store import Store
 from tidegate.knobs import Knobs
-from tidegate.wire import AgentReport
+from tidegate.wire.agent import AgentReport
 
 UNKNOWN = st.none() | st.floats(0, 1e12)
 FIGURES = st.builds(

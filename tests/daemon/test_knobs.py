@@ -11,7 +11,8 @@ import pytest
 from tests.daemon.live import Agent, Daemon, hello, new_run, wait_until
 from tidegate.daemon.control.preview import evidence
 from tidegate.errors import KnobError, NotFound, StaleKnobs
-from tidegate.wire import GenerationView, Rates, SubgroupSizes, Vote
+from tidegate.wire.agent import Rates, SubgroupSizes, Vote
+from tidegate.wire.knobs import GenerationView
 
 
 def patch(daemon: Daemon, run: str, match: str | None, body: dict[str, Any] | None = None, query: str = "") -> Any:

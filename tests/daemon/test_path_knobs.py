@@ -11,7 +11,8 @@ import pytest
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded
 from tests.daemon.test_knobs import RATES, SIZES
 from tidegate.errors import KnobError
-from tidegate.wire import KnobPreview, PathState
+from tidegate.wire.prediction import KnobPreview
+from tidegate.wire.step import PathState
 
 GIB = 2**30
 PATHS = ("nvme", "pfs")

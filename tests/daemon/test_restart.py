@@ -13,7 +13,7 @@ import pytest
 from tests.daemon.live import Agent, Process, listen, new_run, step_report, wait_until
 from tidegate.client import DaemonClient
 from tidegate.errors import DaemonUnreachable
-from tidegate.wire_canary import CanaryRequest
+from tidegate.wire.canary import CanaryRequest
 
 
 def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.daemon.live import Agent, Daemon, Process, new_run, wait_until
 from tidegate.client import DaemonClient
 from tidegate.errors import DaemonError, DaemonUnreachable, StaleKnobs
-from tidegate.wire import GenerationView
+from tidegate.wire.knobs import GenerationView
 
 CLIENTS = 32
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tidegate.daemon.control.timelines import KEEP_SECONDS, KEPT, Timelines
-from tidegate.wire import TimelineView
+from tidegate.wire.timeline import TimelineView
 
 
 def view(step: int) -> TimelineView:

@@ -10,30 +10,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.services import until
+from tests.services import meanwhile, until
 from tidegate.client import DaemonClient
 from tidegate.daemon.app import create_app
 from tidegate.daemon.main import make_server
 from tidegate.daemon.settings import Settings
 from tidegate.errors import DaemonError
-from tidegate.wire import (
-    AgentHello,
-    AgentReport,
-    Applied,
-    DeviceKind,
-    Directive,
-    LinkRow,
-    PathRow,
-    PathState,
-    PhaseRow,
-    Rates,
-    SpanRow,
-    StallRow,
-    StepReport,
-    SubgroupSizes,
-    TimelineView,
-    Vote,
-)
+from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Rates, SubgroupSizes, Vote
+from tidegate.wire.base import DeviceKind
+from tidegate.wire.step import LinkRow, PathRow, PathState, StallRow, StepReport
+from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
 MB = 1_000_000
 SUBGROUPS = 16
@@ -171,9 +157,8 @@ class Agent:
     @contextlib.contextmanager
     def training(self, seconds_a_step: float = 0.4) -> Iterator[None]:
         """Reports a step every now and then, and answers proposals, in a thread."""
-        end = threading.Event()
 
-        def loop() -> None:
+        def loop(end: threading.Event) -> None:
             while not end.is_set():
                 with contextlib.suppress(DaemonError):  # the daemon may be away: training goes on
                     self.train()
@@ -181,13 +166,8 @@ class Agent:
                     self.obey(wanted)
                 end.wait(seconds_a_step)
 
-        thread = threading.Thread(target=loop, daemon=True)
-        thread.start()
-        try:
+        with meanwhile(loop):
             yield
-        finally:
-            end.set()
-            thread.join(10)
 
     def finish(self) -> None:
         self.client.goodbye(self.id)

@@ -12,7 +12,7 @@ from tests.dashboard.scripted import Agent, Daemon
 from tests.services import until
 from tidegate.dashboard.parts.alerts import own_runbook, runbook
 from tidegate.dashboard.records import Filter, change, chosen
-from tidegate.wire import AuditRow
+from tidegate.wire.audit import AuditRow
 
 BEGIN, NEVER = "2026-03-01T10:00:00Z", "0001-01-01T00:00:00Z"
 

@@ -21,7 +21,10 @@ from tidegate.knobs import SPECS
 from tidegate.model.rates import RateCard
 from tidegate.plan.ops import LANE_OF, LANES, OpKind
 from tidegate.timeline import PHASES, STALL_CAUSES
-from tidegate.wire import GenerationView, KnobBound, Liveness, RankView, RunView, StallRow, StepReport
+from tidegate.wire.base import Liveness
+from tidegate.wire.knobs import GenerationView, KnobBound
+from tidegate.wire.run import RankView, RunView
+from tidegate.wire.step import StallRow, StepReport
 
 STEPS = tuple(step_report(step, 1000.0 + 3.5 * step) for step in range(1, 61))
 BOUNDS = {spec.name: KnobBound.of(spec) for spec in SPECS.values()}

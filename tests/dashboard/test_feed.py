@@ -12,7 +12,7 @@ from tidegate.client import DaemonClient
 from tidegate.dashboard import feed, kept, readers
 from tidegate.dashboard.kept import Kept
 from tidegate.errors import DaemonUnreachable
-from tidegate.wire import StepsView
+from tidegate.wire.run import StepsView
 
 URL = "http://127.0.0.1:9"
 

@@ -8,7 +8,9 @@ import pytest
 
 from tests.dashboard.scripted import step_report
 from tidegate.dashboard import forecast
-from tidegate.wire import KnobPreview, MeasuredEffect, PredictedUpdate, StallRow
+from tidegate.wire.knobs import MeasuredEffect
+from tidegate.wire.prediction import KnobPreview, PredictedUpdate
+from tidegate.wire.step import StallRow
 
 STEPS = [
     step_report(number, float(number)).model_copy(

@@ -16,7 +16,11 @@ from tidegate.client import DaemonClient
 from tidegate.dashboard import firing, kept, urgency
 from tidegate.dashboard.parts import card
 from tidegate.errors import DaemonUnreachable
-from tidegate.wire import Advice, AlertView, Liveness, RankView, RunView, StallRow, StepReport
+from tidegate.wire.alert import AlertView
+from tidegate.wire.base import Liveness
+from tidegate.wire.prediction import Advice
+from tidegate.wire.run import RankView, RunView
+from tidegate.wire.step import StallRow, StepReport
 
 NOW = 1000.0
 

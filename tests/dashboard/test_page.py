@@ -13,7 +13,7 @@ from tests.dashboard.screen import again, page, text
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, timeline
 from tests.services import until
 from tidegate.dashboard import feed, kept
-from tidegate.wire import AgentReport
+from tidegate.wire.agent import AgentReport
 
 
 def test_no_daemon_says_so_and_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from tidegate.dashboard import edits
 from tidegate.dashboard.desk import Desk
 from tidegate.dashboard.parts import editor
 from tidegate.knobs import specs_for
-from tidegate.wire import GenerationView, KnobBound
+from tidegate.wire.knobs import GenerationView, KnobBound
 
 BOUNDS = {name: KnobBound.of(spec) for name, spec in specs_for(()).items()}
 

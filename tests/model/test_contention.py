@@ -14,7 +14,7 @@ from tidegate.model.bound import both_seconds
 from tidegate.model.contention import contended_times, speed
 from tidegate.plan import Op, OpKind, Plan, Subgroup, make_plan
 from tidegate.plan.plan import Placement
-from tidegate.wire import Rates
+from tidegate.wire.agent import Rates
 
 CARD = RateCard(
     h2d_bytes_per_second=100.0, d2h_bytes_per_second=50.0, cpu_params_per_second=10.0,

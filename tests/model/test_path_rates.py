@@ -8,7 +8,7 @@ from tidegate.errors import ConfigError
 from tidegate.model import PathRates, RateCard, simulate
 from tidegate.model.rates import seen
 from tidegate.plan import Op, OpKind, Placement, Plan, Subgroup, make_plan
-from tidegate.wire import Rates
+from tidegate.wire.agent import Rates
 
 CARD = RateCard(
     h2d_bytes_per_second=100.0,

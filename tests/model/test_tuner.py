@@ -35,28 +35,42 @@ LONG_TURN = SETTLE_STEPS + LONG_BLOCK_STEPS
 
 @dataclass
 class Training:
-    """Steps that take what `seconds` says of their knobs; the model predicts `promised`."""
+    """Steps that take what `seconds` says of their knobs; the model predicts `promised`.
+
+    On the tuner's clock a look takes `look_seconds`, a step `step_seconds`. speeds_change: the tuner is told so before
+    each step.
+    """
 
     seconds: Callable[[Effective], float]
     promised: Callable[[Effective], Move | None]
-    tuner: Tuner = field(default_factory=lambda: Tuner(clock=lambda: 0.0))
+    look_seconds: float = 0.0
+    step_seconds: float = 0.0
+    speeds_change: bool = False
     now: Effective = SLOW
     step: int = 0
+    clock: float = 0.0
     looks: list[int] = field(default_factory=list)
     moves: list[tuple[int, float | Off]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tuner = Tuner(clock=lambda: self.clock)
 
     def run(self, steps: int) -> Training:
         for _ in range(steps):
             self.step += 1
+            if self.speeds_change:
+                self.tuner.speeds_changed()
             self.tuner.observe(self.now, self.seconds(self.now))
             wanted = self.tuner.propose(self.now, self.look if self.tuner.due(self.now) else None)
             if wanted is not None:
                 self.now = wanted
                 self.moves.append((self.step, wanted.stride))
+            self.clock += self.step_seconds
         return self
 
     def look(self) -> Move | None:
         self.looks.append(self.step)
+        self.clock += self.look_seconds
         return self.promised(self.now)
 
 
@@ -197,74 +211,36 @@ def test_an_operator_ends_a_comparison() -> None:
 
 
 def test_what_cannot_be_had_is_not_tried_again() -> None:
-    tuner = Tuner(clock=lambda: 0.0)
-    training = Training(lambda _: 1.0, promise_fast, tuner).run(FIRST_LOOK_STEPS)
-    assert tuner.refuse("host memory is full") == SLOW, "to go back to"
-    assert tuner.refuse("again") is None
+    training = Training(lambda _: 1.0, promise_fast).run(FIRST_LOOK_STEPS)
+    assert training.tuner.refuse("host memory is full") == SLOW, "to go back to"
+    assert training.tuner.refuse("again") is None
     training.now = SLOW
     training.run(300)
     assert len(training.moves) == 1
-    assert tuner.last_verdict == "Not tried: host memory is full"
+    assert training.tuner.last_verdict == "Not tried: host memory is full"
 
 
 def test_a_look_that_costs_much_is_rare() -> None:
-    times = iter(range(10_000))
-    now = 0.0
-
-    def clock() -> float:
-        return now
-
-    def look() -> Move | None:
-        nonlocal now
-        now += cost
-        next(times)
-        return None
-
-    tuner, cost = Tuner(clock), 0.1
-    for _ in range(5000):
-        tuner.observe(SLOW, 1.0)
-        tuner.propose(SLOW, look if tuner.due(SLOW) else None)
-        now += 0.2
-    looks = next(times)
-    assert looks == 1 + int(5000 * 0.2 * LOOK_SHARE / cost), "of 1,000 s it may take 0.3"
-    for _ in range(PERSISTENT_STEPS + 1):
-        tuner.observe(SLOW, 2.0)
-        tuner.propose(SLOW, look if tuner.due(SLOW) else None)
-    assert next(times) == looks + 2, "after a drift it does not wait"
-    for _ in range(4 * OWN_STEPS):
-        tuner.speeds_changed()
-        tuner.observe(SLOW, 2.0)
-        tuner.propose(SLOW, look if tuner.due(SLOW) else None)
-        now += 0.1
-    looked = next(times) - looks - 3
-    assert looked == 0, "where speeds change in every step, a look as dear as this waits, too"
-    cost = 1e-3
-    now += 100.0  # what the last one cost is paid
-    for _ in range(4 * OWN_STEPS):
-        tuner.speeds_changed()
-        tuner.observe(SLOW, 2.0)
-        tuner.propose(SLOW, look if tuner.due(SLOW) else None)
-        now += 0.1
-    looked = next(times) - looks - 4
+    found = Training(lambda _: 1.0, lambda _: None, look_seconds=0.1, step_seconds=0.2).run(5000)
+    looks = len(found.looks)
+    assert looks == 1 + int(5000 * 0.2 * LOOK_SHARE / 0.1), "of 1,000 s it may take 0.3"
+    found.seconds, found.step_seconds = lambda _: 2.0, 0.0
+    assert len(found.run(PERSISTENT_STEPS + 1).looks) == looks + 1, "after a drift it does not wait"
+    found.step_seconds, found.speeds_change = 0.1, True
+    assert len(found.run(4 * OWN_STEPS).looks) == looks + 1, "where speeds change in every step, it waits, too"
+    found.look_seconds = 1e-3
+    found.clock += 100.0  # what the last one cost is paid
+    looked = len(found.run(4 * OWN_STEPS).looks) - looks - 1
     assert 3 <= looked <= 5, "and one that is cheap comes once in 32 steps"
 
 
 def test_a_second_change_soon_after_the_first_is_not_forgotten() -> None:
     """Looks are dear, and the one after the first change is just over: what the second brought is looked at soon."""
-    now, step, looked = 0.0, 0, list[int]()
-
-    def look() -> Move | None:
-        nonlocal now
-        now += 0.005
-        looked.append(step)
-        return None
-
-    tuner, lasts = Tuner(lambda: now), PERSISTENT_STEPS + 4
-    slow_from, fast_from = 301, 301 + lasts
-    for step in range(1, fast_from + 3 * OWN_STEPS):  # read by `look`
-        tuner.observe(SLOW, 2.0 if slow_from <= step < fast_from else 1.0)
-        tuner.propose(SLOW, look if tuner.due(SLOW) else None)
-        now += 0.2
-    first, second = (next(one for one in looked if one >= after) for after in (slow_from, fast_from))
+    found = Training(lambda _: 1.0, lambda _: None, look_seconds=0.005, step_seconds=0.2).run(300)
+    found.seconds = lambda _: 2.0
+    slow_from, fast_from = 301, found.run(PERSISTENT_STEPS + 4).step + 1
+    found.seconds = lambda _: 1.0
+    found.run(3 * OWN_STEPS)
+    first, second = (next(one for one in found.looks if one >= after) for after in (slow_from, fast_from))
     assert first < fast_from
     assert second <= first + OWN_STEPS + 1, "else it waits for 0.03 % of the time, which is 17 s here"

@@ -1,4 +1,4 @@
-"""Runs plans in virtual time where ops share resources by capacity: a disk, cores, what host memory moves.
+"""Lanes that share resources by capacity: a disk, cores, what host memory moves.
 
 Several ranks of a node may run at once. Shares are fair by dominant resource (Ghodsi et al., "Dominant Resource
 Fairness", NSDI '11): what an op gets of the resource that it needs most of grows equally for all, until that resource
@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tidegate.errors import PlanError
-from tidegate.model.contention import Times
+from tidegate.model.together import Times, times_together
 from tidegate.plan.ops import Op
 from tidegate.plan.plan import Plan
 
 Demand = Mapping[str, float]
 """Share of each resource that an op takes at full speed. Above 1: it cannot have full speed even alone."""
 Name = TypeVar("Name", bound=Hashable)
-_Lane = tuple[int, str]
-"""Rank and name."""
 
 
 def fair_speeds(demands: Mapping[Name, Demand]) -> dict[Name, float]:
@@ -52,60 +48,6 @@ def fair_speeds(demands: Mapping[Name, Demand]) -> dict[Name, float]:
     return speeds
 
 
-@dataclass
-class _Node:
-    """What each lane of each rank works at: the op, and the seconds that are left of it at full speed."""
-
-    plans: Sequence[Plan]
-    seconds: Callable[[Op], float]
-    demand: Callable[[Op], Demand]
-    gate: Callable[[Op], float]
-    waiting: dict[_Lane, list[Op]] = field(init=False)
-    at_work: dict[_Lane, tuple[Op, float]] = field(default_factory=dict)
-    starts: list[Times] = field(init=False)
-    ends: list[Times] = field(init=False)
-    now: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.waiting = {
-            (rank, lane): list(reversed(ops))
-            for rank, plan in enumerate(self.plans)
-            for lane, ops in plan.lanes.items()
-            if ops
-        }
-        self.starts, self.ends = [{} for _ in self.plans], [{} for _ in self.plans]
-
-    def start(self) -> float:
-        """Starts what can start now. Returns when the first gate opens that alone holds something up."""
-        opens = math.inf
-        for lane, ops in self.waiting.items():
-            rank = lane[0]
-            if lane in self.at_work or not ops or any(dep not in self.ends[rank] for dep in ops[-1].deps):
-                continue
-            if (gate := self.gate(ops[-1])) > self.now:
-                opens = min(opens, gate)
-                continue
-            op = ops.pop()
-            self.starts[rank][op.id] = self.now
-            self.at_work[lane] = (op, self.seconds(op))
-        return opens
-
-    def advance(self, opens: float) -> None:
-        """On to the end of the op that ends first, or to `opens`."""
-        speeds = fair_speeds({lane: self.demand(op) for lane, (op, _) in self.at_work.items()})
-        left = {lane: alone / speeds[lane] for lane, (_, alone) in self.at_work.items()}
-        first = min(left, key=lambda lane: left[lane], default=None)
-        if first is None or self.now + left[first] > opens:
-            elapsed, self.now, first = opens - self.now, opens, None
-        else:
-            elapsed = left[first]
-            self.now += elapsed
-        for lane, (op, alone) in self.at_work.items():
-            self.at_work[lane] = (op, max(0.0, alone - elapsed * speeds[lane]))
-        if first is not None:
-            self.ends[first[0]][self.at_work.pop(first)[0].id] = self.now
-
-
 def shared_times(
     plans: Sequence[Plan],
     seconds: Callable[[Op], float],
@@ -117,14 +59,6 @@ def shared_times(
     seconds: what an op takes at full speed. demand: what it then takes of each resource that ops share. gate: its
     earliest start. PlanError when a plan deadlocks.
     """
-    node = _Node(plans, seconds, demand, gate)
-    left = sum(len(plan.ops) for plan in plans)
-    while sum(map(len, node.ends)) < left:
-        opens = node.start()
-        if not node.at_work and opens == math.inf:
-            stuck = next(ops[-1] for ops in node.waiting.values() if ops)
-            raise PlanError(
-                f"Nothing can run and op {stuck.id} ({stuck.name}) still waits: the plan deadlocks.", "deadlock"
-            )
-        node.advance(opens)
-    return list(zip(node.starts, node.ends, strict=True))
+    return times_together(
+        plans, seconds, gate, lambda at_work: fair_speeds({lane: demand(op) for lane, op in at_work.items()})
+    )

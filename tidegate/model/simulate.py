@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from tidegate.errors import PlanError
-from tidegate.model.contention import Times, contended_times
+from tidegate.model.contention import contended_times
 from tidegate.model.rates import RateCard
+from tidegate.model.together import Times
 from tidegate.plan.ops import GATE_OF, Op
 from tidegate.plan.plan import Plan
 from tidegate.timeline import PhaseSpan, Span, Timeline

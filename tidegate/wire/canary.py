@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tidegate.wire_base import Count, Finite, Message, Seconds, Text
+from tidegate.wire.base import Count, Finite, Message, Seconds, Text
 
 CanaryState = Literal["waiting", "promoted", "condemned", "rolled_back", "superseded"]
 """waiting: too few steps yet. condemned: it harms, and the ranks are being asked to go back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tidegate.plan.ops import CONTENT_OF, OpKind
 from tidegate.timeline import PHASES, PhaseSpan, Span, Timeline
-from tidegate.wire import MAX_SPANS, PhaseRow, SpanRow, TimelineView
+from tidegate.wire.timeline import MAX_SPANS, PhaseRow, SpanRow, TimelineView
 
 
 def as_timeline(view: TimelineView) -> Timeline:

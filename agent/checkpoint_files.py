@@ -1,0 +1,98 @@
+"""Checkpoints of one optimizer in directories: when they may be written and read, and the one that still is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from tidegate.agent.engine.engine import Engine
+from tidegate.agent.ranks import Ranks
+from tidegate.agent.telemetry.phases import PhaseClock
+from tidegate.agent.tiers.checkpoint import Contents, Target, begin, save
+from tidegate.agent.tiers.drain import PendingCheckpoint
+from tidegate.agent.tiers.manifest import Checkpoint, choose
+from tidegate.agent.tiers.resume import Reader
+from tidegate.errors import CheckpointFailed
+
+
+class CheckpointFiles:
+    """Between steps only: who calls has waited for the update."""
+
+    def __init__(self, engine: Engine, phases: PhaseClock) -> None:
+        self._engine, self._phases = engine, phases
+        self._pending: PendingCheckpoint | None = None
+        """The last one that was begun."""
+
+    def save(self, target: Target, small: Callable[[], Mapping[str, Any]], step: int) -> Checkpoint:
+        """small: what it holds beside the state of subgroups, as it is when nothing is in flight any more."""
+        with self._at_rest():
+            return save(Contents(self._engine, self._engine.shards, small(), step), target, Ranks.now())
+
+    def begin(
+        self, target: Target, small: Callable[[], Mapping[str, Any]], step: int, memory_bytes: int | None
+    ) -> PendingCheckpoint:
+        """As `save`; the rest is written while training goes on."""
+        with self._at_rest():
+            contents = Contents(self._engine, self._engine.shards, small(), step)
+            self._pending = begin(contents, target, Ranks.now(), memory_bytes)
+            return self._pending
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Nothing is in flight, and no checkpoint is still written."""
+        self._engine.require_usable()
+        self._engine.quiesce()
+        with self._phases.within("checkpoint"):
+            if self._pending is not None:
+                self._pending.settle()
+            self._engine.weights.take_edited()
+            yield
+
+    def find(self, directory: str | os.PathLike[str], step: int | None) -> Checkpoint:
+        """The newest complete one, or that of `step`; one that is still written is waited for."""
+        if self._pending is not None:
+            with suppress(CheckpointFailed):  # it was logged; an older one is what one wants now
+                self._pending.settle()
+        return choose(directory, Ranks.now().rank, step)
+
+    def take(self, found: Checkpoint, reader: Reader) -> None:
+        """State of subgroups from a checkpoint; when that fails the engine is not usable until one is loaded whole."""
+        with self._phases.within("checkpoint"):
+            try:
+                self._engine.weights_loaded()
+                if self._engine.store is not None:
+                    self._engine.store.step = found.step
+                    self._engine.store.last_checkpoint = os.fspath(found.directory)
+                reader.scatter(self._engine)
+            except BaseException as error:
+                self._engine.state_lost(error)
+                raise
+
+    def raise_if_failed_alone(self) -> None:
+        """See `PendingCheckpoint.raise_if_failed_alone`."""
+        if self._pending is not None:
+            self._pending.raise_if_failed_alone()
+
+    def raise_if_failed(self) -> None:
+        """CheckpointFailed, once, when the last one failed and nobody was told."""
+        if self._pending is not None:
+            self._pending.raise_if_failed()
+
+    def finish(self) -> None:
+        """Waits for this rank's part of what is still written; what interrupts the wait drops it."""
+        if self._pending is not None:
+            self._pending.finish()
+
+
+def small_state(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], steps: Sequence[int]
+) -> dict[str, Any]:
+    """What a checkpoint holds beside the state of subgroups. Parameters are numbered as in `params`."""
+    places = {id(param): index for index, param in enumerate(params)}
+    groups = [{**group, "params": [places[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return {"param_groups": groups, "state": others, "steps": list(steps)}

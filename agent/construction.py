@@ -1,0 +1,50 @@
+"""The engine that `Offload` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tidegate.agent.devices.base import Device
+from tidegate.agent.engine.engine import Engine
+from tidegate.agent.offload import Offload
+from tidegate.agent.ranks import Ranks, cpu_lane_threads
+from tidegate.agent.shards import gradients_are_final
+from tidegate.agent.subgroups import Layout
+from tidegate.agent.tiers.store import TierStore
+from tidegate.plan.effective import Effective
+
+
+def build_engine(
+    params: Sequence[torch.nn.Parameter],
+    layouts: Sequence[Layout],
+    device: Device,
+    offload: Offload,
+    effective: Effective,
+) -> Engine:
+    """Opens the storage paths, too, and closes them if the engine cannot be built."""
+    ranks, paths = Ranks.now(), offload.path_settings()
+    store = TierStore(paths, ranks.rank) if paths else None
+    try:
+        return Engine(
+            params,
+            layouts,
+            device,
+            num_slots=offload.num_slots,
+            cpu_threads=offload.cpu_threads or cpu_lane_threads(),
+            policy=offload.policy,
+            gradients=offload.gradients,
+            accumulation=offload.accumulation,
+            gradient_memory_bytes=offload.gradient_memory_bytes,
+            headroom_bytes=offload.headroom_bytes,
+            early_gradients=ranks.count == 1 or all(map(gradients_are_final, params)),
+            watchdog_seconds=offload.watchdog_seconds,
+            effective=effective,
+            store=store,
+            host_slots=offload.host_slots,
+        )
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise

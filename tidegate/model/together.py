@@ -1,0 +1,96 @@
+"""Runs plans in virtual time where lanes slow each other down: how fast each is depends on what else is at work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tidegate.errors import PlanError
+from tidegate.plan.ops import Op
+from tidegate.plan.plan import Plan
+
+Times = dict[int, float]
+"""Seconds by op id."""
+Lane = tuple[int, str]
+"""Rank and name."""
+Speeds = Callable[[Mapping[Lane, Op]], Mapping[Lane, float]]
+"""The speed of each lane that is at work, above 0 and up to 1, which is what it has alone."""
+
+
+@dataclass
+class _Lanes:
+    """The ops that wait on each lane of each rank, and what it works at: an op, and the seconds left at full speed."""
+
+    plans: Sequence[Plan]
+    seconds: Callable[[Op], float]
+    gate: Callable[[Op], float]
+    speeds: Speeds
+    waiting: dict[Lane, list[Op]] = field(init=False)
+    at_work: dict[Lane, Op] = field(default_factory=dict)
+    left: dict[Lane, float] = field(default_factory=dict)
+    starts: list[Times] = field(init=False)
+    ends: list[Times] = field(init=False)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.waiting = {
+            (rank, lane): list(reversed(ops))
+            for rank, plan in enumerate(self.plans)
+            for lane, ops in plan.lanes.items()
+            if ops
+        }
+        self.starts, self.ends = [{} for _ in self.plans], [{} for _ in self.plans]
+
+    def start(self) -> float:
+        """Starts what can start now. Returns when the first gate opens that alone holds something up."""
+        opens = math.inf
+        for lane, ops in self.waiting.items():
+            if lane in self.at_work or not ops:
+                continue
+            op, rank = ops[-1], lane[0]
+            if not all(map(self.ends[rank].__contains__, op.deps)):
+                continue
+            if (gate := self.gate(op)) > self.now:
+                opens = min(opens, gate)
+                continue
+            ops.pop()
+            self.starts[rank][op.id] = self.now
+            self.at_work[lane], self.left[lane] = op, self.seconds(op)
+        return opens
+
+    def advance(self, opens: float) -> None:
+        """On to the end of the op that ends first, or to `opens`."""
+        speeds = self.speeds(self.at_work)
+        takes = {lane: left / speeds[lane] for lane, left in self.left.items()}
+        first = min(takes, key=takes.__getitem__, default=None)
+        if first is None or self.now + takes[first] > opens:
+            elapsed, self.now, first = opens - self.now, opens, None
+        else:
+            elapsed = takes[first]
+            self.now += elapsed
+        for lane, left in self.left.items():
+            self.left[lane] = max(0.0, left - elapsed * speeds[lane])
+        if first is not None:
+            del self.left[first]
+            self.ends[first[0]][self.at_work.pop(first).id] = self.now
+
+
+def times_together(
+    plans: Sequence[Plan], seconds: Callable[[Op], float], gate: Callable[[Op], float], speeds: Speeds
+) -> list[tuple[Times, Times]]:
+    """When each op of each rank's plan starts and ends. Equal inputs give equal times.
+
+    seconds: what an op takes at full speed. gate: its earliest start. PlanError when a plan deadlocks.
+    """
+    lanes = _Lanes(plans, seconds, gate, speeds)
+    left = sum(len(plan.ops) for plan in plans)
+    while sum(map(len, lanes.ends)) < left:
+        opens = lanes.start()
+        if not lanes.at_work and opens == math.inf:
+            stuck = next(ops[-1] for ops in lanes.waiting.values() if ops)
+            raise PlanError(
+                f"Nothing can run and op {stuck.id} ({stuck.name}) still waits: the plan deadlocks.", "deadlock"
+            )
+        lanes.advance(opens)
+    return list(zip(lanes.starts, lanes.ends, strict=True))

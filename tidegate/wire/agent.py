@@ -1,0 +1,154 @@
+"""Between a rank and the daemon: it says hello, reports and votes, and is told which knobs to run with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from tidegate.wire.base import (
+    Count,
+    DeviceKind,
+    Finite,
+    Flag,
+    KnobChanges,
+    Label,
+    Message,
+    Number,
+    PathName,
+    Rank,
+    RunName,
+    Seconds,
+    Text,
+    Whole,
+)
+from tidegate.wire.step import StepReport
+from tidegate.wire.timeline import TimelineView
+
+PROTOCOL_VERSION = 2
+MAX_SUBGROUPS = 100_000
+"""Of one rank: the daemon asks the simulator about each."""
+
+
+class SubgroupSizes(Message):
+    """What the simulator needs of a rank's subgroups, grouped by equal size."""
+
+    numel: Count
+    count: Annotated[int, Field(strict=True, ge=0, le=MAX_SUBGROUPS)]
+    weight_bytes: Count
+    grad_bytes: Count
+    state_bytes: Count
+
+
+class Rates(Message):
+    """The rank's live rate card: bytes per second and parameters per second; None where nothing was measured yet."""
+
+    h2d_bytes_per_second: Number | None = None
+    d2h_bytes_per_second: Number | None = None
+    cpu_params_per_second: Number | None = None
+    device_params_per_second: Number | None = None
+    norm_params_per_second: Number | None = None
+    overhead_seconds: Number | None = None
+    step_seconds: Number | None = None
+    paths: dict[Label, dict[Label, Number | None]] = {}
+    op_seconds: dict[Label, Number] = {}
+    """What each op of a lane takes however small it is."""
+    keeps: dict[Label, dict[Label, Number]] = {}
+    """Share of its speed that a lane keeps while another works, by lane and other; see `RateCard`."""
+
+
+class AgentHello(Message):
+    """Registers one rank of a run."""
+
+    protocol: Whole = PROTOCOL_VERSION
+    agent: Label
+    """A random id that the agent made; the same for its whole life, reconnections included."""
+    run: RunName
+    rank: Rank
+    world_size: Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
+    host: Label
+    pid: Count
+    device_kind: DeviceKind
+    metrics_address: Annotated[str, Field(max_length=300)]
+    """host:port of this rank's /metrics, as other machines reach it; empty when it exports none."""
+    knobs: KnobChanges
+    """Start-up settings: generation 0 of a new run."""
+    reset_knobs: Flag = False
+    """Start-up settings win over the desired knobs that the run has from before."""
+    subgroups: Annotated[tuple[SubgroupSizes, ...], Field(max_length=1024)] = ()
+    num_slots: Annotated[int, Field(strict=True, ge=1, le=64)] = 2
+    device_memory_bytes: Count | None = None
+    """What the device has in all; None where that is not known."""
+    host_slots: Annotated[int, Field(strict=True, ge=1, le=1024)] = 3
+    """Staging slots in host memory that each storage path has."""
+    gradients: Literal["keep", "release"] = "keep"
+    policy: Label = "interleaved"
+    """The model knows no other."""
+    paths: Annotated[tuple[PathName, ...], Field(max_length=64)] = ()
+    """Names of the storage paths, in their order; a run without any has no knobs for them."""
+    started_at: Finite
+
+    @model_validator(mode="after")
+    def _check_subgroups(self) -> AgentHello:
+        if (count := sum(sizes.count for sizes in self.subgroups)) > MAX_SUBGROUPS:
+            raise ValueError(f"subgroups are {count:,} in all, {MAX_SUBGROUPS:,} at most: make them larger")
+        return self
+
+
+class Applied(Message):
+    """A rank has applied a generation; `step` is the first step that ran with it."""
+
+    generation: Count
+    step: Count
+
+
+class AgentReport(Message):
+    """What a rank says about itself, at most once a second; also renews its lease."""
+
+    timestamp: Finite
+    step: Count
+    phase: Label
+    """The phase the rank is in now."""
+    generation: Count
+    """The newest generation that this rank has applied."""
+    applied: Applied | None = None
+    """What it has applied since its last report."""
+    effective: KnobChanges
+    """What `auto` stands for at present; pinned knobs as they are."""
+    rates: Rates | None = None
+    steps: Annotated[tuple[StepReport, ...], Field(max_length=256)] = ()
+    """The steps finished since the last report (the newest 256)."""
+    timeline: TimelineView | None = None
+    predicted_update_seconds: Seconds | None = None
+    finished: Flag = False
+
+
+class Vote(Message):
+    """A rank's answer to a proposed generation."""
+
+    generation: Count
+    can: Flag
+    reason: Text = ""
+    """Why not, with figures."""
+
+
+class Directive(Message):
+    """What the daemon wants of a rank now.
+
+    `committed` is the newest generation that all live ranks said yes to, with its knobs: apply it at the next step
+    boundary. `proposed`, when set, wants a vote.
+    """
+
+    committed: Count
+    committed_knobs: KnobChanges
+    proposed: Count | None = None
+    proposed_knobs: KnobChanges | None = None
+
+
+class Lease(Message):
+    """Answer to AgentHello and to every report: how long the daemon believes in this rank without a word from it."""
+
+    lease_seconds: float
+    directive: Directive
+    report_seconds: Seconds | None = None
+    """How often the daemon wants to hear of it while a canary is judged; None leaves it to the rank."""

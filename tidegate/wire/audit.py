@@ -1,0 +1,18 @@
+"""The audit log: who changed what, and why."""
+
+from __future__ import annotations
+
+from tidegate.wire.base import Count, KnobChanges, Label, Message, Text
+
+
+class AuditRow(Message):
+    id: Count
+    timestamp: float
+    actor: Label
+    action: Label
+    run: str
+    generation: Count | None = None
+    before: KnobChanges = {}
+    after: KnobChanges = {}
+    reason: Text = ""
+    effect: Text = ""

@@ -1,0 +1,17 @@
+"""The stream of what happens in a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidegate.wire.base import Count, Label, Message, RunName
+
+
+class Event(Message):
+    """One server-sent event of a run: `kind` is report, generation, agent, alert."""
+
+    id: Count
+    kind: Label
+    run: RunName
+    timestamp: float
+    data: dict[str, Any]

@@ -1,0 +1,99 @@
+"""Knobs and their generations, as operators read and change them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tidegate.knobs import KnobKind, KnobSpec
+from tidegate.wire.base import Count, KnobChanges, Label, Liveness, Message, Rank, RunName, Seconds, Text
+from tidegate.wire.canary import CanaryRequest, CanaryView
+
+GenerationState = Literal["proposed", "committed", "applied", "refused", "aborted", "superseded"]
+
+
+class KnobBound(Message):
+    """What a knob of one run accepts: the fields of a `KnobSpec` but its name."""
+
+    kind: KnobKind = "number"
+    minimum: float
+    maximum: float
+    words: tuple[str, ...]
+    unit: str
+    help: str
+    paths: tuple[str, ...] = ()
+    """The paths that weights may name."""
+
+    @classmethod
+    def of(cls, spec: KnobSpec) -> KnobBound:
+        return cls(**{name: getattr(spec, name) for name in cls.model_fields})
+
+    def spec(self, name: str) -> KnobSpec:
+        """The spec of the knob `name` within these bounds."""
+        return KnobSpec(name=name, **self.model_dump())
+
+
+class RankKnobs(Message):
+    """One rank's view of the knobs."""
+
+    rank: Rank
+    liveness: Liveness
+    applied_generation: Count
+    effective: KnobChanges
+    refused: str | None = None
+    """Why this rank refused the newest generation, if it did."""
+
+
+class MeasuredEffect(Message):
+    """Median update seconds over the steps before and after a generation was applied, on rank 0."""
+
+    steps_before: Count
+    steps_after: Count
+    update_seconds_before: Seconds
+    update_seconds_after: Seconds
+
+
+class GenerationView(Message):
+    """One generation of a run: what was asked, by whom, and what became of it."""
+
+    run: RunName
+    generation: Count
+    state: GenerationState
+    knobs: KnobChanges
+    changes: KnobChanges
+    author: Label
+    reason: Text = ""
+    created_at: float
+    decided_at: float | None = None
+    outcome: Text = ""
+    """Why it was refused, aborted or superseded, with figures and the rank."""
+    applied: dict[int, int] = {}
+    """First step that ran with it, by rank."""
+    measured_effect: MeasuredEffect | None = None
+    canary: CanaryView | None = None
+    """The trial that it is or was on."""
+    restores: Count | None = None
+    """The generation whose knobs it brings back."""
+
+
+class KnobsView(Message):
+    """`GET /v1/runs/{run}/knobs`; its ETag is the newest generation's number."""
+
+    run: RunName
+    generation: Count
+    desired: KnobChanges
+    """The knobs of the newest committed generation: what the run has, or will have at its next step. Those of storage
+    paths are here, and in `bounds`, only when the run has paths."""
+    bounds: dict[str, KnobBound]
+    ranks: tuple[RankKnobs, ...]
+    pending: GenerationView | None = None
+
+
+class KnobPatch(Message):
+    """Body of `PATCH /v1/runs/{run}/knobs`."""
+
+    changes: Annotated[KnobChanges, Field(min_length=1, max_length=16)]
+    reason: Text = ""
+    canary: CanaryRequest | None = None
+    """Keep it only if it does no harm."""
