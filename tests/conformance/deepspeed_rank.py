@@ -88,6 +88,16 @@ def note(what: str, message: str) -> None:
         notes.write(json.dumps([what, message]) + "\n")
 
 
+def without_device_ids(ddp: Callable[..., Any]) -> Callable[..., Any]:
+    """DistributedDataParallel as tests for GPUs make it: on CPUs it takes no devices."""
+
+    @functools.wraps(ddp, updated=())
+    def made(module: Any, device_ids: object = None, output_device: object = None, **given: Any) -> Any:
+        return ddp(module, **given)
+
+    return made
+
+
 # ---- where tests look into DeepSpeed's inner optimizer
 
 
