@@ -36,6 +36,8 @@ def in_rank(executor: type) -> None:
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     # DeepSpeed refuses fp16 on CPUs without instructions for it, and its tests skip it then; torch does it there.
     get_accelerator().is_fp16_supported = lambda: True
+    # "0" there, which tests take for the name of a device.
+    get_accelerator().current_device = lambda: "cpu"
     if not hasattr(DeepSpeedEngine, "sparse_tensor_module_names"):
         DeepSpeedEngine.sparse_tensor_module_names = frozenset()  # tests of up to 0.19.6 compare it
     run: Any = executor._dist_run  # type: ignore[attr-defined]
