@@ -8,7 +8,7 @@ import functools
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -36,8 +36,6 @@ def in_rank(executor: type) -> None:
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     # DeepSpeed refuses fp16 on CPUs without instructions for it, and its tests skip it then; torch does it there.
     get_accelerator().is_fp16_supported = lambda: True
-    # "0" there, which tests take for the name of a device.
-    get_accelerator().current_device = lambda: "cpu"
     if not hasattr(DeepSpeedEngine, "sparse_tensor_module_names"):
         DeepSpeedEngine.sparse_tensor_module_names = frozenset()  # tests of up to 0.19.6 compare it
     run: Any = executor._dist_run  # type: ignore[attr-defined]
@@ -88,6 +86,17 @@ def _configured(configure: Callable[..., None], ours: bool) -> Callable[..., Non
 def note(what: str, message: str) -> None:
     with open(os.environ[NOTES], "a") as notes:
         notes.write(json.dumps([what, message]) + "\n")
+
+
+def flags_of_ranks(flag: bool, op: Callable[[Sequence[bool]], bool] = all) -> bool:
+    """In place of `reduce_boolean_flags` of tests/unit/common.py, which works with NCCL alone."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return flag
+    flags = [flag] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return op(flags)
 
 
 def without_device_ids(ddp: Callable[..., Any]) -> Callable[..., Any]:
