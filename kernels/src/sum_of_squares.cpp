@@ -1,4 +1,6 @@
 // The gradient norm's sum: a fixed tree over fixed blocks, so threads and subgroups cannot change a bit of it.
+#include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
@@ -8,30 +10,67 @@ namespace {
 
 constexpr size_t kBlock = 65536;
 constexpr size_t kAccumulators = 16;
+constexpr size_t kStaged = 512;  // elements that become fp32 in a loop of their own
 
-// Accumulator j adds elements j, j + 16, … in order. A square of fp32 is exact in fp64; a non-finite one counts as 0.
+// Accumulator j adds elements j, j + 16, … in order. A square of fp32 is exact in fp64. `numel`: whole rows of 16.
+TIDEGATE_INLINE void add_rows(const float* x, size_t numel, double* sums) {
+  for (size_t i = 0; i < numel; i += kAccumulators)
+    for (size_t j = 0; j < kAccumulators; ++j) {
+      const double value = x[i + j];
+      sums[j] += value * value;
+    }
+}
+
+TIDEGATE_INLINE double folded(double* sums) {
+  for (size_t half = kAccumulators / 2; half > 0; half /= 2)
+    for (size_t j = 0; j < half; ++j) sums[j] += sums[j + half];
+  return sums[0];
+}
+
+// Of a block whose elements are all finite; else it is not finite itself, as fp64 has room for any squares of fp32.
 template <class Grad>
-TIDEGATE_INLINE NormParts block_sum(const void* elements, size_t begin, size_t end) {
+TIDEGATE_INLINE double finite_sum(const void* elements, size_t begin, size_t end) {
   auto* x = static_cast<const typename Grad::Stored*>(elements);
   double sums[kAccumulators] = {};
-  uint32_t bad[kAccumulators] = {};
-  const auto add = [&](size_t i, size_t j) __attribute__((always_inline)) {
-    const uint32_t bits = bits_of(Grad::load(x, i));
-    const uint32_t nonfinite = (bits & 0x7F800000u) == 0x7F800000u ? 1u : 0u;
-    const double value = static_cast<double>(float_of(nonfinite ? 0u : bits));
-    sums[j] += value * value;
-    bad[j] += nonfinite;
-  };
+  float staged[kStaged];
   size_t i = begin;
-  for (; i + kAccumulators <= end; i += kAccumulators)
-    for (size_t j = 0; j < kAccumulators; ++j) add(i + j, j);
-  for (size_t j = 0; i + j < end; ++j) add(i + j, j);
-  for (size_t half = kAccumulators / 2; half > 0; half /= 2)
-    for (size_t j = 0; j < half; ++j) {
-      sums[j] += sums[j + half];
-      bad[j] += bad[j + half];
+  if constexpr (std::is_same_v<typename Grad::Stored, float>) {
+    i += (end - begin) / kAccumulators * kAccumulators;
+    add_rows(x + begin, i - begin, sums);
+  } else {
+    for (; i + kStaged <= end; i += kStaged) {
+      TIDEGATE_INDEPENDENT
+      for (size_t j = 0; j < kStaged; ++j) staged[j] = Grad::load(x, i + j);
+      add_rows(staged, kStaged, sums);
     }
-  return {sums[0], static_cast<int64_t>(bad[0])};
+  }
+  for (; i < end; i += kAccumulators) {
+    for (size_t j = 0; j < kAccumulators; ++j) staged[j] = i + j < end ? Grad::load(x, i + j) : 0.0f;
+    add_rows(staged, kAccumulators, sums);
+  }
+  return folded(sums);
+}
+
+// The same sum, in which an element that is not finite counts as 0. Its branches keep it from being vectorized.
+template <class Grad>
+TIDEGATE_INLINE NormParts checked_sum(const void* elements, size_t begin, size_t end) {
+  auto* x = static_cast<const typename Grad::Stored*>(elements);
+  double sums[kAccumulators] = {};
+  int64_t nonfinite = 0;
+  for (size_t i = begin; i < end; ++i) {
+    const double value = Grad::load(x, i);
+    if (std::isfinite(value))
+      sums[(i - begin) % kAccumulators] += value * value;
+    else
+      ++nonfinite;
+  }
+  return {folded(sums), nonfinite};
+}
+
+template <class Grad>
+TIDEGATE_INLINE NormParts block_sum(const void* elements, size_t begin, size_t end) {
+  const double sum = finite_sum<Grad>(elements, begin, end);
+  return std::isfinite(sum) ? NormParts{sum, 0} : checked_sum<Grad>(elements, begin, end);
 }
 
 // Adjacent pairs, an odd one is carried up.

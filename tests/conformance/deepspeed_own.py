@@ -49,9 +49,10 @@ FILES = {
 optimizer (pinning, non-blocking copies) one choice is enough, each test being made with several ranks and engines."""
 
 IN_RANKS = {
-    "common.py": "deepspeed_rank.in_rank(DistributedExec)",
+    "common.py": "deepspeed_rank.in_rank(DistributedExec)\nreduce_boolean_flags = deepspeed_rank.flags_of_ranks",
     "checkpoint/common.py": "compare_model_states = deepspeed_rank.with_whole_state(compare_model_states)\n"
     "compare_optimizer_states = deepspeed_rank.with_whole_state(compare_optimizer_states)",
+    "v1/zero/test_zero_user_backward.py": "DDP = deepspeed_rank.without_device_ids(DDP)",
 }
 """What is put at the end of their modules."""
 

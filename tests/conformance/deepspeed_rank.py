@@ -8,7 +8,7 @@ import functools
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -86,6 +86,27 @@ def _configured(configure: Callable[..., None], ours: bool) -> Callable[..., Non
 def note(what: str, message: str) -> None:
     with open(os.environ[NOTES], "a") as notes:
         notes.write(json.dumps([what, message]) + "\n")
+
+
+def flags_of_ranks(flag: bool, op: Callable[[Sequence[bool]], bool] = all) -> bool:
+    """In place of `reduce_boolean_flags` of tests/unit/common.py, which works with NCCL alone."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return flag
+    flags = [flag] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return op(flags)
+
+
+def without_device_ids(ddp: Callable[..., Any]) -> Callable[..., Any]:
+    """DistributedDataParallel as tests for GPUs make it: on CPUs it takes no devices."""
+
+    @functools.wraps(ddp, updated=())
+    def made(module: Any, device_ids: object = None, output_device: object = None, **given: Any) -> Any:
+        return ddp(module, **given)
+
+    return made
 
 
 # ---- where tests look into DeepSpeed's inner optimizer

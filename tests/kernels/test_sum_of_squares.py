@@ -28,6 +28,11 @@ def any_bits(numel: int, dtype: GradDtype) -> Array:
     return halves if dtype is GradDtype.BF16 else halves.view(np.float16)
 
 
+def stored(values: Array, dtype: GradDtype) -> Array:
+    single = values.astype(np.float32)
+    return {GradDtype.F32: single, GradDtype.BF16: oracle.to_bf16(single), GradDtype.F16: oracle.to_f16(single)}[dtype]
+
+
 @pytest.fixture
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     before = kernels.instruction_set()
@@ -43,6 +48,19 @@ def test_equals_the_oracle(isa: str, dtype: GradDtype, num_threads: int) -> None
     with ThreadPool(num_threads) as pool:
         for numel in (0, 1, 15, 16, 17, 65535, 65536, 65537, 5 * 65536 + 3, 7 * 65536):
             elements = any_bits(numel + 1, dtype)[1:]  # not aligned to a vector
+            assert native(pool, elements, dtype) == oracle.sum_of_squares(elements, dtype)
+
+
+@pytest.mark.parametrize("isa", kernels.instruction_sets(), indirect=True)
+@DTYPES
+def test_blocks_with_and_without_non_finite_elements(isa: str, dtype: GradDtype) -> None:
+    """Blocks whose elements are all finite are summed by another loop, which stages some of them first."""
+    with ThreadPool(2) as pool:
+        for numel in (511, 512, 513, 65536, 3 * 65536 + 529):
+            elements = stored(np.random.default_rng(numel).standard_normal(numel + 1), dtype)[1:]
+            assert oracle.sum_of_squares(elements, dtype)[1] == 0
+            assert native(pool, elements, dtype) == oracle.sum_of_squares(elements, dtype)
+            elements[-1] = stored(np.array([np.nan]), dtype)[0]
             assert native(pool, elements, dtype) == oracle.sum_of_squares(elements, dtype)
 
 
