@@ -118,7 +118,7 @@ def test_the_demo_trains_shows_itself_and_takes_knobs(tmp_path: Path, ports: lis
     screenshot(view.rstrip("/") + "/run", picture)
     assert picture.stat().st_size > 30_000
 
-    assert demo.wait(150) == 0, demo.said
+    assert demo.wait(450) == 0, demo.said
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     check_summary(tmp_path / "runs" / "first")
     assert "loss" in demo.said

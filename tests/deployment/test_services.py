@@ -74,7 +74,7 @@ def test_prometheus_sees_all_targets_up_and_the_demo_runs_through(running: Engin
     until(lambda: was_up(running) and up(running)["daemon:8790"], "all targets up", 90)
     until(lambda: query(running, 'tidegate_steps_total{run="demo",rank="0",host="trainer"}'), "the run's metrics", 60)
     assert trainer.process is not None
-    assert trainer.process.wait(180) == 0, trainer.log
+    assert trainer.process.wait(450) == 0, trainer.log
     assert re.search(rf"step {STEPS}/{STEPS}", trainer.log), trainer.log
     assert (running.folder / "volumes" / "runs" / "runs" / "demo" / "summary.json").is_file()
     until(lambda: up(running) == {"daemon:8790": True}, "the rank that said goodbye to be gone", 60)
