@@ -244,14 +244,19 @@ def test_a_path_that_holds_all_up_shows_its_cost_whichever_way_it_waits_and_the_
     assert max(abs(proposed[name] - best[name]) for name in best) <= 1
 
 
+def gigabyte(each_way: float, busy: float, step: float) -> PathTraffic:
+    """A step in which a path reads and writes a gigabyte. In seconds: each way, either of them, all paths."""
+    return PathTraffic(
+        read_bytes=10**9, read_seconds=each_way, write_bytes=10**9, write_seconds=each_way,
+        whole=WholeStep(read_bytes=10**9, write_bytes=10**9, busy_seconds=busy, step_seconds=step),
+    )  # fmt: skip
+
+
 def test_what_rests_between_its_ops_keeps_what_it_showed_when_it_had_no_rest() -> None:
     """As fast as known it may be, in between of the ways apart and all the time together: nothing new is learnt."""
     known = {"a": rates(1, 1, True)}
     estimator = SplitEstimator(known)
-    seen = PathTraffic(
-        read_bytes=10**9, read_seconds=0.7, write_bytes=10**9, write_seconds=0.7,
-        whole=WholeStep(read_bytes=10**9, write_bytes=10**9, busy_seconds=1.2, step_seconds=3.0),
-    )  # fmt: skip
+    seen = gigabyte(each_way=0.7, busy=1.2, step=3.0)
     for _ in range(50):
         estimator.observe({"a": seen})
     assert makespan_seconds({"a": 1}, estimator.rates, 10**9) == pytest.approx(1.0)
@@ -271,10 +276,7 @@ def test_while_subgroups_move_unequal_amounts_do_not_tell_of_both_ways_together(
 def test_a_path_that_rests_because_little_is_given_to_it_is_found_faster_too_but_later() -> None:
     """As with weights that leave it little: what it really does is shown and simulated, so it must not stay unknown."""
     estimator = SplitEstimator({"a": rates(1, 1, True)})
-    seen = PathTraffic(
-        read_bytes=10**9, read_seconds=0.25, write_bytes=10**9, write_seconds=0.25,
-        whole=WholeStep(read_bytes=10**9, write_bytes=10**9, busy_seconds=0.25, step_seconds=10.0),
-    )  # fmt: skip
+    seen = gigabyte(each_way=0.25, busy=0.25, step=10.0)
 
     def cost() -> float:
         estimator.observe({"a": seen})

@@ -88,20 +88,10 @@ class _Path:
             # A shared device serves both at once at half speed: half of that time belongs to each.
             read_seconds -= seen.shared_read_seconds / 2
             write_seconds -= seen.shared_write_seconds / 2
-        for known, nbytes, seconds in (
-            (self._read, seen.read_bytes, read_seconds),
-            (self._write, seen.write_bytes, write_seconds),
-        ):
-            if nbytes > 0 and seconds > 0:
-                known.observe(seconds / nbytes, seconds / nbytes)
+        read = _way(self._read, seen.read_bytes, read_seconds)
+        write = _way(self._write, seen.write_bytes, write_seconds)
         if seen.read_seconds > 0 or seen.write_seconds > 0:
-            self._observe_both(self._apart(seen, read_seconds, write_seconds), seen.whole)
-
-    def _apart(self, seen: PathTraffic, read_seconds: float, write_seconds: float) -> float:
-        """What both ways cost by what each of them took; a way in which nothing moved as it is known."""
-        read = read_seconds / seen.read_bytes if seen.read_bytes and read_seconds else self._read.seconds_per_byte
-        write = write_seconds / seen.write_bytes if seen.write_bytes and write_seconds else self._write.seconds_per_byte
-        return max(read, write) if self._duplex else read + write
+            self._observe_both(max(read, write) if self._duplex else read + write, seen.whole)
 
     def _observe_both(self, apart: float, whole: WholeStep | None) -> None:
         if whole is None or not whole.balanced:
@@ -121,6 +111,14 @@ class _Path:
         else:
             read, write = both * read / (read + write), both * write / (read + write)
         return PathSpeeds(read_bytes_per_second=1 / read, write_bytes_per_second=1 / write, duplex=self._duplex)
+
+
+def _way(known: Settling, nbytes: int, seconds: float) -> float:
+    """What a byte took, which is taken in; as it is known where nothing moved."""
+    if nbytes <= 0 or seconds <= 0:
+        return known.seconds_per_byte
+    known.observe(seconds / nbytes, seconds / nbytes)
+    return seconds / nbytes
 
 
 class SplitEstimator:
