@@ -13,7 +13,8 @@ import torch
 from tidegate.agent.calibrate_handover import handover_seconds, step_seconds
 from tidegate.agent.calibrate_hardware import PathLike, available_cpus, hardware, settings_of
 from tidegate.agent.calibrate_loads import BYTES_PER_PARAM, NORM, cpu_load, device_loads, path_loads
-from tidegate.agent.calibrate_rates import Load, Ops, measure, rate, typical
+from tidegate.agent.calibrate_rates import Load, Ops, Round, measure, rate, typical
+from tidegate.agent.calibrate_steps import engine_steps
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
@@ -23,6 +24,7 @@ from tidegate.agent.tiers.store import TierStore
 from tidegate.errors import ConfigError
 from tidegate.kernels import ThreadPool
 from tidegate.model.calibration import Calibration
+from tidegate.model.in_steps import Step, corrected
 from tidegate.model.rates import PathRates, RateCard
 from tidegate.plan.ops import CPU, D2H, DEVICE, H2D, path_lanes
 
@@ -56,7 +58,7 @@ def calibrate(
 
     ConfigError when memory does not suffice, PathUnusable or PathFull for a directory that cannot hold state.
     """
-    needed = 3 * sum(BYTES_PER_PARAM) * numel + 4 * op_bytes * (1 + len(paths or {}))
+    needed = 5 * sum(BYTES_PER_PARAM) * numel + 4 * op_bytes * (1 + len(paths or {}))
     if needed > host_available_bytes():
         raise ConfigError(f"Calibration needs {needed:,} bytes of host memory: free some, or lower numel={numel:,}.")
     threads = cpu_threads or cpu_lane_threads()
@@ -76,12 +78,23 @@ def calibrate(
         stack.callback(store.close)
         for path in store.paths.values():
             loads += path_loads(stack, path, op_bytes)
-        measured = [measure(loads, alone_only, seconds, progress) for _ in range(rounds)]
+        measured: list[Round] = []
+        steps: list[Step] = []
+        for _ in range(rounds):
+            measured.append(measure(loads, alone_only, seconds, progress))
+            if device is not None:
+                progress("steps of an engine")
+                steps += engine_steps(device, numel, threads)
         progress("ops that do nothing")
         overhead = handover_seconds(list(settings))
-        progress("a step of one subgroup")
-        whole = step_seconds(overhead)
-    card = replace(_card(*typical(measured), list(settings)), overhead_seconds=overhead, step_seconds=whole)
+        card = replace(_card(*typical(measured), list(settings)), overhead_seconds=overhead)
+        if steps:
+            alone, card = card, corrected(card, steps)
+            in_steps = (card.cpu_params_per_second or 1.0) / (alone.cpu_params_per_second or 1.0)
+            by_threads = {count: found * in_steps for count, found in by_threads.items()}
+        else:
+            progress("a step of one subgroup")
+            card = replace(card, step_seconds=step_seconds(overhead))
     return Calibration(
         card=card,
         hardware=hardware(paths),

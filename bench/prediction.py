@@ -58,7 +58,7 @@ SETTLING = 2
 COUNTED = 2
 """Their mean is one measurement: where orders alternate, both take turns."""
 RIVALS, RIVAL_ROUNDS = 6, 20
-CALIBRATION_ROUNDS = 5
+CALIBRATION_ROUNDS = 7
 
 
 def measure(
@@ -192,7 +192,6 @@ def bench(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], li
                 paths,
                 device=device,
                 cpu_threads=options.threads,
-                numel=calibrate.NUMEL // 2,
                 rounds=CALIBRATION_ROUNDS,
             ).card
         measured = measure(trainings, choices, options.rounds, options)

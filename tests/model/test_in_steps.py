@@ -1,0 +1,89 @@
+"""What steps of an engine say about rates and costs that lanes by themselves do not show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+import pytest
+
+from tidegate.model import RateCard
+from tidegate.model.in_steps import MOST_FACTOR, Step, corrected
+from tidegate.model.simulate import simulate
+from tidegate.plan import Subgroup, make_plan
+from tidegate.plan.ops import LANE_OF, Op, OpKind
+from tidegate.plan.placement import place, steady
+
+CARD: Final = RateCard(
+    h2d_bytes_per_second=6e9, d2h_bytes_per_second=6e9, cpu_params_per_second=1.5e9, device_params_per_second=0.8e9,
+    norm_params_per_second=5e9, overhead_seconds=4e-5, step_seconds=0.5, op_seconds={"cpu": 1e-5, "h2d": 7e-5},
+    keeps={"cpu": {"h2d": 0.8, "device": 0.7}},
+)  # fmt: skip
+NUMEL: Final = 8_000_000
+BACKWARD: Final = 0.02
+
+
+def steps(durations: Callable[[Op], float], beside: float = 0.0) -> list[Step]:
+    """As an engine whose ops take so long would take them; `beside`: between `step()`, its ops, and its return."""
+    found = []
+    for count in (4, 16):
+        subgroups = [Subgroup(i, NUMEL // count, 2, 2, 10) for i in range(count)]
+        for stride in ("off", 3.0):
+            plan = make_plan(subgroups, steady(place(count, stride=stride, static_ratio=0.0)), num_slots=2)
+            timeline = simulate(plan, CARD, step_at=BACKWARD, durations=durations)
+            end = timeline.phases[-1].end
+            found.append(Step(plan, timeline.spans, BACKWARD, end + beside, BACKWARD))
+    return found
+
+
+def test_a_card_that_is_right_stays() -> None:
+    found = corrected(CARD, steps(CARD.seconds, beside=0.003)).to_dict()
+    assert found.pop("op_seconds") == pytest.approx({"cpu": 1e-5, "device": 0.0, "h2d": 7e-5, "d2h": 0.0}, abs=1e-12)
+    assert found.pop("step_seconds") == pytest.approx(0.003)
+    assert found.pop("keeps") == CARD.keeps
+    assert found == {name: pytest.approx(CARD.to_dict()[name]) for name in found}
+
+
+def test_a_slower_rate_and_a_cost_of_each_op_are_told_apart() -> None:
+    def durations(op: Op) -> float:
+        seconds = CARD.seconds(op)
+        if op.kind is OpKind.CPU_UPDATE:
+            return 1.2 * seconds + 3e-4
+        if op.kind is OpKind.NORM:
+            return 0.9 * seconds
+        return seconds
+
+    found = corrected(CARD, steps(durations))
+    # Not exactly: an op that takes longer has other lanes beside it for another part of its time.
+    assert found.cpu_params_per_second == pytest.approx(1.5e9 / 1.2, rel=0.03)
+    assert found.op_seconds["cpu"] == pytest.approx(1.2 * 5e-5 + 3e-4 - 4e-5, rel=0.1)
+    assert found.norm_params_per_second == pytest.approx(5e9 / 0.9)
+    assert found.h2d_bytes_per_second == pytest.approx(6e9)
+    assert found.op_seconds["h2d"] == pytest.approx(7e-5)
+    assert found.step_seconds == pytest.approx(0.0, abs=1e-4)
+
+
+def test_waiting_for_a_core_is_a_cost_of_the_lane_that_waits() -> None:
+    """Each op of the CPU's lane begins a while after it could: that is added to what its ops take."""
+    late, whole = 5e-4, steps(lambda op: CARD.seconds(op) + (5e-4 if op.kind is OpKind.CPU_UPDATE else 0.0))
+    delayed = [
+        replace(step, spans=[
+            replace(span, start=span.start + late) if LANE_OF[span.kind] == "cpu" else span for span in step.spans
+        ])
+        for step in whole
+    ]  # fmt: skip
+    found = corrected(CARD, delayed)
+    assert found.op_seconds["cpu"] == pytest.approx(1e-5 + late, rel=0.05)
+    assert found.cpu_params_per_second == pytest.approx(1.5e9, rel=0.01)
+
+
+def test_what_nobody_would_believe_is_not_believed() -> None:
+    found = corrected(CARD, steps(lambda op: CARD.seconds(op) * (50 if op.kind is OpKind.DEVICE_UPDATE else 1)))
+    assert found.device_params_per_second == pytest.approx(0.8e9 / MOST_FACTOR)
+
+
+def test_without_device_updates_their_rate_stays() -> None:
+    found = corrected(CARD, [step for step in steps(CARD.seconds) if not list(step.plan.of_kind(OpKind.DEVICE_UPDATE))])
+    assert found.device_params_per_second == CARD.device_params_per_second
+    assert "device" not in found.op_seconds
