@@ -26,7 +26,7 @@ URGENT_SHARE: Final = 1e-3
 """The same for those after a drift, which spend what was saved of it."""
 SAVED_SECONDS: Final = 0.1
 """At most so much is saved, or one look; it is there from the beginning."""
-MINIMUM_GAIN: Final = 0.05
+MINIMUM_GAIN: Final = 0.03
 """Share of the update time that a move must promise."""
 PROVEN_GAIN: Final = MINIMUM_GAIN / 2
 """Share of the update time that must be measured of it."""
