@@ -11,6 +11,7 @@ import pytest
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded
 from tests.daemon.test_knobs import RATES, SIZES
 from tidegate.errors import KnobError
+from tidegate.model.tuner import MINIMUM_GAIN
 from tidegate.wire.prediction import KnobPreview
 from tidegate.wire.step import PathState
 
@@ -174,7 +175,7 @@ def test_advice_is_for_pinned_knobs_too(daemon: Daemon) -> None:
         client.set_knobs(run, seen.changes, wait=10)
     agent.say(rates=STORED, effective={**EFFECTIVE, **seen.changes})
     assert client.advice(run).changes == {}
-    assert "Nothing is predicted to take 5%" in client.advice(run).sentence
+    assert f"Nothing is predicted to take {MINIMUM_GAIN:.0%} off" in client.advice(run).sentence
 
 
 def test_residents_are_advised_where_the_device_has_room_for_them(daemon: Daemon) -> None:
