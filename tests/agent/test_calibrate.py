@@ -77,10 +77,10 @@ def test_predictions_follow_a_device_only_once_it_is_calibrated_again() -> None:
         device.rates.h2d_bytes_per_second = 1e6
         assert what_if(rank, staged, before).update_seconds == predicted
         after = card()
-    # Of ops this small rate and cost are told apart with an error; a busy machine is not a hundred times slower.
-    assert (after.h2d_bytes_per_second or 0) <= 1.5e6
+    # What is paced is never faster, and a busy machine does not make copies a hundred times slower.
+    assert (after.h2d_bytes_per_second or 0) <= 1e6
     late = sum(s.nbytes("state") for s in subgroups[rank.num_slots :])
-    assert predicted < late / 1.5e6 <= what_if(rank, staged, after).update_seconds
+    assert predicted < late / 1e6 <= what_if(rank, staged, after).update_seconds
 
 
 def test_what_an_op_costs_is_told_from_what_a_byte_costs(monkeypatch: pytest.MonkeyPatch) -> None:

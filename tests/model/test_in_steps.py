@@ -87,3 +87,8 @@ def test_without_device_updates_their_rate_stays() -> None:
     found = corrected(CARD, [step for step in steps(CARD.seconds) if not list(step.plan.of_kind(OpKind.DEVICE_UPDATE))])
     assert found.device_params_per_second == CARD.device_params_per_second
     assert "device" not in found.op_seconds
+
+
+def test_no_lane_is_faster_in_steps_than_alone() -> None:
+    found = corrected(CARD, steps(lambda op: CARD.seconds(op) * (0.8 if LANE_OF[op.kind] == "h2d" else 1)))
+    assert found.h2d_bytes_per_second == CARD.h2d_bytes_per_second

@@ -25,8 +25,9 @@ LANE_RATES: Final = {
 }
 """The rate whose ops have a cost of their own on each lane. Norms are on the device's lane, too: one in a step."""
 NORM_RATE: Final = NAME_OF[OpKind.NORM]
-LEAST_FACTOR, MOST_FACTOR = 0.5, 2.0
-"""Of what ops take in steps by what they take alone: what is beyond that is not believed."""
+MOST_FACTOR: Final = 2.0
+"""Of what ops take in steps by what they take alone: what is beyond that is not believed. Nor is less than once: no
+lane moves faster in company, and a copy is never faster than what it is paced to."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def corrected(card: RateCard, steps: Sequence[Step]) -> RateCard:
         costs[lane] = max(0.0, factor * fixed + each + late - (card.overhead_seconds or 0.0))
     norms = [step[NORM_RATE] for step in seen if NORM_RATE in step]
     if norms:
-        rates[NORM_RATE] = getattr(card, NORM_RATE) / _believed(median(one.measured / one.expected for one in norms))
+        # Alone, norms are of one size and find nothing in a cache: steps may well be faster.
+        rates[NORM_RATE] = getattr(card, NORM_RATE) / median(one.measured / one.expected for one in norms)
     better = replace(bare, **rates, op_seconds=costs)  # type: ignore[arg-type]
     left = median(step.returned - step.called - _update_seconds(step, better) for step in steps)
     return replace(better, step_seconds=max(0.0, left))
@@ -89,11 +91,7 @@ def _fit(found: Sequence[_Taken]) -> tuple[float, float]:
         each, factor = median((one.measured - one.expected) / one.ops for one in found), 1.0
     if each < 0:  # then it is the rate alone
         each, factor = 0.0, median(shares)
-    return each, _believed(factor)
-
-
-def _believed(factor: float) -> float:
-    return min(MOST_FACTOR, max(LEAST_FACTOR, factor))
+    return each, min(MOST_FACTOR, max(1.0, factor))
 
 
 def _update_seconds(step: Step, card: RateCard) -> float:
