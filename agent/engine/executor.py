@@ -21,6 +21,7 @@ from typing import Protocol
 
 from tidegate.agent.devices.base import Event
 from tidegate.agent.engine.clock import Clock
+from tidegate.agent.engine.last_reference import let_go
 from tidegate.errors import EngineError, LaneStuckError
 from tidegate.plan.ops import LANES, Op, OpKind
 from tidegate.plan.plan import Plan
@@ -353,11 +354,16 @@ def _serve(executor_ref: weakref.ref[Executor], clock: Clock, lane: str, on_end:
             with clock.lock:
                 clock.wait_for(lambda: _is_due(executor_ref, lane))
                 executor = executor_ref()
-                if executor is None or executor.closed:
+                if executor is None:
                     return
-                taken = executor._take(lane)
-            executor._run(*taken)
+                taken = None if executor.closed else executor._take(lane)
+            if taken is not None:
+                executor._run(*taken)
+            held, closed = [executor, taken], taken is None
             del executor, taken
+            let_go(held)
+            if closed:
+                return
     finally:
         if on_end is not None:
             on_end()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from tests.services import ROOT
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.engine.clock import MonotonicClock, VirtualClock
 from tidegate.agent.engine.executor import Executor, Issued, StepSkipped
@@ -213,3 +216,13 @@ def test_a_closed_executor_says_so() -> None:
     executor.close()
     with pytest.raises(EngineError, match="closed"):
         executor.start(small_plan())
+
+
+@pytest.mark.parametrize("seconds", ["0", "0.01"])
+def test_the_process_ends_well_while_a_lane_frees_the_last_tensors(seconds: str) -> None:
+    """Which torch answers with SIGABRT, wherever the interpreter begins to end meanwhile."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.agent.freed_by_a_lane", seconds],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
