@@ -12,7 +12,7 @@ import torch
 
 from tidegate.agent.calibrate_handover import handover_seconds, step_seconds
 from tidegate.agent.calibrate_hardware import PathLike, available_cpus, hardware, settings_of
-from tidegate.agent.calibrate_loads import BYTES_PER_PARAM, NORM, cpu_load, device_loads, path_loads
+from tidegate.agent.calibrate_loads import BYTES_PER_PARAM, NORM, STATE_BYTES, cpu_load, device_loads, path_loads
 from tidegate.agent.calibrate_rates import Load, Ops, Round, measure, rate, typical
 from tidegate.agent.calibrate_steps import engine_steps
 from tidegate.agent.devices.base import Device
@@ -20,8 +20,10 @@ from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.ranks import cpu_lane_threads
+from tidegate.agent.tiers.object_path import ObjectPath
+from tidegate.agent.tiers.path import StoragePath
 from tidegate.agent.tiers.store import TierStore
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, PathFull
 from tidegate.kernels import ThreadPool
 from tidegate.model.calibration import Calibration
 from tidegate.model.in_steps import Step, corrected
@@ -54,7 +56,8 @@ def calibrate(
 
     paths: directories by name, or settings. device: instead of the GPU; who gives an emulated one keeps its card apart
     from others. cpu_threads: of the update on the CPU, as in `Offload`. seconds: of each measurement. op_bytes: of each
-    copy, fetch and flush; four of them are stored on each path. progress: told what is measured next.
+    copy, fetch and flush; four of them are stored on each path, and with a device the state of `numel` parameters.
+    progress: told what is measured next.
 
     ConfigError when memory does not suffice, PathUnusable or PathFull for a directory that cannot hold state.
     """
@@ -77,14 +80,16 @@ def calibrate(
         store = TierStore(settings)
         stack.callback(store.close)
         for path in store.paths.values():
+            if device is not None:
+                _check_room(path, 4 * op_bytes + numel * STATE_BYTES * 5 // 4)
             loads += path_loads(stack, path, op_bytes)
         measured: list[Round] = []
         steps: list[Step] = []
         for _ in range(rounds):
             measured.append(measure(loads, alone_only, seconds, progress))
             if device is not None:
-                progress("steps of an engine")
-                steps += engine_steps(device, numel, threads)
+                progress("steps of an engine, on each path too" if settings else "steps of an engine")
+                steps += engine_steps(device, numel, threads, measured[-1].alone[D2H].rate, settings)
         progress("ops that do nothing")
         overhead = handover_seconds(list(settings))
         card = replace(_card(*typical(measured), list(settings)), overhead_seconds=overhead)
@@ -102,6 +107,17 @@ def calibrate(
         card_threads=threads,
         measured_at=time.time(),
     )
+
+
+def _check_room(path: StoragePath | ObjectPath, needed_bytes: int) -> None:
+    """For what is measured alone and for the state of an engine: PathFull at start, not after a minute."""
+    free = path.free_bytes
+    if free is not None and needed_bytes > free:
+        raise PathFull(
+            f"Calibration stores up to {needed_bytes:,} bytes on path {path.name}, {free:,} are free: free some, or "
+            "raise its capacity_bytes.",
+            needed_bytes, free,
+        )  # fmt: skip
 
 
 def _card(alone: Mapping[str, Ops], keeps: Mapping[str, Mapping[str, float]], paths: Sequence[str]) -> RateCard:

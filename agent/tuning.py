@@ -181,7 +181,10 @@ class Tuning:
     def _rank(self) -> Rank:
         engine = self._optimizer.engine
         capacity = engine.residences.capacity if engine.residences is not None else {}
-        return Rank(engine.subgroups, engine.num_slots, engine.host_slots, engine.gradients.mode, capacity)
+        return Rank(
+            engine.subgroups, engine.num_slots, engine.host_slots, engine.gradients.mode, capacity,
+            engine.gradient_order, engine.step_at, engine.path_speeds,
+        )  # fmt: skip
 
     def _backward_seconds(self) -> float:
         last = self._recorder.totals.last

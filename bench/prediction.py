@@ -1,8 +1,9 @@
 """Claim: what an update takes under other knobs is known before they are turned, from one calibration of the machine.
 
 Calibrates as `tidegate calibrate` does, then runs configurations drawn with a seed, interleaved in rounds, and compares
-the median of each one's updates with what the model says from the calibration alone. It is told sizes, knobs and how
-long the backward is, and never what the emulated device is paced to.
+the median of each one's updates with what the model says from the calibration alone. It is told sizes, knobs, how long
+the backward is and what the engine orders its ops by (how its gradients come, how fast it takes its paths to be), and
+never what the emulated device is paced to.
 
 CPU updates, norms, storage past the page cache and the memory under them are real; copies to the device and updates on
 it are emulated. A configuration whose busiest resource is emulated shows that the model follows any speed, not that it
@@ -28,19 +29,20 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from predicting.choices import Choice, Kind, by_kind, draw
+from predicting.emulation import affordable
 from predicting.errors import Row, picked, regret, summary
 from predicting.scatter import svg
-from predicting.training import STATE_BYTES, TENSOR_NUMEL, Measured, Training, mean
+from predicting.training import STATE_BYTES, TENSOR_NUMEL, Measured, Training, mean, typical_seconds
 from storage.figures import cpu_name
 
 from tidegate.agent import calibrate
-from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
+from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.tiers.path import PathSettings
 from tidegate.model import RateCard, what_if
@@ -48,24 +50,25 @@ from tidegate.model.equations import interleaved_seconds, stored_seconds
 from tidegate.model.settled import Rank, settled, speeds_of
 from tidegate.plan.effective import Effective
 
-DEVICE = EmulatedRates(h2d_bytes_per_second=6e9, d2h_bytes_per_second=6e9, update_params_per_second=0.8e9)
-"""Known to the emulated device alone."""
 SETTINGS: dict[str, dict[str, int]] = {"fast": {}, "slow": {"threads": 1, "block_bytes": 256 << 10}}
 """Of the paths, which are two directories of one disk: all of its queue, and one small block at a time."""
 EMULATED = frozenset({"h2d", "d2h", "device"})
 SETTLING = 2
 """Steps after each change of knobs that are not counted: state moves, and with orders that alternate twice."""
 COUNTED = 2
-"""Their mean is one measurement: where orders alternate, both take turns."""
-RIVALS, RIVAL_ROUNDS = 6, 20
-CALIBRATION_ROUNDS = 7
+"""Where orders alternate, both take turns: each counts for itself, then their mean."""
+RIVALS, RIVAL_ROUNDS, RIVAL_COUNTED = 6, 30, 4
+"""Many, as they differ by less than one figure does from the next."""
+CALIBRATION_ROUNDS = 12
+"""Some minutes: what others do on the machine comes and goes, and what is measured afterwards takes as long."""
 
 
 def measure(
-    kinds: dict[Kind, Training], choices: list[Choice], rounds: int, options: argparse.Namespace
-) -> list[list[Measured]]:
-    """The updates of each choice. All take turns, round by round, so that none has the machine at its best alone."""
-    found: list[list[Measured]] = [[] for _ in choices]
+    kinds: dict[Kind, Training], choices: list[Choice], rounds: int, counted: int, options: argparse.Namespace
+) -> list[list[list[Measured]]]:
+    """The updates of each choice, `counted` in a turn. All take turns, round by round, so that none has the machine at
+    its best alone."""
+    found: list[list[list[Measured]]] = [[] for _ in choices]
     end = time.monotonic() + options.seconds
     for number in range(rounds):
         if number >= 2 and time.monotonic() > end:
@@ -75,29 +78,29 @@ def measure(
             training.turn(choice.knobs)
             for _ in range(SETTLING):
                 training.step(options.backward)
-            found[place].append(mean([training.step(options.backward) for _ in range(COUNTED)]))
+            found[place].append([training.step(options.backward) for _ in range(counted)])
         _say(options, f"round {number + 1}")
     return found
 
 
-def measured_again(kinds: dict[Kind, Training], rows: list[Row], options: argparse.Namespace) -> list[Row]:
-    """The row that is predicted to be the fastest, and those that were: with what they take in rounds of their own."""
+def measured_again(kinds: dict[Kind, Training], rows: list[Row], options: argparse.Namespace) -> tuple[list[Row], int]:
+    """The row that is predicted to be the fastest, and those that were: with what they take in rounds of their own, and
+    how many updates of each that was."""
     few = list({id(row): row for row in [picked(rows), *sorted(rows, key=lambda row: row.measured)[:RIVALS]]}.values())
-    times = measure(kinds, [row.choice for row in few], RIVAL_ROUNDS, options)
-    return [
-        replace(row, measured=statistics.median(one.update_seconds for one in found))
-        for row, found in zip(few, times, strict=True)
-    ]
+    times = measure(kinds, [row.choice for row in few], RIVAL_ROUNDS, RIVAL_COUNTED, options)
+    again = [replace(row, measured=typical_seconds(found)) for row, found in zip(few, times, strict=True)]
+    return again, RIVAL_COUNTED * len(times[0])
 
 
-def row_of(choice: Choice, training: Training, measured: list[Measured], card: RateCard) -> Row:
-    low, middle, high = statistics.quantiles([one.update_seconds for one in measured], n=4)
+def row_of(choice: Choice, training: Training, turns: list[list[Measured]], card: RateCard) -> Row:
+    measured = [mean(turn) for turn in turns]
+    low, _, high = statistics.quantiles([one.update_seconds for one in measured], n=4)
     backward = statistics.median(one.backward_seconds for one in measured)
     effective = training.turn(choice.knobs)
     bottleneck = Counter(one.bottleneck for one in measured).most_common(1)[0][0]
     return Row(
         choice=choice,
-        measured=middle,
+        measured=typical_seconds(turns),
         low=low,
         high=high,
         predicted=predicted(training, effective, card, backward),
@@ -133,7 +136,7 @@ def by_equations(rank: Rank, effective: Effective, card: RateCard) -> float:
     return statistics.fmean(seconds)
 
 
-def result(rows: list[Row], rivals: list[Row]) -> dict[str, Any]:
+def result(rows: list[Row], rivals: list[Row], updates: int) -> dict[str, Any]:
     real, emulated = [row for row in rows if not row.emulated], [row for row in rows if row.emulated]
     kinds = {kind: [row for row in real if row.choice.kind == kind] for kind in {row.choice.kind for row in real}}
     regrets = [regret(group) for group in kinds.values() if len(group) > 1]
@@ -142,7 +145,7 @@ def result(rows: list[Row], rivals: list[Row]) -> dict[str, Any]:
         **at_first,
         "pick_regret": round(regret(rivals), 4) if rivals else None,
         "pick_regret_at_first": at_first["pick_regret"],
-        "rivals": {"rows": len(rivals), "updates_of_each": COUNTED * RIVAL_ROUNDS},
+        "rivals": {"rows": len(rivals), "updates_of_each": updates},
         "pick_regret_within_trainings": {"median": round(statistics.median(regrets), 4), "most": round(max(regrets), 4)}
         if regrets else None,
         "slowest_by_fastest": round(max(r.measured for r in real) / min(r.measured for r in real), 1) if real else None,
@@ -171,6 +174,7 @@ def bench(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], li
     kinds = [Kind(paths=paths, subgroup_numel=numel // count) for paths in sets for count in options.subgroups]
     choices = draw(kinds, numel * STATE_BYTES, options.configurations, options.seed)
     began = time.monotonic()
+    paced = affordable()
     with ExitStack() as stack:
         trainings = {
             kind: stack.enter_context(
@@ -179,7 +183,7 @@ def bench(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], li
                         numel=numel,
                         subgroup_numel=kind.subgroup_numel,
                         paths={name: paths[name] for name in kind.paths},
-                        device=DEVICE,
+                        device=paced,
                         cpu_threads=options.threads,
                     )
                 )
@@ -187,21 +191,21 @@ def bench(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], li
             for kind in by_kind(choices)
         }
         _say(options, "calibrating")
-        with closing(EmulatedDevice(1 << 30, DEVICE)) as device:
+        with closing(EmulatedDevice(1 << 30, paced)) as device:
             card = calibrate.calibrate(
                 paths,
                 device=device,
                 cpu_threads=options.threads,
                 rounds=CALIBRATION_ROUNDS,
             ).card
-        measured = measure(trainings, choices, options.rounds, options)
+        measured = measure(trainings, choices, options.rounds, COUNTED, options)
         rows = [
             row_of(choice, trainings[choice.kind], times, card) for choice, times in zip(choices, measured, strict=True)
         ]
         real = [row for row in rows if not row.emulated]
-        rivals = measured_again(trainings, real, options) if len(real) > 1 else []
+        rivals, updates = measured_again(trainings, real, options) if len(real) > 1 else ([], 0)
     return {
-        **result(rows, rivals),
+        **result(rows, rivals, updates),
         "updates_of_each": COUNTED * len(measured[0]),
         "bench_seconds": round(time.monotonic() - began, 1),
         "parameters": numel,
@@ -210,6 +214,7 @@ def bench(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], li
         "rates": card.to_dict(),
         "paths": SETTINGS,
         "device": "emulated",
+        "emulated_rates": asdict(paced),
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "cpu_threads": options.threads,
@@ -229,7 +234,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=8, help=f"of {TENSOR_NUMEL:,} parameters each")
     parser.add_argument("--subgroups", type=int, nargs="+", default=[8, 16, 32], help="how many there are, by training")
     parser.add_argument("--configurations", type=int, default=54)
-    parser.add_argument("--backward", type=float, default=0.05, help="seconds")
+    parser.add_argument("--backward", type=float, default=0.12, help="seconds")
     parser.add_argument("--threads", type=int, default=cpu_lane_threads(), help="of the update on the CPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=240.0, help="begin no round after this long, but do two")

@@ -35,7 +35,9 @@ import tidegate
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.knobs import OFF, Knobs, Off
 
-STRIDES: tuple[float | Off, ...] = (OFF, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0)
+STRIDES: tuple[float | Off, ...] = (
+    OFF, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0,
+)  # fmt: skip
 NEAR, STEPS_TO_BEST, STEPS_PER_CHANGE = 0.05, 20, 50
 NOISE = 0.2
 Times = dict[float | Off, float]

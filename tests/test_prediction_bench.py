@@ -29,6 +29,30 @@ def test_configurations_are_drawn_alike_differ_and_take_turns(bench: tuple[Modul
     assert len({str(choice.to_dict()) for choice in drawn}) == 54
 
 
+def test_an_emulated_device_leaves_a_processor_to_the_cpu_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its lanes together take less than one, each its share of what it does without a pace."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from predicting import emulation  # type: ignore[import-not-found]
+
+    assert sum(emulation.SHARES.values()) < 1
+    monkeypatch.setattr(emulation, "rate", lambda once, seconds: 8e9)
+    found = emulation.affordable()
+    assert found.h2d_bytes_per_second == 8e9 * emulation.SHARES["h2d"]
+    assert found.d2h_bytes_per_second == 8e9 * emulation.SHARES["d2h"]
+    assert found.update_params_per_second == 8e9 * emulation.SHARES["device"]
+
+
+def test_steps_that_alternate_count_for_themselves_and_a_stall_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from predicting import training  # type: ignore[import-not-found]
+
+    def step(seconds: float) -> object:
+        return training.Measured(update_seconds=seconds, backward_seconds=0.0, busy_seconds={})
+
+    turns = [(1.0, 3.0), (90.0, 3.0), (1.0, 80.0)]
+    assert training.typical_seconds([[step(one) for one in turn] for turn in turns]) == 2.0
+
+
 def test_errors_are_of_what_was_measured(bench: tuple[ModuleType, ...]) -> None:
     choices, errors, scatter = bench
     drawn = choices.draw([choices.Kind(paths=(), subgroup_numel=1)], 0, 3, seed=0)

@@ -64,9 +64,10 @@ def _print(found: Calibration, file: Path, fresh: bool) -> None:
 
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.measured_at))
     print(", ".join(f"{name} {value}" for name, value in found.hardware.items()))
-    table(("lane", "alone", "beside others it keeps"), _rows(found))
+    no_device = found.card.h2d_bytes_per_second is None
+    table(("lane", "alone" if no_device else "alone, as in steps", "beside others it keeps"), _rows(found))
     print(f"Measured {'now' if fresh else when}, kept in {file}." + ("" if fresh else " --again measures anew."))
-    if found.card.h2d_bytes_per_second is None:
+    if no_device:
         print("No GPU here: copies and updates on a device are not measured.")
 
 

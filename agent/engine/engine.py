@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.memory import StateMemory
-from tidegate.agent.engine.pace import Pace
+from tidegate.agent.engine.pace import Pace, PathPace
 from tidegate.agent.engine.residences import Residences
 from tidegate.agent.engine.runner import MemoryRunner, StepInputs
 from tidegate.agent.gradients import Gradients, Mode
@@ -36,6 +36,7 @@ from tidegate.plan import Placement, Plan, Policy, make_plan, place, verify
 from tidegate.plan.clock import PathClock
 from tidegate.plan.effective import Effective
 from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, OpKind, Processor, Residence, path_lanes
+from tidegate.plan.split import PathSpeeds
 from tidegate.plan.tasks import Order as StepOrder
 from tidegate.timeline import Span
 
@@ -57,6 +58,8 @@ class StepResult:
     effective: Effective
     stepped: tuple[int, ...]
     """Parameters that were updated."""
+    num_dropped: int = 0
+    """How many of the first spans are of plans that were dropped before `step()`: their ids are not this plan's."""
 
 
 @dataclass
@@ -132,11 +135,13 @@ class Engine:
             ahead=of_paths,
             watchdog_seconds=watchdog_seconds,
         )
-        self._plans: dict[tuple[tuple[Placement, ...], StepOrder, float], Plan] = {}
+        self._plans: dict[Hashable, Plan] = {}
+        """By what they are made from. The order of gradients is that of when they were made."""
         self._order: tuple[int, ...] = ()
         self._arrived: dict[int, None] = {}
         """Subgroups in the order in which their gradients came: the next plan expects the same."""
         self._pace = Pace()
+        self._path_pace = PathPace()
         self._flight: _Flight | None = None
         self._starting = threading.Lock()
         """Under DDP gradients are announced by the threads of the collectives."""
@@ -185,6 +190,21 @@ class Engine:
         attempt()
 
     # ---- a step
+
+    @property
+    def step_at(self) -> float:
+        """Seconds after which plans count on `step()`."""
+        return self._pace.step_at
+
+    @property
+    def path_speeds(self) -> Mapping[str, PathSpeeds] | None:
+        """What ops on paths are ordered by; None without paths."""
+        return None if self.store is None else dict(self._path_pace.speeds or self.store.speeds)
+
+    @property
+    def gradient_order(self) -> tuple[int, ...] | None:
+        """Subgroups as their gradients arrived in the last step; None when not all of them did."""
+        return self._order if len(self._order) == len(self.layouts) else None
 
     @property
     def running(self) -> bool:
@@ -350,8 +370,9 @@ class Engine:
             dropped = tuple(self._dropped)
             self._dropped.clear()
             return StepResult(
-                flight.plan, (*dropped, *spans), skipped, inputs.grad_norm, flight.effective, flight.stepped or ()
-            )
+                flight.plan, (*dropped, *spans), skipped, inputs.grad_norm, flight.effective, flight.stepped or (),
+                len(dropped),
+            )  # fmt: skip
 
     def wait_for_weights(self, params: Iterable[int]) -> None:
         """What the calling thread enqueues from now on reads these weights as the update leaves them."""
@@ -419,14 +440,16 @@ class Engine:
         ] if self.gradients.mode == "keep" else []  # fmt: skip
 
     def _plan(self, placements: tuple[Placement, ...], order: StepOrder) -> Plan:
-        key = (placements, order, self._pace.step_at)
+        if self.store is not None:
+            self._path_pace.observe(self.store.speeds)
+        speeds = self._path_pace.speeds if self.policy == "interleaved" else {}  # the others go by no clock
+        key = (placements, order, self._pace.step_at, tuple(speeds.items()))
         if key not in self._plans:
-            arrival = self._order if len(self._order) == len(self.layouts) else None
             plan = make_plan(
-                self.subgroups, placements, num_slots=self.num_slots, policy=self.policy, grad_on_host_order=arrival,
+                self.subgroups, placements, num_slots=self.num_slots, policy=self.policy,
+                grad_on_host_order=self.gradient_order,
                 norms="gradient" if self.gradients.mode == "release" else "step", host_slots=self.host_slots,
-                order=order, rates=PathClock(self.store.speeds) if self.store is not None else None,
-                step_at=self._pace.step_at,
+                order=order, rates=PathClock(speeds) if speeds else None, step_at=self._pace.step_at,
             )  # fmt: skip
             verify(plan)
             if len(self._plans) >= MAX_PLANS:

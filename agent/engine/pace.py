@@ -1,11 +1,15 @@
-"""How long after the start of a plan its step comes: what planning may count on."""
+"""What planning counts on: how long after the start of a plan its step comes, and how fast paths are."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from typing import Final
 
-SHORTEST_SECONDS = 1e-3
-"""What is less is nothing: `step()` made the plan itself."""
+from tidegate.plan.clock import rounded
+from tidegate.plan.split import PathSpeeds
+
+OTHER: Final = 1.25
+"""A path that takes so many times as long for a subgroup, or as much less, has another speed."""
 
 
 class Pace:
@@ -19,4 +23,19 @@ class Pace:
     def observe(self, seconds: float) -> None:
         """A step came so many seconds after its plan began."""
         if not self.step_at <= seconds < 4 * self.step_at:
-            self.step_at = 2.0 ** math.floor(math.log2(seconds)) if seconds >= SHORTEST_SECONDS else 0.0
+            self.step_at = rounded(seconds)
+
+
+class PathPace:
+    """The same speeds until a path's live one is clearly another: that changes a little with each step, and each new
+    value is another plan."""
+
+    def __init__(self) -> None:
+        self.speeds: dict[str, PathSpeeds] = {}
+
+    def observe(self, live: Mapping[str, PathSpeeds]) -> None:
+        """These are the speeds now. Plans go by `PathSpeeds.seconds_per_byte` alone."""
+        for path, now in live.items():
+            known = self.speeds.get(path)
+            if known is None or not 1 / OTHER < now.seconds_per_byte / known.seconds_per_byte < OTHER:
+                self.speeds[path] = now

@@ -19,10 +19,12 @@ from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.agent.telemetry.meter import Labels, Meter
 from tidegate.agent.telemetry.paths import PathWatch
 from tidegate.agent.telemetry.phases import StepPhases
+from tidegate.agent.telemetry.recent import RecentPlans
 from tidegate.agent.telemetry.report import report_of
 from tidegate.client import state_dir
 from tidegate.errors import ConfigError
 from tidegate.logs import event
+from tidegate.model.late import Ran
 from tidegate.model.live import LiveRates
 from tidegate.model.rates import RateCard, seen
 from tidegate.model.simulate import update_seconds
@@ -44,7 +46,6 @@ seconds, a larger one less often."""
 class _Prediction:
     """Of one plan's update. `look_at`: on the monotonic clock, in seconds; before, none is made anew."""
 
-    plan: Plan
     seconds: float | None = None
     look_at: float = 0.0
 
@@ -89,21 +90,19 @@ class Recorder:
         self._unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
         self._live = LiveRates(_kept_card(optimizer))
         self._expected = Expected()
-        # Two plans take turns where orders alternate.
-        self._plans: deque[tuple[Plan, dict[int, tuple[int, ...]]]] = deque(maxlen=2)
-        """The newest, with their dependencies; the training thread's."""
-        self._predictions: deque[_Prediction] = deque(maxlen=2)
-        """Of the newest plans whose figures were made; the holder of `lock` may use them."""
+        self._deps: RecentPlans[dict[int, tuple[int, ...]]] = RecentPlans()
+        """What each op waits for; the training thread's."""
+        self._predictions: RecentPlans[_Prediction] = RecentPlans()
+        """The holder of `lock` may use them."""
 
     def record(self, result: StepResult, phases: StepPhases) -> None:
         """Called when a step has ended."""
         began = time.thread_time()
         self.steps += 1
-        deps = next((deps for plan, deps in self._plans if plan is result.plan), None)
+        deps = self._deps.get(result.plan)
         new_plan = deps is None
         if deps is None:
-            deps = {op.id: op.deps for op in result.plan.ops}
-            self._plans.append((result.plan, deps))
+            deps = self._deps.add(result.plan, {op.id: op.deps for op in result.plan.ops})
         self.last_step = self._note(result, phases, deps)
         self._noted.append(self.last_step)
         if new_plan or len(self._noted) >= MAX_NOTED_STEPS:
@@ -184,40 +183,34 @@ class Recorder:
                     log.exception("step %d could not be recorded", step.number)
 
     def _take(self, step: FinishedStep) -> None:
-        result, prediction = step.result, self._prediction_of(step.result.plan)
+        result = step.result
+        # What was predicted of other plans says nothing about this one.
+        prediction = self._predictions.get(result.plan) or self._predictions.add(result.plan, _Prediction())
         report, totals = report_of(step), self._totals
         error = figures.add_step(self.meter, step, report, self._expected.with_update(prediction.seconds))
         self._expected.observe(report.phase_seconds)
         totals.prediction_error = totals.prediction_error if error is None else error
         totals.steps, totals.last = report.step, report
         self._unreported.append(report)
-        for name in self._live.observe(seen(result.spans)):
+        for name in self._live.observe(seen(result.spans), _ran(step)):
             log.info("%s has changed for good: rates are taken anew", name, extra=event("rate_drifted", rate=name))
         if not result.skipped and all(later.result.plan is not result.plan for later in self._noted):
-            self._predict(prediction)
+            self._predict(result.plan, prediction)
         totals.predicted_update_seconds = prediction.seconds
         figures.expect(self.meter, self._expected.with_update(totals.predicted_update_seconds))
-
-    def _prediction_of(self, plan: Plan) -> _Prediction:
-        """What was predicted of this plan; what was predicted of others says nothing about it."""
-        found = next((one for one in self._predictions if one.plan is plan), None)
-        if found is None:
-            found = _Prediction(plan)
-            self._predictions.append(found)
-        return found
 
     def _live_rates(self) -> RateCard | None:
         card, store = self._live.card, self._optimizer.engine.store
         # What the split goes by: smoothed, and each direction as if the other were at rest.
         return card if card is None or store is None else card.with_paths(store.speeds)
 
-    def _predict(self, prediction: _Prediction) -> None:
+    def _predict(self, plan: Plan, prediction: _Prediction) -> None:
         """What the next update with this plan will take, from the live rates."""
         began = time.monotonic()
         if began < prediction.look_at or (rates := self._live_rates()) is None:
             return
         try:
-            prediction.seconds = update_seconds(prediction.plan, rates, step_at=self._backward_seconds())
+            prediction.seconds = update_seconds(plan, rates, step_at=self._backward_seconds())
         except ConfigError:
             return  # a rate that this plan needs was not seen yet
         now = time.monotonic()
@@ -226,6 +219,13 @@ class Recorder:
     def _backward_seconds(self) -> float:
         last = self._totals.last
         return last.phase_seconds.get("backward", 0.0) if last is not None else 0.0
+
+
+def _ran(step: FinishedStep) -> Ran | None:
+    """None for a skipped step."""
+    result = step.result
+    called = next((span.start for span in step.phases.spans if span.phase == "update"), None)
+    return None if called is None or result.skipped else Ran(result.spans[result.num_dropped :], step.deps, called)
 
 
 def _kept_card(optimizer: AdamW) -> RateCard | None:

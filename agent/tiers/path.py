@@ -25,6 +25,7 @@ from tidegate.plan.split import PathSpeeds
 
 log = logging.getLogger("tidegate.tiers")
 
+CALIBRATION_TRIES: Final = 2
 DUPLEX_SHARE: Final = 0.75
 """Reads and writes at once that take less than this share of one after the other do not share the device."""
 
@@ -298,13 +299,20 @@ class StoragePath:
 
     def calibrate(self, nbytes: int) -> PathSpeeds:
         """How fast it writes and reads `nbytes` alone, a first estimate that live rates replace, and whether both ways
-        run at full speed at once. Takes space."""
+        run at full speed at once. Takes space.
+
+        The better of two tries each: one in ten meets a stall, and live rates take a path to be faster than it was
+        measured to be only after many steps, to be slower after two.
+        """
         size = max(padded_bytes(nbytes), self.settings.block_bytes)
         name = str(self._scratch.directory / "calibration")
         memory, fd = aligned_buffer(size), self._open(name)
         try:
             reserve(fd, size)
-            seconds = {way: self._mover.seconds(way, fd, memory) for way in (("write",), ("read",), ("write", "read"))}
+            tries = [
+                [self._mover.seconds(way, fd, memory) for way in (("write",), ("read",), ("write", "read"))]
+                for _ in range(CALIBRATION_TRIES)
+            ]
         except OSError as error:
             raise PathUnusable(
                 f"Path {self.name} cannot reserve {size:,} bytes in {self.settings.directory}: {error.strerror}."
@@ -312,7 +320,7 @@ class StoragePath:
         finally:
             os.close(fd)
             os.unlink(name)
-        write, read, both = seconds.values()
+        write, read, both = map(min, zip(*tries, strict=True))
         return PathSpeeds(
             read_bytes_per_second=size / read,
             write_bytes_per_second=size / write,

@@ -9,8 +9,9 @@ from typing import Final
 
 from tidegate.knobs import Knobs, specs_for
 
-STRIDES: Final = ("off", "off", "off", 2.0, 3.0, 5.0)
-STATIC_RATIOS: Final = (0.0, 0.0, 0.25, 0.5)
+STRIDES: Final = ("off", "off", "off", 3.0, 5.0, 8.0, 12.0)
+"""The emulated device is slower than the CPU: the best of these is among the last, or `off`."""
+STATIC_RATIOS: Final = (0.0, 0.0, 0.125, 0.25, 0.5)
 CACHES: Final = (0.0, 0.0, 0.25, 0.5, 0.75, 1.0)
 """Share of the state."""
 ORDERS: Final = ("pinned", "pinned", "alternate")

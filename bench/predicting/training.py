@@ -52,6 +52,14 @@ def mean(steps: Sequence[Measured]) -> Measured:
     )
 
 
+def typical_seconds(turns: Sequence[Sequence[Measured]]) -> float:
+    """Of the update, from turns of steps that follow each other: the median of all first steps, of all second ones and
+    so on, and the mean of these. A stall, then, moves it no more than one odd figure moves a median."""
+    return statistics.fmean(
+        statistics.median(one.update_seconds for one in steps) for steps in zip(*turns, strict=True)
+    )
+
+
 class Training:
     """16-bit weights with remainders on the emulated device. A context manager."""
 
@@ -93,7 +101,10 @@ class Training:
     def rank(self) -> Rank:
         """What the model is told of it."""
         engine = self._optimizer.engine
-        return Rank(engine.subgroups, engine.num_slots, engine.host_slots, engine.gradients.mode)
+        return Rank(
+            engine.subgroups, engine.num_slots, engine.host_slots, engine.gradients.mode,
+            gradient_order=engine.gradient_order, step_at=engine.step_at, path_speeds=engine.path_speeds,
+        )  # fmt: skip
 
     @property
     def emulated(self) -> EmulatedRates:

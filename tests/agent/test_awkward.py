@@ -19,9 +19,11 @@ from tests.agent.test_optimizer import MIXED, params_of, run_steps
 from tests.services import until
 from tidegate.agent.auto import Auto
 from tidegate.agent.devices.emulated import EmulatedDevice
+from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.executor import Issued
 from tidegate.errors import ConfigError, EngineError, LaneStuckError, MemoryBudgetError, ParameterError
 from tidegate.knobs import Knobs
+from tidegate.model.late import Ran
 from tidegate.plan.ops import Op, OpKind
 
 ON_CPU = tidegate.Offload(stride="off", subgroup_numel=50, emulated=FAST, cpu_threads=1)
@@ -425,3 +427,27 @@ def test_copies_of_a_dropped_plan_are_counted() -> None:
         optimizer.step()
         moved = attachment.recorder.rows("tidegate_link_bytes_total")
         assert sum(n for (lane, _, content), n in moved.items() if (lane, content) == ("d2h", "gradient")) == 4000
+
+
+def test_rates_come_from_the_plan_that_ran_not_from_a_dropped_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops of a dropped plan have ids that are other ops' in the next."""
+    params = params_of((500,))
+    with tidegate.AdamW(params, offload=tidegate.Offload(stride="off", subgroup_numel=50, emulated=FAST)) as optimizer:
+        attachment = tidegate.attach(optimizer, run="dropped")
+        results: list[StepResult] = []
+        optimizer.observers.append(lambda result, _: results.append(result))
+        live, looked_at = attachment.recorder._live, list[Ran]()
+        observe = live.observe
+        monkeypatch.setattr(live, "observe", lambda step, ran: (looked_at.append(ran), observe(step, ran))[1])
+        until(lambda: optimizer.engine._executor is not None, "the engine")
+        backward(params, random_grads(params, 0, some=False))
+        until(lambda: len(optimizer.engine._executor.done_early()) == 10, "early copies")
+        optimizer.zero_grad()
+        backward(params, random_grads(params, 1, some=False))
+        optimizer.step()
+        result = results[0]
+        attachment.recorder.catch_up()
+        [ran] = looked_at
+    assert result.num_dropped >= 10
+    assert ran.spans == result.spans[result.num_dropped :]
+    assert {span.op for span in ran.spans} == set(result.plan.by_id)

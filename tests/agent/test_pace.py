@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.agent.engine.pace import SHORTEST_SECONDS, Pace
+from tidegate.agent.engine.pace import OTHER, Pace, PathPace
+from tidegate.plan.clock import SHORTEST_SECONDS
+from tidegate.plan.split import PathSpeeds
 
 seconds = st.floats(0, 1e4)
 
@@ -48,3 +50,26 @@ def test_steps_that_differ_by_less_than_half_settle_on_one_plan(shortest: float,
     for factor in factors:
         pace.observe(shortest * factor)
         assert pace.step_at == settled
+
+
+@pytest.mark.parametrize(("factors", "kept"), [([1.1, 0.9, 1.2, 0.85], True), ([1.3], False), ([0.75], False)])
+def test_a_path_keeps_its_speed_until_it_has_another(factors: list[float], kept: bool) -> None:
+    """Back and forth around any speed is no other speed: each would be another plan."""
+
+    def speeds(factor: float) -> PathSpeeds:
+        return PathSpeeds(read_bytes_per_second=1e9 * factor, write_bytes_per_second=1e9 * factor)
+
+    pace = PathPace()
+    pace.observe({"disk": speeds(1.0), "other": speeds(1.0)})
+    for factor in factors:
+        pace.observe({"disk": speeds(factor), "other": speeds(1.0)})
+    assert pace.speeds == {"disk": speeds(1.0 if kept else factors[-1]), "other": speeds(1.0)}
+
+
+@given(st.lists(st.floats(1e3, 1e12), min_size=1))
+def test_what_plans_go_by_is_never_far_off(rates: list[float]) -> None:
+    pace = PathPace()
+    for rate in rates:
+        live = PathSpeeds(read_bytes_per_second=rate, write_bytes_per_second=rate)
+        pace.observe({"disk": live})
+        assert 1 / OTHER <= pace.speeds["disk"].seconds_per_byte / live.seconds_per_byte <= OTHER

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import tidegate
+from tests.agent.test_exactness import FAST
+from tests.agent.test_optimizer import params_of, run_steps
+from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.residences import traffic
+from tidegate.model.split import SplitEstimator
 from tidegate.plan.ops import OpKind
+from tidegate.plan.split import PathSpeeds
 from tidegate.timeline import Span
 
 
@@ -48,3 +56,25 @@ def test_the_whole_step_counts_all_ops_and_the_time_of_all_paths() -> None:
     assert (whole.busy_seconds, whole.step_seconds) == (pytest.approx(5.0), pytest.approx(10.0))
     assert not whole.saturated
     assert whole.seconds_per_byte(duplex=True) == pytest.approx(5.0 / 200)
+
+
+def test_plans_go_by_the_speeds_of_now_not_by_those_of_the_first_step(tmp_path: Path) -> None:
+    """What was fetched is updated before what needs no path, if it can be there by then."""
+    offload = tidegate.Offload(
+        stride="off", static_ratio=0.0, subgroup_numel=1000, emulated=FAST, paths={"disk": tmp_path}, host_cache=40_000,
+        order="pinned",
+    )  # fmt: skip
+    with tidegate.AdamW(params := params_of((8000,)), offload=offload) as optimizer:
+        results: list[StepResult] = []
+        optimizer.observers.append(lambda result, _: results.append(result))
+        engine = optimizer.engine
+
+        def first_from_disk(bytes_per_second: float) -> bool:
+            speeds = PathSpeeds(read_bytes_per_second=bytes_per_second, write_bytes_per_second=bytes_per_second)
+            engine.residences._estimator = SplitEstimator({"disk": speeds})
+            run_steps(optimizer, params, 0, 2)
+            plan = results[-1].plan
+            updated = next(op for op in plan.ops if op.kind is OpKind.CPU_UPDATE)
+            return plan.placements[updated.subgroup].before == "disk"
+
+        assert [first_from_disk(speed) for speed in (1e15, 1e3, 1e15)] == [True, False, True]

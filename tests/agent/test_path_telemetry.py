@@ -163,7 +163,9 @@ def test_where_state_lives_and_what_the_knobs_are(run: Run) -> None:
     effective = run.value("tidegate_tier_share", path="nvme", state="effective")
     assert effective == pytest.approx(counts["nvme"] / sum(counts.values()))
     assert run.value("tidegate_knob", knob="host_cache_bytes", state="effective") == 7_000_000
-    assert run.value("tidegate_knob", knob="alternate_order", state="effective") == 0
+    # The tuner may be trying either.
+    alternate = optimizer.engine.effective.alternate
+    assert run.value("tidegate_knob", knob="alternate_order", state="effective") == alternate
     assert not [row for row in run.samples()["tidegate_knob"] if row[0]["knob"] == "alternate_order"][1:], (
         "auto: absent"
     )
@@ -182,14 +184,14 @@ def test_a_checkpoint_is_counted_in_its_phase(tmp_path: Path) -> None:
     with made.optimizer:
         run = Run(made)
         before = made.outside.lane_bytes.total()
-        made.optimizer.state_dict()
-        made.step()
-        read = run.value("tidegate_path_bytes_total", operation="read", phase="checkpoint")
         stored = sum(
             -(-s.nbytes("state") // 4096) * 4096
             for s, where in zip(made.optimizer.engine.subgroups, made.optimizer.engine.memory.residence, strict=True)
             if where in PATHS
         )
+        made.optimizer.state_dict()
+        made.step()  # the tuner may be trying an order in which others are stored after it
+        read = run.value("tidegate_path_bytes_total", operation="read", phase="checkpoint")
         assert read == stored > 0
         assert before < made.outside.lane_bytes.total()
 

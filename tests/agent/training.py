@@ -24,6 +24,7 @@ from tidegate.agent.tiers.transfers import Transfer
 RATES = tidegate.EmulatedRates(h2d_bytes_per_second=4e8, d2h_bytes_per_second=4e8, update_params_per_second=1e8)
 WIDTH = 1024
 PAGE = 4096
+ROWS = 512
 
 
 def offload(**changes: Any) -> tidegate.Offload:
@@ -48,8 +49,8 @@ class Network(torch.nn.Module):
         return loss
 
 
-def batch(step: int) -> torch.Tensor:
-    return torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(step))
+def batch(step: int, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
 @dataclass
@@ -87,7 +88,9 @@ class Outside:
 class Training:
     """Steps until told to stop; `steps` counts them. Everything that the engine copies is noted at the device."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, rows: int = ROWS, **changes: Any) -> None:
+        """rows: of a batch."""
+        self.rows = rows
         self.model = Network()
         self.optimizer = tidegate.AdamW(self.model.parameters(), lr=1e-3, offload=offload(**changes))
         self.device = self.optimizer.device
@@ -115,7 +118,7 @@ class Training:
     def step(self) -> None:
         optimizer, step = self.optimizer, self.steps
         optimizer.zero_grad()
-        inputs = batch(step)
+        inputs = batch(step, self.rows)
         with self._phase("forward"):
             loss = self.model(inputs)
         with self._phase("backward"):

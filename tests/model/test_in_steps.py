@@ -8,10 +8,10 @@ from typing import Final
 
 import pytest
 
-from tidegate.model import RateCard
+from tidegate.model import PathRates, RateCard
 from tidegate.model.in_steps import MOST_FACTOR, Step, corrected
 from tidegate.model.simulate import simulate
-from tidegate.plan import Subgroup, make_plan
+from tidegate.plan import Placement, Subgroup, make_plan
 from tidegate.plan.ops import LANE_OF, Op, OpKind
 from tidegate.plan.placement import place, steady
 
@@ -92,3 +92,45 @@ def test_without_device_updates_their_rate_stays() -> None:
 def test_no_lane_is_faster_in_steps_than_alone() -> None:
     found = corrected(CARD, steps(lambda op: CARD.seconds(op) * (0.8 if LANE_OF[op.kind] == "h2d" else 1)))
     assert found.h2d_bytes_per_second == CARD.h2d_bytes_per_second
+
+
+def path_steps(durations: Callable[[Op], float], card: RateCard) -> list[Step]:
+    found = []
+    for count in (4, 16):
+        subgroups = [Subgroup(i, NUMEL // count, 2, 2, 10) for i in range(count)]
+        placements = [Placement("cpu", "disk", "disk", mirror_valid=False, grad_in_slot=True)] * count
+        plan = make_plan(subgroups, placements, num_slots=2, host_slots={"disk": 3})
+        timeline = simulate(plan, card, step_at=BACKWARD, durations=durations)
+        found.append(Step(plan, timeline.spans, BACKWARD, timeline.phases[-1].end, BACKWARD))
+    return found
+
+
+@pytest.mark.parametrize("factor", [1.4, 0.7])
+def test_a_path_may_be_slower_or_faster_in_steps_than_by_itself(factor: float) -> None:
+    """Reads take their share of writes' time and the other way round. What steps without paths say stays."""
+    disk = {"disk": PathRates(read_bytes_per_second=2e9, write_bytes_per_second=1e9)}
+    keeps = {**CARD.keeps, "disk:read": {"disk:write": 0.6}, "disk:write": {"disk:read": 0.5}}
+    card = replace(CARD, paths=disk, keeps=keeps)
+
+    def durations(op: Op) -> float:
+        return card.seconds(op) * (factor if op.kind is OpKind.FLUSH else 1) + 1e-3 * (op.kind is OpKind.FETCH)
+
+    found = corrected(card, [*steps(CARD.seconds), *path_steps(durations, card)])
+    assert found.paths["disk"].write_bytes_per_second == pytest.approx(1e9 / factor, rel=0.05)
+    assert found.paths["disk"].read_bytes_per_second == pytest.approx(2e9, rel=0.05)
+    assert found.op_seconds["disk:read"] == pytest.approx(1e-3, rel=0.25)
+    assert found.cpu_params_per_second == pytest.approx(CARD.cpu_params_per_second)
+    assert found.keeps == keeps
+
+
+def test_a_path_that_no_step_used_keeps_its_rates() -> None:
+    card = replace(CARD, paths={"disk": PathRates(read_bytes_per_second=2e9, write_bytes_per_second=1e9)})
+    assert corrected(card, steps(CARD.seconds)).paths == card.paths
+
+
+def test_one_odd_step_in_four_does_not_move_the_fit() -> None:
+    """All its ops take three times as long."""
+    odd = steps(lambda op: 3 * CARD.seconds(op))
+    found = corrected(CARD, [*steps(CARD.seconds) * 3, *odd])
+    assert found.cpu_params_per_second == pytest.approx(CARD.cpu_params_per_second, rel=0.01)
+    assert found.d2h_bytes_per_second == pytest.approx(CARD.d2h_bytes_per_second, rel=0.01)

@@ -63,6 +63,13 @@ def test_what_is_known_from_elsewhere_counts_until_it_is_seen() -> None:
     assert live.card.cpu_params_per_second == 9.0
 
 
+def test_a_step_that_showed_nothing_leaves_what_ops_are_known_to_cost() -> None:
+    known = RateCard(h2d_bytes_per_second=7.0, op_seconds={"h2d": 0.5})
+    live = LiveRates(known)
+    live.observe({})
+    assert live.card == known
+
+
 def test_amounts_that_differ_count_as_speeds() -> None:
     live = LiveRates()
     for nbytes in (1000, 2000, 500, 4000):

@@ -8,6 +8,7 @@ from tidegate.errors import ConfigError
 from tidegate.model import RateCard, simulate
 from tidegate.model.rates import seen
 from tidegate.plan import Op, OpKind, Subgroup, make_plan, place, steady
+from tidegate.plan.split import PathSpeeds
 from tidegate.timeline import Span
 
 CARD = RateCard(
@@ -93,3 +94,10 @@ def test_spans_in_no_order_and_within_each_other_count_once() -> None:
     rows = [(6.0, 8.0), (0.0, 4.0), (1.0, 2.0), (3.0, 5.0)]
     spans = [Span(i, OpKind.GRAD_D2H, "d2h", i, start, end, nbytes=7, numel=0) for i, (start, end) in enumerate(rows)]
     assert seen(spans) == {"d2h_bytes_per_second": (28, 7.0)}
+
+
+def test_speeds_of_a_path_from_elsewhere_go_without_what_its_ops_cost() -> None:
+    card = RateCard(op_seconds={"cpu": 0.1, "disk:read": 0.2, "net:write": 0.3}).with_paths(
+        {"disk": PathSpeeds(read_bytes_per_second=2e9, write_bytes_per_second=1e9)}
+    )
+    assert card.op_seconds == {"cpu": 0.1, "net:write": 0.3}

@@ -21,6 +21,7 @@ from tidegate.model.tuner import (
     OWN_STEPS,
     REFUTED_STEPS,
     REST_STEPS,
+    SAVED_SECONDS,
     SETTLE_STEPS,
     TURNS,
     Move,
@@ -100,10 +101,74 @@ def test_what_is_not_clear_is_compared_by_turns(fast: float, kept: bool) -> None
     """Noise is larger than the gain: old and new take turns, and medians decide."""
     noise = {SLOW: iter([0.95, 1.0, 1.05] * 100), FAST: iter([0.95, 1.0, 1.05] * 100)}
     found = Training(lambda knobs: next(noise[knobs]) * (1.0 if knobs == SLOW else fast), promise_fast)
-    found.run(FIRST_LOOK_STEPS + TURN + 2 * LONG_TURN)
+    first = TURN + BLOCK_STEPS  # once more as long before anything is changed
+    found.run(FIRST_LOOK_STEPS + first + 2 * LONG_TURN)
     assert [stride for _, stride in found.moves[:TURNS]] == [2.0, "off", 2.0]
-    assert [step for step, _ in found.moves[:TURNS]] == [6, 6 + TURN, 6 + TURN + LONG_TURN]
+    assert [step for step, _ in found.moves[:TURNS]] == [6, 6 + first, 6 + first + LONG_TURN]
     assert found.now == (FAST if kept else SLOW)
+
+
+def test_one_odd_step_of_a_clear_gain_costs_no_change() -> None:
+    """The first turn goes on for three more steps, and is clear with all of them but the odd one: 20 steps in all."""
+    fast = itertools.chain([0.6] * SETTLE_STEPS, [0.6, 1.1, 0.6], itertools.repeat(0.6))
+    found = Training(lambda knobs: 1.0 if knobs == SLOW else next(fast), promise_fast).run(20)
+    assert found.moves == [(FIRST_LOOK_STEPS, 2.0)]
+    assert "kept" in found.tuner.last_verdict
+
+
+def test_two_odd_steps_are_not_clear() -> None:
+    steps = itertools.chain([0.6] * SETTLE_STEPS, [1.1] * 2, itertools.repeat(0.6))
+    found = Training(lambda knobs: 1.0 if knobs == SLOW else next(steps), promise_fast).run(FIRST_LOOK_STEPS + TURN + 3)
+    assert found.moves == [(FIRST_LOOK_STEPS, 2.0), (FIRST_LOOK_STEPS + TURN + 3, "off")]
+
+
+def test_speeds_that_change_in_a_rest_are_looked_at_after_it() -> None:
+    """A comparison that was not clear is followed by a rest; what is told in it is not forgotten."""
+    noise = {SLOW: itertools.cycle([0.95, 1.0, 1.05]), FAST: itertools.cycle([0.95, 1.0, 1.05])}
+    found = Training(
+        lambda knobs: next(noise[knobs]) * (1.0 if knobs == SLOW else 0.96), promise_fast, look_seconds=1.0
+    )
+    found.run(FIRST_LOOK_STEPS + TURN + BLOCK_STEPS + 2 * LONG_TURN)
+    assert (found.now, found.looks) == (FAST, [FIRST_LOOK_STEPS])
+    found.tuner.speeds_changed()
+    found.step_seconds = 15.0  # such a look may be had every hour, and after a drift every half hour
+    rest = REST_STEPS * TURNS
+    assert found.run(rest - 1).looks == [FIRST_LOOK_STEPS]
+    assert len(found.run(2).looks) == 2
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_speeds_that_change_in_a_comparison_are_looked_at_after_it(disturbed: bool) -> None:
+    """Looks are dear here: without a reason there is none for an hour."""
+    found = Training(lambda knobs: 1.0 if knobs == SLOW else 0.6, promise_fast, look_seconds=0.1)
+    found.run(FIRST_LOOK_STEPS)
+    found.step_seconds = 0.2
+    found.run(2)
+    if disturbed:
+        found.tuner.speeds_changed()
+    found.run(TURN - 2)
+    assert "kept" in found.tuner.last_verdict
+    assert len(found.run(FIRST_LOOK_STEPS + 1).looks) == 1 + disturbed
+
+
+def test_a_rest_is_over_when_a_later_comparison_is_clear() -> None:
+    """The rest of the one before must not put off the look after a drift."""
+    other, factor = Effective(3.0, 0.0), {SLOW: 1.0, FAST: 0.97}
+    noise = itertools.cycle([0.97, 1.0, 1.03])
+    found = Training(lambda knobs: next(noise) * factor[knobs], promise_fast)
+    while not found.tuner.last_verdict:
+        found.run(1)
+    resting = found.now
+    found.run(OWN_STEPS)
+    factor[other] = 0.5
+    found.promised = lambda now: Move(other, 0.5) if now != other else None
+    found.tuner.speeds_changed()
+    while found.now != other or found.tuner._trial is not None:
+        found.run(1)
+    assert resting != other
+    looks = len(found.looks)
+    found.tuner.speeds_changed()
+    assert len(found.run(2).looks) == looks + 1
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -221,15 +286,15 @@ def test_what_cannot_be_had_is_not_tried_again() -> None:
 
 
 def test_a_look_that_costs_much_is_rare() -> None:
-    found = Training(lambda _: 1.0, lambda _: None, look_seconds=0.1, step_seconds=0.2).run(5000)
+    found = Training(lambda _: 1.0, lambda _: None, look_seconds=SAVED_SECONDS, step_seconds=0.2).run(5600)
     looks = len(found.looks)
-    assert looks == 1 + int(5000 * 0.2 * LOOK_SHARE / 0.1), "of 1,000 s it may take 0.3"
+    assert looks == 1 + int(5600 * 0.2 * LOOK_SHARE / SAVED_SECONDS), "of 1,120 s it may take 0.34"
     found.seconds, found.step_seconds = lambda _: 2.0, 0.0
     assert len(found.run(PERSISTENT_STEPS + 1).looks) == looks + 1, "after a drift it does not wait"
     found.step_seconds, found.speeds_change = 0.1, True
     assert len(found.run(4 * OWN_STEPS).looks) == looks + 1, "where speeds change in every step, it waits, too"
     found.look_seconds = 1e-3
-    found.clock += 100.0  # what the last one cost is paid
+    found.clock += 300.0  # what the last one cost is paid
     looked = len(found.run(4 * OWN_STEPS).looks) - looks - 1
     assert 3 <= looked <= 5, "and one that is cheap comes once in 32 steps"
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tidegate.errors import ConfigError
 from tidegate.knobs import EQ1, Off
 from tidegate.model import Prediction, Rank, RateCard, bound, what_if
-from tidegate.model.settled import settled
+from tidegate.model.settled import sampled, settled
 from tidegate.model.what_if import predicted_seconds
 from tidegate.plan import Subgroup, make_plan, place, steady, verify
 from tidegate.plan.effective import Effective, Split
+from tidegate.plan.ops import OpKind
 from tidegate.plan.split import PathSpeeds
 
 H100 = RateCard(
@@ -183,6 +184,47 @@ effectives = st.builds(
     st.integers(0, 25_000_000),
     st.booleans(),
 )
+
+
+def test_plans_count_on_the_backward_and_on_the_order_of_gradients_as_the_engines_do() -> None:
+    """Fetches that are done before `step()` are updated first, so that their path has something to write."""
+    rank, effective = Rank(subgroups(8), 2, {"nvme": 3}), Effective("off", 0.0, host_cache_bytes=4_000_000_000)
+    [step] = settled(rank, effective, STORED)
+    sooner, later = step.plan(STORED), step.plan(STORED, 4.0)
+    first = [next(op for op in plan.ops if op.kind is OpKind.CPU_UPDATE).subgroup for plan in (sooner, later)]
+    stored_ = [i for i, placement in enumerate(step.placements) if placement.before == "nvme"]
+    assert (first[0] in stored_, first[1] in stored_) == (False, True)
+    engine = replace(rank, step_at=4.0, gradient_order=[*range(8)])
+    [told] = settled(engine, effective, STORED)
+    plan = told.plan(STORED)
+    assert [op.subgroup for op in plan.of_kind(OpKind.CPU_UPDATE)] == [
+        op.subgroup for op in later.of_kind(OpKind.CPU_UPDATE)
+    ]
+    copied = [op.subgroup for op in plan.of_kind(OpKind.GRAD_D2H)]
+    assert copied == sorted(copied)
+    assert [op.subgroup for op in later.of_kind(OpKind.GRAD_D2H)] != copied
+
+
+def test_ops_are_ordered_by_the_speeds_that_the_engine_knows_not_by_those_it_is_predicted_with() -> None:
+    """The engine takes its path to be too slow for fetches in the backward, and updates what needs no path first."""
+    rank, effective = Rank(subgroups(8), 2, {"nvme": 3}), Effective("off", 0.0, host_cache_bytes=6_000_000_000)
+    slow = {"nvme": PathSpeeds(read_bytes_per_second=1e8, write_bytes_per_second=5.3e9)}
+
+    def first(rank: Rank) -> bool:
+        [step] = settled(rank, effective, STORED)
+        updated = next(op for op in step.plan(STORED, 4.0).ops if op.kind is OpKind.CPU_UPDATE)
+        return step.placements[updated.subgroup].before == "nvme"
+
+    assert first(rank)
+    assert not first(replace(rank, path_speeds=slow))
+
+
+def test_a_sample_has_the_order_of_gradients_of_those_in_it() -> None:
+    many = Rank(subgroups(500, 1000), 2, gradient_order=[*range(500)], step_at=1.0)
+    few, _, scale = sampled(many, Effective("off", 0.0))
+    assert few.gradient_order == [*range(len(few.subgroups))]
+    assert few.step_at == 0.5
+    assert 1 < scale < 2
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,7 +17,8 @@ _MAY_BE_EARLY: Final = (OpKind.FETCH, OpKind.WEIGHT_D2H, OpKind.GRAD_D2H)
 
 
 class Bound(NamedTuple):
-    """No update under these knobs takes less than `seconds`; `resource` (a lane, or a path) decides that."""
+    """By these rates no update under these knobs takes less than `seconds`; `resource` (a lane, or a path) decides
+    that. How late ops typically begin is in the rates: a lucky update may be faster."""
 
     seconds: float
     resource: str

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Final
 
+from tidegate.model.late import Ran, Waits, typical, waits_of
 from tidegate.model.rates import RateCard, Seen
 
 WINDOW_STEPS: Final = 16
@@ -17,6 +19,9 @@ PERSISTENT_STEPS: Final = 4
 """Steps in a row, all off on the same side, after which what was before them is forgotten."""
 TYPICAL_STEPS: Final = 8
 """Steps before them that it takes to say what is typical: with noise of ±20 % fewer would see drift where none is."""
+
+LATE_STEPS: Final = 2
+"""Steps that are looked at for how late ops begin: a step has many, and each costs time."""
 
 
 def drifted(values: Sequence[float]) -> bool:
@@ -40,11 +45,19 @@ class LiveRates:
         self.recalibrations = 0
         """How often a rate was taken anew, because what it was before no longer holds."""
         self._steps: dict[str, deque[tuple[int, float]]] = {}
+        self._ran: deque[Ran] = deque(maxlen=LATE_STEPS)
+        """Steps that nobody has looked at yet."""
+        self._waits: deque[Waits] = deque(maxlen=LATE_STEPS)
+        self._late: dict[str, float] = {}
+        """By lane, as last seen: under some knobs no op of a lane waits for anything."""
         self._card = known
         self._is_old = False
 
-    def observe(self, step: Seen) -> tuple[str, ...]:
-        """What one step showed of each rate. Returns the names of those that were taken anew."""
+    def observe(self, step: Seen, ran: Ran | None = None) -> tuple[str, ...]:
+        """What one step showed of each rate, and what ran in it, which is looked at when a card is asked for. Returns
+        the names of the rates that were taken anew."""
+        if ran is not None:
+            self._ran.append(ran)
         anew = tuple(name for name, (amount, seconds) in step.items() if amount > 0 and seconds > 0
                      and self._take(name, amount, seconds))  # fmt: skip
         self.recalibrations += len(anew)
@@ -65,7 +78,11 @@ class LiveRates:
     def card(self) -> RateCard | None:
         """The medians, and of what was never seen what is known. None before the first step where nothing is."""
         if self._is_old:
-            self._card = RateCard.from_seen(_middle(self._steps), previous=self._card)
+            card = RateCard.from_seen(_middle(self._steps), previous=self._card)
+            self._waits.extend(map(waits_of, self._ran))
+            self._ran.clear()
+            self._late |= typical(self._waits)
+            self._card = replace(card, op_seconds={**card.op_seconds, **self._late})
             self._is_old = False
         return self._card
 

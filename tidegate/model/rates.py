@@ -93,7 +93,7 @@ class RateCard:
 
     def seconds(self, op: Op, /) -> float:
         """Expected run time of `op` in seconds. Raises ConfigError when the rate that it needs is not known."""
-        name = _rate_name(op)
+        name = rate_name(op)
         rate: float | None = getattr(self, name) if op.kind in NAME_OF else _by_lane(self.paths).get(name)
         if rate is None:
             raise ConfigError(f"The rate card lacks {name}, which {op.name} needs: it was not measured yet.")
@@ -116,16 +116,24 @@ class RateCard:
                 rates[name] = amount / busy
         if not rates:
             return previous or cls()
-        card = previous or cls()
-        paths = dict(card.paths)
+        return replace((previous or cls()).with_rates(rates), overhead_seconds=0.0, op_seconds={}, keeps={})
+
+    def rate(self, name: str) -> float | None:
+        """That of a `rate_name`; None when it is not known."""
+        return getattr(self, name) if name in _SCALARS else _by_lane(self.paths).get(name)
+
+    def with_rates(self, rates: Mapping[str, float]) -> RateCard:
+        """This card with these rates, by their names (`rate_name`)."""
+        scalars: dict[str, Any] = {name: rate for name, rate in rates.items() if name in _SCALARS}
+        paths = dict(self.paths)
         for lane in [name for name in rates if name not in _SCALARS]:
             path, _, direction = lane.rpartition(":")
-            paths[path] = replace(paths.get(path, PathRates()), **{f"{direction}_bytes_per_second": rates.pop(lane)})
-        scalars: dict[str, Any] = {**rates, "overhead_seconds": 0.0}
-        return replace(card, **scalars, paths=paths, op_seconds={}, keeps={})
+            paths[path] = replace(paths.get(path, PathRates()), **{f"{direction}_bytes_per_second": rates[lane]})
+        return replace(self, **scalars, paths=paths)
 
     def with_paths(self, speeds: Mapping[str, PathSpeeds]) -> RateCard:
-        """This card with these speeds for paths; one that is not duplex gives each direction half while both work."""
+        """This card with these speeds for paths; one that is not duplex gives each direction half while both work. What
+        their ops were measured to cost went with other speeds."""
         keeps = {lane: dict(others) for lane, others in self.keeps.items()}
         for path, known in speeds.items():
             read, write = path_lanes(path)
@@ -137,7 +145,8 @@ class RateCard:
             )
             for path, known in speeds.items()
         }
-        return replace(self, paths={**self.paths, **paths}, keeps=keeps)
+        others = {lane: cost for lane, cost in self.op_seconds.items() if lane not in _by_lane(paths)}
+        return replace(self, paths={**self.paths, **paths}, keeps=keeps, op_seconds=others)
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers and None by name; what is by the names of paths and lanes only when there is any."""
@@ -170,7 +179,8 @@ _PATH_RATES: Final = tuple(field.name for field in fields(PathRates))
 _SCALARS: Final = tuple(field.name for field in fields(RateCard) if field.name not in ("paths", "op_seconds", "keeps"))
 
 
-def _rate_name(op: Op | Span) -> str:
+def rate_name(op: Op | Span) -> str:
+    """The rate that `op` runs at: that of its kind, or what its lane is called, on a path."""
     return NAME_OF.get(op.kind) or op.lane
 
 
@@ -200,5 +210,5 @@ def seen(spans: Sequence[Span]) -> Seen:
                 overlapping.add(name)
         ends[name] = end
     for name in overlapping:
-        found[name] = (found[name][0], busy_seconds([span for span in spans if _rate_name(span) == name]))
+        found[name] = (found[name][0], busy_seconds([span for span in spans if rate_name(span) == name]))
     return found

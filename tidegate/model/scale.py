@@ -122,7 +122,8 @@ def predict_update(
     steps = settled(few, smaller, share.card)
     seconds, busy = 0.0, defaultdict[str, float](float)
     for step in steps:
-        took, used = run(step.plan(share.card), share.card.seconds, share.demand, backward_seconds / scale)
+        backward = backward_seconds / scale
+        took, used = run(step.plan(share.card, backward), share.card.seconds, share.demand, backward)
         seconds += took * scale / len(steps)
         for resource, work in used.items():
             busy[resource] += work * scale / len(steps)

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from tidegate.errors import ConfigError
 from tidegate.model.rates import RateCard
-from tidegate.plan.clock import PathClock
+from tidegate.plan.clock import PathClock, rounded
 from tidegate.plan.effective import Effective, Split, cached, divide
 from tidegate.plan.ops import Norms, Op, Residence, Subgroup, is_path, path_lanes
 from tidegate.plan.placement import place, steady
@@ -31,7 +31,10 @@ _DUPLEX: Final = 0.9
 class Rank:
     """What knobs do not change: the subgroups of a rank and its staging slots, on the device and for each path.
 
-    capacity: most subgroups of each path, 0 for a retired one; without limit where absent.
+    capacity: most subgroups of each path, 0 for a retired one; without limit where absent. gradient_order: ids of all
+    subgroups as their gradients arrive; None for the last one first. step_at: seconds after which plans count on
+    `step()`; None for what follows from the length of the backward. path_speeds: what the engine orders ops by; None
+    for the rate card's.
     """
 
     subgroups: Sequence[Subgroup]
@@ -39,6 +42,9 @@ class Rank:
     host_slots: Mapping[str, int] = field(default_factory=dict)
     gradients: Literal["keep", "release"] = "keep"
     capacity: Mapping[str, int] = field(default_factory=dict)
+    gradient_order: Sequence[int] | None = None
+    step_at: float | None = None
+    path_speeds: Mapping[str, PathSpeeds] | None = None
 
     def __post_init__(self) -> None:
         if not self.subgroups:
@@ -57,12 +63,15 @@ class Settled:
     placements: tuple[Placement, ...]
     order: Order
 
-    def plan(self, rates: RateCard) -> Plan:
-        """The plan that the engine would make."""
+    def plan(self, rates: RateCard, step_at: float = 0.0) -> Plan:
+        """The plan that the engine would make where `step()` comes so many seconds after the first gradient."""
         rank = self.rank
+        speeds = speeds_of(rates, rank.host_slots) if rank.path_speeds is None else rank.path_speeds
         return make_plan(
             rank.subgroups, self.placements, num_slots=rank.num_slots, norms=rank.norms, host_slots=rank.host_slots,
-            order=self.order, rates=PathClock(speeds_of(rates, rank.host_slots)) if rank.host_slots else None,
+            grad_on_host_order=rank.gradient_order, order=self.order,
+            step_at=rounded(step_at) if rank.step_at is None else rank.step_at,
+            rates=PathClock(speeds) if rank.host_slots else None,
         )  # fmt: skip
 
     def work(self) -> Work:
@@ -124,14 +133,20 @@ def sampled(rank: Rank, effective: Effective) -> tuple[Rank, Effective, float]:
     count = min(len(subgroups), MAX_SIMULATED_TIERED if rank.host_slots else MAX_SIMULATED_SUBGROUPS)
     if count == len(subgroups):
         if any(s.id != i for i, s in enumerate(subgroups)):
-            rank = replace(rank, subgroups=[replace(s, id=i) for i, s in enumerate(subgroups)])
+            numbered = [replace(s, id=i) for i, s in enumerate(subgroups)]
+            rank = replace(rank, subgroups=numbered, gradient_order=None)
         return rank, effective, 1.0
-    few = [replace(subgroups[i * len(subgroups) // count], id=i) for i in range(count)]
+    picked = [i * len(subgroups) // count for i in range(count)]
+    few = [replace(subgroups[place], id=i) for i, place in enumerate(picked)]
     scale = sum(s.numel for s in subgroups) / sum(s.numel for s in few)
     smaller = replace(effective, host_cache_bytes=int(effective.host_cache_bytes / scale))
     # Rounded up, so that what fits still fits.
     capacity = {path: -(-most * count // len(subgroups)) for path, most in rank.capacity.items()}
-    return replace(rank, subgroups=few, capacity=capacity), smaller, scale
+    number = {subgroups[place].id: i for i, place in enumerate(picked)}
+    order = rank.gradient_order and [number[s] for s in rank.gradient_order if s in number]
+    step_at = None if rank.step_at is None else rounded(rank.step_at / scale)
+    smaller_rank = replace(rank, subgroups=few, capacity=capacity, gradient_order=order, step_at=step_at)
+    return smaller_rank, smaller, scale
 
 
 def settled(rank: Rank, effective: Effective, rates: RateCard) -> list[Settled]:

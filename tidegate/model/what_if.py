@@ -92,8 +92,10 @@ def _shortened(backward_seconds: float | None, scale: float) -> float | None:
 
 def _plans(steps: list[Settled], rates: RateCard, backward_seconds: float | None) -> list[tuple[Plan, float]]:
     """Each plan, and when its `step()` comes."""
-    plans = [step.plan(rates) for step in steps]
-    return [(plan, _early_seconds(plan, rates) if backward_seconds is None else backward_seconds) for plan in plans]
+    if backward_seconds is not None:
+        return [(step.plan(rates, backward_seconds), backward_seconds) for step in steps]
+    ample = [_early_seconds(step.plan(rates), rates) for step in steps]
+    return [(step.plan(rates, at), at) for step, at in zip(steps, ample, strict=True)]
 
 
 def _early_seconds(plan: Plan, rates: RateCard) -> float:

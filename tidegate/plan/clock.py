@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Final
 
 from tidegate.plan.ops import Op
 from tidegate.plan.schedule import TypicalClock
 from tidegate.plan.split import PathSpeeds
+
+SHORTEST_SECONDS: Final = 1e-3
+"""What is less is nothing: `step()` made the plan itself."""
+
+
+def rounded(seconds: float) -> float:
+    """Seconds from the start of a plan to its step, rounded down to a power of two: each value is another plan."""
+    return 2.0 ** math.floor(math.log2(seconds)) if seconds >= SHORTEST_SECONDS else 0.0
 
 
 class PathClock(TypicalClock):

@@ -98,8 +98,9 @@ def _gradient_order(placements: Sequence[Placement], given: Sequence[int] | None
     """All subgroups in the order in which their gradients are expected; those that nobody copies may be left out."""
     if given is None:
         return tuple(reversed(range(len(placements))))
+    known = set(given)
     copied = [i for i, p in enumerate(placements) if needs_grad_on_host(p)]
-    missing = set(copied) - set(given)
-    if missing or len(set(given)) != len(given) or not all(0 <= i < len(placements) for i in given):
+    missing = set(copied) - known
+    if missing or len(known) != len(given) or not all(0 <= i < len(placements) for i in given):
         raise PlanError("grad_on_host_order must name each subgroup updated on the CPU exactly once.", "gradient order")
-    return (*given, *(i for i in reversed(range(len(placements))) if i not in set(given)))
+    return (*given, *(i for i in reversed(range(len(placements))) if i not in known))

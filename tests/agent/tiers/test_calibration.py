@@ -28,6 +28,12 @@ def test_a_path_that_does_both_at_once_in_little_more_than_one_is_duplex(
     assert speeds.duplex is duplex
 
 
+def test_one_stall_does_not_make_a_path_slow(path: StoragePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([1.0, 8.0, 2.0, 1.0, 2.0, 2.0])
+    monkeypatch.setattr(path._mover, "seconds", lambda *_: next(seconds))
+    assert path.calibrate(4 << 20).read_bytes_per_second == 2 << 20
+
+
 def test_real_speeds_are_positive_and_nothing_is_left(path: StoragePath, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     speeds = path.calibrate(4 << 20)
