@@ -25,6 +25,7 @@ RATES = tidegate.EmulatedRates(h2d_bytes_per_second=4e8, d2h_bytes_per_second=4e
 WIDTH = 1024
 PAGE = 4096
 ROWS = 512
+NUM_LAYERS = 3
 
 
 def offload(**changes: Any) -> tidegate.Offload:
@@ -38,11 +39,11 @@ def offload(**changes: Any) -> tidegate.Offload:
 class Network(torch.nn.Module):
     """Returns its loss, as transformers do."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
         super().__init__()
         torch.manual_seed(1)
-        linear = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
-        self.layers = torch.nn.Sequential(linear[0], torch.nn.Tanh(), linear[1], torch.nn.Tanh(), linear[2])
+        first, *others = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)]
+        self.layers = torch.nn.Sequential(first, *(each for linear in others for each in (torch.nn.Tanh(), linear)))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.layers(inputs).square().mean()
@@ -88,10 +89,10 @@ class Outside:
 class Training:
     """Steps until told to stop; `steps` counts them. Everything that the engine copies is noted at the device."""
 
-    def __init__(self, rows: int = ROWS, **changes: Any) -> None:
+    def __init__(self, rows: int = ROWS, num_layers: int = NUM_LAYERS, **changes: Any) -> None:
         """rows: of a batch."""
         self.rows = rows
-        self.model = Network()
+        self.model = Network(num_layers)
         self.optimizer = tidegate.AdamW(self.model.parameters(), lr=1e-3, offload=offload(**changes))
         self.device = self.optimizer.device
         assert isinstance(self.device, EmulatedDevice)
