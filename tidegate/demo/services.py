@@ -33,8 +33,14 @@ class Service:
                     command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                     start_new_session=True, env=dict(env or os.environ), preexec_fn=_begin,
                 )  # fmt: skip
-        finally:
+        except BaseException:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            raise
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        except BaseException:  # the Ctrl-C that waited: nobody has this service yet to stop it
+            self.stop()
+            raise
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """ConfigError with the end of its log when the service ends, or is not ready in time."""
