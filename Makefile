@@ -14,10 +14,16 @@ BENCH ?= $(wildcard bench/*.py)
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 JOBS ?= 2
+# tests/README.md says what each layer holds; tests/parts.py which files are of which part.
+PARTS := plan model kernels engine storage telemetry daemon dashboard integrations operation
+ELSEWHERE := gpu or torture or soak
+QUICK := not (slow or $(ELSEWHERE))
+REST := (slow or hypothesis) and not ($(ELSEWHERE))
 
 .PHONY: help
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@printf "  make %-12s the quick tests of one part, PART being one of\n%17s %s\n" test-PART "" "$(PARTS)"
 
 .PHONY: venv
 venv: $(VENV)/created ## make the environment .venv
@@ -34,21 +40,44 @@ $(VENV)/created:
 
 # The environment for the tests holds all that the demo needs, so it counts for both.
 $(VENV)/demo: $(VENV)/created $(SOURCES)
-	$(BIN)/pip install --quiet -e '.[demo]'
+	@began=$$SECONDS; $(BIN)/pip install --quiet -e '.[demo]'; echo "== installing took $$((SECONDS - began)) s"
 	@touch $@
 
 $(VENV)/test: $(VENV)/created $(SOURCES)
-	$(BIN)/pip install --quiet -e '.[test]'
+	@began=$$SECONDS; $(BIN)/pip install --quiet -e '.[test]'; echo "== installing took $$((SECONDS - began)) s"
 	@touch $@ $(VENV)/demo
+
+# DeepSpeed compiles its optimizer when it is first used on a machine: minutes that no test should wait for.
+$(VENV)/deepspeed: $(VENV)/test
+	@echo "DeepSpeed compiles its extensions, unless it did so before (2 to 3 minutes)"; began=$$SECONDS; \
+	$(BIN)/python -W ignore -m tests.compile_deepspeed >$@.log 2>&1 || { cat $@.log >&2; exit 1; }; \
+	echo "== compiling for DeepSpeed took $$((SECONDS - began)) s"
+	@touch $@
 
 .PHONY: demo
 demo: $(VENV)/demo ## train a small model on this machine and watch it (DEMO_ARGS=...)
 	$(BIN)/tidegate demo $(DEMO_ARGS)
 
 .PHONY: test
-test: $(VENV)/test system ## run the tests, two files at a time (PYTEST_ARGS=... JOBS=...)
-	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not alone and not gpu and not torture and not soak" $(PYTEST_ARGS)
-	status=0; $(BIN)/pytest -m "alone and not soak" $(PYTEST_ARGS) || status=$$?; [ $$status = 5 ] || exit $$status
+test: $(VENV)/test system $(VENV)/deepspeed ## run the quick tests, two files at a time (PYTEST_ARGS=... JOBS=...)
+	$(call run_tests,$(QUICK),)
+
+.PHONY: test-all
+test-all: $(VENV)/test system $(VENV)/deepspeed ## run the rest: slow tests, and more examples of property tests
+	$(call run_tests,$(REST),--hypothesis-profile thorough --durations 20)
+
+.PHONY: $(PARTS:%=test-%)
+test-integrations: $(VENV)/deepspeed
+$(PARTS:%=test-%): test-%: $(VENV)/test system
+	$(call run_tests,$(QUICK),$$($(BIN)/python -m tests.parts $*))
+
+# Tests marked `alone` come after the others, one at a time. pytest ends with 5 when it has found no test.
+define run_tests
+@echo "== marked: $(1)"; began=$$SECONDS; status=0; \
+$(BIN)/pytest -n $(JOBS) --dist loadfile -m "($(1)) and not alone" $(2) $(PYTEST_ARGS) || status=$$?; \
+if [ $$status = 0 ]; then $(BIN)/pytest -m "($(1)) and alone" $(2) $(PYTEST_ARGS) || status=$$?; fi; \
+echo "== the tests took $$((SECONDS - began)) s"; [ $$status = 5 ] || exit $$status
+endef
 
 .PHONY: check
 check: $(VENV)/test ## lint, format, types and import contracts

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from tests import forked
 from tests.alerts.scaling import copy_scaled
 from tidegate.client import DaemonClient
 
@@ -88,7 +89,7 @@ class DaemonProcess:
 
     def start(self) -> None:
         command = [sys.executable, "-m", *self.program, "--port", str(self.port), "--state-dir", str(self.state)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = forked.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until(lambda: _ok(f"{self.url}/readyz"), "the daemon", 90)
 
     def kill(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tidegate.analysis import (
     busy_by_lane,
     busy_seconds,
@@ -109,7 +110,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
     return timeline(spans, (low, high), deps)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(timeline=timelines())
 def test_stalls_and_compute_are_the_update(timeline: Timeline) -> None:
     low, high = timeline.window("update") or (0.0, 0.0)
@@ -122,7 +123,7 @@ def test_stalls_and_compute_are_the_update(timeline: Timeline) -> None:
     assert {stall.cause for stall in found} <= set(STALL_CAUSES) - {"cpu", "device"}
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600))
 @given(timeline=timelines())
 def test_the_native_sums_are_the_same_to_the_last_bit(timeline: Timeline) -> None:
     assert waits.exposed_waits(timeline) == exposed_waits(timeline)
@@ -147,7 +148,7 @@ def simulated(count: int, stride: float, static_ratio: float = 0.0, step_at: flo
     return simulate(plan, RATES, step_at=step_at)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(count=st.integers(1, 20), stride=st.floats(1, 5), ratio=st.floats(0, 1), step_at=st.floats(0, 100))
 def test_simulated_steps_add_up(count: int, stride: float, ratio: float, step_at: float) -> None:
     found = simulated(count, stride, ratio, step_at)
@@ -155,7 +156,7 @@ def test_simulated_steps_add_up(count: int, stride: float, ratio: float, step_at
     assert sum(exposed_waits(found).values()) + compute_seconds(found) == pytest.approx(high - low, abs=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(count=st.integers(1, 20), stride=st.floats(1, 5), ratio=st.floats(0, 1))
 def test_the_critical_path_has_no_hole_after_its_gate(count: int, stride: float, ratio: float) -> None:
     """With gates that are open from the start, the path reaches from 0 to the end without a pause."""

@@ -13,6 +13,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from tests import forked
 from tests.daemon.live import ROOT, Agent, Daemon, environment, listen, new_run, threaded, wait_until
 from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
@@ -29,14 +30,8 @@ def run(daemon: Daemon | None, *words: str, state: Path | None = None, **variabl
         state = daemon.state
         variables = {"TIDEGATE_DAEMON": daemon.url, **variables}
     assert state is not None
-    done = subprocess.run(
-        [sys.executable, "-m", "tidegate", *words],
-        cwd=ROOT,
-        env=environment(state, **variables),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    done = forked.run(
+        [sys.executable, "-m", "tidegate", *words], cwd=ROOT, env=environment(state, **variables), timeout=60
     )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr.strip()
@@ -286,7 +281,7 @@ def test_watching_and_following(daemon: Daemon) -> None:
         (("status", "--watch"), "llama-7b"),
         (("events", "--follow"), "generation 1 proposed: stride=4"),
     ):
-        process = subprocess.Popen(
+        process = forked.Popen(
             [sys.executable, "-m", "tidegate", *words], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE
         )
         assert process.stdout is not None

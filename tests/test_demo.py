@@ -98,6 +98,28 @@ def started(tmp_path: Path) -> Iterator[list[Demo]]:
             demo.process.wait()
 
 
+@pytest.mark.timeout(300)
+def test_a_short_demo_trains_beside_its_services_and_ends_with_a_summary(
+    tmp_path: Path, ports: list[str], started: list[Demo]
+) -> None:
+    demo = Demo(tmp_path, ["demo", "--steps", "12", "--run", "short", *ports])
+    started.append(demo)
+    until(lambda: "step 1/12" in demo.said, "step 1", 60)
+    children = demo.children()
+    assert "tidegate_phase_seconds_count" in httpx.get(demo.address("metrics"), trust_env=False).text
+    assert httpx.get(f"{demo.address('live view').rstrip('/')}/_stcore/health", trust_env=False).text == "ok"
+    assert demo.wait(200) == 0, demo.said
+    assert not any(map(lives, children))
+    summary = json.loads((tmp_path / "runs" / "short" / "summary.json").read_text())
+    assert set(summary) >= KEYS
+    assert (summary["steps"], summary["device"]) == (12, "emulated")
+    assert summary["loss_last"] < summary["loss_first"]
+    assert summary["update_params"] == summary["planned_update_params"]
+    assert summary["link_bytes"]["h2d"] == summary["planned_link_bytes"]["h2d"]
+    assert (tmp_path / "runs" / "short" / "trace.json").stat().st_size > 10_000
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demo_trains_shows_itself_and_takes_knobs(tmp_path: Path, ports: list[str], started: list[Demo]) -> None:
     demo = Demo(tmp_path, ["demo", "--steps", "120", "--run", "first", *ports])
@@ -184,7 +206,10 @@ def test_a_service_that_starts_as_ctrl_c_comes_ends_with_it(tmp_path: Path, monk
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("moment", ["run ", "live view", "step 1/"])
+@pytest.mark.parametrize(
+    "moment",
+    ["run ", pytest.param("live view", marks=pytest.mark.slow), pytest.param("step 1/", marks=pytest.mark.slow)],
+)
 def test_ctrl_c_at_any_moment_leaves_nothing_behind(
     tmp_path: Path, ports: list[str], started: list[Demo], moment: str
 ) -> None:
@@ -203,6 +228,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_behind(
     assert not {name for name in left if name.endswith((".lock", ".tmp", ".pid"))}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_errors_are_one_sentence_and_a_non_zero_exit(tmp_path: Path, ports: list[str], started: list[Demo]) -> None:
     empty = tmp_path / "empty"
@@ -224,6 +250,7 @@ def test_errors_are_one_sentence_and_a_non_zero_exit(tmp_path: Path, ports: list
         assert "Traceback" not in demo.said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_taken_port_is_said_before_training(tmp_path: Path, ports: list[str], started: list[Demo]) -> None:
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.agent.tiers.trainer import trainer
 from tests.services import ROOT
 from tidegate import doctor_paths
@@ -19,9 +19,9 @@ from tidegate.errors import ConfigError
 def doctor(folder: Path, *words: str) -> tuple[int, str]:
     """Exit code, and all that it said, on one line. Nobody is there to answer."""
     env = {**os.environ, "TIDEGATE_STATE_DIR": str(folder / "state"), "TIDEGATE_DAEMON": "http://127.0.0.1:9"}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "tidegate", "doctor", *words],
-        cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, env=env, timeout=60,
     )  # fmt: skip
     assert "Traceback" not in done.stderr
     return done.returncode, " ".join((done.stdout + done.stderr).split())

@@ -28,6 +28,7 @@ def loss_of(said: str) -> float:
     return float(re.findall(r"loss ([\d.]+)", said)[-1])
 
 
+@pytest.mark.slow
 def test_plain_pytorch_resumes_where_it_was(tmp_path: Path) -> None:
     first = run(tmp_path, str(EXAMPLES / "plain_pytorch.py"))
     second = run(tmp_path, str(EXAMPLES / "plain_pytorch.py"))
@@ -39,6 +40,7 @@ def test_plain_pytorch_resumes_where_it_was(tmp_path: Path) -> None:
     assert int(counts["pfs"]) > 0
 
 
+@pytest.mark.slow
 def test_fsdp2_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     said = [
         run(
@@ -52,6 +54,7 @@ def test_fsdp2_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     assert loss_of(said[1]) < loss_of(said[0])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1300)
 def test_deepspeed_goes_on_where_it_was(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
@@ -66,6 +69,7 @@ def test_deepspeed_goes_on_where_it_was(tmp_path: Path) -> None:
     assert counts["nvme"] > counts["pfs"] > 0
 
 
+@pytest.mark.slow
 def test_the_trainer_says_what_holds_it_up(tmp_path: Path) -> None:
     said = run(tmp_path, str(EXAMPLES / "huggingface_trainer.py"))
     assert "steps 20" in said

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.gpu.iterations import SIDES, speedups
 from bench.gpu.trace import summary
 
@@ -22,6 +24,7 @@ def gpu_sh(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_every_stage_runs_and_none_runs_twice(tmp_path: Path) -> None:
     # The other two shapes are the same code.
     stages = ["links", "tests", "parity", "updates", "trace", "watching", "iterations-1b", "sweeps", "tiers"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.services import ROOT, free_port, until
 from tidegate.logs import VARIABLE, JsonFormatter, event
 
@@ -79,6 +80,7 @@ def test_an_agent_logs_as_json_where_the_environment_says_so() -> None:
     assert found[1]["steps"] == 1
 
 
+@pytest.mark.slow
 def test_an_agent_leaves_the_logs_of_other_peoples_programs_alone() -> None:
     done = python(AGENT, None)
     assert (done.returncode, done.stderr) == (0, "")
@@ -105,7 +107,7 @@ def test_the_daemon_logs_in_the_form_that_it_is_told(tmp_path: Path, form: str) 
     (tmp_path / "agent.token").write_text("token-that-is-long-enough-0123456789\n")
     (tmp_path / "agent.token").chmod(0o644)
     command = ["daemon", "--port", str(free_port()), "--state-dir", str(tmp_path), "--log-format", form]
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-m", "tidegate", *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
     until((tmp_path / "daemon.json").exists, "the daemon")

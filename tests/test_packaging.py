@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
 PARTS = ("agent", "daemon", "dashboard", "kernels")
 # The environment must not leak into the clean one.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}

@@ -45,6 +45,7 @@ def scraped(prom: Prometheus, steps: int) -> None:
     until(lambda: prom.value(f'tidegate_steps_total{{run="{RUN}"}}') == steps, f"step {steps} in Prometheus")
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_metrics_tell_the_truth_and_knobs_act_within_two_steps(tmp_path: Path) -> None:
@@ -132,6 +133,7 @@ def _fast() -> tidegate.EmulatedRates:
     return tidegate.EmulatedRates(h2d_bytes_per_second=1e12, d2h_bytes_per_second=1e12, update_params_per_second=1e12)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_slow_link_raises_the_stall_alert_until_it_is_well_again(tmp_path: Path) -> None:
     with daemon_process(tmp_path / "state") as daemon, prometheus(tmp_path / "prometheus", daemon.port) as prom:

@@ -14,6 +14,7 @@ BENCH = Path(__file__).parents[1] / "bench"
 TOY = ("--json", "--numel", "240000", "--subgroups", "6", "--rounds", "2", "--cpu", "1e9")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options", "expected"),
     [

@@ -245,9 +245,9 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def worst_of_plan(name: str, folder: Path) -> float:
+def worst_of_plan(name: str, folder: Path, steps: int = STEPS) -> float:
     with both(plans(folder)[name]) as (stock, ours):
-        return worst_of_updates(stock, ours)
+        return worst_of_updates(stock, ours, steps)
 
 
 def worst_of_way(name: str) -> float:
@@ -514,6 +514,10 @@ def main(folder: Path, what: str) -> None:
     get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     tidegate.enable_deepspeed()
+    if what == "few":
+        worst = {name: worst_of_plan(name, folder, steps=5) for name in ("static 0.25", "two paths")}
+        (folder / f"worst-{dist.get_rank()}.json").write_text(json.dumps(worst))
+        return
     if what == "universal":
         reload_universal(folder)
         (folder / f"universal-{dist.get_rank()}").touch()

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tidegate.agent.subgroups import format_of
 from tidegate.kernels import oracle, scalars
 from tidegate.kernels.scalars import GradDtype, WeightFormat
 
+WEIGHT_DTYPES = [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16))]
+"""For tests that try each: with bf16 weights there is most to keep, a remainder and the moments."""
 ARRAY_OF = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.float16}
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 

@@ -65,6 +65,7 @@ def test_cpu_and_paths_are_measured_and_nothing_is_emulated(tmp_path: Path) -> N
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_predictions_follow_a_device_only_once_it_is_calibrated_again() -> None:
     """The emulated bandwidth is changed behind the back of who predicts."""
     subgroups = [Subgroup(i, 100_000, weight_bytes=2, grad_bytes=2, state_bytes=10) for i in range(4)]
@@ -85,6 +86,7 @@ def test_predictions_follow_a_device_only_once_it_is_calibrated_again() -> None:
     assert predicted < late / 1e6 <= what_if(rank, staged, after).update_seconds
 
 
+@pytest.mark.slow
 def test_with_a_device_paths_are_corrected_by_steps_of_an_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

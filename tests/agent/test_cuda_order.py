@@ -136,7 +136,14 @@ def undisturbed(scenario: Scenario) -> FakeCuda:
     return scenario("")
 
 
-@pytest.mark.parametrize("case", [*KEPT, *RELEASED, *OVERLAPPED, *STORED, *BASELINES], ids=str)
+ALL = [*KEPT, *RELEASED, *OVERLAPPED, *STORED, *BASELINES]
+QUICK_SEEDS = 4
+"""`make test-all` takes the other seeds, too."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow if c.seed >= QUICK_SEEDS else ()) for c in ALL], ids=str
+)
 def test_equals_the_oracle_without_a_race(case: Case) -> None:
     fake = undisturbed(case)
     assert fake.error is None

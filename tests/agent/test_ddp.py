@@ -16,7 +16,7 @@ from tidegate.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("buckets", ["views", "copies"])
+@pytest.mark.parametrize("buckets", ["views", pytest.param("copies", marks=pytest.mark.slow)])
 def test_two_ranks_equal_the_oracle_with_early_copies(buckets: str, tmp_path: Path) -> None:
     command = [
         *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],

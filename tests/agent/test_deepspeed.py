@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.timeout(1300)
-"""DeepSpeed compiles cpu_adam when it is first used: some minutes."""
+"""DeepSpeed compiles cpu_adam when it is first used, some minutes; `make` has it do that before the tests."""
 
 
 def run_ranks(count: int, folder: Path, what: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -32,6 +32,13 @@ def run_ranks(count: int, folder: Path, what: str, **environment: str) -> subpro
     )  # fmt: skip
 
 
+def test_a_few_updates_are_deepspeeds(tmp_path: Path) -> None:
+    done = run_ranks(1, tmp_path, "few")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads((tmp_path / "worst-0.json").read_text()) == {"static 0.25": 0.0, "two paths": 0.0}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_each_update_is_deepspeeds_and_a_killed_run_goes_on_as_if_it_was_not(tmp_path: Path, count: int) -> None:
     with threaded(tmp_path / "daemon") as daemon:
@@ -49,6 +56,7 @@ def test_each_update_is_deepspeeds_and_a_killed_run_goes_on_as_if_it_was_not(tmp
         assert (tmp_path / "universal-0").exists(), third.stderr[-4000:]
 
 
+@pytest.mark.slow
 def test_the_trainer_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(

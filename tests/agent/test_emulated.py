@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tidegate.agent.devices.base import Copy
 from tidegate.agent.devices.emulated import Arena, EmulatedDevice, EmulatedRates
 from tidegate.errors import DeviceAccessError, MemoryBudgetError
@@ -106,7 +107,7 @@ def test_a_copy_takes_at_least_its_stated_time() -> None:
     assert end - start >= 0.05
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5000)), max_size=40))
 def test_arena_blocks_never_overlap_and_freed_space_comes_back(moves: list[tuple[bool, int]]) -> None:
     arena, held = Arena(20_000), []

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 import tidegate
 from tests.agent.plain import PlainAdamW
+from tests.examples import examples
 from tidegate.agent.subgroups import grad_dtype_of
 from tidegate.knobs import Knobs
 
@@ -65,7 +66,7 @@ def random_grads(params: list[torch.nn.Parameter], seed: int, some: bool) -> lis
     return grads
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     shapes=st.lists(st.tuples(SHAPES, st.integers(0, 2)), min_size=1, max_size=7),
     subgroup_numel=st.integers(3, 700),

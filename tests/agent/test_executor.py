@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.services import ROOT
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.engine.clock import MonotonicClock, VirtualClock
@@ -64,7 +65,7 @@ def run_on_null_device(plan: Plan, step_at: float, ready_at: dict[int, float]) -
     return spans
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     sizes=st.lists(st.integers(1, 400), min_size=1, max_size=14),
     stride=st.sampled_from(["off", 1.0, 1.7, 2.0, 3.0]),

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,6 +25,7 @@ def run_ranks(count: int, folder: Path, what: str) -> set[str]:
     return {path.name for path in folder.glob(f"{what}-*")}
 
 
+@pytest.mark.slow
 def test_shards_equal_the_oracle_and_a_checkpoint_serves_another_number_of_ranks(tmp_path: Path) -> None:
     assert run_ranks(2, tmp_path, "save") == {"save-0", "save-1"}
     assert run_ranks(4, tmp_path, "load") == {f"load-{rank}" for rank in range(4)}

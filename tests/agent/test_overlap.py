@@ -14,6 +14,7 @@ from hypothesis import given, settings
 
 import tidegate
 from tests.agent.plain import PlainAdamW
+from tests.examples import examples
 from tidegate.agent.overlap import units
 from tidegate.agent.subgroups import Layout, flat
 from tidegate.errors import ConfigError
@@ -159,7 +160,7 @@ def tokens(seed: int) -> torch.Tensor:
 EVENTS = st.sampled_from(["train", "train", "evaluate", "model state", "state", "knobs", "accumulate", "skip", "edit"])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     width=st.sampled_from([4, 8, 12]),
     depth=st.integers(1, 3),

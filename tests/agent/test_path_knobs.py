@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 import tidegate
+from tests import forked
 from tests.agent.training import Training
 from tests.services import ROOT, DaemonProcess, daemon_process, until
 from tidegate.agent.engine.engine import StepResult
@@ -50,10 +50,9 @@ class Watched:
 
 def knobs(daemon: DaemonProcess, *words: str) -> tuple[int, str, str]:
     """Exit code, output and errors of `tidegate knobs set`."""
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "tidegate", "knobs", "set", "--run", RUN, "--daemon", daemon.url, *words],
-        cwd=ROOT, env={**os.environ, "TIDEGATE_STATE_DIR": str(daemon.state)}, capture_output=True, text=True,
-        timeout=60, check=False,
+        cwd=ROOT, env={**os.environ, "TIDEGATE_STATE_DIR": str(daemon.state)}, timeout=60,
     )  # fmt: skip
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr

@@ -72,6 +72,7 @@ class Truth:
                 self.planned[op.lane] += op.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.alone  # times of two watchers are held against each other
 def test_bytes_in_prometheus_are_the_kernels_less_what_else_the_process_does_and_the_plans(tmp_path: Path) -> None:
     without = Training()

@@ -93,6 +93,7 @@ def test_a_port_above_all(monkeypatch: pytest.MonkeyPatch) -> None:
         tidegate.attach(adam, run="r", metrics_port=65_533)
 
 
+@pytest.mark.slow
 def test_one_rank_that_cannot_attach_keeps_no_other_waiting(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_attach_in_vain, (tmp_path,), nprocs=2)  # type: ignore[attr-defined]
     mine, others = ((tmp_path / f"rank-{rank}").read_text() for rank in (1, 0))

@@ -379,6 +379,7 @@ def test_checkpointing_is_a_phase_of_its_own() -> None:
         assert set(last.phase_seconds) <= set(PHASES)
 
 
+@pytest.mark.slow
 def test_auto_moves_to_what_measured_rates_call_for_and_weights_do_not_care() -> None:
     """Copies are so slow that the CPU alone is many times faster, however busy this machine is."""
     slow = tidegate.EmulatedRates(h2d_bytes_per_second=3e7, d2h_bytes_per_second=3e7, update_params_per_second=1e8)

@@ -27,6 +27,7 @@ from tests.agent.test_exactness import (
     random_grads,
     with_special_values,
 )
+from tests.examples import examples
 from tidegate.agent.subgroups import grad_dtype_of
 from tidegate.agent.tiers.path import PathSettings
 from tidegate.knobs import Knobs
@@ -157,7 +158,7 @@ class Pair:
                     assert np.array_equal(found, mine.view(np.uint8)), (index, name)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     shapes=st.lists(st.tuples(SHAPES, st.integers(0, 2)), min_size=1, max_size=6),
     subgroup_numel=st.integers(100, 900),

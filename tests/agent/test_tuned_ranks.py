@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tidegate.model.tuner import FIRST_LOOK_STEPS
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_ranks_move_between_the_same_two_steps(tmp_path: Path) -> None:
     command = [
         *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],

@@ -105,6 +105,7 @@ def test_without_paths_there_is_no_order_to_choose() -> None:
         assert attachment.tuning.free == {"stride"}
 
 
+@pytest.mark.slow
 def test_a_link_that_slows_down_for_good_gets_new_rates_and_keeps_its_ceiling() -> None:
     """To a twentieth: no busy machine looks like that. The next look comes at once."""
     training = Training(stride="auto")

@@ -20,7 +20,7 @@ from tidegate.errors import DaemonError
 from tidegate.wire.run import RunView
 
 REASON = why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 T = TypeVar("T")
 RUN = "two-hosts"
 CUT_SECONDS = 20.0

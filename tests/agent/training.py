@@ -24,7 +24,8 @@ from tidegate.agent.tiers.transfers import Transfer
 RATES = tidegate.EmulatedRates(h2d_bytes_per_second=4e8, d2h_bytes_per_second=4e8, update_params_per_second=1e8)
 WIDTH = 1024
 PAGE = 4096
-ROWS = 512
+ROWS = 64
+"""Of a batch: few, as what is looked at is the update, not the network."""
 NUM_LAYERS = 3
 
 

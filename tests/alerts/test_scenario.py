@@ -11,6 +11,7 @@ from tests.agent.tiers.faults import require_mounts
 from tests.alerts.scenario import CASES, SECONDS, in_namespaces
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 20)
 def test_each_fault_raises_its_alert_and_its_runbook_mends_it(tmp_path: Path) -> None:
     require_mounts("losetup", "mkfs.ext4")

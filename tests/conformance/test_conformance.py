@@ -112,6 +112,7 @@ instantiate_device_type_tests(TestOptimRenewed, globals())
 """
 
 
+@pytest.mark.slow
 def test_runner_tells_what_passed_failed_and_why(tmp_path: Path) -> None:
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "test_optim.py").write_text(CHECKOUT)

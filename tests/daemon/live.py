@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from tests import forked
 from tests.services import PATIENCE
 from tidegate.client import SCOPES, DaemonClient
 from tidegate.daemon.app import create_app
@@ -115,7 +116,7 @@ class Process:
         if not keep:
             (self.state / "daemon.json").unlink(missing_ok=True)
         command = [sys.executable, "-m", "tidegate", "daemon", "--state-dir", str(self.state), *self.arguments]
-        self.process = subprocess.Popen(
+        self.process = forked.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(self.state)
         )
         announced = lambda: not keep and (self.state / "daemon.json").exists()  # noqa: E731

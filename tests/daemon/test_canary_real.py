@@ -83,6 +83,7 @@ def settled(daemon: Daemon, run: str) -> list[GenerationView]:
     return made
 
 
+@pytest.mark.slow
 def test_a_harmful_stride_is_rolled_back_and_a_helpful_one_stays(daemon: Daemon) -> None:
     """Reports come a second apart, a dozen steps take less: ranks on trial report more often."""
     run, client = new_run(), daemon.client()

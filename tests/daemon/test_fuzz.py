@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.daemon.live import Agent, Daemon, Process, hello, new_run, step_report
+from tests.examples import examples
 from tidegate.client import MAX_BODY_BYTES
 from tidegate.wire.agent import AgentReport
 
@@ -51,7 +52,7 @@ def refused(daemon: Daemon, path: str, body: bytes) -> None:
         assert len(answer.content) < 20_000
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_anything_in_any_field(daemon: Daemon, agent: Agent, data: st.DataObject) -> None:
     path, good = data.draw(st.sampled_from(sorted(paths(agent).items(), key=lambda pair: pair[0])))
@@ -119,6 +120,7 @@ def test_clocks_that_are_wrong(daemon: Daemon, skew: float) -> None:
     assert (view.liveness, abs(view.last_seen - time.time()) < 60) == ("live", True)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """The largest reports that are taken, again and again: what is kept of them does not grow."""
     with Process(tmp_path) as process:

@@ -68,6 +68,7 @@ def test_every_operation_says_what_it_needs_and_how_it_fails(daemon: Daemon) -> 
 ALL = "examples,coverage,fuzzing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scope", "phases"),
     [

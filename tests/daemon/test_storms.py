@@ -156,6 +156,7 @@ def _free_port() -> int:
         return port
 
 
+@pytest.mark.slow
 def test_kill_9_five_times(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, 5)
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from playwright.sync_api import ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from tidegate.dashboard import command, environment
 
@@ -34,25 +34,31 @@ DRAWN = """() => {
 
 
 @contextlib.contextmanager
-def open_page(url: str, *, dark: bool = False, height: int = 800) -> Iterator[tuple[Page, list[str]]]:
-    """The page at 1280 pixels, drawn; and the console errors so far."""
+def chromium() -> Iterator[Browser]:
     assert CHROMIUM.exists(), f"There is no {CHROMIUM}; as root, `make test` installs it (Debian package chromium)."
-    errors: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), headless=True, args=ARGUMENTS)
         try:
-            context = browser.new_context(
-                viewport={"width": 1280, "height": height}, color_scheme="dark" if dark else "light"
-            )
-            page = context.new_page()
-            page.set_default_timeout(PATIENCE_MS)
-            page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on("console", lambda message: errors.append(message.text) if is_ours(message) else None)
-            page.goto(url)
-            settle(page)
-            yield page, errors
+            yield browser
         finally:
             browser.close()
+
+
+@contextlib.contextmanager
+def open_page(browser: Browser, url: str, *, dark: bool = False, height: int = 800) -> Iterator[tuple[Page, list[str]]]:
+    """The page at 1280 pixels, drawn; and the console errors so far."""
+    errors: list[str] = []
+    context = browser.new_context(viewport={"width": 1280, "height": height}, color_scheme="dark" if dark else "light")
+    try:
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if is_ours(message) else None)
+        page.goto(url)
+        settle(page)
+        yield page, errors
+    finally:
+        context.close()
 
 
 def is_ours(message: ConsoleMessage) -> bool:
@@ -69,7 +75,7 @@ def settle(page: Page) -> None:
 
 def screenshot(url: str, path: str | Path, *, dark: bool = False, full: bool = False) -> None:
     """Writes a PNG of the live view at 1280 × 800, or of all of it."""
-    with open_page(url, dark=dark, height=2000 if full else 800) as (page, _):
+    with chromium() as browser, open_page(browser, url, dark=dark, height=2000 if full else 800) as (page, _):
         page.wait_for_function(DRAWN)
         page.screenshot(path=str(path))
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
-from tests.dashboard.browser import ARGUMENTS, CHROMIUM, is_ours, serve, settle
+from tests.dashboard.browser import chromium, is_ours, serve, settle
 from tests.services import ROOT, DaemonProcess, daemon_process, until
 
 RUN = "llama-7b"
@@ -88,16 +88,13 @@ class Stand:
 @contextlib.contextmanager
 def stand(base: Path) -> Iterator[Stand]:
     """All of it up, and a dozen steps done."""
-    assert CHROMIUM.exists(), f"There is no {CHROMIUM}; as root, `make test` installs it (Debian package chromium)."
     expect.set_options(timeout=BUSY_MS)
     with contextlib.ExitStack() as stack:
         daemon = stack.enter_context(daemon_process(base / "state"))
         stack.enter_context(_environment(daemon))
         stack.enter_context(_training(base, daemon.url))
         view = stack.enter_context(serve(daemon.url))
-        playwright = stack.enter_context(sync_playwright())
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), headless=True, args=ARGUMENTS)
-        stack.callback(browser.close)
+        browser = stack.enter_context(chromium())
         until(lambda: _answers(f"{view}/_stcore/health"), "the live view", 90)
         until(lambda: _steps(daemon) > 12, "a dozen steps", 120)
         yield Stand(daemon, view, browser)

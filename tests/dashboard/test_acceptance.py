@@ -14,6 +14,7 @@ from tests.dashboard.stand import RUN, Stand, Viewer, stand
 from tests.services import until
 from tidegate.dashboard.screens import SCREENS
 
+pytestmark = pytest.mark.slow
 ACCEPTED = re.compile("is (applied on|accepted by) all ranks")
 TOO_WIDE = """() => {
   const main = document.querySelector('.stMain');

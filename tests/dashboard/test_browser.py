@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
-from tests.dashboard.browser import open_page, screenshot, serve
+from tests.dashboard.browser import chromium, open_page, screenshot, serve
 from tests.dashboard.scripted import Agent, Daemon, start_daemon
 from tests.services import until
 
@@ -25,6 +25,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, 
         with agent.training(), serve(daemon.url) as url:
             until(lambda: answers(f"{url}/_stcore/health"), "the live view", 30)
             yield daemon, agent, url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
 
 
 def answers(url: str) -> bool:
@@ -47,10 +53,18 @@ def healthy(page: Page, errors: list[str]) -> None:
     assert errors == []
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_the_first_screen_tells_the_essential(running: tuple[Daemon, Agent, str], tmp_path: Path, dark: bool) -> None:
+def test_the_screenshot_function_writes_a_png(running: tuple[Daemon, Agent, str], tmp_path: Path) -> None:
+    screenshot(running[2], tmp_path / "page.png")
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["light", "dark"])
+def test_the_first_screen_tells_the_essential(
+    running: tuple[Daemon, Agent, str], browser: Browser, tmp_path: Path, dark: bool
+) -> None:
     _, _, url = running
-    with open_page(f"{url}/run", dark=dark) as (page, errors):
+    with open_page(browser, f"{url}/run", dark=dark) as (page, errors):
         expect(page.locator(".tg-verdict")).to_contain_text("The update is")
         expect(page.locator(".tg-kpi").first).to_contain_text("/step")
         for part in ("table.tg", ".st-key-phase_history", ".st-key-stalls"):
@@ -63,9 +77,9 @@ def test_the_first_screen_tells_the_essential(running: tuple[Daemon, Agent, str]
         healthy(page, errors)
 
 
-def test_an_update_is_held_and_saved_for_perfetto(running: tuple[Daemon, Agent, str]) -> None:
+def test_an_update_is_held_and_saved_for_perfetto(running: tuple[Daemon, Agent, str], browser: Browser) -> None:
     _, _, url = running
-    with open_page(f"{url}/timeline") as (page, errors):
+    with open_page(browser, f"{url}/timeline") as (page, errors):
         page.get_by_role("button", name="Hold").click()
         page.wait_for_url("**/timeline?run=llama-7b&step=*")
         held = int(page.url.rpartition("=")[2])
@@ -85,9 +99,3 @@ def test_an_update_is_held_and_saved_for_perfetto(running: tuple[Daemon, Agent, 
         page.wait_for_url("**/run?run=llama-7b")
         expect(page.locator(".st-key-memory .main-svg").first).to_be_visible()
         healthy(page, errors)
-
-
-def test_the_screenshot_function_writes_a_png(running: tuple[Daemon, Agent, str], tmp_path: Path) -> None:
-    screenshot(running[2], tmp_path / "page.png")
-    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "page.png").stat().st_size > 10_000

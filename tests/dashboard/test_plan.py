@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st_
 
 from tests.dashboard.screen import again, page, text
@@ -24,7 +24,6 @@ QUESTIONS = st_.builds(
 )
 
 
-@settings(deadline=None)
 @given(QUESTIONS)
 def test_an_address_holds_the_whole_question(asked: Question) -> None:
     assert Question.of_query(asked.query()) == asked

@@ -17,6 +17,7 @@ from tests.deployment.containers import Engine, engine, why_not
 from tests.services import ROOT, until
 
 STEPS = "100"
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

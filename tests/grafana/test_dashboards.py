@@ -78,7 +78,16 @@ def requirement(panel: dict[str, Any]) -> str | None:
 ALL_PANELS = [
     pytest.param(name, panel, id=f"{name} / {panel['title']}") for name in DASHBOARDS for panel in panels(name)
 ]
-DATA_PANELS = [p for p in ALL_PANELS if requirement(p.values[1]) is None]  # type: ignore[arg-type]
+QUICK = "run"
+"""The dashboard that `make test` holds against a real Prometheus; `make test-all` takes all of them."""
+EACH_BOARD = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in DASHBOARDS]
+)
+DATA_PANELS = [
+    pytest.param(*p.values, id=p.id, marks=() if p.values[0] == QUICK else pytest.mark.slow)
+    for p in ALL_PANELS
+    if requirement(p.values[1]) is None  # type: ignore[arg-type]
+]
 
 
 # ---- the files
@@ -276,7 +285,7 @@ def test_every_panel_shows_data(prom: Prometheus, name: str, panel: dict[str, An
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", DASHBOARDS)
+@EACH_BOARD
 def test_every_variable_has_values_and_every_annotation_happened(prom: Prometheus, name: str) -> None:
     chosen = values(prom, name)
     assert RUN in chosen.get("run", RUN).split("|")

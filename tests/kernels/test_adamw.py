@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.kernels.states import State, assert_same, by_oracle, canonical, make, of, ordinary, special
 from tidegate import kernels
 from tidegate.kernels import Arithmetic, GradDtype, Scalars, ThreadPool, WeightFormat, oracle, scalars
@@ -86,7 +87,7 @@ def test_special_values_as_deepspeed_rounds(
         check(pool, state.copy(), weight_format, grad_dtype, of(arithmetic, values))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(*[st.integers(0, 2**32 - 1)] * 3), min_size=1, max_size=40), st.booleans())
 def test_the_oracles_fused_multiply_add_rounds_once(bits: list[tuple[int, int, int]], near: bool) -> None:
     a, b, c = np.array(bits, np.uint32).T.copy().view(np.float32)
@@ -98,7 +99,7 @@ def test_the_oracles_fused_multiply_add_rounds_once(bits: list[tuple[int, int, i
     np.testing.assert_array_equal(canonical(found, False), canonical(expected, False))
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250))
 @given(
     st.sampled_from(kernels.instruction_sets()),
     st.sampled_from(WeightFormat),

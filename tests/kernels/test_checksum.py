@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tidegate import kernels
 
 SOURCES = Path(__file__).parents[2] / "kernels" / "src"
@@ -92,7 +93,7 @@ def test_addresses_need_no_alignment() -> None:
         assert kernels.crc32c(part.ctypes.data, len(part)) == checksum(part.tobytes())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(size=st.integers(0, 60_000), cut=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
 def test_a_seed_goes_on_from_what_stands_before(size: int, cut: float, seed: int) -> None:
     data = some_bytes(size)

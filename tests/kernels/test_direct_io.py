@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.examples import examples
 from tidegate import kernels
 from tidegate.kernels import ALIGNMENT, IoPool, IoTicket, aligned_buffer, num_blocks, open_direct
 
@@ -123,7 +124,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 pages = st.integers(1, 40).map(lambda count: count * ALIGNMENT)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     sizes=st.lists(pages, min_size=1, max_size=5),
     block_bytes=pages,
@@ -138,7 +139,7 @@ def test_direct_round_trips(
     round_trip(fd, sizes, block_bytes, threads, gap * ALIGNMENT, with_checksums)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     sizes=st.lists(st.integers(0, 100_000), min_size=1, max_size=5),
     block_bytes=st.integers(1000, 120_000),

@@ -37,6 +37,7 @@ def test_the_flags_are_those_of_the_build() -> None:
     assert all(flag in build for flag in FLAGS if flag != "-std=c++17")
 
 
+@pytest.mark.slow
 @FORMATS
 @DTYPES
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])

@@ -22,6 +22,9 @@ from tidegate.kernels.scalars import SCALAR_NAMES
 
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))
+FEW_DTYPES = pytest.mark.parametrize(
+    "grad_dtype", [pytest.param(d, marks=() if d is GradDtype.BF16 else pytest.mark.slow) for d in GradDtype]
+)
 ADDRESSES = ("weight", "aux", "exp_avg", "exp_avg_sq", "grad")
 Signature = dict[str, str]
 
@@ -70,9 +73,10 @@ def inexact(ptx: str) -> Iterator[str]:
             yield name
 
 
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ["sums or trees", "not (sums or trees)"])
-def test_equals_the_oracle_in_the_interpreter(what: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", what]
+def test_equals_the_oracle_in_the_interpreter(what: str, marks: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", what, "-m", marks]
     done = subprocess.run(
         [*command, str(Path(__file__).with_name("in_interpreter.py"))],
         cwd=Path(__file__).parents[2],
@@ -86,7 +90,7 @@ def test_equals_the_oracle_in_the_interpreter(what: str) -> None:
 
 
 @FORMATS
-@DTYPES
+@FEW_DTYPES
 def test_compiled_code_rounds_as_the_oracle_does(weight_format: WeightFormat, grad_dtype: GradDtype) -> None:
     ptx = adamw_ptx(weight_format, grad_dtype, **triton_adamw.EXACT)
     assert list(inexact(ptx)) == []
@@ -95,7 +99,7 @@ def test_compiled_code_rounds_as_the_oracle_does(weight_format: WeightFormat, gr
 
 
 @pytest.mark.parametrize("arithmetic", [Arithmetic.DEEPSPEED, Arithmetic.DEEPSPEED_TAIL])
-@pytest.mark.parametrize("capability", [75, 90, 120])
+@pytest.mark.parametrize("capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (75, 120))])
 def test_compiled_code_fuses_where_deepspeed_does_and_nowhere_else(arithmetic: Arithmetic, capability: int) -> None:
     ptx = adamw_ptx(WeightFormat.F32, GradDtype.F32, True, capability, arithmetic, **triton_adamw.EXACT)
     assert set(inexact(ptx)) <= {"fma.rn.f32", "fma.rn.f32x2"}
@@ -105,7 +109,7 @@ def test_compiled_code_fuses_where_deepspeed_does_and_nowhere_else(arithmetic: A
     assert not any(re.match(r"(add|sub)\..*f32", name) for name in found)
 
 
-@pytest.mark.parametrize("capability", [75, 80, 86, 89, 100, 120])
+@pytest.mark.parametrize("capability", [80, *(pytest.param(c, marks=pytest.mark.slow) for c in (75, 86, 89, 100, 120))])
 def test_compiled_code_of_other_gpus(capability: int) -> None:
     ptx = adamw_ptx(WeightFormat.F16_MASTER, GradDtype.F16, capability=capability, **triton_adamw.EXACT)
     assert list(inexact(ptx)) == []

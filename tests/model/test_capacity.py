@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tidegate.agent.integrations.deepspeed_settings import settings_of
 from tidegate.errors import ConfigError
 from tidegate.knobs import OFF
@@ -116,7 +117,7 @@ def faster(machine: Machine, part: str, times: float) -> Machine:
     return replace(machine, **{name: times * getattr(machine, name) for name in names})
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6))
 @given(
     MACHINES,
     st.sampled_from(["7B", "13B", "40B"]),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tidegate.errors import ConfigError
 from tidegate.knobs import Off, device_share
 from tidegate.model import Rank, RateCard, best
@@ -67,7 +68,7 @@ cards = st.builds(
 paths = st.builds(PathSpeeds, read_bytes_per_second=speeds, write_bytes_per_second=speeds, duplex=st.booleans())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     rates=cards,
     nvme=paths,

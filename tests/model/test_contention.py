@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tidegate.errors import ConfigError, PlanError
 from tidegate.model import RateCard, simulate
 from tidegate.model.bound import both_seconds
@@ -75,7 +76,7 @@ def tiered_plan(count: int, slots: int) -> Plan:
     return make_plan(subgroups, placements, num_slots=2, host_slots={"nvme": slots, "pfs": slots})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     count=st.integers(1, 9),
     slots=st.integers(1, 3),

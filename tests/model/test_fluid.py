@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tidegate.model.fluid import Demand, fair_speeds, shared_times
 from tidegate.model.machine import Machine, StoragePath, Workload
 from tidegate.model.scale import MEMORY, NodeShare
@@ -110,7 +111,7 @@ def test_a_rank_with_less_to_do_is_done_sooner_and_leaves_its_share() -> None:
     assert uneven[1] < uneven[0] < both[0]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 10), st.sampled_from([1.0, 1.5, 2.0, 4.0]), st.data())
 def test_order_lanes_and_dependencies_hold_and_equal_runs_are_equal(
     count: int, stride: float, data: st.DataObject

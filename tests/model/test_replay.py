@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.model.test_simulate import H100, plan_of, plans
 from tidegate.errors import ConfigError
 from tidegate.model import simulate
@@ -34,7 +35,7 @@ microseconds = st.integers(0, 3_000_000).map(lambda count: count / 1e6)  # finer
 
 
 @given(plan=plans, step_at=microseconds, forward=microseconds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_what_the_simulator_made_it_expects_again(plan: Plan, step_at: float, forward: float) -> None:
     ready = {subgroup.id: step_at * subgroup.id / len(plan.subgroups) for subgroup in plan.subgroups}
     made = later(simulate(plan, H100, step_at=step_at, gradient_ready=ready, step=5), forward)

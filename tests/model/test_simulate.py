@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tidegate.errors import PlanError
 from tidegate.model import RateCard, simulate
 from tidegate.plan import OpKind, Plan, Policy, Subgroup, make_plan, place, steady
@@ -61,7 +62,7 @@ plans = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(plan=plans, seconds=st.lists(st.floats(0, 10), min_size=7, max_size=7), step_at=st.floats(0, 50))
 def test_what_holds_in_every_simulation(plan: Plan, seconds: list[float], step_at: float) -> None:
     ready = {i: i / 3 for i in range(len(plan.subgroups))}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tidegate.errors import ConfigError
 from tidegate.knobs import EQ1, Off
 from tidegate.model import Prediction, Rank, RateCard, bound, what_if
@@ -227,7 +228,7 @@ def test_a_sample_has_the_order_of_gradients_of_those_in_it() -> None:
     assert 1 < scale < 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     effective=effectives,
     sizes=st.lists(st.integers(1, 1_000_000), min_size=1, max_size=16),

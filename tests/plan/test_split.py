@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tidegate.errors import CapacityError, ConfigError
 from tidegate.plan.split import (
     PathSpeeds,
@@ -100,7 +101,7 @@ def test_a_users_split() -> None:
 
 
 @given(paths(), st.integers(0, 9), st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_balanced_is_the_best_of_all_splits(made: dict[str, PathSpeeds], count: int, data: st.DataObject) -> None:
     """Held against every split that there is, capacities and a minimum included."""
     capacity = {name: data.draw(st.integers(0, 9)) for name in made if data.draw(st.booleans())}

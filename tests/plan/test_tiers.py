@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.plan.test_planner import names, subgroups
 from tidegate.errors import PlanError
 from tidegate.model import PathRates, RateCard, simulate
@@ -188,7 +189,6 @@ def test_cached_ones_do_not_wait_where_the_cpu_is_what_takes_longest() -> None:
     assert all(start == pytest.approx(end) for (_, end), (start, _) in itertools.pairwise(cpu)), "it never rests"
 
 
-@settings(deadline=None)
 @given(fetched=st.integers(1, 12), cached=st.integers(0, 12), slots=st.integers(1, 4), cpu=st.floats(1e7, 1e10))
 def test_turns_cost_no_more_than_one_turn(fetched: int, cached: int, slots: int, cpu: float) -> None:
     """By what takes longest without them: the path, or the CPU with all updates and the last flush."""
@@ -252,7 +252,7 @@ seconds = st.sampled_from([0.0, 1.0, 2.0]) | st.floats(0.1, 9)
 residences = st.sampled_from(["host", "nvme", "pfs"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     moves=st.lists(st.tuples(residences, residences), min_size=1, max_size=14),
     times=st.lists(seconds, min_size=1, max_size=9),

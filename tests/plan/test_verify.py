@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tidegate.errors import PlanError
 from tidegate.plan import Op, OpKind, Placement, Plan, Subgroup, make_plan, place, steady, verify
 
@@ -188,14 +189,14 @@ DAMAGES = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(plan=plans())
 def test_every_plan_is_correct(plan: Plan) -> None:
     verify(plan)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(plan=plans(min_subgroups=1))
 def test_damage_is_refused(damage: Callable[[Plan], Iterable[Plan]], plan: Plan) -> None:
     for damaged in damage(plan):
@@ -203,7 +204,7 @@ def test_damage_is_refused(damage: Callable[[Plan], Iterable[Plan]], plan: Plan)
             verify(damaged)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(plan=plans())
 def test_plans_are_deterministic(plan: Plan) -> None:
     one, two = (

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.plan.test_verify import DAMAGES, AnyClock, renumbered, sizes, with_op
 from tidegate.errors import PlanError
 from tidegate.plan import Op, OpKind, Placement, Plan, Subgroup, effects, make_plan, verify
@@ -130,14 +131,14 @@ TIER_DAMAGES = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(plan=plans())
 def test_every_plan_is_correct(plan: Plan) -> None:
     verify(plan)
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, *TIER_DAMAGES])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(plan=plans(min_subgroups=1))
 def test_damage_is_refused(damage: Callable[[Plan], Iterable[Plan]], plan: Plan) -> None:
     for damaged in damage(plan):
@@ -145,7 +146,7 @@ def test_damage_is_refused(damage: Callable[[Plan], Iterable[Plan]], plan: Plan)
             verify(damaged)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(plan=plans(), random=st.randoms(use_true_random=False))
 def test_ops_that_meet_are_never_in_progress_at_once(plan: Plan, random: Random) -> None:
     """Lanes of paths begin as much as dependencies let them, and end it in order; any lane may be fast or slow."""
@@ -190,7 +191,7 @@ def test_a_fetch_that_begins_says_nothing_of_the_one_before() -> None:
     assert before(first, update)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(plan=plans())
 def test_compute_does_no_io(plan: Plan) -> None:
     """What touches a path is on a lane of that path, and nothing else is."""

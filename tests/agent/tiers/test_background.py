@@ -61,7 +61,11 @@ def ended(pending: PendingCheckpoint) -> PendingCheckpoint:
     return pending
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16))],
+    ids=str,
+)
 @pytest.mark.parametrize("saved", ["the same", "no paths"])
 def test_holds_the_state_as_it_was_when_it_began(
     tmp_path: Path, disk: Path, memory: Path, valve: Valve, dtype: torch.dtype, saved: str

@@ -266,7 +266,7 @@ print("done")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-@pytest.mark.parametrize(("megabytes", "expected"), [(12, "room"), (9, "none")])
+@pytest.mark.parametrize(("megabytes", "expected"), [pytest.param(12, "room", marks=pytest.mark.slow), (9, "none")])
 def test_on_a_file_system_with_little_room(tmp_path: Path, megabytes: int, expected: str) -> None:
     """4.8 MB of state, and as much for one checkpoint: it goes on for ever in 12 MB, and is refused in 9."""
     mounted = f'mount -t tmpfs -o size={megabytes}m tmpfs "$0" && exec "$@"'

@@ -35,6 +35,7 @@ from tests.agent.tiers.faults import (
     train,
     training,
 )
+from tests.examples import examples
 from tidegate.agent.tiers.path import PathSettings
 from tidegate.analysis import exposed_waits
 from tidegate.errors import (
@@ -365,7 +366,7 @@ FAULTS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     faults=FAULTS,
     split=st.sampled_from(["auto", "one:1,two:1,three:1", "one:3,two:1", "three:1"]),
@@ -412,6 +413,7 @@ def after(first: int, code: int, count: int) -> Any:
 # ---- for real
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "programs"),
     [

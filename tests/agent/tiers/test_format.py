@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tidegate.agent.tiers.format import (
@@ -88,7 +88,6 @@ sizes = st.builds(
 
 
 @given(sizes, st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_what_is_packed_is_unpacked(size: tuple[int, int, int], random: Any) -> None:
     numel, state_bytes, block_bytes = size
     count = num_blocks(numel * state_bytes, block_bytes)

@@ -126,6 +126,7 @@ def finish(places: Places, story: Story) -> None:
     assert len(list(places.checkpoints.iterdir())) == 1, "remains of interrupted checkpoints"
 
 
+@pytest.mark.slow
 def test_killed_ten_times(places: Places) -> None:
     story = run_and_kill(places, 10, seed=7)
     assert story.insides["elsewhere"] <= 5, story.insides

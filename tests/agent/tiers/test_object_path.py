@@ -36,6 +36,7 @@ from tests.agent.tiers.object_server import (
     settings_of,
     use_credentials,
 )
+from tests.examples import examples
 from tests.services import ROOT, free_port
 from tidegate.agent.tiers.format import StateKind, padded_bytes
 from tidegate.agent.tiers.object_path import ObjectPath
@@ -92,7 +93,7 @@ def read(path: ObjectPath, nbytes: int = 40_000, subgroup: int = 0) -> Any:
 # ---- one path alone
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     numel=st.integers(1, 12_000), block=st.sampled_from([4096, 8192, 1 << 20]), threads=st.integers(1, 4),
     steps=st.integers(1, 3),
@@ -324,7 +325,9 @@ def two(server: S3Server | Gate, tmp_path: Path, prefix: str, **changes: Any) ->
     return {"dir": tmp_path / "dir", "store": settings_of(server.endpoint, prefix, **changes)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16))]
+)
 def test_state_moves_between_a_directory_and_a_store_and_equals_the_oracle(
     server: S3Server, tmp_path: Path, dtype: torch.dtype
 ) -> None:

@@ -74,6 +74,7 @@ def trainer(server: S3Server, prefix: str, run: str) -> Iterator[subprocess.Pope
         process.communicate()
 
 
+@pytest.mark.slow
 def test_the_dead_are_listed_and_removed_and_the_living_stay(server: S3Server, tmp_path: Path) -> None:
     where = ("--path", f"s3://{BUCKET}/doctor", "--endpoint", server.endpoint)
     with trainer(server, "doctor", "killed") as victim:

@@ -105,6 +105,7 @@ def refused(*_: Any) -> None:
     raise OSError("the disk of this node")
 
 
+@pytest.mark.slow
 def test_two_ranks_have_one_checkpoint_or_none(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     ranks = [SPAWN.Process(target=rank_main, args=(rank, tmp_path)) for rank in range(2)]

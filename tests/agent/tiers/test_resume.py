@@ -15,7 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tidegate
+from tests.agent.plain import WEIGHT_DTYPES
 from tests.agent.tiers.saving import SIZES, WAYS, Run, both, other_ways
+from tests.examples import examples
 from tidegate.agent.tiers.manifest import Manifest, find_checkpoints
 from tidegate.errors import (
     BlockDamaged,
@@ -32,12 +34,10 @@ from tidegate.errors import (
     WrongStep,
 )
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
 # ---- resuming
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize("saved", ["the same", "no paths"])
 def test_resumes_in_any_other_way(tmp_path: Path, disk: Path, memory: Path, dtype: torch.dtype, saved: str) -> None:
     ways = other_ways(disk, memory)
@@ -60,7 +60,7 @@ def test_resumes_in_any_other_way(tmp_path: Path, disk: Path, memory: Path, dtyp
 @given(
     first=st.integers(1, 8000), second=st.integers(1, 8000), sizes=st.lists(st.integers(0, 900), min_size=1, max_size=6)
 )
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_cut_becomes_any_other(
     tmp_path_factory: pytest.TempPathFactory, first: int, second: int, sizes: list[int]
 ) -> None:
