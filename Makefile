@@ -14,11 +14,14 @@ BENCH ?= $(wildcard bench/*.py)
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 JOBS ?= 2
+# Files are taken in the order in which tests/parts.py has them: those that take long first.
+PYTEST = $(BIN)/pytest --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 # tests/README.md says what each layer holds; tests/parts.py which files are of which part.
 PARTS := plan model kernels engine storage telemetry daemon dashboard integrations operation
 ELSEWHERE := gpu or torture or soak
-QUICK := not (slow or $(ELSEWHERE))
-REST := (slow or hypothesis) and not ($(ELSEWHERE))
+QUICK := not (slow or alone or $(ELSEWHERE))
+REST := (slow or hypothesis) and not (alone or $(ELSEWHERE))
+ALONE := alone and not ($(ELSEWHERE))
 
 .PHONY: help
 help: ## show this list
@@ -60,24 +63,20 @@ demo: $(VENV)/demo ## train a small model on this machine and watch it (DEMO_ARG
 
 .PHONY: test
 test: $(VENV)/test system $(VENV)/deepspeed ## run the quick tests, two files at a time (PYTEST_ARGS=... JOBS=...)
-	$(call run_tests,$(QUICK),)
+	@$(call timed,$(PYTEST) -n $(JOBS) -m "$(QUICK)")
 
 .PHONY: test-all
 test-all: $(VENV)/test system $(VENV)/deepspeed ## run the rest: slow tests, and more examples of property tests
-	$(call run_tests,$(REST),--hypothesis-profile thorough --durations 20)
+	@$(call timed,$(PYTEST) -n $(JOBS) -m "$(REST)" --hypothesis-profile thorough --durations 20)
+	@$(call timed,$(PYTEST) -m "$(ALONE)" --durations 20)
 
 .PHONY: $(PARTS:%=test-%)
 test-integrations: $(VENV)/deepspeed
 $(PARTS:%=test-%): test-%: $(VENV)/test system
-	$(call run_tests,$(QUICK),$$($(BIN)/python -m tests.parts $*))
+	@$(call timed,$(PYTEST) -n $(JOBS) -m "$(QUICK)" $$($(BIN)/python -m tests.parts $*))
 
-# Tests marked `alone` come after the others, one at a time. pytest ends with 5 when it has found no test.
-define run_tests
-@echo "== marked: $(1)"; began=$$SECONDS; status=0; \
-$(BIN)/pytest -n $(JOBS) --dist loadfile -m "($(1)) and not alone" $(2) $(PYTEST_ARGS) || status=$$?; \
-if [ $$status = 0 ]; then $(BIN)/pytest -m "($(1)) and alone" $(2) $(PYTEST_ARGS) || status=$$?; fi; \
-echo "== the tests took $$((SECONDS - began)) s"; [ $$status = 5 ] || exit $$status
-endef
+# Runs a command, says how long it took, and ends as it does.
+timed = began=$$SECONDS; status=0; $(1) || status=$$?; echo "== took $$((SECONDS - began)) s: make $@"; exit $$status
 
 .PHONY: check
 check: $(VENV)/test ## lint, format, types and import contracts

@@ -95,6 +95,7 @@ def test_training_commands_and_the_daemon_that_they_start_log_in_the_form_that_t
     assert (quiet.stdout, quiet.stderr) == ("None\n", "a warning\n")
 
 
+@pytest.mark.slow
 def test_a_format_that_there_is_not_is_said() -> None:
     done = python(AGENT, "xml")
     assert done.returncode != 0

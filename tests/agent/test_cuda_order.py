@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,8 +136,15 @@ def undisturbed(scenario: Scenario) -> FakeCuda:
     return scenario("")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forgotten_at_the_end() -> Iterator[None]:
+    """They are large."""
+    yield
+    undisturbed.cache_clear()
+
+
 ALL = [*KEPT, *RELEASED, *OVERLAPPED, *STORED, *BASELINES]
-QUICK_SEEDS = 4
+QUICK_SEEDS = 3
 """`make test-all` takes the other seeds, too."""
 
 
@@ -272,6 +279,7 @@ IMPLIED = {
 """Waits that another one makes needless. They are made because the plan has the dependency, whatever runs it."""
 
 
+@pytest.mark.slow
 def test_these_are_all_waits() -> None:
     """Of the full engine: the baselines also wait so as to do one thing at a time."""
     found = set().union(*(undisturbed(scenario).sites for scenario in SCENARIOS))
@@ -283,6 +291,7 @@ def test_without_this_wait_something_goes_wrong(wait: str) -> None:
     assert any(goes_wrong(scenario, wait) for scenario in SCENARIOS if wait in undisturbed(scenario).sites)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", IMPLIED)
 def test_this_wait_is_implied_by_another(wait: str) -> None:
     made_in = [scenario for scenario in SCENARIOS if wait in undisturbed(scenario).sites]

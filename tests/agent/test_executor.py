@@ -219,7 +219,7 @@ def test_a_closed_executor_says_so() -> None:
         executor.start(small_plan())
 
 
-@pytest.mark.parametrize("seconds", ["0", "0.01"])
+@pytest.mark.parametrize("seconds", ["0", pytest.param("0.01", marks=pytest.mark.slow)])
 def test_the_process_ends_well_while_a_lane_frees_the_last_tensors(seconds: str) -> None:
     """Which torch answers with SIGABRT, wherever the interpreter begins to end meanwhile."""
     done = subprocess.run(

@@ -58,7 +58,8 @@ def end(trainer: Trainer) -> None:
     unwrapped(trainer.optimizer).close()
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_twenty_steps_equal_ten_and_a_resume_and_another_ten(tmp_path: Path, accumulate: int) -> None:
     whole = trainer_of(tmp_path / "whole", 20, gradient_accumulation_steps=accumulate)
     whole.train()

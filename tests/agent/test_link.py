@@ -264,6 +264,7 @@ def test_a_taken_metrics_port_is_a_clear_error() -> None:
             tidegate.attach(b.optimizer, run="b", metrics_port=port)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_two_ranks_apply_a_generation_between_the_same_two_steps(daemon: DaemonProcess, tmp_path: Path) -> None:
     command = [

@@ -37,6 +37,7 @@ def option_sets() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 @pytest.mark.parametrize("gradients", ["keep", "release"])
 def test_torchs_option_sets(
@@ -53,6 +54,7 @@ def test_torchs_option_sets(
                 both.check()
 
 
+@pytest.mark.slow
 def test_options_that_would_change_the_result_are_refused(option_sets: list[dict[str, Any]]) -> None:
     sets = [found["kwargs"] for found in option_sets]
     refused = [options for options in sets if any(options.get(option) for option in OPTIONS)]

@@ -105,7 +105,10 @@ def test_a_database_of_before_alembic_is_brought_up_to_date(tmp_path: Path) -> N
         store.close()
 
 
-@pytest.mark.parametrize(("first", "statement"), [("", "CREATE TABLE audit"), ("v1", "ALTER TABLE tokens")])
+@pytest.mark.parametrize(
+    ("first", "statement"),
+    [pytest.param("", "CREATE TABLE audit", marks=pytest.mark.slow), ("v1", "ALTER TABLE tokens")],
+)
 def test_whatever_statement_it_is_killed_after_it_opens_again(tmp_path: Path, first: str, statement: str) -> None:
     command = [sys.executable, "-m", "tests.daemon.killed", str(tmp_path), first]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)

@@ -23,6 +23,12 @@ def _nothing_cached() -> Iterator[None]:
     feed.forget()
 
 
+@pytest.fixture(autouse=True)
+def _main_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamlit puts its script in the place of `__main__`, which processes that are spawned later would run again."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+
 @pytest.fixture
 def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
     """A daemon on a free port with its state in a temporary directory; the page under test finds both."""

@@ -53,6 +53,7 @@ def healthy(page: Page, errors: list[str]) -> None:
     assert errors == []
 
 
+@pytest.mark.slow
 def test_the_screenshot_function_writes_a_png(running: tuple[Daemon, Agent, str], tmp_path: Path) -> None:
     screenshot(running[2], tmp_path / "page.png")
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")

@@ -29,6 +29,8 @@ WINDOW_SECONDS = 30
 ALL_OF_IT_SECONDS = 900
 """Longer than all tests of this module take: for what happened once."""
 RULES = sorted((ROOT / "grafana" / "prometheus" / "rules").glob("*.yml"))
+OF_TARGETS = {"run", "rank", "host", "device_kind", "instance", "job", "le"}
+"""Labels that the daemon's discovery and Prometheus itself add."""
 NOT_OURS = {"up", "ALERTS"}
 """Made by Prometheus itself."""
 
@@ -78,16 +80,7 @@ def requirement(panel: dict[str, Any]) -> str | None:
 ALL_PANELS = [
     pytest.param(name, panel, id=f"{name} / {panel['title']}") for name in DASHBOARDS for panel in panels(name)
 ]
-QUICK = "run"
-"""The dashboard that `make test` holds against a real Prometheus; `make test-all` takes all of them."""
-EACH_BOARD = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in DASHBOARDS]
-)
-DATA_PANELS = [
-    pytest.param(*p.values, id=p.id, marks=() if p.values[0] == QUICK else pytest.mark.slow)
-    for p in ALL_PANELS
-    if requirement(p.values[1]) is None  # type: ignore[arg-type]
-]
+DATA_PANELS = [p for p in ALL_PANELS if requirement(p.values[1]) is None]  # type: ignore[arg-type]
 
 
 # ---- the files
@@ -278,14 +271,16 @@ def panel_faults(prom: Prometheus, name: str, panel: dict[str, Any]) -> list[str
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "panel"), DATA_PANELS)
 def test_every_panel_shows_data(prom: Prometheus, name: str, panel: dict[str, Any]) -> None:
     assert panel_faults(prom, name, panel) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@EACH_BOARD
+@pytest.mark.parametrize("name", DASHBOARDS)
 def test_every_variable_has_values_and_every_annotation_happened(prom: Prometheus, name: str) -> None:
     chosen = values(prom, name)
     assert RUN in chosen.get("run", RUN).split("|")
@@ -295,6 +290,7 @@ def test_every_variable_has_values_and_every_annotation_happened(prom: Prometheu
         assert faults(prom, expression, text, ALL_OF_IT_SECONDS) == [], mark["name"]
 
 
+@pytest.mark.slow
 def test_the_mark_of_a_generation_has_its_number(prom: Prometheus) -> None:
     mark = board("run")["annotations"]["list"][0]
     now = time.time()
@@ -304,6 +300,7 @@ def test_the_mark_of_a_generation_has_its_number(prom: Prometheus) -> None:
     assert len(rows[0]["values"]) <= 3, "it is a moment, not the time in which the generation is in force"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", RULES, ids=lambda path: str(path.stem))
 def test_every_rule_speaks_of_what_there_is(prom: Prometheus, path: Path) -> None:
@@ -322,10 +319,31 @@ def test_every_metric_is_in_the_catalogue(name: str) -> None:
             assert parts(filled(target["expr"], ANY)).names <= known, panel["title"]
 
 
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_every_label_and_every_value_of_one_is_in_the_catalogue(name: str) -> None:
+    matcher = re.compile(r'(\w+)(?:=|=~|!=|!~)"([^"]*)"')
+    for panel in panels(name):
+        for target in panel["targets"]:
+            found = parts(filled(target["expr"], ANY))
+            ours = {n: BY_NAME.get(re.sub(r"_(bucket|sum|count)$", "", n)) for n in found.names}
+            if any(metric is None or metric.owner == "daemon" for metric in ours.values()):
+                continue  # labels of the daemon's own metrics, and of others' exporters, are not in the catalogue
+            known = OF_TARGETS.union(*(metric.labels for metric in ours.values()))
+            grouped = found.labels | legend_labels(target["legendFormat"])
+            assert grouped - found.made <= known, panel["title"]
+            for selector in found.selectors:
+                metric, inside = ours[selector.partition("{")[0]], selector.partition("{")[2]
+                for label, value in matcher.findall(inside):
+                    assert label in OF_TARGETS or label in metric.labels, (panel["title"], label)
+                    if label in metric.labels and value not in ANY.values():
+                        assert set(value.split("|")) <= set(metric.values(label, ("nvme", "pfs"))), panel["title"]
+
+
 def _suffixes(kind: str) -> tuple[str, ...]:
     return ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("before", "after", "fault"),

@@ -123,7 +123,9 @@ def test_sums_of_whole_blocks() -> None:
     check_sums([(values, GradDtype.F32)])
 
 
-@pytest.mark.parametrize("num_blocks", [2, 3, 5, 7, 31, 1023, 1024, 1025, 2049, 3001])
+@pytest.mark.parametrize(
+    "num_blocks", [3, 31, 1025, *(pytest.param(count, marks=SLOW) for count in (2, 5, 7, 1023, 1024, 2049, 3001))]
+)
 def test_trees_of_many_blocks(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
     """Blocks of 16 elements, so that the tree has many leaves and the interpreter is done today."""
     monkeypatch.setattr(oracle, "BLOCK_NUMEL", 16)

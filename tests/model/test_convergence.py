@@ -42,7 +42,7 @@ NOISES = {"steps": {"noise": 0.2}, "lanes": {"lane_noise": 0.2}}
 """±20 % each: of whole steps, as when others use the machine; of each lane on its own."""
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_with_noise_it_hardly_moves(machine: str, noise: str, seed: int) -> None:

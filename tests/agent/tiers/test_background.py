@@ -460,7 +460,7 @@ def test_an_update_that_is_done_but_not_waited_for_holds_up_no_drain(tmp_path: P
                 optimizer.load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("how", ["in an update", "with an error"])
+@pytest.mark.parametrize("how", ["in an update", pytest.param("with an error", marks=pytest.mark.slow)])
 def test_a_process_that_ends_waits_for_it(tmp_path: Path, how: str) -> None:
     done = subprocess.run([sys.executable, "-c", ENDS, tmp_path, how], timeout=120, check=False)
     assert done.returncode == (3 if how == "with an error" else 0)

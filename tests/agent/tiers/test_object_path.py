@@ -490,6 +490,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.slow
 def test_objects_go_with_a_process_that_closes_nothing(server: S3Server) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDS, server.endpoint, f"s3://{BUCKET}/ends"],
