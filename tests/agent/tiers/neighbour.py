@@ -8,9 +8,11 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+from tidegate.agent.tiers import locks as locks_module
 from tidegate.agent.tiers.locks import Held, TierLocks
 
 SPAWN = mp.get_context("spawn")
@@ -21,13 +23,20 @@ class Neighbour:
 
     def __init__(self, directory: Path, **options: Any) -> None:
         self._pipe, theirs = SPAWN.Pipe()
-        self._process = SPAWN.Process(target=_serve, args=(theirs, directory, options))
+        self._in_line = SPAWN.Event()
+        self._process = SPAWN.Process(target=_serve, args=(theirs, self._in_line, directory, options))
         self._process.start()
         theirs.close()
         assert self._pipe.recv() == "ready"
 
     def enter(self) -> None:
+        self._in_line.clear()
         self._pipe.send("enter")
+
+    def wait_until_in_line(self) -> None:
+        """Until it has the turnstile and waits for a slot. Whoever enters has the turnstile for a moment, too, and is
+        not in line then: the lock, as others see it, does not tell the two apart."""
+        assert self._in_line.wait(60)
 
     def entered(self) -> tuple[bool, float]:
         assert self._pipe.poll(60)
@@ -61,7 +70,14 @@ def neighbour(directory: Path, **options: Any) -> Iterator[Neighbour]:
         other.stop()
 
 
-def _serve(pipe: Connection, directory: Path, options: dict[str, Any]) -> None:
+def _serve(pipe: Connection, in_line: Event, directory: Path, options: dict[str, Any]) -> None:
+    pass_turnstile = locks_module._pass_turnstile
+
+    def passed(fd: int) -> None:
+        pass_turnstile(fd)
+        in_line.set()
+
+    locks_module._pass_turnstile = passed
     locks = TierLocks(directory, "device", **options)
     pipe.send("ready")
     while pipe.recv() == "enter":

@@ -17,7 +17,7 @@ import pytest
 from tests.agent.tiers.neighbour import SPAWN, neighbour
 from tests.services import until
 from tidegate.agent.tiers import locks as locks_module
-from tidegate.agent.tiers.locks import TURNSTILE, TierLocks, device_key, lock_directory, locked_by_other
+from tidegate.agent.tiers.locks import TierLocks, device_key, lock_directory
 from tidegate.errors import LocksUnusable
 
 LONG = 60.0
@@ -36,12 +36,6 @@ def folder(tmp_path: Path) -> Path:
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor() as threads:
         yield threads
-
-
-def other_waits(locks: TierLocks) -> bool:
-    fd = locks._file.fd
-    assert fd is not None
-    return locked_by_other(fd, TURNSTILE)
 
 
 def wait_in_line(locks: TierLocks, num_threads: int) -> None:
@@ -141,7 +135,7 @@ def test_a_process_killed_in_line_lets_the_next_pass(folder: Path) -> None:
     with neighbour(folder, timeout_seconds=LONG) as first, neighbour(folder, timeout_seconds=LONG) as second:
         with locks.hold():
             first.enter()
-            until(lambda: other_waits(locks), "the first in line")
+            first.wait_until_in_line()
             second.enter()
             first.kill()
         assert second.entered()[0]
@@ -205,7 +199,7 @@ def test_another_process_that_waits_goes_before_more_threads(folder: Path, pool:
         staying = pool.submit(stay)
         until(lambda: locks._file.inside == 1, "the first thread")
         other.enter()
-        until(lambda: other_waits(locks), "the other process")
+        other.wait_until_in_line()
         late = [pool.submit(hold) for _ in range(2)]
         wait_in_line(locks, 2)
         leave.set()
@@ -235,7 +229,7 @@ def test_what_a_thread_waits_for_its_own_process_is_neither_limited_nor_counted(
         staying = pool.submit(stay)
         until(lambda: locks._file.inside == 1, "the first thread")
         other.enter()
-        until(lambda: other_waits(locks), "the other process")
+        other.wait_until_in_line()
         begun = time.monotonic()
         late = pool.submit(hold)
         wait_in_line(locks, 1)
