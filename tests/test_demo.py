@@ -21,7 +21,9 @@ import pytest
 
 from tests.dashboard.browser import screenshot
 from tests.services import ROOT, free_port, until
+from tidegate.demo import DemoOptions
 from tidegate.demo.services import Service
+from tidegate.demo.session import Session
 
 DOCS_PICTURE = ROOT / "docs" / "images" / "live-view.png"
 KEEP = "TIDEGATE_KEEP_SCREENSHOTS"
@@ -203,6 +205,31 @@ def test_a_service_that_starts_as_ctrl_c_comes_ends_with_it(tmp_path: Path, monk
         assert begun[0].poll() == -signal.SIGTERM
     finally:
         begun[0].kill()
+
+
+class Collected:
+    """Ctrl-C comes while Python cleans up, where nothing can be raised."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_ctrl_c_that_python_drops_while_cleaning_up_ends_the_demo_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr("tidegate.demo.session.start_daemon", lambda *_: (Collected(), ("http://nowhere", None))[1])
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    try:
+        assert Session(DemoOptions(view=False, run="dropped")).run() == 130
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    out, error = capfd.readouterr()
+    assert "Interrupted: stopping" in out
+    assert "Traceback" not in error
+    assert sys.unraisablehook is sys.__unraisablehook__
 
 
 @pytest.mark.timeout(180)

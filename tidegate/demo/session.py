@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -52,6 +54,8 @@ class Session:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupt)
         with ExitStack() as stack:
+            stack.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
+            sys.unraisablehook = partial(self._unraisable, sys.unraisablehook)
             try:
                 return self._run(stack)
             except KeyboardInterrupt:
@@ -66,8 +70,13 @@ class Session:
         self._interrupted = True
         raise KeyboardInterrupt
 
+    def _unraisable(self, before: Callable[[Any], object], dropped: sys.UnraisableHookArgs) -> None:
+        """Called for what is raised where Python can only drop it; a Ctrl-C there is no error, `_go_on` sees it."""
+        if not (self._interrupted and isinstance(dropped.exc_value, KeyboardInterrupt)):
+            before(dropped)
+
     def _go_on(self) -> None:
-        """What is raised while Python forks or cleans up is printed and dropped: so a Ctrl-C is asked for, too."""
+        """What is raised while Python forks or cleans up is dropped: so a Ctrl-C is asked for, too."""
         if self._interrupted:
             raise KeyboardInterrupt
 
