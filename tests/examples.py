@@ -17,7 +17,7 @@ USUAL = 100
 
 def register_profiles() -> None:
     settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)
-    settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=USUAL)
+    settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=2 * USUAL)
     settings.register_profile("random", deadline=None, max_examples=USUAL)
     settings.load_profile("quick")
 

@@ -55,13 +55,14 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 LONGEST = (
     "agent/test_deepspeed.py", "test_examples.py", "test_demo.py", "deployment/test_services.py", "test_gpu_bench.py",
-    "test_packaging.py", "alerts/test_scenario.py", "agent/tiers/test_faults.py", "dashboard/test_acceptance.py",
-    "grafana/test_dashboards.py", "agent/test_fsdp.py", "agent/test_two_hosts.py", "agent/test_cuda_order.py",
-    "kernels/test_triton.py", "agent/tiers/test_kill.py", "agent/test_path_knobs.py", "agent/test_ddp.py",
-    "agent/test_link.py", "daemon/test_openapi.py", "test_promise.py", "dashboard/test_browser.py", "test_cli.py",
-    "kernels/test_other_cpus.py", "agent/test_tuned_ranks.py", "agent/tiers/test_object_path.py",
-    "dashboard/test_tune.py", "dashboard/test_page.py", "kernels/test_direct_io.py", "agent/test_exactness.py",
-    "agent/tiers/test_background.py", "plan/test_verify_tiers.py", "agent/test_tiered_exactness.py",
+    "agent/test_exactness.py", "agent/tiers/test_faults.py", "test_packaging.py", "dashboard/test_acceptance.py",
+    "grafana/test_dashboards.py", "plan/test_verify_tiers.py", "alerts/test_scenario.py", "kernels/test_triton.py",
+    "agent/test_cuda_order.py", "agent/test_tiered_exactness.py", "agent/test_overlap.py", "agent/test_fsdp.py",
+    "agent/test_two_hosts.py", "daemon/test_openapi.py", "model/test_choose.py", "agent/tiers/test_kill.py",
+    "agent/test_path_knobs.py", "agent/test_ddp.py", "agent/test_link.py", "test_promise.py",
+    "dashboard/test_browser.py", "test_cli.py", "kernels/test_other_cpus.py", "agent/tiers/test_object_path.py",
+    "plan/test_verify.py", "agent/test_tuned_ranks.py", "dashboard/test_tune.py", "dashboard/test_page.py",
+    "kernels/test_direct_io.py", "agent/tiers/test_background.py",
 )  # fmt: skip
 """Files of tests that take longest, in about that order: pytest begins with them."""
 

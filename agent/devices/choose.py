@@ -10,7 +10,7 @@ import torch
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
-from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
+from tidegate.agent.devices.emulated import GRANULE, EmulatedDevice, EmulatedRates
 from tidegate.errors import ParameterError
 
 
@@ -26,6 +26,9 @@ class DeviceSettings(Protocol):
     @property
     def emulated(self) -> EmulatedRates: ...
 
+    @property
+    def subgroup_numel(self) -> int: ...
+
 
 def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor]) -> Device:
     """The GPU that `params` are on, or the emulated device for CPU tensors. ParameterError when no one device serves
@@ -37,7 +40,9 @@ def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor]) -> De
             "parameters that are there."
         )
     if places == ["cpu"]:
-        return EmulatedDevice(offload.device_memory_bytes or _ample_bytes(params), offload.emulated)
+        return EmulatedDevice(
+            offload.device_memory_bytes or _ample_bytes(params, offload.subgroup_numel), offload.emulated
+        )
     device = torch.device(places[0])
     if device.type != "cuda":
         raise ParameterError(f"Parameters are on {device}: weights on a CUDA device, or on the CPU, are supported.")
@@ -46,8 +51,9 @@ def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor]) -> De
     return CudaDevice(TorchCuda(device), offload.device_memory_bytes)
 
 
-def _ample_bytes(params: Sequence[torch.Tensor]) -> int:
-    """Room for weights and gradients twice over, and for all state."""
+def _ample_bytes(params: Sequence[torch.Tensor], subgroup_numel: int) -> int:
+    """Room for weights and gradients twice over, and for the state of all subgroups, however small they are."""
     weights = sum(p.numel() * p.element_size() for p in params)
     numel = sum(p.numel() for p in params)
-    return 4 * weights + 12 * numel + (1 << 20)
+    subgroups = sum(-(-p.numel() // subgroup_numel) for p in params)
+    return 4 * weights + 12 * numel + GRANULE * subgroups + (1 << 20)

@@ -132,6 +132,13 @@ def test_the_emulated_device_serves_weights_on_the_cpu() -> None:
     assert isinstance(choose_device(tidegate.Offload(), [torch.zeros(3)]), EmulatedDevice)
 
 
+def test_the_emulated_device_holds_the_state_of_all_subgroups_however_small() -> None:
+    params = [torch.zeros(5500)]
+    device = choose_device(tidegate.Offload(subgroup_numel=1), params)
+    device.adopt(params[0])
+    assert len({device.alloc(12) for _ in range(5500)}) == 5500
+
+
 def test_the_gpu_that_the_parameters_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.device] = []
 

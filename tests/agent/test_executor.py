@@ -212,6 +212,34 @@ def test_a_gradient_that_changed_is_copied_again_before_its_update() -> None:
     executor.close()
 
 
+def test_an_update_waits_for_the_repeated_copy_of_its_gradient_alone() -> None:
+    """Copies of other gradients are done: the order of the lane does not hold the update back."""
+    copies: list[str] = []
+    all_copied, others_updated, updated = threading.Event(), threading.Event(), threading.Event()
+    updated_meanwhile: list[bool] = []
+
+    def on(op: Op) -> None:
+        if op.kind is OpKind.GRAD_D2H:
+            copies.append(op.name)
+            if copies.count("grad_d2h 4") == 2:
+                assert others_updated.wait(10)
+                updated_meanwhile.append(updated.wait(0.2))
+            elif len(copies) == 3:
+                all_copied.set()
+        elif op.name in ("cpu_update 2", "cpu_update 4"):
+            (others_updated if op.name == "cpu_update 2" else updated).set()
+
+    executor = scripted(on)
+    executor.start(small_plan())
+    executor.gradient_ready([0, 2, 4])
+    assert all_copied.wait(10)
+    executor.step(repeat=[op.id for op in executor.done_early() if op.subgroup == 4])
+    executor.finish()
+    assert updated_meanwhile == [False]
+    assert updated.is_set()
+    executor.close()
+
+
 def test_a_closed_executor_says_so() -> None:
     executor = scripted(lambda op: None)
     executor.close()

@@ -197,6 +197,23 @@ def test_state_dict_resumes_bit_for_bit_into_another_plan(dtype: torch.dtype, tm
     assert plain.same_weights(other)
 
 
+def test_what_a_loaded_state_does_not_hold_begins_anew() -> None:
+    """As with torch: parameters without saved state have no step and no moments any more."""
+    params = params_of((40, 3), (77,))
+    with tidegate.AdamW(params, lr=0.02, offload=MIXED) as optimizer:
+        run_steps(optimizer, params, 0, 2)
+        saved = optimizer.state_dict()
+        run_steps(optimizer, params, 2, 1)
+        del saved["state"][1]
+        optimizer.load_state_dict(saved)
+        assert set(optimizer.state_dict()["state"]) == {0}
+        fresh = PlainAdamW([{**optimizer.param_groups[0], "params": params[1:]}])
+        run_steps(optimizer, params, 3, 2)
+    for step in (3, 4):
+        fresh.step(random_grads(params, step, some=False)[1:])
+    assert fresh.same_weights(params[1:])
+
+
 def test_state_dict_goes_to_torch_and_back() -> None:
     params = params_of((40, 3), (77,))
     reference = [torch.nn.Parameter(p.detach().clone()) for p in params]

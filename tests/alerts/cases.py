@@ -19,6 +19,9 @@ class Case:
     why: str
     series: dict[str, str]
     """Values by selector; a selector that no recorded series answers to is an error."""
+    beside: dict[str, str] = field(default_factory=dict)
+    """Values of series that the recorded run, a short one, does not have: labels that differ from a recorded series of
+    the family."""
     at: str = "12m"
     interval: str = "15s"
     summary: str = ""
@@ -233,6 +236,13 @@ CASES: Final[tuple[Case, ...]] = (
         alert="TidegatePredictionDrift",
         why="one step in ten is off by far",
         series={"tidegate_prediction_error_ratio": " ".join(["0.1 0.1 0.1 0.1 0.1 0.1 0.1 0.1 0.1 1.2"] * 40)},
+        at="40m",
+    ),
+    Case(
+        alert="TidegatePredictionDrift",
+        why="forward and backward vary, the update is as predicted",
+        series={"tidegate_prediction_error_ratio": "0.1x400"},
+        beside={f'tidegate_prediction_error_ratio{{phase="{phase}"}}': "0.9x400" for phase in ("forward", "backward")},
         at="40m",
     ),
     # ---- storage paths

@@ -69,6 +69,14 @@ def input_series(case: Case) -> list[dict[str, str]]:
             shown = {**labels, **({"rank": rank, "instance": f"a:{rank}"} if case.second_rank and rank else {})}
             text = ",".join(f'{label}="{value}"' for label, value in shown.items())
             found.append({"series": f"{name}{{{text}}}", "values": values})
+    for selector, values in case.beside.items():
+        name, changed = parsed(selector)
+        of_family = [labels for known, labels, _ in recorded() if known == name]
+        labels = {**of_family[0], **changed}
+        assert labels not in of_family, f"{selector} was recorded"
+        assert all(value in BY_NAME[name].labels[label] for label, value in changed.items()), "no such value"
+        text = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        found.append({"series": f"{name}{{{text}}}", "values": values})
     missed = {(asked, *inside.items()) for asked, inside, _ in wanted} - used
     assert not missed, f"no such series was recorded: {missed}"
     return found

@@ -24,6 +24,10 @@ def tell(daemon: Daemon, name: str, severity: str, url: str, status: str = "firi
         "labels": labels, "fingerprint": f"{len(name):x}",
         "annotations": {"summary": f"llama-7b: 47% <b>of</b> {name}", "knob": "tier_split", "runbook_url": url},
     }  # fmt: skip
+    send(daemon, alert)
+
+
+def send(daemon: Daemon, alert: dict[str, Any]) -> None:
     headers = {"Authorization": f"Bearer {daemon.token('alert')}"}
     body = {"version": "4", "alerts": [alert]}
     assert httpx.post(f"{daemon.url}/v1/alerts", json=body, headers=headers, trust_env=False).status_code == 200
@@ -56,6 +60,20 @@ def test_what_fires_is_shown_with_its_knob_until_it_is_resolved(daemon: Daemon) 
     assert "UpdateStalled for" not in shown
     assert "Resolved alert what resolved fired for knob runbook UpdateStalled" in shown
     assert "5 min 0 s tier_split" in shown
+
+
+def test_no_text_of_an_alert_becomes_markup(daemon: Daemon) -> None:
+    Agent(daemon).train(3)
+    image = '<img src="x" alt="of {}">'
+    notes = {name: image.format(name) for name in ("summary", "description", "knob", "runbook_url")}
+    labels = {name: image.format(name) for name in ("alertname", "severity", "path")} | {"run": "llama-7b"}
+    times = {"startsAt": BEGIN, "endsAt": NEVER}
+    send(daemon, {"status": "firing", "labels": labels, "annotations": notes, "fingerprint": "f00d", **times})
+    app = page("alerts")
+    html = " ".join(element.proto.body for element in app.get("html"))
+    for name in ("summary", "description", "knob", "runbook_url", "alertname", "severity"):
+        assert f"of {name}" in html
+    assert "<img" not in html
 
 
 def test_the_audit_log_is_looked_through(daemon: Daemon) -> None:
