@@ -66,14 +66,15 @@ class HostClock:
 
     def _compare_once(self) -> Anchor:
         before = time.monotonic()
-        marker = self._runtime.record(self._stream)
+        marker = self._runtime.record(self._stream, timed=True)
         self._runtime.host_waits(marker)
         after = time.monotonic()
         return Anchor(marker, (before + after) / 2, (after - before) / 2)
 
 
 class Work:
-    """Work on a stream, between two markers. `done` is called by every thread that has waited for it."""
+    """Work on a stream, between two markers, timed ones if `span` is to be asked for. `done` is called by every thread
+    that has waited for it."""
 
     __slots__ = ("_anchor", "_clock", "_done", "_runtime", "end", "start")
 
@@ -215,22 +216,22 @@ class CudaDevice:
 
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event:
         stream = self._lanes[lane]
-        start = self._runtime.record(stream)
+        start = self._runtime.record(stream, timed=True)
         self._runtime.copy(copies, lane == H2D, stream)
-        return Work(self._runtime, self._clock, start, self._runtime.record(stream))
+        return Work(self._runtime, self._clock, start, self._runtime.record(stream, timed=True))
 
     def update(self, runs: Sequence[UpdateRun]) -> Event:
         stream = self._lanes[DEVICE]
-        start = self._runtime.record(stream)
+        start = self._runtime.record(stream, timed=True)
         self._runtime.update(runs, stream)
-        return Work(self._runtime, self._clock, start, self._runtime.record(stream))
+        return Work(self._runtime, self._clock, start, self._runtime.record(stream, timed=True))
 
     def norms(self, grads: Sequence[GradRef]) -> tuple[Event, Norms]:
         """The list is filled by the thread that waits for the event."""
         stream, found = self._lanes[DEVICE], Norms()
-        start = self._runtime.record(stream)
+        start = self._runtime.record(stream, timed=True)
         read = self._runtime.norms(grads, stream)
-        end = self._runtime.record(stream)
+        end = self._runtime.record(stream, timed=True)
 
         def fill() -> None:
             found[:] = read()  # at once: another thread that has waited, too, may be reading

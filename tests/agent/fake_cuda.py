@@ -39,6 +39,7 @@ class FakeMarker:
     stream: FakeStream
     place: int
     clock: Clock
+    timed: bool = False
     seconds: float | None = None
     """When it was reached; None before."""
 
@@ -97,11 +98,11 @@ class FakeCuda:
     def current_stream(self) -> FakeStream:
         return self._framework
 
-    def record(self, stream: FakeStream) -> FakeMarker:
+    def record(self, stream: FakeStream, timed: bool = False) -> FakeMarker:
         with self._mutex:
             self._enter(stream)
             self.order.tick(stream.name)
-            marker = FakeMarker(stream, stream.end + 1, dict(self.order.clocks[stream.name]))
+            marker = FakeMarker(stream, stream.end + 1, dict(self.order.clocks[stream.name]), timed)
 
             def reach() -> None:
                 marker.seconds = time.monotonic()
@@ -130,6 +131,7 @@ class FakeCuda:
             if self.error is not None:
                 return 0.0
             for marker in (earlier, later):
+                assert marker.timed, f"a marker on {marker.stream.name} was made without a time"
                 known = self.order.clocks[_host()].get(marker.stream.name, 0)
                 if known < marker.clock[marker.stream.name] or marker.seconds is None:
                     self._fail(RaceError(f"A time on {marker.stream.name} is asked for that nobody has waited for."))
