@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 import torch
 
+from tidegate.agent.closing import close_all
 from tidegate.agent.devices.base import Copy, Device, Event
 from tidegate.agent.devices.pinned import host_available_bytes
 from tidegate.agent.subgroups import GRAD_DTYPES, flat, grad_dtype_of
@@ -108,10 +109,11 @@ class HostSums:
     def close(self) -> None:
         self.forget()
         self._thread.shutdown()
-        for event in self._returning.values():
-            event.wait()
-        self._sums.clear()
-        self._staging = None
+        try:
+            close_all(*(event.wait for event in self._returning.values()))
+        finally:
+            self._sums.clear()
+            self._staging = None
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if self._fp32 else dtype

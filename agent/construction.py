@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
+from tidegate.agent.closing import close_all
 from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.offload import Offload
@@ -23,10 +25,11 @@ def build_engine(
     offload: Offload,
     effective: Effective,
 ) -> Engine:
-    """Opens the storage paths, too, and closes them if the engine cannot be built."""
-    ranks, paths = Ranks.now(), offload.path_settings()
-    store = TierStore(paths, ranks.rank) if paths else None
+    """Opens the storage paths, too. Closes them, and the device, if the engine cannot be built."""
+    store: TierStore | None = None
     try:
+        ranks, paths = Ranks.now(), offload.path_settings()
+        store = TierStore(paths, ranks.rank) if paths else None
         return Engine(
             params,
             layouts,
@@ -45,6 +48,6 @@ def build_engine(
             host_slots=offload.host_slots,
         )
     except BaseException:
-        if store is not None:
-            store.close()
+        with suppress(Exception):  # what is raised is why it cannot be built
+            close_all(*([store.close] if store is not None else []), device.close)
         raise

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
 
@@ -16,6 +16,7 @@ from tidegate.agent import checkpoint
 from tidegate.agent.accumulation import check_fits
 from tidegate.agent.auto import Auto, in_force
 from tidegate.agent.checkpoint_files import CheckpointFiles, small_state
+from tidegate.agent.closing import close_all
 from tidegate.agent.construction import build_engine
 from tidegate.agent.devices.choose import choose_device
 from tidegate.agent.host_cache import ample_cache
@@ -483,13 +484,8 @@ class AdamW(torch.optim.Optimizer):
         self._checkpoints.raise_if_failed()
 
     def _close(self) -> None:
-        with ExitStack() as stack:  # each of them, from the last one up, whatever becomes of the others
-            stack.callback(give_up, self, self._params)
-            stack.callback(self.engine.close)
-            if self.attachment is not None:
-                stack.callback(self.attachment.close)
-            if self.overlap is not None:
-                stack.callback(self.overlap.close)
+        parts: list[Closeable | None] = [self.overlap, self.attachment, self.engine]
+        close_all(*(part.close for part in parts if part is not None), lambda: give_up(self, self._params))
 
     def __enter__(self) -> Self:
         return self
@@ -500,6 +496,10 @@ class AdamW(torch.optim.Optimizer):
         except CheckpointFailed:
             if kind is None:  # else it would hide what went wrong; it was logged
                 raise
+        except Exception:
+            if kind is None:
+                raise
+            log.exception("the optimizer could not be closed as it should")
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -110,7 +110,7 @@ class Device(Protocol):
         """Counts `tensor`, made by the framework, as memory of this device while it lives. Does not keep it alive."""
 
     def now(self) -> Event:
-        """Done when everything that the calling thread has enqueued in the framework so far is done."""
+        """Done when everything that the calling thread has enqueued in the framework so far is done. It has no span."""
 
     def block(self, event: Event) -> None:
         """What the calling thread enqueues in the framework from now on begins after `event`."""

@@ -6,19 +6,26 @@ event that somebody waits for, and nothing else; tests/agent/test_cuda_order.py 
 
 from __future__ import annotations
 
+import logging
+import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
 
+from tidegate.agent.closing import close_all
 from tidegate.agent.devices.base import Copy, Event, GradRef, UpdateRun
-from tidegate.agent.devices.cuda_runtime import CudaRuntime, Marker, Norms
+from tidegate.agent.devices.cuda_runtime import CudaRuntime, Marker, Norms, Stream
 from tidegate.agent.devices.pinned import PinnedPool
 from tidegate.errors import MemoryBudgetError
 from tidegate.plan.ops import D2H, DEVICE, H2D
 from tidegate.wire.base import DeviceKind
+
+log = logging.getLogger("tidegate.devices")
 
 ANCHOR_SECONDS: Final = 10.0
 """Times between events come as fp32 milliseconds and two clocks drift: after this long they are compared anew."""
@@ -59,14 +66,15 @@ class HostClock:
 
     def _compare_once(self) -> Anchor:
         before = time.monotonic()
-        marker = self._runtime.record(self._stream)
+        marker = self._runtime.record(self._stream, timed=True)
         self._runtime.host_waits(marker)
         after = time.monotonic()
         return Anchor(marker, (before + after) / 2, (after - before) / 2)
 
 
 class Work:
-    """Work on a stream, between two markers. `done` is called by every thread that has waited for it."""
+    """Work on a stream, between two markers, timed ones if `span` is to be asked for. `done` is called by every thread
+    that has waited for it."""
 
     __slots__ = ("_anchor", "_clock", "_done", "_runtime", "end", "start")
 
@@ -88,18 +96,58 @@ class Work:
         return found
 
 
+class Lanes:
+    """The streams, one a lane."""
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+        self._streams = {lane: runtime.new_stream(lane) for lane in (H2D, D2H, DEVICE)}
+
+    def __getitem__(self, lane: str) -> Stream:
+        return self._streams[lane]
+
+    def copies_at_rest(self) -> None:
+        """Waits for copies from and to host memory."""
+        self._at_rest(H2D, D2H)
+
+    def at_rest(self) -> None:
+        self._at_rest(H2D, D2H, DEVICE)
+
+    def _at_rest(self, *lanes: str) -> None:
+        close_all(*(partial(self._wait, self._streams[lane]) for lane in lanes))
+
+    def _wait(self, stream: Stream) -> None:
+        self._runtime.host_waits(self._runtime.record(stream))
+
+
+def _abandon(runtime: CudaRuntime, lanes: Lanes, taken: set[int], pid: int) -> None:
+    """Nobody has closed this device. What is left is given back when the lanes have done their work."""
+    if os.getpid() != pid:
+        return  # a fork has no GPU
+    try:
+        close_all(lanes.at_rest, *(partial(runtime.free, address) for address in taken))
+    except Exception as error:
+        log.warning(
+            "The GPU failed while an optimizer that was not closed let it go: %s: %s", type(error).__name__, error
+        )
+
+
 class CudaDevice:
     """One GPU. `limit_bytes` bounds device memory further than the GPU does; 0 for no such bound.
 
     Host buffers come from a pool and go back to it when nobody holds them: whoever lets one go has waited for the work
-    on it. `free` takes the same for granted; `close` waits for copies that are on their way.
+    on it. `free` takes the same for granted; `close` waits for copies that are on their way. A device that is dropped
+    instead waits for all lanes, and gives back what it has.
     """
 
     def __init__(self, runtime: CudaRuntime, limit_bytes: int = 0) -> None:
         self._runtime = runtime
-        self._streams = {lane: runtime.new_stream(lane) for lane in (H2D, D2H, DEVICE)}
+        self._lanes = Lanes(runtime)
         self._clock = HostClock(runtime)
-        self._host = PinnedPool(runtime)
+        self._host = PinnedPool(runtime, self._lanes.copies_at_rest)
+        self._taken: set[int] = set()
+        """Addresses of device memory."""
+        weakref.finalize(self, _abandon, runtime, self._lanes, self._taken, os.getpid()).atexit = False
         capacity = runtime.capacity_bytes()
         self.capacity_bytes = min(limit_bytes, capacity) if limit_bytes else capacity
 
@@ -122,7 +170,9 @@ class CudaDevice:
         reason: MemoryError | None = None
         if nbytes <= free:
             try:
-                return self._runtime.alloc(nbytes)
+                address = self._runtime.alloc(nbytes)
+                self._taken.add(address)
+                return address
             except MemoryError as error:
                 reason = error
         raise MemoryBudgetError(
@@ -132,6 +182,7 @@ class CudaDevice:
         ) from reason  # fmt: skip
 
     def free(self, address: int) -> None:
+        self._taken.remove(address)
         self._runtime.free(address)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
@@ -154,33 +205,33 @@ class CudaDevice:
 
     def wait(self, lane: str, event: Event) -> None:
         if isinstance(event, Work):
-            self._runtime.stream_waits(self._streams[lane], event.end)
+            self._runtime.stream_waits(self._lanes[lane], event.end)
         else:
             event.wait()
 
     def used_by(self, lane: str, tensor: torch.Tensor) -> None:
-        self._runtime.used_by(tensor, self._streams[lane])
+        self._runtime.used_by(tensor, self._lanes[lane])
 
     # ---- work
 
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event:
-        stream = self._streams[lane]
-        start = self._runtime.record(stream)
+        stream = self._lanes[lane]
+        start = self._runtime.record(stream, timed=True)
         self._runtime.copy(copies, lane == H2D, stream)
-        return Work(self._runtime, self._clock, start, self._runtime.record(stream))
+        return Work(self._runtime, self._clock, start, self._runtime.record(stream, timed=True))
 
     def update(self, runs: Sequence[UpdateRun]) -> Event:
-        stream = self._streams[DEVICE]
-        start = self._runtime.record(stream)
+        stream = self._lanes[DEVICE]
+        start = self._runtime.record(stream, timed=True)
         self._runtime.update(runs, stream)
-        return Work(self._runtime, self._clock, start, self._runtime.record(stream))
+        return Work(self._runtime, self._clock, start, self._runtime.record(stream, timed=True))
 
     def norms(self, grads: Sequence[GradRef]) -> tuple[Event, Norms]:
         """The list is filled by the thread that waits for the event."""
-        stream, found = self._streams[DEVICE], Norms()
-        start = self._runtime.record(stream)
+        stream, found = self._lanes[DEVICE], Norms()
+        start = self._runtime.record(stream, timed=True)
         read = self._runtime.norms(grads, stream)
-        end = self._runtime.record(stream)
+        end = self._runtime.record(stream, timed=True)
 
         def fill() -> None:
             found[:] = read()  # at once: another thread that has waited, too, may be reading
@@ -188,7 +239,8 @@ class CudaDevice:
         return Work(self._runtime, self._clock, start, end, fill), found
 
     def close(self) -> None:
-        """Whatever failed before may have left copies behind, from and to pages that are unpinned now."""
-        for lane in (H2D, D2H):
-            self._runtime.host_waits(self._runtime.record(self._streams[lane]))
-        self._host.close()
+        """Whatever failed before may have left copies behind, from and to pages that are unpinned now.
+
+        Nothing is left out because the GPU fails; then the first error is raised.
+        """
+        close_all(self._lanes.copies_at_rest, self._host.close)

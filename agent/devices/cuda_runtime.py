@@ -17,7 +17,7 @@ Stream: TypeAlias = Any
 """A queue of work on the GPU. Only the runtime that made it looks inside."""
 
 Marker: TypeAlias = Any
-"""A place in a stream: reached when all work before it is done. Carries the time at which that was."""
+"""A place in a stream: reached when all work before it is done. One that is timed carries when that was."""
 
 Norms: TypeAlias = list[tuple[float, int]]
 
@@ -30,8 +30,8 @@ class CudaRuntime(Protocol):
     def current_stream(self) -> Stream:
         """The stream on which the framework enqueues what the calling thread asks for."""
 
-    def record(self, stream: Stream) -> Marker:
-        """Marks the end of what `stream` holds now."""
+    def record(self, stream: Stream, timed: bool = False) -> Marker:
+        """Marks the end of what `stream` holds now. `timed`: `seconds_between` will be asked for."""
 
     def stream_waits(self, stream: Stream, marker: Marker) -> None:
         """What is enqueued on `stream` from now on begins when `marker` was reached."""
@@ -40,7 +40,7 @@ class CudaRuntime(Protocol):
         """Blocks the calling thread until `marker` was reached, without the interpreter's lock."""
 
     def seconds_between(self, earlier: Marker, later: Marker) -> float:
-        """On the GPU's clock. Both must have been reached."""
+        """On the GPU's clock. Both are `timed` and must have been reached."""
 
     def copy(self, copies: Sequence[Copy], to_device: bool, stream: Stream) -> None: ...
 

@@ -5,6 +5,11 @@ to try it on, and a thread must have the right context before it calls. torch's 
 context, check errors and free the interpreter's lock. What torch does not offer by address is wrapped: device memory
 through `__cuda_array_interface__`, host memory through the buffer protocol; neither copies. A copy between such tensors
 with non_blocking=True is one cudaMemcpyAsync on the current stream.
+
+Threads begin with GPU 0 as their current device, and a call that sets no other makes a context there, of hundreds of
+megabytes: cudaEventSynchronize does, and so does the end of `torch.cuda.stream`, which restores the stream of the
+device that was current before. So whatever thread calls, each call to CUDA is made with this GPU as its current device.
+What was current before is current again afterwards; `torch.cuda.device` makes no context for it.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import contextlib
 import ctypes
 import importlib
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, cast
 
@@ -51,15 +57,50 @@ def load_kernels() -> GpuKernels:
         return cast(GpuKernels, importlib.import_module("tidegate.kernels.torch_adamw"))
 
 
+class Events:
+    """CUDA events of one kind: making and destroying one takes longer than recording it, and a step has hundreds."""
+
+    def __init__(self, timed: bool) -> None:
+        self._timed = timed
+        self._free: deque[torch.cuda.Event] = deque()
+        """Filled by whichever thread lets go of a place, even inside `record`: no lock may be needed."""
+
+    def record(self, stream: Stream) -> Recorded:
+        try:
+            event = self._free.pop()
+        except IndexError:
+            # blocking: a thread that waits leaves its core to the update on the CPU.
+            event = torch.cuda.Event(enable_timing=self._timed, blocking=True)
+        event.record(stream)
+        return Recorded(event, self._free)
+
+
+class Recorded:
+    """A place in a stream. When nobody can wait for it any more, its event marks another."""
+
+    __slots__ = ("_free", "event")
+
+    def __init__(self, event: torch.cuda.Event, free: deque[torch.cuda.Event]) -> None:
+        self.event, self._free = event, free
+
+    def __del__(self) -> None:
+        self._free.append(self.event)
+
+
 class TorchCuda:
     """A `CudaRuntime` for the GPU `device`."""
 
     def __init__(self, device: torch.device, kernels: GpuKernels | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._kernels = kernels or load_kernels()
+        self._events, self._timed_events = Events(timed=False), Events(timed=True)
         self._blocks: dict[int, torch.Tensor] = {}
         free, _ = torch.cuda.mem_get_info(self.device)
         self._capacity = free + torch.cuda.memory_reserved(self.device)
+
+    def _here(self) -> torch.cuda.device:
+        """Inside, this GPU is the calling thread's current device."""
+        return torch.cuda.device(self.device.index)
 
     # ---- order
 
@@ -69,25 +110,26 @@ class TorchCuda:
     def current_stream(self) -> Stream:
         return torch.cuda.current_stream(self.device)
 
-    def record(self, stream: Stream) -> Marker:
-        # blocking: a thread that waits leaves its core to the update on the CPU.
-        marker = torch.cuda.Event(enable_timing=True, blocking=True)
-        marker.record(stream)
-        return marker
+    def record(self, stream: Stream, timed: bool = False) -> Marker:
+        with self._here():
+            return (self._timed_events if timed else self._events).record(stream)
 
     def stream_waits(self, stream: Stream, marker: Marker) -> None:
-        stream.wait_event(marker)
+        with self._here():
+            stream.wait_event(marker.event)
 
     def host_waits(self, marker: Marker) -> None:
-        marker.synchronize()
+        with self._here():
+            marker.event.synchronize()
 
     def seconds_between(self, earlier: Marker, later: Marker) -> float:
-        return float(earlier.elapsed_time(later)) / 1e3
+        with self._here():
+            return float(earlier.event.elapsed_time(later.event)) / 1e3
 
     # ---- work
 
     def copy(self, copies: Sequence[Copy], to_device: bool, stream: Stream) -> None:
-        with torch.cuda.stream(stream):
+        with self._here(), torch.cuda.stream(stream):
             for one in copies:
                 if not one.nbytes:
                     continue
@@ -97,14 +139,14 @@ class TorchCuda:
                     _on_host(one.dst, one.nbytes).copy_(self._on_device(one.src, one.nbytes), non_blocking=True)
 
     def update(self, runs: Sequence[UpdateRun], stream: Stream) -> None:
-        with torch.cuda.stream(stream):
+        with self._here(), torch.cuda.stream(stream):
             self._kernels.update(runs)
 
     def norms(self, grads: Sequence[GradRef], stream: Stream) -> Callable[[], Norms]:
         if not grads:
             return Norms
         # Temporary tensors are of this stream's pool: memory that they leave is used behind what uses them now.
-        with torch.cuda.stream(stream):
+        with self._here(), torch.cuda.stream(stream):
             sums = torch.empty(len(grads), dtype=torch.float64, device=self.device)
             bad = torch.empty(len(grads), dtype=torch.int64, device=self.device)
             self._kernels.sum_of_squares(grads, sums, bad)
@@ -133,7 +175,7 @@ class TorchCuda:
         tensor.record_stream(stream)
 
     def pin(self, address: int, nbytes: int) -> str:
-        with torch.cuda.device(self.device):
+        with self._here():
             result = torch.cuda.cudart().cudaHostRegister(address, nbytes, PORTABLE)
             if int(result) == 0:
                 return ""
@@ -141,7 +183,7 @@ class TorchCuda:
         return f"cudaHostRegister: {torch.cuda.cudart().cudaGetErrorString(result)}"
 
     def unpin(self, address: int) -> None:
-        with torch.cuda.device(self.device):
+        with self._here():
             if int(torch.cuda.cudart().cudaHostUnregister(address)):
                 self._forget_error()
 

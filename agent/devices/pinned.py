@@ -13,9 +13,8 @@ import resource
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -23,6 +22,7 @@ import numpy as np
 import psutil
 import torch
 
+from tidegate.agent.closing import close_all
 from tidegate.errors import MemoryBudgetError
 from tidegate.kernels import fill
 
@@ -48,33 +48,91 @@ class Pinner(Protocol):
     def near_cpus(self) -> frozenset[int]: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Mapped pages. They are unmapped when the last reference goes."""
+    """Mapped pages. When the last reference goes they are unpinned, if they are pinned, and then unmapped.
 
-    memory: mmap.mmap
-    address: int
-    nbytes: int
-    pinned: bool
+    The finalizer is the block's and not that of its mmap: Python unmaps before it calls those. It holds `memory`.
+    """
+
+    __slots__ = ("__weakref__", "_finalizer", "_pinner", "address", "memory", "nbytes")
+
+    def __init__(self, memory: mmap.mmap, address: int, nbytes: int) -> None:
+        self.memory, self.address, self.nbytes = memory, address, nbytes
+        self._pinner: Pinner | None = None
+        self._finalizer: weakref.finalize[..., Block] | None = None
+
+    def pin(self, pinner: Pinner, at_rest: Callable[[], None]) -> str:
+        """The reason when it could not. `at_rest` waits until no work on such pages is left."""
+        reason = pinner.pin(self.address, self.nbytes)
+        if not reason:
+            self._pinner = pinner
+            self._finalizer = weakref.finalize(
+                self, _unpin_late, pinner, at_rest, self.memory, self.address, os.getpid()
+            )
+            self._finalizer.atexit = False
+        return reason
+
+    def unpin(self) -> None:
+        """All work on it must be done."""
+        if self._finalizer is not None and self._finalizer.detach() is not None and self._pinner is not None:
+            self._pinner.unpin(self.address)
+
+
+def _unpin_late(pinner: Pinner, at_rest: Callable[[], None], memory: mmap.mmap, address: int, pid: int) -> None:
+    """Of a block that is going: nobody may have waited for the work on it. `memory` keeps the pages until then."""
+    if os.getpid() != pid:
+        return  # a fork has the pages, not the GPU
+    try:
+        close_all(at_rest, lambda: pinner.unpin(address))
+    except Exception as error:
+        log.warning(
+            "Host memory that nobody uses any longer could not be unpinned: %s: %s", type(error).__name__, error
+        )
+
+
+class Shelf:
+    """Blocks that came back. Is there for as long as somebody holds a buffer, pool or no pool."""
+
+    def __init__(self) -> None:
+        self._returned: deque[Block] = deque()
+        self.closed = False
+        """Nobody takes blocks any longer: they go as they come."""
+
+    def put(self, block: Block) -> None:
+        """By whichever thread drops a buffer, at any moment, even inside `take`: no lock may be needed."""
+        self._returned.append(block)
+        if self.closed:
+            self._returned.clear()
+
+    def take(self) -> Iterator[Block]:
+        while self._returned:
+            yield self._returned.popleft()
 
 
 class PinnedPool:
-    """Buffers by size. One that nobody holds any more comes back by itself, with views of it counted as holding it."""
+    """Buffers by size. One that nobody holds any more comes back by itself, with views of it counted as holding it.
 
-    def __init__(self, pinner: Pinner) -> None:
-        self._pinner = pinner
+    at_rest: waits until no work on buffers is left. Called before memory is unpinned of which nobody can say so.
+    """
+
+    def __init__(self, pinner: Pinner, at_rest: Callable[[], None] = lambda: None) -> None:
+        self._pinner, self._at_rest = pinner, at_rest
         self._cpus = pinner.near_cpus()
         self._free: dict[int, list[Block]] = {}
-        self._returned: deque[Block] = deque()
-        """Filled by whichever thread drops a buffer, at any moment, even inside `take`: no lock may be needed."""
+        self._shelf = Shelf()
+        self._mapped: weakref.WeakSet[Block] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._warned = False
-        self.mapped_bytes = 0
+
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(block.nbytes for block in self._mapped)
 
     def take(self, nbytes: int) -> torch.Tensor:
         """`nbytes` zeros. MemoryBudgetError when the host has not so much."""
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
+            self._shelf.closed = False
             self._collect()
             kept = self._free.get(size)
             block = kept.pop() if kept else None
@@ -85,29 +143,27 @@ class PinnedPool:
         return self._lend(block, nbytes)
 
     def close(self) -> None:
-        """Unpins what came back. Work on it must be done; a buffer that is still held stays pinned."""
+        """Unpins what came back: work on it must be done. A buffer that is still held is unpinned when it is let go.
+        All are tried; then the first error is raised."""
         with self._lock:
+            self._shelf.closed = True
             self._release_free()
 
     def _lend(self, block: Block, nbytes: int) -> torch.Tensor:
         array = np.frombuffer(block.memory, np.uint8, nbytes)
         # The storage of the tensor and of all its views holds the array.
-        weakref.finalize(array, self._returned.append, block).atexit = False
+        weakref.finalize(array, self._shelf.put, block).atexit = False
         return torch.from_numpy(array)
 
     def _collect(self) -> None:
-        while self._returned:
-            block = self._returned.popleft()
+        for block in self._shelf.take():
             self._free.setdefault(block.nbytes, []).append(block)
 
     def _release_free(self) -> None:
         self._collect()
-        for blocks in self._free.values():
-            for block in blocks:
-                if block.pinned:
-                    self._pinner.unpin(block.address)
-                self.mapped_bytes -= block.nbytes
+        released = [block for blocks in self._free.values() for block in blocks]
         self._free.clear()
+        close_all(*(block.unpin for block in released))
 
     def _new(self, size: int) -> Block:
         available = host_available_bytes()
@@ -120,18 +176,16 @@ class PinnedPool:
                 f"{size:,} bytes do not fit in host memory: {available:,} are available, {self.mapped_bytes:,} are in "
                 "use for offloaded state already.", size, available,
             )  # fmt: skip
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in (WIPE_ON_FORK, mmap.MADV_HUGEPAGE):
-            with suppress(OSError):  # an old kernel, or one without huge pages
-                memory.madvise(advice)
+        memory = map_pages(size)
         address = np.frombuffer(memory, np.uint8).ctypes.data
         _touch(address, size, self._cpus)
+        block = Block(memory, address, size)
         with self._lock:
-            reason = self._pinner.pin(address, size)
-            self.mapped_bytes += size
+            reason = block.pin(self._pinner, self._at_rest)
+            self._mapped.add(block)
         if reason:
             self._warn(size, reason)
-        return Block(memory, address, size, not reason)
+        return block
 
     def _warn(self, size: int, reason: str) -> None:
         if self._warned:
@@ -144,6 +198,14 @@ class PinnedPool:
             "overlap. The limit of locked memory (ulimit -l) is %s.",
             reason, f"{size:,}", f"{self.mapped_bytes - size:,}", limit,
         )  # fmt: skip
+
+
+def map_pages(size: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mmap:
+    memory = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (WIPE_ON_FORK, mmap.MADV_HUGEPAGE):
+        with suppress(OSError):  # an old kernel, or one without huge pages
+            memory.madvise(advice)
+    return memory
 
 
 def host_available_bytes(cgroup: Path = CGROUP) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tidegate.agent.accumulation import Accumulation, HostSums
+from tidegate.agent.closing import close_all
 from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
@@ -492,24 +493,22 @@ class Engine:
         self.gradients.watch(on_gradient)
 
     def close(self) -> None:
-        """Stops the lanes and gives memory back. The weights stay as they are."""
+        """Stops the lanes and gives memory back. The weights stay as they are. Nothing is left out because the GPU
+        fails; then the first error is raised."""
         if os.getpid() != self._pid:
             return
         self._broken = "it was closed"
-        self._executor.close()
+        close_all(self._executor.close, self.gradients.close, self._close_memory)
         self._flight = None
-        self.gradients.close()
+
+    def _close_memory(self) -> None:
+        close_store = [self.store.close] if self.store is not None else []
         if self._executor.stuck:
             # A lane still works on this memory: it is given back when the lane ends, if it ever does. Its thread holds
             # on to it.
-            if self.store is not None:
-                self.store.close()
-            return
-        self.memory.close()
-        if self.store is not None:
-            self.store.close()
-        self._pool.close()
-        self.device.close()
+            close_all(*close_store)
+        else:
+            close_all(self.memory.close, *close_store, self._pool.close, self.device.close)
 
     def require_idle(self) -> None:
         assert self._flight is None, "a plan is in flight"

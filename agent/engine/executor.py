@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tidegate.agent.closing import close_all
 from tidegate.agent.devices.base import Event
 from tidegate.agent.engine.clock import Clock
 from tidegate.agent.engine.last_reference import let_go
@@ -235,14 +236,15 @@ class Executor:
     def close(self) -> None:
         """Ends the lane threads, but for one that is stuck. Idempotent."""
         if not self.closed:
-            if not self.stuck:
-                self.cancel()
-            with self._clock.lock:
-                self.closed = True
-                self._clock.notify()
-            if self._on_thread_end is None:
-                for thread in self._threads:
-                    thread.join(timeout=0.1 if self.stuck else 5.0)
+            close_all(*(() if self.stuck else (self.cancel,)), self._end_threads)
+
+    def _end_threads(self) -> None:
+        with self._clock.lock:
+            self.closed = True
+            self._clock.notify()
+        if self._on_thread_end is None:
+            for thread in self._threads:
+                thread.join(timeout=0.1 if self.stuck else 5.0)
 
     def _wait(self, progress: _Progress, predicate: Callable[[], bool]) -> None:
         while not self._clock.wait_for(predicate, timeout=1.0):

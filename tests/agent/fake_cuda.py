@@ -4,7 +4,9 @@ Work on a stream is put off until somebody waits for it, or done at a random mom
 allow. Every access of streams, of the framework and of host threads is held against vector clocks. `drop` names one
 wait that is not made: the tests drop each in turn and expect an error.
 
-Device memory is host memory here. What the framework does happens at once, on a stream called `framework`.
+What `alloc` gives is device memory that kills a process which touches it outside of the fake's own work. Weights and
+gradients are the framework's CPU tensors, which anybody can read. What the framework does happens at once, on a stream
+called `framework`.
 """
 
 from __future__ import annotations
@@ -15,18 +17,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
 import torch
 
+from tests.agent.fake_memory import DevicePages, Registered
 from tests.agent.vector_clocks import Clock, Order, RaceError, Range
 from tidegate.agent.devices.base import Copy, GradRef, UpdateRun
 from tidegate.agent.devices.cuda_runtime import Norms
 from tidegate.kernels import ThreadPool, adamw_update, copy, fill, sum_of_squares
 
 FRAMEWORK = "framework"
+ADDRESSES = ("weight", "aux", "exp_avg", "exp_avg_sq", "grad")
+"""Of an `UpdateRun`."""
 
 
 @dataclass(eq=False)
@@ -34,6 +39,7 @@ class FakeMarker:
     stream: FakeStream
     place: int
     clock: Clock
+    timed: bool = False
     seconds: float | None = None
     """When it was reached; None before."""
 
@@ -62,14 +68,16 @@ class FakeCuda:
         """Every wait that was made, by who waits for what where."""
         self.error: RaceError | None = None
         """The first one. From then on nothing is done any more."""
-        self.pinned: dict[int, int] = {}
+        self.pinned = Registered()
         self.longest_queue = 0
         self._memory_bytes = memory_bytes
         self._eagerness = eagerness
         self._random = random.Random(seed)
         self._framework = FakeStream(FRAMEWORK)
         self._streams = [self._framework]
-        self._blocks: dict[int, torch.Tensor] = {}
+        self._pages = DevicePages()
+        self._blocks: dict[int, int] = {}
+        """Bytes by address."""
         self._graveyard: list[Any] = []
         """Memory that was given up stays mapped, so that work which comes too late spoils results, not the process."""
         self._freed: deque[tuple[Clock, int, int, Any]] = deque()
@@ -90,11 +98,11 @@ class FakeCuda:
     def current_stream(self) -> FakeStream:
         return self._framework
 
-    def record(self, stream: FakeStream) -> FakeMarker:
+    def record(self, stream: FakeStream, timed: bool = False) -> FakeMarker:
         with self._mutex:
             self._enter(stream)
             self.order.tick(stream.name)
-            marker = FakeMarker(stream, stream.end + 1, dict(self.order.clocks[stream.name]))
+            marker = FakeMarker(stream, stream.end + 1, dict(self.order.clocks[stream.name]), timed)
 
             def reach() -> None:
                 marker.seconds = time.monotonic()
@@ -123,6 +131,7 @@ class FakeCuda:
             if self.error is not None:
                 return 0.0
             for marker in (earlier, later):
+                assert marker.timed, f"a marker on {marker.stream.name} was made without a time"
                 known = self.order.clocks[_host()].get(marker.stream.name, 0)
                 if known < marker.clock[marker.stream.name] or marker.seconds is None:
                     self._fail(RaceError(f"A time on {marker.stream.name} is asked for that nobody has waited for."))
@@ -133,26 +142,28 @@ class FakeCuda:
     # ---- work
 
     def copy(self, copies: Sequence[Copy], to_device: bool, stream: FakeStream) -> None:
+        at = self._pages.reachable
         with self._mutex:
             self._enter(stream)
             for one in copies:
                 host, device = (one.src, one.dst) if to_device else (one.dst, one.src)
-                assert self._is_pinned(host, one.nbytes), f"{host:#x} is not pinned host memory"
-                assert not self._is_pinned(device, 1), f"{device:#x} is not on the device"
+                assert self.pinned.holds(host, one.nbytes), f"{host:#x} is not pinned host memory"
+                assert not self.pinned.holds(device, 1), f"{device:#x} is not on the device"
                 what = f"a copy on {stream.name}"
                 self._checked(lambda one=one, what=what: self.order.copy(  # type: ignore[misc]
                     stream.name, one.dst, one.src, one.nbytes, what
                 ))  # fmt: skip
-                self._enqueue(stream, lambda one=one: copy(one.dst, one.src, one.nbytes))  # type: ignore[misc]
+                self._enqueue(stream, lambda one=one: copy(at(one.dst), at(one.src), one.nbytes))  # type: ignore[misc]
 
     def update(self, runs: Sequence[UpdateRun], stream: FakeStream) -> None:
         with self._mutex:
             self._enter(stream)
             for run in runs:
                 self.update_accesses(stream.name, run)
-                self._enqueue(stream, lambda run=run: apply(run, self._pool))  # type: ignore[misc]
+                self._enqueue(stream, lambda run=run: apply(self._reachable(run), self._pool))  # type: ignore[misc]
 
     def norms(self, grads: Sequence[GradRef], stream: FakeStream) -> Callable[[], Norms]:
+        at = self._pages.reachable
         with self._mutex:
             self._enter(stream)
             self._results += 1
@@ -160,8 +171,8 @@ class FakeCuda:
             for grad in grads:
                 self._access(stream.name, grad.address, grad.numel * grad.dtype.nbytes, False, "the norm of a gradient")
             self._access(stream.name, result, 1, True, "the norms")
-            sums = [lambda g=g: found.append(sum_of_squares(self._pool, g.address, g.numel, g.dtype)) for g in grads]
-            for one in sums:
+            for g in grads:
+                one = lambda g=g: found.append(sum_of_squares(self._pool, at(g.address), g.numel, g.dtype))  # noqa: E731
                 self._enqueue(stream, one)
 
         def read() -> Norms:
@@ -176,18 +187,18 @@ class FakeCuda:
         with self._mutex:
             if self.in_use_bytes() + nbytes > self._memory_bytes:
                 raise MemoryError("out of memory")
-            block = torch.full((max(nbytes, 1),), 0xFF, dtype=torch.uint8)
-            self._blocks[block.data_ptr()] = block
+            address = self._pages.map(nbytes)
+            self._blocks[address] = max(nbytes, 1)
+            fill(self._pages.reachable(address), 0xFF, nbytes)
             self._peak = max(self._peak, self.in_use_bytes())
             # The framework's stream may hold work on it still: that is the order in which its allocator thinks.
             self._enter(self._framework)
-            self._access(FRAMEWORK, block.data_ptr(), nbytes, True, "what this memory was used for before")
-            return block.data_ptr()
+            self._access(FRAMEWORK, address, nbytes, True, "what this memory was used for before")
+            return address
 
     def free(self, address: int) -> None:
         with self._mutex:
-            block = self._blocks.pop(address)
-            self._give_up(dict(self.order.clocks[_host()]), address, block.numel(), block)
+            self._give_up(dict(self.order.clocks[_host()]), address, self._blocks.pop(address))
 
     def used_by(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         with self._mutex:
@@ -198,7 +209,8 @@ class FakeCuda:
             self._held.setdefault((start, start + tensor.numel() * tensor.element_size()), []).append(marker)
 
     def pin(self, address: int, nbytes: int) -> str:
-        self.pinned[address] = nbytes
+        with self._mutex:
+            self.pinned.add(address, nbytes)
         return ""
 
     def unpin(self, address: int) -> None:
@@ -210,7 +222,7 @@ class FakeCuda:
         return self._memory_bytes
 
     def in_use_bytes(self) -> int:
-        return sum(block.numel() for block in self._blocks.values())
+        return sum(self._blocks.values())
 
     def take_peak_bytes(self) -> int:
         peak, self._peak = self._peak, self.in_use_bytes()
@@ -304,6 +316,9 @@ class FakeCuda:
         note = self.order.write if write else self.order.read
         self._checked(lambda: note(actor, address, nbytes, what))
 
+    def _reachable(self, run: UpdateRun) -> UpdateRun:
+        return replace(run, **{at: self._pages.reachable(getattr(run, at)) for at in ADDRESSES})
+
     def _checked(self, look: Callable[[], None]) -> None:
         if self.error is not None:
             return
@@ -324,10 +339,10 @@ class FakeCuda:
             self._give_up(clock, address, nbytes, storage)
         for markers, address, nbytes in tuple(self._spoil_later):
             if all(marker.seconds is not None for marker in markers):
-                fill(address, 0xFF, nbytes)
+                fill(self._pages.reachable(address), 0xFF, nbytes)
                 self._spoil_later.remove((markers, address, nbytes))
 
-    def _give_up(self, clock: Clock, address: int, nbytes: int, storage: Any) -> None:
+    def _give_up(self, clock: Clock, address: int, nbytes: int, storage: Any = None) -> None:
         """The next to use the memory is ordered after the framework's stream, and after what it was held for; that
         orders nothing else, so that it has an actor of its own."""
         self._graveyard.append(storage)
@@ -337,9 +352,6 @@ class FakeCuda:
             self.order.learn(next_user, known)
         self._checked(lambda: self.order.give_up(next_user, address, nbytes, "freeing memory"))
         self._spoil_later.append((markers, address, nbytes))
-
-    def _is_pinned(self, address: int, nbytes: int) -> bool:
-        return any(start <= address and address + nbytes <= start + size for start, size in self.pinned.items())
 
     def _dropped(self, who: str) -> bool:
         place = _place(sys._getframe(2))

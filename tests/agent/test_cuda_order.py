@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,8 +21,9 @@ from tests.agent.fake_cuda import FakeCuda
 from tests.agent.fake_training import FakeTraining, fake_training
 from tests.agent.test_exactness import make_params, random_grads
 from tests.services import until
-from tidegate.agent.devices.base import Copy
+from tidegate.agent.devices.base import Copy, GradRef
 from tidegate.agent.devices.cuda import CudaDevice
+from tidegate.kernels import GradDtype
 from tidegate.plan.ops import CPU, D2H, DEVICE, H2D
 
 SHAPES = [((40, 3), 0), ((77,), 1), ((5, 11), 2), ((3,), 0), ((130,), 0), ((64,), 1), ((90,), 2)]
@@ -195,6 +197,18 @@ def closed_with_copies_on_the_way(drop: str) -> FakeCuda:
     return fake
 
 
+def dropped_at_work(drop: str) -> FakeCuda:
+    """Somebody who neither waits nor closes the device."""
+    fake = FakeCuda(eagerness=0.0, drop=drop)
+    device = CudaDevice(fake)
+    address = device.alloc(400)
+    device.wait(DEVICE, device.now())
+    device.norms([GradRef(address, 100, GradDtype.F32)])
+    del device
+    gc.collect()
+    return fake
+
+
 def gradients_changed_after_they_were_copied(drop: str) -> FakeCuda:
     """All but one: its update is the first, and the only one whose wait for a copy is in the plan."""
     fake = FakeCuda(eagerness=0.0, drop=drop)
@@ -213,6 +227,7 @@ FAILING = [FailingStep(lane, after) for lane in (CPU, DEVICE, D2H, H2D) for afte
 MIXED = [case for trio in zip(KEPT, RELEASED, OVERLAPPED, strict=True) for case in trio]
 SCENARIOS: tuple[Scenario, ...] = (
     closed_with_copies_on_the_way,
+    dropped_at_work,
     gradients_changed_after_they_were_copied,
     *FAILING,
     *MIXED,
@@ -266,10 +281,11 @@ NEEDED = (
     "memory is held for d2h in MemoryRunner._grad_d2h < MemoryRunner.run",
     "memory is held for device in Gradients.was_read < MemoryRunner._device_update",
     "memory is held for device in Gradients.was_read < MemoryRunner._grad_norm",
-    "host waits for d2h in CudaDevice.close",
+    "host waits for d2h in Lanes._wait",
     "host waits for d2h in _come_to_rest < Executor.finish",
+    "host waits for device in Lanes._wait",
     "host waits for device in _come_to_rest < Executor.finish",
-    "host waits for h2d in CudaDevice.close",
+    "host waits for h2d in Lanes._wait",
     "host waits for h2d in _come_to_rest < Executor.finish",
 )
 
