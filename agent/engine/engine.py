@@ -230,13 +230,13 @@ class Engine:
         self.weights.take_edited(by_data=self.gradients.mode == "release")
         effective = self.effective
         placed = place(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
-        spilled = self.memory.spilled(placed, self._gradient_room(placed))
+        room_bytes = self._gradient_room(placed)
+        spilled = self.memory.spilled(placed, room_bytes)
         plan = self._prepared(placed, spilled, effective)
         self._runner.begin()
         self._arrived.clear()
-        self.gradients.expect_reads([
-            self.layouts[op.subgroup] for op in plan.of_kind(*READS_GRADIENT) if not op.spilled
-        ])  # fmt: skip
+        read = [self.layouts[op.subgroup] for op in plan.of_kind(*READS_GRADIENT) if not op.spilled]
+        self.gradients.expect_reads(read, room_bytes)
         # State comes into memory that the framework may have used just now, and weights go to their mirrors.
         self._follow_framework(H2D, D2H)
         self._executor.start(plan)
@@ -294,6 +294,21 @@ class Engine:
         ready = self.gradients.accumulated(param)
         if self.early_gradients or self.gradients.mode == "release":
             self._open(ready)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Waits for reads of released gradients while the next one would have no room on the device: whoever enqueues
+        a backward is far ahead of the device, and memory is free when the device has read it."""
+        memory = self.gradients.memory
+        if not memory.full:
+            return
+        try:
+            self._executor.hand_over((D2H, DEVICE))
+            while memory.full and memory.wait_for_oldest():
+                pass
+        except Exception as error:  # a Ctrl-C while waiting changes nothing
+            self._fail(error)
+            raise
 
     def gradients_reduced(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Gradients (with their parameters) that a collective has made final. From any thread, in a started plan."""

@@ -43,7 +43,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class Squares:
-    """Sums of squares and non-finite counts of these parameters: `found`, in their order, once `ready` was waited for."""
+    """Sums of squares and non-finite counts of these parameters. `found` has them, in this order, after `ready`."""
 
     params: tuple[int, ...]
     ready: Event
@@ -155,7 +155,7 @@ class MemoryRunner:
                 grad = flat(arrived.dense).data_ptr() + segment.offset * size
                 copies.append(Copy(base + segment.start * size, grad, segment.numel * size))
         issued = self._copy(op.lane, copies)
-        self._gradients.was_read(layout, taken, op.lane)
+        self._gradients.was_read(layout, taken, op.lane, issued.event)
         return issued
 
     def _weight_pieces(self, op: Op, layout: Layout) -> Iterator[tuple[int, int, int]]:
@@ -177,7 +177,7 @@ class MemoryRunner:
         references = [reference(arrived) for _, arrived in mine]
         event, found = self._device.norms(references)
         self.squares.append(Squares(tuple(param for param, _ in mine), event, found))
-        self._gradients.was_read(layout, taken, op.lane)
+        self._gradients.was_read(layout, taken, op.lane, event)
         return Issued(event, 0, sum(reference.numel for reference in references))
 
     def _norm(self) -> Issued:
@@ -236,7 +236,7 @@ class MemoryRunner:
                 runs.append(self._run(layout, block, *piece, numel, values))
         issued = Issued(self._device.update(runs), 0, sum(run.numel for run in runs))
         if not op.spilled:
-            self._gradients.was_read(layout, taken, op.lane)
+            self._gradients.was_read(layout, taken, op.lane, issued.event)
         return issued
 
     def _run(
