@@ -140,6 +140,9 @@ class Engine:
         self._order: tuple[int, ...] = ()
         self._arrived: dict[int, None] = {}
         """Subgroups in the order in which their gradients came: the next plan expects the same."""
+        self.gradients_made_at: float | None = None
+        """When the device had made the gradients of the last `step()`, on the monotonic clock; None if it was called
+        later than that."""
         self._pace = Pace()
         self._path_pace = PathPace()
         self._flight: _Flight | None = None
@@ -327,6 +330,7 @@ class Engine:
         The inputs' `has_grad`, `grad_norm` and `grad_scale` are filled in. `settle` waits for the rest.
         """
         assert not self.running, "settle the last step first"
+        made, called = self.device.mark(), time.monotonic()
         self.gradients.watch_unfrozen()
         self.start()
         self.gradients.refresh()
@@ -335,7 +339,6 @@ class Engine:
         self._runner.inputs = flight.inputs = inputs
         if self.store is not None:
             self.store.step += 1
-            self._pace.observe(time.monotonic() - flight.began)
         # Whatever else an update writes comes after NORM, which this lane and the host wait for.
         self._follow_framework(DEVICE)
         try:
@@ -344,6 +347,10 @@ class Engine:
         except BaseException as error:
             self._fail(error)
             raise
+        made_at = made.span()[1]  # NORM comes after it, and was waited for
+        self.gradients_made_at = made_at if made_at > called else None
+        if self.store is not None:
+            self._pace.observe(max(made_at, called) - flight.began)
         flight.stepped = tuple(i for i, has in enumerate(inputs.has_grad) if has) if goes_on else ()
         for index in flight.stepped:
             torch.autograd.graph.increment_version(self.shards[index])

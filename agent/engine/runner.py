@@ -181,7 +181,7 @@ class MemoryRunner:
         return Issued(event, 0, sum(reference.numel for reference in references))
 
     def _norm(self) -> Issued:
-        inputs, start = self._step_inputs(), time.monotonic()
+        inputs = self._step_inputs()
         inputs.has_grad = self._gradients.present
         early = {param for squares in self.squares for param in squares.params}
         late = [i for i, has in enumerate(inputs.has_grad) if has and i not in early]
@@ -191,6 +191,7 @@ class MemoryRunner:
         for summed in (*self.squares, Squares(tuple(late), event, found)):
             summed.ready.wait()  # fetches the numbers of all its parameters: once, not once for each of them
             known.update(zip(summed.params, summed.found, strict=True))
+        all_known_at = time.monotonic()
         squares = {i: known[i] for i, has in enumerate(inputs.has_grad) if has}
         total, skip = self.norm_over_ranks.total(squares, inputs.skip)
         norm = total**0.5
@@ -199,7 +200,7 @@ class MemoryRunner:
             raise StepSkipped
         inputs.grad_scale = inputs.clip(norm)
         numel = sum(reference.numel for reference in present)
-        return Issued(event if present else DoneEvent(start, time.monotonic()), 0, numel)
+        return Issued(event if present else DoneEvent(all_known_at, time.monotonic()), 0, numel)
 
     def _cpu_update(self, op: Op, layout: Layout) -> Issued:
         start, fmt = time.monotonic(), layout.format

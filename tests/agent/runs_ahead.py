@@ -42,11 +42,16 @@ class RunsAhead(FakeCuda):
                 in_use = sum(end - start for start, end in self._given) + sum(nbytes for nbytes, _ in self._leaving)
                 self.most_framework_bytes = max(self.most_framework_bytes, in_use)
 
-    def framework_works(self) -> Callable[[], float | None]:
+    def framework_works(self, seconds: float) -> Callable[[], float | None]:
         """The framework enqueues a kernel that takes its time. Gives when it was done; None before."""
         done: list[float] = []
+
+        def kernel() -> None:
+            time.sleep(seconds)
+            done.append(time.monotonic())
+
         with self._mutex:
-            self._enqueue(self._framework, lambda: done.append(time.monotonic()))
+            self._enqueue(self._framework, kernel)
         return lambda: done[0] if done else None
 
     def copy(self, copies: Sequence[Copy], to_device: bool, stream: FakeStream) -> None:

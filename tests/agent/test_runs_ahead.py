@@ -13,6 +13,7 @@ from tests.agent.runs_ahead import RunsAhead
 from tests.agent.test_cuda_order import SHAPES, one_step
 from tests.agent.test_exactness import make_params, random_grads
 from tests.agent.test_optimizer import params_of
+from tidegate.plan.ops import OpKind
 
 GRAD_BYTES = 2000
 """Of what one op reads. Memory is given up on one lane while the other may just have begun its next op, and waits for
@@ -51,6 +52,32 @@ def test_gradients_that_have_room_are_not_waited_for() -> None:
     params = params_of(*[(500,)] * 6)
     fake = trained(params, steps=1, stride="off", subgroup_numel=500)
     assert fake.most_framework_bytes == 6 * GRAD_BYTES
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["in step()", "in the background"])
+@pytest.mark.parametrize("gradients", ["keep", "release"])
+def test_the_update_begins_when_the_device_has_made_the_gradients(gradients: Any, background: bool) -> None:
+    params = params_of(*[(50,)] * 8)
+    fake, seen = RunsAhead(), []
+    with fake_training(fake, params, gradients=gradients, stride=2.0, subgroup_numel=100) as training:
+        training.optimizer.observers.append(lambda result, phases: seen.append((result, phases)))
+        training.optimizer.background = background
+        training.train(random_grads(params, 0, some=False))
+        training.optimizer.wait()
+        training.zero_grad()
+        training.backward(random_grads(params, 1, some=False))
+        rest = fake.framework_works(seconds=0.05)
+        assert rest() is None, "the framework is ahead"
+        training.step()
+        training.optimizer.wait()
+        made_at = rest()
+    result, phases = seen[1]
+    backward, update = (next(s for s in reversed(phases.spans) if s.phase == name) for name in ("backward", "update"))
+    assert made_at is not None
+    assert update.start == backward.end == pytest.approx(made_at, abs=0.02)
+    assert phases.exposed_seconds["update"] <= update.end - update.start
+    norm = next(span for span in result.spans if span.kind is OpKind.NORM)
+    assert norm.start > made_at - 0.02
 
 
 @pytest.mark.parametrize("gradients", ["keep", "release"])
