@@ -22,6 +22,7 @@ import torch
 from tidegate.agent.accumulation import HostSums
 from tidegate.agent.devices.base import Device, Event, GradRef
 from tidegate.agent.fingerprint import sample_view
+from tidegate.agent.gradient_memory import GradientMemory
 from tidegate.agent.shards import as_part_of, check_divided_alike, shard_of
 from tidegate.agent.subgroups import GRAD_DTYPES, Layout, flat, grad_dtype_of, is_dense
 from tidegate.errors import ParameterError
@@ -104,6 +105,8 @@ class Gradients:
         self.sums = sums
         self.accumulating = False
         """A backward pass that is not the last of its step: `release` leaves `.grad` alone."""
+        self.memory = GradientMemory()
+        """Of gradients that are released."""
         self._device = device
         self._speculative = speculative and mode == "keep"
         self._params: list[torch.nn.Parameter] = []
@@ -265,6 +268,7 @@ class Gradients:
             arrived.sample = arrived.view.clone()
         self._current[param] = arrived
         if self.mode == "release":
+            self.memory.came(param, dense.numel() * dense.element_size())
             whole.grad = as_part_of(whole, ReleasedGradient(weight))
 
     def _changed_in_place(self) -> list[int]:
@@ -312,8 +316,9 @@ class Gradients:
         """Some gradients exist only in the plan in flight: it cannot be dropped without losing them."""
         return self.mode == "release" and any(self._present)
 
-    def expect_reads(self, layouts: Sequence[Layout]) -> None:
+    def expect_reads(self, layouts: Sequence[Layout], room_bytes: int) -> None:
         """A plan begins: each of its ops that reads gradients on the device is here with the subgroup it reads.
+        Gradients that are released may take `room_bytes`.
 
         A gradient that spans subgroups is read in each of them.
         """
@@ -321,8 +326,9 @@ class Gradients:
         for layout in layouts:
             for segment in layout.segments:
                 self._reads_left[segment.param] += 1
+        self.memory.expect(self._reads_left, room_bytes)
 
-    def was_read(self, layout: Layout, taken: Taken, lane: str) -> None:
+    def was_read(self, layout: Layout, taken: Taken, lane: str, done: Event) -> None:
         """An op that reads these gradients on the device is on its lane; whose last read it was lets go."""
         if self.mode == "keep":
             return
@@ -333,6 +339,7 @@ class Gradients:
                 self._reads_left[segment.param] -= 1
                 if self._reads_left[segment.param] == 0:
                     self._current[segment.param] = None
+        self.memory.read([segment.param for segment in layout.segments], done)
 
     def clear_released(self) -> None:
         """`.grad` is free for the next step's gradients; what was released before is still used."""
@@ -356,6 +363,7 @@ class Gradients:
         for ready in self._readiness:
             ready.count = 0
         self._reduced.clear()
+        self.memory.forget()
         self._current = [None] * len(self._params)
         self._present = [False] * len(self._params)
         self.clear_released()

@@ -38,8 +38,9 @@ class Offload:
         them in `.grad`; "host" adds each to a sum in host memory, rounded as torch rounds sums in `.grad`; "host_fp32"
         in fp32, rounded once. Then `.grad` is None between two backward passes, and the device has no gradients; only
         `optimizer.zero_grad()` drops the sums, not `model.zero_grad()`.
-    gradient_memory_bytes: with "release", what gradients may take on the device while they wait for the update; more
-        are spilled to the host and come back with their state. 0 for what weights, state and headroom leave.
+    gradient_memory_bytes: with "release", what gradients may take on the device. Those that wait for the update and
+        find no room are spilled to the host and come back with their state; a backward waits for copies while its next
+        gradient would have no room. 0 for what weights, state and headroom leave.
     policy: "interleaved", or a baseline: "sequential", "twinflow".
     paths: storage for state that neither device nor host memory keeps: directories or
         "s3://bucket/prefix", by name; or `PathSettings`, `ObjectSettings`.

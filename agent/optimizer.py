@@ -173,6 +173,7 @@ class AdamW(torch.optim.Optimizer):
                 for param in self.engine.step(inputs):
                     self._steps[param] += 1
                     self._note_step(param)
+                self.phases.began_at(self.engine.gradients_made_at, before="backward")
                 if not self.background:
                     self._outcomes.settle()
             self.num_steps += 1

@@ -112,6 +112,9 @@ class Device(Protocol):
     def now(self) -> Event:
         """Done when everything that the calling thread has enqueued in the framework so far is done. It has no span."""
 
+    def mark(self) -> Event:
+        """As `now`; its span ends when that was."""
+
     def block(self, event: Event) -> None:
         """What the calling thread enqueues in the framework from now on begins after `event`."""
 

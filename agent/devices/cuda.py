@@ -197,6 +197,9 @@ class CudaDevice:
         marker = self._runtime.record(self._runtime.current_stream())
         return Work(self._runtime, self._clock, marker, marker)
 
+    def mark(self) -> Event:
+        return self.now()
+
     def block(self, event: Event) -> None:
         if isinstance(event, Work):
             self._runtime.stream_waits(self._runtime.current_stream(), event.end)

@@ -137,6 +137,9 @@ class EmulatedDevice:
         moment = time.monotonic()
         return DoneEvent(moment, moment)
 
+    def mark(self) -> Event:
+        return self.now()
+
     def block(self, event: Event) -> None:
         event.wait()
 

@@ -141,6 +141,9 @@ class Engine:
         self._order: tuple[int, ...] = ()
         self._arrived: dict[int, None] = {}
         """Subgroups in the order in which their gradients came: the next plan expects the same."""
+        self.gradients_made_at: float | None = None
+        """When the device had made the gradients of the last `step()`, on the monotonic clock; None if it was called
+        later than that."""
         self._pace = Pace()
         self._path_pace = PathPace()
         self._flight: _Flight | None = None
@@ -231,13 +234,13 @@ class Engine:
         self.weights.take_edited(by_data=self.gradients.mode == "release")
         effective = self.effective
         placed = place(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
-        spilled = self.memory.spilled(placed, self._gradient_room(placed))
+        room_bytes = self._gradient_room(placed)
+        spilled = self.memory.spilled(placed, room_bytes)
         plan = self._prepared(placed, spilled, effective)
         self._runner.begin()
         self._arrived.clear()
-        self.gradients.expect_reads([
-            self.layouts[op.subgroup] for op in plan.of_kind(*READS_GRADIENT) if not op.spilled
-        ])  # fmt: skip
+        read = [self.layouts[op.subgroup] for op in plan.of_kind(*READS_GRADIENT) if not op.spilled]
+        self.gradients.expect_reads(read, room_bytes)
         # State comes into memory that the framework may have used just now, and weights go to their mirrors.
         self._follow_framework(H2D, D2H)
         self._executor.start(plan)
@@ -295,6 +298,21 @@ class Engine:
         ready = self.gradients.accumulated(param)
         if self.early_gradients or self.gradients.mode == "release":
             self._open(ready)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Waits for reads of released gradients while the next one would have no room on the device: whoever enqueues
+        a backward is far ahead of the device, and memory is free when the device has read it."""
+        memory = self.gradients.memory
+        if not memory.full:
+            return
+        try:
+            self._executor.hand_over((D2H, DEVICE))
+            while memory.full and memory.wait_for_oldest():
+                pass
+        except Exception as error:  # a Ctrl-C while waiting changes nothing
+            self._fail(error)
+            raise
 
     def gradients_reduced(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Gradients (with their parameters) that a collective has made final. From any thread, in a started plan."""
@@ -313,6 +331,7 @@ class Engine:
         The inputs' `has_grad`, `grad_norm` and `grad_scale` are filled in. `settle` waits for the rest.
         """
         assert not self.running, "settle the last step first"
+        made, called = self.device.mark(), time.monotonic()
         self.gradients.watch_unfrozen()
         self.start()
         self.gradients.refresh()
@@ -321,7 +340,6 @@ class Engine:
         self._runner.inputs = flight.inputs = inputs
         if self.store is not None:
             self.store.step += 1
-            self._pace.observe(time.monotonic() - flight.began)
         # Whatever else an update writes comes after NORM, which this lane and the host wait for.
         self._follow_framework(DEVICE)
         try:
@@ -330,6 +348,10 @@ class Engine:
         except BaseException as error:
             self._fail(error)
             raise
+        made_at = made.span()[1]  # NORM comes after it, and was waited for
+        self.gradients_made_at = made_at if made_at > called else None
+        if self.store is not None:
+            self._pace.observe(max(made_at, called) - flight.began)
         flight.stepped = tuple(i for i, has in enumerate(inputs.has_grad) if has) if goes_on else ()
         for index in flight.stepped:
             torch.autograd.graph.increment_version(self.shards[index])

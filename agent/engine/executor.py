@@ -204,6 +204,12 @@ class Executor:
                 raise progress.error
             return [progress.issued[op].event for op in ops if op in progress.issued]
 
+    def hand_over(self, lanes: Collection[str]) -> None:
+        """Waits until these lanes have handed over what they may hand over now."""
+        with self._clock.lock:
+            progress = self._current()
+            self._wait(progress, lambda: not any(lane in progress.running or self._next(lane) for lane in lanes))
+
     def finish(self) -> tuple[tuple[Span, ...], bool]:
         """Waits for the last op. Returns the spans on the clock's time, and whether the step was skipped.
 

@@ -41,6 +41,15 @@ class StepInputs:
     has_grad: list[bool] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Squares:
+    """Sums of squares and non-finite counts of these parameters. `found` has them, in this order, after `ready`."""
+
+    params: tuple[int, ...]
+    ready: Event
+    found: list[tuple[float, int]]
+
+
 class MemoryRunner:
     """Runs ops against device and state memory. Lanes at once, one op at a time but for those of paths."""
 
@@ -62,8 +71,8 @@ class MemoryRunner:
         self._pool = pool
         self.copied: dict[int, Taken] = {}
         """What gradients that are kept were when they were copied to the host, by subgroup."""
-        self.squares: dict[int, tuple[Event, list[tuple[float, int]], int]] = {}
-        """For each parameter whose squares were summed early: when they are known, the list that holds them, where."""
+        self.squares: list[Squares] = []
+        """What was summed early."""
         self.inputs: StepInputs | None = None
 
     def begin(self) -> None:
@@ -146,7 +155,7 @@ class MemoryRunner:
                 grad = flat(arrived.dense).data_ptr() + segment.offset * size
                 copies.append(Copy(base + segment.start * size, grad, segment.numel * size))
         issued = self._copy(op.lane, copies)
-        self._gradients.was_read(layout, taken, op.lane)
+        self._gradients.was_read(layout, taken, op.lane, issued.event)
         return issued
 
     def _weight_pieces(self, op: Op, layout: Layout) -> Iterator[tuple[int, int, int]]:
@@ -167,21 +176,22 @@ class MemoryRunner:
             self._device.wait(op.lane, arrived.ready)
         references = [reference(arrived) for _, arrived in mine]
         event, found = self._device.norms(references)
-        self.squares |= {param: (event, found, place) for place, (param, _) in enumerate(mine)}
-        self._gradients.was_read(layout, taken, op.lane)
+        self.squares.append(Squares(tuple(param for param, _ in mine), event, found))
+        self._gradients.was_read(layout, taken, op.lane, event)
         return Issued(event, 0, sum(reference.numel for reference in references))
 
     def _norm(self) -> Issued:
-        inputs, start = self._step_inputs(), time.monotonic()
+        inputs = self._step_inputs()
         inputs.has_grad = self._gradients.present
-        late = [i for i, has in enumerate(inputs.has_grad) if has and i not in self.squares]
+        early = {param for squares in self.squares for param in squares.params}
+        late = [i for i, has in enumerate(inputs.has_grad) if has and i not in early]
         present = [self._gradients.reference(i) for i in late]
         event, found = self._device.norms(present)
-        event.wait()
-        known = dict(zip(late, found, strict=True))
-        for param, (ready, values, place) in self.squares.items():
-            ready.wait()
-            known[param] = values[place]
+        known: dict[int, tuple[float, int]] = {}
+        for summed in (*self.squares, Squares(tuple(late), event, found)):
+            summed.ready.wait()  # fetches the numbers of all its parameters: once, not once for each of them
+            known.update(zip(summed.params, summed.found, strict=True))
+        all_known_at = time.monotonic()
         squares = {i: known[i] for i, has in enumerate(inputs.has_grad) if has}
         total, skip = self.norm_over_ranks.total(squares, inputs.skip)
         norm = total**0.5
@@ -190,7 +200,7 @@ class MemoryRunner:
             raise StepSkipped
         inputs.grad_scale = inputs.clip(norm)
         numel = sum(reference.numel for reference in present)
-        return Issued(event if present else DoneEvent(start, time.monotonic()), 0, numel)
+        return Issued(event if present else DoneEvent(all_known_at, time.monotonic()), 0, numel)
 
     def _cpu_update(self, op: Op, layout: Layout) -> Issued:
         start, fmt = time.monotonic(), layout.format
@@ -227,7 +237,7 @@ class MemoryRunner:
                 runs.append(self._run(layout, block, *piece, numel, values))
         issued = Issued(self._device.update(runs), 0, sum(run.numel for run in runs))
         if not op.spilled:
-            self._gradients.was_read(layout, taken, op.lane)
+            self._gradients.was_read(layout, taken, op.lane, issued.event)
         return issued
 
     def _run(

@@ -60,6 +60,14 @@ class PhaseClock:
             self._close()
             self.current = phase
 
+    def began_at(self, moment: float | None, before: Phase) -> None:
+        """The present phase, which a device that is behind the host enters later, began at `moment`: until then it was
+        `before`, and the engine blocked nobody. Nothing happens for None, or where it makes no difference."""
+        if moment is not None and moment - self._since > SHORT_SECONDS:
+            self.blocked(self._since - moment)
+            self._spans.append(PhaseSpan(before, self._since, moment))
+            self._since = moment
+
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
         """`phase` for a while, then back to what was."""

@@ -269,6 +269,7 @@ NEEDED = (
     "host waits for d2h in StateMemory._pull < StateMemory.arrays",
     "host waits for d2h in Executor._spans < Executor.cancel",
     "host waits for d2h in Executor._spans < Executor.finish",
+    "host waits for device in GradientMemory.wait_for_oldest < Engine._make_room",
     "host waits for device in MemoryRunner._norm < MemoryRunner.run",
     "host waits for device in Executor._spans < Executor.cancel",
     "host waits for device in Executor._spans < Executor.finish",
@@ -291,8 +292,10 @@ NEEDED = (
 
 IMPLIED = {
     "host waits for device in cpu_update after norm": "NORM waits for its own result before it counts as issued",
+    "host waits for d2h in GradientMemory.wait_for_oldest < Engine._make_room": "it bounds memory and orders nothing",
 }
-"""Waits that another one makes needless. They are made because the plan has the dependency, whatever runs it."""
+"""Waits that results do not need: another one makes them needless, and they are made because the plan has the
+dependency, whatever runs it; or memory needs them (`test_runs_ahead.py`)."""
 
 
 @pytest.mark.slow

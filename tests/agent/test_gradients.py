@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import tidegate
+from tests.agent.fake_cuda import FakeCuda, FakeStream
+from tests.agent.fake_training import fake_training
 from tests.agent.test_awkward import copied_early, grads_of, plain_of
 from tests.agent.test_exactness import FAST, backward, random_grads
 from tests.agent.test_optimizer import params_of, run_steps
 from tests.services import until
+from tidegate.agent.devices.base import GradRef
+from tidegate.agent.devices.cuda_runtime import Norms
 from tidegate.agent.engine import engine
 from tidegate.agent.fingerprint import Fingerprints, sample_view
 from tidegate.errors import EngineError, ParameterError
@@ -275,6 +280,28 @@ def test_the_norm_does_not_depend_on_how_gradients_came(seed: int) -> None:
             optimizer.step()
     # In another order most of these seeds give another number.
     assert seen == [sum((float(g.double().square().sum()) for g in grads), 0.0) ** 0.5] * 4
+
+
+def test_sums_of_squares_are_fetched_once_for_each_subgroup_not_for_each_parameter() -> None:
+    class Counting(FakeCuda):
+        fetched = 0
+
+        def norms(self, grads: Sequence[GradRef], stream: FakeStream) -> Callable[[], Norms]:
+            read = super().norms(grads, stream)
+
+            def counted() -> Norms:
+                self.fetched += len(grads)
+                return read()
+
+            return counted
+
+    fake, params = Counting(), params_of(*[(5,)] * 40)
+    released: dict[str, Any] = {"stride": "off", "subgroup_numel": 100, "gradients": "release"}
+    with fake_training(fake, params, **released) as training:
+        training.train(random_grads(params, 0, some=False))
+        # NORM asks for them, and whoever asks for the times of the ops.
+        assert fake.fetched <= 2 * len(params)
+        training.forward()
 
 
 def test_an_update_is_a_change_that_autograd_knows_of() -> None:
