@@ -53,7 +53,11 @@ if [[ -n $WHEELS ]] || ! built; then
     PYTHON=$own/python
   fi
   [[ -z $WHEELS ]] || "$PYTHON" -m pip install --quiet --no-index --no-deps "$WHEELS"/*.whl
-  built || timeout 480 "$PYTHON" -m pip install --quiet --no-build-isolation --no-deps -e .
+  built || timeout 480 "$PYTHON" -m pip install --quiet --no-build-isolation --no-deps -e . >"$OUT/build.log" 2>&1 || {
+    tail -n 5 "$OUT/build.log" >&2
+    echo "bench/gpu.sh: Tidegate's extension was not built in 480 s or failed: what pip said is in $OUT/build.log" >&2
+    exit 1
+  }
   preflight || exit 2
 fi
 

@@ -35,6 +35,7 @@ AGAINST = {"zero3_cpu": "tidegate", "twinflow_static": "tidegate_static", "super
 
 def stage(target: Target) -> dict[str, Any]:
     shape, measured = target.shape, Rows(target)
+    limit = target.side_seconds(SIDE_SECONDS[shape])
     sides = SIDES if not target.dry else [one for one in SIDES if one[0] in DRY_SIDES]
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name, _, _ in SIDES}
     for turn in range(target.sized(ROUNDS, 1)):
@@ -43,8 +44,7 @@ def stage(target: Target) -> dict[str, Any]:
                 continue
             steps, seconds = target.sized(6, 2), target.sized(12, 2)
             row = measured.measure(
-                f"{name}, turn {turn + 1}", side, shape, limit=SIDE_SECONDS[shape], steps=steps, seconds=seconds,
-                **settings,
+                f"{name}, turn {turn + 1}", side, shape, limit=limit, steps=steps, seconds=seconds, **settings
             )  # fmt: skip
             rows[name].append(row)
     return {

@@ -28,7 +28,9 @@ def stage(target: Target) -> dict[str, Any]:
     for setting in settings(target.dry):
         for side in sides:
             name = f"{side}, {', '.join(f'{what} {count}' for what, count in setting.items())}"
-            row = measured.measure(name, side, "1b", limit=SIDE_SECONDS, steps=4, seconds=6, **setting)
+            row = measured.measure(
+                name, side, "1b", limit=target.side_seconds(SIDE_SECONDS), steps=4, seconds=6, **setting
+            )
             rows.append({**setting, **row})
     return {"shape": "1b", "rows": rows, "lacked_time": measured.lacked_time}
 

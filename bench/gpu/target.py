@@ -16,6 +16,7 @@ import torch
 import tidegate
 from tidegate.agent.devices.cuda_problem import cuda_problem
 
+DRY_SIDE_SECONDS = 200.0
 LACKED_TIME = 3
 """Exit status of a stage that has to be run again for some of its rows."""
 FAST = tidegate.EmulatedRates(h2d_bytes_per_second=4e9, d2h_bytes_per_second=4e9, update_params_per_second=1e9)
@@ -41,6 +42,10 @@ class Target:
 
     def sized(self, full: int, toy: int) -> int:
         return toy if self.dry else full
+
+    def side_seconds(self, full: float) -> float:
+        """What a side gets at first. At toy size it is mostly imports, which take long on a machine that is busy."""
+        return max(full, DRY_SIDE_SECONDS) if self.dry else full
 
     def offload(self, **settings: Any) -> tidegate.Offload:
         """On the emulated device, capacity that is not asked for is ample."""
