@@ -37,22 +37,31 @@ FROM ${PYTHON_IMAGE} AS base
 RUN groupadd --gid 10001 tidegate \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin tidegate \
     && install --directory --owner=10001 --group=10001 --mode=0700 \
-       /var/lib/tidegate /var/lib/tidegate-runs /tide /tide/nvme /tide/pfs
+       /var/lib/tidegate /var/lib/tidegate-runs /var/cache/tidegate /tide /tide/nvme /tide/pfs
 ENV PATH=/opt/tidegate/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp
-USER 10001:10001
 ENTRYPOINT ["tidegate"]
 
 FROM base AS control
 COPY --from=packages-control /opt/tidegate /opt/tidegate
 ENV TIDEGATE_STATE_DIR=/var/lib/tidegate
+USER 10001:10001
 EXPOSE 8790 8501
 CMD ["daemon", "--bind", "0.0.0.0", "--state-dir", "/var/lib/tidegate"]
 
 FROM base AS trainer
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+# Triton compiles a small C module when it first meets a GPU: compiler and headers. Python.h is in the base image.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 COPY --from=packages-trainer /opt/tidegate /opt/tidegate
+# What Triton compiles is loaded from here: a file system that forbids execution, as Docker's tmpfs does, will not do.
+ENV TRITON_CACHE_DIR=/var/cache/tidegate/triton
 WORKDIR /var/lib/tidegate-runs
+USER 10001:10001
 EXPOSE 9464
 CMD ["train", "--headless", "--metrics-bind", "0.0.0.0", "--metrics-port", "9464"]

@@ -21,12 +21,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "kernels": ("kernels/test_*.py",),
     "engine": (
         "agent/test_accumulation.py", "agent/test_attached_models.py", "agent/test_awkward.py",
-        "agent/test_buffers.py", "agent/test_clock.py", "agent/test_cuda.py", "agent/test_cuda_order.py",
-        "agent/test_cuda_torch.py", "agent/test_device_life.py", "agent/test_emulated.py",
-        "agent/test_exactness.py", "agent/test_executor.py", "agent/test_gradients.py",
+        "agent/test_buffers.py", "agent/test_clock.py", "agent/test_cuda*.py", "agent/test_device_life.py",
+        "agent/test_emulated.py", "agent/test_exactness.py", "agent/test_executor.py", "agent/test_gradients.py",
         "agent/test_interrupts.py", "agent/test_lanes_ahead.py", "agent/test_optimizer.py", "agent/test_overlap.py",
         "agent/test_pinned.py", "agent/test_runs_ahead.py", "agent/test_torch_ways.py", "agent/test_vector_clocks.py",
-        "gpu/test_*.py", "test_gpu_bench.py",
+        "gpu/test_*.py", "test_gpu_*.py",
     ),
     "storage": (
         "agent/tiers/test_*.py", "agent/test_pace.py", "agent/test_path_knobs.py", "agent/test_path_speeds.py",
@@ -48,8 +47,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "conformance/test_*.py", "test_examples.py",
     ),
     "operation": (
-        "alerts/test_*.py", "deployment/test_*.py", "grafana/test_*.py", "test_cli.py", "test_demo.py",
-        "test_layers.py", "test_packaging.py",
+        "alerts/test_*.py", "deployment/test_*.py", "grafana/test_*.py", "test_cli.py", "test_demo*.py",
+        "test_doctor_gpu.py", "test_layers.py", "test_packaging.py",
     ),
 }  # fmt: skip
 """File names and patterns below `tests/`."""

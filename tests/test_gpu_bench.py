@@ -65,6 +65,7 @@ def test_a_stage_that_fails_leaves_no_result(tmp_path: Path) -> None:
     failed = gpu_sh("--dry", "--out", str(tmp_path), "updates")
     assert failed.returncode == 1
     assert "`links` comes first" in failed.stderr
+    assert "`links` comes first" in (tmp_path / "updates.log").read_text()
     assert not (tmp_path / "updates.json").exists()
 
 

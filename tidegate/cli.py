@@ -140,6 +140,9 @@ def doctor(
     endpoint: Annotated[str, typer.Option("--endpoint", help="The server of s3:// paths, where not Amazon's.")] = "",
     remove: Annotated[bool, typer.Option("--remove", help="Remove what dead runs left on --path.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before removing.")] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Try driver, context, pinned memory, Triton, copies and NVML, alone.")
+    ] = False,
     url: Daemon = None,
     as_json: Json = False,
 ) -> None:
@@ -149,6 +152,11 @@ def doctor(
 
     if remove and not path:
         raise ConfigError("Say where to remove what dead runs left: --path DIRECTORY.")
+    if gpu:
+        if path:
+            raise ConfigError("--gpu and --path are two questions: ask one at a time.")
+        _doctor_gpu(as_json)
+        return
     leftovers = doctor_paths.look(path or [], endpoint)
     if remove:
         findings = doctor_paths.remove_dead(leftovers, yes, typer.confirm)
@@ -158,6 +166,15 @@ def doctor(
         print(json.dumps([finding.as_dict() for finding in findings]))
     else:
         print_findings(findings)
+    if any(finding.verdict == "bad" for finding in findings):
+        sys.exit(1)
+
+
+def _doctor_gpu(as_json: bool) -> None:
+    with needs("agent"):
+        from tidegate.doctor_gpu import examine_gpu, lines
+    findings = examine_gpu()
+    print(json.dumps([finding.as_dict() for finding in findings]) if as_json else "\n".join(lines(findings)))
     if any(finding.verdict == "bad" for finding in findings):
         sys.exit(1)
 

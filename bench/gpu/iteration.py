@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from bench.gpu.shapes import SHAPES
 from bench.gpu.sides import Ask, Training, build, cap_memory
 from bench.gpu.target import Target, spread
 
+TRACEBACK_LINES = 40
+ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b")
 WARM_UP = 3
 BLOCK = 2
 
@@ -81,7 +84,11 @@ def _phases(training: Training, finish: Any) -> list[float]:
 def run_side(
     target: Target, side: str, shape: str, *, steps: int = 6, seconds: float = 60.0, limit: float = 240.0, **more: Any
 ) -> dict[str, Any]:
-    """Its result from a process of its own; {"side", "not_measured": why} where it cannot run or takes too long."""
+    """Its result from a process of its own; {"side", "not_measured": why} where it cannot run.
+
+    One that was ended after `limit` seconds has "lacked_seconds", too; one that failed has its "traceback". All that
+    it wrote to stderr goes to ours.
+    """
     ask = {"side": side, "shape": "toy" if target.dry else shape, "dry": target.dry, **more}
     command = [sys.executable, "-m", "bench.gpu.iteration", json.dumps(ask), "--steps", str(steps)]
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
@@ -92,14 +99,23 @@ def run_side(
             [*command, "--seconds", str(seconds)], env=environment, capture_output=True, text=True, timeout=limit,
             check=False,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"side": side, "not_measured": f"not done after {limit:.0f} s"}
+    except subprocess.TimeoutExpired as error:
+        _pass_on(side, error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or "")
+        return {"side": side, "not_measured": f"not done after {limit:.0f} s", "lacked_seconds": limit}
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode == 0:
         with contextlib.suppress(ValueError):
             return dict(json.loads(last))
-    why = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
-    return {"side": side, "not_measured": why[:500]}
+    _pass_on(side, done.stderr)
+    lines = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
+    # Libraries warn while the process ends, behind the error that ended it.
+    why = next((line for line in reversed(lines) if ERROR.match(line)), lines[-1])
+    return {"side": side, "not_measured": why[:500], "traceback": lines[-TRACEBACK_LINES:]}
+
+
+def _pass_on(side: str, said: str) -> None:
+    if said.strip():
+        print(f"---- {side} said:\n{said.rstrip()}\n----", file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -8,15 +8,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 
-from bench.gpu.iteration import run_side
+from bench.gpu.rows import Rows
 from bench.gpu.target import Target, run_stage
 
 STATIC_RATIO = 0.2
 ROUNDS = 2
-STAGE_SECONDS = 430.0
 SIDE_SECONDS = {"1b": 60.0, "3b": 100.0, "7b": 200.0}
 SIDES: list[tuple[str, str, dict[str, Any]]] = [
     ("tidegate", "tidegate", {}),
@@ -36,18 +34,23 @@ AGAINST = {"zero3_cpu": "tidegate", "twinflow_static": "tidegate_static", "super
 
 
 def stage(target: Target) -> dict[str, Any]:
-    shape, end = target.shape, time.monotonic() + STAGE_SECONDS
+    shape, measured = target.shape, Rows(target)
+    limit = target.side_seconds(SIDE_SECONDS[shape])
     sides = SIDES if not target.dry else [one for one in SIDES if one[0] in DRY_SIDES]
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name, _, _ in SIDES}
     for turn in range(target.sized(ROUNDS, 1)):
         for name, side, settings in sides:
-            left = end - time.monotonic()
-            if turn and (left < SIDE_SECONDS[shape] or "not_measured" in rows[name][0]):
+            if turn and (measured.seconds_left < SIDE_SECONDS[shape] or "not_measured" in rows[name][0]):
                 continue
             steps, seconds = target.sized(6, 2), target.sized(12, 2)
-            limit = min(SIDE_SECONDS[shape], max(1.0, left))
-            rows[name].append(run_side(target, side, shape, steps=steps, seconds=seconds, limit=limit, **settings))
-    return {"shape": shape, "static_ratio": STATIC_RATIO, "rounds": rows, "speedup": speedups(rows)}
+            row = measured.measure(
+                f"{name}, turn {turn + 1}", side, shape, limit=limit, steps=steps, seconds=seconds, **settings
+            )  # fmt: skip
+            rows[name].append(row)
+    return {
+        "shape": shape, "static_ratio": STATIC_RATIO, "rounds": rows, "speedup": speedups(rows),
+        "lacked_time": measured.lacked_time,
+    }  # fmt: skip
 
 
 def speedups(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:

@@ -6,13 +6,11 @@ The more a step computes, the less the update weighs.
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
-from bench.gpu.iteration import run_side
+from bench.gpu.rows import Rows
 from bench.gpu.target import Target, run_stage
 
-STAGE_SECONDS = 430.0
 SIDE_SECONDS = 60.0
 
 
@@ -26,12 +24,15 @@ def settings(dry: bool) -> list[dict[str, int]]:
 
 def stage(target: Target) -> dict[str, Any]:
     sides = ("tidegate", "zero3_cpu") if not target.dry else ("tidegate",)
-    rows, end = [], time.monotonic() + STAGE_SECONDS
+    rows, measured = [], Rows(target)
     for setting in settings(target.dry):
         for side in sides:
-            limit = min(SIDE_SECONDS, max(1.0, end - time.monotonic()))
-            rows.append({**setting, **run_side(target, side, "1b", steps=4, seconds=6, limit=limit, **setting)})
-    return {"shape": "1b", "rows": rows}
+            name = f"{side}, {', '.join(f'{what} {count}' for what, count in setting.items())}"
+            row = measured.measure(
+                name, side, "1b", limit=target.side_seconds(SIDE_SECONDS), steps=4, seconds=6, **setting
+            )
+            rows.append({**setting, **row})
+    return {"shape": "1b", "rows": rows, "lacked_time": measured.lacked_time}
 
 
 if __name__ == "__main__":

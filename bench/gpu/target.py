@@ -14,7 +14,11 @@ from typing import Any
 import torch
 
 import tidegate
+from tidegate.agent.devices.cuda_problem import cuda_problem
 
+DRY_SIDE_SECONDS = 200.0
+LACKED_TIME = 3
+"""Exit status of a stage that has to be run again for some of its rows."""
 FAST = tidegate.EmulatedRates(h2d_bytes_per_second=4e9, d2h_bytes_per_second=4e9, update_params_per_second=1e9)
 
 
@@ -24,8 +28,13 @@ class Target:
 
     dry: bool
     results: Path
-    shape: str = "1b"
-    """Of the models that iterations are measured with: see `bench.gpu.shapes`."""
+    stage: str = ""
+    """Its name, as `iterations-1b`."""
+
+    @property
+    def shape(self) -> str:
+        """Of the model, for `iterations`: see `bench.gpu.shapes`."""
+        return self.stage.partition("-")[2] or "1b"
 
     @property
     def device(self) -> torch.device:
@@ -33,6 +42,10 @@ class Target:
 
     def sized(self, full: int, toy: int) -> int:
         return toy if self.dry else full
+
+    def side_seconds(self, full: float) -> float:
+        """What a side gets at first. At toy size it is mostly imports, which take long on a machine that is busy."""
+        return max(full, DRY_SIDE_SECONDS) if self.dry else full
 
     def offload(self, **settings: Any) -> tidegate.Offload:
         """On the emulated device, capacity that is not asked for is ample."""
@@ -51,11 +64,16 @@ def run_stage(stage: Callable[[Target], dict[str, Any]]) -> None:
     parser = argparse.ArgumentParser(description=sys.modules[stage.__module__].__doc__)
     parser.add_argument("--dry", action="store_true", help="toy size, emulated device")
     parser.add_argument("--results", type=Path, required=True, help="folder of the stages' results")
-    parser.add_argument("--shape", default="1b", help="of the model, for `iterations`")
+    parser.add_argument("--stage", default="", help="its name, as iterations-1b")
     args = parser.parse_args()
-    if not args.dry and not torch.cuda.is_available():
-        parser.error("no CUDA device is visible to torch; --dry runs on the emulated device")
-    print(json.dumps({"dry": args.dry, **stage(Target(args.dry, args.results, args.shape))}, indent=1))
+    problem = None if args.dry else cuda_problem()
+    if problem is not None:
+        parser.error(f"no GPU can be used: {problem}; --dry runs on the emulated device")
+    result = stage(Target(args.dry, args.results, args.stage))
+    print(json.dumps({"dry": args.dry, **result}, indent=1))
+    if result.get("lacked_time"):
+        print(f"Rows that lacked time: {', '.join(result['lacked_time'])}.", file=sys.stderr)
+        sys.exit(LACKED_TIME)
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -17,7 +17,7 @@ def stage(target: Target) -> dict[str, Any]:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
-        print(done.stdout)
+        print(done.stdout, file=sys.stderr)
         raise SystemExit(done.returncode)
     last = done.stdout.strip().splitlines()[-1]
     return {"counts": {word: int(count) for count, word in re.findall(r"(\d+) (\w+)", last)}, "summary": last}

@@ -162,11 +162,32 @@ def test_images_do_not_run_as_root_and_their_base_has_a_version() -> None:
     assert set(re.findall(r"^FROM (\S+)", text, flags=re.MULTILINE)) == {
         "${PYTHON_IMAGE}", "packages-control", "base",
     }  # fmt: skip
-    stages = {stage.split(" AS ")[1].split("\n")[0]: stage for stage in text.split("\nFROM ")[1:]}
-    assert "\nUSER 10001:10001\n" in stages["base"]
     for name in ("control", "trainer"):
-        assert stages[name].startswith("base AS ")
-        assert "USER root" not in stages[name]
+        assert "useradd --uid 10001 " in image(name), "it begins with the base"
+        users = re.findall(r"^USER (\S+)$", image(name), flags=re.MULTILINE)
+        assert users == ["10001:10001"]
+
+
+def image(name: str) -> str:
+    """All that the Dockerfile says of an image, that of the stages below it first."""
+    stages = {stage.split(" AS ")[1].split("\n")[0]: stage for stage in DOCKERFILE.read_text().split("\nFROM ")[1:]}
+    below = stages[name].split(" AS ")[0]
+    return (image(below) if below in stages else "") + stages[name]
+
+
+def test_the_trainer_has_what_triton_needs_at_run_time() -> None:
+    """A compiler, headers, and a folder of its user from which what was compiled can be loaded."""
+    text = image("trainer")
+    installed = re.findall(r"apt-get install .*--no-install-recommends (.*?) \\$", text, flags=re.MULTILINE)
+    assert {"gcc", "libc6-dev"} <= set(" ".join(installed).split())
+    (cache,) = re.findall(r"TRITON_CACHE_DIR=(\S+)", text)
+    gpu = next(service for service in ALL if service.name == "trainer-gpu")
+    (mount,) = [mount for mount in gpu.mounts if Path(cache).is_relative_to(mount.target)]
+    assert not mount.read_only
+    assert not any(Path(cache).is_relative_to(folder) for folder in gpu.raw["tmpfs"]), "Docker mounts it noexec"
+    folders = re.search(r"install --directory --owner=10001 .*?((?:/\S+ ?)+)\n", text, flags=re.DOTALL)
+    assert folders is not None
+    assert mount.target in folders[1].split()
 
 
 def test_the_build_gets_all_that_the_wheel_is_made_of() -> None:

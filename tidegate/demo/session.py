@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +21,7 @@ import tidegate
 from tidegate.agent.attach import Attachment
 from tidegate.agent.optimizer import AdamW
 from tidegate.demo import DemoOptions
+from tidegate.demo.place import Place, choose_place
 from tidegate.demo.services import start_daemon, start_view
 from tidegate.demo.summary import Summary
 from tidegate.demo.text import batch, read_text
@@ -49,6 +50,10 @@ class Session:
         self.name = options.run or time.strftime("demo-%Y%m%d-%H%M%S")
         self.folder = Path("runs") / self.name
         self._interrupted = False
+
+    @cached_property
+    def place(self) -> Place:
+        return choose_place(self.options.emulated)
 
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -144,7 +149,7 @@ class Session:
                 vocab_size=256, hidden_size=HIDDEN, intermediate_size=688, num_hidden_layers=LAYERS,
                 num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=WINDOW, use_cache=False,
             )
-        )  # fmt: skip
+        ).to(self.place.device)  # fmt: skip
         optimizer = tidegate.AdamW(
             model.parameters(),
             lr=LEARNING_RATE,
@@ -155,7 +160,7 @@ class Session:
                 stride=self.options.stride,
                 static_ratio=self.options.static_ratio,
                 subgroup_numel=self.options.subgroup_numel,
-                device="emulated" if self.options.emulated else "auto",
+                device=self.place.offload,
                 emulated=tidegate.EmulatedRates(**RATES),
                 paths=paths,
                 tier_split=self.options.tier_split,
@@ -174,6 +179,9 @@ class Session:
         say(f"  model      Llama architecture, {params:,} parameters, byte-level, {subgroups} subgroups")
         if optimizer.device.kind == "emulated":
             say("  device     [yellow]emulated[/yellow]: paced to stated rates, no performance claim is made from it")
+            say(f"  no GPU     {self.place.why_no_gpu}", markup=False)
+        else:
+            say(f"  device     {self.place.name}")
         for name, path in optimizer.engine.store.paths.items() if optimizer.engine.store is not None else ():
             say(f"  storage    {name}: {path.settings.place}")
         if view is not None:
@@ -194,15 +202,16 @@ class Session:
         with self._progress() as progress:
             task = progress.add_task("training", total=self.options.steps, loss=float("nan"), knobs="")
             for step in range(self.options.steps):
-                tokens = batch(text, BATCH, WINDOW, generator)
+                tokens = batch(text, BATCH, WINDOW, generator).to(self.place.device)
                 optimizer.zero_grad()
-                loss = model(input_ids=tokens, labels=tokens).loss
-                loss.backward()
-                optimizer.log(loss=loss.item(), tokens=tokens.numel())
+                output = model(input_ids=tokens, labels=tokens).loss
+                output.backward()
+                loss = output.item()
+                optimizer.log(loss=loss, tokens=tokens.numel())
                 optimizer.step()
                 scheduler.step()
-                summary.stepped(loss.item(), tokens.numel())
-                self._tell(progress, task, step + 1, loss.item(), optimizer, attachment)
+                summary.stepped(loss, tokens.numel())
+                self._tell(progress, task, step + 1, loss, optimizer, attachment)
                 if time.monotonic() > deadline:
                     break
 

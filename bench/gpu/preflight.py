@@ -1,0 +1,133 @@
+"""All that bench/gpu.sh lacks on this machine, in one message, before anything runs.
+
+    python -m bench.gpu.preflight [--dry] [--wheels FOLDER]
+
+What lies in the folder of wheels will be installed and counts as there. Imports nothing but Python's own modules before
+it knows that the others are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from bench.gpu.needs import needs, package
+from tidegate.triton_needs import missing_for_triton, python_headers
+
+WHEELHOUSE = "python3 -m bench.gpu.wheelhouse wheels"
+
+
+def missing(dry: bool, wheels: Path | None) -> list[str]:
+    """One line for each thing, with what helps."""
+    found = [*_wheels(wheels), *_packages(wheels)]
+    if not _built():
+        found += _build_tools()
+    if not found or importlib.util.find_spec("torch") is not None:
+        found += [] if dry else [*_cuda(), *missing_for_triton()]
+    return list(dict.fromkeys(found))
+
+
+def _named(wheels: Path | None) -> dict[str, str]:
+    """File names of wheels, by package."""
+    return {} if wheels is None else {package(path.name): path.name for path in sorted(wheels.glob("*.whl"))}
+
+
+def _wheels(wheels: Path | None) -> list[str]:
+    """Wheels that this Python cannot install."""
+    if wheels is None:
+        return []
+    files = _named(wheels).values()
+    if not files:
+        return [f"WHEELS={wheels} holds no wheels: on a machine with a network, {WHEELHOUSE}"]
+    here = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    others = [name for name in files if re.search(r"-cp\d+-cp\d+", name) and f"-{here}-" not in name]
+    if not others:
+        return []
+    return [
+        f"wheels for another Python than this one, {here}: {', '.join(others)}. Make them with the same version: "
+        f"PYTHON -m bench.gpu.wheelhouse"
+    ]
+
+
+def _packages(wheels: Path | None) -> list[str]:
+    """Packages without which no stage runs, or nothing can be built where it has to be."""
+    there = _named(wheels)
+    kinds = ("run",) if _built() else ("run", "build")
+    lines = []
+    for need in needs():
+        if need.kind not in kinds or need.name in there:
+            continue
+        problem = need.problem()
+        if problem and not (need.name in ("cmake", "ninja") and shutil.which(need.name)):
+            remedy = "docs/gpu.md says which build" if need.name == "torch" else f"it comes with WHEELS ({WHEELHOUSE})"
+            lines.append(f"{problem}; {remedy}")
+    if not _built() and importlib.util.find_spec("pip") is None:
+        lines.append("pip: not installed (Debian: apt-get install python3-pip)")
+    return lines
+
+
+def _built() -> bool:
+    """Whether Tidegate's extension is there. A package that it needs is missing in its own right."""
+    try:
+        importlib.import_module("tidegate.kernels._native")
+    except ModuleNotFoundError as error:
+        return not (error.name or "").startswith("tidegate")
+    except ImportError:
+        return False
+    return True
+
+
+def _build_tools() -> list[str]:
+    """For the C++ extension."""
+    named = os.environ.get("CXX", "")
+    lines = []
+    if not any(shutil.which(name) for name in (named.split()[:1] or ["c++", "g++", "clang++"])):
+        lines.append("there is no C++ compiler (Debian: apt-get install g++)")
+    headers = python_headers()
+    return [*lines, headers] if headers else lines
+
+
+def _cuda() -> list[str]:
+    try:
+        from tidegate.agent.devices.cuda_problem import cuda_problem
+
+        problem = cuda_problem()
+    except (ImportError, OSError) as error:  # torch's own libraries
+        return [f"torch cannot be imported ({error}); docs/gpu.md says which build to install"]
+    return [] if problem is None else [f"no GPU can be used: {problem}; --dry needs none"]
+
+
+def absent_sides(dry: bool, wheels: Path | None) -> list[str]:
+    """What is compared with, and cannot run: its rows will say so, and the others are measured."""
+    sides = [need for need in needs() if need.kind == "side"]
+    found = [need.problem() for need in sides if need.name not in _named(wheels) and need.problem()]
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    if not dry and not any(map(shutil.which, (f"{toolkit}/bin/nvcc", "nvcc"))):
+        found.append(
+            "there is no nvcc, with which DeepSpeed compiles its optimizer (name the CUDA toolkit in CUDA_HOME)"
+        )
+    return [f"{problem}; rows of it will not be measured" for problem in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dry", action="store_true", help="for the emulated device: no GPU, no Triton")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels that will be installed")
+    args = parser.parse_args()
+    lines = missing(args.dry, args.wheels)
+    if lines:
+        what = "1 thing is" if len(lines) == 1 else f"{len(lines)} things are"
+        print(f"bench/gpu.sh: {what} missing:", *(f"  - {line}" for line in lines), sep="\n", file=sys.stderr)
+        sys.exit(2)
+    for line in absent_sides(args.dry, args.wheels):
+        print(f"bench/gpu.sh: {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

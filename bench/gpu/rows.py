@@ -1,0 +1,66 @@
+"""A stage's rows, each from a process of its own, kept as soon as they are measured.
+
+A row that lacked time is measured when the stage is run again, and with twice the time; what was measured is taken as
+it is. So a stage that was cut short is complete after a few runs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.iteration import run_side
+from bench.gpu.target import Target
+
+STAGE_SECONDS = 430.0
+"""What a stage gives to its rows: bench/gpu.sh ends it after 480."""
+ALL = 0.9
+"""Share of a stage's time with which a row had all that it can get."""
+
+
+class Rows:
+    """`lacked_time`: names of the rows that the stage has to be run again for."""
+
+    def __init__(self, target: Target, run: Callable[..., dict[str, Any]] = run_side) -> None:
+        self.lacked_time: list[str] = []
+        self._target, self._run = target, run
+        self._end = time.monotonic() + STAGE_SECONDS
+        self._file = file_of(target.results, target.stage)
+        self._kept: dict[str, dict[str, Any]] = {}
+        if self._file.exists():
+            self._kept = dict(json.loads(line) for line in self._file.read_text().splitlines())
+
+    @property
+    def seconds_left(self) -> float:
+        return self._end - time.monotonic()
+
+    def measure(self, name: str, side: str, shape: str, *, limit: float, **more: Any) -> dict[str, Any]:
+        """`name` is the row's own in this stage; `limit`: seconds that it gets at first."""
+        key = f"{'dry' if self._target.dry else 'gpu'} {name}"
+        kept = self._kept.get(key)
+        if kept is not None and "lacked_seconds" not in kept:
+            return kept
+        wanted = limit if kept is None else max(limit, 2 * kept["lacked_seconds"])
+        given = min(wanted, self.seconds_left)
+        if given < 1.0:
+            row = kept or {"side": side, "not_measured": "the stage had no time left for it", "lacked_seconds": 0.0}
+        else:
+            row = self._run(self._target, side, shape, limit=given, **more)
+        if row.get("lacked_seconds", 0.0) >= ALL * STAGE_SECONDS:
+            del row["lacked_seconds"]  # it had all the time that there is
+        if "lacked_seconds" in row:
+            self.lacked_time.append(name)
+        if "lacked_seconds" in row or "not_measured" not in row:
+            self._keep(key, row)
+        return row
+
+    def _keep(self, key: str, row: dict[str, Any]) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps([key, row]) + "\n")
+
+
+def file_of(results: Path, stage: str) -> Path:
+    return results / f"{stage}.rows"

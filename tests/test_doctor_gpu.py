@@ -1,0 +1,159 @@
+"""`tidegate doctor --gpu`: what each check says of a GPU that does as it should, and of one that does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+
+from tests import forked
+from tests.agent.fake_cuda import FakeCuda
+from tests.services import ROOT
+from tidegate import doctor_gpu
+from tidegate.agent.devices.base import UpdateRun
+from tidegate.agent.devices.cuda_problem import CudaProblem
+from tidegate.doctor import Finding
+from tidegate.doctor_gpu import Check, CheckFailed, copies, examine_gpu, launch, lines, overlap, pinned_memory
+from tidegate.kernels import ThreadPool
+from tidegate.plan.ops import D2H, H2D
+
+CPU = torch.device("cpu")
+
+
+class Kernels:
+    """Updates on the CPU, in place of those on a GPU; `wrong` spoils one element."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        self.wrong = wrong
+
+    def update(self, runs: list[UpdateRun]) -> None:
+        with ThreadPool(1) as pool:
+            for run in runs:
+                run.apply(pool)
+                if self.wrong:
+                    run.apply(pool)
+
+
+class NothingPinned(FakeCuda):
+    def pin(self, address: int, nbytes: int) -> str:
+        return "cudaHostRegister: operation not supported"
+
+
+def test_without_a_gpu_one_line_says_why_and_what_helps() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    env = {**os.environ, "TIDEGATE_DAEMON": "http://127.0.0.1:9"}
+    command = [sys.executable, "-m", "tidegate", "doctor", "--gpu"]
+    done = forked.run(command, cwd=ROOT, env=env, timeout=60)
+    (line,) = done.stdout.splitlines()
+    assert (done.returncode, line.split()[:2]) == (1, ["failed", "driver"])
+    assert "built without CUDA; " in line
+    done = forked.run([*command, "--json"], cwd=ROOT, env=env, timeout=60)
+    assert [found["verdict"] for found in json.loads(done.stdout)] == ["bad"]
+    done = forked.run([*command, "--path", "/"], cwd=ROOT, env=env, timeout=60)
+    assert (done.returncode, "one at a time" in done.stderr) == (2, True)
+
+
+def test_pages_are_registered_and_given_back() -> None:
+    runtime = FakeCuda()
+    assert "64 MiB registered" in pinned_memory(runtime)
+    assert runtime.pinned == {}
+    with pytest.raises(CheckFailed, match=r"operation not supported.*ulimit -l"):
+        pinned_memory(NothingPinned())
+
+
+def test_an_update_is_held_against_the_cpu() -> None:
+    assert "bit for bit" in launch(CPU, Kernels())  # type: ignore[arg-type]
+    with pytest.raises(CheckFailed, match=r"differs from the CPU's in .* bytes; do not train with it"):
+        launch(CPU, Kernels(wrong=True))  # type: ignore[arg-type]
+
+
+def test_what_triton_lacks_is_said_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_gpu, "missing_for_triton", lambda: ["There is no C compiler.", "No Python.h."])
+    with pytest.raises(CheckFailed, match=r"no C compiler\. No Python\.h; updates run as torch operations"):
+        doctor_gpu.triton(CPU)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_copies_that_never_run_at_once_are_a_failure(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    spans = {H2D: [(0.0, 1.0), (1.0, 2.0)], D2H: [(0.5, 1.5)] if at_once else [(2.0, 3.0)]}
+    monkeypatch.setattr(doctor_gpu, "both_ways", lambda device: spans)
+    if at_once:
+        assert "100% of it at once" in copies(FakeCuda())
+    else:
+        with pytest.raises(CheckFailed, match="CUDA_DEVICE_MAX_CONNECTIONS"):
+            copies(FakeCuda())
+
+
+def test_both_ways_copies_on_the_lanes_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the fake runtime: every access is held against what orders it."""
+    monkeypatch.setattr(doctor_gpu, "COPY_BYTES", 1 << 16)
+    runtime = FakeCuda(memory_bytes=1 << 20)
+    device = doctor_gpu.CudaDevice(runtime)
+    spans = doctor_gpu.both_ways(device)
+    device.close()
+    assert {lane: len(found) for lane, found in spans.items()} == {H2D: doctor_gpu.COPIES, D2H: doctor_gpu.COPIES}
+    assert runtime.error is None
+
+
+def test_overlap_is_the_time_of_both() -> None:
+    assert overlap([(0, 2), (2, 4)], [(1, 3)]) == 2
+    assert overlap([(0, 1)], [(1, 2)]) == 0
+
+
+def test_nvml_that_does_not_know_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(nvml: Any, uuid: str) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: SimpleNamespace(uuid="1-2"))
+    monkeypatch.setattr(doctor_gpu, "Gpu", unknown)
+    with pytest.raises(CheckFailed, match=r"GPU-1-2.*compute,utility"):
+        doctor_gpu.nvml(CPU)
+    closed: list[bool] = []
+    told = SimpleNamespace(
+        utilization_ratio=lambda: 0.25, pcie=SimpleNamespace(name="gpm"), close=lambda: closed.append(True)
+    )
+    monkeypatch.setattr(doctor_gpu, "Gpu", lambda nvml, uuid: told)
+    assert doctor_gpu.nvml(CPU) == "utilization 25%, PCIe figures from: gpm"
+    assert closed == [True]
+
+
+def test_an_error_that_nobody_foresaw_is_a_finding_with_a_remedy() -> None:
+    def broken() -> str:
+        raise RuntimeError("CUDA error: an illegal instruction.\nCompile with TORCH_USE_CUDA_DSA")
+
+    found = Check("context", broken, "install another build").finding()
+    assert found == Finding(
+        "context", "bad", "RuntimeError: CUDA error: an illegal instruction; install another build"
+    )  # fmt: skip
+
+
+def test_what_needs_a_context_is_not_tried_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(place: torch.device) -> str:
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(doctor_gpu, "cuda_problem", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(doctor_gpu, "context", broken)
+    found = examine_gpu()
+    assert [(one.check, one.verdict) for one in found] == [("driver", "good"), ("context", "bad")]
+    assert lines(found)[1].startswith("failed  context  RuntimeError: no kernel image")
+    monkeypatch.setattr(doctor_gpu, "cuda_problem", lambda: CudaProblem("there is no driver", "install one"))
+    assert lines(examine_gpu()) == ["failed  driver  there is no driver; install one"]
+
+
+def test_each_check_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_gpu, "cuda_problem", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(doctor_gpu, "TorchCuda", lambda place: FakeCuda())
+    for name in ("context", "pinned_memory", "triton", "copies", "nvml"):
+        monkeypatch.setattr(doctor_gpu, name, lambda _, name=name: f"{name} works")
+    said = lines(examine_gpu())
+    assert [line.split("  ")[0] for line in said] == ["ok"] * 6
+    assert [line.split()[-2] for line in said[1:]] == ["context", "pinned_memory", "triton", "copies", "nvml"]
