@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -43,6 +43,14 @@ class Gradient(Protocol):
     def numel(self) -> int: ...
     @property
     def dtype(self) -> GradDtype: ...
+
+
+class GpuKernels(Protocol):
+    """kernels/triton_adamw.py and kernels/torch_adamw.py: both enqueue their work on torch's current stream."""
+
+    def update(self, runs: Sequence[Update]) -> None: ...
+
+    def sum_of_squares(self, refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None: ...
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 An ImportError says that Triton is missing or too old; kernels/torch_adamw.py offers the same functions without it.
 Arrays are given by address on the current device, and work goes to torch's current stream. Offsets have 64 bits.
+Integers are i64 and never specialised, whatever their value: a kernel has one signature for each set of its constants.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -51,7 +52,8 @@ def update(runs: Sequence[Update], stream: int | None = None) -> None:
             _adamw[(triton.cdiv(run.numel, ELEMENTS_PER_PROGRAM),)](
                 run.numel, *addresses, *run.scalars.as_tuple(),
                 FORMAT=int(run.weight_format), GRAD=int(run.grad_dtype), ARITHMETIC=int(run.scalars.arithmetic),
-                L2=run.scalars.l2 != 0.0, DECAY=run.scalars.decay != 0.0,
+                L2=run.scalars.l2 != 0.0,
+                DECAY=run.scalars.decay != 0.0 and run.scalars.arithmetic is not Arithmetic.TORCH,
                 ALIGNED=all(address % 16 == 0 for address in addresses), BLOCK=ELEMENTS_PER_PROGRAM,
                 num_warps=4, **EXACT,
             )  # fmt: skip
@@ -167,7 +169,7 @@ def _store_weight(weight, aux, index, mask, p, FORMAT: tl.constexpr, ALIGNED: tl
 
 @triton.jit(do_not_specialize=["numel", "weight", "aux", "exp_avg", "exp_avg_sq", "grad"])
 def _adamw(
-    numel, weight, aux, exp_avg, exp_avg_sq, grad,
+    numel: tl.int64, weight: tl.int64, aux: tl.int64, exp_avg: tl.int64, exp_avg_sq: tl.int64, grad: tl.int64,
     grad_scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt,
     eps, FORMAT: tl.constexpr, GRAD: tl.constexpr, ARITHMETIC: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -230,9 +232,10 @@ def _weighted_sum(old, beta, fresh, rest, ARITHMETIC: tl.constexpr):
     return tl.fma(old, beta, fresh * rest) if ARITHMETIC == DEEPSPEED_TAIL else tl.fma(fresh, rest, old * beta)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "begin", "end"])
+@triton.jit(do_not_specialize=["table", "num_blocks", "begin", "end", "sums", "bad"])
 def _block_sums(
-    table, num_blocks, begin, end, sums, bad, GRAD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr
+    table, num_blocks: tl.int64, begin: tl.int64, end: tl.int64, sums, bad,
+    GRAD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Lane j of a block adds its elements j, j + 16, … in order; then halves are added until one is left."""
     lane = tl.arange(0, BLOCKS * ACCUMULATORS)
@@ -268,8 +271,10 @@ def _tree(leaves, LEAVES: tl.constexpr, LEVELS: tl.constexpr):
     return tl.sum(leaves, axis=0)
 
 
-@triton.jit(do_not_specialize=["first", "num_refs"])
-def _trees(table, first, num_refs, sums, bad, out_sums, out_bad, LEAVES: tl.constexpr, LEVELS: tl.constexpr):
+@triton.jit(do_not_specialize=["table", "first", "num_refs", "sums", "bad", "out_sums", "out_bad"])
+def _trees(
+    table, first: tl.int64, num_refs: tl.int64, sums, bad, out_sums, out_bad, LEAVES: tl.constexpr, LEVELS: tl.constexpr
+):  # fmt: skip
     """One program a gradient: a tree over each 1024 block sums, then one over the roots."""
     ref = tl.program_id(0)
     start = tl.load(table + first + ref)

@@ -16,45 +16,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final
 
 import torch
 
 from tidegate.agent.devices.base import Copy, GradRef, UpdateRun
 from tidegate.agent.devices.cuda_runtime import Marker, Norms, Stream
+from tidegate.agent.devices.gpu_kernels import load_kernels
 from tidegate.agent.devices.pinned import near_cpus
-
-log = logging.getLogger("tidegate.devices")
+from tidegate.kernels.device_calls import GpuKernels
 
 PORTABLE: Final = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""
 
 HIGH_PRIORITY: Final = -1
-
-
-class GpuKernels(Protocol):
-    """kernels/triton_adamw.py, or kernels/torch_adamw.py where there is no Triton. Both work on the current stream."""
-
-    def update(self, runs: Sequence[UpdateRun]) -> None: ...
-
-    def sum_of_squares(self, refs: Sequence[GradRef], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None: ...
-
-
-def load_kernels() -> GpuKernels:
-    """Triton's, equal to the oracle bit for bit; where it is missing or too old torch's, which are not, and slower."""
-    try:
-        return cast(GpuKernels, importlib.import_module("tidegate.kernels.triton_adamw"))
-    except ImportError as error:
-        log.warning(
-            "Updates on the GPU run as torch operations, several times slower and only within fp32 rounding of those "
-            "on the CPU: %s.",
-            error,
-        )
-        return cast(GpuKernels, importlib.import_module("tidegate.kernels.torch_adamw"))
 
 
 class Events:
@@ -92,7 +69,7 @@ class TorchCuda:
 
     def __init__(self, device: torch.device, kernels: GpuKernels | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._kernels = kernels or load_kernels()
+        self._kernels = kernels or load_kernels(self.device)
         self._events, self._timed_events = Events(timed=False), Events(timed=True)
         self._blocks: dict[int, torch.Tensor] = {}
         free, _ = torch.cuda.mem_get_info(self.device)

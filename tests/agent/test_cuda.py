@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,10 @@ import torch
 import tidegate
 from tests.agent.fake_cuda import FakeCuda
 from tests.agent.vector_clocks import RaceError
-from tidegate.agent.devices import choose, cuda, cuda_torch
+from tidegate.agent.devices import choose, cuda
 from tidegate.agent.devices.base import Copy, GradRef
 from tidegate.agent.devices.choose import choose_device
 from tidegate.agent.devices.cuda import CudaDevice
-from tidegate.agent.devices.cuda_torch import load_kernels
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.errors import MemoryBudgetError, ParameterError
 from tidegate.kernels import GradDtype
@@ -164,20 +162,3 @@ def test_the_gpu_that_the_parameters_are_on(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_no_one_device_serves(params: list[Any], settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ParameterError, match=says):
         choose_device(tidegate.Offload(**settings), params)
-
-
-def test_without_triton_torch_does_the_updates_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked: list[str] = []
-
-    def import_module(name: str) -> str:
-        asked.append(name)
-        if name.endswith("triton_adamw"):
-            raise ImportError("No module named 'triton'")
-        return name
-
-    monkeypatch.setattr(cuda_torch.importlib, "import_module", import_module)
-    with caplog.at_level(logging.WARNING):
-        assert load_kernels() == "tidegate.kernels.torch_adamw"  # type: ignore[comparison-overlap]
-    assert "No module named 'triton'" in caplog.text

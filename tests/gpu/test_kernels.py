@@ -11,7 +11,8 @@ import torch
 from tests.gpu.on_gpu import GPU
 from tests.kernels.states import State, assert_same, by_oracle, of, ordinary, special
 from tidegate.agent.devices.base import UpdateRun
-from tidegate.agent.devices.cuda_torch import TorchCuda, load_kernels
+from tidegate.agent.devices.cuda_torch import TorchCuda
+from tidegate.agent.devices.gpu_kernels import load_kernels
 from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, scalars
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +27,7 @@ VALUES = [
 
 
 def test_triton_does_the_updates() -> None:
-    assert load_kernels().__name__ == "tidegate.kernels.triton_adamw"  # type: ignore[attr-defined]
+    assert load_kernels(torch.device(GPU)).__name__ == "tidegate.kernels.triton_adamw"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("weight_format", list(WeightFormat))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.kernels.states import Array, Ref, State, assert_same, by_oracle, of, ordinary, run_of, special
-from tidegate.kernels import Arithmetic, GradDtype, Scalars, WeightFormat, oracle, scalars, triton_adamw
+from tidegate.kernels import Arithmetic, GradDtype, Scalars, WeightFormat, oracle, scalars, trial, triton_adamw
 from tidegate.kernels.scalars import SCALAR_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is NumPy: NaN and overflow
@@ -138,3 +138,7 @@ def test_trees_of_many_blocks(monkeypatch: pytest.MonkeyPatch, num_blocks: int) 
 def test_no_gradients() -> None:
     check_sums([])
     check_sums([(np.zeros(0, np.float32), GradDtype.F32)])
+
+
+def test_the_trial_at_construction_finds_no_difference() -> None:
+    assert trial.differences(triton_adamw, torch.device("cpu")) == []

@@ -1,0 +1,105 @@
+"""Which kernels a GPU works with: Triton's where each of them ran once and gave the right bits, else torch operations.
+
+Triton compiles at the first launch, with a C compiler, Python's headers, the driver's library and a folder to write
+to: what is missing shows only then. That launch is made here, where it can be answered, and not in a lane's thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib
+import logging
+import subprocess
+import sysconfig
+import textwrap
+from pathlib import Path
+from typing import Final, cast
+
+import torch
+
+from tidegate.kernels import trial
+from tidegate.kernels.device_calls import GpuKernels
+from tidegate.logs import event
+
+log = logging.getLogger("tidegate.devices")
+
+TRITON: Final = "tidegate.kernels.triton_adamw"
+TORCH: Final = "tidegate.kernels.torch_adamw"
+
+CAUSE_CHARACTERS: Final = 500
+"""Triton's errors of compilation quote whole kernels."""
+
+INSTALL_TRITON: Final = "install triton 3.6 or newer: pip install 'triton>=3.6'"
+INSTALL_COMPILER: Final = (
+    "install a C compiler with the headers of libc and Python (Debian: apt-get install gcc libc6-dev python3-dev), "
+    "or name one in the variable CC"
+)
+SHOW_LIBCUDA: Final = (
+    "name the folder of the driver's libcuda.so.1 in the variable TRITON_LIBCUDA_PATH, or run ldconfig as root"
+)
+MOVE_CACHE: Final = (
+    "name a folder in the variable TRITON_CACHE_DIR that can be written, has room, and is not mounted noexec"
+)
+UPDATE_TRITON: Final = "install the newest triton that this torch allows"
+
+
+@functools.cache
+def load_kernels(device: torch.device) -> GpuKernels:
+    """The kernels for `device`, tried out once in this process; a warning names why they are not Triton's.
+
+    Triton's equal the oracle bit for bit. torch's do not, and are slower. An error of torch's kernels is raised: then
+    the device itself does not work.
+    """
+    try:
+        kernels = cast(GpuKernels, importlib.import_module(TRITON))
+        if differs := trial.differences(kernels, device):
+            raise ArithmeticError(f"results differ from the oracle's: {', '.join(differs)}")
+    except Exception as error:
+        cause = cause_of(error)
+        log.warning(
+            "Updates on %s run as torch operations, several times slower and only within fp32 rounding of those on "
+            "the CPU, because Triton's kernels cannot be used: %s. To use them, %s, and start again.",
+            device,
+            cause,
+            remedy_for(error),
+            extra=event("triton_unusable", device=str(device), reason=cause),
+        )
+    else:
+        return kernels
+    kernels = cast(GpuKernels, importlib.import_module(TORCH))
+    trial.differences(kernels, device)
+    return kernels
+
+
+def cause_of(error: Exception) -> str:
+    """The error on one line, shortened. Of a compiler that failed: its name, its status, the header that is missing."""
+    if not _is_compiler(error):
+        said = textwrap.shorten(str(error), CAUSE_CHARACTERS).rstrip(".")
+        return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    assert isinstance(error, subprocess.CalledProcessError)
+    said = f"{error.cmd[0]} failed with status {error.returncode}, its messages are on stderr"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return said if header.exists() else f"{said}; {header} is missing"
+
+
+def remedy_for(error: Exception) -> str:
+    """What a user can do about it."""
+    said = str(error)
+    if "failed to map segment" in said or _is_about_a_folder(error):
+        return MOVE_CACHE
+    if "libcuda" in said or "ldconfig" in said:
+        return SHOW_LIBCUDA
+    if _is_compiler(error) or "compiler" in said or isinstance(error, FileNotFoundError):
+        return INSTALL_COMPILER
+    return INSTALL_TRITON if isinstance(error, ImportError) else UPDATE_TRITON
+
+
+def _is_about_a_folder(error: Exception) -> bool:
+    unwritable = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
+    return isinstance(error, OSError) and error.errno in unwritable
+
+
+def _is_compiler(error: Exception) -> bool:
+    """A program that Triton ran failed, and it was not ldconfig."""
+    return isinstance(error, subprocess.CalledProcessError) and "ldconfig" not in str(error.cmd)

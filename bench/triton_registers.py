@@ -1,0 +1,191 @@
+"""Registers and spills of each Triton kernel in every form that a launch can ask for, compiled for GPUs not present.
+
+The product's own calls bind their arguments, as before a launch; the compiler's report (ptxas -v) is read. One line for
+each form, or with --json one object. Exit status 1 if anything spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, scalars, triton_adamw
+from tidegate.kernels.trial import TrialGradient, TrialUpdate
+
+CAPABILITIES = (80, 90, 100, 120)
+ADDRESS = 0x7F00_0000_0000
+"""As of memory on a GPU: nothing is launched, so that nothing is read there."""
+Call = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the compiler says of one kernel."""
+
+    kernel: str
+    form: str
+    capability: int
+    registers: int
+    spilled_bytes: int
+    """Stored and loaded."""
+    stack_bytes: int
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How Triton understands the arguments of one launch."""
+
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    attributes: str
+
+
+class _Target:
+    """In the place of Triton's driver: a GPU of which only the architecture is known."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+
+@contextlib.contextmanager
+def compiling_for(capability: int) -> Iterator[None]:
+    """Launches compile for this architecture, and do nothing else."""
+
+    def no_launch(kernel: Any, grid: Any) -> Any:
+        return functools.partial(kernel.run, grid=grid, warmup=True)
+
+    before, launch = driver._active, JITFunction.__getitem__
+    driver.set_active(_Target(capability))
+    JITFunction.__getitem__ = no_launch
+    try:
+        yield
+    finally:
+        driver._active, JITFunction.__getitem__ = before, launch
+        for kernel in (triton_adamw._adamw, triton_adamw._block_sums, triton_adamw._trees):
+            kernel.device_caches.clear()
+
+
+def bound(call: Call, capability: int = 90) -> list[Bound]:
+    """The launches that `call` makes, none of them compiled."""
+    found: list[Bound] = []
+
+    def seen(*, compile: Any, fn: Any, **_: Any) -> bool:
+        names = fn.jit_function.arg_names
+        signature, constants = compile["signature"], compile["constants"]
+        named = tuple((names[place[0]], value) for place, value in constants.items())
+        found.append(Bound(fn.name, tuple(signature.items()), named, str(compile["configs"])))
+        return True
+
+    with compiling_for(capability), _set(knobs.runtime, "jit_cache_hook", seen):
+        call()
+    return found
+
+
+def rows(call: Call, form: str, capability: int) -> list[Row]:
+    """Compiles what `call` launches."""
+    report = io.StringIO()
+    with (
+        compiling_for(capability), _set(knobs.nvidia, "dump_ptxas_log", True),
+        _set(knobs.compilation, "always_compile", True), contextlib.redirect_stdout(report),
+    ):  # fmt: skip
+        call()
+    return list(_parsed(report.getvalue(), form, capability))
+
+
+def _parsed(report: str, form: str, capability: int) -> Iterator[Row]:
+    entry = re.compile(
+        r"Function properties for (\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers",
+        re.DOTALL,
+    )
+    for kernel, stack, stored, loaded, registers in entry.findall(report):
+        yield Row(kernel, form, capability, int(registers), int(stored) + int(loaded), int(stack))
+
+
+def forms() -> Iterator[tuple[str, Call]]:
+    """Every form of every kernel, with a call that launches it."""
+    for weight, grad, arithmetic in itertools.product(WeightFormat, GradDtype, Arithmetic):
+        for kind, aligned in itertools.product(("AdamW", "Adam", "no decay"), (True, False)):
+            if kind != "no decay" or arithmetic is not Arithmetic.TORCH:
+                words = (weight.name, grad.name, arithmetic.name, kind, "aligned" if aligned else "unaligned")
+                yield " ".join(words), functools.partial(_update, weight, grad, arithmetic, kind, aligned)
+    for grad in GradDtype:
+        yield f"sum of {grad.name}", functools.partial(sum_of, grad)
+
+
+def _update(weight: WeightFormat, grad: GradDtype, arithmetic: Arithmetic, kind: str, aligned: bool) -> None:
+    triton_adamw.update([update_of(1000, weight, grad, arithmetic, kind, ADDRESS + (0 if aligned else 2))])
+
+
+def update_of(
+    numel: int, weight: WeightFormat, grad: GradDtype, arithmetic: Arithmetic, kind: str, address: int
+) -> TrialUpdate:
+    """`kind`: AdamW, Adam, or "no decay"."""
+    values = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, decoupled=kind == "AdamW")
+    if kind == "no decay":
+        values = replace(values, l2=0.0)
+    decay = values.decay if arithmetic is Arithmetic.TORCH else 1e-4 if kind == "AdamW" else 0.0
+    values = replace(values, arithmetic=arithmetic, decay=decay)
+    aux = address if weight.aux_bytes else 0
+    return TrialUpdate(numel, address, weight, aux, address, address, address, grad, values)
+
+
+def sum_of(grad: GradDtype, numel: int = 1000) -> None:
+    sums, bad = torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.int64)
+    triton_adamw.sum_of_squares([TrialGradient(ADDRESS, numel, grad)], sums, bad)
+
+
+@contextlib.contextmanager
+def _set(place: Any, name: str, value: Any) -> Iterator[None]:
+    with place.scope():
+        setattr(place, name, value)
+        yield
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES, help="80 is sm_80")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    found: list[Row] = []
+    for capability, (form, call) in itertools.product(options.capabilities, forms()):
+        for row in rows(call, form, capability):
+            found.append(row)
+            if not options.json:
+                print(
+                    f"sm_{row.capability:<4} {row.kernel:12} {row.form:50} {row.registers:4} registers "
+                    f"{row.spilled_bytes:4} bytes spilled {row.stack_bytes:4} bytes of stack",
+                    flush=True,
+                )
+    if options.json:
+        print(json.dumps({"rows": [asdict(row) for row in found]}))
+    return 1 if any(row.spilled_bytes for row in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
