@@ -140,10 +140,10 @@ class AdamW(torch.optim.Optimizer):
         self._checkpoints = CheckpointFiles(self.engine, self.phases)
         try:
             self.check_knobs(self.knobs)
+            self.apply_knobs(self.knobs)
         except BaseException:
             self.close()
             raise
-        self.apply_knobs(self.knobs)
         self.engine.watch(self.gradient_arrived)
 
     # ---- training
@@ -271,6 +271,7 @@ class AdamW(torch.optim.Optimizer):
         """These knobs from the next step on. Between steps only."""
         self.knobs = knobs
         self.engine.effective = self._effective(knobs)
+        self.engine.stage()
 
     def set_auto(
         self, *, stride: float | Off | None = None, alternate: bool | None = None, cache_bytes: int | None = None
@@ -453,6 +454,7 @@ class AdamW(torch.optim.Optimizer):
         self._params += params
         self._steps += [0] * len(params)
         self.engine.extend(params, layouts)
+        self.engine.stage()
         if self.overlap is not None:
             self.overlap.rebuild()
 

@@ -36,7 +36,7 @@ from tidegate.kernels import ThreadPool
 from tidegate.plan import Placement, Plan, Policy, make_plan, place, verify
 from tidegate.plan.clock import PathClock
 from tidegate.plan.effective import Effective
-from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, OpKind, Processor, Residence, path_lanes
+from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, OpKind, Processor, Residence, is_path, path_lanes
 from tidegate.plan.split import PathSpeeds
 from tidegate.plan.tasks import Order as StepOrder
 from tidegate.timeline import Span
@@ -245,6 +245,17 @@ class Engine:
         self._follow_framework(H2D, D2H)
         self._executor.start(plan)
         return _Flight(plan, effective, time.monotonic())
+
+    def stage(self) -> None:
+        """Takes the staging memory of the next plan, as far as it is known: a plan begins in the first gradient's hook,
+        when activations take most of the device, and pinning takes long. A plan in flight has its own."""
+        if self._flight is not None:
+            return
+        effective, lives = self.effective, self.memory.residence
+        placed = place(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
+        spilled = self.memory.spilled(placed, self._gradient_room(placed))
+        stay = [now if is_path(now) and then == "host" else then for now, (_, then) in zip(lives, placed, strict=True)]
+        self.memory.stage([self._placement(i, placed[i][0], stay[i], spilled[i]) for i in range(len(placed))])
 
     def _prepared(
         self, placed: Sequence[tuple[Processor, Residence]], spilled: Sequence[bool], effective: Effective

@@ -181,23 +181,29 @@ class StateMemory:
             _whole_pages(grad),
         )
 
-    def prepare(self, placements: Sequence[Placement]) -> None:
-        """Makes room for a step: mirrors and gradient buffers of the CPU's, slots, residents' places, host state, and
-        space on the paths that state goes to."""
+    def stage(self, placements: Sequence[Placement]) -> None:
+        """Takes what state, weights and gradients pass through: the CPU's mirrors and gradient buffers, and slots."""
         for layout, placed in zip(self.layouts, placements, strict=True):
             s, on_cpu = layout.id, placed.processor == "cpu"
             if on_cpu and not placed.uses_host_slot and s not in self._mirror:
                 self._mirror.take(s, layout.numel * layout.format.weight_bytes)
             if (on_cpu or placed.spilled) and not placed.grad_in_slot and s not in self._gradient:
                 self._gradient.take(s, layout.numel * layout.format.grad_bytes)
-            if placed.after == "device" and s not in self._resident:
-                self._resident[s] = self.device.alloc(layout.numel * layout.format.state_bytes)
-            if "host" in (placed.before, placed.after) and s not in self._state:
-                self._state.take(s, _state_bytes(layout))
             while placed.is_staged and len(self.slots) < self._num_slots:
                 self.slots.append(self.device.alloc(sum(self._slot_sizes(self.layouts))))
             while placed.uses_host_slot and len(self.host_slots) < self._num_host_slots:
                 self.host_slots.append(self.device.host_buffer(sum(self._host_slot_sizes())))
+
+    def prepare(self, placements: Sequence[Placement]) -> None:
+        """Makes room for a step: what is staged, residents' places, host state, and space on the paths that state goes
+        to."""
+        self.stage(placements)
+        for layout, placed in zip(self.layouts, placements, strict=True):
+            s = layout.id
+            if placed.after == "device" and s not in self._resident:
+                self._resident[s] = self.device.alloc(layout.numel * layout.format.state_bytes)
+            if "host" in (placed.before, placed.after) and s not in self._state:
+                self._state.take(s, _state_bytes(layout))
             if is_path(placed.after) and self.store is not None:
                 self.store.reserve(s, placed.after)
 

@@ -30,6 +30,8 @@ class RunsAhead(FakeCuda):
         self._last_work: dict[str, int] = {}
         """By stream: the place behind its last copy or kernel. Markers behind that take no time."""
         self.most_framework_bytes = 0
+        self.taken = 0
+        """How often device memory was taken or host memory was pinned."""
         super().__init__(seed, eagerness=0.0, memory_bytes=memory_bytes)
 
     def framework_access(self, tensor: torch.Tensor, write: bool, what: str) -> None:
@@ -41,6 +43,14 @@ class RunsAhead(FakeCuda):
                 self._leaving = [(n, held) for n, held in self._leaving if any(s.done < place for s, place in held)]
                 in_use = sum(end - start for start, end in self._given) + sum(nbytes for nbytes, _ in self._leaving)
                 self.most_framework_bytes = max(self.most_framework_bytes, in_use)
+
+    def alloc(self, nbytes: int) -> int:
+        self.taken += 1
+        return super().alloc(nbytes)
+
+    def pin(self, address: int, nbytes: int) -> str:
+        self.taken += 1
+        return super().pin(address, nbytes)
 
     def framework_works(self, seconds: float) -> Callable[[], float | None]:
         """The framework enqueues a kernel that takes its time. Gives when it was done; None before."""

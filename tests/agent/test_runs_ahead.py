@@ -1,8 +1,11 @@
-"""The whole engine below a framework that is far ahead of its GPU: memory of gradients, and when phases begin."""
+"""The whole engine below a framework that is far ahead of its GPU: memory of gradients, when memory is taken, and when
+phases begin."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +55,25 @@ def test_gradients_that_have_room_are_not_waited_for() -> None:
     params = params_of(*[(500,)] * 6)
     fake = trained(params, steps=1, stride="off", subgroup_numel=500)
     assert fake.most_framework_bytes == 6 * GRAD_BYTES
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["in host memory", "on a path"])
+@pytest.mark.parametrize("gradients", ["keep", "release"])
+def test_a_backward_takes_no_staging_memory(gradients: Any, stored: bool, tmp_path: Path) -> None:
+    """When activations take most of the device."""
+    fake, params = RunsAhead(), params_of(*[(50,)] * 8)
+    paths: dict[str, Any] = {"paths": {"nvme": tmp_path}, "host_cache": 2000} if stored else {}
+    spilling: dict[str, Any] = {"gradients": gradients, "gradient_memory_bytes": 1}
+    with fake_training(fake, params, stride=2.0, subgroup_numel=100, **spilling, **paths) as training:
+        for step, stride in enumerate((1.0, 3.0, "off")):
+            training.zero_grad()
+            taken = fake.taken
+            training.backward(random_grads(params, step, some=False))
+            assert fake.taken == taken
+            training.step()
+            now = training.optimizer.knobs
+            training.optimizer.apply_knobs(dataclasses.replace(now, stride=stride))  # type: ignore[arg-type]
+        training.forward()
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["in step()", "in the background"])
