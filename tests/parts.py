@@ -23,9 +23,9 @@ PARTS: dict[str, tuple[str, ...]] = {
         "agent/test_accumulation.py", "agent/test_attached_models.py", "agent/test_awkward.py",
         "agent/test_buffers.py", "agent/test_clock.py", "agent/test_cuda.py", "agent/test_cuda_order.py",
         "agent/test_emulated.py", "agent/test_exactness.py", "agent/test_executor.py", "agent/test_gradients.py",
-        "agent/test_interrupts.py", "agent/test_lanes_ahead.py", "agent/test_optimizer.py", "agent/test_overlap.py",
-        "agent/test_pinned.py", "agent/test_torch_ways.py", "agent/test_vector_clocks.py", "gpu/test_*.py",
-        "test_gpu_bench.py",
+        "agent/test_interrupts.py", "agent/test_lanes_ahead.py", "agent/test_moved.py", "agent/test_optimizer.py",
+        "agent/test_overlap.py", "agent/test_pinned.py", "agent/test_torch_ways.py", "agent/test_vector_clocks.py",
+        "gpu/test_*.py", "test_gpu_bench.py",
     ),
     "storage": (
         "agent/tiers/test_*.py", "agent/test_pace.py", "agent/test_path_knobs.py", "agent/test_path_speeds.py",

@@ -49,7 +49,8 @@ class PhaseClock:
 
     def __init__(self, take_peak_bytes: Callable[[], int]) -> None:
         self.current: Phase = "other"
-        self._take_peak_bytes = take_peak_bytes
+        self.take_peak_bytes = take_peak_bytes
+        """Of the device that is worked on now."""
         self._since = time.monotonic()
         self._cpu = time.process_time()
         self._reset()
@@ -110,7 +111,7 @@ class PhaseClock:
             self._spans.append(PhaseSpan(self.current, self._since, now))
         self._cpu_by_phase[self.current] += cpu - self._cpu
         if self.current != "other" or now - self._since > SHORT_SECONDS:
-            self._peaks[self.current] = max(self._peaks.get(self.current, 0), self._take_peak_bytes())
+            self._peaks[self.current] = max(self._peaks.get(self.current, 0), self.take_peak_bytes())
         self._since, self._cpu = now, cpu
         self.cpu_seconds += time.thread_time() - began
 

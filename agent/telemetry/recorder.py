@@ -80,20 +80,26 @@ class Recorder:
         """What /metrics shows; the holder of `lock` may use it."""
         self._optimizer = optimizer
         self._totals = Totals()
-        store, residences = optimizer.engine.store, optimizer.engine.residences
+        store = optimizer.engine.store
         self.path_names = tuple(store.paths) if store is not None else ()
         figures.begin(self.meter, self.path_names)
-        self._paths = PathWatch(store, residences) if store is not None and residences is not None else None
-        self.path_capacities = self._paths.capacities if self._paths is not None else {}
         self._residences = ("host", "device", *self.path_names)
         self._noted: deque[FinishedStep] = deque()
         self._unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
-        self._live = LiveRates(_kept_card(optimizer))
         self._expected = Expected()
         self._deps: RecentPlans[dict[int, tuple[int, ...]]] = RecentPlans()
         """What each op waits for; the training thread's."""
         self._predictions: RecentPlans[_Prediction] = RecentPlans()
         """The holder of `lock` may use them."""
+        self.begin()
+
+    def begin(self) -> None:
+        """No step has run on the optimizer's device and paths: what is known of them is known from before."""
+        store, residences = self._optimizer.engine.store, self._optimizer.engine.residences
+        with self.lock:
+            self._paths = PathWatch(store, residences) if store is not None and residences is not None else None
+            self.path_capacities = self._paths.capacities if self._paths is not None else {}
+            self._live = LiveRates(_kept_card(self._optimizer))
 
     def record(self, result: StepResult, phases: StepPhases) -> None:
         """Called when a step has ended."""
