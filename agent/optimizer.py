@@ -263,6 +263,7 @@ class AdamW(torch.optim.Optimizer):
         if task != NO_BACKWARD and (self._backward_id != task or self.phases.current != "backward"):
             self.backward_began()
         began = time.monotonic()
+        self.phases.gradient_came(began)
         try:
             if self.engine.running:
                 self._outcomes.settle()

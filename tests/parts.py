@@ -32,7 +32,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "agent/test_tiered_exactness.py", "test_doctor_paths.py",
     ),
     "telemetry": (
-        "agent/test_exposition.py", "agent/test_gpu_telemetry.py", "agent/test_meter.py",
+        "agent/test_delivery.py", "agent/test_exposition.py", "agent/test_gpu_telemetry.py", "agent/test_meter.py",
         "agent/test_path_telemetry.py", "agent/test_prometheus_bytes.py", "agent/test_recent.py",
         "agent/test_recorded_run.py", "agent/test_telemetry.py", "test_catalogue.py", "test_logs.py",
         "test_promise.py",

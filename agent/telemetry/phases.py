@@ -32,6 +32,8 @@ class StepPhases:
 
     logged: dict[str, float] = field(default_factory=dict)
     """What the training loop said of the step: `AdamW.log`."""
+    first_gradient: float | None = None
+    """When the first gradient of the step's last backward pass came, by the host's clock."""
 
     @property
     def with_tail(self) -> tuple[PhaseSpan, ...]:
@@ -79,12 +81,18 @@ class PhaseClock:
         """The training thread was blocked so long, in the present phase."""
         self._exposed[self.current] += seconds
 
+    def gradient_came(self, moment: float) -> None:
+        """A gradient came at this moment, in the present phase."""
+        if self._first_gradient is None or self._first_gradient < self._since:
+            self._first_gradient = moment
+
     def cut(self) -> StepPhases:
         """Ends the step now: what was measured since the last cut."""
         self._close()
         done = StepPhases(
-            tuple(self._spans), dict(self._cpu_by_phase), dict(self._peaks), dict(self._exposed), self.cpu_seconds
-        )
+            tuple(self._spans), dict(self._cpu_by_phase), dict(self._peaks), dict(self._exposed), self.cpu_seconds,
+            first_gradient=self._first_gradient,
+        )  # fmt: skip
         self._reset()
         return done
 
@@ -103,6 +111,7 @@ class PhaseClock:
         self._exposed: dict[Phase, float] = defaultdict(float)
         self.cpu_seconds = 0.0
         """What this clock has cost since the last cut."""
+        self._first_gradient: float | None = None
 
     def _close(self) -> None:
         began = time.thread_time()

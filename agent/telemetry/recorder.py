@@ -7,13 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tidegate.agent.calibrate_kept import kept_card
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.telemetry import figures
+from tidegate.agent.telemetry.delivery import Delivery
 from tidegate.agent.telemetry.expected import Expected
 from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.agent.telemetry.meter import Labels, Meter
@@ -59,6 +60,8 @@ class Totals:
     predicted_update_seconds: float | None = None
     """Of the plan that ran last."""
     prediction_error: float | None = None
+    delivery: Delivery = field(default_factory=Delivery)
+    """Of all steps that were not skipped."""
 
 
 class Recorder:
@@ -197,6 +200,8 @@ class Recorder:
         self._expected.observe(report.phase_seconds)
         totals.prediction_error = totals.prediction_error if error is None else error
         totals.steps, totals.last = report.step, report
+        if not result.skipped:
+            totals.delivery += step.delivery
         self._unreported.append(report)
         for name in self._live.observe(seen(result.spans), _ran(step)):
             log.info("%s has changed for good: rates are taken anew", name, extra=event("rate_drifted", rate=name))
