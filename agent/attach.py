@@ -55,6 +55,7 @@ class Attachment:
         if optimizer.attachment is not None:
             raise ConfigError("This optimizer is attached already; close() that attachment first.")
         configure_from_environment()
+        optimizer.follow_params()
         self._ranks = Ranks.now()
         self.run, self.rank, self.world_size = run, self._ranks.rank, self._ranks.count
         self.generation = 0
@@ -62,6 +63,7 @@ class Attachment:
         """(generation, first step that ran with it), oldest first."""
         self._optimizer = optimizer
         self._agent = uuid.uuid4().hex
+        self._started_at = time.time()
         self._decided: tuple[int, int] | None = None
         """The decision of the daemon that was applied or refused last."""
         self._first_step = optimizer.num_steps + 1
@@ -99,6 +101,14 @@ class Attachment:
     def overhead_seconds(self) -> float:
         """All of `overhead`."""
         return sum(self.overhead.values())
+
+    def rebuild(self) -> None:
+        """The optimizer works on another device, before its first step: figures are of that one, the daemon hears of
+        it."""
+        self.recorder.begin()
+        self._watch.begin()
+        if self.link is not None:
+            self.link.greet_as(self._hello(reset_knobs=False))
 
     def close(self) -> None:
         """Says goodbye to the daemon and stops serving /metrics. Idempotent."""
@@ -184,9 +194,19 @@ class Attachment:
     # ---- what the daemon hears
 
     def _connect(self, daemon: str, token: str | None, reset_knobs: bool) -> AgentLink:
+        return AgentLink(
+            daemon,
+            token,
+            self._hello(reset_knobs),
+            make_report=self._report,
+            undelivered=lambda report: self.recorder.give_back(report.steps),
+            check=self._optimizer.check_knobs,
+        )
+
+    def _hello(self, reset_knobs: bool) -> AgentHello:
         engine = self._optimizer.engine
         sizes = Counter((s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in engine.subgroups)
-        hello = AgentHello(
+        return AgentHello(
             agent=self._agent,
             run=self.run,
             rank=self.rank,
@@ -207,15 +227,7 @@ class Attachment:
             gradients=self._optimizer.offload.gradients,
             policy=self._optimizer.offload.policy,
             paths=tuple(engine.host_slots),
-            started_at=time.time(),
-        )
-        return AgentLink(
-            daemon,
-            token,
-            hello,
-            make_report=self._report,
-            undelivered=lambda report: self.recorder.give_back(report.steps),
-            check=self._optimizer.check_knobs,
+            started_at=self._started_at,
         )
 
     def _report(self) -> AgentReport:

@@ -23,33 +23,33 @@ class CheckpointFiles:
     """Between steps only: who calls has waited for the update."""
 
     def __init__(self, engine: Engine, phases: PhaseClock) -> None:
-        self._engine, self._phases = engine, phases
+        self.engine, self._phases = engine, phases
         self._pending: PendingCheckpoint | None = None
         """The last one that was begun."""
 
     def save(self, target: Target, small: Callable[[], Mapping[str, Any]], step: int) -> Checkpoint:
         """small: what it holds beside the state of subgroups, as it is when nothing is in flight any more."""
         with self._at_rest():
-            return save(Contents(self._engine, self._engine.shards, small(), step), target, Ranks.now())
+            return save(Contents(self.engine, self.engine.shards, small(), step), target, Ranks.now())
 
     def begin(
         self, target: Target, small: Callable[[], Mapping[str, Any]], step: int, memory_bytes: int | None
     ) -> PendingCheckpoint:
         """As `save`; the rest is written while training goes on."""
         with self._at_rest():
-            contents = Contents(self._engine, self._engine.shards, small(), step)
+            contents = Contents(self.engine, self.engine.shards, small(), step)
             self._pending = begin(contents, target, Ranks.now(), memory_bytes)
             return self._pending
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
         """Nothing is in flight, and no checkpoint is still written."""
-        self._engine.require_usable()
-        self._engine.quiesce()
+        self.engine.require_usable()
+        self.engine.quiesce()
         with self._phases.within("checkpoint"):
             if self._pending is not None:
                 self._pending.settle()
-            self._engine.weights.take_edited()
+            self.engine.weights.take_edited()
             yield
 
     def find(self, directory: str | os.PathLike[str], step: int | None) -> Checkpoint:
@@ -63,13 +63,13 @@ class CheckpointFiles:
         """State of subgroups from a checkpoint; when that fails the engine is not usable until one is loaded whole."""
         with self._phases.within("checkpoint"):
             try:
-                self._engine.weights_loaded()
-                if self._engine.store is not None:
-                    self._engine.store.step = found.step
-                    self._engine.store.last_checkpoint = os.fspath(found.directory)
-                reader.scatter(self._engine)
+                self.engine.weights_loaded()
+                if self.engine.store is not None:
+                    self.engine.store.step = found.step
+                    self.engine.store.last_checkpoint = os.fspath(found.directory)
+                reader.scatter(self.engine)
             except BaseException as error:
-                self._engine.state_lost(error)
+                self.engine.state_lost(error)
                 raise
 
     def raise_if_failed_alone(self) -> None:

@@ -6,7 +6,7 @@ changes some of them; a few single elements may be changed unseen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -43,7 +43,16 @@ class Fingerprints:
         now = self._read()
         if all(torch.equal(now[key], self._taken[key]) for key in now):
             return set()
-        return {key for key, mine, theirs in self._by_tensor(now) if not torch.equal(mine, theirs)}
+        then = self._by_key(self._taken)
+        return {key for key, part in self._by_key(now).items() if not torch.equal(part, then[key])}
+
+    def kept_by(self, tensors: Mapping[int, torch.Tensor]) -> set[int]:
+        """Keys of those `tensors` that hold, on whatever device, what the watched ones are expected to hold."""
+        there = Fingerprints()
+        there.watch(tensors)
+        now, then = there._by_key(there._taken), self._by_key(self._taken)
+        same_size = (key for key, part in now.items() if key in then and part.dtype == then[key].dtype)
+        return {key for key in same_size if torch.equal(now[key].cpu(), then[key].cpu())}
 
     def _read(self) -> dict[int, torch.Tensor]:
         """All samples of one element size in one tensor, in the order of the keys."""
@@ -55,10 +64,10 @@ class Fingerprints:
             groups.setdefault(view.element_size(), []).append((key, view))
         return groups
 
-    def _by_tensor(self, now: dict[int, torch.Tensor]) -> Iterable[tuple[int, torch.Tensor, torch.Tensor]]:
+    def _by_key(self, read: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What was read, tensor by tensor."""
+        found: dict[int, torch.Tensor] = {}
         for size, group in self._groups().items():
-            sizes = [len(view) for _, view in group]
-            for (key, _), mine, theirs in zip(
-                group, now[size].split(sizes), self._taken[size].split(sizes), strict=True
-            ):
-                yield key, mine, theirs
+            parts = read[size].split([len(view) for _, view in group])
+            found |= {key: part for (key, _), part in zip(group, parts, strict=True)}
+        return found

@@ -97,6 +97,12 @@ class AgentLink:
             self._applied = Applied(generation=generation, step=step)
         self._wake.set()
 
+    def greet_as(self, hello: AgentHello) -> None:
+        """The same agent is something else than it said; of an outage the daemon hears it when it is back."""
+        self._hello = hello
+        with contextlib.suppress(DaemonError):
+            self._greet()
+
     def close(self) -> None:
         """A last report and goodbye, as far as the daemon can be reached."""
         self._stop.set()

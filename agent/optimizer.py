@@ -18,7 +18,10 @@ from tidegate.agent.auto import Auto, in_force
 from tidegate.agent.checkpoint_files import CheckpointFiles, small_state
 from tidegate.agent.closing import close_all
 from tidegate.agent.construction import build_engine
-from tidegate.agent.devices.choose import choose_device
+from tidegate.agent.devices.base import Device
+from tidegate.agent.devices.choose import check_one_place, choose_device
+from tidegate.agent.engine.engine import Engine
+from tidegate.agent.homes import Homes, name_of
 from tidegate.agent.host_cache import ample_cache
 from tidegate.agent.hyperparameters import (
     LossScale,
@@ -29,11 +32,12 @@ from tidegate.agent.hyperparameters import (
     step_inputs,
 )
 from tidegate.agent.interrupts import Uninterrupted
+from tidegate.agent.moving import carried, check_can_follow, hand_over
 from tidegate.agent.offload import Offload
 from tidegate.agent.outcomes import Outcomes
 from tidegate.agent.ownership import claim, give_up
 from tidegate.agent.ranks import Ranks
-from tidegate.agent.shards import shard_of
+from tidegate.agent.shards import Part, shard_of
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut, renumbered
 from tidegate.agent.telemetry.phases import PhaseClock
 from tidegate.agent.tiers.checkpoint import Target
@@ -56,9 +60,9 @@ class Closeable(Protocol):
     def close(self) -> None: ...
 
 
-class Overlap(Closeable, Protocol):
+class Dependent(Closeable, Protocol):
     def rebuild(self) -> None:
-        """The optimizer has other parameters."""
+        """The optimizer has other parameters, or works on another device."""
 
 
 class AdamW(torch.optim.Optimizer):
@@ -116,9 +120,7 @@ class AdamW(torch.optim.Optimizer):
         check_fits([shard_of(param) for param in self._params], self.offload.accumulation)
         claim(self, self._params)
         self.device = choose_device(self.offload, [shard_of(param) for param in self._params])
-        layouts = cut(
-            [[shard_of(param) for param in group["params"]] for group in self.param_groups], self.offload.subgroup_numel
-        )
+        layouts = self._layouts()
         self.knobs = self.offload.knobs()
         self._auto = Auto(cache_bytes=ample_cache(self.offload, list(map(shard_of, self._params)), layouts))
         try:
@@ -126,17 +128,22 @@ class AdamW(torch.optim.Optimizer):
         except BaseException:
             give_up(self, self._params)
             raise
+        self._homes = Homes(self._params)
+        self._has_stepped = False
+        """From the first update on, its state belongs to the device and to the form that the parameters have."""
         self.phases = PhaseClock(self.device.take_peak_bytes)
         self._outcomes = Outcomes(self.engine, self.phases)
         self.observers = self._outcomes.observers
         """Called in the training thread when an update is done: in its `step()`, or later if it goes on meanwhile."""
         self.boundaries: list[Callable[[int], None]] = []
         """Called at the end of each `step()`, by all ranks, with the number of the next one: knobs change here."""
-        self.attachment: Closeable | None = None
-        self.overlap: Overlap | None = None
+        self.attachment: Dependent | None = None
+        self.overlap: Dependent | None = None
         self.background = False
         """`step()` returns when it is known that there is an update, which goes on meanwhile. See `overlap_forward`."""
         self._backward_id = NO_BACKWARD
+        self._looked_in = NO_BACKWARD
+        """The backward pass at whose first gradient was looked whether parameters were moved."""
         self._checkpoints = CheckpointFiles(self.engine, self.phases)
         try:
             self.check_knobs(self.knobs)
@@ -161,12 +168,14 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.wait()
+        self.follow_params()
         if not self.engine.gradients.any_set_aside and not any(p.grad is not None for p in self._params):
             return loss
         loss_scale = LossScale.of(self)
         self.phases.enter("update")
         with Uninterrupted():
             with self.phases.exposed():
+                self._has_stepped = True
                 inputs = step_inputs(
                     self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_scalars, self.make_factor
                 )
@@ -250,9 +259,13 @@ class AdamW(torch.optim.Optimizer):
         """`.grad` of this parameter (its number) is what a backward made it. Autograd's hooks call it; so does who
         writes `.grad` in its own hooks. Once per gradient, so it saves calls."""
         task = torch._C._current_graph_task_id()
+        if task != self._looked_in or self._homes.was_moved(param):
+            self._looked_in = task
+            self.follow_params()
         if task != NO_BACKWARD and (self._backward_id != task or self.phases.current != "backward"):
             self.backward_began()
         began = time.monotonic()
+        self.phases.gradient_came(began)
         try:
             if self.engine.running:
                 self._outcomes.settle()
@@ -307,6 +320,7 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.AdamW`'s: step, exp_avg, exp_avg_sq of each parameter that was updated."""
         self.wait()
+        self._follow_until_stepped()
         self.engine.require_usable()
         self.engine.quiesce()
         with self.phases.within("checkpoint"):
@@ -326,6 +340,7 @@ class AdamW(torch.optim.Optimizer):
         ConfigError, with nothing changed, when the state is of another model or another rule.
         """
         self.engine.require_loadable()
+        self.follow_params()
         given = checkpoint.as_pre_hooks_make_it(self, state_dict)
         state, others = checkpoint.by_position(given)
         checkpoint.check(given["param_groups"], state, self._params)
@@ -360,6 +375,7 @@ class AdamW(torch.optim.Optimizer):
         written. Older checkpoints are then as they were, and training may go on.
         """
         self.wait()
+        self._follow_until_stepped()
         return self._checkpoints.save(Target(directory, keep, save_also), self._small_state, self.num_steps)
 
     def begin_checkpoint(
@@ -381,6 +397,7 @@ class AdamW(torch.optim.Optimizer):
         by the next `step`, checkpoint or `close`, when it cannot be completed. PathFull as in `save_checkpoint`.
         """
         self.wait()
+        self._follow_until_stepped()
         target = Target(directory, keep, save_also)
         return self._checkpoints.begin(target, self._small_state, self.num_steps, memory_bytes)
 
@@ -395,6 +412,7 @@ class AdamW(torch.optim.Optimizer):
         usable until a whole checkpoint is loaded.
         """
         self.engine.require_loadable()
+        self.follow_params()
         if self.engine.usable:
             self.wait()
         found = self._checkpoints.find(directory, step)
@@ -429,6 +447,65 @@ class AdamW(torch.optim.Optimizer):
                 # As in torch's AdamW: a state of Adam does not make it Adam.
                 group["decoupled_weight_decay"] = True
 
+    # ---- parameters that are moved, converted or replaced
+
+    def follow_params(self) -> None:
+        """Before the first step: device and engine are built anew when parameters are on another device, in another
+        form, or others than when they were built. Whoever is about to use them calls it.
+
+        ParameterError, with nothing changed, after the first step, and where what was done cannot go along.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        moved = self._homes.first_moved(params) if self.engine.usable else None
+        if moved is None:
+            return
+        if self._has_stepped or any(isinstance(param, Part) for param in self._params):
+            raise self._homes.refusal(self.param_groups, moved)
+        self._build_anew(params, name_of(self.param_groups, moved))
+
+    def _follow_until_stepped(self) -> None:
+        """What only reads state may go on after a step, wherever the parameters are."""
+        if not self._has_stepped:
+            self.follow_params()
+
+    def _build_anew(self, params: list[torch.nn.Parameter], moved: str) -> None:
+        """Engine and device for `params` as they are now; what was set, loaded, hooked and attached goes along."""
+        reordered = self._homes.are_reordered(params)
+        check_can_follow(self.engine, any(self._steps), moved, reordered)
+        claim(self, params)
+        shards = [shard_of(param) for param in params]
+        check_fits(shards, self.offload.accumulation)
+        device = choose_device(self.offload, shards)
+        self.engine.quiesce()
+        state = carried(self.engine, self._params, self._steps)
+        try:
+            self._checkpoints.finish()
+            self.engine.close()
+            engine = build_engine(params, self._layouts(), device, self.offload, self._effective(self.knobs))
+            hand_over(self.engine, engine)
+            self._use(params, device, engine)
+            self.check_knobs(self.knobs)
+            if state:
+                checkpoint.scatter(engine, params, state)
+        except BaseException:
+            self.close()
+            raise
+        if reordered and self.overlap is not None:
+            self.overlap.rebuild()
+        if self.attachment is not None:
+            self.attachment.rebuild()
+
+    def _use(self, params: list[torch.nn.Parameter], device: Device, engine: Engine) -> None:
+        """They take the place of those that there were."""
+        give_up(self, [param for param in self._params if all(param is not one for one in params)])
+        if len(params) != len(self._params):
+            self._steps = [0] * len(params)
+        self._params, self._homes = params, Homes(params)
+        self.device, self.engine = device, engine
+        self._outcomes.engine = self._checkpoints.engine = engine
+        self.phases.take_peak_bytes = device.take_peak_bytes
+        engine.watch(self.gradient_arrived)
+
     # ---- life
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -440,11 +517,13 @@ class AdamW(torch.optim.Optimizer):
             return
         self.wait()
         self.engine.require_usable()
+        self.follow_params()
         self.engine.quiesce()
         super().add_param_group(param_group)
         try:
             params = self.param_groups[-1]["params"]
             check_distinct(params)
+            check_one_place([shard_of(param) for param in (*self._params, *params)])
             layouts = self._layouts_of_added(params)
             self.engine.check(self.engine.effective, self.offload.headroom_bytes, layouts)
             claim(self, params, beside=self._params)
@@ -453,10 +532,16 @@ class AdamW(torch.optim.Optimizer):
             raise
         self._params += params
         self._steps += [0] * len(params)
+        self._homes.extend(params)
         self.engine.extend(params, layouts)
         self.engine.stage()
         if self.overlap is not None:
             self.overlap.rebuild()
+
+    def _layouts(self) -> tuple[Layout, ...]:
+        """The subgroups of all parameters in the groups."""
+        shards = [[shard_of(param) for param in group["params"]] for group in self.param_groups]
+        return cut(shards, self.offload.subgroup_numel)
 
     def _layouts_of_added(self, params: list[torch.nn.Parameter]) -> list[Layout]:
         """Their subgroups, numbered behind those that are there."""

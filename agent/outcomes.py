@@ -20,7 +20,9 @@ class Outcomes:
 
     def __init__(self, engine: Engine, phases: PhaseClock) -> None:
         self.observers: list[Observer] = []
-        self._engine, self._phases = engine, phases
+        self.engine = engine
+        """Whose updates they are now."""
+        self._phases = phases
         self._results: deque[StepResult] = deque()
         self._cuts: deque[StepPhases] = deque()
         self._logged: dict[str, float] = {}
@@ -39,7 +41,7 @@ class Outcomes:
         Gradient hooks of several threads may come here at once, and a Ctrl-C must not lose the result.
         """
         with Uninterrupted(), self._settling:
-            result = self._engine.settle()
+            result = self.engine.settle()
             if result is not None:
                 self._results.append(result)
 

@@ -27,6 +27,7 @@ class ForwardOverlap:
 
     def __init__(self, optimizer: AdamW, model: torch.nn.Module) -> None:
         _require_gated_reads(optimizer, model)
+        optimizer.follow_params()
         self._optimizer = optimizer
         self._model = model
         self._numbers: dict[int, int] = {}

@@ -21,13 +21,14 @@ def claim(owner: object, params: Sequence[torch.Tensor], beside: Sequence[torch.
     """`params` belong to `owner`, `beside` those that it has already, until it is collected or gives them up.
 
     ParameterError, with nothing claimed, for parameters that cannot be offloaded, share memory or belong to another.
+    What `owner` has already it may claim again.
     """
     for index, param in enumerate(params, start=len(beside)):
         check_param(shard_of(param), index)
     _check_separate([shard_of(param) for param in (*beside, *params)])
     for index, param in enumerate(params, start=len(beside)):
         holder = _owners.get(param)
-        if holder is not None and holder() is not None:
+        if holder is not None and holder() not in (None, owner):
             raise ParameterError(
                 f"Parameter {index} (shape {tuple(param.shape)}) already belongs to another Tidegate optimizer; "
                 "close() that one first."

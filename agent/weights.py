@@ -48,6 +48,15 @@ class Weights:
         stamped = {i for i, known in enumerate(self._stamps) if known != self._stamp(i)}
         return stamped | self._samples.changed() if by_data else stamped
 
+    def kept(self) -> set[int]:
+        """Parameters that hold what they held after the last update, wherever they are now. As bits: what was converted
+        holds something else."""
+        same = self._samples.kept_by(dict(enumerate(self._params)))
+        return {
+            i for i in same
+            if _form(self._params[i]) == self._forms[i] and self._params[i]._version == self._stamps[i][1]
+        }  # fmt: skip
+
     def take_edited(self, by_data: bool = True) -> None:
         """Mirrors of edited weights are copied anew, and their remainders start at 0.
 

@@ -20,6 +20,7 @@ def main() -> None:
     paths = {name: options.folder / name for name in ("nvme", "pfs")}
     for path in paths.values():
         path.mkdir(parents=True, exist_ok=True)
+    # The model goes where it stays first: the optimizer works where its parameters are.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = torch.nn.Sequential(

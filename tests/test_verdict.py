@@ -57,3 +57,21 @@ def test_it_names_the_cause_and_the_knob(what: str, step: Taken, knobs: Effectiv
 
 def test_without_knobs_it_names_none() -> None:
     assert verdict(taken({"h2d": 0.4})) == "the update took 1 s, 25% of the step; it waited 40% of it for h2d"
+
+
+@pytest.mark.parametrize(
+    ("gradients", "expected"),
+    [
+        ({"recopied": 1.0},
+         "; 100% of the gradients were copied again, because something changed them in place after the backward: "
+         "clip with the optimizer's max_grad_norm instead of clip_grad_norm_"),
+        ({"recopied": 0.49}, ""),
+        ({"first_gradient": 0.9},
+         "; no gradient came before 90% of the backward had passed, too late to be copied beside it: "
+         "where torch.compile has the whole model, compile its blocks instead"),
+        ({"first_gradient": 0.7}, ""),
+    ],
+)  # fmt: skip
+def test_it_says_why_gradients_were_not_copied_beside_the_backward(gradients: dict[str, float], expected: str) -> None:
+    step = taken({"d2h": 0.4})
+    assert verdict(taken({"d2h": 0.4}, **gradients), TWO) == verdict(step, TWO) + expected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -12,6 +12,10 @@ from tidegate.plan.ops import COMPUTE_LANES, LINK_LANES
 
 HARDLY: Final = 0.02
 """Share of an update below which waiting is not worth a word."""
+RECOPIED: Final = 0.5
+"""Share of the gradients from which on it is worth a word that they were copied twice."""
+LATE: Final = 0.75
+"""Share of a backward from which on it is worth a word that no gradient had come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +24,8 @@ class Taken:
 
     stalls: seconds of the update by cause. lanes: bytes and busy seconds of link and paths in the update, by lane.
     ceilings: bytes per second that a lane of a path can do alone. updated: parameters by processor.
+    recopied: share of the bytes of gradients on the host that were copied beside the backward and then again.
+    first_gradient: share of the backward that had passed when its first gradient came.
     """
 
     step_seconds: float
@@ -29,6 +35,8 @@ class Taken:
     ceilings: Mapping[str, float] = field(default_factory=dict)
     updated: Mapping[str, int] = field(default_factory=dict)
     paths: Sequence[str] = ()
+    recopied: float = 0.0
+    first_gradient: float = 0.0
 
     @property
     def cause(self) -> tuple[str, float]:
@@ -43,6 +51,7 @@ def verdict(taken: Taken, ran: Effective | None = None) -> str:
     whole = f"the update took {taken.update_seconds:.3g} s, {taken.update_seconds / taken.step_seconds:.0%} of the step"
     cause, wait = taken.cause
     remedy = f"; {advice}" if ran is not None and (advice := remedy_of(taken, ran)) else ""
+    remedy += "".join(f"; {hint}" for hint in _of_gradients(taken))
     if wait < HARDLY * taken.update_seconds:
         return f"{whole}; hardly anything held it up{_computed(taken)}{remedy}"
     return f"{whole}; it waited {wait / taken.update_seconds:.0%} of it for {cause}{_speed(taken, cause)}{remedy}"
@@ -66,6 +75,20 @@ def remedy_of(taken: Taken, ran: Effective) -> str:
         "lock": "raise host_cache: other processes of the node use the path, too",
         "collective": "it is not this rank that holds the update up",
     }.get(cause, "")
+
+
+def _of_gradients(taken: Taken) -> Iterator[str]:
+    """Why copies of gradients gained nothing from being made beside the backward."""
+    if taken.recopied >= RECOPIED:
+        yield (
+            f"{taken.recopied:.0%} of the gradients were copied again, because something changed them in place after "
+            "the backward: clip with the optimizer's max_grad_norm instead of clip_grad_norm_"
+        )
+    if taken.first_gradient >= LATE:
+        yield (
+            f"no gradient came before {taken.first_gradient:.0%} of the backward had passed, too late to be copied "
+            "beside it: where torch.compile has the whole model, compile its blocks instead"
+        )
 
 
 def _of_paths(taken: Taken, ran: Effective) -> str:

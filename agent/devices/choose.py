@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -12,6 +14,15 @@ from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.agent.devices.emulated import GRANULE, EmulatedDevice, EmulatedRates
 from tidegate.errors import ParameterError
+
+log = logging.getLogger("tidegate.devices")
+
+NUM_STREAMS: Final = 4
+"""The engine's three lanes, and the framework's."""
+QUEUES_VARIABLE: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+_warned: set[str] = set()
+"""Values of `QUEUES_VARIABLE` that were warned of."""
 
 
 class DeviceSettings(Protocol):
@@ -33,22 +44,44 @@ class DeviceSettings(Protocol):
 def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor]) -> Device:
     """The GPU that `params` are on, or the emulated device for CPU tensors. ParameterError when no one device serves
     them all."""
+    place = check_one_place(params)
+    if place == "cpu":
+        return EmulatedDevice(
+            offload.device_memory_bytes or _ample_bytes(params, offload.subgroup_numel), offload.emulated
+        )
+    device = torch.device(place)
+    if device.type != "cuda":
+        raise ParameterError(f"Parameters are on {device}: weights on a CUDA device, or on the CPU, are supported.")
+    if offload.device == "emulated":
+        raise ParameterError(f"Parameters are on {device}, and device='emulated' is for weights on the CPU.")
+    _warn_of_few_queues()
+    return CudaDevice(TorchCuda(device), offload.device_memory_bytes)
+
+
+def check_one_place(params: Sequence[torch.Tensor]) -> str:
+    """Where all of `params` are. ParameterError when they are not on one device."""
     places = sorted({str(param.device) for param in params})
     if len(places) > 1:
         raise ParameterError(
             f"Parameters are on {', '.join(places)}: one optimizer works on one device. Build one for each, from the "
             "parameters that are there."
         )
-    if places == ["cpu"]:
-        return EmulatedDevice(
-            offload.device_memory_bytes or _ample_bytes(params, offload.subgroup_numel), offload.emulated
-        )
-    device = torch.device(places[0])
-    if device.type != "cuda":
-        raise ParameterError(f"Parameters are on {device}: weights on a CUDA device, or on the CPU, are supported.")
-    if offload.device == "emulated":
-        raise ParameterError(f"Parameters are on {device}, and device='emulated' is for weights on the CPU.")
-    return CudaDevice(TorchCuda(device), offload.device_memory_bytes)
+    return places[0]
+
+
+def _warn_of_few_queues() -> None:
+    """Once for each value. CUDA reads it when the process first uses the GPU: later it is too late to set another."""
+    told = os.environ.get(QUEUES_VARIABLE, "").strip()
+    if not told.isdecimal() or not 0 < int(told) < NUM_STREAMS or told in _warned:
+        return
+    _warned.add(told)
+    log.warning(
+        "%s=%s: the streams of the process share so many queues of the GPU (8 by default), and work waits for work of "
+        "other streams that it has nothing to do with. Copies and updates of Tidegate then overlap little with the "
+        "backward and with each other. Unset it, or set it to 8 or more, before the process first uses the GPU, unless "
+        "the framework needs it (Megatron's overlap of tensor parallelism does).",
+        QUEUES_VARIABLE, told,
+    )  # fmt: skip
 
 
 def _ample_bytes(params: Sequence[torch.Tensor], subgroup_numel: int) -> int:

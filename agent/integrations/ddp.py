@@ -68,6 +68,7 @@ def overlap_ddp(optimizer: AdamW, model: Any) -> None:
         raise ConfigError(f"overlap_ddp takes a DistributedDataParallel, not a {type(model).__name__}.")
     if optimizer.offload.gradients != "keep":
         raise ConfigError('overlap_ddp needs gradients="keep": DDP holds gradients in its buckets anyway.')
+    optimizer.follow_params()
     optimizer.engine.gradients_come_reduced = True
     buckets = _Buckets(optimizer, model)
     # DDP wants the annotations of a hook as types, not as strings; or none.

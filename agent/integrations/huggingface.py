@@ -9,7 +9,7 @@ back from it through `unwrapped`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from tidegate.agent.attach import Attachment, attach
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.shards import Part
+from tidegate.agent.telemetry.delivery import Delivery
 from tidegate.errors import ConfigError
 from tidegate.verdict import Taken, verdict
 
@@ -44,6 +45,7 @@ class _Passed:
     step: float = 0.0
     update: float = 0.0
     stalls: tuple[tuple[str, float], ...] = ()
+    delivery: Delivery = field(default_factory=Delivery)
 
     @classmethod
     def of(cls, attachment: Attachment) -> _Passed:
@@ -52,13 +54,15 @@ class _Passed:
             stalls = recorder.rows("tidegate_stall_seconds_total")
             phases = {phase: seconds for (phase,), seconds in recorder.seconds("tidegate_phase_seconds").items()}
             spill = sum(recorder.rows("tidegate_update_spill_seconds_total").values())
+            delivery = recorder.totals.delivery
         by_cause = tuple((cause, seconds) for (phase, cause), seconds in stalls.items() if phase == "update")
-        return cls(sum(phases.values()), phases.get("update", 0.0) + spill, by_cause)
+        return cls(sum(phases.values()), phases.get("update", 0.0) + spill, by_cause, delivery)
 
     def since(self, before: _Passed) -> _Passed:
         earlier = dict(before.stalls)
         stalls = tuple((cause, seconds - earlier.get(cause, 0.0)) for cause, seconds in self.stalls)
-        return _Passed(self.step - before.step, self.update - before.update, stalls)
+        delivery = self.delivery - before.delivery
+        return _Passed(self.step - before.step, self.update - before.update, stalls, delivery)
 
     def taken(self, attachment: Attachment) -> Taken:
         return Taken(
@@ -66,6 +70,8 @@ class _Passed:
             update_seconds=self.update,
             stalls=dict(self.stalls),
             paths=attachment.recorder.path_names,
+            recopied=self.delivery.recopied,
+            first_gradient=self.delivery.first_gradient,
         )
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from tidegate.agent.engine.engine import StepResult
+from tidegate.agent.telemetry.delivery import Delivery, delivery_of
 from tidegate.agent.telemetry.paths import PathNote
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.timeline import PhaseSpan, Span, Timeline
@@ -35,6 +36,10 @@ class FinishedStep:
     def as_measured(self) -> Timeline:
         """On the monotonic clock: for what does not care where second 0 is, and cannot afford a copy of each span."""
         return Timeline(self.number, "measured", self.result.spans, self.phases.spans, self.deps, self._wall)
+
+    @cached_property
+    def delivery(self) -> Delivery:
+        return delivery_of(self.result, self.phases)
 
     @cached_property
     def timeline(self) -> Timeline:

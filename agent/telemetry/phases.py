@@ -32,6 +32,8 @@ class StepPhases:
 
     logged: dict[str, float] = field(default_factory=dict)
     """What the training loop said of the step: `AdamW.log`."""
+    first_gradient: float | None = None
+    """When the first gradient of the step's last backward pass came, by the host's clock."""
 
     @property
     def with_tail(self) -> tuple[PhaseSpan, ...]:
@@ -49,7 +51,8 @@ class PhaseClock:
 
     def __init__(self, take_peak_bytes: Callable[[], int]) -> None:
         self.current: Phase = "other"
-        self._take_peak_bytes = take_peak_bytes
+        self.take_peak_bytes = take_peak_bytes
+        """Of the device that is worked on now."""
         self._since = time.monotonic()
         self._cpu = time.process_time()
         self._reset()
@@ -86,12 +89,18 @@ class PhaseClock:
         """The training thread was blocked so long, in the present phase."""
         self._exposed[self.current] += seconds
 
+    def gradient_came(self, moment: float) -> None:
+        """A gradient came at this moment, in the present phase."""
+        if self._first_gradient is None or self._first_gradient < self._since:
+            self._first_gradient = moment
+
     def cut(self) -> StepPhases:
         """Ends the step now: what was measured since the last cut."""
         self._close()
         done = StepPhases(
-            tuple(self._spans), dict(self._cpu_by_phase), dict(self._peaks), dict(self._exposed), self.cpu_seconds
-        )
+            tuple(self._spans), dict(self._cpu_by_phase), dict(self._peaks), dict(self._exposed), self.cpu_seconds,
+            first_gradient=self._first_gradient,
+        )  # fmt: skip
         self._reset()
         return done
 
@@ -110,6 +119,7 @@ class PhaseClock:
         self._exposed: dict[Phase, float] = defaultdict(float)
         self.cpu_seconds = 0.0
         """What this clock has cost since the last cut."""
+        self._first_gradient: float | None = None
 
     def _close(self) -> None:
         began = time.thread_time()
@@ -118,7 +128,7 @@ class PhaseClock:
             self._spans.append(PhaseSpan(self.current, self._since, now))
         self._cpu_by_phase[self.current] += cpu - self._cpu
         if self.current != "other" or now - self._since > SHORT_SECONDS:
-            self._peaks[self.current] = max(self._peaks.get(self.current, 0), self._take_peak_bytes())
+            self._peaks[self.current] = max(self._peaks.get(self.current, 0), self.take_peak_bytes())
         self._since, self._cpu = now, cpu
         self.cpu_seconds += time.thread_time() - began
 

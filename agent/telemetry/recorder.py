@@ -7,13 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tidegate.agent.calibrate_kept import kept_card
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.telemetry import figures
+from tidegate.agent.telemetry.delivery import Delivery
 from tidegate.agent.telemetry.expected import Expected
 from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.agent.telemetry.meter import Labels, Meter
@@ -59,6 +60,8 @@ class Totals:
     predicted_update_seconds: float | None = None
     """Of the plan that ran last."""
     prediction_error: float | None = None
+    delivery: Delivery = field(default_factory=Delivery)
+    """Of all steps that were not skipped."""
 
 
 class Recorder:
@@ -80,20 +83,26 @@ class Recorder:
         """What /metrics shows; the holder of `lock` may use it."""
         self._optimizer = optimizer
         self._totals = Totals()
-        store, residences = optimizer.engine.store, optimizer.engine.residences
+        store = optimizer.engine.store
         self.path_names = tuple(store.paths) if store is not None else ()
         figures.begin(self.meter, self.path_names)
-        self._paths = PathWatch(store, residences) if store is not None and residences is not None else None
-        self.path_capacities = self._paths.capacities if self._paths is not None else {}
         self._residences = ("host", "device", *self.path_names)
         self._noted: deque[FinishedStep] = deque()
         self._unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
-        self._live = LiveRates(_kept_card(optimizer))
         self._expected = Expected()
         self._deps: RecentPlans[dict[int, tuple[int, ...]]] = RecentPlans()
         """What each op waits for; the training thread's."""
         self._predictions: RecentPlans[_Prediction] = RecentPlans()
         """The holder of `lock` may use them."""
+        self.begin()
+
+    def begin(self) -> None:
+        """No step has run on the optimizer's device and paths: what is known of them is known from before."""
+        store, residences = self._optimizer.engine.store, self._optimizer.engine.residences
+        with self.lock:
+            self._paths = PathWatch(store, residences) if store is not None and residences is not None else None
+            self.path_capacities = self._paths.capacities if self._paths is not None else {}
+            self._live = LiveRates(_kept_card(self._optimizer))
 
     def record(self, result: StepResult, phases: StepPhases) -> None:
         """Called when a step has ended."""
@@ -191,6 +200,8 @@ class Recorder:
         self._expected.observe(report.phase_seconds)
         totals.prediction_error = totals.prediction_error if error is None else error
         totals.steps, totals.last = report.step, report
+        if not result.skipped:
+            totals.delivery += step.delivery
         self._unreported.append(report)
         for name in self._live.observe(seen(result.spans), _ran(step)):
             log.info("%s has changed for good: rates are taken anew", name, extra=event("rate_drifted", rate=name))

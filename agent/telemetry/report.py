@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
+from tidegate.agent.telemetry.delivery import Delivery
 from tidegate.agent.telemetry.division import Moved, divided
 from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.agent.telemetry.paths import path_rows, path_states
@@ -39,10 +40,11 @@ def report_of(step: FinishedStep) -> StepReport:
         grad_norm=result.grad_norm,
         skipped=result.skipped,
     )
-    return report.model_copy(update={"verdict": "" if result.skipped else verdict(taken(report), result.effective)})
+    said = "" if result.skipped else verdict(taken(report, step.delivery), result.effective)
+    return report.model_copy(update={"verdict": said})
 
 
-def taken(report: StepReport) -> Taken:
+def taken(report: StepReport, delivery: Delivery) -> Taken:
     """What the verdict is about."""
     lanes: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     rows = [(row.direction, row) for row in report.links] + [
@@ -68,6 +70,8 @@ def taken(report: StepReport) -> Taken:
         },
         updated=report.update_params,
         paths=[state.path for state in report.path_states if not state.retired],
+        recopied=delivery.recopied,
+        first_gradient=delivery.first_gradient,
     )
 
 

@@ -32,6 +32,12 @@ class Watch:
             self._exporter.close()
             raise
 
+    def begin(self) -> None:
+        """The optimizer works on another device: its figures are taken from now on."""
+        if self._sampler is not None:
+            self._sampler.close()
+        self._sampler = _sampler(self._optimizer, self._recorder)
+
     @property
     def costs(self) -> dict[str, float]:
         """CPU seconds so far, by part."""

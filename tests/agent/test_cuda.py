@@ -162,3 +162,25 @@ def test_the_gpu_that_the_parameters_are_on(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_no_one_device_serves(params: list[Any], settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ParameterError, match=says):
         choose_device(tidegate.Offload(**settings), params)
+
+
+@pytest.mark.parametrize(("queues", "warns"), [("1", True), ("3", True), ("8", False), ("", False), ("many", False)])
+def test_few_queues_of_the_gpu_are_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, queues: str, warns: bool
+) -> None:
+    monkeypatch.setattr(choose, "TorchCuda", lambda _: FakeCuda())
+    monkeypatch.setattr(choose, "_warned", set())
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            choose_device(tidegate.Offload(), on("cuda:0"))
+    said = [one.message for one in caplog.records if "CUDA_DEVICE_MAX_CONNECTIONS" in one.message]
+    assert len(said) == warns
+    assert all(f"={queues}" in one and "set it to 8 or more" in one for one in said)
+
+
+def test_the_emulated_device_needs_no_queues(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with caplog.at_level(logging.WARNING):
+        choose_device(tidegate.Offload(), [torch.zeros(3)])
+    assert not caplog.records

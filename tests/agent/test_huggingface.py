@@ -185,3 +185,14 @@ def test_accelerate_prepares_it() -> None:
                 theirs.step()
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_accelerate_prepares_a_model_that_was_converted_after_the_optimizer_was_built() -> None:
+    model = torch.nn.Linear(5, 5)
+    with tidegate.AdamW(model.parameters(), lr=0.1, offload=tidegate.Offload(subgroup_numel=10)) as optimizer:
+        model.to(torch.bfloat16)
+        _, wrapped = Accelerator(cpu=True).prepare(model, optimizer)
+        model(torch.ones(3, 5, dtype=torch.bfloat16)).square().mean().backward()
+        wrapped.step()
+        assert {layout.weight_bytes for layout in optimizer.engine.subgroups} == {2}
+        assert all(values["remainder"].any() for values in optimizer.state_dict()["state"].values())
