@@ -198,7 +198,8 @@ class CudaDevice:
         return Work(self._runtime, self._clock, marker, marker)
 
     def mark(self) -> Event:
-        return self.now()
+        marker = self._runtime.record(self._runtime.current_stream(), timed=True)
+        return Work(self._runtime, self._clock, marker, marker)
 
     def block(self, event: Event) -> None:
         if isinstance(event, Work):
