@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,6 +33,12 @@ ANCHOR_SECONDS: Final = 10.0
 
 ANCHOR_TRIES: Final = 4
 
+GOOD_ANCHOR_SECONDS: Final = 1e-3
+"""A comparison that is off by no more is always taken."""
+
+DRIFT: Final = 5e-5
+"""By which part two clocks may differ in speed, about."""
+
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
@@ -49,16 +56,30 @@ class HostClock:
         self._runtime = runtime
         # A stream that is always idle: a marker on it is reached as soon as it is recorded.
         self._stream = runtime.new_stream("clock")
+        self._comparing = threading.Lock()
+        self._compared = time.monotonic()
         self.anchor = self._compare()
 
     def seconds(self, anchor: Anchor, marker: Marker) -> float:
         """`anchor`: one that was taken before `marker` was recorded. `marker` must have been reached."""
         return anchor.seconds + self._runtime.seconds_between(anchor.marker, marker)
 
+    def fresh(self) -> Anchor:
+        """For what is recorded from now on: after a long pause the clocks are compared before."""
+        self.refresh()
+        return self.anchor
+
     def refresh(self) -> None:
-        """To be called where the GPU has little to do."""
-        if time.monotonic() - self.anchor.seconds > ANCHOR_SECONDS:
-            self.anchor = self._compare()
+        """Where the GPU is too busy for a good comparison the last one may stay."""
+        now = time.monotonic()
+        if now - self._compared > ANCHOR_SECONDS and self._comparing.acquire(blocking=False):
+            try:
+                found, self._compared = self._compare(), now
+                old_error = self.anchor.error_seconds + DRIFT * (now - self.anchor.seconds)
+                if found.error_seconds < max(GOOD_ANCHOR_SECONDS, old_error):
+                    self.anchor = found
+            finally:
+                self._comparing.release()
 
     def _compare(self) -> Anchor:
         """The best of a few: the first has to wake up the GPU, any may be interrupted."""
@@ -79,9 +100,15 @@ class Work:
     __slots__ = ("_anchor", "_clock", "_done", "_runtime", "end", "start")
 
     def __init__(
-        self, runtime: CudaRuntime, clock: HostClock, start: Marker, end: Marker, done: Callable[[], None] | None = None
+        self,
+        runtime: CudaRuntime,
+        clock: HostClock,
+        anchor: Anchor,
+        start: Marker,
+        end: Marker,
+        done: Callable[[], None] | None = None,
     ) -> None:
-        self._runtime, self._clock, self._anchor = runtime, clock, clock.anchor
+        self._runtime, self._clock, self._anchor = runtime, clock, anchor
         self.start, self.end = start, end
         self._done = done
 
@@ -102,8 +129,11 @@ class Lanes:
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
         self._streams = {lane: runtime.new_stream(lane) for lane in (H2D, D2H, DEVICE)}
+        self.used = False
+        """Since the device was last closed."""
 
     def __getitem__(self, lane: str) -> Stream:
+        self.used = True
         return self._streams[lane]
 
     def copies_at_rest(self) -> None:
@@ -122,14 +152,12 @@ class Lanes:
 
 def _abandon(runtime: CudaRuntime, lanes: Lanes, taken: set[int], pid: int) -> None:
     """Nobody has closed this device. What is left is given back when the lanes have done their work."""
-    if os.getpid() != pid:
-        return  # a fork has no GPU
+    if os.getpid() != pid or not (lanes.used or taken):  # a fork has no GPU
+        return
     try:
         close_all(lanes.at_rest, *(partial(runtime.free, address) for address in taken))
     except Exception as error:
-        log.warning(
-            "The GPU failed while an optimizer that was not closed let it go: %s: %s", type(error).__name__, error
-        )
+        log.warning("The GPU failed while a device that was not closed went: %s: %s", type(error).__name__, error)
 
 
 class CudaDevice:
@@ -195,7 +223,7 @@ class CudaDevice:
 
     def now(self) -> Event:
         marker = self._runtime.record(self._runtime.current_stream())
-        return Work(self._runtime, self._clock, marker, marker)
+        return Work(self._runtime, self._clock, self._clock.anchor, marker, marker)
 
     def mark(self) -> Event:
         marker = self._runtime.record(self._runtime.current_stream(), timed=True)
@@ -219,20 +247,20 @@ class CudaDevice:
     # ---- work
 
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event:
-        stream = self._lanes[lane]
+        anchor, stream = self._clock.fresh(), self._lanes[lane]
         start = self._runtime.record(stream, timed=True)
         self._runtime.copy(copies, lane == H2D, stream)
-        return Work(self._runtime, self._clock, start, self._runtime.record(stream, timed=True))
+        return Work(self._runtime, self._clock, anchor, start, self._runtime.record(stream, timed=True))
 
     def update(self, runs: Sequence[UpdateRun]) -> Event:
-        stream = self._lanes[DEVICE]
+        anchor, stream = self._clock.fresh(), self._lanes[DEVICE]
         start = self._runtime.record(stream, timed=True)
         self._runtime.update(runs, stream)
-        return Work(self._runtime, self._clock, start, self._runtime.record(stream, timed=True))
+        return Work(self._runtime, self._clock, anchor, start, self._runtime.record(stream, timed=True))
 
     def norms(self, grads: Sequence[GradRef]) -> tuple[Event, Norms]:
         """The list is filled by the thread that waits for the event."""
-        stream, found = self._lanes[DEVICE], Norms()
+        anchor, stream, found = self._clock.fresh(), self._lanes[DEVICE], Norms()
         start = self._runtime.record(stream, timed=True)
         read = self._runtime.norms(grads, stream)
         end = self._runtime.record(stream, timed=True)
@@ -240,11 +268,14 @@ class CudaDevice:
         def fill() -> None:
             found[:] = read()  # at once: another thread that has waited, too, may be reading
 
-        return Work(self._runtime, self._clock, start, end, fill), found
+        return Work(self._runtime, self._clock, anchor, start, end, fill), found
 
     def close(self) -> None:
         """Whatever failed before may have left copies behind, from and to pages that are unpinned now.
 
         Nothing is left out because the GPU fails; then the first error is raised.
         """
-        close_all(self._lanes.copies_at_rest, self._host.close)
+        try:
+            close_all(self._lanes.copies_at_rest, self._host.close)
+        finally:
+            self._lanes.used = False

@@ -85,9 +85,7 @@ def _unpin_late(pinner: Pinner, at_rest: Callable[[], None], memory: mmap.mmap, 
     try:
         close_all(at_rest, lambda: pinner.unpin(address))
     except Exception as error:
-        log.warning(
-            "Host memory that nobody uses any longer could not be unpinned: %s: %s", type(error).__name__, error
-        )
+        log.warning("Host memory that nobody uses could not be unpinned: %s: %s", type(error).__name__, error)
 
 
 class Shelf:

@@ -70,6 +70,8 @@ class FakeCuda:
         """The first one. From then on nothing is done any more."""
         self.pinned = Registered()
         self.longest_queue = 0
+        self.clock: Callable[[], float] = time.monotonic
+        """The GPU's."""
         self._memory_bytes = memory_bytes
         self._eagerness = eagerness
         self._random = random.Random(seed)
@@ -105,7 +107,7 @@ class FakeCuda:
             marker = FakeMarker(stream, stream.end + 1, dict(self.order.clocks[stream.name]), timed)
 
             def reach() -> None:
-                marker.seconds = time.monotonic()
+                marker.seconds = self.clock()
 
             self._enqueue(stream, reach)
             return marker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -105,6 +105,28 @@ def test_the_clocks_are_compared_again_when_they_may_have_drifted(monkeypatch: p
     event.span()
     assert device._clock.anchor is not first
     event.span()  # by the comparison that was made before it, not by the newest
+
+
+def test_after_a_long_pause_the_clocks_are_compared_before_work_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step that comes ten minutes after the last one."""
+    fake = FakeCuda(eagerness=1.0)
+    device = CudaDevice(fake)
+    fake.clock = lambda: time.monotonic() + 5.0
+    monkeypatch.setattr(cuda, "ANCHOR_SECONDS", 0.0)
+    before = time.monotonic()
+    event = device.copy(H2D, [])
+    event.wait()
+    start, end = event.span()
+    assert before - 0.1 <= start <= end <= time.monotonic() + 0.1
+
+
+def test_a_comparison_that_the_gpu_was_too_busy_for_replaces_no_better_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice(FakeCuda(eagerness=1.0))
+    clock, first = device._clock, device._clock.anchor
+    monkeypatch.setattr(cuda, "ANCHOR_SECONDS", 0.0)
+    monkeypatch.setattr(clock, "_compare", lambda: replace(first, seconds=first.seconds + 1, error_seconds=0.5))
+    device.copy(H2D, [])
+    assert clock.anchor is first
 
 
 def test_a_time_that_nobody_has_waited_for_cannot_be_read() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tidegate
+from bench.host_cost import measure
 from tests.agent.fake_torch import FakeDriver, FakeKernels, StickyError, fake_torch
 from tests.agent.plain import PlainAdamW, array
 from tests.agent.test_exactness import make_params, random_grads
@@ -17,6 +18,7 @@ from tidegate.agent.devices.base import GradRef
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.kernels import GradDtype
+from tidegate.plan.ops import CPU, D2H, DEVICE, H2D
 
 SHAPES = [((40, 3), 0), ((77,), 1), ((130,), 0)]
 
@@ -172,3 +174,9 @@ def test_where_no_time_is_read_events_have_none(driver: FakeDriver) -> None:
     timed, plain = runtime.record(stream, timed=True), runtime.record(stream)
     with pytest.raises(AssertionError, match="without timing"):
         runtime.seconds_between(timed, plain)
+
+
+def test_the_bench_of_what_ops_cost_the_host() -> None:
+    found = measure(steps=2)
+    assert found["runtime"] == "fake"
+    assert set(found["microseconds_per_op"]) == {CPU, D2H, DEVICE, H2D}

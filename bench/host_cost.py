@@ -1,0 +1,104 @@
+"""How many microseconds of a host processor each op takes, by lane, beside the work that the GPU does.
+
+**The runtime is a fake one**: TorchCuda runs, with the installed torch's own context managers, on a stand-in for
+`torch.cuda` whose streams do everything at once (`tests/agent/fake_torch.py`). What the CUDA driver takes for a call is
+not in these figures, what the stand-in takes is. They say what the executor, the runner and the device cost in Python,
+and serve to compare one state of that code with another on the same machine. Nothing is said about a GPU.
+
+Subgroups are tiny, so that arithmetic and copies count for nothing. Time is CPU time of each lane's own thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tidegate
+from tests.agent.fake_torch import FakeKernels, fake_torch
+from tidegate.agent import optimizer as optimizer_module
+from tidegate.agent.devices.cuda import CudaDevice
+from tidegate.agent.devices.cuda_torch import TorchCuda
+from tidegate.agent.engine import executor as executor_module
+
+SUBGROUPS = 64
+SUBGROUP_NUMEL = 256
+WARM_UP_STEPS = 3
+
+
+@contextmanager
+def timed_lanes(seconds: dict[str, list[float]]) -> Iterator[None]:
+    """Adds the CPU seconds of each op to its lane's."""
+    run = executor_module.Executor._run
+
+    def timed(executor: Any, progress: Any, taken: Any, waits: Any) -> None:
+        began = time.thread_time()
+        try:
+            run(executor, progress, taken, waits)
+        finally:
+            seconds[taken.op.lane].append(time.thread_time() - began)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor_module.Executor, "_run", timed)
+        yield
+
+
+def measure(steps: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    with fake_torch() as driver, timed_lanes(seconds), pytest.MonkeyPatch.context() as patch:
+        device = CudaDevice(TorchCuda(torch.device("cuda", 1), FakeKernels(driver)))
+        patch.setattr(optimizer_module, "choose_device", lambda *_: device)
+        params = [torch.nn.Parameter(torch.zeros(SUBGROUP_NUMEL)) for _ in range(SUBGROUPS)]
+        settings = tidegate.Offload(subgroup_numel=SUBGROUP_NUMEL, stride=2.0, static_ratio=0.25, cpu_threads=1)
+        with tidegate.AdamW(params, offload=settings) as optimizer:
+            for step in range(WARM_UP_STEPS + steps):
+                if step == WARM_UP_STEPS:
+                    seconds.clear()
+                    events = driver.events_made
+                optimizer.zero_grad()
+                torch.autograd.backward(params, [torch.ones_like(param) for param in params])
+                optimizer.step()
+            events = driver.events_made - events
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 1),
+        "runtime": "fake",
+        "steps": steps,
+        "ops_per_step": sum(map(len, seconds.values())) // steps,
+        "events_made": events,
+        "microseconds_per_op": {lane: of(found) for lane, found in sorted(seconds.items())},
+    }
+
+
+def of(seconds: list[float]) -> dict[str, float]:
+    """Mean, and quartiles, of one lane."""
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    found = {"mean": statistics.mean(seconds), "low": low, "median": middle, "high": high}
+    return {name: round(value * 1e6, 1) for name, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100, help="steps that are measured")
+    parser.add_argument("--json", action="store_true", help="print nothing but the result")
+    options = parser.parse_args()
+    print(json.dumps(measure(options.steps), indent=None if options.json else 2))
+
+
+if __name__ == "__main__":
+    main()
