@@ -52,16 +52,6 @@ EXPOSE 8790 8501
 CMD ["daemon", "--bind", "0.0.0.0", "--state-dir", "/var/lib/tidegate"]
 
 FROM base AS trainer
-# Triton compiles what launches its kernels: with a C compiler, the headers of libc, and those of Python, which the base
-# image has. What it made is loaded as libraries, which a /tmp that containers get is mounted to refuse.
-USER 0:0
-SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/*
-USER 10001:10001
-ENV TRITON_CACHE_DIR=/var/lib/tidegate-runs/.triton
 COPY --from=packages-trainer /opt/tidegate /opt/tidegate
 WORKDIR /var/lib/tidegate-runs
 EXPOSE 9464
