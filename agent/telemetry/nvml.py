@@ -2,8 +2,9 @@
 
 Directions are the host's: what the GPU receives (RX) is `h2d`, what it sends (TX) is `d2h`. Three sources know PCIe:
 
-- `fields`: byte counters (field values 197 and 198). Of 32 bits on some GPUs, where 4 GiB are through in less than
-  a tenth of a second: a reading that comes too late for one wrap at most is a gap, and its bytes are unknown.
+- `fields`: byte counters (field values 197 and 198). They may wrap at 32 bits, whatever their type says, and 4 GiB are
+  through in less than a tenth of a second: a reading that comes too late for one wrap at most is a gap, and its bytes
+  are unknown. A value that needs more than 32 bits proves 64.
 - `gpm`: mean speed between two readings (Hopper and later), so that nothing is missed.
 - `throughput`: speed in a window of 20 ms, for which the call blocks: of no use for sums.
 """
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from tidegate.logs import event
 from tidegate.metric import DIRECTIONS
 
 log = logging.getLogger("tidegate.gpu")
@@ -42,8 +44,10 @@ class Pcie:
 
 class PcieSource(Protocol):
     name: str
-    period_seconds: float
-    """The longest pause between readings that loses nothing."""
+
+    @property
+    def period_seconds(self) -> float:
+        """The longest pause between readings that loses nothing."""
 
     def read(self, now: float) -> Pcie:
         """At `now`, on the monotonic clock, in seconds. NVMLError when the GPU no longer answers."""
@@ -51,13 +55,15 @@ class PcieSource(Protocol):
 
 @dataclass
 class WrappingCounter:
-    """Bytes since the reading before, of a counter of `bits` bits."""
+    """Bytes since the reading before, of a counter of `bits` bits: 32, until a value is seen that needs 64."""
 
     bits: int
     _last: tuple[float, int] | None = None
 
     def take(self, now: float, value: int) -> int | None:
         """None at first, and after a gap: too long a pause for 32 bits, or 64 bits that went back."""
+        if value >= 2**32:
+            self.bits = 64
         before, self._last = self._last, (now, value)
         if before is None:
             return None
@@ -74,32 +80,43 @@ class _Fields:
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
-        self._bits = {
-            nvml.NVML_VALUE_TYPE_UNSIGNED_INT: ("uiVal", 32),
-            nvml.NVML_VALUE_TYPE_UNSIGNED_LONG: ("ulVal", 64),
-            nvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: ("ullVal", 64),
+        self._members = {
+            nvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
+            nvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
+            nvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
         }
-        self.bits = min(bits for _, bits in self._values().values())
-        self._counters = {direction: WrappingCounter(self.bits) for direction in DIRECTIONS}
+        self._counters = {direction: WrappingCounter(32) for direction in DIRECTIONS}
         self._read_at: float | None = None
-        self.period_seconds = PERIOD_SECONDS if self.bits == 64 else WRAP_PERIOD_SECONDS
+        self._look_at_width(self._values())
 
-    def _values(self) -> dict[str, tuple[int, int]]:
-        """Value and bits by direction."""
+    @property
+    def period_seconds(self) -> float:
+        is_wide = all(counter.bits == 64 for counter in self._counters.values())
+        return PERIOD_SECONDS if is_wide else WRAP_PERIOD_SECONDS
+
+    def _look_at_width(self, values: Mapping[str, int]) -> None:
+        """What one counter shows holds for both."""
+        if max(values.values()) >= 2**32:
+            for counter in self._counters.values():
+                counter.bits = 64
+
+    def _values(self) -> dict[str, int]:
+        """By direction."""
         found = self._nvml.nvmlDeviceGetFieldValues(self._handle, list(FIELDS.values()))
-        values: dict[str, tuple[int, int]] = {}
+        values: dict[str, int] = {}
         for direction, value in zip(FIELDS, found, strict=True):
             if value.nvmlReturn != self._nvml.NVML_SUCCESS:
                 raise self._nvml.NVMLError(value.nvmlReturn)
-            if value.valueType not in self._bits:
+            if value.valueType not in self._members:
                 raise self._nvml.NVMLError(self._nvml.NVML_ERROR_NOT_SUPPORTED)
-            name, bits = self._bits[value.valueType]
-            values[direction] = getattr(value.value, name), bits
+            values[direction] = getattr(value.value, self._members[value.valueType])
         return values
 
     def read(self, now: float) -> Pcie:
         before, self._read_at = self._read_at, now
-        moved = {way: self._counters[way].take(now, value) for way, (value, _) in self._values().items()}
+        values = self._values()
+        self._look_at_width(values)
+        moved = {way: self._counters[way].take(now, value) for way, value in values.items()}
         known = {way: nbytes for way, nbytes in moved.items() if nbytes is not None}
         if before is None:
             return Pcie()
@@ -161,26 +178,46 @@ class _Throughput:
         return Pcie({}, {way: get(self._handle, counter) * 1024.0 for way, counter in self._counters.items()})  # KiB/s
 
 
+class DividedGpuError(Exception):
+    """The process works on a part of a GPU (MIG), of which NVML has no figures."""
+
+
 class Gpu:
     """One GPU, open until `close`. Not to be shared between threads: a reading may block for 40 ms."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
-        """NVMLError when NVML does not know it."""
+        """NVMLError when NVML does not know it, DividedGpuError when it is a part of a GPU."""
         self._nvml = nvml
         nvml.nvmlInit()
         try:
-            self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            self._handle = self._whole(uuid)
             self.pcie = self._best_source()
         except BaseException:
             nvml.nvmlShutdown()
             raise
         self._knows_utilization = True
 
+    def _whole(self, uuid: str) -> Any:
+        """The GPU's handle. CUDA names a part by its own UUID or by that of the whole GPU, as versions differ."""
+        nvml = self._nvml
+        try:
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except nvml.NVMLError_NotFound:
+            nvml.nvmlDeviceGetHandleByUUID("MIG-" + uuid.removeprefix("GPU-"))
+            raise DividedGpuError(uuid) from None
+        try:
+            current, _ = nvml.nvmlDeviceGetMigMode(handle)
+        except nvml.NVMLError:  # a GPU that cannot be divided, or an old driver
+            return handle
+        if current == nvml.NVML_DEVICE_MIG_ENABLE:
+            raise DividedGpuError(uuid)
+        return handle
+
     def _best_source(self) -> PcieSource | None:
         fields = self._source(_Fields)
         if fields is not None and fields.period_seconds == PERIOD_SECONDS:
             return fields
-        # Counters of 32 bits must be read so often that one that needs it less is better.
+        # Counters that may wrap must be read so often that one that needs it less is better.
         return self._source(_Gpm) or fields or self._source(_Throughput)
 
     def _source(self, kind: type[PcieSource]) -> PcieSource | None:
@@ -216,6 +253,14 @@ def open_gpu(uuid: str) -> Gpu | None:
         return None
     try:
         return Gpu(pynvml, uuid)
+    except DividedGpuError:
+        log.warning(
+            "GPU %s is divided (MIG): NVML counts for the whole GPU only, so that the figures of utilization and PCIe "
+            "are absent. All others are there.",
+            uuid,
+            extra=event("nvml_absent", gpu=uuid, reason="MIG"),
+        )
+        return None
     except pynvml.NVMLError as error:
         log.info("no figures from NVML of GPU %s: %s", uuid, error)
         return None

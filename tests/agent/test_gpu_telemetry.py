@@ -45,11 +45,13 @@ class Stub(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in (*RETURNS, "gpm_supported", "value_type", "initialised", "samples")),
         ("busy_percent", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("narrow", ctypes.c_uint32),
         ("tx", ctypes.c_uint64),
         ("rx", ctypes.c_uint64),
         ("tx_mib", ctypes.c_double),
         ("rx_mib", ctypes.c_double),
+        ("mig_mode", ctypes.c_int32),
+        ("mig_uuid", ctypes.c_int32),
     ]
 
     def moved(self, h2d: int, d2h: int) -> None:
@@ -67,12 +69,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture
 def stub(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
-    """64-bit counters; GPM not supported."""
+    """64-bit counters that have shown it; GPM not supported."""
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
     found = Stub.in_dll(library, "stub")
     ctypes.memset(ctypes.addressof(found), 0, ctypes.sizeof(found))
-    found.value_type = U64
+    found.value_type, found.tx, found.rx = U64, 2**40, 2**40
     yield found
     assert (found.initialised, found.samples) == (0, 0), "what was opened is closed"
 
@@ -107,6 +109,74 @@ def test_a_counter_of_64_bits_that_goes_back_was_begun_anew() -> None:
     counter.take(0.0, 2**40)
     assert counter.take(100.0, 5) is None
     assert counter.take(200.0, 25) == 20
+
+
+def test_64_bits_are_believed_when_a_value_has_needed_them() -> None:
+    counter = WrappingCounter(32)
+    counter.take(0.0, 2**32 - 10)
+    assert counter.take(100.0, 2**32 + 5) == 15, "nothing has wrapped, however long the pause was"
+    assert counter.bits == 64
+    assert counter.take(200.0, 2**33) == 2**32 - 5
+
+
+def test_counters_that_wrap_at_32_bits_behind_a_type_of_64_lose_nothing(stub: Stub) -> None:
+    stub.narrow, stub.rx, stub.tx = 1, 2**32 - 100, 7
+    gpu = open_gpu(UUID)
+    assert gpu is not None
+    source = gpu.pcie
+    assert source is not None
+    assert (source.name, source.period_seconds) == ("fields", WRAP_PERIOD_SECONDS)
+    source.read(0.0)
+    for i in range(1, 5):
+        stub.moved(h2d=3 * 2**30, d2h=50)
+        found = source.read(i * WRAP_PERIOD_SECONDS)
+        assert (found.nbytes, found.gap) == ({"h2d": 3 * 2**30, "d2h": 50}, False)
+    assert source.read(4 * WRAP_PERIOD_SECONDS + 1.0).gap, "after a second nobody knows how often it wrapped"
+    gpu.close()
+
+
+def test_young_counters_of_64_bits_are_read_less_often_when_they_have_shown_it(stub: Stub) -> None:
+    stub.rx, stub.tx = 2**32 - 100, 7
+    gpu = open_gpu(UUID)
+    assert gpu is not None
+    source = gpu.pcie
+    assert source is not None
+    assert source.period_seconds == WRAP_PERIOD_SECONDS
+    source.read(0.0)
+    stub.moved(h2d=200, d2h=1)
+    found = source.read(0.04)
+    assert (found.nbytes, found.gap) == ({"h2d": 200, "d2h": 1}, False)
+    assert source.period_seconds == PERIOD_SECONDS
+    stub.moved(h2d=2**36, d2h=2**36)
+    assert source.read(1.04).nbytes == {"h2d": 2**36, "d2h": 2**36}
+    gpu.close()
+
+
+def test_young_counters_of_64_bits_give_way_to_gpm(stub: Stub) -> None:
+    stub.rx, stub.tx, stub.gpm_supported = 100, 100, 1
+    gpu = open_gpu(UUID)
+    assert gpu is not None
+    assert gpu.pcie is not None
+    assert gpu.pcie.name == "gpm"
+    gpu.close()
+
+
+@pytest.mark.parametrize("field", ["mig_mode", "mig_uuid"])
+def test_a_part_of_a_gpu_says_why_it_has_no_figures(stub: Stub, caplog: pytest.LogCaptureFixture, field: str) -> None:
+    """CUDA names a part by the whole GPU's UUID or by its own, as versions differ."""
+    setattr(stub, field, 1)
+    assert open_gpu(UUID) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "MIG" in record.getMessage()
+    assert "utilization and PCIe are absent" in record.getMessage()
+
+
+def test_a_gpu_that_cannot_be_divided_has_figures(stub: Stub) -> None:
+    stub.mig_mode = -1
+    gpu = open_gpu(UUID)
+    assert gpu is not None
+    gpu.close()
 
 
 def test_byte_counters_are_read_by_direction(stub: Stub, gpu: Gpu) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,6 @@ def check(form: str, capability: int) -> None:
     assert len(found) == (2 if form.startswith("sum") else 1)
     for row in found:
         assert (row.spilled_bytes, row.stack_bytes) == (0, 0), row
-        assert row.registers <= 128, f"{row}: less than a quarter of the threads of a multiprocessor would fit"
 
 
 def test_a_spill_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
