@@ -22,6 +22,7 @@ BUILD = ("cmake", "ninja")
 SIDES = ("deepspeed", "torchao")
 """Compared with: where one is missing, its rows say so."""
 
+ABSENT = "not installed"
 Kind = Literal["run", "build", "side"]
 
 
@@ -41,7 +42,7 @@ class Need:
     def problem(self) -> str:
         """What is wrong with what is installed; empty when nothing is."""
         if importlib.util.find_spec(self.module) is None:
-            return f"{self.requirement}: not installed"
+            return f"{self.requirement}: {ABSENT}"
         try:
             version = importlib.metadata.version(self.name)
         except importlib.metadata.PackageNotFoundError:

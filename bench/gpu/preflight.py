@@ -17,7 +17,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from bench.gpu.needs import needs, package
+from bench.gpu.needs import ABSENT, needs, package
 from tidegate.triton_needs import missing_for_triton, python_headers
 
 WHEELHOUSE = "python3 -m bench.gpu.wheelhouse wheels"
@@ -28,8 +28,8 @@ def missing(dry: bool, wheels: Path | None) -> list[str]:
     found = [*_wheels(wheels), *_packages(wheels)]
     if not _built():
         found += _build_tools()
-    if not found or importlib.util.find_spec("torch") is not None:
-        found += [] if dry else [*_cuda(), *missing_for_triton()]
+    if not dry:
+        found += [*_cuda(), *missing_for_triton()]
     return list(dict.fromkeys(found))
 
 
@@ -57,17 +57,16 @@ def _wheels(wheels: Path | None) -> list[str]:
 
 def _packages(wheels: Path | None) -> list[str]:
     """Packages without which no stage runs, or nothing can be built where it has to be."""
-    there = _named(wheels)
-    kinds = ("run",) if _built() else ("run", "build")
+    there, built = _named(wheels), _built()
+    kinds = ("run",) if built else ("run", "build")
     lines = []
     for need in needs():
         if need.kind not in kinds or need.name in there:
             continue
         problem = need.problem()
         if problem and not (need.name in ("cmake", "ninja") and shutil.which(need.name)):
-            remedy = "docs/gpu.md says which build" if need.name == "torch" else f"it comes with WHEELS ({WHEELHOUSE})"
-            lines.append(f"{problem}; {remedy}")
-    if not _built() and importlib.util.find_spec("pip") is None:
+            lines.append(f"{problem}; docs/gpu.md says which build" if need.name == "torch" else problem)
+    if (wheels is not None or not built) and importlib.util.find_spec("pip") is None:
         lines.append("pip: not installed (Debian: apt-get install python3-pip)")
     return lines
 
@@ -94,6 +93,8 @@ def _build_tools() -> list[str]:
 
 
 def _cuda() -> list[str]:
+    if importlib.util.find_spec("torch") is None:
+        return []
     try:
         from tidegate.agent.devices.cuda_problem import cuda_problem
 
@@ -124,6 +125,9 @@ def main() -> None:
     if lines:
         what = "1 thing is" if len(lines) == 1 else f"{len(lines)} things are"
         print(f"bench/gpu.sh: {what} missing:", *(f"  - {line}" for line in lines), sep="\n", file=sys.stderr)
+        if any(line.endswith(ABSENT) for line in lines):
+            print(f"Packages can be installed from wheels, WHEELS=FOLDER: on a machine with a network, {WHEELHOUSE}",
+                  file=sys.stderr)  # fmt: skip
         sys.exit(2)
     for line in absent_sides(args.dry, args.wheels):
         print(f"bench/gpu.sh: {line}", file=sys.stderr)
