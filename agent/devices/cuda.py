@@ -15,6 +15,7 @@ import torch
 
 from tidegate.agent.devices.base import Copy, Event, GradRef, UpdateRun
 from tidegate.agent.devices.cuda_runtime import CudaRuntime, Marker, Norms
+from tidegate.agent.devices.pieces import in_pieces
 from tidegate.agent.devices.pinned import PinnedPool
 from tidegate.errors import MemoryBudgetError
 from tidegate.plan.ops import D2H, DEVICE, H2D
@@ -169,7 +170,7 @@ class CudaDevice:
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event:
         stream = self._streams[lane]
         start = self._runtime.record(stream)
-        self._runtime.copy(copies, lane == H2D, stream)
+        self._runtime.copy(in_pieces(copies), lane == H2D, stream)
         return Work(self._runtime, self._clock, start, self._runtime.record(stream))
 
     def update(self, runs: Sequence[UpdateRun]) -> Event:
