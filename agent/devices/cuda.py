@@ -21,6 +21,7 @@ import torch
 from tidegate.agent.closing import close_all
 from tidegate.agent.devices.base import Copy, Event, GradRef, UpdateRun
 from tidegate.agent.devices.cuda_runtime import CudaRuntime, Marker, Norms, Stream
+from tidegate.agent.devices.pieces import in_pieces
 from tidegate.agent.devices.pinned import PinnedPool
 from tidegate.errors import MemoryBudgetError
 from tidegate.plan.ops import D2H, DEVICE, H2D
@@ -226,8 +227,8 @@ class CudaDevice:
         return Work(self._runtime, self._clock, self._clock.anchor, marker, marker)
 
     def mark(self) -> Event:
-        marker = self._runtime.record(self._runtime.current_stream(), timed=True)
-        return Work(self._runtime, self._clock, marker, marker)
+        anchor, marker = self._clock.fresh(), self._runtime.record(self._runtime.current_stream(), timed=True)
+        return Work(self._runtime, self._clock, anchor, marker, marker)
 
     def block(self, event: Event) -> None:
         if isinstance(event, Work):
@@ -249,7 +250,7 @@ class CudaDevice:
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event:
         anchor, stream = self._clock.fresh(), self._lanes[lane]
         start = self._runtime.record(stream, timed=True)
-        self._runtime.copy(copies, lane == H2D, stream)
+        self._runtime.copy(in_pieces(copies), lane == H2D, stream)
         return Work(self._runtime, self._clock, anchor, start, self._runtime.record(stream, timed=True))
 
     def update(self, runs: Sequence[UpdateRun]) -> Event:

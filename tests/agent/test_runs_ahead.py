@@ -1,22 +1,27 @@
-"""The whole engine below a framework that is far ahead of its GPU: memory of gradients, when memory is taken, and when
-phases begin."""
+"""The engine below a framework that is far ahead of its GPU: memory of gradients, when memory is taken, when phases
+begin, how large copies are."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.agent.fake_cuda import FakeStream
 from tests.agent.fake_training import fake_training
 from tests.agent.runs_ahead import RunsAhead
 from tests.agent.test_cuda_order import SHAPES, one_step
 from tests.agent.test_exactness import make_params, random_grads
 from tests.agent.test_optimizer import params_of
-from tidegate.plan.ops import OpKind
+from tidegate.agent.devices.base import Copy
+from tidegate.agent.devices.cuda import CudaDevice
+from tidegate.agent.devices.pieces import PIECE_BYTES, in_pieces
+from tidegate.plan.ops import D2H, H2D, OpKind
 
 GRAD_BYTES = 2000
 """Of what one op reads. Memory is given up on one lane while the other may just have begun its next op, and waits for
@@ -114,3 +119,32 @@ def test_equals_the_oracle(seed: int, gradients: Any) -> None:
         training.optimizer.wait()
         training.forward()
     assert fake.error is None
+
+
+def test_large_copies_are_made_in_pieces() -> None:
+    whole = [Copy(1000, 5000, 250), Copy(2000, 6000, 0), Copy(3000, 7000, 100)]
+    pieces = [Copy(1000, 5000, 100), Copy(1100, 5100, 100), Copy(1200, 5200, 50), Copy(3000, 7000, 100)]
+    assert in_pieces(whole, most=100) == pieces
+
+
+def test_no_copy_of_the_device_is_larger_than_a_piece() -> None:
+    sizes: list[int] = []
+
+    class Noting(RunsAhead):
+        def copy(self, copies: Sequence[Copy], to_device: bool, stream: FakeStream) -> None:
+            sizes.extend(copy.nbytes for copy in copies)
+            super().copy(copies, to_device, stream)
+
+    device, nbytes = CudaDevice(Noting(memory_bytes=1 << 30)), PIECE_BYTES + 4096
+    source, target = device.host_buffer(nbytes), device.host_buffer(nbytes)
+    source[-4096:] = 7
+    there = device.alloc(nbytes)
+    device.wait(H2D, device.now())
+    done = device.copy(H2D, [Copy(there, source.data_ptr(), nbytes)])
+    device.wait(D2H, done)
+    device.copy(D2H, [Copy(target.data_ptr(), there, nbytes)]).wait()
+    assert sizes == [PIECE_BYTES, 4096] * 2
+    assert bool((target[-4096:] == 7).all())
+    del source, target
+    device.free(there)
+    device.close()
