@@ -16,28 +16,13 @@ from tests import forked
 from tests.agent.fake_cuda import FakeCuda
 from tests.services import ROOT
 from tidegate import doctor_gpu
-from tidegate.agent.devices.base import UpdateRun
 from tidegate.agent.devices.cuda_problem import CudaProblem
 from tidegate.doctor import Finding
 from tidegate.doctor_gpu import Check, CheckFailed, copies, examine_gpu, launch, lines, overlap, pinned_memory
-from tidegate.kernels import ThreadPool
+from tidegate.kernels import torch_adamw
 from tidegate.plan.ops import D2H, H2D
 
 CPU = torch.device("cpu")
-
-
-class Kernels:
-    """Updates on the CPU, in place of those on a GPU; `wrong` spoils one element."""
-
-    def __init__(self, wrong: bool = False) -> None:
-        self.wrong = wrong
-
-    def update(self, runs: list[UpdateRun]) -> None:
-        with ThreadPool(1) as pool:
-            for run in runs:
-                run.apply(pool)
-                if self.wrong:
-                    run.apply(pool)
 
 
 class NothingPinned(FakeCuda):
@@ -68,10 +53,13 @@ def test_pages_are_registered_and_given_back() -> None:
         pinned_memory(NothingPinned())
 
 
-def test_an_update_is_held_against_the_cpu() -> None:
-    assert "bit for bit" in launch(CPU, Kernels())  # type: ignore[arg-type]
-    with pytest.raises(CheckFailed, match=r"differs from the CPU's in .* bytes; do not train with it"):
-        launch(CPU, Kernels(wrong=True))  # type: ignore[arg-type]
+def test_kernels_with_other_results_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(doctor_gpu.trial, "differences", lambda kernels, place: found)
+    assert "bit for bit" in launch(CPU, torch_adamw)
+    found.append("the update of F32 weights")
+    with pytest.raises(CheckFailed, match=r"differ from the oracle's: the update of F32 weights; updates run as torch"):
+        launch(CPU, torch_adamw)
 
 
 def test_what_triton_lacks_is_said_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
