@@ -80,11 +80,12 @@ class Story:
 
 
 def run_and_kill(places: Places, times: int, seed: int, inside: int = 0) -> Story:
-    """`times` kills, and more (up to three times as many) until so many were `inside` something, one of them a drain:
-    where they hit depends on how fast the machine is."""
+    """`times` kills, and more (up to three times as many) until so many were `inside` something, one of them a drain,
+    and there were two steps for each of `times`: what they hit depends on how fast the machine is."""
     chance, story = random.Random(seed), Story(places)
     for life in range(3 * times):
-        if life >= times and story.lives_inside >= inside and story.insides["drain"]:
+        enough = story.lives_inside >= inside and story.insides["drain"] and story.steps > 2 * times
+        if life >= times and enough:
             break
         process = FORKS.Process(target=live, args=(places, life, 10**9))
         process.start()
