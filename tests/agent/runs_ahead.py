@@ -86,7 +86,7 @@ class RunsAhead(FakeCuda):
         elif self.error is None:
             stream.queue.append(work)
 
-    def _give_up(self, clock: Clock, address: int, nbytes: int, storage: Any) -> None:
+    def _give_up(self, clock: Clock, address: int, nbytes: int, storage: Any = None) -> None:
         held = {m.stream.name: m.stream for m in self._held.get((address, address + nbytes), ())}
         super()._give_up(clock, address, nbytes, storage)
         if (address, address + nbytes) in self._given:

@@ -5,7 +5,7 @@ There is no GPU: a parameter that says it is on one stands for one that was move
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.agent.fake_cuda import FakeCuda
 from tests.agent.plain import PlainAdamW
 from tests.agent.test_exactness import FAST, backward, random_grads
 from tests.agent.test_optimizer import MIXED, params_of, run_steps
+from tests.agent.vector_clocks import RaceError
 from tidegate.agent.devices import choose
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.emulated import EmulatedDevice
@@ -44,7 +45,7 @@ class AtOnce(FakeCuda):
     def __init__(self, memory_bytes: int = 1 << 30) -> None:
         super().__init__(eagerness=1.0, memory_bytes=memory_bytes)
 
-    def _checked(self, look: Callable[[], None]) -> None:
+    def _fail(self, error: RaceError) -> None:
         return
 
 
