@@ -25,7 +25,7 @@ from tidegate.plan.ops import D2H, H2D, OpKind
 
 GRAD_BYTES = 2000
 """Of what one op reads. Memory is given up on one lane while the other may just have begun its next op, and waits for
-that, too: so much may come on top of what gradients may take."""
+that, too: an op on each of the two lanes may come on top of what gradients may take."""
 
 
 def trained(params: list[torch.nn.Parameter], steps: int = 3, **offload: Any) -> RunsAhead:
@@ -41,13 +41,13 @@ def trained(params: list[torch.nn.Parameter], steps: int = 3, **offload: Any) ->
 def test_released_gradients_take_no_more_device_memory_than_they_may(stride: Any) -> None:
     params = params_of(*[(500,)] * 12)
     fake = trained(params, stride=stride, subgroup_numel=500, gradient_memory_bytes=4 * GRAD_BYTES)
-    assert GRAD_BYTES < fake.most_framework_bytes <= 4 * GRAD_BYTES + GRAD_BYTES
+    assert GRAD_BYTES < fake.most_framework_bytes <= 4 * GRAD_BYTES + 2 * GRAD_BYTES
 
 
 def test_subgroups_of_many_gradients_take_no_more_either() -> None:
     params = params_of(*[(50,)] * 40)
     fake = trained(params, stride="off", subgroup_numel=200, gradient_memory_bytes=3000)
-    assert fake.most_framework_bytes <= 3000 + 4 * 200
+    assert fake.most_framework_bytes <= 3000 + 2 * 4 * 200
 
 
 def test_a_gradient_larger_than_the_room_is_waited_for_and_no_more() -> None:
