@@ -15,7 +15,7 @@ from tidegate.errors import ParameterError
 REMEDY: Final = (
     "The state of an optimizer that has stepped does not follow its parameters. Move it back; or take "
     "optimizer.state_dict(), close() this optimizer, build one from the parameters as they are now, and load the state "
-    "there. Best is to move and convert the model before the optimizer is built."
+    "there. Best is to move and convert the model before building the optimizer."
 )
 
 

@@ -472,9 +472,9 @@ class AdamW(torch.optim.Optimizer):
         claim(self, params)
         shards = [shard_of(param) for param in params]
         check_fits(shards, self.offload.accumulation)
-        device = choose_device(self.offload, shards)
         self.engine.quiesce()
         state = carried(self.engine, self._params, self._steps)
+        device = choose_device(self.offload, shards)
         try:
             self._checkpoints.finish()
             self.engine.close()
@@ -482,6 +482,7 @@ class AdamW(torch.optim.Optimizer):
             hand_over(self.engine, engine)
             self._use(params, device, engine)
             self.check_knobs(self.knobs)
+            self.apply_knobs(self.knobs)
             if state:
                 checkpoint.scatter(engine, params, state)
         except BaseException:

@@ -63,14 +63,12 @@ def delivery_of(result: StepResult, phases: StepPhases) -> Delivery:
 
 
 def _first_of_backward(phases: StepPhases) -> tuple[float, float]:
-    """Of the step's last backward: its seconds, and those before its first gradient, by the clock of the thread that
-    runs it. Zeros where the model is not attached: the phase then begins with the first gradient."""
+    """Of the last backward that made gradients: its seconds, and those before its first gradient, by the clock of the
+    thread that runs it. Zeros where the model is not attached: the phase then begins with the first gradient."""
+    moment = phases.first_gradient
     backwards = [span for span in phases.spans if span.phase == "backward"]
-    if not backwards or phases.first_gradient is None:
+    last = next((one for one in backwards if moment is not None and one.start < moment <= one.end), None)
+    if moment is None or last is None:
         return 0.0, 0.0
-    last = backwards[-1]
-    if not last.start < phases.first_gradient <= last.end:
-        return 0.0, 0.0
-    first = phases.first_gradient - last.start
     in_hooks = phases.exposed_seconds.get("backward", 0.0) / len(backwards)
-    return max(last.end - last.start - in_hooks, first), first
+    return max(last.end - last.start - in_hooks, moment - last.start), moment - last.start
