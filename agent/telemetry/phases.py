@@ -55,6 +55,7 @@ class PhaseClock:
         """Of the device that is worked on now."""
         self._since = time.monotonic()
         self._cpu = time.process_time()
+        self._first_gradient: float | None = None
         self._reset()
 
     def enter(self, phase: Phase) -> None:
@@ -111,7 +112,7 @@ class PhaseClock:
         self._exposed: dict[Phase, float] = defaultdict(float)
         self.cpu_seconds = 0.0
         """What this clock has cost since the last cut."""
-        self._first_gradient: float | None = None
+        self._first_gradient = None
 
     def _close(self) -> None:
         began = time.thread_time()
