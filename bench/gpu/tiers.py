@@ -21,7 +21,9 @@ def stage(target: Target) -> dict[str, Any]:
             path = Path(folder, name)
             path.mkdir()
             more: dict[str, Any] = {"paths": {"disk": str(path)}, "host_cache": cache}
-            rows[name] = measured.measure(name, "tidegate", "1b", limit=150, steps=4, seconds=40, **more)
+            rows[name] = measured.measure(
+                name, "tidegate", "1b", limit=target.side_seconds(150), steps=4, seconds=40, **more
+            )
     return {"shape": "1b", "rows": rows, "lacked_time": measured.lacked_time}
 
 

@@ -144,12 +144,13 @@ class Session:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        model = LlamaForCausalLM(
+        model: torch.nn.Module = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=256, hidden_size=HIDDEN, intermediate_size=688, num_hidden_layers=LAYERS,
                 num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=WINDOW, use_cache=False,
             )
-        ).to(self.place.device)  # fmt: skip
+        )  # fmt: skip
+        model.to(self.place.device)
         optimizer = tidegate.AdamW(
             model.parameters(),
             lr=LEARNING_RATE,
