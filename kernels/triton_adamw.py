@@ -33,7 +33,9 @@ ACCUMULATORS = tl.constexpr(NUM_ACCUMULATORS)
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 """Launch options: a × b + c stays two roundings. tests/kernels/test_triton.py reads the compiled code for it."""
 ELEMENTS_PER_PROGRAM = 1024
-"""Eight elements a thread: 16-byte loads of 16-bit arrays."""
+UPDATE_WARPS = 8
+"""Four elements a thread: 16-byte loads of 32-bit arrays, 8-byte ones of 16-bit arrays. With eight elements a thread
+some forms spill registers (`bench/triton_registers.py`)."""
 BLOCKS_PER_PROGRAM = 2
 """Sixteen accumulators each: one warp."""
 ROWS_AT_ONCE = 16
@@ -55,7 +57,7 @@ def update(runs: Sequence[Update], stream: int | None = None) -> None:
                 L2=run.scalars.l2 != 0.0,
                 DECAY=run.scalars.decay != 0.0 and run.scalars.arithmetic is not Arithmetic.TORCH,
                 ALIGNED=all(address % 16 == 0 for address in addresses), BLOCK=ELEMENTS_PER_PROGRAM,
-                num_warps=4, **EXACT,
+                num_warps=UPDATE_WARPS, **EXACT,
             )  # fmt: skip
 
 

@@ -50,9 +50,11 @@ def adamw(
 ) -> dict[str, str]:  # fmt: skip
     signature = {"numel": "i64", **dict.fromkeys(ADDRESSES, "i64"), **dict.fromkeys(SCALAR_NAMES, "fp32")}
     constants = {"FORMAT": weight_format, "GRAD": grad_dtype, "ARITHMETIC": arithmetic, "L2": True, "DECAY": True}
-    constants |= {"ALIGNED": aligned, "BLOCK": 1024}
+    constants |= {"ALIGNED": aligned, "BLOCK": triton_adamw.ELEMENTS_PER_PROGRAM}
     constants = {name: int(value) for name, value in constants.items()}
-    return compiled(triton_adamw._adamw, signature, constants, capability, num_warps=4, **options)
+    return compiled(
+        triton_adamw._adamw, signature, constants, capability, num_warps=triton_adamw.UPDATE_WARPS, **options
+    )
 
 
 def adamw_ptx(*arguments: Any, **options: Any) -> str:
@@ -103,8 +105,8 @@ def test_compiled_code_fuses_where_deepspeed_does_and_nowhere_else(arithmetic: A
     ptx = adamw_ptx(WeightFormat.F32, GradDtype.F32, True, capability, arithmetic, **triton_adamw.EXACT)
     assert set(inexact(ptx)) <= {"fma.rn.f32", "fma.rn.f32x2"}
     found = operations(ptx)
-    # Six sums of a product for each of a thread's eight elements, in a whole block and in one that ends early.
-    assert found["fma.rn.f32"] + 2 * found["fma.rn.f32x2"] == 2 * 8 * 6
+    # Six sums of a product for each of a thread's four elements, in a whole block and in one that ends early.
+    assert found["fma.rn.f32"] + 2 * found["fma.rn.f32x2"] == 2 * 4 * 6
     assert not any(re.match(r"(add|sub)\..*f32", name) for name in found)
 
 
@@ -121,12 +123,17 @@ def test_without_the_options_it_would_be_seen() -> None:
 
 
 @FORMATS
-def test_aligned_arrays_are_read_and_written_16_bytes_at_a_time(weight_format: WeightFormat) -> None:
+def test_aligned_arrays_are_read_and_written_in_one_piece_by_each_thread(weight_format: WeightFormat) -> None:
+    """Four elements: 16 bytes of arrays of 32 bits (moments, master weights), 8 of those of 16 bits."""
     wide = operations(adamw_ptx(weight_format, GradDtype.BF16, **triton_adamw.EXACT))
     narrow = operations(adamw_ptx(weight_format, GradDtype.BF16, aligned=False, **triton_adamw.EXACT))
-    assert wide["ld.global.v4.b32"] >= 6
-    assert wide["st.global.v4.b32"] >= 6
-    assert narrow["ld.global.v4.b32"] == 0
+    of_32_bits = 2 if weight_format is WeightFormat.BF16_REMAINDER else 3
+    read_of_16, written_of_16 = {WeightFormat.BF16_REMAINDER: (3, 2), WeightFormat.F32: (1, 0)}.get(
+        weight_format, (1, 1)
+    )
+    assert (wide["ld.global.v4.b32"], wide["ld.global.v2.b32"]) == (of_32_bits, read_of_16)
+    assert (wide["st.global.v4.b32"], wide["st.global.v2.b32"]) == (of_32_bits, written_of_16)
+    assert narrow["ld.global.v4.b32"] == narrow["ld.global.v2.b32"] == 0
 
 
 def test_offsets_have_64_bits() -> None:
