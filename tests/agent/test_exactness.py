@@ -153,6 +153,7 @@ def test_more_subgroups_than_slots_and_knobs_changed_at_every_step(dtype: torch.
             assert residents == int(ratio * len(optimizer.engine.layouts) + 0.5)
 
 
+@pytest.mark.slow  # test_torch_ways.py has one with more of everything
 def test_agrees_with_torch_over_two_hundred_steps() -> None:
     torch.manual_seed(0)
     ours = torch.nn.Sequential(torch.nn.Linear(17, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from html import unescape
 from pathlib import Path
 
+from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
@@ -13,6 +15,9 @@ from tidegate import dashboard
 from tidegate.dashboard import kept
 
 MAIN = Path(dashboard.__file__).with_name("main.py")
+
+# Each AppTest looks through all installed packages for components, which takes longer than the page. They stay the same.
+manifest_scanner.scan_component_manifests = functools.cache(manifest_scanner.scan_component_manifests)
 
 
 def page(path: str = "run", **query: str) -> AppTest:
