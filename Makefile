@@ -7,6 +7,8 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell command -v python3.11 >/dev/null && python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3)
+# Tests start many processes; without this each of them compiles all sources anew where the variable is set.
+unexport PYTHONDONTWRITEBYTECODE
 # What an installation depends on; Python sources are seen at once, they need none.
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/src/*)
 DEMO_ARGS ?=

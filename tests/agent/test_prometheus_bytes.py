@@ -93,7 +93,7 @@ def test_bytes_in_prometheus_are_the_kernels_less_what_else_the_process_does_and
             made.step()
         before, io = scraped(prometheus, made.steps), Counter[str]()
         io.subtract(process_io(prometheus))
-        seen = Counter(made.outside.link_bytes)
+        seen, longer = Counter(made.outside.link_bytes), dict(made.outside.longer_seconds)
         truth = Truth(made)
         after = scraped(prometheus, made.steps)
         io.update(process_io(prometheus))
@@ -108,9 +108,10 @@ def test_bytes_in_prometheus_are_the_kernels_less_what_else_the_process_does_and
         total = sum(moved[path, operation, phase] for phase in PHASES)
         assert total == pytest.approx(truth.planned[lane], rel=0.01), lane
         for phase in ("forward", "backward", "update"):
-            # Seen from outside; the windows of the phases are a little different there.
             outside = made.outside.link_bytes[lane, phase] - seen[lane, phase]
             assert moved[path, operation, phase] == pytest.approx(outside, abs=0.01 * total), (lane, phase)
+    for phase in ("forward", "backward", "update"):
+        assert abs(made.outside.longer_seconds[phase] - longer[phase]) < 0.1, phase
     assert {e["labels"]["step"] for series in exemplars["data"] for e in series["exemplars"]}
     if not min(truth.kernel.values()):
         pytest.skip("the test directory is on no block device: the kernel counts nothing")

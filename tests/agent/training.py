@@ -20,6 +20,7 @@ from tidegate.agent.engine.runner import StepInputs
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.tiers.path import StoragePath
 from tidegate.agent.tiers.transfers import Transfer
+from tidegate.timeline import PhaseSpan
 
 RATES = tidegate.EmulatedRates(h2d_bytes_per_second=4e8, d2h_bytes_per_second=4e8, update_params_per_second=1e8)
 WIDTH = 1024
@@ -61,13 +62,16 @@ class Outside:
 
     cpu_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     link_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By lane and phase: from when each copy began and ended, and when the recorder says that the phases did."""
+    longer_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By phase: how much longer it is by the recorder's boundaries than by those of the loop."""
     lane_bytes: Counter[str] = field(default_factory=Counter)
     """Of link and paths, whatever the phase."""
     lane_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """In which at least one copy was in progress."""
     memory_bytes: dict[str, int] = field(default_factory=dict)
     copies: list[tuple[str, int, float, float]] = field(default_factory=list)
-    windows: list[tuple[str, float, float]] = field(default_factory=list)
+    phases: list[PhaseSpan] = field(default_factory=list)
     planned_bytes: Counter[str] = field(default_factory=Counter)
     planned_params: list[Counter[str]] = field(default_factory=list)
     residents: list[int] = field(default_factory=list)
@@ -80,11 +84,11 @@ class Outside:
             since = max(start, busy_until.get(lane, start))
             busy_until[lane] = max(since, end)
             self.lane_seconds[lane] += busy_until[lane] - since
-            for name, since, until in self.windows:
-                inside = max(0.0, min(end, until) - max(start, since))
-                self.link_bytes[lane, name] += round(nbytes * inside / (end - start))
+            for span in self.phases:
+                inside = max(0.0, min(end, span.end) - max(start, span.start))
+                self.link_bytes[lane, span.phase] += round(nbytes * inside / (end - start))
         self.copies.clear()
-        self.windows.clear()
+        self.phases.clear()
 
 
 class Training:
@@ -103,7 +107,7 @@ class Training:
         self._note_copies()
         self._note_transfers()
         self._time_update()
-        self.optimizer.observers.append(self._note_plan)
+        self.optimizer.observers.append(self._note_step)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="training")
 
@@ -157,7 +161,10 @@ class Training:
     def _phase(self, name: str) -> _Phase:
         return _Phase(self, name)
 
-    def _note_plan(self, result: StepResult, _: StepPhases) -> None:
+    def _note_step(self, result: StepResult, phases: StepPhases) -> None:
+        self.outside.phases.extend(phases.spans)
+        for phase, seconds in phases.seconds().items():
+            self.outside.longer_seconds[phase] += seconds
         for lane in ("h2d", "d2h"):
             self.outside.planned_bytes[lane] += result.plan.link_bytes(lane)
         self.outside.planned_params.append(
@@ -209,7 +216,7 @@ class _Phase:
         outside, now = self.training.outside, time.monotonic()
         outside.cpu_seconds[self.name] += _cpu_seconds() - self._cpu
         outside.memory_bytes[self.name] = self.training.device.in_use_bytes
-        outside.windows.append((self.name, self._since, now))
+        outside.longer_seconds[self.name] -= now - self._since
 
 
 def _cpu_seconds() -> float:

@@ -16,7 +16,7 @@ from tidegate.dashboard import kept
 
 MAIN = Path(dashboard.__file__).with_name("main.py")
 
-# Each AppTest looks through all installed packages for components, which takes longer than the page. They stay the same.
+# Each AppTest looks through all installed packages for components, which takes longer than the page itself.
 manifest_scanner.scan_component_manifests = functools.cache(manifest_scanner.scan_component_manifests)
 
 
