@@ -20,7 +20,8 @@ from tests.services import DaemonProcess, Prometheus, daemon_process, prometheus
 
 RUN = "promise"
 PHASES = ("forward", "backward", "update")
-BOUNDARY_SECONDS = 4e-4
+BOUNDARY_SECONDS = 2e-3
+"""How far apart the loop and the hooks may see the boundaries of a phase, on a machine that does other things, too."""
 LARGE: dict[str, Any] = {"rows": 512, "num_layers": 16, "subgroup_numel": 2_100_000}
 """A forward of over 50 ms and an update of over 40 ms of CPU time, of which what the loop and the hooks count to
 different phases, 0.1 to 0.2 ms at a boundary, is little."""
@@ -89,16 +90,11 @@ def turn_knobs(training: Training, daemon: DaemonProcess) -> None:
 
 def agrees_with_truth(prom: Prometheus, training: Training, process_cpu: float) -> None:
     outside = training.outside
-    # The loop's view of where a phase ends and the hooks' are that far apart in each step, while copies go on.
-    between = training.steps * BOUNDARY_SECONDS * max(RATES.h2d_bytes_per_second, RATES.d2h_bytes_per_second)
     for phase in PHASES:
         for lane in ("h2d", "d2h"):
             said = prom.value(f'sum(tidegate_link_bytes_total{{run="{RUN}",phase="{phase}",direction="{lane}"}})') or 0
-            assert said == pytest.approx(outside.link_bytes[lane, phase], rel=0.01, abs=between), (
-                phase,
-                lane,
-                training.steps,
-            )
+            assert said == pytest.approx(outside.link_bytes[lane, phase], rel=0.01, abs=1000), (phase, lane)
+        assert abs(outside.longer_seconds[phase]) < training.steps * BOUNDARY_SECONDS, phase
         cpu = prom.value(f'tidegate_cpu_seconds_total{{run="{RUN}",phase="{phase}"}}')
         assert cpu == pytest.approx(outside.cpu_seconds[phase], rel=0.01), phase
         peak = prom.value(f'tidegate_device_memory_peak_bytes{{run="{RUN}",phase="{phase}"}}')
