@@ -70,6 +70,10 @@ class FakeCuda:
         """The first one. From then on nothing is done any more."""
         self.pinned = Registered()
         self.longest_queue = 0
+        self.norm_reads: list[int] = []
+        """Bytes of gradients that each call of `norms` reads."""
+        self.norm_fetches = 0
+        """How often results of `norms` came to the host."""
         self.clock: Callable[[], float] = time.monotonic
         """The GPU's."""
         self._memory_bytes = memory_bytes
@@ -169,6 +173,7 @@ class FakeCuda:
         with self._mutex:
             self._enter(stream)
             self._results += 1
+            self.norm_reads.append(sum(grad.numel * grad.dtype.nbytes for grad in grads))
             result, found = self._results, Norms()
             for grad in grads:
                 self._access(stream.name, grad.address, grad.numel * grad.dtype.nbytes, False, "the norm of a gradient")
@@ -179,6 +184,7 @@ class FakeCuda:
 
         def read() -> Norms:
             self.host_access(result, 1, False, "the norms")
+            self.norm_fetches += 1
             return found
 
         return read

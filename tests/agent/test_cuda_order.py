@@ -239,6 +239,19 @@ def test_a_failed_step_leaves_no_work_on_memory_that_is_given_back(scenario: Fai
     assert undisturbed(scenario).error is None
 
 
+@pytest.mark.parametrize("gradients", ["keep", "release"])
+def test_each_gradient_is_read_once_for_the_norm_and_its_result_fetched_once(gradients: Any) -> None:
+    fake = FakeCuda(eagerness=0.3)
+    params = make_params(SHAPES, 2)
+    size = sum(param.numel() * param.element_size() for param in params)
+    with fake_training(fake, params, 0.7, stride=2.0, subgroup_numel=120, gradients=gradients) as training:
+        for step in range(3):
+            training.train(random_grads(params, step, some=False))
+            assert sum(fake.norm_reads) == (step + 1) * size
+            assert fake.norm_fetches == sum(nbytes > 0 for nbytes in fake.norm_reads)
+        training.forward()
+
+
 # ---- every wait
 
 NEEDED = (
