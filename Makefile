@@ -15,7 +15,8 @@ DEMO_ARGS ?=
 BENCH ?= $(wildcard bench/*.py)
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
-JOBS ?= 2
+# Files that are tested at the same time; quick tests wait now and then, so that two processors have time for three.
+JOBS ?=
 # Files are taken in the order in which tests/parts.py has them: those that take long first.
 PYTEST = $(BIN)/pytest --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 # tests/README.md says what each layer holds; tests/parts.py which files are of which part.
@@ -64,18 +65,18 @@ demo: $(VENV)/demo ## train a small model on this machine and watch it (DEMO_ARG
 	$(BIN)/tidegate demo $(DEMO_ARGS)
 
 .PHONY: test
-test: $(VENV)/test system $(VENV)/deepspeed ## run the quick tests, two files at a time (PYTEST_ARGS=... JOBS=...)
-	@$(call timed,$(PYTEST) -n $(JOBS) -m "$(QUICK)")
+test: $(VENV)/test system $(VENV)/deepspeed ## run the quick tests, three files at a time (PYTEST_ARGS=... JOBS=...)
+	@$(call timed,$(PYTEST) -n $(or $(JOBS),3) -m "$(QUICK)")
 
 .PHONY: test-all
 test-all: $(VENV)/test system $(VENV)/deepspeed ## run the rest: slow tests, and more examples of property tests
-	@$(call timed,$(PYTEST) -n $(JOBS) -m "$(REST)" --hypothesis-profile thorough --durations 20)
+	@$(call timed,$(PYTEST) -n $(or $(JOBS),2) -m "$(REST)" --hypothesis-profile thorough --durations 20)
 	@$(call timed,$(PYTEST) -m "$(ALONE)" --durations 20)
 
 .PHONY: $(PARTS:%=test-%)
 test-integrations: $(VENV)/deepspeed
 $(PARTS:%=test-%): test-%: $(VENV)/test system
-	@$(call timed,$(PYTEST) -n $(JOBS) -m "$(QUICK)" $$($(BIN)/python -m tests.parts $*))
+	@$(call timed,$(PYTEST) -n $(or $(JOBS),3) -m "$(QUICK)" $$($(BIN)/python -m tests.parts $*))
 
 # Runs a command, says how long it took, and ends as it does.
 timed = began=$$SECONDS; status=0; $(1) || status=$$?; echo "== took $$((SECONDS - began)) s: make $@"; exit $$status
