@@ -25,6 +25,7 @@ from tidegate.agent.homes import Homes, name_of
 from tidegate.agent.host_cache import ample_cache
 from tidegate.agent.hyperparameters import (
     LossScale,
+    asked_by_grad_scaler,
     check_group,
     check_max_grad_norm,
     defaults_of,
@@ -78,9 +79,6 @@ class AdamW(torch.optim.Optimizer):
     Raises ParameterError for no, sparse, shared or unsupported parameters. Use it as a context manager, or `close()`.
     """
 
-    _step_supports_amp_scaling = True
-    """GradScaler hands over its scale instead of dividing all gradients by it."""
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -117,6 +115,7 @@ class AdamW(torch.optim.Optimizer):
         self._params: list[torch.nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
         self._steps = [0] * len(self._params)
         self._pid = os.getpid()
+        self._why_closed = "it was closed"
         check_fits([shard_of(param) for param in self._params], self.offload.accumulation)
         claim(self, self._params)
         self.device = choose_device(self.offload, [shard_of(param) for param in self._params])
@@ -129,6 +128,7 @@ class AdamW(torch.optim.Optimizer):
             give_up(self, self._params)
             raise
         self._homes = Homes(self._params)
+        self._is_stepping = False
         self._has_stepped = False
         """From the first update on, its state belongs to the device and to the form that the parameters have."""
         self.phases = PhaseClock(self.device.take_peak_bytes)
@@ -163,6 +163,13 @@ class AdamW(torch.optim.Optimizer):
         several ranks at the next checkpoint instead.
         """
         self._checkpoints.raise_if_failed_alone()
+        self._is_stepping = True
+        try:
+            return self._step(closure)
+        finally:
+            self._is_stepping = False
+
+    def _step(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -229,6 +236,11 @@ class AdamW(torch.optim.Optimizer):
             yield
         finally:
             self.engine.gradients.accumulating = before
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler hands over its scale instead of dividing all gradients by it."""
+        return asked_by_grad_scaler()
 
     def log(self, *, loss: float | None = None, tokens: int | None = None) -> None:
         """Tells the metrics what training makes: the loss of the step that comes next, the tokens that it took."""
@@ -573,8 +585,25 @@ class AdamW(torch.optim.Optimizer):
         self._checkpoints.raise_if_failed()
 
     def _close(self) -> None:
-        parts: list[Closeable | None] = [self.overlap, self.attachment, self.engine]
-        close_all(*(part.close for part in parts if part is not None), lambda: give_up(self, self._params))
+        parts = [part.close for part in (self.overlap, self.attachment) if part is not None]
+        close_all(*parts, lambda: self.engine.close(self._why_closed), lambda: give_up(self, self._params))
+
+    @property
+    def is_mid_step(self) -> bool:
+        """Closing it now would break a step, or lose gradients that are nowhere else."""
+        gradients = self.engine.gradients
+        held = gradients.any_released or gradients.any_set_aside or gradients.accumulating
+        return self.engine.usable and (self._is_stepping or held)
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """It was not inherited by a fork."""
+        return os.getpid() == self._pid
+
+    def give_way(self) -> None:
+        """Closes itself, because another one takes its parameters."""
+        self._why_closed = "it was closed when another optimizer took its parameters"
+        self.close()
 
     def __enter__(self) -> Self:
         return self

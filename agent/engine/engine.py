@@ -525,12 +525,12 @@ class Engine:
     def watch(self, on_gradient: Callable[[int], None]) -> None:
         self.gradients.watch(on_gradient)
 
-    def close(self) -> None:
+    def close(self, why: str = "it was closed") -> None:
         """Stops the lanes and gives memory back. The weights stay as they are. Nothing is left out because the GPU
-        fails; then the first error is raised."""
+        fails; then the first error is raised. `why`: what is said to those who would still use it."""
         if os.getpid() != self._pid:
             return
-        self._broken = "it was closed"
+        self._broken = self._broken if self._executor.closed else why
         close_all(self._executor.close, self.gradients.close, self._close_memory)
         self._flight = None
 
