@@ -33,7 +33,7 @@ from tidegate.agent.hyperparameters import (
     step_inputs,
 )
 from tidegate.agent.interrupts import Uninterrupted
-from tidegate.agent.moving import carried, check_can_follow, hand_over
+from tidegate.agent.moving import Regrouping, carried, check_can_follow, hand_over, warn_of_removed
 from tidegate.agent.offload import Offload
 from tidegate.agent.outcomes import Outcomes
 from tidegate.agent.ownership import claim, give_up
@@ -273,7 +273,10 @@ class AdamW(torch.optim.Optimizer):
         task = torch._C._current_graph_task_id()
         if task != self._looked_in or self._homes.was_moved(param):
             self._looked_in = task
-            self.follow_params()
+            found = self._followed(param)
+            if found is None:
+                return
+            param = found
         if task != NO_BACKWARD and (self._backward_id != task or self.phases.current != "backward"):
             self.backward_began()
         began = time.monotonic()
@@ -463,17 +466,28 @@ class AdamW(torch.optim.Optimizer):
 
     def follow_params(self) -> None:
         """Before the first step: device and engine are built anew when parameters are on another device, in another
-        form, or others than when they were built. Whoever is about to use them calls it.
+        form, or others than when they were built. After it: when they are in other groups, removed or added. Whoever
+        is about to use them calls it.
 
-        ParameterError, with nothing changed, after the first step, and where what was done cannot go along.
+        ParameterError, with nothing changed, for anything else after the first step, and where what was done cannot
+        go along.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         moved = self._homes.first_moved(params) if self.engine.usable else None
         if moved is None:
             return
-        if self._has_stepped or any(isinstance(param, Part) for param in self._params):
+        fixed = self._has_stepped and not self._homes.can_be_regrouped(params)
+        if fixed or any(isinstance(param, Part) for param in self._params):
             raise self._homes.refusal(self.param_groups, moved)
         self._build_anew(params, name_of(self.param_groups, moved))
+
+    def _followed(self, param: int) -> int | None:
+        """Follows the parameters: which number this one has from now on; None when it has left the groups."""
+        whole = self._params[param]
+        self.follow_params()
+        if param < len(self._params) and self._params[param] is whole:
+            return param
+        return next((number for number, one in enumerate(self._params) if one is whole), None)
 
     def _follow_until_stepped(self) -> None:
         """What only reads state may go on after a step, wherever the parameters are."""
@@ -482,38 +496,42 @@ class AdamW(torch.optim.Optimizer):
 
     def _build_anew(self, params: list[torch.nn.Parameter], moved: str) -> None:
         """Engine and device for `params` as they are now; what was set, loaded, hooked and attached goes along."""
-        reordered = self._homes.are_reordered(params)
-        check_can_follow(self.engine, any(self._steps), moved, reordered)
+        self._outcomes.settle()
+        regrouping = Regrouping(params, self._params)
+        check_can_follow(self.engine, any(self._steps), moved, self._homes.are_reordered(params))
         claim(self, params)
         shards = [shard_of(param) for param in params]
         check_fits(shards, self.offload.accumulation)
         self.engine.quiesce()
-        state = carried(self.engine, self._params, self._steps)
+        state = regrouping.renumbered(carried(self.engine, self._params, self._steps))
+        warn_of_removed(regrouping.removed, self._steps)
         device = choose_device(self.offload, shards)
         try:
             self._checkpoints.finish()
             self.engine.close()
             engine = build_engine(params, self._layouts(), device, self.offload, self._effective(self.knobs))
             hand_over(self.engine, engine)
-            self._use(params, device, engine)
+            gone = [self._params[number] for number in regrouping.removed]
+            give_up(self, gone)
+            for param in gone:
+                self.state.pop(param, None)
+            self._use(params, device, engine, regrouping.steps(self._steps))
             self.check_knobs(self.knobs)
             self.apply_knobs(self.knobs)
             if state:
                 checkpoint.scatter(engine, params, state)
+            self._restate()
         except BaseException:
             self.close()
             raise
-        if reordered and self.overlap is not None:
+        if not regrouping.changes_nothing and self.overlap is not None:
             self.overlap.rebuild()
         if self.attachment is not None:
             self.attachment.rebuild()
 
-    def _use(self, params: list[torch.nn.Parameter], device: Device, engine: Engine) -> None:
+    def _use(self, params: list[torch.nn.Parameter], device: Device, engine: Engine, steps: list[int]) -> None:
         """They take the place of those that there were."""
-        give_up(self, [param for param in self._params if all(param is not one for one in params)])
-        if len(params) != len(self._params):
-            self._steps = [0] * len(params)
-        self._params, self._homes = params, Homes(params)
+        self._params, self._steps, self._homes = params, steps, Homes(params)
         self.device, self.engine = device, engine
         self._outcomes.engine = self._checkpoints.engine = engine
         self.phases.take_peak_bytes = device.take_peak_bytes

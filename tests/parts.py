@@ -25,7 +25,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "agent/test_emulated.py", "agent/test_exactness.py", "agent/test_executor.py", "agent/test_gradients.py",
         "agent/test_gpu_kernels.py", "agent/test_interrupts.py", "agent/test_lanes_ahead.py", "agent/test_moved.py",
         "agent/test_optimizer.py", "agent/test_overlap.py", "agent/test_pinned.py", "agent/test_runs_ahead.py",
-        "agent/test_taken_over.py",
+        "agent/test_regrouped.py", "agent/test_taken_over.py",
         "agent/test_torch_calls.py", "agent/test_torch_ways.py", "agent/test_vector_clocks.py", "gpu/test_*.py",
         "test_gpu_*.py",
     ),
@@ -44,7 +44,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "dashboard": ("dashboard/test_*.py",),
     "integrations": (
-        "agent/test_ddp.py", "agent/test_deepspeed.py", "agent/test_deepspeed_losses.py",
+        "agent/test_accelerate.py", "agent/test_ddp.py", "agent/test_deepspeed.py", "agent/test_deepspeed_losses.py",
         "agent/test_deepspeed_settings.py", "agent/test_fsdp.py", "agent/test_huggingface.py",
         "agent/test_lightning.py", "agent/test_ranks.py", "conformance/test_*.py", "test_examples.py",
     ),
