@@ -39,6 +39,7 @@ from tidegate.agent.outcomes import Outcomes
 from tidegate.agent.ownership import claim, give_up
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.shards import Part, shard_of
+from tidegate.agent.state import OffloadedState, users_part
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut, renumbered
 from tidegate.agent.telemetry.phases import PhaseClock
 from tidegate.agent.tiers.checkpoint import Target
@@ -188,7 +189,8 @@ class AdamW(torch.optim.Optimizer):
                 )
                 for param in self.engine.step(inputs):
                     self._steps[param] += 1
-                    self._note_step(param)
+                    if self._steps[param] == 1:
+                        self._show_state(param)
                 self.phases.began_at(self.engine.gradients_made_at, before="backward")
                 if not self.background:
                     self._outcomes.settle()
@@ -199,13 +201,6 @@ class AdamW(torch.optim.Optimizer):
             for boundary in tuple(self.boundaries):
                 boundary(self.num_steps + 1)
         return loss
-
-    def _note_step(self, param: int) -> None:
-        """`optimizer.state` holds steps alone: where it is empty, torch's checkpointing makes a step of its own."""
-        state = self.state[self._params[param]]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0)
-        state["step"].fill_(self._steps[param])
 
     def wait(self) -> None:
         """Waits until all weights are updated, where `step()` returns before (`tidegate.overlap_forward`)."""
@@ -236,6 +231,9 @@ class AdamW(torch.optim.Optimizer):
             yield
         finally:
             self.engine.gradients.accumulating = before
+
+    _state: Any
+    """An `OffloadedState`, but for while a state is packed."""
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -341,12 +339,13 @@ class AdamW(torch.optim.Optimizer):
         with self.phases.within("checkpoint"):
             self.engine.weights.take_edited()
             gathered = checkpoint.gather(self.engine, self._params, self._steps)
+            shown = self._state
             # For as long as torch packs it and runs its hooks.
-            self.state.update((self._params[i], values) for i, values in gathered.items())
+            self._state = shown.with_values({self._params[index]: values for index, values in gathered.items()})
             try:
                 return super().state_dict()
             finally:
-                self._restate()
+                self._state = shown
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -369,7 +368,7 @@ class AdamW(torch.optim.Optimizer):
             checkpoint.scatter(self.engine, self._params, state)
             self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
             self._outcomes.forget()
-            self._restate()
+            self._restate({self._params[i]: users_part(values) for i, values in state.items()})
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -440,21 +439,68 @@ class AdamW(torch.optim.Optimizer):
             self._checkpoints.take(found, reader)
             self._steps = list(small["steps"])
         self._outcomes.forget()
-        self._restate()
+        self._restate({})
         return found
 
     def _small_state(self) -> dict[str, Any]:
         return small_state(self, self._params, self._steps)
 
-    def _restate(self) -> None:
-        for index, param in enumerate(self._params):
-            self.state.pop(param, None)
-            if self._steps[index]:
-                self._note_step(index)
+    @property
+    def state(self) -> Any:
+        """As torch's, for whoever walks it: see `OffloadedState`."""
+        return self._state
+
+    @state.setter
+    def state(self, given: Mapping[Any, Any]) -> None:
+        if "_state" not in self.__dict__:
+            self._state = OffloadedState(self)
+        self._state.replace(given)
+
+    def read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """All state of one parameter, brought from where it lives."""
+        self.wait()
+        self.engine.require_usable()
+        self.engine.quiesce()
+        self.engine.weights.take_edited()
+        index = self._number_of(param)
+        steps = [step if number == index else 0 for number, step in enumerate(self._steps)]
+        return checkpoint.gather(self.engine, self._params, steps)[index]
+
+    @torch.no_grad()
+    def reset_state(self, params: Collection[torch.Tensor] | None) -> None:
+        """The state of these parameters, of all with None, begins anew: as in an optimizer that is built now."""
+        if "engine" not in self.__dict__ or not self.engine.usable:
+            return
+        self.wait()
+        self.follow_params()
+        self.engine.quiesce()
+        numbers = range(len(self._params)) if params is None else map(self._number_of, params)
+        updated = {number for number in numbers if self._steps[number]}
+        checkpoint.reset(self.engine, updated)
+        for number in updated:
+            self._steps[number] = 0
+        self._state.forget([self._params[number] for number in updated])
+
+    def _number_of(self, param: torch.Tensor) -> int:
+        return next(number for number, one in enumerate(self._params) if one is param)
+
+    def _show_state(self, param: int) -> None:
+        self._state.show(self._params[param], checkpoint.names(self.engine, param))
+
+    def _restate(self, users: Mapping[torch.Tensor, Mapping[str, Any]] | None = None) -> None:
+        """`optimizer.state` as it is now; `users`: what a loaded state has of the user's."""
+        self._state.begin(self._state.users(self._params) if users is None else users)
+        for number, step in enumerate(self._steps):
+            if step:
+                self._show_state(number)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """torch calls this with loaded groups; those of older versions may lack keys."""
-        super().__setstate__(state)
+        """torch calls this with loaded groups; those of older versions may lack keys. What a state holds beside that of
+        parameters is there afterwards."""
+        given = dict(state)
+        others = given.pop("state", {})
+        super().__setstate__(given)
+        self._state.take_others(others)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -511,10 +557,7 @@ class AdamW(torch.optim.Optimizer):
             self.engine.close()
             engine = build_engine(params, self._layouts(), device, self.offload, self._effective(self.knobs))
             hand_over(self.engine, engine)
-            gone = [self._params[number] for number in regrouping.removed]
-            give_up(self, gone)
-            for param in gone:
-                self.state.pop(param, None)
+            give_up(self, [self._params[number] for number in regrouping.removed])
             self._use(params, device, engine, regrouping.steps(self._steps))
             self.check_knobs(self.knobs)
             self.apply_knobs(self.knobs)

@@ -25,7 +25,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "agent/test_emulated.py", "agent/test_exactness.py", "agent/test_executor.py", "agent/test_gradients.py",
         "agent/test_gpu_kernels.py", "agent/test_interrupts.py", "agent/test_lanes_ahead.py", "agent/test_moved.py",
         "agent/test_optimizer.py", "agent/test_overlap.py", "agent/test_pinned.py", "agent/test_runs_ahead.py",
-        "agent/test_regrouped.py", "agent/test_taken_over.py",
+        "agent/test_regrouped.py", "agent/test_shown_state.py", "agent/test_taken_over.py",
         "agent/test_torch_calls.py", "agent/test_torch_ways.py", "agent/test_vector_clocks.py", "gpu/test_*.py",
         "test_gpu_*.py",
     ),
