@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from tidegate.agent.construction import build_engine
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.choose import check_one_place, choose_device
 from tidegate.agent.engine.engine import Engine
+from tidegate.agent.fruitless import Fruitless
 from tidegate.agent.homes import Homes, name_of
 from tidegate.agent.host_cache import ample_cache
 from tidegate.agent.hyperparameters import (
@@ -134,8 +136,10 @@ class AdamW(torch.optim.Optimizer):
         """From the first update on, its state belongs to the device and to the form that the parameters have."""
         self.phases = PhaseClock(self.device.take_peak_bytes)
         self._outcomes = Outcomes(self.engine, self.phases)
+        self._fruitless = Fruitless(self._names())
         self.observers = self._outcomes.observers
         """Called in the training thread when an update is done: in its `step()`, or later if it goes on meanwhile."""
+        self.observers.append(self._fruitless.observe)
         self.boundaries: list[Callable[[int], None]] = []
         """Called at the end of each `step()`, by all ranks, with the number of the next one: knobs change here."""
         self.attachment: Dependent | None = None
@@ -177,7 +181,9 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         self.wait()
         self.follow_params()
-        if not self.engine.gradients.any_set_aside and not any(p.grad is not None for p in self._params):
+        has_gradients = self.engine.gradients.any_set_aside or any(p.grad is not None for p in self._params)
+        self._fruitless.had_gradients(len(self._params), has_gradients)
+        if not has_gradients:
             return loss
         loss_scale = LossScale.of(self)
         self.phases.enter("update")
@@ -213,6 +219,21 @@ class AdamW(torch.optim.Optimizer):
         if self.engine.running:
             with self.phases.exposed():
                 self.engine.wait_for_weights(params)
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that were skipped because gradients were not finite."""
+        return self._fruitless.num_skipped
+
+    def _names(self) -> Callable[[int], str]:
+        """What parameters are called; holds nothing."""
+        held = weakref.ref(self)
+
+        def name(param: int) -> str:
+            optimizer = held()
+            return str(param) if optimizer is None else name_of(optimizer.param_groups, param)
+
+        return name
 
     @property
     def steps(self) -> tuple[int, ...]:

@@ -61,6 +61,10 @@ class StepResult:
     """Parameters that were updated."""
     num_dropped: int = 0
     """How many of the first spans are of plans that were dropped before `step()`: their ids are not this plan's."""
+    bad_params: tuple[int, ...] = ()
+    """Of a skipped step: parameters whose gradients are not finite on this rank."""
+    scaled: bool = False
+    """A GradScaler has found gradients that are not finite."""
 
 
 @dataclass
@@ -405,7 +409,7 @@ class Engine:
             self._dropped.clear()
             return StepResult(
                 flight.plan, (*dropped, *spans), skipped, inputs.grad_norm, flight.effective, flight.stepped or (),
-                len(dropped),
+                len(dropped), inputs.bad_params, inputs.skip,
             )  # fmt: skip
 
     def wait_for_weights(self, params: Iterable[int]) -> None:
