@@ -483,7 +483,7 @@ class AdamW(torch.optim.Optimizer):
         self.engine.require_usable()
         self.engine.quiesce()
         self.engine.weights.take_edited()
-        index = self._number_of(param)
+        index = next(number for number, one in enumerate(self._params) if one is param)
         steps = [step if number == index else 0 for number, step in enumerate(self._steps)]
         return checkpoint.gather(self.engine, self._params, steps)[index]
 
@@ -495,15 +495,12 @@ class AdamW(torch.optim.Optimizer):
         self.wait()
         self.follow_params()
         self.engine.quiesce()
-        numbers = range(len(self._params)) if params is None else map(self._number_of, params)
-        updated = {number for number in numbers if self._steps[number]}
+        wanted = None if params is None else set(map(id, params))
+        updated = {i for i, one in enumerate(self._params) if self._steps[i] and (wanted is None or id(one) in wanted)}
         checkpoint.reset(self.engine, updated)
         for number in updated:
             self._steps[number] = 0
         self._state.forget([self._params[number] for number in updated])
-
-    def _number_of(self, param: torch.Tensor) -> int:
-        return next(number for number, one in enumerate(self._params) if one is param)
 
     def _show_state(self, param: int) -> None:
         self._state.show(self._params[param], checkpoint.names(self.engine, param))

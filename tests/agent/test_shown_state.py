@@ -202,6 +202,9 @@ def test_names_and_keys_of_users_stay_and_are_saved() -> None:
         optimizer.param_groups[0]["params"].reverse()
         run_steps(optimizer, params, 2, 1)
         assert optimizer.state[params[0]]["slow"].all()
+        optimizer.state[stranger := torch.nn.Parameter(torch.ones(1))]["mine"] = 1
+        del optimizer.state[stranger]
+        assert optimizer.steps == (3, 3)
 
 
 def test_entries_are_copied_and_pickled_as_tensors() -> None:
