@@ -20,7 +20,8 @@ from tidegate.agent.integrations.huggingface import unwrapped
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.utils import set_seed
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, set_seed
 
 STEPS = 6
 
@@ -42,11 +43,19 @@ def network() -> torch.nn.Module:
 def accelerator(kind: str) -> Accelerator:
     if kind == "ddp":
         return Accelerator(cpu=True)
+    made = Accelerator(cpu=True)
+    divide_on_cpu(made, "Block")
+    return made
+
+
+def divide_on_cpu(made: Accelerator, layer: str) -> None:
+    """Accelerate takes the plugin of FSDP2 on GPUs only; all that it does with it works on the CPU, too."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
-        transformer_cls_names_to_wrap=["Block"],
+        transformer_cls_names_to_wrap=[layer],
     )  # fmt: skip
-    return Accelerator(cpu=True, fsdp_plugin=plugin)
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    made.state.distributed_type, made.state.fsdp_plugin = DistributedType.FSDP, plugin
 
 
 def batch(step: int) -> torch.Tensor:
@@ -73,6 +82,7 @@ def train(kind: str, ours: bool, folder: Path | None = None) -> list[torch.Tenso
         return runs.prepare(model, optimizer, schedule)
 
     model, optimizer, schedule = prepared()
+    assert kind == "ddp" or all(hasattr(param, "full_tensor") for param in model.parameters()), "not divided by FSDP2"
     if ours:
         tidegate.attach(unwrapped(optimizer), model, run=f"accelerate-{kind}")
     for step in range(STEPS):

@@ -11,21 +11,24 @@ import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
 import tidegate
-from tests.agent.accelerate_ranks import whole
+from tests.agent.accelerate_ranks import divide_on_cpu, whole
 from tests.agent.test_huggingface import Tokens, language_model
 from tidegate.agent.integrations.huggingface import TidegateCallback, unwrapped
 
-FSDP = {
-    "version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-    "cpu_ram_efficient_loading": False,
-}  # fmt: skip
+
+class DividingTrainer(Trainer):
+    """Its Accelerator divides by FSDP2, as with `fsdp_config={"version": 2}` on GPUs."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        divide_on_cpu(self.accelerator, "LlamaDecoderLayer")
+        self.is_fsdp_enabled = True
 
 
 def train(folder: Path, ours: bool) -> list[torch.Tensor]:
     args = TrainingArguments(
         output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[],
-        use_cpu=True, disable_tqdm=True, save_strategy="no", fsdp=True, fsdp_config=FSDP,
-        optim="adamw_torch",
+        use_cpu=True, disable_tqdm=True, save_strategy="no", optim="adamw_torch",
     )  # fmt: skip
     settings: dict[str, Any] = {}
     if ours:
@@ -34,7 +37,7 @@ def train(folder: Path, ours: bool) -> list[torch.Tensor]:
             "optimizer_cls_and_kwargs": (tidegate.AdamW, {"lr": 1e-2, "offload": offload}),
             "callbacks": [TidegateCallback(run="trainer-fsdp2")],
         }
-    trainer = Trainer(model=language_model(), args=args, train_dataset=Tokens(), **settings)
+    trainer = DividingTrainer(model=language_model(), args=args, train_dataset=Tokens(), **settings)
     trainer.train()
     if ours:
         unwrapped(trainer.optimizer).close()
