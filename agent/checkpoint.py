@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,13 @@ import torch
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.hyperparameters import check_group
 from tidegate.agent.shards import as_part_of, own_part
-from tidegate.agent.subgroups import Segment, flat
+from tidegate.agent.subgroups import Segment, flat, format_of
 from tidegate.errors import ConfigError
+from tidegate.kernels import WeightFormat
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+ARRAYS = (*MOMENTS, "remainder", "master")
+"""What the engine has of a parameter. A state may have more, which is the user's."""
 
 ParamState = Mapping[str, torch.Tensor]
 
@@ -27,6 +30,8 @@ def gather(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int])
     shards = engine.shards
     found: list[dict[str, torch.Tensor]] = [_empty_moments(shard) for shard in shards]
     for layout in engine.layouts:
+        if not any(steps[s.param] for s in layout.segments):
+            continue
         with engine.memory.arrays(layout.id, changed=False) as arrays:
             for s in layout.segments:
                 for name, array in arrays.items():
@@ -42,6 +47,32 @@ def gather(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int])
         for i, step in enumerate(steps)
         if step
     }
+
+
+def names(engine: Engine, param: int) -> tuple[str, ...]:
+    """What the state of this parameter consists of."""
+    shard = engine.shards[param]
+    weight = format_of(shard).weight
+    aux = (
+        ()
+        if not weight.aux_bytes or not shard.numel()
+        else (("remainder",) if weight == WeightFormat.BF16_REMAINDER else ("master",))
+    )
+    return ("step", *MOMENTS, *aux)
+
+
+def reset(engine: Engine, params: Collection[int]) -> None:
+    """The state of these parameters is as before their first update: moments of 0, weights as they are."""
+    for layout in engine.layouts:
+        segments = [s for s in layout.segments if s.param in params]
+        if not segments:
+            continue
+        with engine.memory.arrays(layout.id) as arrays:
+            for s in segments:
+                for name in MOMENTS:
+                    arrays[name][s.start : s.start + s.numel] = 0
+        for s in segments:
+            engine.memory.reset_aux(layout.id, s.start, flat(engine.shards[s.param])[s.offset : s.offset + s.numel])
 
 
 def _empty_moments(param: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -85,7 +116,8 @@ def by_position(state_dict: Mapping[str, Any]) -> tuple[dict[int, ParamState], d
     others: dict[Any, Any] = {}
     for key, values in state_dict["state"].items():
         if key in places:
-            own[places[key]] = values
+            if values:  # none: somebody looked at the entry of a parameter that was not updated
+                own[places[key]] = values
         elif isinstance(key, int):
             raise ConfigError(
                 f"The state has a parameter {key}, its groups have {len(places)}: it is of another model, or damaged."
@@ -121,7 +153,7 @@ def check(
 def scatter(engine: Engine, params: Sequence[torch.Tensor], state: Mapping[int, ParamState]) -> None:
     """Puts a checked state where the subgroups live; moments of parameters without state become 0."""
     engine.weights_loaded()
-    mine = {i: {name: own_part(value, params[i]) for name, value in given.items() if name != "step"}
+    mine = {i: {name: own_part(value, params[i]) for name, value in given.items() if name in ARRAYS}
             for i, given in state.items()}  # fmt: skip
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id) as arrays:

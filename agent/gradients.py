@@ -118,6 +118,8 @@ class Gradients:
         self._reduced: list[int] = []
         """Parameters whose reduced gradient is not in `.grad` yet."""
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        # An optimizer that is collected takes its hooks along: the model may live on.
+        weakref.finalize(self, _remove, self._hooks).atexit = False
         self._fire: Callable[[int], None] | None = None
         self._lock = threading.Lock()
         """Guards readiness and reads: collectives and lanes have threads of their own."""
@@ -369,12 +371,16 @@ class Gradients:
         self.clear_released()
 
     def close(self) -> None:
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
         self.forget()
         if self.sums is not None:
             self.sums.close()
+
+
+def _remove(hooks: dict[int, torch.utils.hooks.RemovableHandle]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+    hooks.clear()
 
 
 def reference(arrived: Arrived) -> GradRef:

@@ -81,12 +81,24 @@ class Homes:
         pairs = zip(params, self._params, strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a is not b), min(len(params), len(self._params)))
 
+    def are_exchanged(self, params: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether some of them left for others, which would have their state if anybody knew which is whose. Those
+        that are put elsewhere, removed or added are still themselves."""
+        before, now = set(map(id, self._params)), set(map(id, params))
+        return bool(before - now) and bool(now - before)
+
     def are_reordered(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether `params` are others, or have other shapes or strides: their state would be in another order."""
-        if len(params) != len(self._params) or any(map(is_not, params, self._params)):
-            return True
-        now = map(Home.of, params)
-        return any((a.shape, a.strides) != (b.shape, b.strides) for a, b in zip(now, self._homes, strict=True))
+        """Whether some are exchanged, or have other shapes or strides: their state would be in another order."""
+        homes = {id(param): home for param, home in zip(self._params, self._homes, strict=True)}
+        known = [(Home.of(param), homes[id(param)]) for param in params if id(param) in homes]
+        return self.are_exchanged(params) or any((a.shape, a.strides) != (b.shape, b.strides) for a, b in known)
+
+    def can_be_regrouped(self, params: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether all that differs is who is in which group: all are where they were, in the form that they had."""
+        homes = {id(param): home for param, home in zip(self._params, self._homes, strict=True)}
+        return not self.are_exchanged(params) and all(
+            Home.of(param) == homes[id(param)] for param in params if id(param) in homes
+        )
 
     def refusal(self, groups: Sequence[Mapping[str, Any]], index: int) -> ParameterError:
         """Names the parameter with this number, what changed of it, and the remedy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,15 @@ class LossScale:
         scale = getattr(optimizer, "grad_scale", None)
         found = getattr(optimizer, "found_inf", None)
         return cls(1.0 if scale is None else 1.0 / float(scale), found is not None and bool(float(found)))
+
+
+def asked_by_grad_scaler() -> bool:
+    """Whether the code that reads the property which calls this is torch's GradScaler.
+
+    Others read `_step_supports_amp_scaling`, too: Lightning takes it for "gradients cannot be clipped from outside",
+    with a scaler or without one. Who is not told divides the gradients itself, which is as right, and slower.
+    """
+    return sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
 
 
 def gradient_factor(norm: float, unscale: float, max_grad_norm: float | None) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +22,12 @@ from tidegate.agent.construction import build_engine
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.choose import check_one_place, choose_device
 from tidegate.agent.engine.engine import Engine
+from tidegate.agent.fruitless import Fruitless
 from tidegate.agent.homes import Homes, name_of
 from tidegate.agent.host_cache import ample_cache
 from tidegate.agent.hyperparameters import (
     LossScale,
+    asked_by_grad_scaler,
     check_group,
     check_max_grad_norm,
     defaults_of,
@@ -32,12 +35,13 @@ from tidegate.agent.hyperparameters import (
     step_inputs,
 )
 from tidegate.agent.interrupts import Uninterrupted
-from tidegate.agent.moving import carried, check_can_follow, hand_over
+from tidegate.agent.moving import Regrouping, carried, check_can_follow, hand_over, warn_of_removed
 from tidegate.agent.offload import Offload
 from tidegate.agent.outcomes import Outcomes
 from tidegate.agent.ownership import claim, give_up
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.shards import Part, shard_of
+from tidegate.agent.state import OffloadedState, users_part
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut, renumbered
 from tidegate.agent.telemetry.phases import PhaseClock
 from tidegate.agent.tiers.checkpoint import Target
@@ -78,9 +82,6 @@ class AdamW(torch.optim.Optimizer):
     Raises ParameterError for no, sparse, shared or unsupported parameters. Use it as a context manager, or `close()`.
     """
 
-    _step_supports_amp_scaling = True
-    """GradScaler hands over its scale instead of dividing all gradients by it."""
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -117,6 +118,7 @@ class AdamW(torch.optim.Optimizer):
         self._params: list[torch.nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
         self._steps = [0] * len(self._params)
         self._pid = os.getpid()
+        self._why_closed = "it was closed"
         check_fits([shard_of(param) for param in self._params], self.offload.accumulation)
         claim(self, self._params)
         self.device = choose_device(self.offload, [shard_of(param) for param in self._params])
@@ -129,12 +131,15 @@ class AdamW(torch.optim.Optimizer):
             give_up(self, self._params)
             raise
         self._homes = Homes(self._params)
+        self._is_stepping = False
         self._has_stepped = False
         """From the first update on, its state belongs to the device and to the form that the parameters have."""
         self.phases = PhaseClock(self.device.take_peak_bytes)
         self._outcomes = Outcomes(self.engine, self.phases)
+        self._fruitless = Fruitless(self._names())
         self.observers = self._outcomes.observers
         """Called in the training thread when an update is done: in its `step()`, or later if it goes on meanwhile."""
+        self.observers.append(self._fruitless.observe)
         self.boundaries: list[Callable[[int], None]] = []
         """Called at the end of each `step()`, by all ranks, with the number of the next one: knobs change here."""
         self.attachment: Dependent | None = None
@@ -163,13 +168,22 @@ class AdamW(torch.optim.Optimizer):
         several ranks at the next checkpoint instead.
         """
         self._checkpoints.raise_if_failed_alone()
+        self._is_stepping = True
+        try:
+            return self._step(closure)
+        finally:
+            self._is_stepping = False
+
+    def _step(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.wait()
         self.follow_params()
-        if not self.engine.gradients.any_set_aside and not any(p.grad is not None for p in self._params):
+        has_gradients = self.engine.gradients.any_set_aside or any(p.grad is not None for p in self._params)
+        self._fruitless.had_gradients(len(self._params), has_gradients)
+        if not has_gradients:
             return loss
         loss_scale = LossScale.of(self)
         self.phases.enter("update")
@@ -181,7 +195,8 @@ class AdamW(torch.optim.Optimizer):
                 )
                 for param in self.engine.step(inputs):
                     self._steps[param] += 1
-                    self._note_step(param)
+                    if self._steps[param] == 1:
+                        self._show_state(param)
                 self.phases.began_at(self.engine.gradients_made_at, before="backward")
                 if not self.background:
                     self._outcomes.settle()
@@ -192,13 +207,6 @@ class AdamW(torch.optim.Optimizer):
             for boundary in tuple(self.boundaries):
                 boundary(self.num_steps + 1)
         return loss
-
-    def _note_step(self, param: int) -> None:
-        """`optimizer.state` holds steps alone: where it is empty, torch's checkpointing makes a step of its own."""
-        state = self.state[self._params[param]]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0)
-        state["step"].fill_(self._steps[param])
 
     def wait(self) -> None:
         """Waits until all weights are updated, where `step()` returns before (`tidegate.overlap_forward`)."""
@@ -211,6 +219,21 @@ class AdamW(torch.optim.Optimizer):
         if self.engine.running:
             with self.phases.exposed():
                 self.engine.wait_for_weights(params)
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that were skipped because gradients were not finite."""
+        return self._fruitless.num_skipped
+
+    def _names(self) -> Callable[[int], str]:
+        """What parameters are called; holds nothing."""
+        held = weakref.ref(self)
+
+        def name(param: int) -> str:
+            optimizer = held()
+            return str(param) if optimizer is None else name_of(optimizer.param_groups, param)
+
+        return name
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -229,6 +252,14 @@ class AdamW(torch.optim.Optimizer):
             yield
         finally:
             self.engine.gradients.accumulating = before
+
+    _state: Any
+    """An `OffloadedState`, but for while a state is packed."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler hands over its scale instead of dividing all gradients by it."""
+        return asked_by_grad_scaler()
 
     def log(self, *, loss: float | None = None, tokens: int | None = None) -> None:
         """Tells the metrics what training makes: the loss of the step that comes next, the tokens that it took."""
@@ -261,7 +292,10 @@ class AdamW(torch.optim.Optimizer):
         task = torch._C._current_graph_task_id()
         if task != self._looked_in or self._homes.was_moved(param):
             self._looked_in = task
-            self.follow_params()
+            found = self._followed(param)
+            if found is None:
+                return
+            param = found
         if task != NO_BACKWARD and (self._backward_id != task or self.phases.current != "backward"):
             self.backward_began()
         began = time.monotonic()
@@ -326,12 +360,13 @@ class AdamW(torch.optim.Optimizer):
         with self.phases.within("checkpoint"):
             self.engine.weights.take_edited()
             gathered = checkpoint.gather(self.engine, self._params, self._steps)
+            shown = self._state
             # For as long as torch packs it and runs its hooks.
-            self.state.update((self._params[i], values) for i, values in gathered.items())
+            self._state = shown.with_values({self._params[index]: values for index, values in gathered.items()})
             try:
                 return super().state_dict()
             finally:
-                self._restate()
+                self._state = shown
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -354,7 +389,7 @@ class AdamW(torch.optim.Optimizer):
             checkpoint.scatter(self.engine, self._params, state)
             self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
             self._outcomes.forget()
-            self._restate()
+            self._restate({self._params[i]: users_part(values) for i, values in state.items()})
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -425,21 +460,65 @@ class AdamW(torch.optim.Optimizer):
             self._checkpoints.take(found, reader)
             self._steps = list(small["steps"])
         self._outcomes.forget()
-        self._restate()
+        self._restate({})
         return found
 
     def _small_state(self) -> dict[str, Any]:
         return small_state(self, self._params, self._steps)
 
-    def _restate(self) -> None:
-        for index, param in enumerate(self._params):
-            self.state.pop(param, None)
-            if self._steps[index]:
-                self._note_step(index)
+    @property
+    def state(self) -> Any:
+        """As torch's, for whoever walks it: see `OffloadedState`."""
+        return self._state
+
+    @state.setter
+    def state(self, given: Mapping[Any, Any]) -> None:
+        if "_state" not in self.__dict__:
+            self._state = OffloadedState(self)
+        self._state.replace(given)
+
+    def read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """All state of one parameter, brought from where it lives."""
+        self.wait()
+        self.engine.require_usable()
+        self.engine.quiesce()
+        self.engine.weights.take_edited()
+        index = next(number for number, one in enumerate(self._params) if one is param)
+        steps = [step if number == index else 0 for number, step in enumerate(self._steps)]
+        return checkpoint.gather(self.engine, self._params, steps)[index]
+
+    @torch.no_grad()
+    def reset_state(self, params: Collection[torch.Tensor] | None) -> None:
+        """The state of these parameters, of all with None, begins anew: as in an optimizer that is built now."""
+        if "engine" not in self.__dict__ or not self.engine.usable:
+            return
+        self.wait()
+        self.follow_params()
+        self.engine.quiesce()
+        wanted = None if params is None else set(map(id, params))
+        updated = {i for i, one in enumerate(self._params) if self._steps[i] and (wanted is None or id(one) in wanted)}
+        checkpoint.reset(self.engine, updated)
+        for number in updated:
+            self._steps[number] = 0
+        self._state.forget([self._params[number] for number in updated])
+
+    def _show_state(self, param: int) -> None:
+        self._state.show(self._params[param], checkpoint.names(self.engine, param))
+
+    def _restate(self, users: Mapping[torch.Tensor, Mapping[str, Any]] | None = None) -> None:
+        """`optimizer.state` as it is now; `users`: what a loaded state has of the user's."""
+        self._state.begin(self._state.users(self._params) if users is None else users)
+        for number, step in enumerate(self._steps):
+            if step:
+                self._show_state(number)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """torch calls this with loaded groups; those of older versions may lack keys."""
-        super().__setstate__(state)
+        """torch calls this with loaded groups; those of older versions may lack keys. What a state holds beside that of
+        parameters is there afterwards."""
+        given = dict(state)
+        others = given.pop("state", {})
+        super().__setstate__(given)
+        self._state.take_others(others)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -451,17 +530,28 @@ class AdamW(torch.optim.Optimizer):
 
     def follow_params(self) -> None:
         """Before the first step: device and engine are built anew when parameters are on another device, in another
-        form, or others than when they were built. Whoever is about to use them calls it.
+        form, or others than when they were built. After it: when they are in other groups, removed or added. Whoever
+        is about to use them calls it.
 
-        ParameterError, with nothing changed, after the first step, and where what was done cannot go along.
+        ParameterError, with nothing changed, for anything else after the first step, and where what was done cannot
+        go along.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         moved = self._homes.first_moved(params) if self.engine.usable else None
         if moved is None:
             return
-        if self._has_stepped or any(isinstance(param, Part) for param in self._params):
+        fixed = self._has_stepped and not self._homes.can_be_regrouped(params)
+        if fixed or any(isinstance(param, Part) for param in self._params):
             raise self._homes.refusal(self.param_groups, moved)
         self._build_anew(params, name_of(self.param_groups, moved))
+
+    def _followed(self, param: int) -> int | None:
+        """Follows the parameters: which number this one has from now on; None when it has left the groups."""
+        whole = self._params[param]
+        self.follow_params()
+        if param < len(self._params) and self._params[param] is whole:
+            return param
+        return next((number for number, one in enumerate(self._params) if one is whole), None)
 
     def _follow_until_stepped(self) -> None:
         """What only reads state may go on after a step, wherever the parameters are."""
@@ -470,38 +560,39 @@ class AdamW(torch.optim.Optimizer):
 
     def _build_anew(self, params: list[torch.nn.Parameter], moved: str) -> None:
         """Engine and device for `params` as they are now; what was set, loaded, hooked and attached goes along."""
-        reordered = self._homes.are_reordered(params)
-        check_can_follow(self.engine, any(self._steps), moved, reordered)
+        self._outcomes.settle()
+        regrouping = Regrouping(params, self._params)
+        check_can_follow(self.engine, any(self._steps), moved, self._homes.are_reordered(params))
         claim(self, params)
         shards = [shard_of(param) for param in params]
         check_fits(shards, self.offload.accumulation)
         self.engine.quiesce()
-        state = carried(self.engine, self._params, self._steps)
+        state = regrouping.renumbered(carried(self.engine, self._params, self._steps))
+        warn_of_removed(regrouping.removed, self._steps)
         device = choose_device(self.offload, shards)
         try:
             self._checkpoints.finish()
             self.engine.close()
             engine = build_engine(params, self._layouts(), device, self.offload, self._effective(self.knobs))
             hand_over(self.engine, engine)
-            self._use(params, device, engine)
+            give_up(self, [self._params[number] for number in regrouping.removed])
+            self._use(params, device, engine, regrouping.steps(self._steps))
             self.check_knobs(self.knobs)
             self.apply_knobs(self.knobs)
             if state:
                 checkpoint.scatter(engine, params, state)
+            self._restate()
         except BaseException:
             self.close()
             raise
-        if reordered and self.overlap is not None:
+        if not regrouping.changes_nothing and self.overlap is not None:
             self.overlap.rebuild()
         if self.attachment is not None:
             self.attachment.rebuild()
 
-    def _use(self, params: list[torch.nn.Parameter], device: Device, engine: Engine) -> None:
+    def _use(self, params: list[torch.nn.Parameter], device: Device, engine: Engine, steps: list[int]) -> None:
         """They take the place of those that there were."""
-        give_up(self, [param for param in self._params if all(param is not one for one in params)])
-        if len(params) != len(self._params):
-            self._steps = [0] * len(params)
-        self._params, self._homes = params, Homes(params)
+        self._params, self._steps, self._homes = params, steps, Homes(params)
         self.device, self.engine = device, engine
         self._outcomes.engine = self._checkpoints.engine = engine
         self.phases.take_peak_bytes = device.take_peak_bytes
@@ -573,8 +664,25 @@ class AdamW(torch.optim.Optimizer):
         self._checkpoints.raise_if_failed()
 
     def _close(self) -> None:
-        parts: list[Closeable | None] = [self.overlap, self.attachment, self.engine]
-        close_all(*(part.close for part in parts if part is not None), lambda: give_up(self, self._params))
+        parts = [part.close for part in (self.overlap, self.attachment) if part is not None]
+        close_all(*parts, lambda: self.engine.close(self._why_closed), lambda: give_up(self, self._params))
+
+    @property
+    def is_mid_step(self) -> bool:
+        """Closing it now would break a step, or lose gradients that are nowhere else."""
+        gradients = self.engine.gradients
+        held = gradients.any_released or gradients.any_set_aside or gradients.accumulating
+        return self.engine.usable and (self._is_stepping or held)
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """It was not inherited by a fork."""
+        return os.getpid() == self._pid
+
+    def give_way(self) -> None:
+        """Closes itself, because another one takes its parameters."""
+        self._why_closed = "it was closed when another optimizer took its parameters"
+        self.close()
 
     def __enter__(self) -> Self:
         return self

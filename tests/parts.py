@@ -21,10 +21,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     "kernels": ("kernels/test_*.py",),
     "engine": (
         "agent/test_accumulation.py", "agent/test_attached_models.py", "agent/test_awkward.py",
-        "agent/test_buffers.py", "agent/test_clock.py", "agent/test_closing.py", "agent/test_cuda*.py", "agent/test_device_life.py",
-        "agent/test_emulated.py", "agent/test_exactness.py", "agent/test_executor.py", "agent/test_gradients.py",
+        "agent/test_buffers.py", "agent/test_clock.py", "agent/test_closing.py", "agent/test_cuda*.py",
+        "agent/test_device_life.py",
+        "agent/test_emulated.py", "agent/test_exactness.py", "agent/test_executor.py", "agent/test_fruitless.py",
+        "agent/test_gradients.py",
         "agent/test_gpu_kernels.py", "agent/test_interrupts.py", "agent/test_lanes_ahead.py", "agent/test_moved.py",
         "agent/test_optimizer.py", "agent/test_overlap.py", "agent/test_pinned.py", "agent/test_runs_ahead.py",
+        "agent/test_regrouped.py", "agent/test_shown_state.py", "agent/test_taken_over.py",
         "agent/test_torch_calls.py", "agent/test_torch_ways.py", "agent/test_vector_clocks.py", "gpu/test_*.py",
         "test_gpu_*.py",
     ),
@@ -43,9 +46,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "dashboard": ("dashboard/test_*.py",),
     "integrations": (
-        "agent/test_ddp.py", "agent/test_deepspeed.py", "agent/test_deepspeed_losses.py",
-        "agent/test_deepspeed_settings.py", "agent/test_fsdp.py", "agent/test_huggingface.py", "agent/test_ranks.py",
-        "conformance/test_*.py", "test_examples.py",
+        "agent/test_accelerate.py", "agent/test_ddp.py", "agent/test_deepspeed.py", "agent/test_deepspeed_losses.py",
+        "agent/test_deepspeed_settings.py", "agent/test_fsdp.py", "agent/test_huggingface.py",
+        "agent/test_lightning.py", "agent/test_ranks.py", "conformance/test_*.py", "test_examples.py",
     ),
     "operation": (
         "alerts/test_*.py", "deployment/test_*.py", "grafana/test_*.py", "test_cli.py", "test_demo*.py",

@@ -61,6 +61,10 @@ class StepResult:
     """Parameters that were updated."""
     num_dropped: int = 0
     """How many of the first spans are of plans that were dropped before `step()`: their ids are not this plan's."""
+    bad_params: tuple[int, ...] = ()
+    """Of a skipped step: parameters whose gradients are not finite on this rank."""
+    scaled: bool = False
+    """A GradScaler has found gradients that are not finite."""
 
 
 @dataclass
@@ -405,7 +409,7 @@ class Engine:
             self._dropped.clear()
             return StepResult(
                 flight.plan, (*dropped, *spans), skipped, inputs.grad_norm, flight.effective, flight.stepped or (),
-                len(dropped),
+                len(dropped), inputs.bad_params, inputs.skip,
             )  # fmt: skip
 
     def wait_for_weights(self, params: Iterable[int]) -> None:
@@ -525,12 +529,12 @@ class Engine:
     def watch(self, on_gradient: Callable[[int], None]) -> None:
         self.gradients.watch(on_gradient)
 
-    def close(self) -> None:
+    def close(self, why: str = "it was closed") -> None:
         """Stops the lanes and gives memory back. The weights stay as they are. Nothing is left out because the GPU
-        fails; then the first error is raised."""
+        fails; then the first error is raised. `why`: what is said to those who would still use it."""
         if os.getpid() != self._pid:
             return
-        self._broken = "it was closed"
+        self._broken = self._broken if self._executor.closed else why
         close_all(self._executor.close, self.gradients.close, self._close_memory)
         self._flight = None
 

@@ -39,6 +39,8 @@ class StepInputs:
     grad_scale: float = 1.0
     grad_norm: float | None = None
     has_grad: list[bool] = field(default_factory=list)
+    bad_params: tuple[int, ...] = ()
+    """Parameters whose gradients are not finite on this rank, when the step is skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,7 @@ class MemoryRunner:
         norm = total**0.5
         inputs.grad_norm = norm * inputs.unscale
         if skip:
+            inputs.bad_params = tuple(i for i, (_, bad) in squares.items() if bad)
             raise StepSkipped
         inputs.grad_scale = inputs.clip(norm)
         numel = sum(reference.numel for reference in present)

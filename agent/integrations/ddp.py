@@ -26,13 +26,17 @@ class _Buckets:
     def __init__(self, optimizer: AdamW, model: DistributedDataParallel) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._group = model.process_group
-        self._numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+        self._numbers: dict[int, int] = {}
+        self._numbered_by: Engine | None = None
+        """Another engine may have other numbers: parameters were put into other groups."""
         self._announced = -1
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         optimizer = self._optimizer()
         engine = optimizer.engine if optimizer is not None and optimizer.engine.usable else None
-        if engine is not None:
+        if optimizer is not None and engine is not None:
+            if engine is not self._numbered_by or len(engine.params) != len(self._numbers):
+                self._numbers, self._numbered_by = {id(p): i for i, p in enumerate(engine.params)}, engine
             engine.start()
             self._note_end_of_backward(engine)
         buffer = bucket.buffer().div_(dist.get_world_size(self._group))

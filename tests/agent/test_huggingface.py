@@ -38,13 +38,14 @@ def language_model() -> LlamaForCausalLM:
 
 def trainer_of(folder: Path, steps: int, **changes: Any) -> Trainer:
     offload = {"subgroup_numel": 3000, "stride": 2.0, "cpu_threads": 1, **changes.pop("offload", {})}
+    model = changes.pop("model", None) or language_model()
     settings = {
         "output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": 2, "logging_steps": 5,
         "save_steps": 10, "learning_rate": 1e-2, "report_to": [], "use_cpu": True, "disable_tqdm": True,
         "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3, **changes,
     }  # fmt: skip
     return Trainer(
-        model=language_model(), args=TrainingArguments(**settings), train_dataset=Tokens(),
+        model=model, args=TrainingArguments(**settings), train_dataset=Tokens(),
         optimizer_cls_and_kwargs=(tidegate.AdamW, {"lr": 1e-2, "offload": tidegate.Offload(**offload)}),
         callbacks=[TidegateCallback(run="trainer")],
     )  # fmt: skip
@@ -196,3 +197,19 @@ def test_accelerate_prepares_a_model_that_was_converted_after_the_optimizer_was_
         wrapped.step()
         assert {layout.weight_bytes for layout in optimizer.engine.subgroups} == {2}
         assert all(values["remainder"].any() for values in optimizer.state_dict()["state"].values())
+
+
+def test_a_second_trainer_for_the_same_model_takes_over(tmp_path: Path) -> None:
+    first = trainer_of(tmp_path / "first", 3)
+    first.train()
+    second = trainer_of(tmp_path / "second", 3, model=first.model)
+    second.train()
+    args = TrainingArguments(**{**vars_of(first), "output_dir": str(tmp_path), "optim": "adamw_torch"})
+    model = language_model()
+    for _ in range(2):
+        Trainer(model=model, args=args, train_dataset=Tokens()).train()
+    try:
+        for mine, other in zip(weights_of(second), model.parameters(), strict=True):
+            torch.testing.assert_close(mine, other.detach(), rtol=1e-4, atol=1e-5)
+    finally:
+        end(second)

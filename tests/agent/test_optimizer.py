@@ -271,16 +271,6 @@ def test_sparse_gradients_are_refused_in_backward() -> None:
         embedding(torch.tensor([1, 2])).sum().backward()
 
 
-def test_two_optimizers_on_one_parameter_are_refused_until_the_first_is_closed() -> None:
-    params = params_of((3,))
-    first = tidegate.AdamW(params, offload=MIXED)
-    with pytest.raises(ParameterError, match="already belongs"):
-        tidegate.AdamW(params, offload=MIXED)
-    first.close()
-    first.close()
-    tidegate.AdamW(params, offload=MIXED).close()
-
-
 def test_copies_and_pickles_are_refused_with_a_reason() -> None:
     with tidegate.AdamW(params_of((3,)), offload=MIXED) as optimizer:
         with pytest.raises(TypeError, match="state_dict"):

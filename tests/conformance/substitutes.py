@@ -9,7 +9,6 @@ and ours does not do shows as a failure.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -66,21 +65,6 @@ def option_of(kwargs: dict[str, Any]) -> str:
     return next((option for option in OPTIONS if kwargs.get(option)), SUPPORTED)
 
 
-class Gathered(defaultdict[Any, Any]):
-    """Ours keeps steps in `optimizer.state`, moments live elsewhere: this answers `state[param]` by `state_dict()`."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(dict)
-        self.optimizer = weakref.ref(optimizer)
-
-    def __missing__(self, key: Any) -> Any:
-        optimizer = self.optimizer()
-        if optimizer is None or not isinstance(key, torch.Tensor):
-            return super().__missing__(key)
-        order = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        return optimizer.state_dict()["state"].get(order.index(id(key)), {})
-
-
 class Closing(tidegate.AdamW):
     """Closes the earlier optimizers of its parameters; of a closed one `state_dict()` gives what it was then."""
 
@@ -90,7 +74,6 @@ class Closing(tidegate.AdamW):
             if optimizer is not None:
                 optimizer.close()
         super().__init__(params, *args, **kwargs)
-        self.state = Gathered(self)
         for group in self.param_groups:
             for param in group["params"]:
                 earlier[param] = weakref.ref(self)
@@ -98,12 +81,11 @@ class Closing(tidegate.AdamW):
     def state_dict(self) -> dict[str, Any]:
         return self.__dict__.get("_last_state") or super().state_dict()
 
-    def _note_step(self, param: int) -> None:
-        """Nothing: `Gathered` answers in full."""
-
     def close(self) -> None:
         if self.engine.usable and "_last_state" not in self.__dict__:
             self._last_state = super().state_dict()
+            params = [param for group in self.param_groups for param in group["params"]]
+            self._state = {params[number]: values for number, values in self._last_state["state"].items()}
         super().close()
 
 
