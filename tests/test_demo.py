@@ -110,6 +110,9 @@ def test_a_short_demo_trains_beside_its_services_and_ends_with_a_summary(
     children = demo.children()
     assert "tidegate_phase_seconds_count" in httpx.get(demo.address("metrics"), trust_env=False).text
     assert httpx.get(f"{demo.address('live view').rstrip('/')}/_stcore/health", trust_env=False).text == "ok"
+    opened = httpx.get(demo.address("to turn"), trust_env=False)
+    assert (opened.status_code, opened.headers["location"]) == (303, "/")
+    assert "code=" not in (tmp_path / "runs" / "short" / "live-view.log").read_text()
     assert demo.wait(200) == 0, demo.said
     assert not any(map(lives, children))
     summary = json.loads((tmp_path / "runs" / "short" / "summary.json").read_text())

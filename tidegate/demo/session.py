@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import webbrowser
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cached_property, partial
@@ -186,10 +187,23 @@ class Session:
         for name, path in optimizer.engine.store.paths.items() if optimizer.engine.store is not None else ():
             say(f"  storage    {name}: {path.settings.place}")
         if view is not None:
-            say(f"  live view  {view}")
-        say(f"  REST docs  {url}/v1/openapi.json (with a token)")
+            self._announce_view(view)
+        say(f"  REST docs  {url}/docs")
         say(f"  metrics    http://{attachment.metrics_address}/metrics")
         say("  try        tidegate status    tidegate knobs set stride=3 static_ratio=0.25 tier_split=nvme:2,pfs:1\n")
+
+    def _announce_view(self, view: str) -> None:
+        """Its address, and the link that lets a browser turn knobs, which is opened where there is a terminal."""
+        from tidegate import dashboard
+
+        self.console.print(f"  live view  {view}")
+        link = dashboard.link_to(view)
+        if link is None:
+            self.console.print(f"  read-only  There is {dashboard.no_link()}", markup=False)
+            return
+        self.console.print(f"  to turn    {link} (opens once, within 10 minutes)", markup=False)
+        if not self.headless and dashboard.wants_browser():
+            webbrowser.open(dashboard.page_to_open(link, view))
 
     def _train(
         self, model: torch.nn.Module, optimizer: AdamW, attachment: Attachment, text: torch.Tensor, summary: Summary
