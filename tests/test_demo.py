@@ -130,9 +130,7 @@ def test_the_demo_trains_shows_itself_and_takes_knobs(tmp_path: Path, ports: lis
     demo = Demo(tmp_path, ["demo", "--steps", "120", "--run", "first", *ports])
     started.append(demo)
     view, metrics = demo.address("live view"), demo.address("metrics")
-    token = (tmp_path / "state" / "read.token").read_text().strip()
-    described = httpx.get(demo.address("REST docs"), headers={"Authorization": f"Bearer {token}"}, trust_env=False)
-    assert described.json()["info"]["title"] == "Tidegate"
+    assert "swagger-ui" in httpx.get(demo.address("REST docs"), trust_env=False).text
     until(lambda: "step 36/120" in demo.said, "step 36", 60)
     children = demo.children()
     assert len(children) >= 2
