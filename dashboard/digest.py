@@ -96,7 +96,7 @@ def verdict(run: RunView, figures: Digest, now: float) -> str:
     if run.liveness == "stale":
         return f"Late: no word from {_silent(run, 'stale')} for {units.age(now - _last_word(run, 'stale'))}."
     if figures.steps == 0 or figures.update_share is None:
-        return "Finished without a step." if run.liveness == "finished" else "Waiting for the first step to finish."
+        return _without_figures(run)
     done = f"Finished after {units.integer(run.step)} steps: the" if run.liveness == "finished" else "The"
     tense = ("was", "waited") if run.liveness == "finished" else ("is", "waits")
     share = f"{done} update {tense[0]} {units.share(figures.update_share)} of the step"
@@ -106,6 +106,14 @@ def verdict(run: RunView, figures: Digest, now: float) -> str:
     rest = sum(figures.stall_share.values()) - wait
     more = f", {units.share(rest)} on the rest" if rest >= 0.05 else ""
     return f"{share}; it {tense[1]} {units.share(wait)} of its time on {cause}{more}."
+
+
+def _without_figures(run: RunView) -> str:
+    if run.liveness != "finished":
+        return "Waiting for the first step to finish."
+    if run.step:
+        return f"Finished after {units.integer(run.step)} steps; the daemon does not have them any more."
+    return "Finished without a step."
 
 
 def column(steps: Sequence[StepReport], pick: Callable[[StepReport], float | None]) -> tuple[list[int], list[float]]:
