@@ -9,6 +9,7 @@ from typing import Final
 
 from tidegate.dashboard import units
 from tidegate.dashboard.digest import Digest, digest
+from tidegate.timeline import cause_in_words
 from tidegate.wire.alert import AlertView
 from tidegate.wire.prediction import Advice
 from tidegate.wire.run import RankView, RunView
@@ -151,7 +152,7 @@ def _slow(run: RunView) -> Task | None:
     share = wait * (figures.update_share or 0.0)
     if share < WORTH_A_LOOK:
         return _large(run, figures)
-    sentence = f"{units.share(share)} of each step is spent waiting for {cause}."
+    sentence = f"{units.share(share)} of each step is spent waiting for {cause_in_words(cause)}."
     urgency = WAITING + 1 - share
     if cause in ("collective", "scheduler"):
         return Task(run=run.run, urgency=urgency, sentence=f"{sentence} See what holds it up.", page="timeline")

@@ -184,6 +184,11 @@ def test_runs_that_ended_are_folded_away_and_the_newest_comes_first(daemon: Daem
     assert "There is no run 'nowhere'. Live: newer, older. Ended: ended-4, ended-3," in said
 
 
+def test_a_knob_that_is_set_twice_is_refused(daemon: Daemon) -> None:
+    code, _, error = run(daemon, "knobs", "set", "stride=2", "stride=3")
+    assert (code, error) == (2, "tidegate: stride is set twice (stride=2 stride=3): say one value.")
+
+
 def test_knobs_set_and_get(daemon: Daemon) -> None:
     with Agent(daemon, "llama-7b").answering():
         code, text, error = run(daemon, "knobs", "set", "stride=3", "static_ratio=0.25", "--reason", "it stalls")

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tidegate.knob_kinds import show_size
 from tidegate.knobs import KnobValue, show
+from tidegate.timeline import cause_in_words
 from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, RankKnobs
 from tidegate.wire.prediction import KnobPreview, PredictedUpdate
 from tidegate.wire.run import RankView, RunView
@@ -135,7 +136,11 @@ def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | Non
     if after.low_seconds is not None and after.high_seconds is not None:
         yield "9 of 10 updates", *(_range(p.low_seconds, p.high_seconds) for p in (before, after))
     for cause in dict.fromkeys([*before.stalls, *after.stalls]):
-        yield f"stalled by {cause}", _seconds(before.stalls.get(cause, 0.0)), _seconds(after.stalls.get(cause, 0.0))
+        yield (
+            f"stalled by {cause_in_words(cause)}",
+            _seconds(before.stalls.get(cause, 0.0)),
+            _seconds(after.stalls.get(cause, 0.0)),
+        )
     yield "at least, and why", *(f"{_seconds(p.bound_seconds)} {p.bound_by}" for p in (before, after))
     yield "host memory", *(show_size(sum(p.host_memory_bytes.values())) for p in (before, after))
     yield "device memory for state", *(show_size(p.device_memory_bytes) for p in (before, after))

@@ -9,6 +9,7 @@ from typing import Final
 from tidegate.knobs import OFF, device_share
 from tidegate.plan.effective import Effective
 from tidegate.plan.ops import COMPUTE_LANES, LINK_LANES
+from tidegate.timeline import cause_in_words
 
 HARDLY: Final = 0.02
 """Share of an update below which waiting is not worth a word."""
@@ -54,7 +55,8 @@ def verdict(taken: Taken, ran: Effective | None = None) -> str:
     remedy += "".join(f"; {hint}" for hint in _of_gradients(taken))
     if wait < HARDLY * taken.update_seconds:
         return f"{whole}; hardly anything held it up{_computed(taken)}{remedy}"
-    return f"{whole}; it waited {wait / taken.update_seconds:.0%} of it for {cause}{_speed(taken, cause)}{remedy}"
+    waited = f"{wait / taken.update_seconds:.0%} of it for {cause_in_words(cause)}"
+    return f"{whole}; it waited {waited}{_speed(taken, cause)}{remedy}"
 
 
 def remedy_of(taken: Taken, ran: Effective) -> str:

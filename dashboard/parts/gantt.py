@@ -18,6 +18,7 @@ from tidegate.dashboard.same import Same
 from tidegate.errors import TidegateError
 from tidegate.model.rates import RateCard
 from tidegate.model.replay import replay
+from tidegate.timeline import cause_in_words
 from tidegate.wire.timeline import TimelineView
 from tidegate.wire.translation import as_timeline, as_view
 
@@ -109,7 +110,7 @@ def waits(view: TimelineView, predicted: TimelineView | None) -> None:
     first, last = window(view, "update")
     rows = [
         (
-            markup.dot(cause, palette.cause(cause)),
+            markup.dot(cause_in_words(cause), palette.cause(cause)),
             units.seconds(found.get(cause, 0.0)),
             units.seconds(expected.get(cause, 0.0) if predicted else None),
             _share(found.get(cause, 0.0), last - first, palette.cause(cause)),

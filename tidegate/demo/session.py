@@ -215,7 +215,7 @@ class Session:
         optimizer.observers.append(summary.planned)
         deadline = time.monotonic() + self.options.seconds if self.options.seconds else float("inf")
         with self._progress() as progress:
-            task = progress.add_task("training", total=self.options.steps, loss=float("nan"), knobs="")
+            task = progress.add_task("training", total=self.options.steps, loss="", knobs="")
             for step in range(self.options.steps):
                 tokens = batch(text, BATCH, WINDOW, generator).to(self.place.device)
                 optimizer.zero_grad()
@@ -235,7 +235,7 @@ class Session:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("{task.fields[loss]}"),
             TextColumn("{task.fields[knobs]}"),
             TimeRemainingColumn(),
             console=self.console,
@@ -252,7 +252,7 @@ class Session:
             f"stride {effective['stride']} static {effective['static_ratio']} split {effective['tier_split']} "
             f"generation {attachment.generation}"
         )
-        progress.update(task, completed=step, loss=loss, knobs=knobs)
+        progress.update(task, completed=step, loss=f"loss {loss:.3f}", knobs=knobs)
         if not self.interactive and (step == 1 or step % max(1, self.options.steps // 10) == 0):
             self.console.print(f"  step {step}/{self.options.steps}  loss {loss:.3f}  {knobs}")
             sys.stdout.flush()
