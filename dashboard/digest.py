@@ -13,6 +13,8 @@ from tidegate.wire.base import Liveness
 from tidegate.wire.run import RunView
 from tidegate.wire.step import StepReport
 
+MANY_SKIPPED = 0.1
+"""Share of steps; a scaler of fp16 gradients skips one now and then."""
 WINDOW = 20
 """Figures are medians or means over this many of the newest steps."""
 
@@ -31,6 +33,8 @@ class Digest:
     loss: float | None
     grad_norm: float | None
     skipped: int
+    skipped_lately: int = 0
+    """Of the newest `steps`."""
 
     @property
     def told(self) -> str:
@@ -67,6 +71,7 @@ def digest(steps: Sequence[StepReport]) -> Digest:
         loss=last.loss if last else None,
         grad_norm=last.grad_norm if last else None,
         skipped=sum(step.skipped for step in steps),
+        skipped_lately=sum(step.skipped for step in recent),
     )
 
 
@@ -95,6 +100,11 @@ def verdict(run: RunView, figures: Digest, now: float) -> str:
         return f"Lost: no word from {_silent(run, 'lost')} for {units.age(now - _last_word(run, 'lost'))}."
     if run.liveness == "stale":
         return f"Late: no word from {_silent(run, 'stale')} for {units.age(now - _last_word(run, 'stale'))}."
+    if figures.skipped_lately > MANY_SKIPPED * figures.steps:
+        return (
+            f"{figures.skipped_lately} of the newest {figures.told} {'was' if figures.steps == 1 else 'were'} skipped, "
+            "because a gradient was not finite: the weights stay as they are."
+        )
     if figures.steps == 0 or figures.update_share is None:
         return _without_figures(run)
     done = f"Finished after {units.integer(run.step)} steps: the" if run.liveness == "finished" else "The"

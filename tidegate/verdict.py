@@ -18,6 +18,9 @@ RECOPIED: Final = 0.5
 LATE: Final = 0.75
 """Share of a backward from which on it is worth a word that no gradient had come."""
 
+SKIPPED: Final = "the step was skipped, because a gradient was not finite: the weights are as they were"
+"""Of a step without an update."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
