@@ -131,6 +131,13 @@ class Attachment:
         finally:
             self._watch.close()
 
+    def __repr__(self) -> str:
+        who = f"run={self.run!r}, rank {self.rank} of {self.world_size}"
+        if self._optimizer.attachment is not self:
+            return f"Attachment({who}, closed)"
+        daemon = "no daemon" if self.link is None else "with a daemon"
+        return f"Attachment({who}, generation {self.generation}, metrics at {self.metrics_address}, {daemon})"
+
     def __enter__(self) -> Self:
         return self
 
@@ -260,7 +267,21 @@ def attach(optimizer: AdamW, model: torch.nn.Module | None = None, **settings: A
 
     Raises RankTaken when another live agent holds this run and rank, NotAuthorized for a wrong token.
     """
-    return Attachment(optimizer, model, **settings)
+    return Attachment(unwrapped(optimizer), model, **settings)
+
+
+def unwrapped(optimizer: Any) -> AdamW:
+    """The optimizer in the wrappers of Accelerate and of others, which keep it as `optimizer`. ConfigError where there
+    is none of ours."""
+    found = optimizer
+    while not isinstance(found, AdamW) and hasattr(found, "optimizer"):
+        found = found.optimizer
+    if isinstance(found, AdamW):
+        return found
+    raise ConfigError(
+        f"attach() was given an {type(found).__name__} of {type(found).__module__}: give it a tidegate.AdamW, or what "
+        "holds one as `optimizer`."
+    )
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -74,6 +75,7 @@ class Offload:
     host_slots: int = 3
 
     def __post_init__(self) -> None:
+        _check_paths(self.paths)
         for name in self.paths:
             check_path_name(name)
         self.path_settings()
@@ -103,6 +105,43 @@ class Offload:
     def path_settings(self) -> dict[str, PathSettings | ObjectSettings]:
         """By name, in their order. ConfigError for the address of something that is not an object store we know."""
         return {name: _settings(path) for name, path in self.paths.items()}
+
+
+def as_offload(given: Any) -> Offload:
+    """What the optimizer was given as `offload`; None is the defaults. ConfigError for what is no `Offload`."""
+    if isinstance(given, Offload):
+        return given
+    if given is None:
+        return Offload()
+    remedy = "write offload=tidegate.Offload(...)"
+    if isinstance(given, Mapping):
+        remedy = f"write offload=tidegate.Offload({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+    elif isinstance(given, str):
+        remedy = f"name a directory, as in offload=tidegate.Offload(paths={{{given!r}: '/{given}/tide'}})"
+    elif given is True:
+        remedy = "leave it out for the defaults, or write offload=tidegate.Offload()"
+    elif given is False:
+        remedy = "leave it out for the defaults; without offloading there is torch.optim.AdamW"
+    raise ConfigError(f"offload={given!r} is a {type(given).__name__}, and no tidegate.Offload: {remedy}.")
+
+
+def _check_paths(paths: Any) -> None:
+    """ConfigError for what is no mapping of names to places."""
+    if isinstance(paths, str | os.PathLike):
+        place = os.fspath(paths)
+        last = place.rstrip("/").rpartition("/")[2]
+        name = last if re.fullmatch(r"[a-z0-9_-]{1,32}", last) and last not in ("host", "device") else "path"
+        raise ConfigError(f"paths={place!r} has no name: write paths={{{name!r}: {place!r}}}.")
+    if not isinstance(paths, Mapping):
+        raise ConfigError(
+            f"paths={paths!r} is a {type(paths).__name__}: give names and directories, {{'nvme': '/nvme/tide'}}."
+        )
+    for name, place in paths.items():
+        if not isinstance(place, str | os.PathLike | PathSettings | ObjectSettings):
+            raise ConfigError(
+                f"paths={{{name!r}: {place!r}}} is no place: give a directory, an address of an object store, "
+                "PathSettings or ObjectSettings."
+            )
 
 
 def _settings(path: str | os.PathLike[str] | PathSettings | ObjectSettings) -> PathSettings | ObjectSettings:

@@ -20,7 +20,7 @@ from tidegate.agent.checkpoint_files import CheckpointFiles, small_state
 from tidegate.agent.closing import close_all
 from tidegate.agent.construction import build_engine
 from tidegate.agent.devices.base import Device
-from tidegate.agent.devices.choose import check_one_place, choose_device
+from tidegate.agent.devices.choose import check_one_place, choose_device, say_if_emulated
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.fruitless import Fruitless
 from tidegate.agent.homes import Homes, name_of
@@ -36,7 +36,7 @@ from tidegate.agent.hyperparameters import (
 )
 from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.moving import Regrouping, carried, check_can_follow, hand_over, warn_of_removed
-from tidegate.agent.offload import Offload
+from tidegate.agent.offload import Offload, as_offload
 from tidegate.agent.outcomes import Outcomes
 from tidegate.agent.ownership import claim, give_up
 from tidegate.agent.ranks import Ranks
@@ -107,7 +107,7 @@ class AdamW(torch.optim.Optimizer):
         if not params:
             raise ParameterError("The optimizer got no parameters: pass model.parameters().")
         super().__init__(params, defaults)
-        self.offload = offload or Offload()
+        self.offload = as_offload(offload)
         self.max_grad_norm = max_grad_norm
         self.make_scalars: Callable[..., Scalars] = scalars
         """What an update computes with, from hyperparameters and step: `kernels.scalars`, or one of its signature."""
@@ -122,6 +122,7 @@ class AdamW(torch.optim.Optimizer):
         check_fits([shard_of(param) for param in self._params], self.offload.accumulation)
         claim(self, self._params)
         self.device = choose_device(self.offload, [shard_of(param) for param in self._params])
+        say_if_emulated(self.device)
         layouts = self._layouts()
         self.knobs = self.offload.knobs()
         self._auto = Auto(cache_bytes=ample_cache(self.offload, list(map(shard_of, self._params)), layouts))

@@ -19,7 +19,7 @@ from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.gate import Gate
 from tidegate.daemon.metrics import Measured, Requests, RunCollector
 from tidegate.daemon.openapi import describe
-from tidegate.daemon.routes import advice, agents, alerts, audit, events, health, knobs, runs, sd
+from tidegate.daemon.routes import advice, agents, alerts, audit, events, front, health, knobs, runs, sd
 from tidegate.daemon.settings import Settings
 from tidegate.daemon.store import Store
 
@@ -56,9 +56,13 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.registry = registry = CollectorRegistry()
     registry.register(RunCollector(plane))
     problems.install(app)
-    routers = [agents.hot, *(part.router for part in (agents, runs, knobs, audit, alerts, events, sd, health, advice))]
+    routers = [
+        agents.hot,
+        *(part.router for part in (agents, runs, knobs, audit, alerts, events, sd, health, advice, front)),
+    ]
     for router in routers + ([health.metrics_router] if settings.metrics else []):
         app.include_router(router)
+    app.state.metrics = settings.metrics
     app.state.routes = [route for router in routers for route in router.routes]
     app.openapi = lambda: _described(app)  # type: ignore[method-assign]
     app.state.tokens = tokens = Tokens(store)

@@ -21,7 +21,8 @@ from tidegate.errors import DaemonError
 
 READERS: Final[frozenset[Scope]] = frozenset({"read", "operate", "agent"})
 REFRESH_SECONDS: Final = 2.0
-OPEN: Final = frozenset({"/healthz", "/readyz", "/metrics", "/sd"})
+FRONT: Final = frozenset({"/", "/docs", "/docs/start.js", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"})
+OPEN: Final = frozenset({"/healthz", "/readyz", "/metrics", "/sd", "/v1/openapi.json"}) | FRONT
 _RUN_PATH: Final = re.compile(r"/v1/runs/([^/]+)(?:/.*)?")
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def scopes_allowed(method: str, path: str) -> frozenset[Scope] | None:
 
 def opens(caller: Caller, path: str) -> bool:
     """Whether a token that is for one run may come near `path`. Routes of agents and lists look closer themselves."""
-    if caller.run is None or path in ("/v1/runs", "/v1/agents", "/v1/openapi.json") or path.startswith("/v1/agents/"):
+    if caller.run is None or path in ("/v1/runs", "/v1/agents") or path.startswith("/v1/agents/"):
         return True
     found = _RUN_PATH.fullmatch(path)
     return found is not None and found[1] == caller.run

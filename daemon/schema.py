@@ -66,6 +66,8 @@ class AgentRow(Base):
     last_seen: Mapped[float]
     step: Mapped[int] = mapped_column(BigInteger)
     applied_generation: Mapped[int]
+    told: Mapped[dict[str, Any] | None]
+    """What it said last that is in no step: see `Member.told`."""
 
 
 class StepRow(Base):

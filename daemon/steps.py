@@ -9,6 +9,7 @@ from typing import Final
 
 from sqlalchemy import bindparam, delete, func, insert, select
 from sqlalchemy.engine import Engine
+from sqlalchemy.orm import aliased
 
 from tidegate.daemon.schema import StepRow
 
@@ -24,10 +25,15 @@ class ToldStep:
 
 
 ROWS_AT_ONCE: Final = 2_000
+AGENTS_AT_ONCE: Final = 500
+"""In one question: databases limit what it may hold."""
 LET_IN_SECONDS: Final = 0.05
 """Between two transactions: who waits for SQLite's lock asks for it again only every so often."""
 _INSERT: Final = insert(StepRow)
 _NEWER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.step >= bindparam("first"))
+_LATER: Final = aliased(StepRow)
+_LAST: Final = select(func.max(_LATER.step)).where(_LATER.agent == StepRow.agent).scalar_subquery()
+_OLD: Final = delete(StepRow).where(StepRow.at < bindparam("before"), StepRow.step < _LAST)
 _OLDER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.step < bindparam("first"))
 
 
@@ -44,7 +50,8 @@ class StepTable:
         """All of these, oldest first; writing them again is fine.
 
         Each transaction has at most `ROWS_AT_ONCE`: after an outage, decisions need not wait for all.
-        firsts: agents, and the step before which what they told goes. before: a time; all that was told earlier goes.
+        firsts: agents, and the step before which what they told goes. before: a time; all that was told earlier goes,
+        but for the last step of each agent: what a run ended with stays.
         """
         rows = list(steps)
         old = [{"of": agent, "first": first} for agent, first in firsts]
@@ -58,7 +65,7 @@ class StepTable:
             if old:
                 connection.execute(_OLDER, old)
             if before is not None:
-                connection.execute(delete(StepRow).where(StepRow.at < before))
+                connection.execute(_OLD, {"before": before})
 
     def _write(self, rows: Sequence[ToldStep]) -> None:
         begin = {s.agent: s.step for s in reversed(rows)}
@@ -72,6 +79,22 @@ class StepTable:
         with self._reading.connect() as connection:
             rows = connection.execute(query.order_by(StepRow.step.desc()).limit(limit)).all()
             return [(step, body) for step, body in reversed(rows)]
+
+    def last(self, agents: Sequence[str]) -> dict[str, str]:
+        """The newest report of each of these agents, in JSON."""
+        found: dict[str, str] = {}
+        for start in range(0, len(agents), AGENTS_AT_ONCE):
+            newest = (
+                select(StepRow.agent, func.max(StepRow.step).label("step"))
+                .where(StepRow.agent.in_(agents[start : start + AGENTS_AT_ONCE]))
+                .group_by(StepRow.agent)
+                .subquery()
+            )
+            same = (StepRow.agent == newest.c.agent) & (StepRow.step == newest.c.step)
+            with self._reading.connect() as connection:
+                rows = connection.execute(select(StepRow.agent, StepRow.body).join(newest, same))
+                found.update((agent, body) for agent, body in rows)
+        return found
 
     def newest_numbers(self) -> dict[str, int]:
         """The newest step of every agent."""

@@ -43,6 +43,7 @@ class AgentRecord:
     last_seen: float
     step: int
     applied_generation: int
+    told: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,7 @@ class Store:
                 "last_seen": agent.last_seen,
                 "step": agent.step,
                 "applied_generation": agent.applied_generation,
+                "told": agent.told,
             }
             for agent in agents
         ]
@@ -158,6 +160,7 @@ class Store:
                     last_seen=row.last_seen,
                     step=row.step,
                     applied_generation=row.applied_generation,
+                    told=row.told or {},
                 )
                 for row in session.scalars(select(AgentRow))
             ]
@@ -276,6 +279,7 @@ def _agent_row(agent: AgentRecord) -> AgentRow:
         last_seen=agent.last_seen,
         step=agent.step,
         applied_generation=agent.applied_generation,
+        told=agent.told,
     )
 
 

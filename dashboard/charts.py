@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tidegate.dashboard import palette, plot, units
 from tidegate.dashboard.digest import WINDOW
 from tidegate.dashboard.plot import Figure, Trace
-from tidegate.timeline import PHASES
+from tidegate.timeline import PHASES, cause_in_words
 from tidegate.wire.step import StepReport
 
 MAX_POINTS = 120
@@ -126,7 +126,7 @@ def stalls_by_cause(steps: Sequence[StepReport]) -> Figure:
     for phase in _phases(totals):
         values = [totals.get((cause, phase), 0.0) for cause in causes]
         traces.append(
-            _row_bars(causes, [value * scale for value in values], phase)
+            _row_bars([cause_in_words(cause) for cause in causes], [value * scale for value in values], phase)
             | {
                 "marker": plot.hatched(palette.PHASE[phase]),
                 "customdata": [units.seconds(value) for value in values],
@@ -134,7 +134,9 @@ def stalls_by_cause(steps: Sequence[StepReport]) -> Figure:
             }
         )
     labels = [units.seconds(ends[cause]) for cause in causes]
-    return _rows(traces, causes, [ends[cause] * scale for cause in causes], labels, unit)
+    return _rows(
+        traces, [cause_in_words(cause) for cause in causes], [ends[cause] * scale for cause in causes], labels, unit
+    )
 
 
 def link_bytes(steps: Sequence[StepReport]) -> Figure:

@@ -1,4 +1,4 @@
-"""What a viewer has at hand while turning knobs: token, edits, preview. In the session, nowhere else."""
+"""What a viewer has at hand while turning knobs: token, edits, preview. In the server's memory, nowhere else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 import streamlit as st
 
+from tidegate.dashboard import entrance
 from tidegate.dashboard.edits import Draft
 from tidegate.knobs import KnobValue
 from tidegate.wire.canary import CanaryRequest
@@ -78,9 +79,15 @@ def desk(run: str) -> Desk:
 
 
 def token() -> str:
-    """The operate token that the viewer gave; empty while the page is read-only."""
-    return str(st.session_state.get(TOKEN, ""))
+    """The operate token that the viewer gave, else the one of the browser's; empty while the page is read-only."""
+    return str(st.session_state.get(TOKEN, "")) or entrance.token()
 
 
 def keep_token(given: str) -> None:
     st.session_state[TOKEN] = given.strip()
+
+
+def forget_token() -> None:
+    """The page is read-only again, in all tabs where a link had opened it."""
+    keep_token("")
+    entrance.leave()

@@ -8,11 +8,13 @@ from itertools import pairwise
 from statistics import median
 
 from tidegate.dashboard import units
-from tidegate.timeline import PHASES
+from tidegate.timeline import PHASES, cause_in_words
 from tidegate.wire.base import Liveness
 from tidegate.wire.run import RunView
 from tidegate.wire.step import StepReport
 
+MANY_SKIPPED = 0.1
+"""Share of steps; a scaler of fp16 gradients skips one now and then."""
 WINDOW = 20
 """Figures are medians or means over this many of the newest steps."""
 
@@ -31,6 +33,8 @@ class Digest:
     loss: float | None
     grad_norm: float | None
     skipped: int
+    skipped_lately: int = 0
+    """Of the newest `steps`."""
 
     @property
     def told(self) -> str:
@@ -67,6 +71,7 @@ def digest(steps: Sequence[StepReport]) -> Digest:
         loss=last.loss if last else None,
         grad_norm=last.grad_norm if last else None,
         skipped=sum(step.skipped for step in steps),
+        skipped_lately=sum(step.skipped for step in recent),
     )
 
 
@@ -95,8 +100,13 @@ def verdict(run: RunView, figures: Digest, now: float) -> str:
         return f"Lost: no word from {_silent(run, 'lost')} for {units.age(now - _last_word(run, 'lost'))}."
     if run.liveness == "stale":
         return f"Late: no word from {_silent(run, 'stale')} for {units.age(now - _last_word(run, 'stale'))}."
+    if figures.skipped_lately > MANY_SKIPPED * figures.steps:
+        return (
+            f"{figures.skipped_lately} of the newest {figures.told} {'was' if figures.steps == 1 else 'were'} skipped, "
+            "because a gradient was not finite: the weights stay as they are."
+        )
     if figures.steps == 0 or figures.update_share is None:
-        return "Finished without a step." if run.liveness == "finished" else "Waiting for the first step to finish."
+        return _without_figures(run)
     done = f"Finished after {units.integer(run.step)} steps: the" if run.liveness == "finished" else "The"
     tense = ("was", "waited") if run.liveness == "finished" else ("is", "waits")
     share = f"{done} update {tense[0]} {units.share(figures.update_share)} of the step"
@@ -105,7 +115,15 @@ def verdict(run: RunView, figures: Digest, now: float) -> str:
         return f"{share}; hardly anything held it up."
     rest = sum(figures.stall_share.values()) - wait
     more = f", {units.share(rest)} on the rest" if rest >= 0.05 else ""
-    return f"{share}; it {tense[1]} {units.share(wait)} of its time on {cause}{more}."
+    return f"{share}; it {tense[1]} {units.share(wait)} of its time on {cause_in_words(cause)}{more}."
+
+
+def _without_figures(run: RunView) -> str:
+    if run.liveness != "finished":
+        return "Waiting for the first step to finish."
+    if run.step:
+        return f"Finished after {units.integer(run.step)} steps; the daemon does not have them any more."
+    return "Finished without a step."
 
 
 def column(steps: Sequence[StepReport], pick: Callable[[StepReport], float | None]) -> tuple[list[int], list[float]]:

@@ -9,7 +9,7 @@ from typing import Final
 
 from tidegate.dashboard import units
 from tidegate.dashboard.digest import WINDOW
-from tidegate.timeline import PHASES
+from tidegate.timeline import PHASES, cause_in_words
 from tidegate.wire.knobs import MeasuredEffect
 from tidegate.wire.prediction import KnobPreview, PredictedUpdate
 from tidegate.wire.step import StepReport
@@ -52,7 +52,10 @@ def lines(preview: KnobPreview, steps: Sequence[StepReport]) -> list[Line]:
         _seconds("step", _median(recent, _step), others + now.update_seconds, others + then.update_seconds),
         _seconds("update", _median(recent, _update), now.update_seconds, then.update_seconds, part=True),
         _seconds("stalled", _median(recent, _stalled), sum(now.stalls.values()), sum(then.stalls.values())),
-        *(_seconds(c, waits[c], now.stalls.get(c, 0.0), then.stalls.get(c, 0.0), part=True) for c in waits),
+        *(
+            _seconds(cause_in_words(c), waits[c], now.stalls.get(c, 0.0), then.stalls.get(c, 0.0), part=True)
+            for c in waits
+        ),
         _seconds(f"at best ({then.bound_by})", None, now.bound_seconds, then.bound_seconds),
         *_bytes("host memory", last.host_memory_bytes if last else {}, now.host_memory_bytes, then.host_memory_bytes),
         Line(name="device memory of the engine", measured=None, now=now.device_memory_bytes,

@@ -10,7 +10,7 @@ from typing import Final
 import streamlit as st
 
 from tidegate.client import find_daemon
-from tidegate.dashboard import URL_VARIABLE, feed, links, markup
+from tidegate.dashboard import URL_VARIABLE, feed, links, markup, urgency
 from tidegate.dashboard.parts import states
 from tidegate.dashboard.place import Place, live, slow, told
 from tidegate.dashboard.screens import SCREENS, Screen
@@ -103,7 +103,7 @@ def _known(runs: tuple[RunView, ...]) -> frozenset[tuple[str, int]]:
 
 def _pick_run(where: st.delta_generator.DeltaGenerator, runs: tuple[RunView, ...]) -> str:
     """The run of ?run=, else the one heard of last; a picker when there are several."""
-    names = sorted(view.run for view in runs)
+    names = [view.run for view in urgency.ordered(runs)]
     asked = st.query_params.get("run")
     if len(names) == 1 and asked in (None, names[0]):
         return names[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from tidegate.dashboard import units
 from tidegate.dashboard.digest import Digest, digest
+from tidegate.timeline import cause_in_words
 from tidegate.wire.alert import AlertView
 from tidegate.wire.prediction import Advice
 from tidegate.wire.run import RankView, RunView
@@ -19,7 +21,9 @@ LARGE_UPDATE: Final = 0.25
 NEARLY_FULL: Final = 0.95
 LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 """Urgencies; what is in one class is ordered by the fraction. One that is late comes back by itself, mostly."""
-_LIVENESS: Final = ("lost", "stale", "live", "finished")
+RUNNING: Final = ("live", "stale")
+LOST_SECONDS: Final = 86_400.0
+"""A run that is lost for longer is nobody's task any more."""
 _SEVERITY: Final = ("critical", "warning", "info")
 
 
@@ -35,9 +39,28 @@ class Task:
     """It is one only if the model knows what to turn."""
 
 
+def running(runs: Collection[RunView]) -> list[RunView]:
+    """Those that go on, newest first."""
+    return _newest_first(run for run in runs if run.liveness in RUNNING)
+
+
+def ended(runs: Collection[RunView]) -> list[RunView]:
+    """Those that are lost or finished, newest first."""
+    return _newest_first(run for run in runs if run.liveness not in RUNNING)
+
+
 def ordered(runs: Collection[RunView]) -> list[RunView]:
-    """Lost ones first, finished ones last, else by name, so that a card stays where it is."""
-    return sorted(runs, key=lambda run: (_LIVENESS.index(run.liveness), run.run))
+    """Those that go on, then those that ended, each newest first."""
+    return running(runs) + ended(runs)
+
+
+def counted(runs: Iterable[RunView]) -> str:
+    """How many there are of each kind: `3 live, 1 finished`."""
+    return ", ".join(f"{count} {liveness}" for liveness, count in Counter(r.liveness for r in runs).most_common())
+
+
+def _newest_first(runs: Iterable[RunView]) -> list[RunView]:
+    return sorted(runs, key=lambda run: (-run.started_at, run.run))
 
 
 def lead(run: RunView) -> RankView | None:
@@ -48,10 +71,10 @@ def lead(run: RunView) -> RankView | None:
 
 def task(run: RunView, alerts: Sequence[AlertView], now: float) -> Task | None:
     """What this run wants of its operator now; None when it wants nothing."""
+    if run.liveness == "finished" or (run.liveness == "lost" and now - run.last_seen > LOST_SECONDS):
+        return None
     if run.liveness in ("lost", "stale"):
         return _silent(run, now)
-    if run.liveness == "finished":
-        return None
     return _fires(run.run, alerts) or _full(run) or _slow(run)
 
 
@@ -129,7 +152,7 @@ def _slow(run: RunView) -> Task | None:
     share = wait * (figures.update_share or 0.0)
     if share < WORTH_A_LOOK:
         return _large(run, figures)
-    sentence = f"{units.share(share)} of each step is spent waiting for {cause}."
+    sentence = f"{units.share(share)} of each step is spent waiting for {cause_in_words(cause)}."
     urgency = WAITING + 1 - share
     if cause in ("collective", "scheduler"):
         return Task(run=run.run, urgency=urgency, sentence=f"{sentence} See what holds it up.", page="timeline")

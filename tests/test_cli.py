@@ -102,7 +102,7 @@ def test_a_missing_extra_is_named(tmp_path: Path, words: tuple[str, ...], extra:
         (("knobs", "set", "some-run"), 2, "Say what to change, as in stride=3."),
         (("knobs", "set", "host_cache=lots"), 2, "host_cache='lots' is out of range: bytes from 0 to 1024TiB"),
         (("knobs", "set", "stride=3", "fast"), 2, "'fast' is not KNOB=VALUE"),
-        (("knobs", "get", "nowhere"), 1, "There is no run 'nowhere'. Runs: none yet."),
+        (("knobs", "get", "nowhere"), 1, "There is no run 'nowhere'. There is none yet."),
         (("knobs", "set", "stride=3", "--run", "nowhere"), 1, "There is no run 'nowhere'."),
         (("knobs", "get"), 1, "No run is running."),
         (("trace", "--run", "nowhere"), 1, "There is no run 'nowhere'."),
@@ -163,6 +163,30 @@ def test_status(daemon: Daemon) -> None:
     (row,) = json.loads(run(daemon, "status", "--json")[1])
     assert (row["run"], row["step"], row["ranks"][0]["last_step"]["phase_seconds"]["update"]) == ("llama-7b", 3, 1.5)
     assert json.loads(run(daemon, "status", "--run", "llama-7b", "--json")[1])[0] == row
+
+
+def test_runs_that_ended_are_folded_away_and_the_newest_comes_first(daemon: Daemon) -> None:
+    for number in range(5):
+        agent = Agent(daemon, f"ended-{number}").begin()
+        agent.train(2, update_seconds=1.5)
+        agent.client.goodbye(agent.id)
+    text = run(daemon, "status")[1]
+    names = [line.split()[0] for line in text.splitlines() if line.startswith("ended")]
+    assert names == ["ended-4", "ended-3", "ended-2"], "while nothing runs"
+    Agent(daemon, "older").train(1, 1.0)
+    Agent(daemon, "newer").train(1, 1.0)
+    text = run(daemon, "status")[1]
+    assert "ended-" not in text
+    assert text.index("newer") < text.index("older")
+    assert "Not shown: 5 finished. See them with `tidegate status --all`." in text
+    assert run(daemon, "status", "--all")[1].count("ended-") == 5
+    said = run(daemon, "knobs", "get", "nowhere")[2]
+    assert "There is no run 'nowhere'. Live: newer, older. Ended: ended-4, ended-3," in said
+
+
+def test_a_knob_that_is_set_twice_is_refused(daemon: Daemon) -> None:
+    code, _, error = run(daemon, "knobs", "set", "stride=2", "stride=3")
+    assert (code, error) == (2, "tidegate: stride is set twice (stride=2 stride=3): say one value.")
 
 
 def test_knobs_set_and_get(daemon: Daemon) -> None:

@@ -44,7 +44,8 @@ def test_the_dead_are_listed_and_removed_and_the_living_stay(tmp_path: Path, pat
         assert "which is dead: remove it with --remove" in said
         assert said.count("in use by process") == 1
         code, said = doctor(tmp_path, "--path", str(path), "--remove")
-        assert (code, "say --yes as well" in said) == (2, True), said
+        assert (code, "Add --yes to remove the state of 1 dead ranks" in said) == (2, True), said
+        assert f"{path}/tidegate-killed/rank3" in said
         assert len(os.listdir(path)) == 2
         code, said = doctor(tmp_path, "--path", str(path), "--remove", "--yes", "--json")
         findings = json.loads(said)

@@ -93,14 +93,26 @@ def daemon(
 def dashboard(
     port: Annotated[int, typer.Option(help="Port of the live view.", min=0, max=65_535)] = 8501,
     bind: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    browse: Annotated[
+        bool | None, typer.Option("--open/--no-open", help="Open a browser; default: where there is a terminal.")
+    ] = None,
+    link: Annotated[
+        bool, typer.Option("--link", help="Print a link that may turn knobs in the live view that runs at --port.")
+    ] = False,
     url: Daemon = None,
 ) -> None:
-    """Serve the live view."""
+    """Serve the live view, and print a link that lets a browser turn knobs."""
     with needs("dashboard"):
         import streamlit  # noqa: F401
 
-        from tidegate.dashboard import launch
-    sys.exit(launch(port, url or find_daemon(), bind))
+        from tidegate.dashboard import address_of, launch, link_to, no_link, wants_browser
+    if link:
+        made = link_to(address_of(port, bind))
+        if made is None:
+            raise TidegateError(f"There is {no_link()}")
+        print(made)
+        return
+    sys.exit(launch(port, url or find_daemon(), bind, wants_browser() if browse is None else browse))
 
 
 # ---- runs

@@ -155,5 +155,7 @@ def _parse_changes(words: list[str]) -> dict[str, KnobValue]:
         name, equals, value = word.partition("=")
         if not equals:
             raise ConfigError(f"{word!r} is not KNOB=VALUE, as in stride=3.")
+        if name.strip() in changes:
+            raise ConfigError(f"{name.strip()} is set twice ({' '.join(words)}): say one value.")
         changes[name.strip()] = knob_spec(name.strip()).parse(value.strip())
     return changes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -12,21 +13,34 @@ from rich.table import Table
 
 from tidegate.knob_kinds import show_size
 from tidegate.knobs import KnobValue, show
+from tidegate.timeline import cause_in_words
 from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, RankKnobs
 from tidegate.wire.prediction import KnobPreview, PredictedUpdate
 from tidegate.wire.run import RankView, RunView
 
+RUNNING: Final = ("live", "stale")
+ENDED_SHOWN: Final = 3
 # A pipe has no width: columns are not squeezed into a terminal that is not there.
 console: Final = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
 
 
-def print_runs(runs: Sequence[RunView]) -> None:
+def print_runs(runs: Sequence[RunView], everything: bool = False) -> None:
     if not runs:
         print("No runs yet: train with tidegate.attach(optimizer, model, run=…), or try `tidegate demo`.")
         return
-    console.print(runs_table(runs))
-    if any(run.device_kind == "emulated" and run.liveness in ("live", "stale") for run in runs):
+    shown = list(runs) if everything else unfolded(runs)
+    console.print(runs_table(shown))
+    if any(run.device_kind == "emulated" and run.liveness in RUNNING for run in shown):
         print("Emulated devices copy and compute at stated rates: their speeds are no measurement.")
+    if len(shown) < len(runs):
+        kinds = Counter(run.liveness for run in runs if run not in shown)
+        told = " and ".join(f"{count} {liveness}" for liveness, count in kinds.most_common())
+        print(f"Not shown: {told}. See them with `tidegate status --all`.")
+
+
+def unfolded(runs: Sequence[RunView]) -> list[RunView]:
+    """Runs that go on; while there is none, those that ended last."""
+    return [run for run in runs if run.liveness in RUNNING] or list(runs[:ENDED_SHOWN])
 
 
 def runs_table(runs: Sequence[RunView]) -> Table:
@@ -122,7 +136,11 @@ def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | Non
     if after.low_seconds is not None and after.high_seconds is not None:
         yield "9 of 10 updates", *(_range(p.low_seconds, p.high_seconds) for p in (before, after))
     for cause in dict.fromkeys([*before.stalls, *after.stalls]):
-        yield f"stalled by {cause}", _seconds(before.stalls.get(cause, 0.0)), _seconds(after.stalls.get(cause, 0.0))
+        yield (
+            f"stalled by {cause_in_words(cause)}",
+            _seconds(before.stalls.get(cause, 0.0)),
+            _seconds(after.stalls.get(cause, 0.0)),
+        )
     yield "at least, and why", *(f"{_seconds(p.bound_seconds)} {p.bound_by}" for p in (before, after))
     yield "host memory", *(show_size(sum(p.host_memory_bytes.values())) for p in (before, after))
     yield "device memory for state", *(show_size(p.device_memory_bytes) for p in (before, after))

@@ -22,28 +22,29 @@ PATIENCE_SECONDS: Final = 60.0
 def status(
     run: RunOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 s, until Ctrl-C.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show runs that ended, too.")] = False,
     url: Daemon = None,
     as_json: Json = False,
 ) -> None:
-    """Show the runs, their ranks and their last step."""
+    """Show the runs, newest first, their ranks and their last step."""
     with client_for("read", url) as client:
 
         def ask() -> list[RunView]:
-            return [client.run(run)] if run else client.runs()
+            return [client.run(run)] if run else sorted(client.runs(), key=lambda view: -view.started_at)
 
         if not watch:
             runs = ask()
         elif as_json:
             raise ConfigError("--watch is for people, --json for machines: `tidegate events --follow --json` streams.")
         else:
-            _watch(ask)
+            _watch(ask, everything)
             return
     if as_json:
         print_json(runs)
         return
     from tidegate.cli_tables import print_runs
 
-    print_runs(runs)
+    print_runs(runs, everything)
 
 
 def events(
@@ -112,17 +113,22 @@ def sentence(event: Event, told: dict[int, tuple[str, str]]) -> str:
     return ". ".join(word.rstrip(".") for word in words)
 
 
-def _watch(ask: Callable[[], list[RunView]]) -> None:
+def _watch(ask: Callable[[], list[RunView]], everything: bool) -> None:
     from rich.live import Live
+    from rich.table import Table
 
-    from tidegate.cli_tables import console, runs_table
+    from tidegate.cli_tables import console, runs_table, unfolded
+
+    def shown() -> Table:
+        runs = ask()
+        return runs_table(runs if everything else unfolded(runs))
 
     try:
-        with Live(runs_table(ask()), console=console, auto_refresh=False) as live:
+        with Live(shown(), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(PAUSE_SECONDS)
                 try:
-                    live.update(runs_table(ask()), refresh=True)
+                    live.update(shown(), refresh=True)
                 except DaemonUnreachable as error:
                     live.update(f"{error} Trying again.", refresh=True)
     except KeyboardInterrupt:

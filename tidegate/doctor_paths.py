@@ -68,10 +68,13 @@ def remove_dead(found: Sequence[AnyLeftover], yes: bool, ask: Callable[[str], bo
     dead = [leftover for leftover in found if leftover.alive == "no"]
     if not dead:
         return [Finding("path", "good", "nothing to remove: no dead run left anything there")]
-    if not yes and not sys.stdin.isatty():
-        raise ConfigError("There is nobody to ask before state is removed: say --yes as well.")
     total = sum(leftover.nbytes for leftover in dead)
     places = "\n".join(f"  {leftover.directory}" for leftover in dead)
+    if not yes and not sys.stdin.isatty():
+        raise ConfigError(
+            f"Nothing was removed: there is no terminal to ask on. Add --yes to remove the state of {len(dead)} dead "
+            f"ranks, {total / 1e6:,.1f} MB:\n{places}"
+        )
     if not yes and not ask(f"{places}\nRemove the state of {len(dead)} dead ranks, {total / 1e6:,.1f} MB?"):
         return [Finding("path", "missing", "nothing was removed")]
     done = []

@@ -73,3 +73,8 @@ class Stall:
 
 STALL_CAUSES: Final = ("h2d", "d2h", "cpu", "device", "lock", "collective", "scheduler")
 """The causes of every training; each path adds its two lanes."""
+
+
+def cause_in_words(cause: str) -> str:
+    """What people are told a cause is called: `scheduler` would be read as that of the learning rate."""
+    return "dispatch" if cause == "scheduler" else cause

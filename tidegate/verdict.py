@@ -9,6 +9,7 @@ from typing import Final
 from tidegate.knobs import OFF, device_share
 from tidegate.plan.effective import Effective
 from tidegate.plan.ops import COMPUTE_LANES, LINK_LANES
+from tidegate.timeline import cause_in_words
 
 HARDLY: Final = 0.02
 """Share of an update below which waiting is not worth a word."""
@@ -16,6 +17,9 @@ RECOPIED: Final = 0.5
 """Share of the gradients from which on it is worth a word that they were copied twice."""
 LATE: Final = 0.75
 """Share of a backward from which on it is worth a word that no gradient had come."""
+
+SKIPPED: Final = "the step was skipped, because a gradient was not finite: the weights are as they were"
+"""Of a step without an update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,8 @@ def verdict(taken: Taken, ran: Effective | None = None) -> str:
     remedy += "".join(f"; {hint}" for hint in _of_gradients(taken))
     if wait < HARDLY * taken.update_seconds:
         return f"{whole}; hardly anything held it up{_computed(taken)}{remedy}"
-    return f"{whole}; it waited {wait / taken.update_seconds:.0%} of it for {cause}{_speed(taken, cause)}{remedy}"
+    waited = f"{wait / taken.update_seconds:.0%} of it for {cause_in_words(cause)}"
+    return f"{whole}; it waited {waited}{_speed(taken, cause)}{remedy}"
 
 
 def remedy_of(taken: Taken, ran: Effective) -> str:

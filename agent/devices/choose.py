@@ -14,6 +14,7 @@ from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.agent.devices.emulated import GRANULE, EmulatedDevice, EmulatedRates
 from tidegate.errors import ParameterError
+from tidegate.logs import configure_from_environment, event
 
 log = logging.getLogger("tidegate.devices")
 
@@ -56,6 +57,17 @@ def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor]) -> De
         raise ParameterError(f"Parameters are on {device}, and device='emulated' is for weights on the CPU.")
     _warn_of_few_queues()
     return CudaDevice(TorchCuda(device), offload.device_memory_bytes)
+
+
+def say_if_emulated(device: Device) -> None:
+    """A warning in the log: who trains so without meaning to should not take what is measured for a GPU's."""
+    if device.kind == "emulated":
+        configure_from_environment()
+        log.warning(
+            "the weights are on the CPU: the device is emulated, its copies and updates are paced to stated rates, and "
+            "what is measured is no claim about a GPU (move the model to a GPU before the first step to train there)",
+            extra=event("emulated"),
+        )
 
 
 def check_one_place(params: Sequence[torch.Tensor]) -> str:

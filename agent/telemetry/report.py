@@ -14,7 +14,7 @@ from tidegate.kernels.waits import exposed_waits
 from tidegate.plan import OpKind
 from tidegate.plan.ops import LINK_LANES
 from tidegate.timeline import Phase, PhaseSpan, Span
-from tidegate.verdict import Taken, verdict
+from tidegate.verdict import SKIPPED, Taken, verdict
 from tidegate.wire.step import LinkRow, StallRow, StepReport
 
 
@@ -40,7 +40,7 @@ def report_of(step: FinishedStep) -> StepReport:
         grad_norm=result.grad_norm,
         skipped=result.skipped,
     )
-    said = "" if result.skipped else verdict(taken(report, step.delivery), result.effective)
+    said = SKIPPED if result.skipped else verdict(taken(report, step.delivery), result.effective)
     return report.model_copy(update={"verdict": said})
 
 

@@ -125,6 +125,9 @@ class Checkpoint:
         """Where this rank's files are, those of the user's `save_also` too."""
         return self.directory / self.manifest.folder
 
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.directory}, step {self.step}, rank {self.manifest.rank})"
+
 
 def find_checkpoints(directory: str | os.PathLike[str], rank: int = 0) -> list[Checkpoint]:
     """All complete checkpoints in `directory`, the newest first, as `rank` sees them. None when there is no directory.

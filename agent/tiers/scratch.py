@@ -242,6 +242,8 @@ REMEDIES: Final = {
 
 
 def _unusable(path: Path, error: OSError) -> PathUnusable:
+    if error.errno == errno.ENOENT and path.is_dir():  # /proc says so of each file that one would make
+        return PathUnusable(f"{path} is on a file system that holds no files of users: give another directory.")
     why = REMEDIES.get(error.errno or 0, f"cannot be used: {error.strerror}. Give another directory.")
     return PathUnusable(f"{path} {why.format(user=os.geteuid())}")
 

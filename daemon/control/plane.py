@@ -37,10 +37,13 @@ from tidegate.knobs import Knobs
 from tidegate.wire.agent import AgentHello, AgentReport, Lease, Vote
 from tidegate.wire.base import KnobChanges
 from tidegate.wire.canary import CanaryRequest
+from tidegate.wire.step import StepReport
 
 FLUSH_SECONDS: Final = 30.0
 GONE_RANKS_KEPT: Final = 64
-"""Ranks that are gone and whose figures are still in memory."""
+"""Ranks that are gone and whose newest steps are still in memory."""
+LAST_STEPS_KEPT: Final = 4_096
+"""Ranks that are gone and whose last step is still in memory; of others it is read when somebody asks for their run."""
 
 
 class ControlPlane:
@@ -61,7 +64,8 @@ class ControlPlane:
         self._proposal_seconds = proposal_seconds
         self._clock = clock or Clock()
         self._flushed = self._clock.mono()
-        self.roster = Roster(*restore(store, lease_seconds, self._clock), lease_seconds, self._clock)
+        known = restore(store, lease_seconds, self._clock, GONE_RANKS_KEPT, LAST_STEPS_KEPT)
+        self.roster = Roster(*known, lease_seconds, self._clock)
         self.history = History(store.steps, keep_seconds, self._clock)
         self._trials = Trials(store, self._advance, self._clock, proposal_seconds)
 
@@ -160,6 +164,12 @@ class ControlPlane:
     def roll_back(self, run: Run, to: int | None, author: str, reason: str) -> Generation:
         """Makes a generation with the knobs of an earlier one."""
         return self._trials.roll_back(run, to, author, reason)
+
+    def recall(self, run: Run) -> None:
+        """Reads the last step of those ranks of the run that are gone for so long that it is not in memory any more."""
+        forgotten = {m.hello.agent: m for m in run.members.values() if not m.recent and m.window.newest >= 0}
+        for agent, step in self.store.steps.last(list(forgotten)).items():
+            forgotten[agent].recent.append(StepReport.model_validate_json(step))
 
     # ---- time
 
@@ -347,6 +357,7 @@ class ControlPlane:
             last_seen=member.last_seen,
             step=member.step,
             applied_generation=member.applied_generation,
+            told=member.told,
         )
 
     def _forget_gone(self) -> None:
@@ -355,6 +366,8 @@ class ControlPlane:
         for member in gone[GONE_RANKS_KEPT:]:
             member.forget()
             self.history.forget(member.hello.agent)
+        for member in gone[LAST_STEPS_KEPT:]:
+            member.recent.clear()
 
 
 def _all(run: Run, knobs: Knobs) -> KnobChanges:

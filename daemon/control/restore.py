@@ -7,20 +7,24 @@ from dataclasses import replace
 
 from tidegate.daemon.control.generations import Control, Generation
 from tidegate.daemon.control.notes import note
-from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.control.run import RECENT_STEPS, Clock, Member, Run
 from tidegate.daemon.control.window import STEPS_KEPT
 from tidegate.daemon.store import AgentRecord, Store
 from tidegate.wire.step import StepReport
 
 
-def restore(store: Store, lease_seconds: float, clock: Clock) -> tuple[dict[str, Run], dict[str, tuple[str, int]]]:
+def restore(
+    store: Store, lease_seconds: float, clock: Clock, gone_kept: int, last_kept: int
+) -> tuple[dict[str, Run], dict[str, tuple[str, int]]]:
     """The stored runs, and the run and rank of each agent. What was proposed is aborted.
 
-    Ranks that were there may still be: they are stale until they speak, so that a change waits for their vote.
+    Ranks that were there may still be: they are stale until they speak, so that a change waits for their vote. Of ranks
+    that are gone the newest steps are known for the last `gone_kept`, and the last step for the last `last_kept`.
     """
     runs = {name: _run(store, name, created_at, clock) for name, created_at in store.runs().items()}
     agents: dict[str, tuple[str, int]] = {}
     newest = store.steps.newest_numbers()
+    gone: list[Member] = []
     for record in store.agents():
         run, rank = runs[record.hello.run], record.hello.rank
         member = _member(record, lease_seconds, clock)
@@ -28,16 +32,29 @@ def restore(store: Store, lease_seconds: float, clock: Clock) -> tuple[dict[str,
         agents[record.hello.agent] = (run.name, rank)
         if member.announced == "stale":
             run.control = replace(run.control, present=run.control.present | {rank})
-            _recall_steps(store, member)
+            _recall_steps(store, member, STEPS_KEPT)
+        else:
+            gone.append(member)
         member.window.newest = newest.get(record.hello.agent, -1)
+    _recall_gone(store, gone, gone_kept, last_kept)
     for run in runs.values():
         if run.control.present:
             _recall_applied(run, store.generations(run.name))
     return runs, agents
 
 
-def _recall_steps(store: Store, member: Member) -> None:
-    for _, body in store.steps.newest(member.hello.agent, STEPS_KEPT):
+def _recall_gone(store: Store, gone: list[Member], gone_kept: int, last_kept: int) -> None:
+    gone.sort(key=lambda member: member.last_seen, reverse=True)
+    for member in gone[:gone_kept]:
+        member.window.newest = -1
+        _recall_steps(store, member, RECENT_STEPS)
+    others = {member.hello.agent: member for member in gone[gone_kept:last_kept]}
+    for agent, step in store.steps.last(list(others)).items():
+        others[agent].recent.append(StepReport.model_validate_json(step))
+
+
+def _recall_steps(store: Store, member: Member, limit: int) -> None:
+    for _, body in store.steps.newest(member.hello.agent, limit):
         member.add(StepReport.model_validate_json(body))
 
 
@@ -66,7 +83,7 @@ def _run(store: Store, name: str, created_at: float, clock: Clock) -> Run:
 
 def _member(record: AgentRecord, lease_seconds: float, clock: Clock) -> Member:
     here = record.liveness in ("live", "stale")
-    return Member(
+    member = Member(
         hello=record.hello,
         seen=clock.mono() - lease_seconds * 1.001 if here else -math.inf,
         last_seen=record.last_seen,
@@ -75,3 +92,5 @@ def _member(record: AgentRecord, lease_seconds: float, clock: Clock) -> Member:
         step=record.step,
         applied_generation=record.applied_generation,
     )
+    member.remember(record.told)
+    return member

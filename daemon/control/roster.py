@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from tidegate.daemon.control.liveness import of_run
 from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.problems import ProblemError
 from tidegate.wire.agent import AgentHello
@@ -12,6 +13,8 @@ from tidegate.wire.base import Liveness
 
 RUNS_KEPT: Final = 10_000
 AGENTS_KEPT: Final = 100_000
+NAMED: Final = 10
+"""Runs of a kind in a message."""
 
 
 class Roster:
@@ -28,9 +31,16 @@ class Roster:
 
     def run(self, name: str) -> Run:
         if name not in self.runs:
-            known = ", ".join(sorted(self.runs)[:10]) or "none yet"
-            raise ProblemError(404, "unknown-run", f"There is no run {name!r}. Runs: {known}.")
+            raise ProblemError(404, "unknown-run", f"There is no run {name!r}. {self._known()}")
         return self.runs[name]
+
+    def _known(self) -> str:
+        """The runs that go on, and the newest of those that ended, as a sentence."""
+        newest = sorted(self.runs.values(), key=lambda run: -run.created_at)
+        goes_on = [run.name for run in newest if of_run(self.states(run).values()) in ("live", "stale")]
+        ended = [run.name for run in newest if run.name not in set(goes_on)]
+        told = [f"{what}: {', '.join(names[:NAMED])}" for what, names in (("Live", goes_on), ("Ended", ended)) if names]
+        return f"{'. '.join(told)}." if told else "There is none yet."
 
     def rank(self, name: str, rank: int) -> Member:
         run = self.run(name)

@@ -135,10 +135,28 @@ class Member:
         """
         return report.timestamp < self.said_at and report.step < self.step
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """What it said last that is in no step, to be stored."""
+        return {
+            "phase": self.phase,
+            "effective": dict(self.effective),
+            "predicted_update_seconds": self.predicted_update_seconds,
+            "rates": self.rates.model_dump(exclude_unset=True) if self.rates else None,
+        }
+
+    def remember(self, told: dict[str, Any]) -> None:
+        """Takes what was stored."""
+        self.phase = told.get("phase", self.phase)
+        self.effective = told.get("effective", {})
+        self.predicted_update_seconds = told.get("predicted_update_seconds")
+        self.rates = Rates.model_validate(told["rates"]) if told.get("rates") else None
+
     def forget(self) -> None:
-        """Drops what is large."""
+        """Drops what is large; the last step stays."""
         self.window.clear()
-        self.recent.clear()
+        while len(self.recent) > 1:
+            self.recent.popleft()
         self.timelines.forget()
 
 

@@ -29,6 +29,7 @@ async def runs(plane: Plane, who: Who) -> list[RunView]:
 async def one(plane: Plane, run: str) -> RunView:
     """One run and its ranks."""
     found = plane.roster.run(run)
+    plane.recall(found)
     return views.run_view(found, plane.roster.states(found))
 
 

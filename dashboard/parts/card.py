@@ -12,8 +12,8 @@ from tidegate.dashboard.digest import Digest, digest, verdict
 from tidegate.dashboard.parts.header import EMULATED
 from tidegate.wire.run import RunView
 
-DRAWN: Final = "more_runs_drawn"
-"""Names in the table of further runs, as the viewer sees it."""
+DRAWN: Final = "drawn:"
+"""Before the key of a table: names in it, as the viewer sees it."""
 
 
 def card(number: int, run: RunView, now: float, *, away: bool) -> None:
@@ -29,11 +29,15 @@ def card(number: int, run: RunView, now: float, *, away: bool) -> None:
 
 
 def _figures(run: RunView, figures: Digest, now: float) -> str:
-    pace = f"{units.seconds(figures.step_seconds)}/step" if figures.steps else "no step yet"
+    pace = f"{units.seconds(figures.step_seconds)}/step" if figures.steps else _no_figures(run)
     ranks = f"{len(run.ranks)} of {run.world_size} ranks" if run.world_size > 1 else "1 rank"
     device = "emulated" if run.device_kind == "emulated" else "CUDA"
     details = [f"step {units.integer(run.step)}", ranks, device, f"heard of {units.age(now - run.last_seen)} ago"]
     return markup.pace(pace, details, EMULATED if run.device_kind == "emulated" else "")
+
+
+def _no_figures(run: RunView) -> str:
+    return "steps not kept" if run.step else "no step yet"
 
 
 def _phases(figures: Digest) -> str:
@@ -45,9 +49,9 @@ def _phases(figures: Digest) -> str:
     return markup.stack([(f"{name} {units.share(share)}", share, color) for name, share, color in parts])
 
 
-def rows(runs: Sequence[RunView], now: float) -> None:
-    """Runs that found no room as cards; a click opens one."""
-    st.html(markup.title("More runs", "click a row to open it"))
+def rows(key: str, runs: Sequence[RunView], now: float, title: str) -> None:
+    """Runs that are no cards, as a table; a click opens one."""
+    st.html(markup.title(title, "click a row to open it"))
     table = []
     for run in runs:
         known = urgency.lead(run)
@@ -63,10 +67,10 @@ def rows(runs: Sequence[RunView], now: float) -> None:
             }
         )
     # A click is on a row of the table as it was drawn last; the order may be another one by now.
-    drawn: list[str] = st.session_state.get(DRAWN, [])
-    st.session_state[DRAWN] = [run.run for run in runs]
+    drawn: list[str] = st.session_state.get(DRAWN + key, [])
+    st.session_state[DRAWN + key] = [run.run for run in runs]
     chosen = st.dataframe(
-        table, key="more_runs", on_select="rerun", selection_mode="single-row", hide_index=True,
+        table, key=key, on_select="rerun", selection_mode="single-row", hide_index=True,
         column_config={"verdict": st.column_config.TextColumn(width="large")},
     )  # fmt: skip
     picked = chosen["selection"]["rows"]

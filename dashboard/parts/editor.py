@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import streamlit as st
 
+from tidegate.client import token_dir
 from tidegate.dashboard import actions, desk, edits, markup, snippets
 from tidegate.dashboard.desk import Desk
 from tidegate.dashboard.place import Place
@@ -35,15 +36,24 @@ def _access(place: Place, knobs: KnobsView, allowed: bool) -> None:
     key = f"token:{place.run}"
     with st.container(horizontal=True, vertical_alignment="center", key="access"):
         if allowed:
-            st.caption("Changes are made with your operate token, kept in this session.")
-            st.button("Forget it", key="forget_token", type="tertiary", on_click=desk.keep_token, args=("",))
+            st.caption("Changes are made with your operate token, which this page keeps for you.")
+            st.button("Forget it", key="forget_token", type="tertiary", on_click=desk.forget_token)
             return
         st.text_input(
             "Operate token", type="password", key=key, autocomplete="off", label_visibility="collapsed",
             placeholder="Operate token, to change anything", on_change=_take_token, args=(place.url, knobs, key),
-            help="The daemon writes it to operate.token in its state directory. It stays in this session.",
+            help="It stays in this session.",
         )  # fmt: skip
         st.caption("Read-only")
+    st.caption(f"`tidegate dashboard --link` prints a link that opens this page for changes. {_where_it_is()}")
+
+
+def _where_it_is() -> str:
+    """Where the operate token is, in Markdown."""
+    file = token_dir() / "operate.token"
+    if file.is_file():
+        return f"The operate token is in `{file}`."
+    return "The daemon writes the operate token to `operate.token` in its state directory."
 
 
 def _take_token(url: str, knobs: KnobsView, key: str) -> None:

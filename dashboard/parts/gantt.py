@@ -18,12 +18,14 @@ from tidegate.dashboard.same import Same
 from tidegate.errors import TidegateError
 from tidegate.model.rates import RateCard
 from tidegate.model.replay import replay
+from tidegate.timeline import cause_in_words
 from tidegate.wire.timeline import TimelineView
 from tidegate.wire.translation import as_timeline, as_view
 
 KEPT: Final = 16
 """Predictions and figures: of thousands of ops they take a third of a second, and mostly the step is still the same."""
 NOTHING_YET = "No update has been measured yet. It shows here when the first step has finished."
+GONE = "The updates of this run are not kept any more: the daemon has them in memory until it ends."
 
 
 def expected(view: TimelineView, rates: RateCard | None) -> TimelineView | None:
@@ -46,11 +48,13 @@ def _figure(view: Same[TimelineView], predicted: Same[TimelineView | None], scop
     return gantt(view.value, scope, predicted=predicted.value, ink=ink)
 
 
-def chart(view: TimelineView | None, predicted: TimelineView | None, scope: Scope, critical: bool) -> None:
-    """The update by lane."""
+def chart(
+    view: TimelineView | None, predicted: TimelineView | None, scope: Scope, critical: bool, gone: bool = False
+) -> None:
+    """The update by lane. gone: the run ended, no other update comes."""
     if view is None:
         st.html(markup.title("Update, by lane"))
-        draw(plot.empty(NOTHING_YET, HEIGHT), "gantt")
+        draw(plot.empty(GONE if gone else NOTHING_YET, HEIGHT), "gantt")
         return
     st.html(markup.title("Update, by lane", _words(view, predicted)))
     ink = palette.INK[theme()] if critical else None
@@ -106,7 +110,7 @@ def waits(view: TimelineView, predicted: TimelineView | None) -> None:
     first, last = window(view, "update")
     rows = [
         (
-            markup.dot(cause, palette.cause(cause)),
+            markup.dot(cause_in_words(cause), palette.cause(cause)),
             units.seconds(found.get(cause, 0.0)),
             units.seconds(expected.get(cause, 0.0) if predicted else None),
             _share(found.get(cause, 0.0), last - first, palette.cause(cause)),

@@ -46,7 +46,8 @@ def _details(snapshot: Snapshot, now: float) -> list[str]:
     device = {"cuda": "CUDA", "emulated": "emulated device"}[rank.device_kind]
     details = [f"rank {rank.rank} of {run.world_size}", device, rank.host, f"step {units.integer(rank.step)}"]
     if run.liveness == "finished":
-        return [*details, f"finished {units.age(now - rank.last_seen)} ago"]
+        lasted = units.age(max(0.0, rank.last_seen - rank.started_at))
+        return [*details, f"finished {units.age(now - rank.last_seen)} ago, after {lasted}"]
     details += [f"in {rank.phase}", f"heard of {units.age(now - rank.last_seen)} ago"]
     if snapshot.steps:
         details.append(f"last step ended {units.age(now - snapshot.steps[-1].timestamp)} ago")

@@ -1,9 +1,8 @@
-"""Now: every run as a card, the worst first, and the one thing to do next."""
+"""Now: every run that goes on as a card, newest first, those that ended folded away, and the one thing to do next."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
@@ -16,6 +15,8 @@ from tidegate.wire.run import RunView
 
 CARDS: Final = 24
 """More runs than that are rows of a table below."""
+ENDED_SHOWN: Final = 3
+"""Runs that ended and are cards while none goes on; others are folded away."""
 ASKED: Final = 3
 FILTER: Final = "now_filter"
 PLACES: Final = {"run": "Open the run", "tune": "Tune it", "timeline": "Open its timeline", "alerts": "See alerts"}
@@ -46,16 +47,22 @@ def _runs(place: Place) -> None:
     if not shown:
         st.caption("No run has a name like that.")
     moment = time.time()
+    cards, folded = urgency.running(shown), urgency.ended(shown)
+    if not cards:
+        cards, folded = folded[:ENDED_SHOWN], folded[ENDED_SHOWN:]
     with st.container(horizontal=True, key="cards"):
-        for number, run in enumerate(shown[:CARDS]):
+        for number, run in enumerate(cards[:CARDS]):
             card.card(number, run, moment, away=found.problem is not None)
-    if len(shown) > CARDS:
-        card.rows(shown[CARDS:], moment)
+    if len(cards) > CARDS:
+        card.rows("more_runs", cards[CARDS:], moment, "More runs")
+    if folded:
+        with st.expander("Runs that ended", expanded=False):
+            card.rows("ended_runs", folded, moment, urgency.counted(folded))
 
 
 def _filtered(runs: tuple[RunView, ...]) -> list[RunView]:
     wanted = str(st.session_state.get(FILTER, "")).strip().lower()
-    return urgency.ordered([run for run in runs if wanted in run.run.lower()])
+    return [run for run in runs if wanted in run.run.lower()]
 
 
 @live
@@ -64,9 +71,7 @@ def _next(place: Place) -> None:
     found = feed.runs(place.url)
     if not found.runs:
         return
-    counts = Counter(run.liveness for run in found.runs)
-    said = ", ".join(f"{count} {liveness}" for liveness, count in counts.most_common())
-    st.html(markup.title("Runs", said))
+    st.html(markup.title("Runs", urgency.counted(found.runs)))
     if found.problem:
         return
     runs = urgency.ordered(found.runs)

@@ -108,7 +108,9 @@ def _draw(place: Place, view: TimelineView | None) -> None:
         predicted = _expected(place, view)
         if predicted is None:
             st.caption("No prediction of this step: it needs measured rates and a timeline that was sent whole.")
-    gantt.chart(view, predicted, scope, st.session_state["gantt_critical"])
+    snapshot = feed.look(place.url, place.run, place.rank).snapshot
+    gone = snapshot is not None and bool(snapshot.rank.step) and snapshot.rank.liveness in ("lost", "finished")
+    gantt.chart(view, predicted, scope, st.session_state["gantt_critical"], gone)
     if view is not None:
         left, right = st.columns([3, 2], gap="medium")
         with left:

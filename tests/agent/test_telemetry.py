@@ -362,6 +362,7 @@ def test_a_skipped_step_is_counted_and_updates_nothing() -> None:
         last = attachment.recorder.totals.last
         assert last is not None
         assert last.skipped
+        assert "was skipped, because a gradient was not finite" in last.verdict
         assert last.update_params == {"cpu": 0, "device": 0}
         assert attachment.recorder.rows("tidegate_skipped_steps_total")[()] == 1
 

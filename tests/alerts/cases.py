@@ -64,6 +64,33 @@ def _path(busy: float, nbytes: float) -> dict[str, str]:
 
 
 CASES: Final[tuple[Case, ...]] = (
+    # ---- steps that are skipped
+    Case(
+        alert="TidegateStepsSkipped",
+        why="every second step has gradients that are not finite",
+        series={"tidegate_steps_total": "0+2x400", "tidegate_skipped_steps_total": "0+1x400"},
+        labels=RANK,
+        at="40m",
+        summary="llama rank 0: 120 steps were skipped in 30 minutes, because a gradient was not finite",
+    ),
+    Case(
+        alert="TidegateStepsSkipped",
+        why="all of twelve steps, on every rank",
+        series={"tidegate_steps_total": "0x20 0+1x12 12x300", "tidegate_skipped_steps_total": "0x20 0+1x12 12x300"},
+        labels=RANK,
+        summary="llama rank 0: 12 steps were skipped in 30 minutes, because a gradient was not finite",
+    ),
+    Case(
+        alert="TidegateStepsSkipped",
+        why="a scaler that finds its scale skips a few",
+        series={"tidegate_steps_total": "0+1x400", "tidegate_skipped_steps_total": "0+1x6 6x400"},
+    ),
+    Case(
+        alert="TidegateStepsSkipped",
+        why="a few of thousands",
+        series={"tidegate_steps_total": "0+40x400", "tidegate_skipped_steps_total": "0+1x400"},
+        at="40m",
+    ),
     # ---- the update
     Case(
         alert="TidegateUpdateStalled",

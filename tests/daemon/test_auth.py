@@ -68,7 +68,7 @@ def expected(method: str, path: str, who: str) -> int | None:
         allowed = {"agent"} if path.startswith("/v1/agents") else {"operate"}
     if scope not in allowed:
         return 403
-    near = path in ("/v1/runs", "/v1/openapi.json") or path.startswith("/v1/agents")
+    near = path == "/v1/runs" or path.startswith("/v1/agents")
     return 403 if other and not near else None
 
 

@@ -16,8 +16,10 @@ from sqlalchemy.exc import IntegrityError
 
 from tests.daemon.live import hello, step_report
 from tidegate.daemon import steps
+from tidegate.daemon import views as views_of
+from tidegate.daemon.control import plane as plane_module
 from tidegate.daemon.control.history import STEPS_BEFORE_CLEANING, SWEEP_SECONDS, WRITE_SECONDS, History
-from tidegate.daemon.control.plane import ControlPlane
+from tidegate.daemon.control.plane import FLUSH_SECONDS, ControlPlane
 from tidegate.daemon.control.run import Clock, Member
 from tidegate.daemon.control.window import STEPS_KEPT, Figures, Window
 from tidegate.daemon.store import Store
@@ -114,7 +116,7 @@ def test_the_table_does_not_grow(store: Store) -> None:
         rank.pass_seconds(WRITE_SECONDS)
     assert STEPS_KEPT <= stored(store, rank) <= STEPS_KEPT + STEPS_BEFORE_CLEANING + 10
     rank.pass_seconds(SWEEP_SECONDS)
-    assert stored(store, rank) == 0, "they are older than they are kept"
+    assert stored(store, rank) == 1, "they are older than they are kept, but for what the run ended with"
 
 
 def test_what_nobody_can_ask_for_is_deleted_even_after_a_refusal(
@@ -171,3 +173,36 @@ def test_who_takes_a_rank_takes_the_place_of_its_steps(store: Store) -> None:
             plane.goodbye(first.agent)
     plane.save_all()
     assert store.steps.newest_numbers() == {second.agent: 0}
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_a_run_ended_with_is_known_however_many_ended_since(
+    store: Store, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """Three runs ended; the newest steps of one and the last step of two are in memory."""
+    monkeypatch.setattr(plane_module, "GONE_RANKS_KEPT", 1)
+    monkeypatch.setattr(plane_module, "LAST_STEPS_KEPT", 2)
+    now = 1_000.0
+    clock = Clock(wall=lambda: now, mono=lambda: now)
+    plane = ControlPlane(store, clock=clock)
+    for name in ("oldest", "older", "old"):
+        one = hello(name)
+        plane.hello(one, Knobs(stride=2.0))
+        told = tuple(step_report(step) for step in range(1, 31))
+        plane.report(one.agent, AgentReport(timestamp=now, step=30, phase="other", generation=0, effective={},
+                                            steps=told, finished=True))  # fmt: skip
+        now += 1.0
+    plane.history.write()
+    if restarted:
+        plane.save_all()
+        plane = ControlPlane(store, clock=clock)
+    else:
+        now += FLUSH_SECONDS
+        plane.tick()
+    runs = plane.roster.runs
+    assert [len(runs[name].members[0].recent) for name in ("oldest", "older", "old")] == [0, 1, 20]
+    plane.recall(runs["oldest"])
+    views = [views_of.run_view(run, plane.roster.states(run)) for run in runs.values()]
+    assert [view.ranks[0].last_step and view.ranks[0].last_step.step for view in views] == [30, 30, 30]
+    assert [view.totals and view.totals.step for view in views] == [30, 30, 30]
+    plane.save_all()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.daemon.live import Agent, Daemon, hello, new_run, wait_until
+from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, new_run, wait_until
 from tidegate.daemon.control.preview import evidence
 from tidegate.errors import KnobError, NotFound, StaleKnobs
 from tidegate.wire.agent import Rates, SubgroupSizes, Vote
@@ -324,3 +327,20 @@ def test_reset_by_all_ranks_is_one_generation(daemon: Daemon) -> None:
 def test_start_up_settings_are_checked(daemon: Daemon) -> None:
     with pytest.raises(KnobError, match="stride"):
         daemon.client("agent").hello(hello(new_run(), knobs={"stride": 0.1}))
+
+
+def test_the_example_in_the_docs_changes_knobs(daemon: Daemon) -> None:
+    text = (ROOT / "docs" / "control.md").read_text()
+    (script,) = (part for part in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "PATCH" in part)
+    run = new_run()
+    with Agent(daemon, run).begin().answering() as agent:
+        agent.train(30, 1.0)
+        script = script.replace("http://127.0.0.1:8790", daemon.url).replace("run=llama ", f"run={run} ")
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, check=False, timeout=60,
+            env=environment(daemon.state),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        made = json.loads(done.stdout)
+    assert (made["state"], made["changes"]) == ("committed", {"stride": 3.0, "static_ratio": 0.25})
+    assert made["canary"]["steps"] == 20

@@ -5,15 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import sqlite3
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.daemon.live import Agent, Process, listen, new_run, step_report, wait_until
 from tidegate.client import DaemonClient
 from tidegate.errors import DaemonUnreachable
+from tidegate.wire.agent import Rates
 from tidegate.wire.canary import CanaryRequest
+
+RATES = Rates(
+    h2d_bytes_per_second=2e10, d2h_bytes_per_second=2e10, cpu_params_per_second=1e9, device_params_per_second=9e9,
+    norm_params_per_second=4e10,
+)  # fmt: skip
 
 
 def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
@@ -53,6 +61,49 @@ def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
         assert (client.generations(run)[3].state, client.run(run).liveness) == ("applied", "live")
         code, _, text = process.end(signal.SIGTERM)
         assert (code, "Traceback" in text) == (0, False), text
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_what_ended_is_shown_after_a_restart_as_it_was_before(tmp_path: Path, how: signal.Signals) -> None:
+    """A run of two ranks that ended: its figures, its steps, its knobs and what the ranks had of them."""
+    run, silent = new_run(), new_run()
+    with Process(tmp_path) as process:
+        daemon = process.start()
+        ranks = [Agent(daemon, run, rank).begin() for rank in range(2)]
+        for rank in ranks:
+            rank.train(30, 1.0 + rank.message.rank)
+            rank.say(phase="update", predicted_update_seconds=1.5, rates=RATES, effective={"stride": 4.0})
+            rank.client.goodbye(rank.id)
+        left = Agent(daemon, silent).begin()
+        left.train(5, 1.0)
+        client = daemon.client()
+        before = seen(client, run)
+        assert before["run"].totals.step_seconds == 2.1
+        wait_until(lambda: stored(tmp_path) == 65, "steps that are written")
+        process.end(how)
+
+        again = process.start().client()
+        assert seen(again, run) == before
+        assert again.run(silent).ranks[0].last_step.step == 5
+        listed = {view.run: view for view in again.runs()}
+        assert listed[run] == before["run"]
+
+
+def seen(client: DaemonClient, run: str) -> dict[str, Any]:
+    """All that is told of a run that ended."""
+    return {
+        "run": client.run(run),
+        "steps": [client.steps(run, rank) for rank in range(2)],
+        "knobs": client.knobs(run),
+        "generations": client.generations(run),
+        "rates": [client.rates(run, rank) for rank in range(2)],
+    }
+
+
+def stored(state: Path) -> int:
+    """How many steps are on disk."""
+    with contextlib.closing(sqlite3.connect(state / "tidegate.db")) as connection:
+        return int(connection.execute("SELECT count(*) FROM steps").fetchone()[0])
 
 
 def test_steps_outlive_the_daemon_and_a_trial_begins_with_them(tmp_path: Path) -> None:

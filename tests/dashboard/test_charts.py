@@ -102,6 +102,8 @@ def test_the_verdict_says_what_the_update_waits_for() -> None:
     calm = tuple(step.model_copy(update={"stalls": ()}) for step in STEPS)
     assert verdict(run_view(), digest(calm), 100.0) == "The update is 42 % of the step; hardly anything held it up."
     assert verdict(run_view(), digest(()), 100.0) == "Waiting for the first step to finish."
+    skipping = [step.model_copy(update={"skipped": True}) for step in STEPS[-12:]]
+    assert verdict(run_view(), digest([*STEPS, *skipping]), 100.0).startswith("12 of the newest 20 steps were skipped")
     assert verdict(run_view("lost"), digest(STEPS), 142.0) == "Lost: no word from rank 0 for 42 s."
     assert verdict(run_view("stale"), digest(STEPS), 105.0) == "Late: no word from rank 0 for 5.0 s."
     assert verdict(run_view("finished"), digest(STEPS), 1.0).startswith("Finished after 60 steps: the update was 42 %")

@@ -14,6 +14,7 @@ from tests.dashboard.test_alerts import tell
 from tests.services import until
 from tidegate.client import DaemonClient
 from tidegate.dashboard import firing, kept, urgency
+from tidegate.dashboard.digest import digest, verdict
 from tidegate.dashboard.parts import card
 from tidegate.errors import DaemonUnreachable
 from tidegate.wire.alert import AlertView
@@ -31,6 +32,7 @@ def run_of(
     step: StepReport | None = None,
     *,
     last_seen: float = NOW,
+    started_at: float = 0.0,
     device_memory_bytes: int | None = None,
 ) -> RunView:
     rank = RankView(
@@ -39,8 +41,8 @@ def run_of(
         last_step=step, device_memory_bytes=device_memory_bytes,
     )  # fmt: skip
     return RunView(
-        run=name, liveness=liveness, device_kind="cuda", world_size=1, step=1, generation=0, started_at=0.0,
-        last_seen=last_seen, ranks=(rank,),
+        run=name, liveness=liveness, device_kind="cuda", world_size=1, step=1, generation=0,
+        started_at=started_at, last_seen=last_seen, ranks=(rank,),
     )  # fmt: skip
 
 
@@ -88,9 +90,19 @@ def test_a_calm_or_finished_run_wants_nothing() -> None:
     assert urgency.task(run_of("r", step=SHORT), (resolved,), NOW) is None
 
 
-def test_the_worst_comes_first() -> None:
-    runs = [run_of("d", "finished"), run_of("c"), run_of("b"), run_of("a", "stale"), run_of("e", "lost")]
-    assert [run.run for run in urgency.ordered(runs)] == ["e", "a", "b", "c", "d"]
+def test_what_goes_on_comes_first_and_the_newest_of_it() -> None:
+    made = [("d", "finished", 3.0), ("c", "live", 1.0), ("b", "live", 2.0), ("a", "stale", 5.0), ("e", "lost", 9.0)]
+    runs = [run_of(name, liveness, started_at=at) for name, liveness, at in made]  # type: ignore[arg-type]
+    assert [run.run for run in urgency.ordered(runs)] == ["a", "b", "c", "e", "d"]
+    assert urgency.counted(runs) == "2 live, 1 finished, 1 stale, 1 lost"
+
+
+def test_who_is_lost_for_days_is_no_task() -> None:
+    assert urgency.task(run_of("r", "lost"), (), NOW + 60) is not None
+    assert urgency.task(run_of("r", "lost"), (), NOW + 2 * urgency.LOST_SECONDS) is None
+
+
+def test_the_worst_task_comes_first() -> None:
     asked = [
         urgency.task(run_of("waits", step=STALLED), (), NOW),
         urgency.task(run_of("late", "stale"), (), NOW),
@@ -145,7 +157,29 @@ def test_cards_say_how_each_run_is_and_link_to_it(daemon: Daemon) -> None:
     assert "step 2 · 1 rank · emulated" in shown
     order = [link.proto.label for link in app.get("page_link")]
     cards = [label for label in order if label in ("big", "small", "done", "new")]
-    assert cards == ["big", "new", "small", "done"]
+    assert cards == ["new", "small", "big"], "the newest first"
+    (folded,) = app.expander
+    assert (folded.label, list(folded.dataframe[0].value["run"])) == ("Runs that ended", ["done"])
+    assert "Finished after 3 steps" in folded.dataframe[0].value["verdict"][0]
+
+
+def test_while_nothing_goes_on_the_newest_that_ended_are_cards(daemon: Daemon) -> None:
+    for number in range(5):
+        agent = Agent(daemon, run=f"run-{number}")
+        agent.train(2)
+        agent.finish()
+    app = page("now")
+    cards = [link.proto.label for link in app.get("page_link") if link.proto.label.startswith("run-")]
+    assert cards == ["run-4", "run-3", "run-2"]
+    assert list(app.expander[0].dataframe[0].value["run"]) == ["run-1", "run-0"]
+
+
+def test_a_run_whose_steps_are_not_kept_any_more_does_not_wait_for_its_first() -> None:
+    old = run_of("r", "finished").model_copy(update={"step": 280})
+    said = card._figures(old, digest([]), NOW)
+    assert "steps not kept" in said
+    assert "no step yet" not in said
+    assert verdict(old, digest([]), NOW) == "Finished after 280 steps; the daemon does not have them any more."
 
 
 def test_the_one_thing_to_do_is_an_alert_before_a_wait(daemon: Daemon) -> None:
@@ -207,7 +241,7 @@ def test_of_many_runs_some_are_rows_and_a_filter_finds_them(daemon: Daemon) -> N
         Agent(daemon, run=f"run-{number:02d}").report()
     app = page("now")
     assert len([link for link in app.get("page_link") if link.proto.label.startswith("run-")]) == 24
-    assert list(app.dataframe[0].value["run"]) == ["run-24", "run-25", "run-26"]
+    assert list(app.dataframe[0].value["run"]) == ["run-02", "run-01", "run-00"]
     app.text_input[0].input("-26")
     again(app)
     assert [link.proto.label for link in app.get("page_link") if link.proto.label.startswith("run-")] == ["run-26"]
@@ -222,9 +256,9 @@ def test_a_click_is_on_the_row_that_was_drawn(monkeypatch: pytest.MonkeyPatch) -
     gone_to: list[str] = []
     monkeypatch.setattr(card.links, "go", lambda _, run: gone_to.append(run))
     clicked: list[int] = []
-    card.rows([run_of("a"), run_of("b")], NOW)
+    card.rows("t", [run_of("a"), run_of("b")], NOW, "")
     clicked.append(1)
-    card.rows([run_of("b"), run_of("a")], NOW)
+    card.rows("t", [run_of("b"), run_of("a")], NOW, "")
     assert gone_to == ["b"]
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.dashboard.screen import again, page, text
-from tests.dashboard.scripted import Agent, Daemon, start_daemon, timeline
+from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report, timeline
 from tests.services import until
 from tidegate.dashboard import feed, kept
 from tidegate.wire.agent import AgentReport
@@ -239,6 +239,16 @@ def test_before_the_first_update_the_timeline_says_so(daemon: Daemon) -> None:
     app = page("timeline")
     assert "No update has been measured yet" in app.get("plotly_chart")[0].proto.spec
     assert not app.exception
+
+
+def test_of_a_run_that_ended_no_update_is_waited_for(daemon: Daemon) -> None:
+    agent = Agent(daemon)
+    agent.step = 1
+    agent.report(steps=(step_report(1, time.time()),))
+    agent.finish()
+    app = page("timeline")
+    assert "not kept any more" in app.get("plotly_chart")[0].proto.spec
+    assert "after 1 h" in text(app)
 
 
 @pytest.mark.parametrize("path", ["now", "run", "timeline"])

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import webbrowser
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cached_property, partial
@@ -186,10 +187,23 @@ class Session:
         for name, path in optimizer.engine.store.paths.items() if optimizer.engine.store is not None else ():
             say(f"  storage    {name}: {path.settings.place}")
         if view is not None:
-            say(f"  live view  {view}")
-        say(f"  REST docs  {url}/v1/openapi.json (with a token)")
+            self._announce_view(view)
+        say(f"  REST docs  {url}/docs")
         say(f"  metrics    http://{attachment.metrics_address}/metrics")
         say("  try        tidegate status    tidegate knobs set stride=3 static_ratio=0.25 tier_split=nvme:2,pfs:1\n")
+
+    def _announce_view(self, view: str) -> None:
+        """Its address, and the link that lets a browser turn knobs, which is opened where there is a terminal."""
+        from tidegate import dashboard
+
+        self.console.print(f"  live view  {view}")
+        link = dashboard.link_to(view)
+        if link is None:
+            self.console.print(f"  read-only  There is {dashboard.no_link()}", markup=False)
+            return
+        self.console.print(f"  to turn    {link} (opens once, within 10 minutes)", markup=False)
+        if not self.headless and dashboard.wants_browser():
+            webbrowser.open(dashboard.page_to_open(link, view))
 
     def _train(
         self, model: torch.nn.Module, optimizer: AdamW, attachment: Attachment, text: torch.Tensor, summary: Summary
@@ -201,7 +215,7 @@ class Session:
         optimizer.observers.append(summary.planned)
         deadline = time.monotonic() + self.options.seconds if self.options.seconds else float("inf")
         with self._progress() as progress:
-            task = progress.add_task("training", total=self.options.steps, loss=float("nan"), knobs="")
+            task = progress.add_task("training", total=self.options.steps, loss="", knobs="")
             for step in range(self.options.steps):
                 tokens = batch(text, BATCH, WINDOW, generator).to(self.place.device)
                 optimizer.zero_grad()
@@ -221,7 +235,7 @@ class Session:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("{task.fields[loss]}"),
             TextColumn("{task.fields[knobs]}"),
             TimeRemainingColumn(),
             console=self.console,
@@ -238,7 +252,7 @@ class Session:
             f"stride {effective['stride']} static {effective['static_ratio']} split {effective['tier_split']} "
             f"generation {attachment.generation}"
         )
-        progress.update(task, completed=step, loss=loss, knobs=knobs)
+        progress.update(task, completed=step, loss=f"loss {loss:.3f}", knobs=knobs)
         if not self.interactive and (step == 1 or step % max(1, self.options.steps // 10) == 0):
             self.console.print(f"  step {step}/{self.options.steps}  loss {loss:.3f}  {knobs}")
             sys.stdout.flush()

@@ -15,7 +15,7 @@ from tidegate.agent.attach import Attachment
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.optimizer import AdamW
 from tidegate.agent.telemetry.phases import StepPhases
-from tidegate.timeline import Timeline
+from tidegate.timeline import Timeline, cause_in_words
 from tidegate.trace import write_trace
 
 TRACED_STEPS = 5
@@ -106,7 +106,9 @@ class Summary:
             table.add_row(phase, f"{seconds:.2f}", f"{seconds / total:.1%}", f"{exposed:.2f}")
         console.print(table)
         stalls = {cause: s for cause, s in result["stall_seconds"].get("update", {}).items() if s >= 0.01}
-        waits = ", ".join(f"{cause} {s:.2f} s" for cause, s in sorted(stalls.items(), key=lambda row: -row[1]))
+        waits = ", ".join(
+            f"{cause_in_words(cause)} {s:.2f} s" for cause, s in sorted(stalls.items(), key=lambda row: -row[1])
+        )
         params = result["update_params"]
         console.print(f"update waited for: {waits or 'nothing'}")
         console.print(f"updated: {params['cpu']:,} parameters on the CPU, {params['device']:,} on the device")
