@@ -139,12 +139,13 @@ class Attachment:
         steps = self._optimizer.num_steps
         if steps == self.recorder.number:
             return
-        self._agent, self._decided = uuid.uuid4().hex, None
+        self._agent = uuid.uuid4().hex
         self.applied_at = [(self.generation, steps + 1)]
         if self.link is None:
             self.recorder.count_from(steps)
         else:
             self.link.begin_anew(self._hello(reset_knobs=False), lambda: self.recorder.count_from(steps))
+            self.link.applied(self.generation, steps + 1)
 
     def close(self) -> None:
         """Says goodbye to the daemon and stops serving /metrics. Idempotent; nothing in a fork."""

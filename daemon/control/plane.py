@@ -364,7 +364,7 @@ class ControlPlane:
 
 def _taken_over(hello: AgentHello, held: Member | None, at: float) -> list[AuditNote]:
     """What is written down when a rank is taken over from a process that has ended without a goodbye."""
-    if held is None or held.hello.agent != hello.replaces or held.hello.process == hello.process:
+    if held is None or held.hello.agent != hello.replaces or hello.process == held.hello.process is not None:
         return []
     ended = f"Process {held.hello.pid} on {held.hello.host} has ended without a goodbye."
     text = f"{ended} Process {hello.pid} has taken over rank {hello.rank}."
