@@ -14,11 +14,13 @@ from typing import Any, Self
 
 import torch
 
+from tidegate.agent import seats
 from tidegate.agent.boundary import Boundary, agree
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.hooks import ModelHook
 from tidegate.agent.link import AgentLink, Committed
 from tidegate.agent.optimizer import AdamW
+from tidegate.agent.process import this_process
 from tidegate.agent.ranks import Ranks, local_rank
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.recorder import Recorder
@@ -26,6 +28,7 @@ from tidegate.agent.telemetry.watch import Watch
 from tidegate.agent.tuning import Tuning
 from tidegate.client import find_token
 from tidegate.errors import ConfigError
+from tidegate.knobs import Knobs
 from tidegate.logs import configure_from_environment, event
 from tidegate.wire.agent import AgentHello, AgentReport, Rates, SubgroupSizes
 
@@ -35,8 +38,9 @@ log = logging.getLogger("tidegate")
 class Attachment:
     """What `attach` started; `close()` it, or let `optimizer.close()` do so.
 
-    `recorder` holds the figures of every step, `metrics_address` is where /metrics is served, `generation` is the
-    newest generation of knobs that runs.
+    One that is dropped closes itself when it is collected, and says goodbye when the process ends. `recorder` holds the
+    figures of every step, `metrics_address` is where /metrics is served, `generation` is the newest generation of knobs
+    that runs.
     """
 
     def __init__(
@@ -51,39 +55,45 @@ class Attachment:
         metrics_port: int = 0,
         advertise_host: str | None = None,
         reset_knobs: bool = False,
+        strict: bool = False,
     ) -> None:
-        if optimizer.attachment is not None:
-            raise ConfigError("This optimizer is attached already; close() that attachment first.")
         configure_from_environment()
-        optimizer.follow_params()
         self._ranks = Ranks.now()
         self.run, self.rank, self.world_size = run, self._ranks.rank, self._ranks.count
+        self._make_way(optimizer, strict)
+        optimizer.wait()  # its step is none of ours
+        optimizer.follow_params()
         self.generation = 0
-        self.applied_at: list[tuple[int, int]] = [(0, 1)]
-        """(generation, first step that ran with it), oldest first."""
+        self.applied_at: list[tuple[int, int]] = [(0, optimizer.num_steps + 1)]
+        """(generation, first step that ran with it), oldest first. Steps are numbered as the optimizer counts them."""
         self._optimizer = optimizer
+        self._pid = os.getpid()
+        self._left = False
+        """The link was told to say goodbye."""
         self._agent = uuid.uuid4().hex
         self._started_at = time.time()
         self._decided: tuple[int, int] | None = None
         """The decision of the daemon that was applied or refused last."""
-        self._first_step = optimizer.num_steps + 1
         self.recorder = Recorder(optimizer)
         self.tuning = Tuning(optimizer, self.recorder, self._ranks)
         self.link: AgentLink | None = None
         with ExitStack() as undo:
             with _on_all(self._ranks):
-                self._watch = Watch(optimizer, self.recorder, metrics_bind, _port(metrics_port))
+                self._watch = Watch(optimizer, self.recorder, metrics_bind, _port(metrics_port), strict)
                 undo.callback(self._stop_watching)
                 self.metrics_address = f"{advertise_host or metrics_bind}:{self._watch.port}"
                 if daemon is not None:
-                    self.link = self._connect(daemon, token or find_token("agent"), reset_knobs)
-            self._meet(1)
+                    token = token or find_token("agent")
+                    self.link = AgentLink(daemon, token, self._hello(reset_knobs), self)
+                    self.link.start(strict)
+            self._meet(optimizer.num_steps + 1)
             undo.pop_all()
         self._phases = _PhaseHooks(optimizer)
         self._handles = self._phases.on(model) if model is not None else []
         optimizer.observers.append(self._on_step)
         optimizer.boundaries.append(self._between_steps)
         optimizer.attachment = self
+        seats.seat(self)
         log.info(
             "run %s, rank %d of %d: metrics at %s", self.run, self.rank, self.world_size, self.metrics_address,
             extra=event(
@@ -91,6 +101,14 @@ class Attachment:
                 metrics_address=self.metrics_address, device=optimizer.device.kind,
             ),
         )  # fmt: skip
+
+    def _make_way(self, optimizer: AdamW, strict: bool) -> None:
+        """The attachments are closed whose optimizer, or whose place in the run, this one takes."""
+        if optimizer.attachment is not None:
+            if strict:
+                raise ConfigError("This optimizer is attached already; close() that attachment first.")
+            optimizer.attachment.close()
+        seats.vacate(self.run, self.rank)
 
     @property
     def overhead(self) -> dict[str, float]:
@@ -110,9 +128,29 @@ class Attachment:
         if self.link is not None:
             self.link.greet_as(self._hello(reset_knobs=False))
 
+    def extended(self) -> None:
+        """The optimizer has more parameters: the daemon hears of their subgroups."""
+        if self.link is not None:
+            self.link.greet_as(self._hello(reset_knobs=False))
+
+    def resumed(self) -> None:
+        """The optimizer has loaded a state: steps are numbered on from there. To the daemon this is another agent, as
+        after a restart, or it would take the steps for those that it was told before."""
+        steps = self._optimizer.num_steps
+        if steps == self.recorder.number:
+            return
+        self._agent = uuid.uuid4().hex
+        self.applied_at = [(self.generation, steps + 1)]
+        if self.link is None:
+            self.recorder.count_from(steps)
+        else:
+            self.link.begin_anew(self._hello(reset_knobs=False), lambda: self.recorder.count_from(steps))
+            self.link.applied(self.generation, steps + 1)
+
     def close(self) -> None:
-        """Says goodbye to the daemon and stops serving /metrics. Idempotent."""
-        if self._on_step in self._optimizer.observers:
+        """Says goodbye to the daemon and stops serving /metrics. Idempotent; nothing in a fork."""
+        if os.getpid() == self._pid and self._on_step in self._optimizer.observers:
+            seats.unseat(self)
             self._optimizer.observers.remove(self._on_step)
             self._optimizer.boundaries.remove(self._between_steps)
             self._optimizer.attachment = None
@@ -124,8 +162,20 @@ class Attachment:
                 extra=event("detached", run=self.run, rank=self.rank, steps=self.recorder.steps),
             )  # fmt: skip
 
+    def leave(self) -> None:
+        """Says goodbye to the daemon with the last steps, and waits for nothing. The link ends by that."""
+        if self.link is not None and not self._left and os.getpid() == self._pid:
+            self._left = True
+            self.link.leave(self._last_report())
+
+    def __del__(self) -> None:
+        """Whatever has threads holds none of this, so it is still whole: /metrics ends by itself."""
+        if getattr(self, "link", None) is not None:
+            self.leave()
+
     def _stop_watching(self) -> None:
         try:
+            self.leave()
             if self.link is not None:
                 self.link.close()
         finally:
@@ -137,6 +187,13 @@ class Attachment:
             return f"Attachment({who}, closed)"
         daemon = "no daemon" if self.link is None else "with a daemon"
         return f"Attachment({who}, generation {self.generation}, metrics at {self.metrics_address}, {daemon})"
+
+    def _last_report(self) -> AgentReport | None:
+        try:
+            return self.report()
+        except Exception:
+            log.exception("the last report could not be made", extra=event("report_failed"))
+            return None
 
     def __enter__(self) -> Self:
         return self
@@ -156,7 +213,7 @@ class Attachment:
 
     def _between_steps(self, next_step: int) -> None:
         began = time.thread_time()
-        heard = self._meet(next_step - self._first_step + 1)
+        heard = self._meet(next_step)
         self.tuning.between_steps(heard)
         self._watch.overhead["tuner"] += time.thread_time() - began
         if self.link is not None:
@@ -200,16 +257,6 @@ class Attachment:
 
     # ---- what the daemon hears
 
-    def _connect(self, daemon: str, token: str | None, reset_knobs: bool) -> AgentLink:
-        return AgentLink(
-            daemon,
-            token,
-            self._hello(reset_knobs),
-            make_report=self._report,
-            undelivered=lambda report: self.recorder.give_back(report.steps),
-            check=self._optimizer.check_knobs,
-        )
-
     def _hello(self, reset_knobs: bool) -> AgentHello:
         engine = self._optimizer.engine
         sizes = Counter((s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in engine.subgroups)
@@ -235,9 +282,19 @@ class Attachment:
             policy=self._optimizer.offload.policy,
             paths=tuple(engine.host_slots),
             started_at=self._started_at,
+            process=this_process(),
         )
 
-    def _report(self) -> AgentReport:
+    def check(self, knobs: Knobs) -> None:
+        """ConfigError when they cannot work here."""
+        self._optimizer.check_knobs(knobs)
+
+    def undelivered(self, report: AgentReport) -> None:
+        """Its steps are told again."""
+        self.recorder.give_back(report.steps)
+
+    def report(self) -> AgentReport:
+        """What there is to tell the daemon since the last one. From any thread."""
         recorder = self.recorder
         rates, last = recorder.rates, recorder.last_step
         timeline = None if last is None else last.view()  # before steps are taken: they would be lost if it failed
@@ -264,8 +321,13 @@ def attach(optimizer: AdamW, model: torch.nn.Module | None = None, **settings: A
     metrics_bind, metrics_port: where /metrics listens. Each further rank of a host (LOCAL_RANK, which torchrun and
         deepspeed set) takes the next port; 0 takes a free one. advertise_host: how others reach it.
     reset_knobs: the start-up settings win over the knobs that the run had before.
+    strict: raises where training would otherwise go on unseen, or seen otherwise than was asked for: RankTaken when
+        another live agent holds this run and rank (after its lease, where it may have ended on another host),
+        NotAuthorized for a wrong token, ConfigError for an optimizer that is attached or a port that is taken.
 
-    Raises RankTaken when another live agent holds this run and rank, NotAuthorized for a wrong token.
+    Without `strict` only settings that cannot work raise: whatever the daemon, other processes or earlier attachments
+    of this one do, training goes on. A rank whose process has ended on this host is taken over at once. The attachment
+    that this process, or this optimizer, had before is closed.
     """
     return Attachment(unwrapped(optimizer), model, **settings)
 
@@ -329,7 +391,8 @@ class _PhaseHooks:
             self._optimizer.phases.enter("other")
             for tensor in _tensors(output):
                 # The gradient of an output comes first in a backward pass.
-                tensor.register_hook(self._optimizer.backward_began)
+                # Whoever keeps a loss keeps no optimizer.
+                tensor.register_hook(ModelHook(self._optimizer.backward_began))
                 break
 
 

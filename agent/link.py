@@ -7,15 +7,21 @@ import logging
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol
 
+from tidegate.agent.engine.last_reference import let_go
+from tidegate.agent.process import has_ended, is_seen
+from tidegate.agent.refusals import Refusals
 from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError, DaemonError, NotAuthorized, NotFound, RankTaken
 from tidegate.knobs import Knobs
 from tidegate.logs import event
-from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Vote
+from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Lease, Vote
 
 log = logging.getLogger("tidegate.link")
 
@@ -32,6 +38,11 @@ TOLD_AGAIN_SECONDS = 3.0
 """The daemon writes what it is told once a second: the reports that arrived so long before the newest one are told
 again when it was killed, however many they are."""
 MAX_BACKOFF_SECONDS = 5.0
+LONGEST_GOODBYE_SECONDS = 10.0
+STRICT_PAUSE_SECONDS = 0.5
+"""Between two questions for a rank that is held, where an attachment waits for it."""
+STRICT_MARGIN_SECONDS = 1.0
+"""How much longer than its lease one waits for an agent that may have ended."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +60,53 @@ class Committed:
         return self.life, self.generation
 
 
+class Speaker(Protocol):
+    """Whose link it is. Calls come from the threads of the link."""
+
+    def report(self) -> AgentReport:
+        """What there is to tell since the last one."""
+
+    def undelivered(self, report: AgentReport) -> None:
+        """This one did not arrive."""
+
+    def check(self, knobs: Knobs) -> None:
+        """ConfigError when they cannot work here."""
+
+
+@dataclass(frozen=True)
+class _Farewell:
+    """The last word of a link; its report is None where none could be made."""
+
+    report: AgentReport | None
+
+
+_open_links: set[AgentLink] = set()
+"""Links whose threads have not said goodbye yet."""
+
+
 class AgentLink:
     """Two threads: one reports, one listens. Both go on through any outage of the daemon, with back-off.
 
-    `make_report()` gives the next report, `undelivered(report)` takes back one that did not arrive, `check(knobs)`
-    raises when they cannot work here. `committed` is the newest decision; the training thread applies it.
+    They hold `speaker` only while they ask it, so that one that is dropped can be collected. `committed` is the newest
+    decision; the training thread applies it. `leave` or `close` ends the threads.
     """
 
-    def __init__(
-        self,
-        url: str,
-        token: str | None,
-        hello: AgentHello,
-        *,
-        make_report: Callable[[], AgentReport],
-        undelivered: Callable[[AgentReport], None],
-        check: Callable[[Knobs], None],
-    ) -> None:
+    def __init__(self, url: str, token: str | None, hello: AgentHello, speaker: Speaker) -> None:
         self.committed: Committed | None = None
         self.connected = False
         self.cpu_seconds = 0.0
-        self._hello, self._make_report, self._undelivered, self._check = hello, make_report, undelivered, check
+        self._hello = hello
+        self._greeted: AgentHello | None = None
+        """What the daemon was told of us last."""
+        self._speaker = weakref.ref(speaker)
         self._client = DaemonClient(url, token)
         self._listener_client = DaemonClient(url, token)
         self._stop = threading.Event()
-        self._wake = threading.Event()
+        self._box: SimpleQueue[_Farewell | None] = SimpleQueue()
+        """Wakes the reporter. It may be filled while garbage is collected, when locks may be held."""
         self._lock = threading.Lock()
+        self._life = threading.Lock()
+        """Held while a report is made, or while the agent begins anew: a report is of one life."""
         self._voted: int | None = None
         self._applied: Applied | None = None
         self._cpu: dict[str, float] = {}
@@ -83,11 +115,24 @@ class AgentLink:
         """Each with its time on the monotonic clock."""
         self._told = False
         """Whether it was logged that a report could not be made."""
-        self._register()
+        self._refusals = Refusals(hello.run, hello.rank)
         self._threads = [
             threading.Thread(target=target, name=f"tidegate-link-{name}", daemon=True)
             for name, target in (("report", self._report_forever), ("listen", self._listen_forever))
         ]
+
+    def start(self, strict: bool = False) -> None:
+        """The first hello, then the threads. Whatever the daemon says, training begins and the link asks again.
+
+        strict: RankTaken, once it is certain that the agent that holds the rank lives; NotAuthorized for a wrong token.
+        """
+        try:
+            self._greet_first(strict)
+        except BaseException:
+            self._client.close()
+            self._listener_client.close()
+            raise
+        _open_links.add(self)
         for thread in self._threads:
             thread.start()
 
@@ -95,52 +140,89 @@ class AgentLink:
         """The training thread runs `generation` from `step` on; told to the daemon with the next report."""
         with self._lock:
             self._applied = Applied(generation=generation, step=step)
-        self._wake.set()
+        self._box.put(None)
 
     def greet_as(self, hello: AgentHello) -> None:
-        """The same agent is something else than it said; of an outage the daemon hears it when it is back."""
+        """The same agent is something else than it said: the daemon hears it before the next report."""
         self._hello = hello
-        with contextlib.suppress(DaemonError):
-            self._greet()
+        self._box.put(None)
 
-    def close(self) -> None:
-        """A last report and goodbye, as far as the daemon can be reached."""
-        self._stop.set()
-        self._wake.set()
-        self._threads[0].join(timeout=10.0)
-        try:
-            if self.connected:
-                with contextlib.suppress(DaemonError):
-                    self._deliver_or_tell(final=True)
-                    self._client.goodbye(self._hello.agent)
-        finally:
-            # The listener may sit in a long poll: its client is closed under it, and the thread is a daemon.
-            self._listener_client.close()
-            self._client.close()
+    def begin_anew(self, hello: AgentHello, forget: Callable[[], None]) -> None:
+        """The rank goes on from another step, as another agent, which has none of the steps from before: `forget` is
+        called while no report is made."""
+        with self._life:
+            self._hello = hello.model_copy(update={"replaces": self._hello.agent})
+            self._delivered.clear()
+            with self._lock:
+                self._applied = None
+            forget()
+        self._box.put(None)
 
-    def _register(self) -> None:
-        """The first hello. A daemon that is away is no error: training begins, the link retries. Others raise."""
-        try:
-            self._greet()
-        except (RankTaken, NotAuthorized):
-            self._client.close()
-            self._listener_client.close()
-            raise
-        except DaemonError as error:
-            log.warning("daemon away, training goes on: %s", error, extra=event("daemon_away", reason=str(error)))
+    def leave(self, report: AgentReport | None) -> None:
+        """This last report, then goodbye, as far as the daemon can be reached. Waits for nothing and takes no lock."""
+        self._box.put(_Farewell(report))
 
-    def _greet(self) -> None:
+    def close(self, seconds: float = LONGEST_GOODBYE_SECONDS) -> None:
+        """Leaves, unless it has left, and waits until goodbye is said, for so many seconds at most."""
+        if self._threads[0].is_alive():
+            self._box.put(_Farewell(None))
+            self._threads[0].join(timeout=seconds)
+
+    # ---- saying hello
+
+    def _greet_first(self, strict: bool) -> None:
+        """A daemon that is away is no error."""
+        latest: float | None = None
+        while True:
+            try:
+                self._greet(self._hello)
+            except RankTaken as taken:
+                now = time.monotonic()
+                latest = now + taken.lease_seconds + STRICT_MARGIN_SECONDS if latest is None else latest
+                process = taken.holder.process if taken.holder is not None else None
+                if not strict:
+                    self._refusals.taken(taken)
+                elif is_seen(process) or now > latest:
+                    raise
+                else:
+                    time.sleep(STRICT_PAUSE_SECONDS)
+                    continue
+            except NotAuthorized as error:
+                if strict:
+                    raise
+                self._refusals.told(error)
+            except DaemonError as error:
+                log.warning("daemon away, training goes on: %s", error, extra=event("daemon_away", reason=str(error)))
+            return
+
+    def _greet(self, hello: AgentHello) -> None:
         """Says hello. The answer counts even where it is older: a daemon that lost its store begins anew from us."""
-        hello = self._hello
-        if self.committed is not None:
+        known = self.committed
+        said = hello
+        if known is not None:
             # Start-up settings win once; what operators set since then goes on, even where the daemon forgot it.
-            hello = hello.model_copy(update={"reset_knobs": False, "knobs": self.committed.knobs.as_dict()})
-        directive = self._client.hello(hello).directive
+            said = hello.model_copy(update={"reset_knobs": False, "knobs": known.knobs.as_dict()})
+        directive = self._take_seat(said).directive
         with self._lock:
-            life = self.committed.life if self.committed is not None else 0
-            anew = self.committed is not None and directive.committed < self.committed.generation
-            self.committed, self._voted = _committed(directive, life + anew), None
+            life = known.life if known is not None else 0
+            anew = known is not None and directive.committed < known.generation
+            if anew or self.committed is None or directive.committed >= self.committed.generation:
+                self.committed = _committed(directive, life + anew)
+            self._voted = None
+        self._greeted = hello
         self.connected = True
+        self._refusals.over()
+
+    def _take_seat(self, hello: AgentHello) -> Lease:
+        """RankTaken while a process holds the rank that may be alive. One that has ended is replaced, and so is this
+        one: an attachment of this process that is no more."""
+        try:
+            return self._client.hello(hello)
+        except RankTaken as taken:
+            holder = taken.holder
+            if holder is None or not (hello.process == holder.process is not None or has_ended(holder.process)):
+                raise
+            return self._client.hello(hello.model_copy(update={"replaces": holder.agent}))
 
     def _take(self, directive: Directive) -> None:
         with self._lock:
@@ -152,10 +234,10 @@ class AgentLink:
 
     def _report_forever(self) -> None:
         failures, pause = 0, REPORT_SECONDS
-        while not self._stop.is_set():
-            self._wake.wait(pause if not failures else _backoff(failures))
-            self._wake.clear()
-            if self._stop.is_set():
+        while True:
+            farewell = self._rest(self._refusals.pause or (_backoff(failures) if failures else pause))
+            if farewell is not None:
+                self._say_goodbye(farewell)
                 return
             began = time.thread_time()
             try:
@@ -166,10 +248,31 @@ class AgentLink:
             pause = _pause(time.thread_time() - began, self._wanted_pause)
             self._count("report")
 
-    def _deliver_or_tell(self, final: bool = False) -> bool:
-        """Whether it went. DaemonError as `_deliver`; what else fails is logged once, and hinders no later report."""
+    def _rest(self, seconds: float) -> _Farewell | None:
+        """So long, or until there is something to tell; the last word, once it is said."""
+        with contextlib.suppress(Empty):
+            found = self._box.get(timeout=seconds)
+            while found is None:
+                found = self._box.get_nowait()
+            return found
+        return None
+
+    def _say_goodbye(self, farewell: _Farewell) -> None:
+        self._stop.set()
         try:
-            self._deliver(final)
+            if self.connected and self._greeted is not None:
+                with contextlib.suppress(DaemonError):
+                    if farewell.report is not None:
+                        self._send(self._greeted, farewell.report, final=True)
+                    self._client.goodbye(self._greeted.agent)
+        finally:
+            self._client.close()  # the listener hears the goodbye, and closes its own
+            _open_links.discard(self)
+
+    def _deliver_or_tell(self) -> bool:
+        """Whether it went. DaemonError as `_send`; what else fails is logged once, and hinders no later report."""
+        try:
+            self._deliver()
         except DaemonError:
             raise
         except Exception:
@@ -179,26 +282,55 @@ class AgentLink:
             return False
         return True
 
-    def _deliver(self, final: bool = False) -> None:
-        if not self.connected:
-            self._greet()
-            log.info("the daemon is there again", extra=event("daemon_back"))
-        report = self._make_report()
+    def _deliver(self) -> None:
+        while True:
+            hello = self._hello
+            if not self.connected or self._greeted is not hello:
+                was_away = not self.connected
+                self._greet(hello)
+                if was_away:
+                    log.info("the daemon is there again", extra=event("daemon_back"))
+            with self._life:
+                if self._hello is hello:
+                    report = self._made_report()
+                    break
+        if report is not None:
+            self._send(hello, report)
+
+    def _made_report(self) -> AgentReport | None:
+        """None when the speaker was collected: its last word is on the way."""
+        held = [self._speaker()]
+        try:
+            return held[0].report() if held[0] is not None else None
+        finally:
+            let_go(held)
+
+    def _send(self, hello: AgentHello, report: AgentReport, final: bool = False) -> None:
         with self._lock:
             applied, self._applied = self._applied, None
         try:
             told = report.model_copy(update={"applied": applied, "finished": final})
-            lease = self._client.report(self._hello.agent, told)
+            lease = self._client.report(hello.agent, told)
         except Exception as error:
-            self._undelivered(report)
-            with self._lock:
-                self._applied = self._applied or applied
+            with self._life:
+                if self._hello.agent == hello.agent:
+                    self._give_back(report)
+                    with self._lock:
+                        self._applied = self._applied or applied
             if isinstance(error, NotFound):
                 self.connected = False
             raise
-        self._keep(report, time.monotonic())
+        with self._life:
+            if self._hello.agent == hello.agent:
+                self._keep(report, time.monotonic())
         self._wanted_pause = lease.report_seconds
         self._take(lease.directive)
+
+    def _give_back(self, report: AgentReport) -> None:
+        held = [self._speaker()]
+        if held[0] is not None:
+            held[0].undelivered(report)
+        let_go(held)
 
     def _keep(self, report: AgentReport, now: float) -> None:
         self._delivered.append((now, report))
@@ -208,12 +340,16 @@ class AgentLink:
 
     def _tell_again(self) -> None:
         """The daemon may have died with what it was told last. It knows what it has."""
-        with contextlib.suppress(IndexError):
+        with self._life, contextlib.suppress(IndexError):
             while True:
-                self._undelivered(self._delivered.pop()[1])  # the oldest last, which is to come first
+                self._give_back(self._delivered.pop()[1])  # the oldest last, which is to come first
 
     def _lost(self, error: DaemonError) -> None:
-        if self.connected:
+        if isinstance(error, RankTaken):
+            self._refusals.taken(error)
+        elif isinstance(error, NotAuthorized):
+            self._refusals.told(error)
+        elif self.connected:
             log.warning(
                 "daemon lost, training goes on with its last knobs: %s", error,
                 extra=event("daemon_lost", reason=str(error)),
@@ -226,40 +362,57 @@ class AgentLink:
     def _listen_forever(self) -> None:
         failures = 0
         while not self._stop.is_set():
-            if not self.connected:
+            hello = self._greeted
+            if not self.connected or hello is None or hello.agent != self._hello.agent:
                 self._stop.wait(0.2)
                 continue
             try:
-                self._listen_once()
+                self._listen_once(hello.agent)
                 failures = 0
-            except (DaemonError, RuntimeError):
-                # The reporter says hello again; a closed client ends this thread through `_stop`.
+            except DaemonError:
+                # The reporter says hello again.
                 failures += 1
                 self._tell_again()
                 self._stop.wait(_backoff(failures))
             self._count("listen")
+        self._listener_client.close()
 
-    def _listen_once(self) -> None:
+    def _listen_once(self, agent: str) -> None:
         known = self.committed.generation if self.committed is not None else 0
-        directive = self._listener_client.directive(self._hello.agent, known, self._voted, POLL_SECONDS)
+        directive = self._listener_client.directive(agent, known, self._voted, POLL_SECONDS)
         self._take(directive)
         while directive.proposed is not None and directive.proposed != self._voted:
             asked = directive.proposed
-            directive = self._listener_client.vote(self._hello.agent, self._vote(directive), POLL_SECONDS)
+            directive = self._listener_client.vote(agent, self._vote(directive), POLL_SECONDS)
             self._voted = asked
             self._take(directive)
 
     def _vote(self, directive: Directive) -> Vote:
+        """A check that fails for another reason than the knobs is a no, said at once: silence would be one later."""
         assert directive.proposed is not None
+        held, reason = [self._speaker()], ""
         try:
-            self._check(Knobs().changed(directive.proposed_knobs or {}))
+            if held[0] is not None:
+                held[0].check(Knobs().changed(directive.proposed_knobs or {}))
         except ConfigError as refusal:
-            return Vote(generation=directive.proposed, can=False, reason=str(refusal))
-        return Vote(generation=directive.proposed, can=True)
+            reason = str(refusal)
+        except Exception as error:
+            log.exception("knobs could not be checked", extra=event("check_failed", generation=directive.proposed))
+            reason = f"The rank could not check these knobs ({type(error).__name__}: {error}); its log says more."
+        finally:
+            let_go(held)
+        return Vote(generation=directive.proposed, can=not reason, reason=reason)
 
     def _count(self, thread: str) -> None:
         self._cpu[thread] = time.thread_time()
         self.cpu_seconds = sum(self._cpu.values())
+
+
+def wait_for_goodbyes(seconds: float = LONGEST_GOODBYE_SECONDS) -> None:
+    """Until all links of this process that were left have said goodbye, for so many seconds at most."""
+    latest = time.monotonic() + seconds
+    for link in tuple(_open_links):
+        link.close(max(0.0, latest - time.monotonic()))
 
 
 def _committed(directive: Directive, life: int) -> Committed:

@@ -69,6 +69,14 @@ class Dependent(Closeable, Protocol):
         """The optimizer has other parameters, or works on another device."""
 
 
+class Attached(Dependent, Protocol):
+    def extended(self) -> None:
+        """The optimizer has more parameters."""
+
+    def resumed(self) -> None:
+        """The optimizer has loaded a state, and counts its steps from there."""
+
+
 class AdamW(torch.optim.Optimizer):
     """AdamW with offloaded state; for given gradients its weights equal the oracle's bit for bit.
 
@@ -114,7 +122,7 @@ class AdamW(torch.optim.Optimizer):
         self.make_factor: Callable[[float, float, float | None], float] = gradient_factor
         """What gradients are multiplied with: `gradient_factor`, or one of its signature."""
         self.num_steps = 0
-        """Calls of `step()` that had gradients."""
+        """Calls of `step()` that had gradients, those before the state that was loaded included."""
         self._params: list[torch.nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
         self._steps = [0] * len(self._params)
         self._pid = os.getpid()
@@ -143,7 +151,7 @@ class AdamW(torch.optim.Optimizer):
         self.observers.append(self._fruitless.observe)
         self.boundaries: list[Callable[[int], None]] = []
         """Called at the end of each `step()`, by all ranks, with the number of the next one: knobs change here."""
-        self.attachment: Dependent | None = None
+        self.attachment: Attached | None = None
         self.overlap: Dependent | None = None
         self.background = False
         """`step()` returns when it is known that there is an update, which goes on meanwhile. See `overlap_forward`."""
@@ -391,6 +399,7 @@ class AdamW(torch.optim.Optimizer):
             self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
             self._outcomes.forget()
             self._restate({self._params[i]: users_part(values) for i, values in state.items()})
+            self._resume_at(max(self._steps, default=0))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -457,12 +466,18 @@ class AdamW(torch.optim.Optimizer):
             self.engine.quiesce()
             with checkpoint.without_load_hooks(self):
                 super().load_state_dict({"state": small["state"], "param_groups": small["param_groups"]})
-            self.num_steps = found.step
             self._checkpoints.take(found, reader)
             self._steps = list(small["steps"])
         self._outcomes.forget()
         self._restate({})
+        self._resume_at(found.step)
         return found
+
+    def _resume_at(self, num_steps: int) -> None:
+        """Steps are counted on from here, by whoever tells of them, too."""
+        self.num_steps = num_steps
+        if self.attachment is not None:
+            self.attachment.resumed()
 
     def _small_state(self) -> dict[str, Any]:
         return small_state(self, self._params, self._steps)
@@ -630,6 +645,8 @@ class AdamW(torch.optim.Optimizer):
         self.engine.stage()
         if self.overlap is not None:
             self.overlap.rebuild()
+        if self.attachment is not None:
+            self.attachment.extended()
 
     def _layouts(self) -> tuple[Layout, ...]:
         """The subgroups of all parameters in the groups."""

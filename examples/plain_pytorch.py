@@ -31,8 +31,8 @@ def main() -> None:
         tidegate.attach(optimizer, model, run="plain-pytorch", daemon=options.daemon)
         checkpoints = options.folder / "checkpoints"
         if found := tidegate.find_checkpoints(checkpoints):
-            # Weights first: the state on the paths belongs to them.
-            model.load_state_dict(torch.load(found[-1].folder / "model.pt"))
+            # Weights first, of the newest checkpoint: the state on the paths belongs to them.
+            model.load_state_dict(torch.load(found[0].folder / "model.pt"))
             optimizer.load_checkpoint(checkpoints)
         first = optimizer.num_steps
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (first + step + 1) / 10))

@@ -43,7 +43,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_promise.py",
     ),
     "daemon": (
-        "daemon/test_*.py", "agent/test_link.py", "agent/test_two_hosts.py", "test_client.py",
+        "daemon/test_*.py", "agent/test_link.py", "agent/test_restarts.py", "agent/test_seats.py",
+        "agent/test_steps_told.py", "agent/test_two_hosts.py", "test_client.py",
     ),
     "dashboard": ("dashboard/test_*.py",),
     "integrations": (

@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from tests import forked
 from tests.daemon.live import ROOT, Agent, Daemon, environment, listen, new_run, threaded, wait_until
+from tests.services import daemon_process
 from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
 
@@ -321,6 +322,38 @@ def test_watching_and_following(daemon: Daemon) -> None:
         text, _ = process.communicate(timeout=20)
         assert process.returncode == 0
         assert "events" in words or said in text
+
+
+def test_what_was_told_is_no_news_when_the_daemon_is_back(tmp_path: Path) -> None:
+    """The effect of a generation is measured anew after the restart; its state stays the same."""
+    with daemon_process(tmp_path) as live:
+        agent = Agent(live, "llama-7b").begin()  # type: ignore[arg-type]
+        agent.train(4, 1.0)
+        live.client().set_knobs("llama-7b", {"stride": 4}, wait=0)
+        for _ in ("votes", "applies"):
+            agent.answer()
+        agent.train(4, 1.0)
+        env = environment(tmp_path, TIDEGATE_DAEMON=live.url)
+        follower = forked.Popen(
+            [sys.executable, "-m", "tidegate", "events", "--follow"], cwd=ROOT, env=env, text=True,
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert follower.stdout is not None
+        lines = [follower.stdout.readline()]
+        while "generation 1 applied" not in lines[-1]:
+            lines.append(follower.stdout.readline())
+            assert lines[-1], "it ended"
+        live.kill()
+        live.start()
+        agent.client.hello(agent.message)
+        agent.train(4, 2.0)
+        agent.client.goodbye(agent.id)
+        while "rank 0 is finished" not in lines[-1]:
+            lines.append(follower.stdout.readline())
+            assert lines[-1], "it ended"
+        follower.send_signal(signal.SIGINT)
+        follower.communicate(timeout=20)
+    assert sum("generation 1 applied" in line for line in lines) == 1, lines
 
 
 def _asked(daemon: Daemon, route: str) -> float:

@@ -8,15 +8,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from tests.daemon.live import Agent, Daemon, listen, new_run, step_report, threaded
+from tests.daemon.live import Agent, Daemon, hello, listen, new_run, step_report, threaded
 from tidegate.client import DEFAULT_URL, MAX_BODY_BYTES, DaemonClient, find_daemon, find_token, state_dir
 from tidegate.errors import DaemonError, DaemonUnreachable, NotAuthorized, NotFound
+from tidegate.wire.agent import Directive, Lease, ProcessId
 from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
 
@@ -162,3 +165,39 @@ def test_threads_may_share_it(daemon: Daemon) -> None:
 def test_odd_names_are_names(daemon: Daemon, name: str) -> None:
     with pytest.raises(NotFound):
         daemon.client().run(name)
+
+
+class OlderDaemon(BaseHTTPRequestHandler):
+    """Knows no `process` and no `replaces`, and refuses what it does not know, as all of protocol 2 do."""
+
+    heard: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.heard.append(message)
+        new = sorted({"process", "replaces"} & message.keys())
+        problem = {"type": "invalid-message", "status": 422, "detail": f"The message is not valid: body.{new}."}
+        lease = Lease(lease_seconds=10.0, directive=Directive(committed=0, committed_knobs={}))
+        body = json.dumps(problem) if new else lease.model_dump_json()
+        self.send_response(422 if new else 201)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nobody reads it."""
+
+
+def test_an_older_daemon_is_greeted_as_it_understands() -> None:
+    server = HTTPServer(("127.0.0.1", 0), OlderDaemon)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    process = ProcessId(boot="b", namespace="pid:[1]", pid=2, started=3)
+    try:
+        with DaemonClient(f"http://127.0.0.1:{server.server_port}", "token") as client:
+            assert client.hello(hello("llama", process=process)).lease_seconds == 10.0
+    finally:
+        server.shutdown()
+        server.server_close()
+    first, second = OlderDaemon.heard
+    assert first["process"]["pid"] == 2
+    assert first.keys() - second.keys() == {"process", "replaces"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,17 @@ def test_plain_pytorch_resumes_where_it_was(tmp_path: Path) -> None:
     counts = dict(re.findall(r"(nvme|pfs):(\d+)", second))
     assert int(counts["nvme"]) > 0
     assert int(counts["pfs"]) > 0
+
+
+@pytest.mark.slow
+def test_plain_pytorch_takes_the_newest_of_several_checkpoints(tmp_path: Path) -> None:
+    """Readers keep more of them than the example does."""
+    run(tmp_path, str(EXAMPLES / "plain_pytorch.py"))
+    (older,) = (tmp_path / "plain-pytorch" / "checkpoints").glob("step-*")
+    shutil.copytree(older, tmp_path / "kept")
+    run(tmp_path, str(EXAMPLES / "plain_pytorch.py"))
+    shutil.copytree(tmp_path / "kept", older)
+    assert "steps 40 to 60" in run(tmp_path, str(EXAMPLES / "plain_pytorch.py"))
 
 
 @pytest.mark.slow

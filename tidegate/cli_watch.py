@@ -58,18 +58,19 @@ def events(
     with client_for("read", url) as client:
         name = choose(client, run).run
         newest = None if follow else client.newest_event(name)
-        last = after
+        last, told = after, dict[int, tuple[str, str]]()
         try:
             while newest is None or last < newest:
-                last = _print_events(client, name, last, newest, as_json)
+                last = _print_events(client, name, last, newest, as_json, told)
         except KeyboardInterrupt:
             return
 
 
-def _print_events(client: DaemonClient, run: str, last: int, end: int | None, as_json: bool) -> int:
-    """Until the stream ends. The id to go on from; patient with a daemon that starts again."""
+def _print_events(
+    client: DaemonClient, run: str, last: int, end: int | None, as_json: bool, told: dict[int, tuple[str, str]]
+) -> int:
+    """Until the stream ends. The id to go on from; patient with a daemon that starts again. told: as in `sentence`."""
     lost_at: float | None = None
-    told: dict[int, tuple[str, str]] = {}
     while True:
         try:
             for event in client.events(run, last_event_id=last):

@@ -20,7 +20,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, NotFound, RankTaken, StaleKnobs
 from tidegate.knobs import KnobValue
-from tidegate.wire.agent import AgentHello, AgentReport, Directive, Lease, Rates, Vote
+from tidegate.wire.agent import AgentHello, AgentReport, Directive, Holder, Lease, Rates, Vote
 from tidegate.wire.alert import AlertView
 from tidegate.wire.audit import AuditRow
 from tidegate.wire.canary import CanaryRequest, Rollback
@@ -35,6 +35,9 @@ SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 DEFAULT_URL: Final = "http://127.0.0.1:8790"
 MAX_BODY_BYTES: Final = 1 << 20
 """What the daemon accepts in one request."""
+
+_NEW_IN_HELLO: Final = {"process", "replaces"}
+"""Fields that daemons of protocol 2 had not at first."""
 
 _T = TypeVar("_T")
 _Query = Mapping[str, str | int | float | bool]
@@ -120,7 +123,13 @@ class DaemonClient:
 
     def hello(self, message: AgentHello) -> Lease:
         """Registers one rank. RankTaken while another live agent holds it."""
-        return self._ask(Lease, "POST", _at("agents"), body=message)
+        try:
+            return self._ask(Lease, "POST", _at("agents"), body=message)
+        except DaemonError as error:
+            if error.status != 422 or message.process is None:
+                raise
+            # An older daemon refuses fields that it does not know. It frees a rank when the lease has ended.
+            return self._ask(Lease, "POST", _at("agents"), body=message.model_dump_json(exclude=_NEW_IN_HELLO))
 
     def report(self, agent: str, message: AgentReport) -> Lease:
         """Renews the lease. NotFound: the daemon does not know this agent, say hello again."""
@@ -374,6 +383,14 @@ def _error(answer: httpx.Response) -> DaemonError | KnobError:
         problem, detail, kind = {}, f"The daemon answered {answer.status_code} without saying why.", ""
     if kind == "invalid-knob":
         return KnobError(detail, str(problem.get("knob", "")))
+    if kind == "rank-taken":
+        return _rank_taken(detail, problem)
     by_status = {401: NotAuthorized, 403: NotAuthorized, 404: NotFound, 412: StaleKnobs}
-    found = RankTaken if kind == "rank-taken" else by_status.get(answer.status_code, DaemonError)
-    return found(detail, answer.status_code)
+    return by_status.get(answer.status_code, DaemonError)(detail, answer.status_code)
+
+
+def _rank_taken(detail: str, problem: dict[str, Any]) -> RankTaken:
+    try:
+        return RankTaken(detail, 409, Holder.model_validate(problem["holder"]), float(problem["lease_seconds"]))
+    except (KeyError, TypeError, ValueError):  # an older daemon says less
+        return RankTaken(detail)

@@ -38,7 +38,10 @@ TidegateError
 from __future__ import annotations
 
 import os
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from tidegate.wire.agent import Holder
 
 
 class TidegateError(Exception):
@@ -329,4 +332,15 @@ class StaleKnobs(DaemonError):
 
 
 class RankTaken(DaemonError):
-    """Another live agent already holds this run and rank."""
+    """Another live agent already holds this run and rank.
+
+    `holder` is that agent, None from a daemon that does not say; it counts as live for `lease_seconds` after its last
+    word.
+    """
+
+    def __init__(
+        self, message: str, status: int = 409, holder: Holder | None = None, lease_seconds: float = 10.0
+    ) -> None:
+        super().__init__(message, status)
+        self.holder = holder
+        self.lease_seconds = lease_seconds

@@ -23,9 +23,9 @@ class Buffers(dict[int, torch.Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """With those that were let go."""
-        spare = sum(size * len(found) for size, found in self._spare.items())
-        return sum(buffer.numel() for buffer in self.values()) + spare
+        """With those that were let go. From any thread: others may take and let go meanwhile."""
+        spare = sum(size * len(found) for size, found in self._spare.copy().items())
+        return sum(buffer.numel() for buffer in self.copy().values()) + spare
 
     def take(self, subgroup: int, nbytes: int) -> None:
         """A buffer with anything in it, for what is about to be filled."""

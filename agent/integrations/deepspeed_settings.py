@@ -16,7 +16,7 @@ from tidegate.errors import ConfigError
 BLOCK = "tidegate"
 
 OFFLOAD_KEYS = frozenset(one.name for one in fields(Offload)) - {"device"}
-ATTACH_KEYS = frozenset({"run", "daemon", "metrics_bind", "metrics_port", "advertise_host", "reset_knobs"})
+ATTACH_KEYS = frozenset({"run", "daemon", "metrics_bind", "metrics_port", "advertise_host", "reset_knobs", "strict"})
 OWN_KEYS = frozenset({"enabled", "fallback"})
 
 

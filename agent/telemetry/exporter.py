@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -12,24 +15,35 @@ from typing import Any
 from prometheus_client.exposition import choose_encoder
 
 from tidegate.errors import ConfigError
+from tidegate.logs import event
+
+log = logging.getLogger("tidegate")
 
 
 class Exporter:
     """Serves /metrics of one rank at `bind`:`port`; port 0 takes a free one.
 
-    `answer(openmetrics)` gives the text, in one of the two formats. `overhead["exporter"]` grows by the CPU seconds
-    that scrapes take.
+    The method `answer(openmetrics)` gives the text, in one of the two formats. Its object is held weakly: serving ends
+    when that is collected. `overhead["exporter"]` grows by the CPU seconds that scrapes take. strict: ConfigError when
+    the port is taken, instead of a free one.
     """
 
-    def __init__(self, answer: Callable[[bool], bytes], overhead: dict[str, float], bind: str, port: int) -> None:
+    def __init__(
+        self,
+        answer: Callable[[bool], bytes],
+        overhead: dict[str, float],
+        bind: str,
+        port: int,
+        strict: bool = True,
+    ) -> None:
         try:
-            self._server = _Server(bind, port, answer, overhead)
+            self._server = _server(bind, port, answer, overhead, strict)
         except OSError as error:
             raise ConfigError(
                 f"/metrics cannot listen on {bind}:{port}: {error.strerror}. Choose another metrics_port, or 0 for any."
             ) from error
         self.port: int = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, name="tidegate-exporter", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve, name="tidegate-exporter", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -38,16 +52,41 @@ class Exporter:
         self._thread.join(timeout=5.0)
 
 
+def _server(bind: str, port: int, answer: Callable[[bool], bytes], overhead: dict[str, float], strict: bool) -> _Server:
+    try:
+        return _Server(bind, port, answer, overhead)
+    except OSError as error:
+        if strict or not port or error.errno != errno.EADDRINUSE:
+            raise
+    made = _Server(bind, 0, answer, overhead)
+    log.warning(
+        "metrics_port=%d is taken on %s: /metrics is served on port %d instead", port, bind, made.server_port,
+        extra=event("port_taken", port=port, instead=made.server_port),
+    )  # fmt: skip
+    return made
+
+
+class _NobodyLeft(Exception):
+    """Ends the accepting thread: what it serves was collected."""
+
+
 class _Server(ThreadingHTTPServer):
     """One thread a request. All of its CPU time goes to the overhead, not only the collecting."""
 
     def __init__(self, bind: str, port: int, answer: Callable[[bool], bytes], overhead: dict[str, float]) -> None:
-        self.answer = answer
+        self.answer = weakref.WeakMethod(answer)
         self._overhead = overhead
         self._counting = threading.Lock()
         self._accepting = 0.0
         self.address_family = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         super().__init__((bind, port), _Handler)
+
+    def serve(self) -> None:
+        """Until it is shut down, or nobody is left who answers."""
+        try:
+            self.serve_forever()
+        except _NobodyLeft:
+            self.server_close()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         super().process_request_thread(request, client_address)
@@ -57,6 +96,8 @@ class _Server(ThreadingHTTPServer):
         """Called by the accepting thread in every turn of its loop."""
         before, self._accepting = self._accepting, time.thread_time()
         self._count(self._accepting - before)
+        if self.answer() is None:
+            raise _NobodyLeft
 
     def _count(self, seconds: float) -> None:
         with self._counting:
@@ -72,7 +113,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         _, content_type = choose_encoder(self.headers.get("Accept", ""))
-        body = self.server.answer(content_type.startswith("application/openmetrics-text"))
+        answer = self.server.answer()
+        if answer is None:
+            self.send_error(503)
+            return
+        body = answer(content_type.startswith("application/openmetrics-text"))
         self.send_response(200)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))

@@ -36,16 +36,22 @@ class GpuFigures:
 
 
 class GpuSampler:
-    """`figures` may be read from any thread; `counted` says how many bytes were copied so far, by direction.
+    """`figures` may be read from any thread; `counted` says how many bytes were copied so far, by direction. The thread
+    ends when it is closed, or nobody wants figures any more.
 
     All calls of NVML are made by the thread: `open_gpu`, which gives None where NVML has nothing to say, may block for
     some 40 ms as well.
     """
 
-    def __init__(self, open_gpu: Callable[[], Gpu | None], counted: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(
+        self,
+        open_gpu: Callable[[], Gpu | None],
+        counted: Callable[[], Mapping[str, int]],
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.figures = GpuFigures()
         self.cpu_seconds = 0.0
-        self._open_gpu, self._counted = open_gpu, counted
+        self._open_gpu, self._counted, self._wanted = open_gpu, counted, wanted
         self._compared: deque[tuple[Mapping[str, int], Mapping[str, int]]] = deque(maxlen=COMPARE_WINDOW)
         self._look_at = self._compare_at = 0.0
         self._stop = threading.Event()
@@ -66,6 +72,8 @@ class GpuSampler:
             if gpu is None:
                 return
             while not self._stop.wait(gpu.pcie.period_seconds if gpu.pcie is not None else PERIOD_SECONDS):
+                if not self._wanted():
+                    return
                 self.sample(gpu, time.monotonic())
                 self.cpu_seconds = time.thread_time()
         except Exception as error:

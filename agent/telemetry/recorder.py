@@ -56,6 +56,7 @@ class Totals:
     """What is known of the run beside its metrics."""
 
     steps: int = 0
+    """The number of the last step."""
     last: StepReport | None = None
     predicted_update_seconds: float | None = None
     """Of the plan that ran last."""
@@ -76,13 +77,15 @@ class Recorder:
         self.lock = threading.RLock()
         self.steps = 0
         """Steps noted."""
+        self.number = optimizer.num_steps
+        """Of the step noted last, as the optimizer counts them."""
         self.last_step: FinishedStep | None = None
         self.cpu_seconds = 0.0
         """CPU time of the training thread that recording has cost so far, the phase clock's included."""
         self.meter = Meter()
         """What /metrics shows; the holder of `lock` may use it."""
         self._optimizer = optimizer
-        self._totals = Totals()
+        self._totals = Totals(steps=self.number)
         store = optimizer.engine.store
         self.path_names = tuple(store.paths) if store is not None else ()
         figures.begin(self.meter, self.path_names)
@@ -104,10 +107,20 @@ class Recorder:
             self.path_capacities = self._paths.capacities if self._paths is not None else {}
             self._live = LiveRates(_kept_card(self._optimizer))
 
+    def count_from(self, steps: int) -> None:
+        """The optimizer has another state, of so many steps: the next one is one more. What was not told of those
+        before is not."""
+        with self.lock:
+            self.catch_up()
+            self._unreported.clear()
+            self.number = self._totals.steps = steps
+            self.last_step = None
+
     def record(self, result: StepResult, phases: StepPhases) -> None:
         """Called when a step has ended."""
         began = time.thread_time()
         self.steps += 1
+        self.number += 1
         deps = self._deps.get(result.plan)
         new_plan = deps is None
         if deps is None:
@@ -171,7 +184,7 @@ class Recorder:
         host_bytes = memory.host_bytes()
         host_bytes["gradient"] += sums.host_bytes() if sums is not None else 0
         return FinishedStep(
-            number=self.steps,
+            number=self.number,
             result=result,
             phases=phases,
             deps=deps,

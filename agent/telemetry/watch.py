@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from tidegate.agent.optimizer import AdamW
@@ -16,15 +18,17 @@ from tidegate.metric import DIRECTIONS
 
 class Watch:
     """`port` is where /metrics is served; `generation` is set by whoever applies knobs, `overhead` grows by what tuner
-    and link cost. ConfigError when nothing can listen there."""
+    and link cost. What listens ends when this is collected.
 
-    def __init__(self, optimizer: AdamW, recorder: Recorder, bind: str, port: int) -> None:
+    strict: ConfigError when the port is taken; else another one is. ConfigError when nothing can listen there."""
+
+    def __init__(self, optimizer: AdamW, recorder: Recorder, bind: str, port: int, strict: bool = True) -> None:
         self.generation = 0
         self.overhead = {"tuner": 0.0, "exporter": 0.0, "link": 0.0}
         self._optimizer, self._recorder = optimizer, recorder
         self._exposition = Exposition(bool(recorder.path_names))
         self._sampler: GpuSampler | None = None
-        self._exporter = Exporter(self._answer, self.overhead, bind, port)
+        self._exporter = Exporter(self._answer, self.overhead, bind, port, strict)
         self.port = self._exporter.port
         try:
             self._sampler = _sampler(optimizer, recorder)
@@ -68,7 +72,13 @@ def _sampler(optimizer: AdamW, recorder: Recorder) -> GpuSampler | None:
     if optimizer.device.kind != "cuda" or device is None or device.type != "cuda":
         return None
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    sampler = GpuSampler(lambda: open_gpu(uuid), lambda: counted_bytes(recorder))
+    alive = weakref.ref(recorder)  # a thread must not keep it
+
+    def counted() -> dict[str, int]:
+        found = alive()
+        return {} if found is None else counted_bytes(found)
+
+    sampler = GpuSampler(lambda: open_gpu(uuid), counted, lambda: alive() is not None)
     sampler.start()
     return sampler
 

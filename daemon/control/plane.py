@@ -78,16 +78,20 @@ class ControlPlane:
         self.roster.check_free(hello)
         same = held is not None and held.hello.agent == hello.agent
         member = held if held and same else Member(hello=hello, seen=0.0, last_seen=now)
+        seated = AgentRecord(
+            hello=hello, liveness="live", last_seen=now, step=member.step, applied_generation=member.applied_generation
+        )
+        if run is None:
+            run = self._new_run(hello, knobs, seated, now)
+        else:
+            self.store.save(run.name, notes=_taken_over(hello, held, now), agents=[seated])
         member.hello, member.finished = hello, False
         self._see(member)
-        if run is None:
-            run = self._new_run(hello, knobs, member, now)
-        else:
-            self.store.save(run.name, agents=[self._record(member)])
         if held is not None:
             self.roster.agents.pop(held.hello.agent, None)
             if not same:
                 self.history.drop(held.hello.agent)
+                run.orders.call(held.hello.agent)
         run.seat(member)
         self.roster.agents[hello.agent] = (run.name, hello.rank)
         self._advance(run, Join(hello.rank, fresh=not same))
@@ -216,7 +220,7 @@ class ControlPlane:
             report_seconds=self._trials.report_seconds(run),
         )
 
-    def _new_run(self, hello: AgentHello, knobs: Knobs, member: Member, now: float) -> Run:
+    def _new_run(self, hello: AgentHello, knobs: Knobs, seated: AgentRecord, now: float) -> Run:
         first = Generation(
             number=0,
             state="committed",
@@ -227,7 +231,7 @@ class ControlPlane:
             created_at=now,
             decided_at=now,
         )
-        self.store.add_run(hello.run, now, first, self._record(member))
+        self.store.add_run(hello.run, now, first, seated)
         control = Control(newest=0, committed=first)
         self.roster.runs[hello.run] = run = Run(name=hello.run, created_at=now, control=control, latest=first)
         return run
@@ -271,6 +275,7 @@ class ControlPlane:
         self.store.save(run.name, agents=[record], notes=[note(run.name, at, actor, "goodbye", reason=reason)])
         member.finished, member.announced = True, "finished"
         self._advance(run, Leave(rank, at))
+        run.orders.call(member.hello.agent)
         self.roster.tell_agent(run, member)
 
     def _finish_left_over(self, run: Run) -> None:
@@ -368,6 +373,15 @@ class ControlPlane:
             self.history.forget(member.hello.agent)
         for member in gone[LAST_STEPS_KEPT:]:
             member.recent.clear()
+
+
+def _taken_over(hello: AgentHello, held: Member | None, at: float) -> list[AuditNote]:
+    """What is written down when a rank is taken over from a process that has ended without a goodbye."""
+    if held is None or held.hello.agent != hello.replaces or hello.process == held.hello.process is not None:
+        return []
+    ended = f"Process {held.hello.pid} on {held.hello.host} has ended without a goodbye."
+    text = f"{ended} Process {hello.pid} has taken over rank {hello.rank}."
+    return [note(hello.run, at, f"rank {hello.rank}", "taken over", reason=text)]
 
 
 def _all(run: Run, knobs: Knobs) -> KnobChanges:

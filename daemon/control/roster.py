@@ -8,7 +8,7 @@ from typing import Any, Final
 from tidegate.daemon.control.liveness import of_run
 from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.problems import ProblemError
-from tidegate.wire.agent import AgentHello
+from tidegate.wire.agent import AgentHello, Holder
 from tidegate.wire.base import Liveness
 
 RUNS_KEPT: Final = 10_000
@@ -59,16 +59,19 @@ class Roster:
         raise ProblemError(404, "unknown-agent", f"The daemon does not know agent {agent!r}: say hello first.")
 
     def check_free(self, hello: AgentHello) -> None:
-        """A rank is taken while another agent that is live holds it; an agent is one rank for its whole life."""
+        """A rank is taken while another agent that is live holds it, unless that one is known to have ended; an agent
+        is one rank for its whole life."""
         run = self.runs.get(hello.run)
         held = run.members.get(hello.rank) if run else None
-        if held and held.hello.agent != hello.agent and self.liveness(held) == "live":
+        if held and held.hello.agent not in (hello.agent, hello.replaces) and self.liveness(held) == "live":
             raise ProblemError(
                 409,
                 "rank-taken",
                 f"Rank {hello.rank} of run {hello.run!r} is held by process {held.hello.pid} on {held.hello.host}, "
                 f"which is live. Stop it, wait {self._lease_seconds:g} s if it died, or choose another run name.",
                 rank=hello.rank,
+                holder=_holder(held.hello).model_dump(mode="json"),
+                lease_seconds=self._lease_seconds,
             )
         if (run is None and len(self.runs) >= RUNS_KEPT) or (held is None and len(self.agents) >= AGENTS_KEPT):
             detail = (
@@ -98,3 +101,7 @@ class Roster:
     def tell_agent(self, run: Run, member: Member) -> None:
         data = {"rank": member.hello.rank, "agent": member.hello.agent, "liveness": self.liveness(member)}
         self.publish(run, "agent", data)
+
+
+def _holder(hello: AgentHello) -> Holder:
+    return Holder(agent=hello.agent, host=hello.host, pid=hello.pid, process=hello.process)

@@ -40,8 +40,8 @@ class Bell:
     all others waiting, and reports with them."""
 
     def __init__(self) -> None:
-        self._waiting: dict[asyncio.Future[None], None] = {}
-        """In the order in which they came."""
+        self._waiting: dict[asyncio.Future[None], str] = {}
+        """In the order in which they came, each with who it is."""
         self._ringing: deque[asyncio.Future[None]] = deque()
 
     def ring(self) -> None:
@@ -52,11 +52,16 @@ class Bell:
             if idle:
                 self._wake()
 
-    async def wait(self, seconds: float) -> None:
-        """Until the next ring has come round to this one, or `seconds`."""
+    def call(self, who: str) -> None:
+        """Wakes one of those who wait."""
+        for woken in [woken for woken, name in self._waiting.items() if name == who]:
+            _set(woken)
+
+    async def wait(self, seconds: float, who: str = "") -> None:
+        """Until the next ring has come round to this one, somebody calls it, or `seconds`."""
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
-        self._waiting[woken] = None
+        self._waiting[woken] = who
         late = loop.call_later(seconds, _set, woken)
         try:
             await woken

@@ -65,7 +65,7 @@ async def directive(plane: Plane, agent: Own, message: Annotated[Known, Query()]
         left = deadline - time.monotonic()
         if found.committed > message.committed or asked or left <= 0 or plane.closing:
             return found
-        await run.orders.wait(left)
+        await run.orders.wait(left, agent)
 
 
 @hot.post("/{agent}/votes")
@@ -78,7 +78,7 @@ async def vote(plane: Plane, agent: Own, message: Vote, asked: Annotated[Patienc
         left = deadline - time.monotonic()
         if run.control.is_decided(message.generation) or left <= 0 or plane.closing:
             return views.directive(run, member.hello.rank)
-        await run.orders.wait(left)
+        await run.orders.wait(left, agent)
 
 
 @router.delete("/{agent}", status_code=204)

@@ -403,12 +403,12 @@ def test_a_second_attachment_is_refused_and_a_failed_one_leaves_no_hooks() -> No
     with tidegate.AdamW(model.parameters(), offload=MIXED) as optimizer:
         first = tidegate.attach(optimizer, model, run="one")
         with pytest.raises(ConfigError, match="attached already"):
-            tidegate.attach(optimizer, model, run="two")
+            tidegate.attach(optimizer, model, run="two", strict=True)
         port = int(first.metrics_address.rpartition(":")[2])
         other = torch.nn.Linear(5, 5)
         with tidegate.AdamW(other.parameters(), offload=MIXED) as second:
             with pytest.raises(ConfigError):
-                tidegate.attach(second, other, run="two", metrics_port=port)
+                tidegate.attach(second, other, run="two", metrics_port=port, strict=True)
             assert not other._forward_hooks
             assert not other._forward_pre_hooks
         first.close()

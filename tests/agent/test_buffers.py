@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
 import torch
 
+from tests.services import meanwhile
 from tidegate.agent.engine.buffers import Buffers
 
 
@@ -48,3 +54,30 @@ def test_what_nobody_took_is_freed() -> None:
     assert buffers.nbytes == 64
     buffers.clear()
     assert buffers.nbytes == 0
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_one_thread_may_look_while_another_takes_and_lets_go(hasty_threads: None) -> None:
+    """A vote asks what host memory is in use while a step runs."""
+    buffers = Buffers(zeros)
+    for subgroup in range(200):
+        buffers.make(subgroup, 64 + subgroup % 3)
+
+    def step(end: threading.Event) -> None:
+        while not end.is_set():
+            for subgroup in range(200, 300):
+                buffers.take(subgroup, subgroup)
+            for subgroup in range(200, 300):
+                buffers.let_go(subgroup)
+            buffers.forget()
+
+    with meanwhile(step):
+        assert all(buffers.nbytes >= 200 * 64 for _ in range(2_000))

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from tidegate.agent.attach import Attachment
 from tidegate.agent.link import AgentLink, _pause
 from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.client import DaemonClient
-from tidegate.errors import ConfigError, KnobError, NotAuthorized, RankTaken, StaleKnobs
+from tidegate.errors import KnobError, StaleKnobs
 from tidegate.wire.agent import AgentReport
 
 RUN = "link"
@@ -141,16 +142,6 @@ def test_a_daemon_that_comes_later_is_found_and_its_knobs_hold(tmp_path: Path) -
             later.kill()
 
 
-def test_a_second_agent_for_one_rank_and_a_wrong_token_are_refused_at_once(daemon: DaemonProcess) -> None:
-    first, second = Training(), Training()
-    with first.optimizer, second.optimizer:
-        attached(first, daemon)
-        with pytest.raises(RankTaken, match="Rank 0 of run 'link' is held"):
-            attached(second, daemon)
-        with pytest.raises(NotAuthorized):
-            tidegate.attach(second.optimizer, run="other", daemon=daemon.url, token="wrong")
-
-
 def test_after_a_clean_end_the_desired_knobs_wait_for_the_next_start(daemon: DaemonProcess) -> None:
     for reset, expected in ((False, 3), (True, 2)):
         training = Training()
@@ -192,9 +183,9 @@ def test_a_report_that_cannot_be_made_ends_neither_the_reports_nor_the_rest(
         with monkeypatch.context() as patch:
             patch.setattr(FinishedStep, "view", broken)
             for count in (1, 2):
-                attachment.link._wake.set()
+                attachment.link._box.put(None)
                 until(lambda count=count: len(tried) > count, "a report that fails")
-        attachment.link._wake.set()
+        attachment.link._box.put(None)
         until(lambda: [row.step for row in client.steps(RUN, 0).steps] == [1], "the step that was not lost")
         assert caplog.text.count("a report could not be made") == 1
         monkeypatch.setattr(FinishedStep, "view", broken)
@@ -244,7 +235,7 @@ def test_the_more_a_report_costs_the_rarer_reports_are() -> None:
 def test_what_the_daemon_may_not_have_written_is_told_again_however_often_it_reports() -> None:
     told: list[object] = []
     link = object.__new__(AgentLink)  # without its threads
-    link._delivered, link._undelivered = deque(), told.append
+    link._delivered, link._life, link._give_back = deque(), threading.Lock(), told.append  # type: ignore[method-assign]
     reports = [AgentReport(timestamp=n, step=n, phase="other", generation=0, effective={}) for n in range(50)]
     for number, report in enumerate(reports):
         link._keep(report, 100.0 + 0.125 * number)
@@ -254,14 +245,6 @@ def test_what_the_daemon_may_not_have_written_is_told_again_however_often_it_rep
     link._keep(reports[1], 204.0)
     link._tell_again()
     assert told[25:] == [reports[1]]
-
-
-def test_a_taken_metrics_port_is_a_clear_error() -> None:
-    a, b = Training(), Training()
-    with a.optimizer, b.optimizer:
-        port = int(tidegate.attach(a.optimizer, run="a").metrics_address.rpartition(":")[2])
-        with pytest.raises(ConfigError, match=f"{port}.*another metrics_port"):
-            tidegate.attach(b.optimizer, run="b", metrics_port=port)
 
 
 @pytest.mark.slow

@@ -6,10 +6,12 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy.exc import SQLAlchemyError
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, wait_until
 from tidegate.daemon.control.plane import ControlPlane
@@ -374,3 +376,55 @@ def test_hundreds_that_wait_are_woken_in_turns_and_none_is_forgotten() -> None:
     woken, turns = asyncio.run(waiting())
     assert woken == [*range(101)]
     assert turns >= 100 // WOKEN_AT_ONCE
+
+
+def test_a_hello_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+    plane, knobs = ControlPlane(store), Knobs(stride=2.0, static_ratio=0.0)
+    first = hello("llama", 0)
+    plane.hello(first, knobs)
+    plane.goodbye(first.agent)
+    member = plane.roster.run("llama").members[0]
+    with sqlite3.connect(tmp_path / "tidegate.db") as broken:
+        broken.execute("ALTER TABLE agents RENAME TO elsewhere")
+    for again in (first.model_copy(update={"pid": 1}), hello("llama", 0)):
+        with pytest.raises(SQLAlchemyError):
+            plane.hello(again, knobs)
+        assert plane.roster.run("llama").members == {0: member}
+        assert (member.hello, member.finished, member.announced) == (first, True, "finished")
+    store.close()
+
+
+def test_an_agent_that_is_known_to_have_ended_is_replaced(daemon: Daemon) -> None:
+    run = new_run()
+    dead = Agent(daemon, run)
+    with pytest.raises(RankTaken):
+        Agent(daemon, run, replaces="another")
+    Agent(daemon, run, replaces=dead.id, pid=4712)
+    with pytest.raises(NotFound):
+        dead.say()
+    (row,) = (row for row in daemon.client().audit(run) if row.action == "taken over")
+    assert row.reason == "Process 4711 on node has ended without a goodbye. Process 4712 has taken over rank 0."
+
+
+@pytest.mark.parametrize("ended", ["goodbye", "replaced"])
+def test_an_agent_that_listens_hears_at_once_that_its_rank_is_not_its_own(daemon: Daemon, ended: str) -> None:
+    run = new_run()
+    agent = Agent(daemon, run)
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        asks = pool.submit(agent.client.directive, agent.id, 0, None, 30.0)
+        wait_until(lambda: daemon.app.state.plane.roster.runs[run].orders._waiting, "the question")
+        if ended == "goodbye":
+            daemon.client("agent").goodbye(agent.id)
+        else:
+            Agent(daemon, run, replaces=agent.id)
+        with pytest.raises(NotFound):
+            asks.result()
+    assert time.monotonic() - began < 25
+
+
+def test_agents_of_before_are_understood(daemon: Daemon) -> None:
+    """They know neither their process nor whom they replace."""
+    message = hello(new_run()).model_dump(mode="json", exclude={"process", "replaces"})
+    assert daemon.http("POST", "/v1/agents", "agent", json=message).status_code == 201

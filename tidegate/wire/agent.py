@@ -57,6 +57,20 @@ class Rates(Message):
     """Share of its speed that a lane keeps while another works, by lane and other; see `RateCard`."""
 
 
+class ProcessId(Message):
+    """One process among all that ever ran anywhere: whoever finds another start time under its pid, in the same PID
+    namespace of the same machine, knows that it has ended."""
+
+    boot: Label
+    """The kernel's id of this start of the machine."""
+    namespace: Label
+    """The PID namespace, as /proc/self/ns/pid names it: containers have their own."""
+    pid: Count
+    """As processes of that namespace see it."""
+    started: Count
+    """Clock ticks after the start of the machine."""
+
+
 class AgentHello(Message):
     """Registers one rank of a run."""
 
@@ -87,12 +101,25 @@ class AgentHello(Message):
     paths: Annotated[tuple[PathName, ...], Field(max_length=64)] = ()
     """Names of the storage paths, in their order; a run without any has no knobs for them."""
     started_at: Finite
+    process: ProcessId | None = None
+    """None where the system does not say, and from agents that do not know this field."""
+    replaces: Label | None = None
+    """The agent that holds the rank and is known to have ended: the rank is taken over although its lease holds."""
 
     @model_validator(mode="after")
     def _check_subgroups(self) -> AgentHello:
         if (count := sum(sizes.count for sizes in self.subgroups)) > MAX_SUBGROUPS:
             raise ValueError(f"subgroups are {count:,} in all, {MAX_SUBGROUPS:,} at most: make them larger")
         return self
+
+
+class Holder(Message):
+    """The agent that holds a rank, as the problem `rank-taken` names it."""
+
+    agent: Label
+    host: Label
+    pid: Count
+    process: ProcessId | None = None
 
 
 class Applied(Message):
