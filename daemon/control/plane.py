@@ -79,8 +79,9 @@ class ControlPlane:
         same = held is not None and held.hello.agent == hello.agent
         member = held if held and same else Member(hello=hello, seen=0.0, last_seen=now)
         seated = AgentRecord(
-            hello=hello, liveness="live", last_seen=now, step=member.step, applied_generation=member.applied_generation
-        )
+            hello=hello, liveness="live", last_seen=now, step=member.step,
+            applied_generation=member.applied_generation, told=member.told,
+        )  # fmt: skip
         if run is None:
             run = self._new_run(hello, knobs, seated, now)
         else:
