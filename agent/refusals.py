@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Final
+from typing import Any, Final
 
 from tidegate.agent.process import is_seen
 from tidegate.errors import NotAuthorized, RankTaken
@@ -34,22 +34,23 @@ class Refusals:
         self._since = now if self._since is None else self._since
         process = error.holder.process if error.holder is not None else None
         if is_seen(process) or now - self._since > error.lease_seconds:
-            self._say(
-                "rank_taken",
+            sentence = (
                 f"{error} That one is alive, so this process is not part of the run. {_GOES_ON}; the rank is taken "
-                "when that one ends.",
+                "when that one ends."
             )
+            self._say(sentence, event("rank_taken", run=self._run, rank=self._rank, reason=sentence))
         else:
-            self._say(
-                "rank_awaited",
+            sentence = (
                 f"{error} {_GOES_ON}; if that one has ended, the rank is taken when its lease has, within "
-                f"{error.lease_seconds:g} s.",
+                f"{error.lease_seconds:g} s."
             )
+            self._say(sentence, event("rank_awaited", run=self._run, rank=self._rank, reason=sentence))
 
     def told(self, error: NotAuthorized) -> None:
         """The token is refused."""
         self.pause = TOKEN_PAUSE_SECONDS
-        self._say("token_refused", f"The daemon refuses this process: {error} {_GOES_ON}.")
+        sentence = f"The daemon refuses this process: {error} {_GOES_ON}."
+        self._say(sentence, event("token_refused", run=self._run, rank=self._rank, reason=sentence))
 
     def over(self) -> None:
         """The daemon has the rank."""
@@ -61,7 +62,7 @@ class Refusals:
         self.pause = self._since = None
         self._said.clear()
 
-    def _say(self, what: str, sentence: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            log.warning("%s", sentence, extra=event(what, run=self._run, rank=self._rank, reason=sentence))
+    def _say(self, sentence: str, extra: dict[str, Any]) -> None:
+        if extra["event"] not in self._said:
+            self._said.add(extra["event"])
+            log.warning("%s", sentence, extra=extra)

@@ -22,8 +22,10 @@ NUM_STREAMS: Final = 4
 """The engine's three lanes, and the framework's."""
 QUEUES_VARIABLE: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 
+EMULATED: Final = "emulated"
+
 _warned: set[str] = set()
-"""Values of `QUEUES_VARIABLE` that were warned of."""
+"""What was warned of: values of `QUEUES_VARIABLE`, and `EMULATED`."""
 
 
 class DeviceSettings(Protocol):
@@ -60,8 +62,10 @@ def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor]) -> De
 
 
 def say_if_emulated(device: Device) -> None:
-    """A warning in the log: who trains so without meaning to should not take what is measured for a GPU's."""
-    if device.kind == "emulated":
+    """A warning in the log, once in a process: who trains so without meaning to should not take what is measured for a
+    GPU's."""
+    if device.kind == "emulated" and EMULATED not in _warned:
+        _warned.add(EMULATED)
         configure_from_environment()
         log.warning(
             "the weights are on the CPU: the device is emulated, its copies and updates are paced to stated rates, and "

@@ -8,6 +8,7 @@ pages. So each mapping tells when it goes, before the kernel takes it.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import mmap
 import os
 import weakref
@@ -109,6 +110,7 @@ def dies_of(what: Callable[[], object]) -> int:
     """The signal that kills a process that does this; 0 for none."""
     child = os.fork()
     if child == 0:
+        faulthandler.disable()  # else pytest's prints the stack of what is expected
         what()
         os._exit(0)
     return os.WTERMSIG(os.waitpid(child, 0)[1])

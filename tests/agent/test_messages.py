@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tidegate
+from tidegate.agent.devices import choose
 from tidegate.errors import ConfigError, StorageError
 
 
@@ -87,14 +88,16 @@ def test_attachments_and_checkpoints_are_shown_in_a_line(tmp_path: Path) -> None
     optimizer.close()
 
 
-def test_that_the_device_is_emulated_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_that_the_device_is_emulated_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "_warned", set())
     with caplog.at_level(logging.WARNING, "tidegate"):
-        model = torch.nn.Linear(8, 8)
-        optimizer = tidegate.AdamW(model.parameters(), lr=1e-3)
         for _ in range(2):
-            model(torch.ones(2, 8)).sum().backward()
-            optimizer.step()
-        optimizer.close()
+            model = torch.nn.Linear(8, 8)
+            with tidegate.AdamW(model.parameters(), lr=1e-3) as optimizer:
+                model(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
     said = [record.message for record in caplog.records if "emulated" in record.message]
     assert len(said) == 1
     assert "no claim about a GPU" in said[0]
