@@ -87,7 +87,7 @@ def test_the_dead_are_listed_and_removed_and_the_living_stay(server: S3Server, t
         assert "which is dead: remove it with --remove" in said
         assert said.count("in use by process") == 1
         code, said = doctor(tmp_path, *where, "--remove")
-        assert (code, "say --yes as well" in said) == (2, True), said
+        assert (code, "Add --yes to remove the state of 1 dead ranks" in said) == (2, True), said
         code, said = doctor(tmp_path, *where, "--remove", "--yes", "--json")
         findings = json.loads(said)
         assert (code, [found["verdict"] for found in findings]) == (0, ["good"])
