@@ -130,6 +130,7 @@ def test_a_twin_in_another_container_does_not_look_dead(
             until(lambda: held_by(daemon, run).pid == os.getpid(), "the rank, when its lease has ended")
     finally:
         twin.kill()
+        twin.communicate()
 
 
 def test_what_is_known_of_processes() -> None:
