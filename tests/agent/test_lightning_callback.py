@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 
 import tidegate
 from tests.agent.test_lightning import OFFLOAD, Regression, batches, trainer_of
+from tests.documented import program
 from tests.services import ROOT, DaemonProcess, daemon_process, until
 from tidegate.agent.attach import Attachment
 from tidegate.agent.integrations.lightning import TidegateCallback
@@ -195,6 +197,7 @@ class Again(LearningRateFinder):
             self.lr_find(trainer, pl_module)
 
 
+@pytest.mark.slow
 def test_a_search_in_the_middle_counts_on_from_before_it(tmp_path: Path) -> None:
     callback = Watched()
     trainer = trainer_of(tmp_path, 12, callbacks=[callback, Again(num_training_steps=10)], log_every_n_steps=4)
@@ -260,6 +263,24 @@ def test_two_ranks_of_ddp_train_as_with_torchs_adamw(daemon: DaemonProcess, tmp_
         assert (run.world_size, run.step) == (2, 12)
         # The last fit began at step 7.
         assert told(client, 0)[-6:] == told(client, 1)[-6:] == [7, 8, 9, 10, 11, 12]
+
+
+@pytest.mark.slow
+def test_the_program_of_the_documentation_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return SimpleNamespace(loss=self.layer(x).square().mean())
+
+    monkeypatch.chdir(tmp_path)
+    data = torch.utils.data.DataLoader([{"x": torch.ones(8)}] * 8, batch_size=2)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"model": Model(), "batches": data, "torch": torch}
+    exec(program("frameworks", "Lightning").replace("max_steps=1000", 'max_steps=60, accelerator="cpu"'), given)
+    assert given["trainer"].global_step == 60
+    assert given["trainer"].logged_metrics["tidegate_update_seconds"] > 0
 
 
 class TwoOptimizers(Regression):
