@@ -333,17 +333,26 @@ def attach(optimizer: AdamW, model: torch.nn.Module | None = None, **settings: A
 
 
 def unwrapped(optimizer: Any) -> AdamW:
-    """The optimizer in the wrappers of Accelerate and of others, which keep it as `optimizer`. ConfigError where there
-    is none of ours."""
-    found = optimizer
-    while not isinstance(found, AdamW) and hasattr(found, "optimizer"):
-        found = found.optimizer
+    """The optimizer inside what was given to `attach`. ConfigError where there is none of ours."""
+    found = innermost(optimizer)
     if isinstance(found, AdamW):
         return found
     raise ConfigError(
         f"attach() was given an {type(found).__name__} of {type(found).__module__}: give it a tidegate.AdamW, or what "
         "holds one as `optimizer`."
     )
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer in the wrappers of Accelerate, Lightning and others, which keep it as `optimizer`, and ours in what
+    DeepSpeed has for one."""
+    found = optimizer
+    while not isinstance(found, AdamW):
+        inner = getattr(found, "tidegate", None) or getattr(found, "optimizer", None)
+        if inner is None:
+            break
+        found = inner
+    return found
 
 
 @contextmanager

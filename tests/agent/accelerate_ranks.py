@@ -84,7 +84,7 @@ def train(kind: str, ours: bool, folder: Path | None = None) -> list[torch.Tenso
     model, optimizer, schedule = prepared()
     assert kind == "ddp" or all(hasattr(param, "full_tensor") for param in model.parameters()), "not divided by FSDP2"
     if ours:
-        tidegate.attach(unwrapped(optimizer), model, run=f"accelerate-{kind}")
+        tidegate.attach(optimizer, model, run=f"accelerate-{kind}")
     for step in range(STEPS):
         if step == STEPS // 2 and folder is not None:
             runs.save_state(str(folder))

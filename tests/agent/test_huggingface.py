@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import tidegate
+from tests.documented import program
 from tidegate.agent.integrations.huggingface import TidegateCallback, unwrapped
 from tidegate.errors import ConfigError
 
@@ -172,7 +173,7 @@ def test_accelerate_prepares_it() -> None:
         theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
         prepared, wrapped = accelerator.prepare(model, optimizer)
         assert unwrapped(wrapped) is optimizer
-        with tidegate.attach(unwrapped(wrapped), prepared, run="accelerate"):
+        with tidegate.attach(wrapped, prepared, run="accelerate"):
             for step in range(5):
                 x = torch.randn(3, 5, generator=torch.Generator().manual_seed(step))
                 for net, one in ((prepared, wrapped), (plain, theirs)):
@@ -186,6 +187,15 @@ def test_accelerate_prepares_it() -> None:
                 theirs.step()
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_program_of_the_documentation_trains_with_accelerate() -> None:
+    data = torch.utils.data.DataLoader(torch.utils.data.Subset(Tokens(), range(8)), batch_size=4)
+    given = {"model": language_model(), "batches": data}
+    exec(program("frameworks", "Accelerate"), given)
+    assert given["optimizer"].optimizer.num_steps == 2
+    before = language_model().parameters()
+    assert not any(map(torch.equal, given["model"].parameters(), before))
 
 
 def test_accelerate_prepares_a_model_that_was_converted_after_the_optimizer_was_built() -> None:

@@ -1,0 +1,136 @@
+"""Lightning: a run that is attached while `fit` trains, with figures in the module's logger.
+
+    Trainer(…, callbacks=[TidegateCallback(run="llama-7b", daemon=url)])
+
+The module returns a `tidegate.AdamW` from `configure_optimizers`. The callback is one for the Trainer of `lightning` or
+`pytorch_lightning`, whichever was imported before this module; where none was, for that of `lightning` if it is there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from tidegate.agent.attach import Attachment, attach, innermost
+from tidegate.agent.hooks import ModelHook
+from tidegate.agent.integrations.figures import VERDICT, Figures
+from tidegate.agent.optimizer import AdamW
+from tidegate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    _NAMES: Final = ("lightning.pytorch", "pytorch_lightning")
+    """Two packages with the same classes, which do not know each other's."""
+
+    def _callbacks() -> tuple[type, ...]:
+        first = _NAMES[0] if importlib.util.find_spec("lightning") else _NAMES[1]
+        imported = [sys.modules[name] for name in _NAMES if name in sys.modules] or [importlib.import_module(first)]
+        return tuple(package.Callback for package in imported)
+
+    Callback = type("Callback", _callbacks(), {})
+
+
+class TidegateCallback(Callback):
+    """Attaches the optimizer when `fit` begins to train, and closes the attachment when `fit` ends or raises.
+
+    Where the Trainer logs a step, `tidegate_update_seconds` and `tidegate_stall_seconds` of all steps since the last
+    entry go to the module's logger. `verdict` is one sentence on these steps; loggers take numbers, so only TensorBoard
+    (as a text) and the CSV logger get it, as `tidegate_verdict`.
+
+    run, daemon, options: as in `tidegate.attach`. Further fits are further parts of the same run. Searches for a
+    learning rate or a batch size at the beginning, and the sanity check, are no part of it.
+
+    ConfigError when training begins and `configure_optimizers` has returned no `tidegate.AdamW`, or several.
+    """
+
+    def __init__(self, run: str, daemon: str | None = None, **options: Any) -> None:
+        self.attachment: Attachment | None = None
+        self.verdict = "no update yet"
+        self._run, self._daemon, self._options = run, daemon, options
+        self._optimizer: AdamW | None = None
+        self._figures: Figures | None = None
+        self._steps = 0
+        """That the optimizer had done when the present batch began."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._detach()
+        optimizer = _the_only(trainer.optimizers)
+        # Lightning calls `training_step`, which need not be a forward of the module: phases come from its own hooks.
+        self.attachment = attach(optimizer, run=self._run, daemon=self._daemon, **self._options)
+        self._optimizer, self._figures = optimizer, Figures(self.attachment, optimizer)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._optimizer is not None:
+            self._steps = self._optimizer.num_steps
+            self._optimizer.phases.enter("forward")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        if self._optimizer is not None:
+            self._optimizer.phases.enter("other")
+            loss.register_hook(ModelHook(self._optimizer.backward_began))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._optimizer is None or self._figures is None:
+            return
+        if self._optimizer.phases.current == "forward":  # there was no backward
+            self._optimizer.phases.enter("other")
+        # Lightning's own monitors ask in this way, too. It is true for all batches whose gradients are accumulated.
+        if not trainer._logger_connector.should_update_logs or self._optimizer.num_steps == self._steps:
+            return
+        if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), torch.Tensor):
+            self._optimizer.log(loss=outputs["loss"].item() * trainer.accumulate_grad_batches)
+        figures = self._figures.since_last()
+        self.verdict = figures.pop(VERDICT)
+        pl_module.log_dict(figures)
+        _tell(trainer, self.verdict)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._detach()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
+        """Idempotent: several hooks say that `fit` ends, none of them always."""
+        if self.attachment is not None:
+            self.attachment.close()
+            self.attachment = self._optimizer = self._figures = None
+
+
+def _the_only(optimizers: list[Any]) -> AdamW:
+    found = [innermost(optimizer) for optimizer in optimizers]
+    ours = [optimizer for optimizer in found if isinstance(optimizer, AdamW)]
+    if len(ours) == 1:
+        return ours[0]
+    if ours:
+        raise ConfigError(
+            f"The module has {len(ours)} tidegate.AdamW, and TidegateCallback attaches one: attach each in the "
+            "module's on_train_start instead, with tidegate.attach(optimizer, run='…') under a name of its own."
+        )
+    names = ", ".join(type(optimizer).__name__ for optimizer in found) or "no optimizer"
+    raise ConfigError(
+        f"configure_optimizers has returned {names}, not tidegate.AdamW: return tidegate.AdamW(self.parameters(), …), "
+        "or leave TidegateCallback out."
+    )
+
+
+def _tell(trainer: Trainer, sentence: str) -> None:
+    """To loggers that take words: the others refuse them, or leave them out with a warning."""
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    for logger in trainer.loggers:
+        kinds = {kind.__name__ for kind in type(logger).__mro__}
+        if "TensorBoardLogger" in kinds:
+            logger.experiment.add_text(VERDICT, sentence, step)  # type: ignore[attr-defined]
+        elif "CSVLogger" in kinds:
+            logger.log_metrics({VERDICT: sentence}, step)  # type: ignore[dict-item]
