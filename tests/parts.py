@@ -50,7 +50,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "integrations": (
         "agent/test_accelerate.py", "agent/test_ddp.py", "agent/test_deepspeed.py", "agent/test_deepspeed_losses.py",
         "agent/test_deepspeed_settings.py", "agent/test_fsdp.py", "agent/test_huggingface.py",
-        "agent/test_lightning.py", "agent/test_ranks.py", "conformance/test_*.py", "test_examples.py",
+        "agent/test_lightning.py", "agent/test_ranks.py", "agent/test_small_gpt.py", "conformance/test_*.py",
+        "test_examples.py",
     ),
     "operation": (
         "alerts/test_*.py", "deployment/test_*.py", "grafana/test_*.py", "test_cli.py", "test_demo*.py",
