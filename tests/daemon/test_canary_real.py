@@ -149,7 +149,7 @@ def test_after_a_resume_a_trial_takes_its_own_steps_and_no_more(daemon: Daemon, 
     with training(daemon, run, width=256, resume=tmp_path):
         told = lambda: [row.step for row in client.steps(run, 0).steps]  # noqa: E731
         wait_until(lambda: any(view.run == run for view in client.runs()) and len(told()) > STEPS, "steps", 120)
-        assert told()[0] > 1000, "as the optimizer counts them"
+        asked_at = client.run(run).step
         number = on_trial(daemon, run, "off")
         made = settled(daemon, run)[number]
         judged_by = client.run(run).step
@@ -157,7 +157,9 @@ def test_after_a_resume_a_trial_takes_its_own_steps_and_no_more(daemon: Daemon, 
         assert made.canary.state in ("promoted", "rolled_back"), made.canary
         assert made.canary.measured is not None
         assert made.canary.measured.steps_after <= STEPS
-        assert 1000 + STEPS < made.applied[0] < judged_by <= made.applied[0] + 100, "it waited for the loaded ones"
+        assert judged_by - asked_at < 500, "it waited as many steps as were loaded"
+        assert 1000 + STEPS < made.applied[0] < judged_by
+        assert told()[0] > 1000, "as the optimizer counts them"
         shown = subprocess.run(
             [sys.executable, "-m", "tidegate", "status", "--run", run, "--json"], cwd=ROOT, capture_output=True,
             text=True, check=True, timeout=60, env=environment(daemon.state, TIDEGATE_DAEMON=daemon.url),
