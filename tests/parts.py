@@ -28,7 +28,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "agent/test_gpu_kernels.py", "agent/test_interrupts.py", "agent/test_lanes_ahead.py",
         "agent/test_messages.py", "agent/test_moved.py",
         "agent/test_optimizer.py", "agent/test_overlap.py", "agent/test_pinned.py", "agent/test_runs_ahead.py",
-        "agent/test_regrouped.py", "agent/test_shown_state.py", "agent/test_taken_over.py",
+        "agent/test_regrouped.py", "agent/test_shown_state.py", "agent/test_small_gpt.py",
+        "agent/test_taken_over.py",
         "agent/test_torch_calls.py", "agent/test_torch_ways.py", "agent/test_vector_clocks.py", "gpu/test_*.py",
         "test_gpu_*.py",
     ),
@@ -50,8 +51,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "integrations": (
         "agent/test_accelerate.py", "agent/test_ddp.py", "agent/test_deepspeed.py", "agent/test_deepspeed_losses.py",
         "agent/test_deepspeed_settings.py", "agent/test_fsdp.py", "agent/test_huggingface.py",
-        "agent/test_lightning.py", "agent/test_ranks.py", "agent/test_small_gpt.py", "conformance/test_*.py",
-        "test_examples.py",
+        "agent/test_lightning.py", "agent/test_ranks.py", "conformance/test_*.py", "test_examples.py",
     ),
     "operation": (
         "alerts/test_*.py", "deployment/test_*.py", "grafana/test_*.py", "test_cli.py", "test_demo*.py",
