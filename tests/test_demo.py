@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -122,6 +123,29 @@ def test_a_short_demo_trains_beside_its_services_and_ends_with_a_summary(
     assert summary["update_params"] == summary["planned_update_params"]
     assert summary["link_bytes"]["h2d"] == summary["planned_link_bytes"]["h2d"]
     assert (tmp_path / "runs" / "short" / "trace.json").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_terminal_shows_no_loss_before_there_is_one(tmp_path: Path, ports: list[str]) -> None:
+    reading, writing = pty.openpty()
+    command = [sys.executable, "-m", "tidegate", "demo", "--headless", "--steps", "2", *ports]
+    env = {**os.environ, "TIDEGATE_STATE_DIR": str(tmp_path / "state"), "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdin=writing, stdout=writing, stderr=writing)
+    os.close(writing)
+    said = b""
+    try:
+        with suppress(OSError):  # the other end is gone
+            while piece := os.read(reading, 4096):
+                said += piece
+        assert process.wait(60) == 0, said.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reading)
+    assert b"0/2" in said
+    assert re.search(rb"loss \d", said)
+    assert b"loss nan" not in said
 
 
 @pytest.mark.slow

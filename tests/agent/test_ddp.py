@@ -18,15 +18,25 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("buckets", ["views", pytest.param("copies", marks=pytest.mark.slow)])
 def test_two_ranks_equal_the_oracle_with_early_copies(buckets: str, tmp_path: Path) -> None:
+    run_ranks(tmp_path, "ddp_ranks", buckets)
+
+
+def run_ranks(folder: Path, module: str, *arguments: str) -> None:
     command = [
         *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-        *["-m", "tests.agent.ddp_ranks", str(tmp_path), buckets],
+        *["-m", f"tests.agent.{module}", str(folder), *arguments],
     ]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert {path.name for path in tmp_path.iterdir()} == {"done-0", "done-1"}
+    assert {path.name for path in folder.iterdir()} == {"done-0", "done-1"}
+
+
+@pytest.mark.slow
+def test_optimizers_one_after_the_other_share_the_models_hook(tmp_path: Path) -> None:
+    """DDP takes one communication hook for the life of a model."""
+    run_ranks(tmp_path, "ddp_rounds")
 
 
 def test_another_model_is_refused() -> None:

@@ -220,6 +220,6 @@ def test_a_second_trainer_for_the_same_model_takes_over(tmp_path: Path) -> None:
         Trainer(model=model, args=args, train_dataset=Tokens()).train()
     try:
         for mine, other in zip(weights_of(second), model.parameters(), strict=True):
-            torch.testing.assert_close(mine, other.detach(), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mine, other.detach(), rtol=0, atol=1e-6)
     finally:
         end(second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,11 +130,17 @@ def test_the_daemon_hears_of_parameters_that_come_later(daemon: Daemon) -> None:
 
 
 def test_a_check_that_fails_is_a_no_at_once(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: Knobs) -> None:
-        raise RuntimeError("dictionary changed size during iteration")
+    check, broken = tidegate.AdamW.check_knobs, threading.Event()
 
+    def checked(optimizer: tidegate.AdamW, knobs: Knobs) -> None:
+        if broken.is_set():
+            raise RuntimeError("dictionary changed size during iteration")
+        check(optimizer, knobs)
+
+    monkeypatch.setattr(tidegate.AdamW, "check_knobs", checked)
     resumed = Resumed(daemon)
-    with resumed.optimizer as optimizer:
-        monkeypatch.setattr(optimizer, "check_knobs", broken)
+    with resumed.optimizer:
+        broken.set()
         made = resumed.client.set_knobs(resumed.run, {"stride": 3})
+        broken.clear()
         assert (made.state, "RuntimeError: dictionary changed size" in made.outcome) == ("refused", True), made

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
 import tidegate
-from tests.daemon.live import Daemon, new_run, wait_until
+from tests.daemon.live import ROOT, Daemon, environment, new_run, wait_until
 from tidegate.knobs import KnobValue
 from tidegate.wire.canary import CanaryRequest
 from tidegate.wire.knobs import GenerationView
@@ -29,15 +33,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@contextmanager
-def training(daemon: Daemon, run: str) -> Iterator[None]:
+def network(width: int) -> torch.nn.Module:
     torch.manual_seed(1)
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3)))
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3)))
+
+
+@contextmanager
+def training(daemon: Daemon, run: str, width: int = 512, resume: Path | None = None) -> Iterator[None]:
+    """`resume`: the optimizer is attached, and takes the checkpoint in this folder then."""
+    model = network(width)
     offload = tidegate.Offload(stride=4.0, subgroup_numel=100_000, cpu_threads=1, emulated=SLOW_DEVICE)
     end, failed = threading.Event(), list[BaseException]()
 
     def loop() -> None:
-        inputs = torch.randn(4, 512)
+        inputs = torch.randn(4, width)
         try:
             while not end.is_set():
                 optimizer.zero_grad()
@@ -48,6 +57,9 @@ def training(daemon: Daemon, run: str) -> Iterator[None]:
 
     with tidegate.AdamW(model.parameters(), lr=1e-4, offload=offload) as optimizer:
         tidegate.attach(optimizer, model, run=run, daemon=daemon.url, token=daemon.tokens["agent"])
+        if resume is not None:
+            model.load_state_dict(torch.load(resume / "model.pt"))
+            optimizer.load_checkpoint(resume)
         thread = threading.Thread(target=loop)
         thread.start()
         try:
@@ -114,3 +126,42 @@ def test_a_harmful_stride_is_rolled_back_and_a_helpful_one_stays(daemon: Daemon)
         told = {row.generation: row.effect for row in client.audit(run) if row.action in ("condemned", "promoted")}
         assert set(told) == {harmful.generation, helpful.generation}
         assert all("predicted" in effect and "before" in effect for effect in told.values()), told
+
+
+def trained(folder: Path, width: int, steps: int) -> None:
+    """Leaves a checkpoint of so many steps, and the weights, in this folder."""
+    model = network(width)
+    offload = tidegate.Offload(device="emulated", stride="off", cpu_threads=1)
+    with tidegate.AdamW(model.parameters(), lr=1e-4, offload=offload) as optimizer:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(4, width)).square().mean().backward()
+            optimizer.step()
+        optimizer.save_checkpoint(folder)
+    torch.save(model.state_dict(), folder / "model.pt")
+
+
+@pytest.mark.slow
+def test_after_a_resume_a_trial_takes_its_own_steps_and_no_more(daemon: Daemon, tmp_path: Path) -> None:
+    """The steps that were loaded are none of the trial's, and status shows the run's own step."""
+    run, client = new_run(), daemon.client()
+    trained(tmp_path, width=256, steps=1000)
+    with training(daemon, run, width=256, resume=tmp_path):
+        told = lambda: [row.step for row in client.steps(run, 0).steps]  # noqa: E731
+        wait_until(lambda: any(view.run == run for view in client.runs()) and len(told()) > STEPS, "steps", 120)
+        asked_at = client.run(run).step
+        number = on_trial(daemon, run, "off")
+        made = settled(daemon, run)[number]
+        judged_by = client.run(run).step
+        assert made.canary is not None
+        assert made.canary.state in ("promoted", "rolled_back"), made.canary
+        assert made.canary.measured is not None
+        assert made.canary.measured.steps_after <= STEPS
+        assert judged_by - asked_at < 500, "it waited as many steps as were loaded"
+        assert 1000 + STEPS < made.applied[0] < judged_by
+        assert told()[0] > 1000, "as the optimizer counts them"
+        shown = subprocess.run(
+            [sys.executable, "-m", "tidegate", "status", "--run", run, "--json"], cwd=ROOT, capture_output=True,
+            text=True, check=True, timeout=60, env=environment(daemon.state, TIDEGATE_DAEMON=daemon.url),
+        )  # fmt: skip
+        assert json.loads(shown.stdout)[0]["step"] >= judged_by > 1000
