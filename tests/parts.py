@@ -43,8 +43,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_promise.py",
     ),
     "daemon": (
-        "daemon/test_*.py", "agent/test_link.py", "agent/test_restarts.py", "agent/test_seats.py",
-        "agent/test_steps_told.py", "agent/test_two_hosts.py", "test_client.py",
+        "daemon/test_*.py", "agent/test_link.py", "agent/test_hostile_daemon.py", "agent/test_restarts.py",
+        "agent/test_seats.py", "agent/test_steps_told.py", "agent/test_two_hosts.py", "test_client.py",
     ),
     "dashboard": ("dashboard/test_*.py",),
     "integrations": (
@@ -66,6 +66,7 @@ LONGEST = (
     "agent/test_cuda_order.py", "agent/test_tiered_exactness.py", "agent/test_overlap.py", "agent/test_fsdp.py",
     "agent/test_two_hosts.py", "daemon/test_openapi.py", "model/test_choose.py", "agent/tiers/test_kill.py",
     "agent/test_path_knobs.py", "agent/test_ddp.py", "agent/test_link.py", "test_promise.py",
+    "agent/test_hostile_daemon.py",
     "dashboard/test_browser.py", "test_cli.py", "kernels/test_other_cpus.py", "agent/tiers/test_object_path.py",
     "plan/test_verify.py", "agent/test_tuned_ranks.py", "dashboard/test_tune.py", "dashboard/test_page.py",
     "kernels/test_direct_io.py", "agent/tiers/test_background.py",
