@@ -39,8 +39,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "telemetry": (
         "agent/test_delivery.py", "agent/test_exposition.py", "agent/test_gpu_telemetry.py", "agent/test_meter.py",
         "agent/test_path_telemetry.py", "agent/test_prometheus_bytes.py", "agent/test_recent.py",
-        "agent/test_recorded_run.py", "agent/test_telemetry.py", "test_catalogue.py", "test_logs.py",
-        "test_promise.py",
+        "agent/test_recorded_run.py", "agent/test_telemetry.py", "agent/test_exporter.py", "test_catalogue.py",
+        "test_logs.py", "test_promise.py",
     ),
     "daemon": (
         "daemon/test_*.py", "agent/test_link.py", "agent/test_hostile_daemon.py", "agent/test_restarts.py",
