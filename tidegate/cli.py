@@ -99,6 +99,7 @@ def dashboard(
     link: Annotated[
         bool, typer.Option("--link", help="Print a link that may turn knobs in the live view that runs at --port.")
     ] = False,
+    allowed_host: Annotated[list[str] | None, typer.Option(help="One more name that the live view has.")] = None,
     url: Daemon = None,
 ) -> None:
     """Serve the live view, and print a link that lets a browser turn knobs."""
@@ -112,7 +113,8 @@ def dashboard(
             raise TidegateError(f"There is {no_link()}")
         print(made)
         return
-    sys.exit(launch(port, url or find_daemon(), bind, wants_browser() if browse is None else browse))
+    browse = wants_browser() if browse is None else browse
+    sys.exit(launch(port, url or find_daemon(), bind, browse, tuple(allowed_host or ())))
 
 
 # ---- runs
