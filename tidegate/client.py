@@ -21,6 +21,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, NotFound, RankTaken, StaleKnobs
 from tidegate.knobs import KnobValue
+from tidegate.terminal import visible
 from tidegate.transport import BoundedTransport, within
 from tidegate.wire.agent import AgentHello, AgentReport, Directive, Holder, Lease, LeaseSeconds, Rates, Vote
 from tidegate.wire.alert import AlertView
@@ -452,10 +453,10 @@ def _error(answer: _Answer) -> DaemonError | KnobError:
         problem = dict(_adapter(dict[str, Any]).validate_json(answer.content))
     except ValidationError:
         problem = {"detail": f"The daemon answered {answer.status} without saying why."}
-    detail = str(problem.get("detail") or problem.get("title") or "")[:LONGEST_DETAIL]
+    detail = visible(str(problem.get("detail") or problem.get("title") or "")[:LONGEST_DETAIL])
     kind = problem.get("type")
     if kind == "invalid-knob":
-        return KnobError(detail, str(problem.get("knob", ""))[:LONGEST_DETAIL])
+        return KnobError(detail, visible(str(problem.get("knob", ""))[:LONGEST_DETAIL]))
     if kind == "rank-taken":
         return _rank_taken(detail, problem)
     by_status = {401: NotAuthorized, 403: NotAuthorized, 404: NotFound, 412: StaleKnobs}
