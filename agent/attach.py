@@ -218,6 +218,7 @@ class Attachment:
         self._watch.overhead["tuner"] += time.thread_time() - began
         if self.link is not None:
             self._watch.overhead["link"] = self.link.cpu_seconds
+            self._watch.thread_failures = self.link.restarts
 
     def _meet(self, next_step: int) -> Boundary:
         """What holds for all ranks now; what the daemon committed is applied, on all of them or on none."""

@@ -21,6 +21,7 @@ from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError, DaemonError, NotAuthorized, NotFound, RankTaken
 from tidegate.knobs import Knobs
 from tidegate.logs import event
+from tidegate.transport import within
 from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Lease, Vote
 
 log = logging.getLogger("tidegate.link")
@@ -38,7 +39,15 @@ TOLD_AGAIN_SECONDS = 3.0
 """The daemon writes what it is told once a second: the reports that arrived so long before the newest one are told
 again when it was killed, however many they are."""
 MAX_BACKOFF_SECONDS = 5.0
+ANSWER_SECONDS = 5.0
+"""How long one exchange with the daemon may take, beside what a long poll waits for; and all of the first hello."""
+MAX_ANSWER_BYTES = 1 << 20
+"""A lease or a directive is a few hundred bytes."""
+POLLS_AT_ONCE, POLLS_PER_SECOND = 20, 5.0
+"""Polls and votes: a daemon that answers each one at once gets no more of them."""
 LONGEST_GOODBYE_SECONDS = 10.0
+REFUSED = (DaemonError, ConfigError)
+"""What an exchange with the daemon raises; a ConfigError is a knob that it does not have."""
 STRICT_PAUSE_SECONDS = 0.5
 """Between two questions for a rank that is held, where an attachment waits for it."""
 STRICT_MARGIN_SECONDS = 1.0
@@ -99,14 +108,17 @@ class AgentLink:
         self._greeted: AgentHello | None = None
         """What the daemon was told of us last."""
         self._speaker = weakref.ref(speaker)
-        self._client = DaemonClient(url, token)
-        self._listener_client = DaemonClient(url, token)
+        self._client, self._listener_client = (
+            DaemonClient(url, token, ANSWER_SECONDS, max_answer_bytes=MAX_ANSWER_BYTES) for _ in range(2)
+        )
         self._stop = threading.Event()
         self._box: SimpleQueue[_Farewell | None] = SimpleQueue()
         """Wakes the reporter. It may be filled while garbage is collected, when locks may be held."""
         self._lock = threading.Lock()
         self._life = threading.Lock()
         """Held while a report is made, or while the agent begins anew: a report is of one life."""
+        self._heard = -1
+        """The newest generation that the daemon has named as committed, usable or not."""
         self._voted: int | None = None
         self._applied: Applied | None = None
         self._cpu: dict[str, float] = {}
@@ -115,10 +127,14 @@ class AgentLink:
         """Each with its time on the monotonic clock."""
         self._told = False
         """Whether it was logged that a report could not be made."""
+        self.restarts = 0
+        """How often a thread has failed and begun again."""
+        self._polls: deque[float] = deque(maxlen=POLLS_AT_ONCE)
+        """When the newest ones began, on the monotonic clock."""
         self._refusals = Refusals(hello.run, hello.rank)
         self._threads = [
-            threading.Thread(target=target, name=f"tidegate-link-{name}", daemon=True)
-            for name, target in (("report", self._report_forever), ("listen", self._listen_forever))
+            threading.Thread(target=self._go_on, args=(name, work), name=f"tidegate-link-{name}", daemon=True)
+            for name, work in (("report", self._report_forever), ("listen", self._listen_forever))
         ]
 
     def start(self, strict: bool = False) -> None:
@@ -175,7 +191,8 @@ class AgentLink:
         latest: float | None = None
         while True:
             try:
-                self._greet(self._hello)
+                with within(ANSWER_SECONDS):
+                    self._greet(self._hello)
             except RankTaken as taken:
                 now = time.monotonic()
                 latest = now + taken.lease_seconds + STRICT_MARGIN_SECONDS if latest is None else latest
@@ -191,7 +208,7 @@ class AgentLink:
                 if strict:
                     raise
                 self._refusals.told(error)
-            except DaemonError as error:
+            except REFUSED as error:
                 log.warning("daemon away, training goes on: %s", error, extra=event("daemon_away", reason=str(error)))
             return
 
@@ -205,9 +222,9 @@ class AgentLink:
         directive = self._take_seat(said).directive
         with self._lock:
             life = known.life if known is not None else 0
-            anew = known is not None and directive.committed < known.generation
-            if anew or self.committed is None or directive.committed >= self.committed.generation:
-                self.committed = _committed(directive, life + anew)
+            anew = known is not None and directive.committed < self._heard
+            if anew or directive.committed >= self._heard:
+                self._believe(directive, life + anew)
             self._voted = None
         self._greeted = hello
         self.connected = True
@@ -226,9 +243,43 @@ class AgentLink:
 
     def _take(self, directive: Directive) -> None:
         with self._lock:
-            if self.committed is None or directive.committed > self.committed.generation:
-                life = self.committed.life if self.committed is not None else 0
-                self.committed = _committed(directive, life)
+            if directive.committed > self._heard:
+                self._believe(directive, self.committed.life if self.committed is not None else 0)
+
+    def _believe(self, directive: Directive, life: int) -> None:
+        """What was committed is what runs from now on, if it can be used; else what ran before stays. With the lock."""
+        self._heard = directive.committed
+        try:
+            knobs = Knobs().changed(directive.committed_knobs)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)
+            log.error(
+                "generation %d cannot be used here, last good knobs stay: %s", directive.committed, reason,
+                extra=event(
+                    "generation_refused", run=self._hello.run, generation=directive.committed, reason=reason,
+                ),
+            )  # fmt: skip
+        else:
+            self.committed = Committed(directive.committed, knobs, life)
+
+    # ---- both threads
+
+    def _go_on(self, name: str, work: Callable[[], None]) -> None:
+        """Does `work`, which begins again when it fails for a reason that nobody has thought of."""
+        failures = 0
+        while True:
+            try:
+                work()
+                return
+            except Exception:
+                failures += 1
+                self.restarts += 1
+                log.exception(
+                    "the link's thread %r failed, it begins again; training goes on", name,
+                    extra=event("link_failed", run=self._hello.run, rank=self._hello.rank, thread=name),
+                )  # fmt: skip
+                if self._stop.wait(_backoff(failures)):
+                    return
 
     # ---- reporting
 
@@ -242,7 +293,7 @@ class AgentLink:
             began = time.thread_time()
             try:
                 failures = 0 if self._deliver_or_tell() else failures + 1
-            except DaemonError as error:
+            except REFUSED as error:
                 failures += 1
                 self._lost(error)
             pause = _pause(time.thread_time() - began, self._wanted_pause)
@@ -261,7 +312,7 @@ class AgentLink:
         self._stop.set()
         try:
             if self.connected and self._greeted is not None:
-                with contextlib.suppress(DaemonError):
+                with contextlib.suppress(*REFUSED):
                     if farewell.report is not None:
                         self._send(self._greeted, farewell.report, final=True)
                     self._client.goodbye(self._greeted.agent)
@@ -270,10 +321,10 @@ class AgentLink:
             _open_links.discard(self)
 
     def _deliver_or_tell(self) -> bool:
-        """Whether it went. DaemonError as `_send`; what else fails is logged once, and hinders no later report."""
+        """Whether it went. Raises what `_send` does; what else fails is logged once, and hinders no later report."""
         try:
             self._deliver()
-        except DaemonError:
+        except REFUSED:
             raise
         except Exception:
             if not self._told:
@@ -344,7 +395,7 @@ class AgentLink:
             while True:
                 self._give_back(self._delivered.pop()[1])  # the oldest last, which is to come first
 
-    def _lost(self, error: DaemonError) -> None:
+    def _lost(self, error: DaemonError | ConfigError) -> None:
         if isinstance(error, RankTaken):
             self._refusals.taken(error)
         elif isinstance(error, NotAuthorized):
@@ -369,7 +420,7 @@ class AgentLink:
             try:
                 self._listen_once(hello.agent)
                 failures = 0
-            except DaemonError:
+            except REFUSED:
                 # The reporter says hello again.
                 failures += 1
                 self._tell_again()
@@ -378,14 +429,21 @@ class AgentLink:
         self._listener_client.close()
 
     def _listen_once(self, agent: str) -> None:
-        known = self.committed.generation if self.committed is not None else 0
-        directive = self._listener_client.directive(agent, known, self._voted, POLL_SECONDS)
+        self._wait_for_turn()
+        directive = self._listener_client.directive(agent, max(0, self._heard), self._voted, POLL_SECONDS)
         self._take(directive)
         while directive.proposed is not None and directive.proposed != self._voted:
             asked = directive.proposed
+            self._wait_for_turn()
             directive = self._listener_client.vote(agent, self._vote(directive), POLL_SECONDS)
             self._voted = asked
             self._take(directive)
+
+    def _wait_for_turn(self) -> None:
+        now = time.monotonic()
+        if len(self._polls) == POLLS_AT_ONCE:
+            self._stop.wait(self._polls[0] + POLLS_AT_ONCE / POLLS_PER_SECOND - now)
+        self._polls.append(time.monotonic())
 
     def _vote(self, directive: Directive) -> Vote:
         """A check that fails for another reason than the knobs is a no, said at once: silence would be one later."""
@@ -413,10 +471,6 @@ def wait_for_goodbyes(seconds: float = LONGEST_GOODBYE_SECONDS) -> None:
     latest = time.monotonic() + seconds
     for link in tuple(_open_links):
         link.close(max(0.0, latest - time.monotonic()))
-
-
-def _committed(directive: Directive, life: int) -> Committed:
-    return Committed(directive.committed, Knobs().changed(directive.committed_knobs), life)
 
 
 def _pause(cpu_seconds: float, wanted: float | None = None) -> float:

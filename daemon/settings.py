@@ -37,7 +37,7 @@ class Settings(BaseModel):
     """PEM file with its private key; None where the certificate's file holds it."""
     forgiven_failures: int = Field(default=20, ge=1)
     """Requests with a token that opens nothing, of one token or one address, before they are told to wait."""
-    lease_seconds: float = Field(default=10.0, gt=0)
+    lease_seconds: float = Field(default=10.0, gt=0, le=86_400)
     proposal_seconds: float = Field(default=5.0, gt=0)
     keep_reports_seconds: float = Field(default=7 * 86_400.0, gt=0)
     """Steps that were reported longer ago are deleted; of each rank the newest 256 are kept at most."""

@@ -14,6 +14,8 @@ URL_VARIABLE = "TIDEGATE_DAEMON"
 DEFAULT_URL = "http://127.0.0.1:8790"
 OPEN_VARIABLE = "TIDEGATE_OPEN"
 """The address at which the server answers, and the page that it opens in a browser then."""
+HOSTS_VARIABLE = "TIDEGATE_DASHBOARD_HOSTS"
+"""More names that the live view has, with commas between them; `*` for any."""
 OPEN_PATH = "/open"
 HEALTH_PATH = "/_stcore/health"
 MAX_UPLOAD_MB = 1
@@ -44,15 +46,19 @@ def environment(daemon_url: str) -> dict[str, str]:
     return {**os.environ, URL_VARIABLE: daemon_url}
 
 
-def launch(port: int, daemon_url: str, bind: str = "127.0.0.1", browse: bool = False) -> int:
+def launch(
+    port: int, daemon_url: str, bind: str = "127.0.0.1", browse: bool = False, names: tuple[str, ...] = ()
+) -> int:
     """Serve the live view in place of this process; comes back, with 1, only when it cannot start.
 
-    browse: open it in a browser when it answers.
+    browse: open it in a browser when it answers. names: those that it has beside addresses and this machine's name.
     """
     problem = port_problem(port, bind)
     if problem is None:
         port = port or _free_port(bind)
         env = environment(daemon_url)
+        if names:
+            env[HOSTS_VARIABLE] = ",".join(names)
         address = address_of(port, bind)
         print(f"Live view of {daemon_url} at {address} (Ctrl+C ends it).")
         link = link_to(address)

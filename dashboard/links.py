@@ -7,6 +7,8 @@ from typing import Any, Final, NoReturn
 
 import streamlit as st
 
+from tidegate.dashboard import markup
+
 _PAGES: Final = "pages"
 
 
@@ -16,8 +18,8 @@ def know(pages: Mapping[str, Any]) -> None:
 
 
 def link(path: str, label: str, **query: str | int) -> None:
-    """A link to the page at `path`, drawn here; it may be opened in another tab too."""
-    st.page_link(st.session_state[_PAGES][path], label=label, query_params=_texts(query))
+    """A link to the page at `path`, drawn here with the label as it is; it may be opened in another tab too."""
+    st.page_link(st.session_state[_PAGES][path], label=markup.plain(label), query_params=_texts(query))
 
 
 def go(path: str, **query: str | int) -> NoReturn:

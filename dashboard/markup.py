@@ -1,4 +1,5 @@
-"""Small pieces of HTML and the one style sheet. Every text that comes from outside is escaped here."""
+"""Small pieces of HTML, plain text for markdown, and the one style sheet. Every text that comes from outside is escaped
+here."""
 
 from __future__ import annotations
 
@@ -79,6 +80,11 @@ table.tg { border-collapse: collapse; width: 100%; font-size: 0.78rem; font-vari
 .tg-chip.off { opacity: 0.45; border-style: dashed; }
 </style>
 """
+
+
+def plain(text: str) -> str:
+    """The text for what takes markdown: labels, captions, messages. It is shown as it is."""
+    return "".join(f"\\{c}" if c in "\\`*_{}[]()<>#+-!|~$:" else c for c in text)
 
 
 def head(run: str, liveness: str, details: Sequence[str]) -> str:

@@ -71,8 +71,3 @@ def colored(text: str, color: str) -> Raw:
 def nothing(sentence: str) -> str:
     """What a section says that has nothing to show."""
     return f'<div class="tg-none">{escape(sentence)}</div>'
-
-
-def plain(text: str) -> str:
-    """Text that markdown leaves as it is."""
-    return "".join(f"\\{c}" if c in "\\`*_{}[]()<>#+-!|~$:" else c for c in text)

@@ -40,12 +40,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     "telemetry": (
         "agent/test_delivery.py", "agent/test_exposition.py", "agent/test_gpu_telemetry.py", "agent/test_meter.py",
         "agent/test_path_telemetry.py", "agent/test_prometheus_bytes.py", "agent/test_recent.py",
-        "agent/test_recorded_run.py", "agent/test_telemetry.py", "test_catalogue.py", "test_logs.py",
-        "test_promise.py",
+        "agent/test_recorded_run.py", "agent/test_telemetry.py", "agent/test_exporter.py", "test_catalogue.py",
+        "test_logs.py", "test_promise.py",
     ),
     "daemon": (
-        "daemon/test_*.py", "agent/test_link.py", "agent/test_restarts.py", "agent/test_seats.py",
-        "agent/test_steps_told.py", "agent/test_two_hosts.py", "test_client.py",
+        "daemon/test_*.py", "agent/test_link.py", "agent/test_hostile_daemon.py", "agent/test_restarts.py",
+        "agent/test_seats.py", "agent/test_steps_told.py", "agent/test_two_hosts.py", "test_client.py",
     ),
     "dashboard": ("dashboard/test_*.py",),
     "integrations": (
@@ -68,6 +68,7 @@ LONGEST = (
     "agent/test_cuda_order.py", "agent/test_tiered_exactness.py", "agent/test_overlap.py", "agent/test_fsdp.py",
     "agent/test_two_hosts.py", "daemon/test_openapi.py", "model/test_choose.py", "agent/tiers/test_kill.py",
     "agent/test_path_knobs.py", "agent/test_ddp.py", "agent/test_link.py", "test_promise.py",
+    "agent/test_hostile_daemon.py",
     "dashboard/test_browser.py", "test_cli.py", "kernels/test_other_cpus.py", "agent/tiers/test_object_path.py",
     "plan/test_verify.py", "agent/test_tuned_ranks.py", "dashboard/test_tune.py", "dashboard/test_page.py",
     "kernels/test_direct_io.py", "agent/tiers/test_background.py",

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1]))
 
 from tests import forked
-from tests.daemon.live import ROOT, Agent, Daemon, environment, listen, new_run, threaded, wait_until
+from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, listen, new_run, threaded, wait_until
 from tests.services import daemon_process
+from tidegate.wire.agent import AgentReport, Vote
 from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
 
@@ -431,3 +433,34 @@ def test_doctor(daemon: Daemon) -> None:
     code, text, _ = run(daemon, "doctor", "--json")
     bad = [finding["check"] for finding in json.loads(text) if finding["verdict"] == "bad"]
     assert (code, bad) == (1, ["agent token"])
+
+
+ESCAPES = "\x1b]0;yours\x07\x9b2J\x1b[1A\u202e"
+"""Another title, an empty screen, a line up, and text from right to left."""
+
+
+def test_no_text_from_outside_reaches_the_terminal_as_an_order(daemon: Daemon) -> None:
+    name = new_run()
+    said = hello(name, world_size=1, host=f"h{ESCAPES}", policy=ESCAPES)
+    with daemon.client("agent") as agent, daemon.client() as operator:
+        agent.hello(said)
+        told = {"stride": 2.0, ESCAPES: ESCAPES}
+        agent.report(said.agent, AgentReport(
+            timestamp=time.time(), step=1, phase=f"p{ESCAPES}", generation=0, effective=told
+        ))  # fmt: skip
+        operator.set_knobs(name, {"stride": 3}, reason=f"because {ESCAPES}", wait=0.0)
+        proposed = agent.directive(said.agent, 0, None, 0.0).proposed
+        assert proposed is not None
+        agent.vote(said.agent, Vote(generation=proposed, can=False, reason=f"no {ESCAPES}"))
+        commands = [
+            ("status",), ("status", "--all"), ("history", "--run", name), ("events", "--run", name),
+            ("knobs", "get", "--run", name), ("advice", "--run", name), ("events", "--run", name, "--json"),
+            ("status", "--json"), ("knobs", "set", "stride=4", "--run", f"x{ESCAPES}"),
+        ]  # fmt: skip
+        seen = ""
+        for words in commands:
+            _, out, err = run(daemon, *words)
+            seen += out + err
+            assert [c for c in out + err if c in "\x07\x1b\x9b\u202e"] == [], words
+        assert "because \\u001b]0;yours\\u0007\\u009b2J\\u001b[1A\\u202e" in seen
+        agent.goodbye(said.agent)

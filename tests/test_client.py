@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import sys
@@ -17,6 +18,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1]))
 
 from tests.daemon.live import Agent, Daemon, hello, listen, new_run, step_report, threaded
+from tests.hostile import hostile, plain, trickling
 from tidegate.client import DEFAULT_URL, MAX_BODY_BYTES, DaemonClient, find_daemon, find_token, state_dir
 from tidegate.errors import DaemonError, DaemonUnreachable, NotAuthorized, NotFound
 from tidegate.wire.agent import Directive, Lease, ProcessId
@@ -201,3 +203,71 @@ def test_an_older_daemon_is_greeted_as_it_understands() -> None:
     first, second = OlderDaemon.heard
     assert first["process"]["pid"] == 2
     assert first.keys() - second.keys() == {"process", "replaces"}
+
+
+def bomb(connection: socket.socket) -> None:
+    """Eight megabytes that are eight kilobytes while they travel."""
+    content = gzip.compress(b" " * 8_000_000)
+    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+
+
+def test_answers_have_bounds() -> None:
+    answers = [plain(b" " * 300_000), bomb, plain(b"[" * 90_000), plain(b" " * 300_000, 500)]
+    with (
+        hostile(lambda _, number: answers[number]) as daemon,
+        DaemonClient(daemon.url, "t", max_answer_bytes=100_000) as client,
+    ):
+        with pytest.raises(DaemonError, match="more than 100,000 bytes"):
+            client.runs()
+        with pytest.raises(DaemonError, match="is compressed"):
+            client.runs()
+        with pytest.raises(DaemonError, match="not a Tidegate daemon"):
+            client.runs()
+        with pytest.raises(DaemonError, match="more than 100,000 bytes"):
+            client.runs()
+
+
+def test_events_have_bounds() -> None:
+    stream = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+    endless = stream + "Content-Length: 9000000\r\n\r\ndata: " + "a" * 2_000_000
+    answers = [
+        trickling(endless.encode()), plain("data: {}\n"), bomb, plain("", headers="Tidegate-Newest-Event: ten\r\n")
+    ]  # fmt: skip
+    with hostile(lambda _, number: answers[number]) as daemon, DaemonClient(daemon.url, "t") as client:
+        with pytest.raises(DaemonError, match="more than 1,048,576 bytes"):
+            next(client.events("run"))
+        with pytest.raises(DaemonError, match="not a Tidegate daemon"):
+            next(client.events("run"))
+        with pytest.raises(DaemonError, match="is compressed"):
+            next(client.events("run"))
+        with pytest.raises(DaemonError, match="not a Tidegate daemon"):
+            client.newest_event("run")
+
+
+def test_an_exchange_ends_in_time_however_slow_the_other_side_is() -> None:
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as deaf:  # it takes what fits into the buffers of the sockets
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        with DaemonClient(url, "t", timeout=0.2) as client, pytest.raises(DaemonUnreachable, match="in time"):
+            client._send("POST", "/v1/agents", body="a" * 50_000_000)
+    with (
+        hostile(lambda *_: trickling(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n")) as daemon,
+        DaemonClient(daemon.url, "t", timeout=0.2) as client,
+        pytest.raises(DaemonUnreachable, match="in time"),
+    ):
+        client.runs()
+    assert time.monotonic() - began < 10.0
+
+
+def test_a_proxy_of_the_environment_is_used_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hostile(lambda *_: plain([])) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url.replace("http://", "http://user:word@"))
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        with DaemonClient("http://head.example:8790", "t") as client:
+            assert client.runs() == []
+        assert proxy.asked == ["GET http://head.example:8790/v1/runs HTTP/1.1"]
+        monkeypatch.setenv("no_proxy", "head.example")
+        with DaemonClient("http://head.example:8790", "t") as client, pytest.raises(DaemonUnreachable):
+            client.runs()

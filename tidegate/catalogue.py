@@ -245,6 +245,10 @@ _CONTROL: Final = (
         "agent_overhead_seconds", "seconds", {"part": PARTS}, "CPU time that watching costs.",
         unseen="It is of interest over hours; `bench/overhead.py` measures it.",
     ),
+    _counter(
+        "agent_thread_failures", "1", {}, "Failures of threads that speak with the daemon; each thread begins again.",
+        unseen="The log has what failed.",
+    ),
 )  # fmt: skip
 
 METRICS: Final[tuple[Metric, ...]] = (*_PACE, *_LINKS, *_PATHS, *_MACHINE, *_CONTROL)

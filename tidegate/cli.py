@@ -18,6 +18,7 @@ from tidegate.cli_training import needs, training_command
 from tidegate.client import find_daemon, state_dir
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.logs import VARIABLE, LogFormat, configure
+from tidegate.terminal import say
 
 app = typer.Typer(
     name="tidegate",
@@ -99,6 +100,7 @@ def dashboard(
     link: Annotated[
         bool, typer.Option("--link", help="Print a link that may turn knobs in the live view that runs at --port.")
     ] = False,
+    allowed_host: Annotated[list[str] | None, typer.Option(help="One more name that the live view has.")] = None,
     url: Daemon = None,
 ) -> None:
     """Serve the live view, and print a link that lets a browser turn knobs."""
@@ -110,9 +112,10 @@ def dashboard(
         made = link_to(address_of(port, bind))
         if made is None:
             raise TidegateError(f"There is {no_link()}")
-        print(made)
+        say(made)
         return
-    sys.exit(launch(port, url or find_daemon(), bind, wants_browser() if browse is None else browse))
+    browse = wants_browser() if browse is None else browse
+    sys.exit(launch(port, url or find_daemon(), bind, browse, tuple(allowed_host or ())))
 
 
 # ---- runs
@@ -141,7 +144,7 @@ def trace(
     if view is None:
         raise TidegateError(f"Rank {rank} of run {name!r} has not sent a timeline yet: wait for its next step.")
     write(view, name, rank, output)
-    print(f"Step {view.step} of run {name!r}, rank {rank}: {len(view.spans)} of {view.num_spans} spans in {output}.")
+    say(f"Step {view.step} of run {name!r}, rank {rank}: {len(view.spans)} of {view.num_spans} spans in {output}.")
 
 
 @app.command()
@@ -175,7 +178,7 @@ def doctor(
     else:
         findings = examine(url or find_daemon()) + (doctor_paths.findings(path, leftovers) if path else [])
     if as_json:
-        print(json.dumps([finding.as_dict() for finding in findings]))
+        say(json.dumps([finding.as_dict() for finding in findings]))
     else:
         print_findings(findings)
     if any(finding.verdict == "bad" for finding in findings):
@@ -186,7 +189,7 @@ def _doctor_gpu(as_json: bool) -> None:
     with needs("agent"):
         from tidegate.doctor_gpu import examine_gpu, lines
     findings = examine_gpu()
-    print(json.dumps([finding.as_dict() for finding in findings]) if as_json else "\n".join(lines(findings)))
+    say(json.dumps([finding.as_dict() for finding in findings]) if as_json else "\n".join(lines(findings)))
     if any(finding.verdict == "bad" for finding in findings):
         sys.exit(1)
 
@@ -206,5 +209,5 @@ demo = app.command("demo")(training_command(view=True))
 
 
 def _fail(sentence: str, code: int) -> NoReturn:
-    print(f"tidegate: {sentence}", file=sys.stderr)
+    say(f"tidegate: {sentence}", file=sys.stderr)
     sys.exit(code)

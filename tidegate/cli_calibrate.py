@@ -16,6 +16,7 @@ from tidegate.client import state_dir
 from tidegate.errors import ConfigError
 from tidegate.knobs import check_path_name
 from tidegate.model.calibration import Calibration, file_of, keep, kept
+from tidegate.terminal import say
 
 
 def calibrate(
@@ -39,7 +40,7 @@ def calibrate(
         found = measure.calibrate(paths, seconds=seconds, progress=_told)
         keep(file, found)
     if as_json:
-        print(json.dumps({**found.to_dict(), "file": str(file), "measured_now": fresh}))
+        say(json.dumps({**found.to_dict(), "file": str(file), "measured_now": fresh}))
         return
     _print(found, file, fresh)
 
@@ -56,19 +57,19 @@ def _paths(words: Sequence[str]) -> dict[str, str]:
 
 def _told(what: str) -> None:
     """Progress is for people: on stderr, so that a pipe gets the result alone."""
-    print(f"measuring: {what}", file=sys.stderr, flush=True)
+    say(f"measuring: {what}", file=sys.stderr, flush=True)
 
 
 def _print(found: Calibration, file: Path, fresh: bool) -> None:
     from tidegate.cli_tables import table
 
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.measured_at))
-    print(", ".join(f"{name} {value}" for name, value in found.hardware.items()))
+    say(", ".join(f"{name} {value}" for name, value in found.hardware.items()))
     no_device = found.card.h2d_bytes_per_second is None
     table(("lane", "alone" if no_device else "alone, as in steps", "beside others it keeps"), _rows(found))
-    print(f"Measured {'now' if fresh else when}, kept in {file}." + ("" if fresh else " --again measures anew."))
+    say(f"Measured {'now' if fresh else when}, kept in {file}." + ("" if fresh else " --again measures anew."))
     if no_device:
-        print("No GPU here: copies and updates on a device are not measured.")
+        say("No GPU here: copies and updates on a device are not measured.")
 
 
 def _rows(found: Calibration) -> Iterator[tuple[str, str, str]]:

@@ -13,6 +13,7 @@ from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError
 from tidegate.knobs import KnobValue, show
 from tidegate.knobs import spec as knob_spec
+from tidegate.terminal import say
 from tidegate.wire.canary import MAX_CANARY_STEPS, CanaryRequest
 from tidegate.wire.knobs import GenerationView, RankKnobs
 
@@ -113,10 +114,10 @@ def advice(run: RunOption = None, url: Daemon = None, as_json: Json = False) -> 
     if as_json:
         print_json(found)
         return
-    print(found.sentence)
+    say(found.sentence)
     if found.changes:
         words = " ".join(f"{name}={show(name, value)}" for name, value in found.changes.items())
-        print(f"Try it: tidegate knobs set --run {found.run} {words} --canary 20")
+        say(f"Try it: tidegate knobs set --run {found.run} {words} --canary 20")
 
 
 def _ranks_with(client: DaemonClient, made: GenerationView) -> tuple[RankKnobs, ...]:

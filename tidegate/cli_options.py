@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from tidegate.client import DaemonClient, find_daemon, find_token
 from tidegate.errors import ConfigError, TidegateError
+from tidegate.terminal import say
 from tidegate.wire.run import RunView
 
 Daemon = Annotated[str | None, typer.Option("--daemon", help="Address of the daemon; default: the one of this user.")]
@@ -41,7 +42,7 @@ def choose(client: DaemonClient, name: str | None) -> RunView:
 
 def print_json(found: BaseModel | list[Any]) -> None:
     rows = [row.model_dump(mode="json") for row in found] if isinstance(found, list) else found.model_dump(mode="json")
-    print(json.dumps(rows))
+    say(json.dumps(rows))
 
 
 def duration(text: str, option: str) -> float:

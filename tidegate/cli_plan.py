@@ -16,6 +16,7 @@ from tidegate.model.changes import Change, best_changes
 from tidegate.model.machine import GB, GPUS, STATE_BYTES, Machine, Workload, gpu_named, parse_path
 from tidegate.model.recipe import deepspeed, deepspeed_text, python
 from tidegate.model.shapes import model_from
+from tidegate.terminal import say
 
 
 def plan(
@@ -66,9 +67,9 @@ def plan(
     found = plan_capacity(model_from(model), machine if rates is None else machine.measured(_card(rates).card), work)
     changes = best_changes(found) if advice else ()
     if as_json:
-        print(json.dumps(_json(found, changes)))
+        say(json.dumps(_json(found, changes)))
     else:
-        print("\n".join([*_lines(found), *(_advice(changes) if advice else []), *_grounds(found)]))
+        say("\n".join([*_lines(found), *(_advice(changes) if advice else []), *_grounds(found)]))
 
 
 def _card(file: Path) -> Calibration:

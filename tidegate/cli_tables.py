@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tidegate.knob_kinds import show_size
 from tidegate.knobs import KnobValue, show
+from tidegate.terminal import say, visible
 from tidegate.timeline import cause_in_words
 from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, RankKnobs
 from tidegate.wire.prediction import KnobPreview, PredictedUpdate
@@ -26,16 +27,16 @@ console: Final = Console(highlight=False, markup=False, width=None if sys.stdout
 
 def print_runs(runs: Sequence[RunView], everything: bool = False) -> None:
     if not runs:
-        print("No runs yet: train with tidegate.attach(optimizer, model, run=…), or try `tidegate demo`.")
+        say("No runs yet: train with tidegate.attach(optimizer, model, run=…), or try `tidegate demo`.")
         return
     shown = list(runs) if everything else unfolded(runs)
     console.print(runs_table(shown))
     if any(run.device_kind == "emulated" and run.liveness in RUNNING for run in shown):
-        print("Emulated devices copy and compute at stated rates: their speeds are no measurement.")
+        say("Emulated devices copy and compute at stated rates: their speeds are no measurement.")
     if len(shown) < len(runs):
         kinds = Counter(run.liveness for run in runs if run not in shown)
         told = " and ".join(f"{count} {liveness}" for liveness, count in kinds.most_common())
-        print(f"Not shown: {told}. See them with `tidegate status --all`.")
+        say(f"Not shown: {told}. See them with `tidegate status --all`.")
 
 
 def unfolded(runs: Sequence[RunView]) -> list[RunView]:
@@ -87,10 +88,10 @@ def print_knobs(view: KnobsView) -> None:
         for name, value in view.desired.items()
         if (bound := view.bounds.get(name))
     ]
-    print(f"Run {view.run}, newest generation {view.generation}")
+    say(f"Run {view.run}, newest generation {view.generation}")
     table(("knob", "desired", "bounds", "what it does"), rows)
     if view.pending:
-        print(f"Generation {view.pending.generation} waits for the ranks: {shown(view.pending.changes)}")
+        say(f"Generation {view.pending.generation} waits for the ranks: {shown(view.pending.changes)}")
     print_ranks(view.ranks)
 
 
@@ -102,17 +103,17 @@ def print_ranks(ranks: Iterable[RankKnobs]) -> None:
 
 def print_generation(made: GenerationView, ranks: Iterable[RankKnobs]) -> None:
     if made.state == "proposed":
-        print(f"Generation {made.generation} is still being voted on: see `tidegate history`.")
+        say(f"Generation {made.generation} is still being voted on: see `tidegate history`.")
     else:
-        print(f"Generation {made.generation} {made.state}: {shown(made.knobs)}. {made.outcome}")
+        say(f"Generation {made.generation} {made.state}: {shown(made.knobs)}. {made.outcome}")
     if made.canary is not None and made.canary.state == "waiting":
-        print(f"Canary: {made.canary.steps} steps decide; watch it with `tidegate history` or `tidegate events -f`.")
+        say(f"Canary: {made.canary.steps} steps decide; watch it with `tidegate history` or `tidegate events -f`.")
     print_ranks(ranks)
 
 
 def print_preview(preview: KnobPreview) -> None:
     if not preview.changed:
-        print("Nothing would change.")
+        say("Nothing would change.")
     rows: list[tuple[str, ...]] = [
         (name, show(name, preview.before[name]), show(name, value)) for name, value in preview.changed.items()
     ]
@@ -122,11 +123,11 @@ def print_preview(preview: KnobPreview) -> None:
     rows += _predicted_rows(preview.predicted_before, preview.predicted_after)
     table(("", "now", "then"), rows)
     if preview.error_ratio is not None:
-        print(f"The prediction of the present knobs is off by {preview.error_ratio:.0%} of what was measured.")
+        say(f"The prediction of the present knobs is off by {preview.error_ratio:.0%} of what was measured.")
     if preview.no_prediction:
-        print(preview.no_prediction)
+        say(preview.no_prediction)
     if preview.no_room:
-        print(preview.no_room)
+        say(preview.no_room)
 
 
 def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | None) -> Iterator[tuple[str, ...]]:
@@ -203,5 +204,5 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def _made(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     made = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(visible, row))
     return made

@@ -17,6 +17,7 @@ from tidegate.cli_options import duration
 from tidegate.cli_training import needs
 from tidegate.client import SCOPES, actor, state_dir
 from tidegate.errors import ConfigError, TidegateError
+from tidegate.terminal import say
 from tidegate.wire.base import RunName
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def create(
         _check_run(run)
     ends = time.time() + duration(expires, "--expires") if expires is not None else None
     with _tokens(state, database_url) as tokens:
-        print(tokens.issue(found, (name or scope)[:64], run=run, expires_at=ends, actor=actor()))
+        say(tokens.issue(found, (name or scope)[:64], run=run, expires_at=ends, actor=actor()))
 
 
 @app.command("list")
@@ -57,7 +58,7 @@ def show(state: State = None, database_url: Database = None, as_json: Json = Fal
     with _tokens(state, database_url) as tokens:
         rows = [_row(token) for token in tokens.all()]
     if as_json:
-        print(json.dumps(rows))
+        say(json.dumps(rows))
         return
     from tidegate.cli_tables import table
 
@@ -76,7 +77,7 @@ def revoke(
         revoked = tokens.revoke(id, actor())
     if revoked is None:
         raise TidegateError(f"Not exactly one token has an id that begins with {id!r}: see `tidegate token list`.")
-    print(f"Token {revoked.id} ({revoked.scope}, {revoked.name}) opens nothing any more.")
+    say(f"Token {revoked.id} ({revoked.scope}, {revoked.name}) opens nothing any more.")
 
 
 @contextmanager

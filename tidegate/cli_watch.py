@@ -11,6 +11,7 @@ import typer
 from tidegate.cli_options import Daemon, Json, RunOption, choose, client_for, print_json
 from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError, DaemonUnreachable, NotAuthorized
+from tidegate.terminal import say
 from tidegate.wire.event import Event
 from tidegate.wire.run import RunView
 
@@ -76,7 +77,7 @@ def _print_events(
             for event in client.events(run, last_event_id=last):
                 last, lost_at = event.id, None
                 if text := event.model_dump_json() if as_json else sentence(event, told):
-                    print(text, flush=True)
+                    say(text, flush=True)
                 if end is not None and last >= end:
                     return last
             time.sleep(PAUSE_SECONDS)  # the daemon closed the stream: it ends, or starts again

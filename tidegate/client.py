@@ -10,6 +10,7 @@ import os
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar, cast, get_args
@@ -20,7 +21,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, NotFound, RankTaken, StaleKnobs
 from tidegate.knobs import KnobValue
-from tidegate.wire.agent import AgentHello, AgentReport, Directive, Holder, Lease, Rates, Vote
+from tidegate.terminal import visible
+from tidegate.transport import BoundedTransport, within
+from tidegate.wire.agent import AgentHello, AgentReport, Directive, Holder, Lease, LeaseSeconds, Rates, Vote
 from tidegate.wire.alert import AlertView
 from tidegate.wire.audit import AuditRow
 from tidegate.wire.canary import CanaryRequest, Rollback
@@ -35,6 +38,12 @@ SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 DEFAULT_URL: Final = "http://127.0.0.1:8790"
 MAX_BODY_BYTES: Final = 1 << 20
 """What the daemon accepts in one request."""
+MAX_ANSWER_BYTES: Final = 64 << 20
+"""The largest answer that is taken: all runs of a daemon that has as many as it keeps."""
+MAX_EVENT_BYTES: Final = 1 << 20
+"""Of one line in a stream of events."""
+LONGEST_DETAIL: Final = 2_000
+"""Characters of what a daemon says about an error."""
 
 _NEW_IN_HELLO: Final = {"process", "replaces"}
 """Fields that daemons of protocol 2 had not at first."""
@@ -84,30 +93,37 @@ class DaemonClient:
     """Speaks with the daemon at `url`. May be shared by threads; `close()` it or use it as a context manager.
 
     token: bearer token; None sends none (only health() works then).
-    timeout: seconds for one answer; long polls add what they wait for.
+    timeout: seconds for one exchange, from connecting to the end of the answer; long polls add what they wait for.
+    max_answer_bytes: a longer answer is an error, and so is one that is compressed.
     ca: PEM file of the authority that signed the daemon's certificate (or the certificate itself); None is
         TIDEGATE_CA_FILE, else what the system trusts.
     Every method raises DaemonUnreachable, NotAuthorized, NotFound, StaleKnobs, RankTaken, KnobError or DaemonError.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout: float = 5.0, ca: Path | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        timeout: float = 5.0,
+        ca: Path | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+    ) -> None:
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise DaemonError(f"{url!r} is not an address of a daemon: say http://host:port.")
-        headers = {"Tidegate-Actor": actor()}
+        headers = {"Tidegate-Actor": actor(), "Accept-Encoding": "identity"}
         if token:
             if not (token.isascii() and token.isprintable() and " " not in token):
                 raise NotAuthorized("The token has characters that no token has: copy it again.", 401)
             headers["Authorization"] = f"Bearer {token}"
         self._timeout = timeout
+        self._max_answer_bytes = max_answer_bytes
+        trust = _trust(ca) if parts.scheme == "https" else _NO_TRUST
+        direct = parts.hostname in _LOOPBACK  # a proxy cannot reach our loopback
+        transport = BoundedTransport(httpx.URL(self.url), trust, direct)
         self._http = httpx.Client(
-            base_url=self.url,
-            headers=headers,
-            timeout=timeout,
-            verify=_trust(ca) if parts.scheme == "https" else _NO_TRUST,
-            trust_env=parts.hostname not in _LOOPBACK,  # a proxy cannot reach our loopback
-            limits=httpx.Limits(keepalive_expiry=30.0),  # less than the daemon's, or it closes under our request
+            base_url=self.url, headers=headers, timeout=timeout, transport=transport, trust_env=False
         )
 
     def __enter__(self) -> Self:
@@ -218,12 +234,12 @@ class DaemonClient:
         """
         query: _Query = {} if step is None else {"step": step}
         answer = self._send("GET", _at("runs", run, "ranks", rank, "timeline"), query=query)
-        return None if answer.status_code == 204 else _parse(TimelineView, answer)
+        return None if answer.status == 204 else _parse(TimelineView, answer)
 
     def rates(self, run: str, rank: int) -> Rates | None:
         """The rank's live rate card; None before it has measured any."""
         answer = self._send("GET", _at("runs", run, "ranks", rank, "rates"))
-        return None if answer.status_code == 204 else _parse(Rates, answer)
+        return None if answer.status == 204 else _parse(Rates, answer)
 
     def steps(self, run: str, rank: int, limit: int = 200) -> StepsView:
         return self._ask(StepsView, "GET", _at("runs", run, "ranks", rank, "steps"), query={"limit": limit})
@@ -247,12 +263,10 @@ class DaemonClient:
         quiet = httpx.Timeout(self._timeout, read=60.0)  # the daemon sends a comment every 15 s
         try:
             with self._http.stream("GET", _at("runs", run, "events"), headers=headers, timeout=quiet) as answer:
-                if answer.is_error:
-                    answer.read()
-                    raise _error(answer)
-                for line in answer.iter_lines():
-                    if line.startswith("data:"):
-                        yield Event.model_validate_json(line[5:])
+                self._raise_for(answer)
+                for line in _lines(answer):
+                    if line.startswith(b"data:"):
+                        yield _parse(Event, _Answer(200, line[5:], _where(answer)))
         except httpx.RemoteProtocolError:
             return
         except httpx.HTTPError as error:
@@ -261,18 +275,20 @@ class DaemonClient:
     def newest_event(self, run: str) -> int:
         """The id of the run's newest event; 0 when it has none."""
         try:
-            with self._http.stream("GET", _at("runs", run, "events")) as answer:
-                if answer.is_error:
-                    answer.read()
-                    raise _error(answer)
-                return int(answer.headers["Tidegate-Newest-Event"])
+            with within(self._timeout), self._http.stream("GET", _at("runs", run, "events")) as answer:
+                self._raise_for(answer)
+                newest = answer.headers.get("Tidegate-Newest-Event", "")
+                if not (newest.isascii() and newest.isdigit() and len(newest) < 20):
+                    raise _no_daemon(_where(answer))
+                return int(newest)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
 
     def health(self) -> bool:
         """Whether a ready daemon answers."""
         try:
-            return self._http.get("/readyz").status_code == 200
+            with within(self._timeout), self._http.stream("GET", "/readyz") as answer:
+                return answer.status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -290,20 +306,41 @@ class DaemonClient:
         query: _Query | None = None,
         generation: int | None = None,
         wait: float = 0.0,
-    ) -> httpx.Response:
+    ) -> _Answer:
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if generation is not None:
             headers["If-Match"] = f'"{generation}"'
         content = body.model_dump_json() if isinstance(body, BaseModel) else body
+        seconds = self._timeout + wait
         try:
-            answer = self._http.request(
-                method, path, content=content, params=query, headers=headers, timeout=self._timeout + wait
-            )
+            with (
+                within(seconds),
+                self._http.stream(
+                    method, path, content=content, params=query, headers=headers, timeout=seconds
+                ) as answer,
+            ):
+                self._raise_for(answer)
+                return _Answer(answer.status_code, self._content(answer), _where(answer))
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
+
+    def _raise_for(self, answer: httpx.Response) -> None:
+        """The error that the answer is, if it is one."""
         if answer.is_error:
-            raise _error(answer)
-        return answer
+            with within(self._timeout):
+                raise _error(_Answer(answer.status_code, self._content(answer), _where(answer)))
+
+    def _content(self, answer: httpx.Response) -> bytes:
+        _refuse_compressed(answer)
+        content = bytearray()
+        for piece in answer.iter_raw():
+            content += piece
+            if len(content) > self._max_answer_bytes:
+                raise DaemonError(
+                    f"The answer to {_where(answer)} has more than {self._max_answer_bytes:,} bytes: what answers at "
+                    f"{self.url} is no Tidegate daemon, or holds too much.", 502,
+                )  # fmt: skip
+        return bytes(content)
 
     def _unreachable(self, error: httpx.HTTPError) -> DaemonUnreachable:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
@@ -321,11 +358,11 @@ _NO_TRUST: Final = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For plain http, which never uses it: httpx would load the system's certificates for each client, for 30 ms."""
 
 
-def _trust(ca: Path | None) -> ssl.SSLContext | bool:
+def _trust(ca: Path | None) -> ssl.SSLContext:
     """Whom to believe that it is the daemon."""
     given = ca or os.environ.get("TIDEGATE_CA_FILE")
     if not given:
-        return True
+        return httpx.create_ssl_context()
     try:
         return ssl.create_default_context(cafile=given)
     except OSError as error:  # ssl.SSLError is one
@@ -364,33 +401,71 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _parse(kind: type[_T], answer: httpx.Response) -> _T:
+@dataclass(frozen=True)
+class _Answer:
+    """What the daemon answered, whole; `where` names the request."""
+
+    status: int
+    content: bytes
+    where: str
+
+
+def _where(answer: httpx.Response) -> str:
+    return f"{answer.request.method} {answer.request.url.path}"
+
+
+def _refuse_compressed(answer: httpx.Response) -> None:
+    """DaemonError for what would become larger here than what was sent: we ask for answers as they are."""
+    encoding = answer.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise DaemonError(
+            f"The answer to {_where(answer)} is compressed ({encoding[:20]!r}), which was not asked for: no Tidegate "
+            "daemon does that, and a proxy in front of one must not.", 502,
+        )  # fmt: skip
+
+
+def _lines(answer: httpx.Response) -> Iterator[bytes]:
+    """The lines of a stream, as they come."""
+    _refuse_compressed(answer)
+    rest = b""
+    for piece in answer.iter_raw():
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+        if len(rest) > MAX_EVENT_BYTES:
+            raise DaemonError(f"A line of {_where(answer)} has more than {MAX_EVENT_BYTES:,} bytes.", 502)
+
+
+def _parse(kind: type[_T], answer: _Answer) -> _T:
     try:
         parsed: _T = _adapter(cast("Any", kind)).validate_json(answer.content)
         return parsed
     except ValidationError as error:
-        where = f"{answer.request.method} {answer.request.url.path}"
-        raise DaemonError(f"What answers {where} is not a Tidegate daemon of this version.", 502) from error
+        raise _no_daemon(answer.where) from error
 
 
-def _error(answer: httpx.Response) -> DaemonError | KnobError:
+def _no_daemon(where: str) -> DaemonError:
+    return DaemonError(f"What answers {where} is not a Tidegate daemon of this version.", 502)
+
+
+def _error(answer: _Answer) -> DaemonError | KnobError:
     """The problem as the error that callers catch."""
     try:
-        problem: dict[str, Any] = answer.json()
-        detail = str(problem.get("detail") or problem.get("title") or "")
-        kind = str(problem.get("type", ""))
-    except (ValueError, AttributeError):
-        problem, detail, kind = {}, f"The daemon answered {answer.status_code} without saying why.", ""
+        problem = dict(_adapter(dict[str, Any]).validate_json(answer.content))
+    except ValidationError:
+        problem = {"detail": f"The daemon answered {answer.status} without saying why."}
+    detail = visible(str(problem.get("detail") or problem.get("title") or "")[:LONGEST_DETAIL])
+    kind = problem.get("type")
     if kind == "invalid-knob":
-        return KnobError(detail, str(problem.get("knob", "")))
+        return KnobError(detail, visible(str(problem.get("knob", ""))[:LONGEST_DETAIL]))
     if kind == "rank-taken":
         return _rank_taken(detail, problem)
     by_status = {401: NotAuthorized, 403: NotAuthorized, 404: NotFound, 412: StaleKnobs}
-    return by_status.get(answer.status_code, DaemonError)(detail, answer.status_code)
+    return by_status.get(answer.status, DaemonError)(detail, answer.status)
 
 
 def _rank_taken(detail: str, problem: dict[str, Any]) -> RankTaken:
     try:
-        return RankTaken(detail, 409, Holder.model_validate(problem["holder"]), float(problem["lease_seconds"]))
-    except (KeyError, TypeError, ValueError):  # an older daemon says less
+        holder = Holder.model_validate(problem["holder"])
+        return RankTaken(detail, 409, holder, _adapter(LeaseSeconds).validate_python(problem["lease_seconds"]))
+    except (KeyError, ValidationError):  # an older daemon says less
         return RankTaken(detail)

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from tidegate.errors import ConfigError
+from tidegate.terminal import visible
 
 VARIABLE: Final = "TIDEGATE_LOG_FORMAT"
 """How the agent logs in other people's programs: they have handlers of their own, or set this to get ours."""
@@ -44,7 +45,14 @@ class JsonFormatter(logging.Formatter):
             row |= {"event": name, **getattr(record, "fields", {})}
         if record.exc_info:
             row["exception"] = self.formatException(record.exc_info)
-        return json.dumps(row, ensure_ascii=False, default=str)
+        return visible(json.dumps(row, ensure_ascii=False, default=str))
+
+
+class TextFormatter(logging.Formatter):
+    """For people, in which texts from elsewhere cannot hide anything."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 class _Handler(logging.StreamHandler[Any]):
@@ -54,7 +62,7 @@ class _Handler(logging.StreamHandler[Any]):
         super().__init__(sys.stderr)
         self.setFormatter(
             JsonFormatter() if form is LogFormat.JSON
-            else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+            else TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
         )  # fmt: skip
 
 

@@ -17,6 +17,9 @@ Each rank serves its families on a port of its own; the daemon serves those of t
 not have is absent, never zero. Counters of storage paths and their busy time go on inside a phase, operations in
 progress included; the other counters are brought up to date when a step ends.
 
+A rank serves at most 4 connections at a time, each for 10 s; a fifth one ends the oldest. So whoever keeps connections
+open takes no threads and no descriptors from the training.
+
 Where OpenMetrics is negotiated, the buckets of `tidegate_phase_seconds` carry an exemplar with the number of the
 newest `step` that fell into them.
 """

@@ -69,7 +69,7 @@ class Meter:
         series.update(rows)
 
     def put_one(self, name: str, value: float | None) -> None:
-        """A gauge without labels; absent when there is no value."""
+        """A gauge, or a counter that is counted elsewhere, without labels; absent when there is no value."""
         self.put(name, {} if value is None else {(): value})
 
     def observe(self, name: str, value: float, *labels: str, step: int | None = None, timestamp: float = 0.0) -> None:

@@ -50,11 +50,14 @@ class Present:
     process_io_bytes: Mapping[str, int]
     """By operation; empty where the kernel does not say."""
     gpu: GpuFigures = field(default_factory=GpuFigures)
+    thread_failures: int = 0
+    """Of threads that speak with the daemon."""
 
 
 def look(
-    optimizer: AdamW, capacities: Mapping[str, int], generation: int, overhead: Mapping[str, float], gpu: GpuFigures
-) -> Present:
+    optimizer: AdamW, capacities: Mapping[str, int], generation: int, overhead: Mapping[str, float], gpu: GpuFigures,
+    thread_failures: int = 0,
+) -> Present:  # fmt: skip
     """From any thread. `capacities`: of the paths, that do not change."""
     phases = optimizer.phases_so_far()
     return Present(
@@ -68,6 +71,7 @@ def look(
         device_capacity_bytes=optimizer.device.capacity_bytes,
         process_io_bytes=_process_io(),
         gpu=gpu,
+        thread_failures=thread_failures,
     )
 
 
@@ -103,6 +107,7 @@ def show(meter: Meter, present: Present) -> None:
     )
     meter.put_one("tidegate_device_memory_capacity_bytes", present.device_capacity_bytes)
     meter.put("tidegate_agent_overhead_seconds_total", {(part,): s for part, s in present.overhead_seconds.items()})
+    meter.put_one("tidegate_agent_thread_failures_total", present.thread_failures)
     meter.put("tidegate_process_io_bytes_total", {(op,): nbytes for op, nbytes in present.process_io_bytes.items()})
     _control(meter, present)
     if present.paths:

@@ -17,13 +17,13 @@ from tidegate.metric import DIRECTIONS
 
 
 class Watch:
-    """`port` is where /metrics is served; `generation` is set by whoever applies knobs, `overhead` grows by what tuner
-    and link cost. What listens ends when this is collected.
+    """`port` is where /metrics is served; `generation` is set by whoever applies knobs, `thread_failures` by whose
+    threads fail, `overhead` grows by what tuner and link cost. What listens ends when this is collected.
 
     strict: ConfigError when the port is taken; else another one is. ConfigError when nothing can listen there."""
 
     def __init__(self, optimizer: AdamW, recorder: Recorder, bind: str, port: int, strict: bool = True) -> None:
-        self.generation = 0
+        self.generation = self.thread_failures = 0
         self.overhead = {"tuner": 0.0, "exporter": 0.0, "link": 0.0}
         self._optimizer, self._recorder = optimizer, recorder
         self._exposition = Exposition(bool(recorder.path_names))
@@ -58,7 +58,8 @@ class Watch:
         """What is so at this moment."""
         gpu = self._sampler.figures if self._sampler is not None else GpuFigures()
         capacities = self._recorder.path_capacities
-        show(self._recorder.meter, look(self._optimizer, capacities, self.generation, self.costs, gpu))
+        now = look(self._optimizer, capacities, self.generation, self.costs, gpu, self.thread_failures)
+        show(self._recorder.meter, now)
 
     def close(self) -> None:
         if self._sampler is not None:

@@ -144,4 +144,4 @@ def _notice(at: Desk) -> None:
     if at.notice:
         tone, sentence = at.notice
         draw: Any = _NOTICE[tone]
-        draw(snippets.plain(sentence))
+        draw(markup.plain(sentence))

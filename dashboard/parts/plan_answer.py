@@ -20,7 +20,7 @@ def answer(asked: Question, shape: ModelShape | None) -> None:
         plan = planning.answer(asked, shape)
     except ConfigError as error:
         st.html(markup.verdict("This cannot be planned."))
-        st.error(snippets.plain(str(error)))
+        st.error(markup.plain(str(error)))
         return
     st.html(markup.verdict(verdict(plan)))
     for shortage in plan.shortages:

@@ -78,11 +78,12 @@ def _model(asked: Question, own: ModelShape | None) -> tuple[str, ModelShape | N
             own = model_from_config(json.loads(given.getvalue()), name=given.name.removesuffix(".json")[:40] or "mine")
             st.session_state["plan_own_shape"] = own
         except (ConfigError, ValueError, RecursionError) as error:
-            st.error(f"{given.name} is no config.json of a model: {error}")
+            st.error(markup.plain(f"{given.name} is no config.json of a model: {error}"))
     if own is None:
-        st.caption(f"Until one is given, {asked.model} is planned.")
+        st.caption(markup.plain(f"Until one is given, {asked.model} is planned."))
     else:
-        st.caption(f"{own.name} is not in the address of this page: whoever opens it sees {asked.model}.")
+        told = f"{own.name} is not in the address of this page: whoever opens it sees {asked.model}."
+        st.caption(markup.plain(told))
     return asked.model, own
 
 

@@ -24,4 +24,4 @@ def nothing_yet(url: str, found: Runs) -> None:
 
 def gone(run: str, known: list[str]) -> None:
     st.html(markup.head(run, "unknown", []) + markup.verdict(f"The daemon knows no run called {run}."))
-    st.caption("It knows: " + ", ".join(known) + ". Choose one above.")
+    st.caption(markup.plain("It knows: " + ", ".join(known) + ". Choose one above."))

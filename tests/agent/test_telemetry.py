@@ -227,7 +227,7 @@ def test_a_loss_that_is_logged_now_and_then_stays() -> None:
 def test_a_scraper_that_says_nothing_is_hung_up_on(
     run: tuple[Training, tidegate.Attachment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert exporter._Handler.timeout == 30
+    assert exporter._Handler.timeout == 5
     monkeypatch.setattr(exporter._Handler, "timeout", 0.05)
     host, _, port = run[1].metrics_address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=60) as silent:

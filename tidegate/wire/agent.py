@@ -172,10 +172,13 @@ class Directive(Message):
     proposed_knobs: KnobChanges | None = None
 
 
+LeaseSeconds = Annotated[float, Field(strict=True, gt=0, le=86_400, allow_inf_nan=False)]
+
+
 class Lease(Message):
     """Answer to AgentHello and to every report: how long the daemon believes in this rank without a word from it."""
 
-    lease_seconds: float
+    lease_seconds: LeaseSeconds
     directive: Directive
     report_seconds: Seconds | None = None
     """How often the daemon wants to hear of it while a canary is judged; None leaves it to the rank."""
