@@ -251,22 +251,23 @@ def find_damaged_checkpoints(directory: str | os.PathLike[str]) -> list[DamagedC
 def survey(directory: Path, rank: int) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
     """The complete ones, the newest first, and the damaged ones, of which it is warned once in a process."""
     good, damaged = [], []
-    for step in _step_entries(directory):
+    for step in step_entries(directory):
         try:
-            manifests = _manifests(step)
+            manifests = manifests_of(step)
         except FileNotFoundError:  # its run removes it right now
             continue
         except StateFileError as reason:
             damaged.append(DamagedCheckpoint(step, reason))
         else:
-            good += [Checkpoint(step, one) for one in manifests if one.rank == rank] if _complete(manifests) else []
+            good += [Checkpoint(step, one) for one in manifests if one.rank == rank] if has_all_ranks(manifests) else []
     for one in damaged:
         _warn(one)
     return sorted(good, key=lambda one: -one.manifest.number), damaged
 
 
-def _manifests(step: Path) -> list[Manifest]:
-    """Those of all ranks that have written theirs. `StateFileError` when one of them cannot be used."""
+def manifests_of(step: Path) -> list[Manifest]:
+    """Those of all ranks that have written theirs, in this directory of a checkpoint. `StateFileError` when one of them
+    cannot be used."""
     require_directory(step)
     found = []
     for path in sorted(path for path in step.iterdir() if MANIFEST_NAME.fullmatch(path.name)):
@@ -276,7 +277,7 @@ def _manifests(step: Path) -> list[Manifest]:
         if step.name.partition(".")[0] != f"step-{manifest.step}":
             raise ManifestDamaged(path, f"that of step {manifest.step}", step.name)
         found.append(manifest)
-    if _complete(found):
+    if has_all_ranks(found):
         for manifest in found:
             folder = step / manifest.folder
             try:
@@ -323,7 +324,7 @@ def _step_of(directory: Path) -> int:
     return int(directory.name.removeprefix("step-").partition(".")[0])
 
 
-def _step_entries(directory: Path) -> list[Path]:
+def step_entries(directory: Path) -> list[Path]:
     """What has the name of a checkpoint, whatever it is. PathUnusable when nobody can tell."""
     try:
         return sorted(path for path in directory.iterdir() if STEP_NAME.fullmatch(path.name))
@@ -337,7 +338,7 @@ def _step_entries(directory: Path) -> list[Path]:
 
 def step_directories(directory: Path) -> Iterator[Path]:
     """Directories of checkpoints; no links to some elsewhere."""
-    yield from (path for path in _step_entries(directory) if is_directory(path))
+    yield from (path for path in step_entries(directory) if is_directory(path))
 
 
 def folder_name(rank: int, attempt: str) -> str:
@@ -441,7 +442,8 @@ def forget_overtaken(
                 retract(Checkpoint(step, manifest))
 
 
-def _complete(manifests: Sequence[Manifest]) -> bool:
+def has_all_ranks(manifests: Sequence[Manifest]) -> bool:
+    """Whether they are those of all ranks, of one attempt."""
     if not manifests or len({(manifest.attempt, manifest.ranks) for manifest in manifests}) > 1:
         return False
     return len({manifest.rank for manifest in manifests}) == len(manifests) == manifests[0].ranks

@@ -40,7 +40,7 @@ class Reader:
         """
         self._checkpoint, self._params = checkpoint, params
         self._check_fits(ranks)
-        with _read_from(checkpoint.folder):
+        with read_from(checkpoint.folder):
             checkpoint.verify()
         self._headers = [self._header(i, stored) for i, stored in enumerate(checkpoint.manifest.subgroups)]
         self._parts: defaultdict[int, list[tuple[int, Segment]]] = defaultdict(list)
@@ -60,7 +60,7 @@ class Reader:
     def optimizer(self) -> dict[str, Any]:
         """What was small enough to be stored as a whole."""
         path = self._checkpoint.folder / OPTIMIZER_FILE
-        with _read_from(path), open_plain(path) as file:
+        with read_from(path), open_plain(path) as file:
             data = file.read()
         if zlib.crc32(data) != self._checkpoint.manifest.optimizer_crc:
             raise ManifestDamaged(
@@ -136,7 +136,7 @@ class Reader:
         kind = StateKind(manifest.rule, manifest.rank, index, stored.numel, stored.weight_format, stored.state_bytes)
         header.check_kind(kind, path)
         header.check_step(stored.step, path)
-        with _read_from(path):
+        with read_from(path):
             header.check_file(path.stat().st_size, path)
         header.check_weights(weights_checksum(self._params, stored.segments), path)
         return header
@@ -147,7 +147,7 @@ class Reader:
 
 def read_header(path: Path) -> Header:
     """The header of a state file. `StateFileError` by what is wrong with it."""
-    with _read_from(path), open_plain(path) as file:
+    with read_from(path), open_plain(path) as file:
         first = file.read(PAGE_BYTES)
         # A damaged number may call for more than there is.
         nbytes = min(bytes_to_read(first, path), os.fstat(file.fileno()).st_size)
@@ -155,7 +155,7 @@ def read_header(path: Path) -> Header:
 
 
 @contextmanager
-def _read_from(path: Path) -> Iterator[None]:
+def read_from(path: Path) -> Iterator[None]:
     """DataTruncated when it is not there, CheckpointFailed when it cannot be read."""
     try:
         yield
