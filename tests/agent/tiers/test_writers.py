@@ -43,7 +43,6 @@ def test_a_second_run_is_refused_until_the_first_dies(tmp_path: Path) -> None:
             with pytest.raises(CheckpointTaken, match=rf"process {pid} on ") as caught:
                 save(tmp_path)
             assert "directory of its own" in str(caught.value)
-        assert run.optimizer.load_checkpoint.__name__, "reading needs no lock"
         assert [found.step for found in tidegate.find_checkpoints(tmp_path)] == [1]
         other.kill()
         other.join()
