@@ -49,7 +49,12 @@ DAMAGE: dict[str, Callable[[tidegate.Checkpoint], Any]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+QUICK = ("a flipped bit", "no folder")
+
+
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DAMAGE]
+)
 def test_one_damaged_manifest_leaves_every_other_checkpoint_loadable(
     saved: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
