@@ -16,6 +16,7 @@ from tidegate.agent.tiers.checkpoint import Contents, Target, begin, save
 from tidegate.agent.tiers.drain import PendingCheckpoint
 from tidegate.agent.tiers.manifest import Checkpoint, choose
 from tidegate.agent.tiers.resume import Reader
+from tidegate.agent.tiers.writers import Writing
 from tidegate.errors import CheckpointFailed
 
 
@@ -26,20 +27,23 @@ class CheckpointFiles:
         self.engine, self._phases = engine, phases
         self._pending: PendingCheckpoint | None = None
         """The last one that was begun."""
+        self._writing = Writing()
 
     def save(self, target: Target, small: Callable[[], Mapping[str, Any]], step: int) -> Checkpoint:
         """small: what it holds beside the state of subgroups, as it is when nothing is in flight any more."""
         with self._at_rest():
-            return save(Contents(self.engine, self.engine.shards, small(), step), target, Ranks.now())
+            return save(self._contents(small, step), target, Ranks.now())
 
     def begin(
         self, target: Target, small: Callable[[], Mapping[str, Any]], step: int, memory_bytes: int | None
     ) -> PendingCheckpoint:
         """As `save`; the rest is written while training goes on."""
         with self._at_rest():
-            contents = Contents(self.engine, self.engine.shards, small(), step)
-            self._pending = begin(contents, target, Ranks.now(), memory_bytes)
+            self._pending = begin(self._contents(small, step), target, Ranks.now(), memory_bytes)
             return self._pending
+
+    def _contents(self, small: Callable[[], Mapping[str, Any]], step: int) -> Contents:
+        return Contents(self.engine, self.engine.shards, small(), step, self._writing)
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
@@ -86,6 +90,10 @@ class CheckpointFiles:
         """Waits for this rank's part of what is still written; what interrupts the wait drops it."""
         if self._pending is not None:
             self._pending.finish()
+
+    def close(self) -> None:
+        """Others may write to the directories now. Idempotent; nothing in a fork."""
+        self._writing.close()
 
 
 def small_state(

@@ -414,10 +414,12 @@ class AdamW(torch.optim.Optimizer):
 
         keep: so many of the newest complete checkpoints stay.
         save_also: called with the folder that this rank's files are in; what it writes there becomes part of the
-            checkpoint and goes with it: the model's weights.
+            checkpoint and goes with it, with a checksum of each file: the model's weights. ConfigError for anything
+            but plain files and directories.
 
-        PathFull when there is no room for it, or for what is flushed after it; CheckpointFailed when it cannot be
-        written. Older checkpoints are then as they were, and training may go on.
+        PathFull when there is no room for it, or for what is flushed after it; CheckpointTaken when another run or
+        optimizer saves there; CheckpointFailed when it cannot be written. Older checkpoints are then as they were, and
+        training may go on.
         """
         self.wait()
         self._follow_until_stepped()
@@ -450,11 +452,12 @@ class AdamW(torch.optim.Optimizer):
     def load_checkpoint(self, directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
         """Takes the newest complete checkpoint in `directory`, or that of `step`. Load the weights first.
 
-        Paths, split, stride and size of subgroups may be others than it was saved with.
+        Paths, split, stride and size of subgroups may be others than it was saved with. Checkpoints with a damaged
+        manifest are left out, with a warning; asked for by `step`, they are an error that names the reason.
 
-        NoCheckpoint; ForeignState or WeightsMismatch for another model, other weights or another number of ranks, with
-        nothing changed; another `StateFileError` for damage: when it is found in the data, this optimizer is not
-        usable until a whole checkpoint is loaded.
+        NoCheckpoint; FileDamaged when what `save_also` wrote is not as it was, ForeignState or WeightsMismatch for
+        another model, other weights or another number of ranks, with nothing changed; another `StateFileError` for
+        damage: when it is found in the data, this optimizer is not usable until a whole checkpoint is loaded.
         """
         self.engine.require_loadable()
         self.follow_params()
@@ -683,7 +686,12 @@ class AdamW(torch.optim.Optimizer):
 
     def _close(self) -> None:
         parts = [part.close for part in (self.overlap, self.attachment) if part is not None]
-        close_all(*parts, lambda: self.engine.close(self._why_closed), lambda: give_up(self, self._params))
+        close_all(
+            *parts,
+            lambda: self.engine.close(self._why_closed),
+            lambda: give_up(self, self._params),
+            self._checkpoints.close,
+        )
 
     @property
     def is_mid_step(self) -> bool:

@@ -32,6 +32,7 @@ def main() -> None:
         checkpoints = options.folder / "checkpoints"
         if found := tidegate.find_checkpoints(checkpoints):
             # Weights first, of the newest checkpoint: the state on the paths belongs to them.
+            found[0].verify()
             model.load_state_dict(torch.load(found[0].folder / "model.pt"))
             optimizer.load_checkpoint(checkpoints)
         first = optimizer.num_steps

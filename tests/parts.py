@@ -35,7 +35,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "storage": (
         "agent/tiers/test_*.py", "agent/test_pace.py", "agent/test_path_knobs.py", "agent/test_path_speeds.py",
-        "agent/test_tiered_exactness.py", "test_doctor_paths.py",
+        "agent/test_tiered_exactness.py", "test_doctor_checkpoints.py", "test_doctor_paths.py",
     ),
     "telemetry": (
         "agent/test_delivery.py", "agent/test_exposition.py", "agent/test_gpu_telemetry.py", "agent/test_meter.py",

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from tidegate.agent.overlap import wait as wait
     from tidegate.agent.tiers.drain import PendingCheckpoint as PendingCheckpoint
     from tidegate.agent.tiers.manifest import Checkpoint as Checkpoint
+    from tidegate.agent.tiers.manifest import DamagedCheckpoint as DamagedCheckpoint
     from tidegate.agent.tiers.manifest import find_checkpoints as find_checkpoints
+    from tidegate.agent.tiers.manifest import find_damaged_checkpoints as find_damaged_checkpoints
     from tidegate.agent.tiers.object_settings import ObjectSettings as ObjectSettings
     from tidegate.agent.tiers.path import PathSettings as PathSettings
 
@@ -39,13 +41,16 @@ _HOME = {
     "PathSettings": "tidegate.agent.tiers.path",
     "PendingCheckpoint": "tidegate.agent.tiers.drain",
     "Checkpoint": "tidegate.agent.tiers.manifest",
+    "DamagedCheckpoint": "tidegate.agent.tiers.manifest",
     "find_checkpoints": "tidegate.agent.tiers.manifest",
+    "find_damaged_checkpoints": "tidegate.agent.tiers.manifest",
 }
 
 __all__ = [
     "AdamW",
     "Attachment",
     "Checkpoint",
+    "DamagedCheckpoint",
     "EmulatedRates",
     "ForwardOverlap",
     "ObjectSettings",
@@ -55,6 +60,7 @@ __all__ = [
     "attach",
     "enable_deepspeed",
     "find_checkpoints",
+    "find_damaged_checkpoints",
     "overlap_ddp",
     "overlap_forward",
     "wait",

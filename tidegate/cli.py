@@ -153,7 +153,13 @@ def doctor(
         list[str] | None, typer.Option("--path", help="A directory or s3://bucket/prefix of storage paths; repeat it.")
     ] = None,
     endpoint: Annotated[str, typer.Option("--endpoint", help="The server of s3:// paths, where not Amazon's.")] = "",
-    remove: Annotated[bool, typer.Option("--remove", help="Remove what dead runs left on --path.")] = False,
+    checkpoints: Annotated[
+        list[str] | None,
+        typer.Option("--checkpoints", help="A directory of checkpoints: each is read and checked; repeat it."),
+    ] = None,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Remove what dead runs left on --path, and damaged --checkpoints.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before removing.")] = False,
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Try driver, context, pinned memory, Triton, copies and NVML, alone.")
@@ -161,22 +167,33 @@ def doctor(
     url: Daemon = None,
     as_json: Json = False,
 ) -> None:
-    """Check what this machine has, whether the daemon can be reached, and what runs have left on storage paths."""
-    from tidegate import doctor_paths
-    from tidegate.doctor import examine, print_findings
+    """Check what this machine has, whether the daemon can be reached, what runs have left on storage paths, and whether
+    checkpoints are sound."""
+    from tidegate import doctor_checkpoints, doctor_paths
+    from tidegate.doctor import Finding, examine, print_findings
 
-    if remove and not path:
-        raise ConfigError("Say where to remove what dead runs left: --path DIRECTORY.")
+    if remove and not (path or checkpoints):
+        raise ConfigError("Say where to remove what dead runs left: --path DIRECTORY, or --checkpoints DIRECTORY.")
     if gpu:
-        if path:
-            raise ConfigError("--gpu and --path are two questions: ask one at a time.")
+        if path or checkpoints:
+            raise ConfigError("--gpu and --path or --checkpoints are two questions: ask one at a time.")
         _doctor_gpu(as_json)
         return
     leftovers = doctor_paths.look(path or [], endpoint)
-    if remove:
-        findings = doctor_paths.remove_dead(leftovers, yes, typer.confirm)
-    else:
-        findings = examine(url or find_daemon()) + (doctor_paths.findings(path, leftovers) if path else [])
+    inspected = doctor_checkpoints.look(checkpoints or [])
+    findings: list[Finding] = [] if remove else examine(url or find_daemon())
+    if path:
+        findings += (
+            doctor_paths.remove_dead(leftovers, yes, typer.confirm)
+            if remove
+            else doctor_paths.findings(path, leftovers)
+        )
+    if checkpoints:
+        findings += (
+            doctor_checkpoints.remove_damaged(inspected, yes, typer.confirm)
+            if remove
+            else doctor_checkpoints.findings(checkpoints, inspected)
+        )
     if as_json:
         say(json.dumps([finding.as_dict() for finding in findings]))
     else:

@@ -20,10 +20,11 @@ TidegateError
 │   ├── ScratchTaken       scratch that is, or may be, in use; or that an earlier run left behind
 │   ├── NoCheckpoint       none that is complete, or none of that step
 │   ├── CheckpointFailed   a checkpoint that could not be written; the one before is as it was
+│   │   └── CheckpointTaken  another run or optimizer writes to the directory
 │   └── StateFileError     one file of state; names what was found and what was expected
 │       ├── NotAStateFile, NewerFormat, ForeignByteOrder, UnknownChecksum
 │       ├── HeaderTruncated, HeaderDamaged, HeaderContradiction, DataTruncated
-│       ├── ManifestDamaged
+│       ├── ManifestDamaged, FileDamaged, StrangeEntry
 │       ├── BlockDamaged   the data differ from their checksum; names block and offset
 │       └── ForeignRun, ForeignState, WrongStep, WeightsMismatch
 ├── DaemonError            the daemon answered with a problem (RFC 9457), or cannot be reached
@@ -185,6 +186,10 @@ class CheckpointFailed(StorageError):
     """A checkpoint that could not be written; the one before is as it was."""
 
 
+class CheckpointTaken(CheckpointFailed):
+    """The directory of checkpoints is written to by another run, or by another optimizer of this one."""
+
+
 class StateFileError(StorageError):
     """A file that does not hold the state that was asked for; nothing of it may be used.
 
@@ -257,7 +262,21 @@ class ManifestDamaged(StateFileError):
     """The list of what a checkpoint holds is not what was written."""
 
     trouble = "is a damaged manifest"
-    remedy = "Remove its checkpoint to resume from the one before."
+    remedy = "Load another checkpoint; `tidegate doctor --checkpoints` lists and removes damaged ones."
+
+
+class FileDamaged(StateFileError):
+    """A file that `save_also` wrote differs from its checksum."""
+
+    trouble = "is not as it was saved"
+    remedy = "Load weights and state of another one; `tidegate doctor --checkpoints` lists and removes damaged ones."
+
+
+class StrangeEntry(StateFileError):
+    """A link, a FIFO, a socket or a device where Tidegate puts a plain file or a directory."""
+
+    trouble = "is something else than Tidegate makes"
+    remedy = "Look who put it there, and remove it; nothing was read through it."
 
 
 class BlockDamaged(StateFileError):

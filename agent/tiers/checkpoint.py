@@ -32,21 +32,24 @@ from tidegate.agent.tiers.format import padded_bytes
 from tidegate.agent.tiers.manifest import (
     OPTIMIZER_FILE,
     Checkpoint,
+    DamagedCheckpoint,
     Manifest,
     ParamForm,
     Stored,
     folder_name,
     forget_overtaken,
-    readable_checkpoints,
     remove_remains,
     retract,
+    survey,
     sync,
 )
 from tidegate.agent.tiers.path import StoragePath
+from tidegate.agent.tiers.saved_files import check_saved
 from tidegate.agent.tiers.snapshot import State, StateInFile, StateInMemory, write_state
 from tidegate.agent.tiers.spares import Spares
 from tidegate.agent.tiers.store import RULE, TierStore, kind_of
-from tidegate.errors import CheckpointFailed, ConfigError
+from tidegate.agent.tiers.writers import Writing
+from tidegate.errors import CheckpointFailed, ConfigError, PathUnusable
 from tidegate.kernels import IoPool, aligned_buffer, crc32c, fill
 from tidegate.plan.ops import is_path
 
@@ -61,12 +64,14 @@ SaveAlso = Callable[[Path], object]
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint is made of. `optimizer`: what is small, and can be loaded as weights only; `step`: updates."""
+    """What a checkpoint is made of. `optimizer`: what is small, and can be loaded as weights only; `step`: updates;
+    `writing`: who writes it."""
 
     engine: Engine
     params: Sequence[torch.Tensor]
     optimizer: Mapping[str, Any]
     step: int
+    writing: Writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,8 @@ class Target:
 def save(contents: Contents, target: Target, ranks: Ranks) -> Checkpoint:
     """Writes a checkpoint and, when it is complete, removes all but the newest.
 
-    PathFull when there is no room, CheckpointFailed when it cannot be written; then the others are as they were.
+    PathFull when there is no room, CheckpointTaken when another run or optimizer writes there, CheckpointFailed when it
+    cannot be written; then the others are as they were.
     """
     return _Writer(contents, target, ranks).write()
 
@@ -128,13 +134,17 @@ class _Writer:
         self._engine, self._store = contents.engine, contents.engine.store
         self._run_id = self._store.run_id if self._store is not None else uuid.uuid4()
         self._base = Path(os.path.abspath(target.directory))
-        self._base.mkdir(parents=True, exist_ok=True)
-        complete = readable_checkpoints(self._base, ranks.rank)
-        forget_overtaken(self._base, complete, ranks.rank)
-        remove_remains(self._base, ranks.rank)
+        with _agreed(ranks, self._base), _failed_on_error(self._base):
+            self._base.mkdir(parents=True, exist_ok=True)
+            if ranks.rank == 0:
+                contents.writing.take(self._base)
+        with _agreed(ranks, self._base), _failed_on_error(self._base):
+            complete, damaged = survey(self._base, ranks.rank)
+            forget_overtaken(self._base, complete, damaged, ranks.rank)
+            remove_remains(self._base, ranks.rank)
         self._expiring = complete[target.keep - 1 :]
         """What goes when it is complete."""
-        name, self._attempt, self._number = ranks.from_first(_next(contents.step, complete))
+        name, self._attempt, self._number = ranks.from_first(_next(contents.step, complete, damaged))
         self._directory = self._base / name
         self._folder = self._directory / folder_name(ranks.rank, self._attempt)
         with _agreed(ranks, self._directory):
@@ -147,7 +157,10 @@ class _Writer:
         spares = Spares(self._engine, self._ranks.rank, self._expiring)
         with _agreed(self._ranks, self._directory), _abandoned_on_error(self._folder):
             made = self._part(spares, _Ways()).publish()
-        _retire(self._base, self._expiring, self._store, made, spares)
+        try:
+            _retire(self._base, self._expiring, self._store, made, spares)
+        except OSError as error:
+            log.warning("checkpoint %s is complete, but older ones stay behind: %s", self._directory, error)
         return made
 
     def begin(self, ways: _Ways) -> PendingCheckpoint:
@@ -203,12 +216,13 @@ class _Writer:
     def _part(self, spares: Spares, ways: _Ways) -> Part:
         _make(self._folder)
         sync(self._base)
+        if self._save_also is not None:
+            self._save_also(self._folder)
+            check_saved(self._folder, (OPTIMIZER_FILE, *(_file_of(layout) for layout in self._engine.layouts)))
         pending: list[tuple[State, Path]] = []
         try:
             stored = tuple(self._put_states(spares, ways, pending))
             crc = self._write_optimizer(self._folder / OPTIMIZER_FILE)
-            if self._save_also is not None:
-                self._save_also(self._folder)
             manifest = Manifest(
                 self._contents.step, self._number, self._attempt, self._run_id.hex, self._ranks.rank, self._ranks.count,
                 RULE, tuple(map(ParamForm.of, self._contents.params)), stored, crc,
@@ -232,7 +246,7 @@ class _Writer:
             )  # fmt: skip
         with IoPool(THREADS) as pool:
             for layout in layouts:
-                kind, target = kind_of(layout, self._ranks.rank), self._folder / f"{layout.id:06d}.tide"
+                kind, target = kind_of(layout, self._ranks.rank), self._folder / _file_of(layout)
                 step = self._linked(layout, target)
                 if step is None and layout.id in held:
                     step = self._held(layout, target, pending)
@@ -302,13 +316,19 @@ def _abandoned_on_error(folder: Path) -> Iterator[None]:
     """What is in `folder`, a rank's part of a checkpoint, goes when this fails. CheckpointFailed for OSError."""
     try:
         yield
-    except BaseException as error:
+    except BaseException:
         abandon(folder)
-        if isinstance(error, OSError):
-            raise CheckpointFailed(
-                f"{folder.parent} cannot be written: {error}. Older ones are as they were."
-            ) from error
-        raise
+        with _failed_on_error(folder.parent):
+            raise
+
+
+@contextmanager
+def _failed_on_error(directory: Path) -> Iterator[None]:
+    """CheckpointFailed for OSError and PathUnusable."""
+    try:
+        yield
+    except (OSError, PathUnusable) as error:
+        raise CheckpointFailed(f"{directory} cannot be written: {error}. Older ones are as they were.") from error
 
 
 def _retire(
@@ -339,12 +359,18 @@ def _nothing() -> None:
     return None
 
 
-def _next(step: int, complete: Sequence[Checkpoint]) -> tuple[str, str, int]:
-    """Directory, attempt and number of the checkpoint that comes."""
+def _next(step: int, complete: Sequence[Checkpoint], damaged: Sequence[DamagedCheckpoint]) -> tuple[str, str, int]:
+    """Directory, attempt and number of the checkpoint that comes. No damaged one is written to."""
     number = max((one.manifest.number for one in complete), default=0) + 1
-    taken = {one.directory.name for one in complete}
+    taken = {one.directory.name for one in complete} | {one.directory.name for one in damaged}
+    while f"step-{step}.{number}" in taken:
+        number += 1
     name = f"step-{step}" if f"step-{step}" not in taken else f"step-{step}.{number}"
     return name, uuid.uuid4().hex[:12], number
+
+
+def _file_of(layout: Layout) -> str:
+    return f"{layout.id:06d}.tide"
 
 
 def _make(folder: Path) -> None:

@@ -13,14 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Self
 
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.format import padded_bytes
 from tidegate.agent.tiers.manifest import Checkpoint, Manifest, publish, sync
-from tidegate.agent.tiers.snapshot import State, buffer_bytes, write_state
+from tidegate.agent.tiers.saved_files import checksums_of
+from tidegate.agent.tiers.snapshot import Pace, State, buffer_bytes, write_state
 from tidegate.errors import CheckpointFailed, EngineError
 from tidegate.kernels import IoPool, aligned_buffer
 
@@ -41,11 +42,13 @@ class Part:
     manifest: Manifest
     pending: Sequence[tuple[State, Path]] = ()
 
-    def publish(self) -> Checkpoint:
-        """All is in it: it is made durable, and exists from then on."""
+    def publish(self, pace: Pace = lambda _: None) -> Checkpoint:
+        """All is in it: it is made durable, and exists from then on. `pace` is called before each chunk of the user's
+        files that is read, for their checksums."""
         sync_all(self.folder)
-        publish(self.directory, self.manifest)
-        return Checkpoint(self.directory, self.manifest)
+        manifest = replace(self.manifest, files=checksums_of(self.folder, self.manifest.own_files, pace))
+        publish(self.directory, manifest)
+        return Checkpoint(self.directory, manifest)
 
     @property
     def folder(self) -> Path:
@@ -190,7 +193,7 @@ class PendingCheckpoint:
     def _drain(self) -> None:
         try:
             self._copy()
-            made = self._part.publish()
+            made = self._part.publish(self._pace)
         except BaseException as error:
             abandon(self._part.folder)
             why = "it was dropped" if isinstance(error, _DroppedError) else f"{type(error).__name__}: {error}"

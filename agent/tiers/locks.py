@@ -312,6 +312,16 @@ class TierLocks:
                 file.leave()
 
 
+def locks_of_path(name: str, key: str, slots: int) -> TierLocks | None:
+    """Those of a storage path on the device `key`. None, with a warning, where there can be none: training goes on
+    without exclusive use, more slowly."""
+    try:
+        return TierLocks(lock_directory(), key, slots)
+    except LocksUnusable as error:
+        log.warning("Going on without exclusive use of path %s: %s", name, error)
+        return None
+
+
 def _shared_file(path: Path, slots: int) -> _LockFile:
     """The one of this process. It must be lockable: better said at the start than at the first wait."""
     with _files_lock:

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from tidegate.agent.tiers.format import StateKind, num_blocks, padded_bytes
-from tidegate.agent.tiers.locks import TierLocks, lock_directory
+from tidegate.agent.tiers.locks import TierLocks, locks_of_path
 from tidegate.agent.tiers.object_blocks import BlockMover, Job, StoredBlocks, nothing
 from tidegate.agent.tiers.object_client import Refused, bucket_key, connect, unusable
 from tidegate.agent.tiers.object_scratch import ObjectScratch
@@ -59,7 +59,7 @@ class ObjectPath:
     """
 
     def __init__(self, name: str, settings: ObjectSettings, run: str, rank: int) -> None:
-        """ConfigError, PathUnusable or LocksUnusable when it cannot work."""
+        """ConfigError or PathUnusable when it cannot work."""
         self.name = name
         self.settings = settings
         self.counters = PathCounters()
@@ -71,7 +71,7 @@ class ObjectPath:
         self._closed = False
         self._locks: TierLocks | None = None
         if settings.lock_slots:
-            self._locks = TierLocks(lock_directory(), bucket_key(settings), settings.lock_slots)
+            self._locks = locks_of_path(name, bucket_key(settings), settings.lock_slots)
         client, self._brief = connect(settings)
         try:
             self._scratch = ObjectScratch(settings, self._brief, run, rank)

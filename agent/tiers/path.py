@@ -16,7 +16,7 @@ import numpy as np
 
 from tidegate.agent.tiers.file_moves import FileMover, StateFile
 from tidegate.agent.tiers.format import Header, StateKind, file_bytes, num_blocks, padded_bytes
-from tidegate.agent.tiers.locks import TierLocks, device_key, lock_directory
+from tidegate.agent.tiers.locks import device_key, locks_of_path
 from tidegate.agent.tiers.scratch import Scratch, free_bytes, reserve
 from tidegate.agent.tiers.transfers import PathCounters, Transfer, nothing
 from tidegate.errors import ConfigError, PathUnusable
@@ -92,7 +92,7 @@ class StoragePath:
     """
 
     def __init__(self, name: str, settings: PathSettings, run: str, rank: int, run_id: bytes) -> None:
-        """PathUnusable, PathFull, ScratchTaken or LocksUnusable when it cannot work."""
+        """PathUnusable, PathFull or ScratchTaken when it cannot work."""
         self.name = name
         self.settings = settings
         self.counters = PathCounters()
@@ -104,7 +104,7 @@ class StoragePath:
         try:
             locks = None
             if settings.lock_slots:
-                locks = TierLocks(lock_directory(), device_key(settings.directory), settings.lock_slots)
+                locks = locks_of_path(name, device_key(settings.directory), settings.lock_slots)
             self._mover = FileMover(name, settings.threads, settings.block_bytes, locks, self.counters)
         except BaseException:
             self._scratch.close()

@@ -8,6 +8,7 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from tidegate.agent.subgroups import Segment
 from tidegate.agent.tiers.checkpoint import THREADS, weights_checksum
 from tidegate.agent.tiers.format import PAGE_BYTES, Header, StateKind, bytes_to_read, padded_bytes
 from tidegate.agent.tiers.manifest import OPTIMIZER_FILE, Checkpoint, ParamForm, Stored
+from tidegate.agent.tiers.plain_files import open_plain
 from tidegate.agent.tiers.snapshot import finish
 from tidegate.agent.tiers.store import RULE
 from tidegate.errors import BlockDamaged, CheckpointFailed, DataTruncated, ForeignState, ManifestDamaged
@@ -38,6 +40,8 @@ class Reader:
         """
         self._checkpoint, self._params = checkpoint, params
         self._check_fits(ranks)
+        with read_from(checkpoint.folder):
+            checkpoint.verify()
         self._headers = [self._header(i, stored) for i, stored in enumerate(checkpoint.manifest.subgroups)]
         self._parts: defaultdict[int, list[tuple[int, Segment]]] = defaultdict(list)
         for i, stored in enumerate(checkpoint.manifest.subgroups):
@@ -56,7 +60,8 @@ class Reader:
     def optimizer(self) -> dict[str, Any]:
         """What was small enough to be stored as a whole."""
         path = self._checkpoint.folder / OPTIMIZER_FILE
-        data = _content(path)
+        with read_from(path), open_plain(path) as file:
+            data = file.read()
         if zlib.crc32(data) != self._checkpoint.manifest.optimizer_crc:
             raise ManifestDamaged(
                 path, f"checksum {zlib.crc32(data):#010x}", f"{self._checkpoint.manifest.optimizer_crc:#010x}"
@@ -131,7 +136,8 @@ class Reader:
         kind = StateKind(manifest.rule, manifest.rank, index, stored.numel, stored.weight_format, stored.state_bytes)
         header.check_kind(kind, path)
         header.check_step(stored.step, path)
-        header.check_file(path.stat().st_size, path)
+        with read_from(path):
+            header.check_file(path.stat().st_size, path)
         header.check_weights(weights_checksum(self._params, stored.segments), path)
         return header
 
@@ -141,16 +147,19 @@ class Reader:
 
 def read_header(path: Path) -> Header:
     """The header of a state file. `StateFileError` by what is wrong with it."""
-    try:
-        with open(path, "rb") as file:
-            first = file.read(PAGE_BYTES)
-            return Header.unpack(first + file.read(bytes_to_read(first, path) - len(first)), path)
-    except FileNotFoundError as error:
-        raise DataTruncated(path, "no file", "one") from error
+    with read_from(path), open_plain(path) as file:
+        first = file.read(PAGE_BYTES)
+        # A damaged number may call for more than there is.
+        nbytes = min(bytes_to_read(first, path), os.fstat(file.fileno()).st_size)
+        return Header.unpack(first + file.read(max(nbytes - len(first), 0)), path)
 
 
-def _content(path: Path) -> bytes:
+@contextmanager
+def read_from(path: Path) -> Iterator[None]:
+    """DataTruncated when it is not there, CheckpointFailed when it cannot be read."""
     try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DataTruncated(path, "no file", "one") from error
+    except OSError as error:
+        raise CheckpointFailed(f"{path} cannot be read: {error.strerror}.") from error

@@ -6,6 +6,7 @@ checkpoint is: PathFull comes when one saves, and never from a flush.
 
 from __future__ import annotations
 
+import stat
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -88,7 +89,7 @@ class Spares:
                 path = checkpoint.folder / stored.file
                 with suppress(FileNotFoundError):
                     about = path.lstat()
-                    if about.st_nlink == 1 and about.st_dev == device:
+                    if stat.S_ISREG(about.st_mode) and about.st_nlink == 1 and about.st_dev == device:
                         found[about.st_size].append(path)
         return found
 

@@ -10,6 +10,7 @@ import torch
 
 import tidegate
 from tests.agent.plain import PlainAdamW
+from tidegate.agent.tiers.writers import LOCK
 
 SIZES = (3000, 500, 77, 4096)
 
@@ -68,6 +69,11 @@ def other_ways(disk: Path, memory: Path) -> dict[str, dict[str, Any]]:
 WAYS = ("the same", "larger subgroups, nothing cached", "three paths", "one path", "no paths")
 
 
+def names_in(directory: Path) -> list[str]:
+    """What is in a directory of checkpoints, but for the lock file of whoever writes there."""
+    return sorted(path.name for path in directory.iterdir() if path.name != LOCK)
+
+
 def files_of(checkpoint: tidegate.Checkpoint) -> list[Path]:
     return sorted(checkpoint.folder.glob("*.tide"))
 
@@ -78,3 +84,10 @@ def state_files(checkpoint: tidegate.Checkpoint) -> dict[str, bytes]:
 
 def links(checkpoint: tidegate.Checkpoint) -> list[int]:
     return [path.stat().st_nlink for path in files_of(checkpoint)]
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    """Turns one bit of a file over. `at`: which byte, -1 for the last."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)

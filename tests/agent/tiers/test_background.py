@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tidegate
-from tests.agent.tiers.saving import WAYS, Run, both, files_of, links, other_ways, state_files
+from tests.agent.tiers.saving import WAYS, Run, both, files_of, links, names_in, other_ways, state_files
 from tidegate.agent.tiers import drain as draining
 from tidegate.agent.tiers.drain import PendingCheckpoint
 from tidegate.agent.tiers.manifest import find_checkpoints
@@ -149,7 +149,7 @@ def test_older_ones_go_and_the_last_good_one_is_named_only_when_it_is_complete(
         valve.open.set()
         made = pending.result()
         assert store.last_checkpoint == str(made.directory)
-        assert os.listdir(tmp_path / "saved") == [made.directory.name]
+        assert names_in(tmp_path / "saved") == [made.directory.name]
 
 
 def test_a_spare_that_has_no_room_makes_training_wait_instead(
@@ -283,7 +283,7 @@ def test_a_failure_is_told_once_and_the_one_before_stays(
         with monkeypatch.context() as patch:
             failing(patch)
             pending = ended(run.optimizer.begin_checkpoint(tmp_path / "saved"))
-        assert os.listdir(tmp_path / "saved") == ["step-2"]
+        assert names_in(tmp_path / "saved") == ["step-2"]
         with pytest.raises(CheckpointFailed, match=r"step-3 was not completed .*Input/output error.* as they were"):
             TELLERS[teller](run, pending, tmp_path / "saved")
         assert run.optimizer.engine.store is not None
@@ -295,7 +295,7 @@ def test_a_failure_is_told_once_and_the_one_before_stays(
         for step in range(3, 5):
             run.steps(step, step + 1)
         assert run.optimizer.begin_checkpoint(tmp_path / "saved").result().step == 5
-        assert os.listdir(tmp_path / "saved") == ["step-5"]
+        assert names_in(tmp_path / "saved") == ["step-5"]
 
 
 def test_a_failure_does_not_hide_what_went_wrong_before(
@@ -359,7 +359,7 @@ def test_close_waits_and_an_interrupted_close_drops_it(
         with pytest.raises(CheckpointFailed, match="it was dropped"):
             pending.result()
     assert [found.step for found in find_checkpoints(tmp_path / "saved")] == [1]
-    assert os.listdir(tmp_path / "saved") == ["step-1"]
+    assert names_in(tmp_path / "saved") == ["step-1"]
 
 
 def test_an_optimizer_that_nobody_holds_leaves_it_to_its_thread(

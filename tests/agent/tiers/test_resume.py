@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import tidegate
 from tests.agent.plain import WEIGHT_DTYPES
-from tests.agent.tiers.saving import SIZES, WAYS, Run, both, other_ways
+from tests.agent.tiers.saving import SIZES, WAYS, Run, both, flip, names_in, other_ways
 from tests.examples import examples
 from tidegate.agent.tiers.manifest import Manifest, find_checkpoints
 from tidegate.errors import (
@@ -110,7 +110,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused_when_it_is_saved(tmp_path: Pat
     with tidegate.AdamW([{"params": [param], "mine": Path("x")}]) as optimizer:
         with pytest.raises(ConfigError, match="plain values"):
             optimizer.save_checkpoint(tmp_path)
-        assert os.listdir(tmp_path) == []
+        assert names_in(tmp_path) == []
         with pytest.raises(ConfigError, match="keep=0"):
             optimizer.save_checkpoint(tmp_path, keep=0)
 
@@ -182,12 +182,6 @@ def saved(tmp_path: Path, disk: Path) -> Iterator[tuple[Run, tidegate.Checkpoint
         run.optimizer.save_checkpoint(tmp_path / "other")
         run.steps(1, 2)
         yield run, run.optimizer.save_checkpoint(tmp_path / "saved")
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def other_step(checkpoint: tidegate.Checkpoint) -> Path:
@@ -277,7 +271,7 @@ def test_what_is_not_there_is_said(saved: tuple[Run, tidegate.Checkpoint], tmp_p
 def test_manifests_come_back_as_they_were(saved: tuple[Run, tidegate.Checkpoint]) -> None:
     manifest = saved[1].manifest
     assert Manifest.unpack(manifest.pack(), Path("f")) == manifest
-    newer = manifest.pack().replace(b'"version": 1', b'"version": 2')
+    newer = manifest.pack().replace(b'"version": 2', b'"version": 3')
     with pytest.raises(NewerFormat):
         Manifest.unpack(newer, Path("f"))
     for data in (b"", b"[]", b'{"crc32": 1}', b'{"crc32": 1, "checkpoint": 3}', manifest.pack()[:-9]):

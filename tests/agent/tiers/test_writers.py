@@ -1,0 +1,148 @@
+"""One run and optimizer writes to a directory of checkpoints: the second is refused, and the first's death frees it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import json
+import multiprocessing as mp
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tidegate
+from tests.agent.tiers.saving import Run
+from tidegate.agent.tiers import writers
+from tidegate.errors import CheckpointFailed, CheckpointTaken
+
+FORKS = mp.get_context("forkserver")
+
+
+def save_and_stay(directory: Path, said: Any, go_on: Any) -> None:
+    with Run() as run:
+        run.steps(0, 1)
+        run.optimizer.save_checkpoint(directory, keep=5)
+        said.send(os.getpid())
+        go_on.recv()
+
+
+@pytest.mark.slow
+def test_a_second_run_is_refused_until_the_first_dies(tmp_path: Path) -> None:
+    mine, theirs = FORKS.Pipe()
+    waits, go_on = FORKS.Pipe(duplex=False)
+    other = FORKS.Process(target=save_and_stay, args=(tmp_path, theirs, waits))
+    other.start()
+    assert mine.poll(60)
+    pid = mine.recv()
+    with Run() as run:
+        run.steps(0, 2)
+        for save in (run.optimizer.save_checkpoint, run.optimizer.begin_checkpoint):
+            with pytest.raises(CheckpointTaken, match=rf"process {pid} on ") as caught:
+                save(tmp_path)
+            assert "directory of its own" in str(caught.value)
+        assert [found.step for found in tidegate.find_checkpoints(tmp_path)] == [1]
+        other.kill()
+        other.join()
+        assert run.optimizer.save_checkpoint(tmp_path, keep=5).step == 2
+        assert [found.step for found in tidegate.find_checkpoints(tmp_path)] == [2, 1]
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"], "the lock file went"
+    go_on.close()
+
+
+def test_two_optimizers_of_one_process_do_not_replace_each_others_checkpoints(tmp_path: Path) -> None:
+    with Run() as generator, Run() as discriminator:
+        generator.steps(0, 1)
+        discriminator.steps(0, 1)
+        first = generator.optimizer.save_checkpoint(tmp_path)
+        with pytest.raises(CheckpointTaken, match="another optimizer of this process"):
+            discriminator.optimizer.save_checkpoint(tmp_path)
+        assert tidegate.find_checkpoints(tmp_path) == [first]
+        discriminator.optimizer.save_checkpoint(tmp_path / "discriminator")
+        generator.steps(1, 2)
+        generator.optimizer.save_checkpoint(tmp_path)
+        generator.optimizer.close()
+        assert discriminator.optimizer.save_checkpoint(tmp_path, keep=5).step == 1
+
+
+def test_other_names_of_the_directory_are_the_same_directory(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "name").symlink_to("real")
+    with Run() as one, Run() as two:
+        one.optimizer.save_checkpoint(tmp_path / "real")
+        with pytest.raises(CheckpointTaken):
+            two.optimizer.save_checkpoint(tmp_path / "name")
+
+
+def test_an_optimizer_that_nobody_holds_any_more_gives_it_up(tmp_path: Path) -> None:
+    run = Run()
+    run.steps(0, 1)
+    run.optimizer.save_checkpoint(tmp_path)
+    with Run() as other:
+        other.steps(0, 1)
+        del run
+        gc.collect()
+        other.optimizer.save_checkpoint(tmp_path)
+
+
+def test_a_forked_child_neither_holds_it_nor_gives_it_up(tmp_path: Path) -> None:
+    with Run() as run:
+        run.steps(0, 1)
+        run.optimizer.save_checkpoint(tmp_path)
+        mine, theirs = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(theirs)
+            run.optimizer.close()
+            os.read(mine, 1)
+            os._exit(0)
+        os.close(mine)
+        try:
+            with Run() as other, pytest.raises(CheckpointTaken):
+                other.optimizer.save_checkpoint(tmp_path)
+            run.optimizer.close()
+            with Run() as other:
+                other.optimizer.save_checkpoint(tmp_path)
+        finally:
+            os.close(theirs)
+            os.waitpid(child, 0)
+
+
+def test_a_lock_file_that_a_killed_run_left_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / writers.LOCK).write_text(json.dumps({"pid": os.getpid(), "host": "elsewhere"}))
+    with Run() as run:
+        run.steps(0, 1)
+        run.optimizer.save_checkpoint(tmp_path)
+        assert json.loads((tmp_path / writers.LOCK).read_text())["host"] != "elsewhere"
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_where_nothing_can_be_locked_one_process_still_keeps_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """As a parallel file system that is mounted without locks."""
+
+    def refused(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with Run() as one, Run() as two:
+        one.optimizer.save_checkpoint(tmp_path)
+        one.optimizer.save_checkpoint(tmp_path)
+        with pytest.raises(CheckpointTaken):
+            two.optimizer.save_checkpoint(tmp_path)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "cannot be locked" in said
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/etc/hostname", path), os.mkdir])
+def test_something_else_in_its_place_is_named(tmp_path: Path, make: Any) -> None:
+    make(tmp_path / writers.LOCK)
+    with Run() as run:
+        run.steps(0, 1)
+        with pytest.raises(CheckpointFailed, match=writers.LOCK):
+            run.optimizer.save_checkpoint(tmp_path)
+        run.steps(1, 2)

@@ -1,0 +1,113 @@
+"""`tidegate doctor --checkpoints`: each is read to its last byte; damaged ones are named, and removed on request."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import tidegate
+from tests.agent.tiers.saving import Run, flip
+from tests.test_doctor_paths import doctor
+from tidegate import doctor_checkpoints
+from tidegate.errors import ConfigError
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> list[tidegate.Checkpoint]:
+    """Of steps 1 to 4."""
+    with Run() as run:
+        made = []
+        for step in range(4):
+            run.steps(step, step + 1)
+            made.append(
+                run.optimizer.save_checkpoint(
+                    tmp_path / "saved", keep=4, save_also=lambda at: (at / "model.pt").write_bytes(b"weights")
+                )
+            )
+        return made
+
+
+@pytest.mark.slow
+def test_damage_is_listed_and_removed_and_the_sound_stay(tmp_path: Path, saved: list[tidegate.Checkpoint]) -> None:
+    place = tmp_path / "saved"
+    flip(saved[0].directory / "rank0.json", 100)
+    flip(saved[1].folder / "model.pt", 3)
+    flip(saved[2].folder / "000001.tide", 5000)
+    code, said = doctor(tmp_path, "--checkpoints", str(place))
+    assert code == 1
+    for checkpoint, words in zip(
+        saved, ("is a damaged manifest", "model.pt is not as it was saved", "has a damaged block", "MB, sound"),
+        strict=True,
+    ):  # fmt: skip
+        assert str(checkpoint.directory) in said
+        assert words in said
+    code, said = doctor(tmp_path, "--checkpoints", str(place), "--remove")
+    assert (code, "Add --yes to remove 3 damaged checkpoints" in said) == (2, True), said
+    assert len(os.listdir(place)) == 4
+    code, said = doctor(tmp_path, "--checkpoints", str(place), "--remove", "--yes", "--json")
+    assert (code, [found["verdict"] for found in json.loads(said)]) == (0, ["good"] * 3), said
+    assert os.listdir(place) == ["step-4"]
+    code, said = doctor(tmp_path, "--checkpoints", str(place), "--remove", "--yes")
+    assert (code, "nothing to remove" in said, os.listdir(place)) == (0, True, ["step-4"])
+    saved[3].verify()
+
+
+def test_who_says_no_keeps_everything(saved: list[tidegate.Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    place, before = saved[0].directory.parent, sorted(os.listdir(saved[0].directory.parent))
+    flip(saved[0].directory / "rank0.json", 100)
+    found = doctor_checkpoints.look([place])
+    with pytest.raises(ConfigError, match="--yes"):
+        doctor_checkpoints.remove_damaged(found, False, lambda _: True)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert [f.detail for f in doctor_checkpoints.remove_damaged(found, False, lambda _: False)] == [
+        "nothing was removed"
+    ]
+    assert sorted(os.listdir(place)) == before
+    doctor_checkpoints.remove_damaged(found, False, lambda _: True)
+    assert sorted(os.listdir(place)) == before[1:]
+
+
+def test_nothing_outside_goes_and_nothing_of_others(tmp_path: Path, saved: list[tidegate.Checkpoint]) -> None:
+    """A link goes and what it leads to stays; what somebody else put into a checkpoint keeps it."""
+    place, outside = saved[0].directory.parent, tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").touch()
+    (place / "step-9").symlink_to(outside)
+    os.mkfifo(place / "step-8")
+    os.rename(saved[0].folder, outside / "kept")
+    saved[0].folder.symlink_to(outside / "kept")
+    flip(saved[1].directory / "rank0.json", 100)
+    (saved[1].directory / "notes.txt").touch()
+    said = doctor_checkpoints.remove_damaged(doctor_checkpoints.look([place]), True, lambda _: True)
+    assert [finding.verdict for finding in said] == ["good", "bad", "good", "good"]
+    assert "notes.txt" in said[1].detail
+    assert sorted(os.listdir(place)) == ["step-2", "step-3", "step-4"]
+    assert sorted(os.listdir(outside)) == ["kept", "precious"]
+    assert (outside / "kept" / "model.pt").exists()
+
+
+def test_nothing_is_removed_while_a_run_saves_there(tmp_path: Path) -> None:
+    with Run() as run:
+        run.steps(0, 1)
+        made = run.optimizer.save_checkpoint(tmp_path, keep=2)
+        flip(made.directory / "rank0.json", 100)
+        (said,) = doctor_checkpoints.remove_damaged(doctor_checkpoints.look([tmp_path]), True, lambda _: True)
+        assert (said.verdict, "was not removed" in said.detail) == ("bad", True)
+        assert made.directory.exists()
+    (said,) = doctor_checkpoints.remove_damaged(doctor_checkpoints.look([tmp_path]), True, lambda _: True)
+    assert said.verdict == "good"
+
+
+def test_what_is_not_complete_or_newer_stays(saved: list[tidegate.Checkpoint]) -> None:
+    place = saved[0].directory.parent
+    manifest = saved[0].directory / "rank0.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"version": 2', b'"version": 99'))
+    (saved[1].directory / "rank0.json").unlink()
+    found = doctor_checkpoints.look([place])
+    assert [one.verdict for one in doctor_checkpoints.findings([place], found)] == ["bad", "missing", "good", "good"]
+    doctor_checkpoints.remove_damaged(found, True, lambda _: True)
+    assert len(os.listdir(place)) == 4
+    assert doctor_checkpoints.findings([place], [])[0].verdict == "good"
