@@ -111,11 +111,19 @@ def check_param(param: torch.Tensor, index: int) -> None:
     """ParameterError when this parameter cannot be offloaded."""
     known = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHT_FORMATS)
     if param.dtype not in WEIGHT_FORMATS:
-        raise ParameterError(f"Parameter {index} has dtype {param.dtype}; supported are {known}.")
+        is_double = param.dtype == torch.float64
+        remedy = "convert the model with model.float()" if is_double else "give it to another optimizer"
+        raise ParameterError(f"Parameter {index} has dtype {param.dtype}; supported are {known}: {remedy}.")
     if grad_dtype_of(param) not in GRAD_DTYPES:
-        raise ParameterError(f"Parameter {index} has grad_dtype {grad_dtype_of(param)}; supported are {known}.")
+        raise ParameterError(
+            f"Parameter {index} has grad_dtype {grad_dtype_of(param)}; supported are {known}: set param.grad_dtype to "
+            "one of them."
+        )
     if param.layout != torch.strided:
-        raise ParameterError(f"Parameter {index} is {param.layout}; only dense parameters are supported.")
+        raise ParameterError(
+            f"Parameter {index} is {param.layout}; only dense parameters are supported: convert it with to_dense(), or "
+            "give it to another optimizer."
+        )
     if not is_dense(param):
         raise ParameterError(
             f"Parameter {index} (shape {tuple(param.shape)}, strides {param.stride()}) has gaps in memory; "

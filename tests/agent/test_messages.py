@@ -12,7 +12,7 @@ import torch
 
 import tidegate
 from tidegate.agent.devices import choose
-from tidegate.errors import ConfigError, StorageError
+from tidegate.errors import ConfigError, ParameterError, StorageError
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -101,3 +101,34 @@ def test_that_the_device_is_emulated_is_said_once(
     said = [record.message for record in caplog.records if "emulated" in record.message]
     assert len(said) == 1
     assert "no claim about a GPU" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("param", "words"),
+    [
+        (torch.zeros(3, dtype=torch.float64), ["torch.float64", "float32, bfloat16, float16", "model.float()"]),
+        (torch.zeros(3, dtype=torch.complex64), ["torch.complex64", "another optimizer"]),
+        (torch.eye(3).to_sparse(), ["torch.sparse_coo", "to_dense()"]),
+    ],
+)
+def test_a_parameter_that_cannot_be_offloaded(param: torch.Tensor, words: list[str]) -> None:
+    """As in a script that trains in double precision, which torch's optimizers take."""
+    with pytest.raises(ParameterError) as error:
+        tidegate.AdamW([torch.nn.Parameter(param)], lr=1e-3)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_param_groups_that_were_made_for_adam() -> None:
+    """What docs/frameworks.md writes for a script with `torch.optim.Adam`, whose weight decay is 0 by default."""
+    torch.manual_seed(0)
+    ours, theirs = [[torch.nn.Parameter(torch.full((64,), 0.5))] for _ in range(2)]
+    optimizer = tidegate.AdamW(ours, lr=1e-2, weight_decay=0.0, decoupled=False)
+    plain = torch.optim.Adam(theirs, lr=1e-2)
+    for _ in range(3):
+        ours[0].grad = torch.randn(64)
+        theirs[0].grad = ours[0].grad.clone()
+        optimizer.step()
+        plain.step()
+    optimizer.close()
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-6)
