@@ -44,6 +44,11 @@ def problem(status: int, type: str, detail: str, headers: dict[str, str] | None 
     return JSONResponse(body, status, headers=headers, media_type="application/problem+json")
 
 
+def also(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For a route's `responses`: problems that it may answer with beside those of every route."""
+    return {status: {"description": TITLES[status]} for status in statuses}
+
+
 def install(app: FastAPI) -> None:
     """Answers every error of `app` with a problem."""
 

@@ -9,10 +9,11 @@ from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
 from tidegate.daemon.deps import Plane
-from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.problems import ProblemError, also
+from tidegate.daemon.scopes import PROBE
 
-router = APIRouter(tags=["health"])
-metrics_router = APIRouter(tags=["prometheus"])
+router = APIRouter(tags=["health"], dependencies=[PROBE])
+metrics_router = APIRouter(tags=["prometheus"], dependencies=[PROBE])
 
 
 @router.get("/healthz")
@@ -21,7 +22,7 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/readyz")
+@router.get("/readyz", responses=also(503))
 async def readyz(plane: Plane) -> dict[str, str]:
     """The database answers too."""
     try:
