@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -38,10 +39,19 @@ class ProblemError(Exception):
         self.more = more
 
 
+class _ProblemResponse(JSONResponse):
+    """Can be told whatever it is about: what UTF-8 cannot encode is a question mark."""
+
+    media_type = "application/problem+json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")
+
+
 def problem(status: int, type: str, detail: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
     title = TITLES.get(status, "Error")
     body = {"type": type, "title": title, "status": status, "detail": detail, **more}
-    return JSONResponse(body, status, headers=headers, media_type="application/problem+json")
+    return _ProblemResponse(body, status, headers=headers)
 
 
 def also(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -6,7 +6,7 @@ import time
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from tidegate.daemon import views
 from tidegate.daemon.deps import Own, Plane, Wait, Who
@@ -29,8 +29,8 @@ class Patience(BaseModel):
 class Known(Patience):
     """What an agent that asks for its directive has heard of."""
 
-    committed: int = -1
-    proposed: int | None = None
+    committed: Annotated[int, Field(ge=-1, lt=2**63)] = -1
+    proposed: Annotated[int | None, Field(ge=-1, lt=2**63)] = None
 
 
 @router.post("", status_code=201, dependencies=[AGENT_OF_ANY_RUN], responses=also(409))

@@ -21,7 +21,9 @@ MAX_LABELS = 32
 LABEL, VALUE, TEXT, URL = 64, 200, 2_000, 500
 """Longer names, values, texts and addresses are cut."""
 
-Texts = Annotated[dict[str, str], Field(max_length=200)]
+Texts = Annotated[
+    dict[Annotated[str, Field(max_length=1_024)], Annotated[str, Field(max_length=65_536)]], Field(max_length=200)
+]
 
 
 class WebhookAlert(BaseModel):
