@@ -20,7 +20,7 @@ from sqlalchemy.orm import sessionmaker
 from tidegate.daemon.control import canary
 from tidegate.daemon.control.generations import Ballot, Generation
 from tidegate.daemon.migrations.upgrade import upgrade
-from tidegate.daemon.schema import AgentRow, AuditEntry, GenerationRow, RunRow
+from tidegate.daemon.schema import AgentRow, AuditEntry, CounterRow, GenerationRow, RunRow
 from tidegate.daemon.steps import StepTable
 from tidegate.daemon.tokens import TokenTable
 from tidegate.errors import DaemonError
@@ -148,6 +148,19 @@ class Store:
     def generation(self, run: str, number: int) -> Generation:
         with self._reading() as session:
             return _generation(session.get_one(GenerationRow, (run, number)))
+
+    # ---- counters
+
+    def reserve(self, counter: str, count: int) -> int:
+        """Takes `count` numbers of the counter, and gives the first. A new one begins at the milliseconds since the
+        epoch: above what daemons before it, which had none, made of the clock."""
+        with self._session.begin() as session:
+            row = session.get(CounterRow, counter)
+            if row is None:
+                session.add(row := CounterRow(name=counter, next=int(time.time() * 1000)))
+            first = row.next
+            row.next = first + count
+            return first
 
     # ---- agents and audit
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from tidegate.daemon import views
 from tidegate.daemon.control.effect import WINDOW_STEPS, measure
+from tidegate.daemon.control.event_ids import EventIds
 from tidegate.daemon.control.generations import (
     Apply,
     Cast,
@@ -65,7 +66,8 @@ class ControlPlane:
         self._clock = clock or Clock()
         self._flushed = self._clock.mono()
         known = restore(store, lease_seconds, self._clock, GONE_RANKS_KEPT, LAST_STEPS_KEPT)
-        self.roster = Roster(*known, lease_seconds, self._clock)
+        self._event_ids = EventIds(store)
+        self.roster = Roster(*known, lease_seconds, self._clock, self._event_ids)
         self.history = History(store.steps, keep_seconds, self._clock)
         self._trials = Trials(store, self._advance, self._clock, proposal_seconds)
 
@@ -195,6 +197,7 @@ class ControlPlane:
         if flush:
             self._flushed = now
             self._forget_gone()
+            self._event_ids.refill()
         self.history.tick(now)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from tidegate.daemon.control.event_ids import EventIds
 from tidegate.daemon.control.liveness import of_run
 from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.problems import ProblemError
@@ -21,13 +22,18 @@ class Roster:
     """Looks things up, and ends the request with a problem that lists what there is when they are not there."""
 
     def __init__(
-        self, runs: dict[str, Run], agents: dict[str, tuple[str, int]], lease_seconds: float, clock: Clock
+        self,
+        runs: dict[str, Run],
+        agents: dict[str, tuple[str, int]],
+        lease_seconds: float,
+        clock: Clock,
+        event_ids: EventIds,
     ) -> None:
         self.runs = runs
         self.agents = agents
         self._lease_seconds = lease_seconds
         self._clock = clock
-        self._event_id = int(clock.wall() * 1000)  # larger than any id of an earlier daemon
+        self._event_ids = event_ids
 
     def run(self, name: str) -> Run:
         if name not in self.runs:
@@ -95,8 +101,7 @@ class Roster:
                     yield member
 
     def publish(self, run: Run, kind: str, data: dict[str, Any]) -> None:
-        self._event_id += 1
-        run.publish(self._event_id, kind, self._clock.wall(), data)
+        run.publish(self._event_ids.take(), kind, self._clock.wall(), data)
 
     def tell_agent(self, run: Run, member: Member) -> None:
         data = {"rank": member.hello.rank, "agent": member.hello.agent, "liveness": self.liveness(member)}
