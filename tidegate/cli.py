@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -18,6 +18,9 @@ from tidegate.cli_training import needs, training_command
 from tidegate.client import find_daemon, state_dir
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.logs import VARIABLE, LogFormat, configure
+
+if TYPE_CHECKING:
+    from tidegate.doctor import Finding
 
 app = typer.Typer(
     name="tidegate",
@@ -155,12 +158,16 @@ def doctor(
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Try driver, context, pinned memory, Triton, copies and NVML, alone.")
     ] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option("--state", help="A daemon's state directory: what cannot be read is moved away."),
+    ] = None,
     url: Daemon = None,
     as_json: Json = False,
 ) -> None:
     """Check what this machine has, whether the daemon can be reached, and what runs have left on storage paths."""
     from tidegate import doctor_paths
-    from tidegate.doctor import examine, print_findings
+    from tidegate.doctor import examine
 
     if remove and not path:
         raise ConfigError("Say where to remove what dead runs left: --path DIRECTORY.")
@@ -169,17 +176,34 @@ def doctor(
             raise ConfigError("--gpu and --path are two questions: ask one at a time.")
         _doctor_gpu(as_json)
         return
+    if state is not None:
+        if path:
+            raise ConfigError("--state and --path are two questions: ask one at a time.")
+        _doctor_state(state, as_json)
+        return
     leftovers = doctor_paths.look(path or [], endpoint)
     if remove:
         findings = doctor_paths.remove_dead(leftovers, yes, typer.confirm)
     else:
         findings = examine(url or find_daemon()) + (doctor_paths.findings(path, leftovers) if path else [])
+    _tell(findings, as_json)
+
+
+def _tell(findings: list[Finding], as_json: bool) -> None:
+    from tidegate.doctor import print_findings
+
     if as_json:
         print(json.dumps([finding.as_dict() for finding in findings]))
     else:
         print_findings(findings)
     if any(finding.verdict == "bad" for finding in findings):
         sys.exit(1)
+
+
+def _doctor_state(state: Path, as_json: bool) -> None:
+    with needs():
+        from tidegate.doctor_state import examine_state
+    _tell(examine_state(state), as_json)
 
 
 def _doctor_gpu(as_json: bool) -> None:

@@ -16,6 +16,7 @@ from tidegate.daemon.control.run import Run
 from tidegate.daemon.control.trials import Predicted
 from tidegate.daemon.deps import Author, Plane, Wait
 from tidegate.daemon.problems import ProblemError, also
+from tidegate.daemon.readable import REMEDY
 from tidegate.daemon.scopes import OPERATE, READ
 from tidegate.errors import KnobError
 from tidegate.knobs import Knobs, show, specs_for
@@ -119,6 +120,9 @@ async def _outcome(plane: ControlPlane, run: Run, number: int, wait: float, resp
     response.status_code = 202 if _undecided(run, number) else 200
     response.headers["ETag"] = f'"{run.control.newest}"'
     current = run.latest if run.latest.number == number else plane.store.generation(run.name, number)
+    if current is None:
+        detail = f"What is stored of generation {number} of run {run.name!r} cannot be read: {REMEDY}."
+        raise ProblemError(409, "generation-damaged", detail)
     return views.generation_view(run.name, current)
 
 

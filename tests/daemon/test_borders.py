@@ -226,7 +226,12 @@ STRANGE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", STRANGE)
+QUICK = ("speeds of almost nothing", "a stride that is none", "steps without end")
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in STRANGE if name not in QUICK)]
+)
 def test_figures_that_cannot_be_true_together_break_no_answer(daemon: Daemon, name: str) -> None:
     made = Agent(daemon, new_run(), subgroups=[{**SIZES[0], "state_bytes": 2**62}], paths=("nvme",))
     made.train(30, 1.0)
