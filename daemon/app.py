@@ -43,6 +43,7 @@ def create_app(settings: Settings) -> FastAPI:
         proposal_seconds=settings.proposal_seconds,
         keep_seconds=settings.keep_reports_seconds,
     )
+    store.hurry()
     app = FastAPI(
         title="Tidegate",
         version=_version(),

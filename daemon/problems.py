@@ -7,10 +7,14 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
+from tidegate.daemon.store import is_busy
+
+RETRY_SECONDS = "1"
 TITLES = {
     400: "Bad request",
     401: "Not authorized",
@@ -65,6 +69,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_error)
     for kind in (ProblemError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(OperationalError, _on_busy)
 
 
 def _allowed(request: Request) -> str:
@@ -73,10 +78,19 @@ def _allowed(request: Request) -> str:
     return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
+async def _on_busy(request: Request, error: Exception) -> Response:
+    """The database does not take changes for now; every other trouble with it is a failure as any."""
+    if not isinstance(error, OperationalError) or not is_busy(error):
+        raise error
+    detail = "Another process holds the write lock of the daemon's database: nothing was changed, try again."
+    return problem(503, "store-busy", detail, {"Retry-After": RETRY_SECONDS})
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
     match error:
         case ProblemError():
-            return problem(error.status, error.type, error.detail, **error.more)
+            headers = {"Retry-After": RETRY_SECONDS} if error.status == 503 else None
+            return problem(error.status, error.type, error.detail, headers, **error.more)
         case RequestValidationError():
             found = [{"at": ".".join(str(part) for part in e["loc"]), "message": e["msg"]} for e in error.errors()]
             shown = "; ".join(f"{e['at']}: {e['message']}" for e in found[:3])

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from pydantic import Field, TypeAdapter
 from sqlalchemy import create_engine, event, func, select, update
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
 from tidegate.daemon.control import canary
@@ -34,6 +34,8 @@ from tidegate.wire.knobs import MeasuredEffect
 
 BUSY_SECONDS: Final = 5.0
 """How long one waits for another process that writes."""
+WAIT_SECONDS: Final = 1.0
+"""How long a change waits for it in a daemon that serves: everything else waits with it."""
 _ONLY_READS: Final = "tidegate_only_reads"
 
 
@@ -84,12 +86,22 @@ _AGENT: Final = TypeAdapter(AgentRecord)
 _GENERATION: Final = TypeAdapter(Generation)
 
 
+@dataclass(slots=True)
+class Patience:
+    """How long a transaction that writes waits for another process that does. Once that was in vain, none waits until
+    one has had its turn: what waits holds up all others."""
+
+    seconds: float = BUSY_SECONDS
+    in_vain: bool = False
+
+
 class Store:
     """Opens the database at `url` and brings its tables up to date; one of a newer version is refused."""
 
     def __init__(self, url: str) -> None:
         try:
-            self._engine, self._relaxed = _engine(url, "FULL"), _engine(url, "NORMAL")
+            self._patience = Patience()
+            self._engine, self._relaxed = _engine(url, "FULL", self._patience), _engine(url, "NORMAL", Patience())
             upgrade(self._engine)
         except (SQLAlchemyError, ImportError) as error:
             why = str(getattr(error, "orig", None) or error).splitlines()[0]
@@ -104,6 +116,21 @@ class Store:
     @property
     def engine(self) -> Engine:
         return self._engine
+
+    def hurry(self) -> None:
+        """From now on a change waits for `WAIT_SECONDS` at most: it is made where others wait for it."""
+        self._patience.seconds = WAIT_SECONDS
+
+    def is_writable(self) -> bool:
+        """Whether no other process holds the lock that a change needs; not for an event loop, it may wait."""
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(select(1))
+        except OperationalError as error:
+            if not is_busy(error):
+                raise
+            return False
+        return True
 
     def close(self) -> None:
         self._engine.dispose()
@@ -223,14 +250,19 @@ class Store:
             return list(self.readable.each(session.scalars(query), audit_of))[::-1]
 
 
-def _engine(url: str, synchronous: Literal["FULL", "NORMAL"]) -> Engine:
+def is_busy(error: OperationalError) -> bool:
+    """Whether another process holds SQLite's write lock."""
+    return isinstance(error.orig, sqlite3.OperationalError) and "is locked" in str(error.orig)
+
+
+def _engine(url: str, synchronous: Literal["FULL", "NORMAL"], patience: Patience) -> Engine:
     """FULL: what is committed survives a power failure. NORMAL: it survives the process, and waits for no disk."""
     if not url.startswith("sqlite"):
         return create_engine(url)
     made = create_engine(url, json_deserializer=json_of)
     if made.dialect.name == "sqlite":
         event.listen(made, "connect", functools.partial(_use_wal, synchronous))
-        event.listen(made, "begin", _begin)
+        event.listen(made, "begin", functools.partial(_begin, patience))
     return made
 
 
@@ -263,12 +295,22 @@ def _change_to_wal(connection: sqlite3.Connection) -> None:
             time.sleep(0.01)
 
 
-def _begin(connection: Connection) -> None:
+def _begin(patience: Patience, connection: Connection) -> None:
     """Who opens the database at the same time waits: a transaction that reads first could not write later.
 
     One that only reads waits for no writer.
     """
-    connection.exec_driver_sql("BEGIN" if connection.get_execution_options().get(_ONLY_READS) else "BEGIN IMMEDIATE")
+    if connection.get_execution_options().get(_ONLY_READS):
+        connection.exec_driver_sql("BEGIN")
+        return
+    wait = 0.0 if patience.in_vain else patience.seconds
+    connection.exec_driver_sql(f"PRAGMA busy_timeout={1000 * wait:.0f}")
+    try:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    except OperationalError as error:
+        patience.in_vain = patience.seconds < BUSY_SECONDS and is_busy(error)
+        raise
+    patience.in_vain = False
 
 
 def _generation_row(run: str, g: Generation) -> GenerationRow:
