@@ -20,6 +20,7 @@ from tidegate.daemon.gate import Gate
 from tidegate.daemon.metrics import Measured, Requests, RunCollector
 from tidegate.daemon.openapi import describe
 from tidegate.daemon.routes import advice, agents, alerts, audit, events, front, health, knobs, runs, sd
+from tidegate.daemon.scopes import Declared
 from tidegate.daemon.settings import Settings
 from tidegate.daemon.store import Store
 
@@ -42,10 +43,11 @@ def create_app(settings: Settings) -> FastAPI:
         proposal_seconds=settings.proposal_seconds,
         keep_seconds=settings.keep_reports_seconds,
     )
+    store.hurry()
     app = FastAPI(
         title="Tidegate",
         version=_version(),
-        openapi_url="/v1/openapi.json",
+        openapi_url=None,  # one of our routes, as all others
         docs_url=None,
         redoc_url=None,
         lifespan=_lifespan,
@@ -60,13 +62,14 @@ def create_app(settings: Settings) -> FastAPI:
         agents.hot,
         *(part.router for part in (agents, runs, knobs, audit, alerts, events, sd, health, advice, front)),
     ]
-    for router in routers + ([health.metrics_router] if settings.metrics else []):
+    served = routers + ([health.metrics_router] if settings.metrics else [])
+    for router in served:
         app.include_router(router)
     app.state.metrics = settings.metrics
-    app.state.routes = [route for router in routers for route in router.routes]
+    app.state.routes = [route for router in served for route in router.routes]
     app.openapi = lambda: _described(app)  # type: ignore[method-assign]
     app.state.tokens = tokens = Tokens(store)
-    app.add_middleware(Gate, tokens=tokens, settings=settings)
+    app.add_middleware(Gate, tokens=tokens, declared=Declared(app.state.routes), settings=settings)
     app.add_middleware(Measured, requests=Requests(registry))
     return app
 

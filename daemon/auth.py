@@ -1,4 +1,4 @@
-"""Who may do what: bearer tokens against routes. The first start writes one token of each scope to private files."""
+"""Whose token it is; `scopes.py` says what it may do. The first start writes one of each scope to private files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import hmac
 import logging
 import os
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +18,7 @@ from tidegate.daemon.store import Store
 from tidegate.daemon.tokens import StoredToken, digest_of
 from tidegate.errors import DaemonError
 
-READERS: Final[frozenset[Scope]] = frozenset({"read", "operate", "agent"})
 REFRESH_SECONDS: Final = 2.0
-FRONT: Final = frozenset({"/", "/docs", "/docs/start.js", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"})
-OPEN: Final = frozenset({"/healthz", "/readyz", "/metrics", "/sd", "/v1/openapi.json"}) | FRONT
-_RUN_PATH: Final = re.compile(r"/v1/runs/([^/]+)(?:/.*)?")
 log = logging.getLogger(__name__)
 
 
@@ -48,27 +43,6 @@ def bearer(header: str) -> str:
     """The token in an Authorization header; empty where there is none."""
     kind, _, token = header.partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
-
-
-def scopes_allowed(method: str, path: str) -> frozenset[Scope] | None:
-    """The scopes that may do this; None where no token is needed. What is not named here is closed."""
-    if path in OPEN:
-        return None
-    if method in ("GET", "HEAD"):
-        return READERS
-    if method not in ("POST", "PUT", "PATCH", "DELETE"):
-        return frozenset(SCOPES)  # no route has it: 405
-    if path == "/v1/alerts" and method == "POST":
-        return frozenset({"alert"})
-    return frozenset({"agent"}) if path == "/v1/agents" or path.startswith("/v1/agents/") else frozenset({"operate"})
-
-
-def opens(caller: Caller, path: str) -> bool:
-    """Whether a token that is for one run may come near `path`. Routes of agents and lists look closer themselves."""
-    if caller.run is None or path in ("/v1/runs", "/v1/agents") or path.startswith("/v1/agents/"):
-        return True
-    found = _RUN_PATH.fullmatch(path)
-    return found is not None and found[1] == caller.run
 
 
 class Tokens:

@@ -6,12 +6,14 @@ import logging
 from typing import Final
 
 from starlette.datastructures import Headers
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tidegate.daemon.auth import Caller, Tokens, bearer, opens, scopes_allowed
+from tidegate.daemon.auth import Caller, Tokens, bearer
 from tidegate.daemon.limits import Failures
 from tidegate.daemon.problems import problem
+from tidegate.daemon.scopes import Asked, Declared
 from tidegate.daemon.settings import Settings
 from tidegate.daemon.tokens import digest_of
 
@@ -21,18 +23,19 @@ REFUSALS = {
     "expired": "The token has expired: ask for a new one.",
     "revoked": "The token was withdrawn: ask for a new one.",
 }
-BY_ANY_NAME: Final = frozenset({"/healthz", "/readyz", "/metrics"})
-"""What orchestrators and Prometheus ask for by the address of a pod. Neither sends an Origin."""
+_OWN_NAME: Final = "tidegate.own_name"
 log = logging.getLogger(__name__)
 
 
 class Gate:
     """ASGI middleware. The caller, when there is one, is at `request.state.caller`."""
 
-    def __init__(self, app: ASGIApp, *, tokens: Tokens, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, *, tokens: Tokens, declared: Declared, settings: Settings) -> None:
         self._app = app
         self._tokens = tokens
-        self._hosts = settings.hosts
+        self._declared = declared
+        names = [f"[{host}]" if ":" in host else host for host in sorted(settings.hosts)]
+        self._trusted_host = TrustedHostMiddleware(_has_own_name, names, www_redirect=False)
         self._max_body_bytes = settings.max_body_bytes
         self._failures = Failures(settings.forgiven_failures)
 
@@ -41,10 +44,11 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        answer = self._wrong_place(scope["path"], headers)
+        asked = self._declared.of(scope)
+        answer = await self._wrong_place(scope, asked, headers)
         caller = None
-        if answer is None:
-            answer, caller = self._authorize(scope, headers.get("authorization", ""))
+        if answer is None and not asked.open:
+            answer, caller = self._authorize(scope, asked, headers.get("authorization", ""))
         if answer is not None:
             await answer(scope, receive, send)
             return
@@ -56,21 +60,24 @@ class Gate:
             return
         await self._app(scope, _replay(body, receive), send)
 
-    def _wrong_place(self, path: str, headers: Headers) -> Response | None:
+    async def _wrong_place(self, scope: Scope, asked: Asked, headers: Headers) -> Response | None:
         """Refuses what a web page can make a browser send: another Host (DNS rebinding), another origin."""
-        host, origin = _hostname(headers.get("host", "")), headers.get("origin")
-        by_any_name = path in BY_ANY_NAME and origin is None
-        if "*" not in self._hosts and host not in self._hosts and not by_any_name:
+        origin = headers.get("origin")
+        if not (asked.by_any_name and origin is None) and not await self._is_own_name(scope):
+            host = _hostname(headers.get("host", ""))
             detail = f"This daemon is not {host[:253]!r}. If it should be, start it with --allowed-host {host[:253]}."
             return problem(400, "wrong-host", detail)
         if origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower():
             return problem(403, "cross-origin", "The daemon answers no web page of another origin.")
         return None
 
-    def _authorize(self, scope: Scope, header: str) -> tuple[Response | None, Caller | None]:
-        method, path = scope["method"], scope["path"]
-        if (allowed := scopes_allowed(method, path)) is None:
-            return None, None
+    async def _is_own_name(self, scope: Scope) -> bool:
+        """What starlette says of the Host header; its answer in plain text is not sent."""
+        seen = {**scope}
+        await self._trusted_host(seen, _nothing_comes, _not_sent)
+        return _OWN_NAME in seen
+
+    def _authorize(self, scope: Scope, asked: Asked, header: str) -> tuple[Response | None, Caller | None]:
         token = bearer(header)
         if not token:
             # Nothing was tried: a page that is opened by hand is no attack.
@@ -78,11 +85,11 @@ class Gate:
         caller = self._tokens.check(token)
         if isinstance(caller, str):
             return self._refuse(scope, token, 401, f"{caller}-token", REFUSALS[caller]), None
-        if caller.scope not in allowed:
-            needed = " or ".join(sorted(allowed))
-            detail = f"The token has scope {caller.scope}; {method} {path} needs {needed}."
+        if not asked.grants(caller.scope):
+            what = f"{scope['method']} {scope['path']}"
+            detail = f"The token has scope {caller.scope}; {what} needs {asked.needed}."
             return self._refuse(scope, token, 403, "wrong-scope", detail), None
-        if not opens(caller, path):
+        if not asked.opens(caller):
             return self._refuse(scope, token, 403, "wrong-run", f"The token opens run {caller.run!r} only."), None
         return None, caller
 
@@ -112,6 +119,19 @@ class Gate:
             if len(body) > self._max_body_bytes:
                 return None
         return bytes(body)
+
+
+async def _has_own_name(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application that starlette guards: it is reached by one of the daemon's names."""
+    scope[_OWN_NAME] = True
+
+
+async def _nothing_comes() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def _not_sent(message: Message) -> None:
+    """Takes what the daemon says in its own form."""
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -42,7 +42,7 @@ def serve(settings: Settings) -> int:
     try:
         settings.make_state_dir()
         settings.announced_host(settings.bind)  # before a port is taken
-        with _exclusive(settings.state_dir), _listen(settings.bind, settings.port) as listener:
+        with exclusive(settings.state_dir), _listen(settings.bind, settings.port) as listener:
             server = make_server(create_app(settings), settings)
             if threading.current_thread() is threading.main_thread():
                 # Until uvicorn has handlers of its own; and it raises the signal again when it has shut down.
@@ -111,7 +111,7 @@ def _listen(bind: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _exclusive(state_dir: Path) -> Iterator[None]:
+def exclusive(state_dir: Path) -> Iterator[None]:
     """Holds the state directory: two daemons on one would decide against each other. Freed at death."""
     try:
         # The directory itself is locked: no lock file is left behind, whatever ends this process.

@@ -14,21 +14,14 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from tidegate.daemon.auth import OPEN, scopes_allowed
 from tidegate.daemon.examples import EXAMPLES
 from tidegate.daemon.problems import TITLES
+from tidegate.daemon.scopes import Asked
 from tidegate.knobs import SPECS, KnobSpec
 from tidegate.wire.standards import Problem
 
 ALWAYS: Final = (400, 413, 422, 500)
 WITH_TOKEN: Final = (401, 403, 429)
-ALSO: Final[dict[tuple[str, str], tuple[int, ...]]] = {
-    ("patch", "/v1/runs/{run}/knobs"): (409, 412, 428),
-    ("post", "/v1/runs/{run}/rollback"): (409, 412),
-    ("post", "/v1/agents"): (409,),
-    ("post", "/v1/agents/{agent}/reports"): (409,),
-    ("get", "/readyz"): (503,),
-}
 _DROPPED: Final = ("HTTPValidationError", "ValidationError")
 _DECIMAL: Final = r"[0-9]+(\.[0-9]+)?"
 Json = dict[str, Any]
@@ -41,7 +34,6 @@ def describe(app: FastAPI) -> Json:
     for name in _DROPPED:
         schemas.pop(name, None)
     schemas["Problem"] = Problem.model_json_schema()
-    document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     for method, path, operation in _operations(document):
         _complete(method, path, operation)
     for example in EXAMPLES:
@@ -61,11 +53,10 @@ def _operations(document: Json) -> Iterator[tuple[str, str, Json]]:
 
 def _complete(method: str, path: str, operation: Json) -> None:
     """Its token, and the problems that it may answer with."""
-    statuses = set(ALWAYS) | set(ALSO.get((method, path), ()))
-    if path not in OPEN:
-        scopes = scopes_allowed(method.upper(), path) or ()
-        operation["security"] = [{"token": []}]
-        operation["description"] = f"{operation.get('description', '')} Token: {' or '.join(sorted(scopes))}.".strip()
+    statuses = set(ALWAYS) | {int(status) for status in operation["responses"] if int(status) >= 400}
+    if "security" in operation:
+        asked = Asked(frozenset(scope for needed in operation["security"] for scope in needed["token"]))
+        operation["description"] = f"{operation.get('description', '')} Token: {asked.needed}.".strip()
         statuses |= set(WITH_TOKEN)
     if "{" in path:
         statuses.add(404)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
+from tidegate.daemon.store import is_busy
+
+RETRY_SECONDS = "1"
 TITLES = {
     400: "Bad request",
     401: "Not authorized",
@@ -38,10 +43,24 @@ class ProblemError(Exception):
         self.more = more
 
 
+class _ProblemResponse(JSONResponse):
+    """Can be told whatever it is about: what UTF-8 cannot encode is a question mark."""
+
+    media_type = "application/problem+json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")
+
+
 def problem(status: int, type: str, detail: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
     title = TITLES.get(status, "Error")
     body = {"type": type, "title": title, "status": status, "detail": detail, **more}
-    return JSONResponse(body, status, headers=headers, media_type="application/problem+json")
+    return _ProblemResponse(body, status, headers=headers)
+
+
+def also(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For a route's `responses`: problems that it may answer with beside those of every route."""
+    return {status: {"description": TITLES[status]} for status in statuses}
 
 
 def install(app: FastAPI) -> None:
@@ -50,6 +69,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_error)
     for kind in (ProblemError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(OperationalError, _on_busy)
 
 
 def _allowed(request: Request) -> str:
@@ -58,10 +78,19 @@ def _allowed(request: Request) -> str:
     return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
+async def _on_busy(request: Request, error: Exception) -> Response:
+    """The database does not take changes for now; every other trouble with it is a failure as any."""
+    if not isinstance(error, OperationalError) or not is_busy(error):
+        raise error
+    detail = "Another process holds the write lock of the daemon's database: nothing was changed, try again."
+    return problem(503, "store-busy", detail, {"Retry-After": RETRY_SECONDS})
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
     match error:
         case ProblemError():
-            return problem(error.status, error.type, error.detail, **error.more)
+            headers = {"Retry-After": RETRY_SECONDS} if error.status == 503 else None
+            return problem(error.status, error.type, error.detail, headers, **error.more)
         case RequestValidationError():
             found = [{"at": ".".join(str(part) for part in e["loc"]), "message": e["msg"]} for e in error.errors()]
             shown = "; ".join(f"{e['at']}: {e['message']}" for e in found[:3])

@@ -82,6 +82,27 @@ class StepRow(Base):
     """JSON."""
 
 
+class CounterRow(Base):
+    """The next number that a counter gives: it never goes back."""
+
+    __tablename__ = "counters"
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    next: Mapped[int] = mapped_column(BigInteger)
+
+
+class QuarantineRow(Base):
+    """A row of another table that could not be read: `tidegate doctor --state` has moved it here."""
+
+    __tablename__ = "quarantine"
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    at: Mapped[float]
+    source: Mapped[str] = mapped_column(String(64))
+    """The table that it was in."""
+    why: Mapped[str] = mapped_column(Text)
+    body: Mapped[str] = mapped_column(Text)
+    """JSON: its values by column, those that are no text as hexadecimal digits."""
+
+
 class AuditEntry(Base):
     """Append-only: the database refuses updates and deletions by trigger."""
 

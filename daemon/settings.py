@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tidegate.client import MAX_BODY_BYTES, state_dir
 from tidegate.daemon.tls import why_not
@@ -29,7 +29,7 @@ class Settings(BaseModel):
     advertise_address: str | None = None
     """Name or address by which other machines reach this daemon."""
     allowed_hosts: tuple[str, ...] = ()
-    """More values of the Host header to accept; `*` accepts any."""
+    """More values of the Host header to accept; `*.example.com` accepts all below that name, `*` any."""
     metrics: bool = True
     tls_certificate: Path | None = None
     """PEM file with the certificate and its chain; with it the daemon speaks HTTPS only."""
@@ -42,6 +42,17 @@ class Settings(BaseModel):
     keep_reports_seconds: float = Field(default=7 * 86_400.0, gt=0)
     """Steps that were reported longer ago are deleted; of each rank the newest 256 are kept at most."""
     max_body_bytes: int = Field(default=MAX_BODY_BYTES, gt=0)
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if "*" in host.removeprefix("*.") and host != "*":
+                raise ValueError(
+                    f"{host!r} cannot be allowed: give the name of a host, *.example.com for all below example.com, "
+                    "or * for any"
+                )
+        return hosts
 
     @property
     def url(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,9 @@ from sqlalchemy import bindparam, delete, func, insert, select
 from sqlalchemy.engine import Engine
 from sqlalchemy.orm import aliased
 
+from tidegate.daemon.readable import REMEDY, reason
 from tidegate.daemon.schema import StepRow
+from tidegate.wire.step import StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,7 @@ class ToldStep:
     body: str
 
 
+log = logging.getLogger(__name__)
 ROWS_AT_ONCE: Final = 2_000
 AGENTS_AT_ONCE: Final = 500
 """In one question: databases limit what it may hold."""
@@ -35,6 +40,20 @@ _LATER: Final = aliased(StepRow)
 _LAST: Final = select(func.max(_LATER.step)).where(_LATER.agent == StepRow.agent).scalar_subquery()
 _OLD: Final = delete(StepRow).where(StepRow.at < bindparam("before"), StepRow.step < _LAST)
 _OLDER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.step < bindparam("first"))
+
+
+def step_of(agent: str, body: str) -> StepReport | None:
+    """The report; None, and a line in the log, where it cannot be read."""
+    try:
+        return StepReport.model_validate_json(body)
+    except ValueError as error:
+        _tell(agent, reason(error))
+        return None
+
+
+@functools.lru_cache(maxsize=1_024)  # once for each
+def _tell(agent: str, why: str) -> None:
+    log.error("steps of agent %s cannot be read and are left out (%s): %s", agent, why, REMEDY)
 
 
 class StepTable:

@@ -9,28 +9,33 @@ import functools
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
+from pydantic import Field, TypeAdapter
 from sqlalchemy import create_engine, event, func, select, update
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
 from tidegate.daemon.control import canary
 from tidegate.daemon.control.generations import Ballot, Generation
 from tidegate.daemon.migrations.upgrade import upgrade
-from tidegate.daemon.schema import AgentRow, AuditEntry, GenerationRow, RunRow
+from tidegate.daemon.readable import Readable, json_of, text_of
+from tidegate.daemon.schema import AgentRow, AuditEntry, CounterRow, GenerationRow, RunRow
 from tidegate.daemon.steps import StepTable
 from tidegate.daemon.tokens import TokenTable
 from tidegate.errors import DaemonError
-from tidegate.wire.agent import AgentHello
+from tidegate.knobs import Knobs
+from tidegate.wire.agent import AgentHello, Rates
 from tidegate.wire.audit import AuditRow
-from tidegate.wire.base import KnobChanges, Liveness
+from tidegate.wire.base import Duration, Finite, KnobChanges, Label, Liveness, Message, RunName
 from tidegate.wire.knobs import MeasuredEffect
 
 BUSY_SECONDS: Final = 5.0
 """How long one waits for another process that writes."""
+WAIT_SECONDS: Final = 1.0
+"""How long a change waits for it in a daemon that serves: everything else waits with it."""
 _ONLY_READS: Final = "tidegate_only_reads"
 
 
@@ -61,12 +66,42 @@ class AuditNote:
     effect: str = ""
 
 
+class Told(Message):
+    """`Member.told` as it is stored."""
+
+    phase: Label = "other"
+    effective: KnobChanges = Field(default_factory=dict)
+    predicted_update_seconds: Duration | None = None
+    rates: Rates | None = None
+
+
+class StoredRun(Message):
+    """A row of the runs."""
+
+    name: RunName
+    created_at: Finite
+
+
+_AGENT: Final = TypeAdapter(AgentRecord)
+_GENERATION: Final = TypeAdapter(Generation)
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long a transaction that writes waits for another process that does. Once that was in vain, none waits until
+    one has had its turn: what waits holds up all others."""
+
+    seconds: float = BUSY_SECONDS
+    in_vain: bool = False
+
+
 class Store:
     """Opens the database at `url` and brings its tables up to date; one of a newer version is refused."""
 
     def __init__(self, url: str) -> None:
         try:
-            self._engine, self._relaxed = _engine(url, "FULL"), _engine(url, "NORMAL")
+            self._patience = Patience()
+            self._engine, self._relaxed = _engine(url, "FULL", self._patience), _engine(url, "NORMAL", Patience())
             upgrade(self._engine)
         except (SQLAlchemyError, ImportError) as error:
             why = str(getattr(error, "orig", None) or error).splitlines()[0]
@@ -74,12 +109,28 @@ class Store:
             raise DaemonError(f"The database {shown} cannot be opened: {why}.") from error
         self._session = sessionmaker(self._engine, expire_on_commit=False)
         self._reading = sessionmaker(_reading(self._engine))
-        self.tokens = TokenTable(self._session, self._reading)
+        self.readable = Readable()
+        self.tokens = TokenTable(self._session, self._reading, self.readable)
         self.steps = StepTable(self._relaxed, _reading(self._relaxed))
 
     @property
     def engine(self) -> Engine:
         return self._engine
+
+    def hurry(self) -> None:
+        """From now on a change waits for `WAIT_SECONDS` at most: it is made where others wait for it."""
+        self._patience.seconds = WAIT_SECONDS
+
+    def is_writable(self) -> bool:
+        """Whether no other process holds the lock that a change needs; not for an event loop, it may wait."""
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(select(1))
+        except OperationalError as error:
+            if not is_busy(error):
+                raise
+            return False
+        return True
 
     def close(self) -> None:
         self._engine.dispose()
@@ -90,7 +141,13 @@ class Store:
     def runs(self) -> dict[str, float]:
         """Every run with its time of creation."""
         with self._reading() as session:
-            return {row.name: row.created_at for row in session.scalars(select(RunRow).order_by(RunRow.created_at))}
+            rows = session.scalars(select(RunRow).order_by(RunRow.created_at))
+            return dict(self.readable.each(rows, run_of))
+
+    def run_names(self) -> set[str]:
+        """The names that are taken, those of runs that cannot be read too."""
+        with self._reading() as session:
+            return set(session.scalars(select(RunRow.name)))
 
     def add_run(self, name: str, created_at: float, first: Generation, agent: AgentRecord) -> None:
         with self._session.begin() as session:
@@ -135,7 +192,15 @@ class Store:
         """All generations of the run, oldest first."""
         query = select(GenerationRow).where(GenerationRow.run == run).order_by(GenerationRow.number)
         with self._reading() as session:
-            return [_generation(row) for row in session.scalars(query)]
+            return list(self.readable.each(session.scalars(query), generation_of))
+
+    def newest_number(self, run: str) -> int:
+        """The largest number among the run's generations that could not be read; -1 where there are none.
+
+        It is taken: a new generation may not be written over one that is kept.
+        """
+        left_out = self.readable.unreadable.get(GenerationRow.__tablename__, ())
+        return max((key[1] for key in left_out if key[0] == run and isinstance(key[1], int)), default=-1)
 
     def newest_of(self, run: str, states: Collection[str], below: int) -> int | None:
         """The newest generation older than `below` that is in one of these states."""
@@ -145,25 +210,30 @@ class Store:
         with self._reading() as session:
             return session.scalar(query)
 
-    def generation(self, run: str, number: int) -> Generation:
+    def generation(self, run: str, number: int) -> Generation | None:
+        """None where it cannot be read, or was moved out of the way because of that."""
         with self._reading() as session:
-            return _generation(session.get_one(GenerationRow, (run, number)))
+            row = session.get(GenerationRow, (run, number))
+            return next(self.readable.each([row] if row is not None else [], generation_of), None)
+
+    # ---- counters
+
+    def reserve(self, counter: str, count: int) -> int:
+        """Takes `count` numbers of the counter, and gives the first. A new one begins at the milliseconds since the
+        epoch: above what daemons before it, which had none, made of the clock."""
+        with self._session.begin() as session:
+            row = session.get(CounterRow, counter)
+            if row is None:
+                session.add(row := CounterRow(name=counter, next=int(time.time() * 1000)))
+            first = row.next
+            row.next = first + count
+            return first
 
     # ---- agents and audit
 
     def agents(self) -> list[AgentRecord]:
         with self._reading() as session:
-            return [
-                AgentRecord(
-                    hello=AgentHello.model_validate(row.hello),
-                    liveness=row.liveness,  # type: ignore[arg-type]
-                    last_seen=row.last_seen,
-                    step=row.step,
-                    applied_generation=row.applied_generation,
-                    told=row.told or {},
-                )
-                for row in session.scalars(select(AgentRow))
-            ]
+            return list(self.readable.each(session.scalars(select(AgentRow)), agent_of))
 
     def audit(self, run: str | None, limit: int) -> list[AuditRow]:
         """The newest `limit` rows of the run, oldest first; None: of the whole log."""
@@ -171,26 +241,28 @@ class Store:
         if run is not None:
             query = query.where(AuditEntry.run == run)
         with self._reading() as session:
-            return _audit_rows(session.scalars(query))
+            return list(self.readable.each(session.scalars(query), audit_of))[::-1]
 
     def audit_of_actions(self, actions: Sequence[str], limit: int) -> list[AuditRow]:
         """The newest `limit` rows of these actions in all runs, oldest first."""
         query = select(AuditEntry).where(AuditEntry.action.in_(actions)).order_by(AuditEntry.id.desc()).limit(limit)
         with self._reading() as session:
-            return _audit_rows(session.scalars(query))
+            return list(self.readable.each(session.scalars(query), audit_of))[::-1]
 
 
-def _audit_rows(newest_first: Iterable[AuditEntry]) -> list[AuditRow]:
-    rows = [AuditRow(**{name: getattr(row, name) for name in AuditRow.model_fields}) for row in newest_first]
-    return rows[::-1]
+def is_busy(error: OperationalError) -> bool:
+    """Whether another process holds SQLite's write lock."""
+    return isinstance(error.orig, sqlite3.OperationalError) and "is locked" in str(error.orig)
 
 
-def _engine(url: str, synchronous: Literal["FULL", "NORMAL"]) -> Engine:
+def _engine(url: str, synchronous: Literal["FULL", "NORMAL"], patience: Patience) -> Engine:
     """FULL: what is committed survives a power failure. NORMAL: it survives the process, and waits for no disk."""
-    made = create_engine(url)
+    if not url.startswith("sqlite"):
+        return create_engine(url)
+    made = create_engine(url, json_deserializer=json_of)
     if made.dialect.name == "sqlite":
         event.listen(made, "connect", functools.partial(_use_wal, synchronous))
-        event.listen(made, "begin", _begin)
+        event.listen(made, "begin", functools.partial(_begin, patience))
     return made
 
 
@@ -201,6 +273,7 @@ def _reading(engine: Engine) -> Engine:
 
 def _use_wal(synchronous: str, connection: Any, _: Any) -> None:
     if isinstance(connection, sqlite3.Connection):
+        connection.text_factory = text_of
         connection.execute(f"PRAGMA busy_timeout={1000 * BUSY_SECONDS:.0f}")
         _change_to_wal(connection)
         connection.execute(f"PRAGMA synchronous={synchronous}")
@@ -222,12 +295,22 @@ def _change_to_wal(connection: sqlite3.Connection) -> None:
             time.sleep(0.01)
 
 
-def _begin(connection: Connection) -> None:
+def _begin(patience: Patience, connection: Connection) -> None:
     """Who opens the database at the same time waits: a transaction that reads first could not write later.
 
     One that only reads waits for no writer.
     """
-    connection.exec_driver_sql("BEGIN" if connection.get_execution_options().get(_ONLY_READS) else "BEGIN IMMEDIATE")
+    if connection.get_execution_options().get(_ONLY_READS):
+        connection.exec_driver_sql("BEGIN")
+        return
+    wait = 0.0 if patience.in_vain else patience.seconds
+    connection.exec_driver_sql(f"PRAGMA busy_timeout={1000 * wait:.0f}")
+    try:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    except OperationalError as error:
+        patience.in_vain = patience.seconds < BUSY_SECONDS and is_busy(error)
+        raise
+    patience.in_vain = False
 
 
 def _generation_row(run: str, g: Generation) -> GenerationRow:
@@ -248,6 +331,31 @@ def _generation_row(run: str, g: Generation) -> GenerationRow:
         canary=dict(canary.as_json(g.canary)) if g.canary else None,
         restores=g.restores,
     )
+
+
+def run_of(row: RunRow) -> tuple[str, float]:
+    """Name and time of creation; each `…_of` raises for a row that cannot be read."""
+    found = StoredRun(name=row.name, created_at=row.created_at)
+    return found.name, found.created_at
+
+
+def audit_of(row: AuditEntry) -> AuditRow:
+    return AuditRow(**{name: getattr(row, name) for name in AuditRow.model_fields})
+
+
+def agent_of(row: AgentRow) -> AgentRecord:
+    hello = AgentHello.model_validate(row.hello)
+    if (hello.run, hello.rank, hello.agent) != (row.run, row.rank, row.agent):
+        raise ValueError("its greeting is that of another rank")
+    told = Told.model_validate(row.told or {}).model_dump(exclude_unset=True)
+    more = {name: getattr(row, name) for name in ("liveness", "last_seen", "step", "applied_generation")}
+    return _AGENT.validate_python({"hello": hello, "told": told, **more})
+
+
+def generation_of(row: GenerationRow) -> Generation:
+    made = _GENERATION.validate_python(asdict(_generation(row)))
+    Knobs(**made.knobs)  # type: ignore[arg-type]
+    return made
 
 
 def _generation(row: GenerationRow) -> Generation:

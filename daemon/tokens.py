@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Final
 
+from pydantic import TypeAdapter
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from tidegate.client import SCOPES, Scope
+from tidegate.daemon.readable import Readable
 from tidegate.daemon.schema import AuditEntry, TokenRow
 
 ID_LENGTH = 12
@@ -40,23 +43,28 @@ class StoredToken:
         return "expired" if self.expires_at is not None and now >= self.expires_at else "valid"
 
 
+_TOKEN: Final = TypeAdapter(StoredToken)
+
+
 class TokenTable:
     """The tokens of one database. Every method has committed when it returns."""
 
-    def __init__(self, sessions: sessionmaker[Session], reading: sessionmaker[Session]) -> None:
+    def __init__(
+        self, sessions: sessionmaker[Session], reading: sessionmaker[Session], readable: Readable | None = None
+    ) -> None:
         """`reading`: sessions that only read."""
-        self._sessions, self._reading = sessions, reading
+        self._sessions, self._reading, self._readable = sessions, reading, readable or Readable()
 
     def all(self) -> list[StoredToken]:
         """Every token, oldest first; those of a scope that this version does not know are left out."""
         with self._reading() as session:
             rows = session.scalars(select(TokenRow).order_by(TokenRow.created_at))
-            return [_stored(row) for row in rows if row.scope in SCOPES]
+            return list(self._readable.each((row for row in rows if row.scope in SCOPES), token_of))
 
     def find(self, digest: str) -> StoredToken | None:
         with self._reading() as session:
             row = session.get(TokenRow, digest)
-            return _stored(row) if row is not None else None
+            return next(self._readable.each([row] if row is not None else [], token_of), None)
 
     def issue(
         self, scope: Scope, name: str, *, run: str | None = None, expires_at: float | None = None, actor: str = "daemon"
@@ -118,13 +126,6 @@ def digest_of(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _stored(row: TokenRow) -> StoredToken:
-    return StoredToken(
-        digest=row.digest,
-        name=row.name,
-        scope=row.scope,  # type: ignore[arg-type]
-        created_at=row.created_at,
-        run=row.run,
-        expires_at=row.expires_at,
-        revoked_at=row.revoked_at,
-    )
+def token_of(row: TokenRow) -> StoredToken:
+    """Raises for a row that cannot be read: such a token opens nothing."""
+    return _TOKEN.validate_python({field.name: getattr(row, field.name) for field in fields(StoredToken)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -19,6 +19,9 @@ from tidegate.client import find_daemon, state_dir
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.logs import VARIABLE, LogFormat, configure
 from tidegate.terminal import say
+
+if TYPE_CHECKING:
+    from tidegate.doctor import Finding
 
 app = typer.Typer(
     name="tidegate",
@@ -164,13 +167,17 @@ def doctor(
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Try driver, context, pinned memory, Triton, copies and NVML, alone.")
     ] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option("--state", help="A daemon's state directory: what cannot be read is moved away."),
+    ] = None,
     url: Daemon = None,
     as_json: Json = False,
 ) -> None:
     """Check what this machine has, whether the daemon can be reached, what runs have left on storage paths, and whether
-    checkpoints are sound."""
+    checkpoints and a daemon's state are sound."""
     from tidegate import doctor_checkpoints, doctor_paths
-    from tidegate.doctor import Finding, examine, print_findings
+    from tidegate.doctor import examine
 
     if remove and not (path or checkpoints):
         raise ConfigError("Say where to remove what dead runs left: --path DIRECTORY, or --checkpoints DIRECTORY.")
@@ -178,6 +185,11 @@ def doctor(
         if path or checkpoints:
             raise ConfigError("--gpu and --path or --checkpoints are two questions: ask one at a time.")
         _doctor_gpu(as_json)
+        return
+    if state is not None:
+        if path or checkpoints:
+            raise ConfigError("--state and --path or --checkpoints are two questions: ask one at a time.")
+        _doctor_state(state, as_json)
         return
     leftovers = doctor_paths.look(path or [], endpoint)
     inspected = doctor_checkpoints.look(checkpoints or [])
@@ -194,12 +206,24 @@ def doctor(
             if remove
             else doctor_checkpoints.findings(checkpoints, inspected)
         )
+    _tell(findings, as_json)
+
+
+def _tell(findings: list[Finding], as_json: bool) -> None:
+    from tidegate.doctor import print_findings
+
     if as_json:
         say(json.dumps([finding.as_dict() for finding in findings]))
     else:
         print_findings(findings)
     if any(finding.verdict == "bad" for finding in findings):
         sys.exit(1)
+
+
+def _doctor_state(state: Path, as_json: bool) -> None:
+    with needs():
+        from tidegate.doctor_state import examine_state
+    _tell(examine_state(state), as_json)
 
 
 def _doctor_gpu(as_json: bool) -> None:

@@ -6,6 +6,7 @@ bounded number for each run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, get_args
@@ -21,6 +22,7 @@ ROWS_READ: Final = 5_000
 """Of the audit log, at the start."""
 _ACTIONS: Final[dict[str, AlertState]] = {f"alert_{state}": state for state in get_args(AlertState)}
 _LABEL: Final = "label_"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,10 @@ class AlertBook:
         self._store = store
         self._runs: dict[str, dict[str, AlertView]] = {}
         for row in store.audit_of_actions(tuple(_ACTIONS), ROWS_READ):
-            self._keep(_of_row(row))
+            try:
+                self._keep(_of_row(row))
+            except (KeyError, ValueError) as error:
+                log.error("row %d of the audit log is no alert, and is left out: %s", row.id, error)
 
     def of(self, run: str, state: AlertState | None = None) -> list[AlertView]:
         """The alerts of a run, oldest first."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from tidegate.daemon.control.run import Clock, Member
-from tidegate.daemon.steps import StepTable, ToldStep
+from tidegate.daemon.steps import StepTable, ToldStep, step_of
 from tidegate.wire.step import StepReport
 
 WRITE_SECONDS: Final = 1.0
@@ -56,7 +56,8 @@ class History:
         """The newest reports of an agent in JSON, oldest first; those that wait to be written are among them."""
         waiting = [*(self._under_way[0] if self._under_way is not None else ()), *self._unwritten]
         told = {step.step: step.body for step in waiting if step.agent == agent}
-        found = dict(self._table.newest(agent, limit)) | told  # what was under way may be there by now
+        stored = {step: body for step, body in self._table.newest(agent, limit) if step_of(agent, body)}
+        found = stored | told  # what was under way may be there by now
         return [found[step] for step in sorted(found)[-limit:]]
 
     def tick(self, now: float) -> None:

@@ -13,6 +13,7 @@ from typing import Final
 
 from tidegate.daemon import views
 from tidegate.daemon.control.effect import WINDOW_STEPS, measure
+from tidegate.daemon.control.event_ids import EventIds
 from tidegate.daemon.control.generations import (
     Apply,
     Cast,
@@ -32,12 +33,12 @@ from tidegate.daemon.control.roster import Roster
 from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.control.trials import Predicted, Trials
 from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.steps import step_of
 from tidegate.daemon.store import AgentRecord, AuditNote, Store
 from tidegate.knobs import Knobs
 from tidegate.wire.agent import AgentHello, AgentReport, Lease, Vote
 from tidegate.wire.base import KnobChanges
 from tidegate.wire.canary import CanaryRequest
-from tidegate.wire.step import StepReport
 
 FLUSH_SECONDS: Final = 30.0
 GONE_RANKS_KEPT: Final = 64
@@ -65,7 +66,9 @@ class ControlPlane:
         self._clock = clock or Clock()
         self._flushed = self._clock.mono()
         known = restore(store, lease_seconds, self._clock, GONE_RANKS_KEPT, LAST_STEPS_KEPT)
-        self.roster = Roster(*known, lease_seconds, self._clock)
+        damaged = store.run_names() - known[0].keys()
+        self._event_ids = EventIds(store)
+        self.roster = Roster(*known, lease_seconds, self._clock, self._event_ids, damaged)
         self.history = History(store.steps, keep_seconds, self._clock)
         self._trials = Trials(store, self._advance, self._clock, proposal_seconds)
 
@@ -174,7 +177,8 @@ class ControlPlane:
         """Reads the last step of those ranks of the run that are gone for so long that it is not in memory any more."""
         forgotten = {m.hello.agent: m for m in run.members.values() if not m.recent and m.window.newest >= 0}
         for agent, step in self.store.steps.last(list(forgotten)).items():
-            forgotten[agent].recent.append(StepReport.model_validate_json(step))
+            if report := step_of(agent, step):
+                forgotten[agent].recent.append(report)
 
     # ---- time
 
@@ -195,6 +199,7 @@ class ControlPlane:
         if flush:
             self._flushed = now
             self._forget_gone()
+            self._event_ids.refill()
         self.history.tick(now)
 
     def close(self) -> None:

@@ -29,6 +29,9 @@ from tidegate.wire.step import StepReport
 log = logging.getLogger(__name__)
 
 NO_RATES: Final = "No prediction yet: it needs the rates of a few steps."
+OF_NO_USE: Final = "No advice: what the ranks told is of no use; the daemon's log says why."
+_OF_NO_USE: Final = (TidegateError, ArithmeticError, ValueError, TypeError)
+"""What the model raises where ranks told figures that cannot be true together: each alone was checked when it came."""
 NO_ROOM: Final = "No prediction: there is no room for it."
 
 
@@ -127,7 +130,15 @@ def _split(text: str) -> Split:
 
 
 def evidence(run: Run) -> Evidence | None:
-    """None until the lead rank has told its sizes and rates."""
+    """None until the lead rank has told its sizes and rates, and where what it told is of no use."""
+    try:
+        return _evidence(run)
+    except _OF_NO_USE as error:
+        log.warning("what the ranks of run %s told is of no use for predictions: %s", run.name, error)
+        return None
+
+
+def _evidence(run: Run) -> Evidence | None:
     if run.lead is None or run.lead[1].rates is None or not run.lead[1].hello.subgroups:
         return None
     member = run.lead[1]
@@ -178,6 +189,16 @@ def preview(
 
     paths: whether the run has storage paths, and so their knobs.
     """
+    try:
+        return _preview(run, generation, before, after, known, paths=paths)
+    except _OF_NO_USE as error:
+        log.warning("no preview for run %s from what its ranks told: %s", run, error)
+        return _preview(run, generation, before, after, None, paths=paths)
+
+
+def _preview(
+    run: str, generation: int, before: Knobs, after: Knobs, known: Evidence | None, *, paths: bool
+) -> KnobPreview:
     old, new = before.as_dict(paths=paths), after.as_dict(paths=paths)
     now, then = (known.predict(knobs) if known else None for knobs in (before, after))
     full = known.no_room(after) if known else ""
@@ -205,6 +226,14 @@ def advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
     More residents are advised where the device had memory left at its peak for them. The rank may still refuse. Slow
     enough to keep off the event loop.
     """
+    try:
+        return _advise(run, knobs, known)
+    except _OF_NO_USE as error:
+        log.warning("no advice for run %s from what its ranks told: %s", run, error)
+        return Advice(run=run, sentence=OF_NO_USE)
+
+
+def _advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
     if known is not None and known.unknown_policy:
         return Advice(run=run, sentence=known.unknown_policy)
     now = known.numbers(knobs) if known else None

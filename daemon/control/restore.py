@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
+from typing import Final
 
 from tidegate.daemon.control.generations import Control, Generation
 from tidegate.daemon.control.notes import note
 from tidegate.daemon.control.run import RECENT_STEPS, Clock, Member, Run
 from tidegate.daemon.control.window import STEPS_KEPT
+from tidegate.daemon.readable import REMEDY
+from tidegate.daemon.steps import step_of
 from tidegate.daemon.store import AgentRecord, Store
-from tidegate.wire.step import StepReport
+
+RAN: Final = ("committed", "applied")
+log = logging.getLogger(__name__)
 
 
 def restore(
@@ -21,11 +27,14 @@ def restore(
     Ranks that were there may still be: they are stale until they speak, so that a change waits for their vote. Of ranks
     that are gone the newest steps are known for the last `gone_kept`, and the last step for the last `last_kept`.
     """
-    runs = {name: _run(store, name, created_at, clock) for name, created_at in store.runs().items()}
+    found = (_run(store, name, created_at, clock) for name, created_at in store.runs().items())
+    runs = {run.name: run for run in found if run is not None}
     agents: dict[str, tuple[str, int]] = {}
     newest = store.steps.newest_numbers()
     gone: list[Member] = []
     for record in store.agents():
+        if record.hello.run not in runs:
+            continue
         run, rank = runs[record.hello.run], record.hello.rank
         member = _member(record, lease_seconds, clock)
         run.seat(member)
@@ -50,12 +59,15 @@ def _recall_gone(store: Store, gone: list[Member], gone_kept: int, last_kept: in
         _recall_steps(store, member, RECENT_STEPS)
     others = {member.hello.agent: member for member in gone[gone_kept:last_kept]}
     for agent, step in store.steps.last(list(others)).items():
-        others[agent].recent.append(StepReport.model_validate_json(step))
+        if report := step_of(agent, step):
+            others[agent].recent.append(report)
 
 
 def _recall_steps(store: Store, member: Member, limit: int) -> None:
-    for _, body in store.steps.newest(member.hello.agent, limit):
-        member.add(StepReport.model_validate_json(body))
+    agent = member.hello.agent
+    for report in (step_of(agent, body) for _, body in store.steps.newest(agent, limit)):
+        if report is not None:
+            member.add(report)
 
 
 def _recall_applied(run: Run, generations: list[Generation]) -> None:
@@ -67,11 +79,15 @@ def _recall_applied(run: Run, generations: list[Generation]) -> None:
                 member.applied[generation.number] = step
 
 
-def _run(store: Store, name: str, created_at: float, clock: Clock) -> Run:
+def _run(store: Store, name: str, created_at: float, clock: Clock) -> Run | None:
+    """None where no generation that was committed can be read."""
     generations = store.generations(name)
-    committed = max((g for g in generations if g.state in ("committed", "applied")), key=lambda g: g.number)
+    committed = max((g for g in generations if g.state in RAN), key=lambda g: g.number, default=None)
+    if committed is None:
+        log.error("run %s is left out, none of its committed generations can be read: %s", name, REMEDY)
+        return None
     latest = generations[-1]
-    control = Control(newest=latest.number, committed=committed)
+    control = Control(newest=max(latest.number, store.newest_number(name)), committed=committed)
     if latest.state == "proposed":
         why = "The daemon restarted before all ranks had answered: nothing was changed."
         canary = latest.canary.closed("superseded", "It never ran.") if latest.canary else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
+from tidegate.daemon.control.event_ids import EventIds
 from tidegate.daemon.control.liveness import of_run
 from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.readable import REMEDY
 from tidegate.wire.agent import AgentHello, Holder
 from tidegate.wire.base import Liveness
 
@@ -21,18 +23,32 @@ class Roster:
     """Looks things up, and ends the request with a problem that lists what there is when they are not there."""
 
     def __init__(
-        self, runs: dict[str, Run], agents: dict[str, tuple[str, int]], lease_seconds: float, clock: Clock
+        self,
+        runs: dict[str, Run],
+        agents: dict[str, tuple[str, int]],
+        lease_seconds: float,
+        clock: Clock,
+        event_ids: EventIds,
+        damaged: Collection[str] = (),
     ) -> None:
+        """`damaged`: runs of which the store has what nobody can read."""
         self.runs = runs
         self.agents = agents
         self._lease_seconds = lease_seconds
         self._clock = clock
-        self._event_id = int(clock.wall() * 1000)  # larger than any id of an earlier daemon
+        self._event_ids = event_ids
+        self._damaged = frozenset(damaged)
 
     def run(self, name: str) -> Run:
         if name not in self.runs:
+            self._check_damaged(name)
             raise ProblemError(404, "unknown-run", f"There is no run {name!r}. {self._known()}")
         return self.runs[name]
+
+    def _check_damaged(self, name: str) -> None:
+        if name in self._damaged:
+            detail = f"What is stored of run {name!r} cannot be read: {REMEDY}; or choose another name."
+            raise ProblemError(409, "run-damaged", detail)
 
     def _known(self) -> str:
         """The runs that go on, and the newest of those that ended, as a sentence."""
@@ -61,6 +77,7 @@ class Roster:
     def check_free(self, hello: AgentHello) -> None:
         """A rank is taken while another agent that is live holds it, unless that one is known to have ended; an agent
         is one rank for its whole life."""
+        self._check_damaged(hello.run)
         run = self.runs.get(hello.run)
         held = run.members.get(hello.rank) if run else None
         if held and held.hello.agent not in (hello.agent, hello.replaces) and self.liveness(held) == "live":
@@ -95,8 +112,7 @@ class Roster:
                     yield member
 
     def publish(self, run: Run, kind: str, data: dict[str, Any]) -> None:
-        self._event_id += 1
-        run.publish(self._event_id, kind, self._clock.wall(), data)
+        run.publish(self._event_ids.take(), kind, self._clock.wall(), data)
 
     def tell_agent(self, run: Run, member: Member) -> None:
         data = {"rank": member.hello.rank, "agent": member.hello.agent, "liveness": self.liveness(member)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
@@ -17,6 +18,8 @@ from tidegate.daemon.store import Store
 from tidegate.knobs import same
 from tidegate.wire.base import KnobChanges
 from tidegate.wire.canary import CanaryRequest
+
+log = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 5.0
 """A rank that did not agree to go back is asked again after so long."""
@@ -113,6 +116,9 @@ class Trials:
         if now - self._asked.get(run.name, -RETRY_SECONDS) >= RETRY_SECONDS:
             self._asked[run.name] = now
             base = self._store.generation(run.name, canary.base)
+            if base is None:
+                log.error("run %s cannot go back to generation %d, which cannot be read", run.name, canary.base)
+                return
             self._propose(run, base, "daemon", f"Canary of generation {committed.number}: {canary.verdict}")
 
     def roll_back(self, run: Run, to: int | None, author: str, reason: str) -> Generation:
@@ -137,6 +143,9 @@ class Trials:
             detail = f"Run {run.name!r} has no generation {to}; the newest is {run.control.newest}."
             raise ProblemError(404, "unknown-generation", detail)
         target = self._store.generation(run.name, to)
+        if target is None:
+            detail = f"What is stored of generation {to} of run {run.name!r} cannot be read: choose another one."
+            raise ProblemError(409, "generation-damaged", detail)
         if target.state not in RAN:
             raise ProblemError(409, "never-ran", f"Generation {to} was {target.state}: no rank ever ran with it.")
         return target

@@ -9,9 +9,10 @@ from fastapi import APIRouter
 from tidegate.daemon import views
 from tidegate.daemon.control.preview import advise, evidence
 from tidegate.daemon.deps import Plane
+from tidegate.daemon.scopes import READ
 from tidegate.wire.prediction import Advice
 
-router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
+router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"], dependencies=[READ])
 
 
 @router.get("/advice")

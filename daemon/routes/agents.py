@@ -6,12 +6,13 @@ import time
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from tidegate.daemon import views
 from tidegate.daemon.deps import Own, Plane, Wait, Who
 from tidegate.daemon.lean import LeanRoute
-from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.problems import ProblemError, also
+from tidegate.daemon.scopes import AGENT_OF_ANY_RUN, READ_OF_ANY_RUN
 from tidegate.errors import KnobError
 from tidegate.knobs import Knobs, specs_for
 from tidegate.wire.agent import PROTOCOL_VERSION, AgentHello, AgentReport, Directive, Lease, Vote
@@ -28,11 +29,11 @@ class Patience(BaseModel):
 class Known(Patience):
     """What an agent that asks for its directive has heard of."""
 
-    committed: int = -1
-    proposed: int | None = None
+    committed: Annotated[int, Field(ge=-1, lt=2**63)] = -1
+    proposed: Annotated[int | None, Field(ge=-1, lt=2**63)] = None
 
 
-@router.post("", status_code=201)
+@router.post("", status_code=201, dependencies=[AGENT_OF_ANY_RUN], responses=also(409))
 async def hello(plane: Plane, who: Who, message: AgentHello) -> Lease:
     """Registers one rank of a run; the first one makes the run."""
     who.check_run(message.run)
@@ -48,13 +49,13 @@ async def hello(plane: Plane, who: Who, message: AgentHello) -> Lease:
     return plane.hello(message, knobs)
 
 
-@hot.post("/{agent}/reports")
+@hot.post("/{agent}/reports", dependencies=[AGENT_OF_ANY_RUN], responses=also(409))
 async def report(plane: Plane, agent: Own, message: AgentReport) -> Lease:
     """What the rank did since its last report; renews its lease."""
     return plane.report(agent, message)
 
 
-@hot.get("/{agent}/directive")
+@hot.get("/{agent}/directive", dependencies=[READ_OF_ANY_RUN])
 async def directive(plane: Plane, agent: Own, message: Annotated[Known, Query()]) -> Directive:
     """At once when there is something newer than the caller knows, else after `wait` seconds."""
     deadline, seen = time.monotonic() + message.wait, -1 if message.proposed is None else message.proposed
@@ -68,7 +69,7 @@ async def directive(plane: Plane, agent: Own, message: Annotated[Known, Query()]
         await run.orders.wait(left, agent)
 
 
-@hot.post("/{agent}/votes")
+@hot.post("/{agent}/votes", dependencies=[AGENT_OF_ANY_RUN])
 async def vote(plane: Plane, agent: Own, message: Vote, asked: Annotated[Patience, Query()]) -> Directive:
     """Whether the rank can have the knobs that were proposed. Answers when that is decided, or after `wait` seconds."""
     deadline = time.monotonic() + asked.wait
@@ -81,7 +82,7 @@ async def vote(plane: Plane, agent: Own, message: Vote, asked: Annotated[Patienc
         await run.orders.wait(left, agent)
 
 
-@router.delete("/{agent}", status_code=204)
+@router.delete("/{agent}", status_code=204, dependencies=[AGENT_OF_ANY_RUN])
 async def goodbye(plane: Plane, agent: Own) -> None:
     """The rank ends on purpose."""
     plane.goodbye(agent)

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from pydantic import AwareDatetime, BaseModel, Field
 
 from tidegate.daemon.deps import Alerts, Author, Plane
+from tidegate.daemon.scopes import ALERT, READ
 from tidegate.wire.alert import AlertReceipt, AlertState, AlertView
 
 router = APIRouter(tags=["alerts"])
@@ -20,7 +21,9 @@ MAX_LABELS = 32
 LABEL, VALUE, TEXT, URL = 64, 200, 2_000, 500
 """Longer names, values, texts and addresses are cut."""
 
-Texts = Annotated[dict[str, str], Field(max_length=200)]
+Texts = Annotated[
+    dict[Annotated[str, Field(max_length=1_024)], Annotated[str, Field(max_length=65_536)]], Field(max_length=200)
+]
 
 
 class WebhookAlert(BaseModel):
@@ -42,7 +45,7 @@ class Webhook(BaseModel):
     alerts: Annotated[list[WebhookAlert], Field(max_length=MAX_ALERTS)]
 
 
-@router.post("/v1/alerts")
+@router.post("/v1/alerts", dependencies=[ALERT])
 async def take(plane: Plane, book: Alerts, author: Author, message: Webhook) -> AlertReceipt:
     """Writes down what is new. Alerts of a run that the daemon does not know are left out, and counted: to refuse the
     message would lose the others in it."""
@@ -58,7 +61,7 @@ async def take(plane: Plane, book: Alerts, author: Author, message: Webhook) -> 
     )
 
 
-@router.get("/v1/alerts")
+@router.get("/v1/alerts", dependencies=[READ])
 async def without_run(
     book: Alerts, state: AlertState | None = None, runs: Literal["none", "all"] = "none"
 ) -> list[AlertView]:
@@ -66,7 +69,7 @@ async def without_run(
     return book.everywhere(state) if runs == "all" else book.of("", state)
 
 
-@router.get("/v1/runs/{run}/alerts")
+@router.get("/v1/runs/{run}/alerts", dependencies=[READ])
 async def of_run(plane: Plane, book: Alerts, run: str, state: AlertState | None = None) -> list[AlertView]:
     """What fires in a run, and what was resolved last, oldest first."""
     return book.of(plane.roster.run(run).name, state)

@@ -7,9 +7,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from tidegate.daemon.deps import Plane
+from tidegate.daemon.scopes import READ
 from tidegate.wire.audit import AuditRow
 
-router = APIRouter(prefix="/v1", tags=["audit"])
+router = APIRouter(prefix="/v1", tags=["audit"], dependencies=[READ])
 Limit = Annotated[int, Query(ge=1, le=5_000)]
 
 

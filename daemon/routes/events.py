@@ -11,8 +11,9 @@ from fastapi.responses import StreamingResponse
 from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.control.run import Run
 from tidegate.daemon.deps import Holds, Plane
+from tidegate.daemon.scopes import READ
 
-router = APIRouter(prefix="/v1/runs/{run}/events", tags=["events"])
+router = APIRouter(prefix="/v1/runs/{run}/events", tags=["events"], dependencies=[READ])
 KEEP_ALIVE_SECONDS = 15.0
 
 

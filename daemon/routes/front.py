@@ -10,11 +10,12 @@ from importlib import resources
 from typing import Final
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.scopes import OPEN
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, dependencies=[OPEN])
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -61,6 +62,12 @@ async def front(request: Request) -> Response:
 async def docs() -> Response:
     """Swagger UI of /v1/openapi.json."""
     return HTMLResponse(_DOCS, headers=_HEADERS)
+
+
+@router.get("/v1/openapi.json")
+async def description(request: Request) -> Response:
+    """The API for programs."""
+    return JSONResponse(request.app.openapi())
 
 
 @router.get("/docs/start.js")

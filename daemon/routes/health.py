@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
 from tidegate.daemon.deps import Plane
-from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.problems import ProblemError, also
+from tidegate.daemon.scopes import PROBE
 
-router = APIRouter(tags=["health"])
-metrics_router = APIRouter(tags=["prometheus"])
+router = APIRouter(tags=["health"], dependencies=[PROBE])
+metrics_router = APIRouter(tags=["prometheus"], dependencies=[PROBE])
 
 
 @router.get("/healthz")
@@ -21,14 +23,15 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/readyz")
+@router.get("/readyz", responses=also(503))
 async def readyz(plane: Plane) -> dict[str, str]:
-    """The database answers too."""
+    """The database answers and takes changes, too."""
     try:
-        with plane.store.engine.connect() as connection:
-            connection.execute(text("SELECT 1"))
+        writable = await asyncio.to_thread(plane.store.is_writable)
     except SQLAlchemyError as error:
         raise ProblemError(503, "not-ready", "The database does not answer.") from error
+    if not writable:
+        raise ProblemError(503, "not-ready", "Another process holds the write lock of the database: changes wait.")
     if plane.closing:
         raise ProblemError(503, "not-ready", "The daemon is shutting down.")
     return {"status": "ready"}

@@ -15,7 +15,9 @@ from tidegate.daemon.control.preview import evidence, preview
 from tidegate.daemon.control.run import Run
 from tidegate.daemon.control.trials import Predicted
 from tidegate.daemon.deps import Author, Plane, Wait
-from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.problems import ProblemError, also
+from tidegate.daemon.readable import REMEDY
+from tidegate.daemon.scopes import OPERATE, READ
 from tidegate.errors import KnobError
 from tidegate.knobs import Knobs, show, specs_for
 from tidegate.wire.base import KnobChanges
@@ -26,7 +28,7 @@ from tidegate.wire.prediction import KnobPreview
 router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
 
 
-@router.get("/knobs")
+@router.get("/knobs", dependencies=[READ])
 async def knobs(plane: Plane, run: str, response: Response) -> KnobsView:
     """The desired knobs, their bounds, and what each rank has. The ETag is for If-Match."""
     found = plane.roster.run(run)
@@ -34,7 +36,9 @@ async def knobs(plane: Plane, run: str, response: Response) -> KnobsView:
     return views.knobs_view(found, plane.roster.states(found))
 
 
-@router.patch("/knobs", response_model=GenerationView | KnobPreview)
+@router.patch(
+    "/knobs", dependencies=[OPERATE], response_model=GenerationView | KnobPreview, responses=also(409, 412, 428)
+)
 async def change(
     plane: Plane,
     author: Author,
@@ -67,7 +71,7 @@ async def change(
     return await _outcome(plane, found, made.number, wait, response)
 
 
-@router.post("/rollback")
+@router.post("/rollback", dependencies=[OPERATE], responses=also(409, 412))
 async def roll_back(
     plane: Plane,
     author: Author,
@@ -85,7 +89,7 @@ async def roll_back(
     return await _outcome(plane, found, made.number, wait, response)
 
 
-@router.get("/generations")
+@router.get("/generations", dependencies=[READ])
 async def generations(plane: Plane, run: str) -> list[GenerationView]:
     """All generations, oldest first."""
     found = plane.roster.run(run)
@@ -116,6 +120,9 @@ async def _outcome(plane: ControlPlane, run: Run, number: int, wait: float, resp
     response.status_code = 202 if _undecided(run, number) else 200
     response.headers["ETag"] = f'"{run.control.newest}"'
     current = run.latest if run.latest.number == number else plane.store.generation(run.name, number)
+    if current is None:
+        detail = f"What is stored of generation {number} of run {run.name!r} cannot be read: {REMEDY}."
+        raise ProblemError(409, "generation-damaged", detail)
     return views.generation_view(run.name, current)
 
 

@@ -11,6 +11,7 @@ from tidegate.daemon import views
 from tidegate.daemon.control.window import STEPS_KEPT
 from tidegate.daemon.deps import Plane, Who
 from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.scopes import READ, READ_OF_ANY_RUN
 from tidegate.wire.agent import Rates
 from tidegate.wire.run import RunView, StepsView, TimelinesView
 from tidegate.wire.timeline import TimelineView
@@ -18,14 +19,14 @@ from tidegate.wire.timeline import TimelineView
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 
-@router.get("")
+@router.get("", dependencies=[READ_OF_ANY_RUN])
 async def runs(plane: Plane, who: Who) -> list[RunView]:
     """All runs that the token opens, newest last."""
     seen = [run for run in plane.roster.runs.values() if who.may_see(run.name)]
     return [views.run_view(run, plane.roster.states(run)) for run in seen]
 
 
-@router.get("/{run}")
+@router.get("/{run}", dependencies=[READ])
 async def one(plane: Plane, run: str) -> RunView:
     """One run and its ranks."""
     found = plane.roster.run(run)
@@ -33,13 +34,18 @@ async def one(plane: Plane, run: str) -> RunView:
     return views.run_view(found, plane.roster.states(found))
 
 
-@router.get("/{run}/ranks/{rank}/timelines")
+@router.get("/{run}/ranks/{rank}/timelines", dependencies=[READ])
 async def timelines(plane: Plane, run: str, rank: int) -> TimelinesView:
     """The steps of the rank whose timelines are kept: the newest, and about one in five seconds of those before."""
     return TimelinesView(run=run, rank=rank, steps=plane.roster.rank(run, rank).timelines.steps)
 
 
-@router.get("/{run}/ranks/{rank}/timeline", response_model=TimelineView, responses={204: {"description": "none yet"}})
+@router.get(
+    "/{run}/ranks/{rank}/timeline",
+    dependencies=[READ],
+    response_model=TimelineView,
+    responses={204: {"description": "none yet"}},
+)
 async def timeline(
     plane: Plane, run: str, rank: int, step: Annotated[int | None, Query(ge=0)] = None
 ) -> TimelineView | Response:
@@ -52,13 +58,18 @@ async def timeline(
     return found or Response(status_code=204)
 
 
-@router.get("/{run}/ranks/{rank}/rates", response_model=Rates, responses={204: {"description": "none yet"}})
+@router.get(
+    "/{run}/ranks/{rank}/rates",
+    dependencies=[READ],
+    response_model=Rates,
+    responses={204: {"description": "none yet"}},
+)
 async def rates(plane: Plane, run: str, rank: int) -> Rates | Response:
     """The rank's live rate card, which its predictions are made with; 204 before it has measured any."""
     return plane.roster.rank(run, rank).rates or Response(status_code=204)
 
 
-@router.get("/{run}/ranks/{rank}/steps", response_model=StepsView)
+@router.get("/{run}/ranks/{rank}/steps", dependencies=[READ], response_model=StepsView)
 async def steps(plane: Plane, run: str, rank: int, limit: Annotated[int, Query(ge=1, le=STEPS_KEPT)] = 200) -> Response:
     """The newest steps of one rank, oldest first."""
     told = plane.history.newest(plane.roster.rank(run, rank).hello.agent, limit)

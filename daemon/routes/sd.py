@@ -6,9 +6,10 @@ from fastapi import APIRouter
 
 from tidegate.daemon import views
 from tidegate.daemon.deps import Plane
+from tidegate.daemon.scopes import OPEN
 from tidegate.wire.standards import SdTarget
 
-router = APIRouter(tags=["prometheus"])
+router = APIRouter(tags=["prometheus"], dependencies=[OPEN])
 
 
 @router.get("/sd")

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
+from pathlib import Path
 
 import pytest
 
-from tests.daemon.live import Agent, Daemon, new_run, wait_until
+from tests.daemon.live import Agent, Daemon, hello, new_run, wait_until
+from tidegate.daemon.control.event_ids import RESERVED, EventIds
+from tidegate.daemon.control.plane import ControlPlane
+from tidegate.daemon.control.run import Clock
+from tidegate.daemon.store import Store
 from tidegate.errors import NotFound
+from tidegate.knobs import Knobs
 from tidegate.wire.event import Event
 
 
@@ -66,6 +72,31 @@ def test_a_stream_ends_with_its_token(daemon: Daemon) -> None:
         agent.say(step=1)
         agent.say(step=2)
         assert sum(line.startswith("event:") for line in lines) <= 2, "it ends"
+
+
+@pytest.mark.parametrize("wall", [1e9, -1.0, 5e9])
+def test_ids_grow_over_restarts_whatever_the_clock_says(tmp_path: Path, wall: float) -> None:
+    """Whoever resumes at the newest id that it has seen misses nothing."""
+    seen: list[int] = []
+    for at in (2e9, wall, wall):
+        store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+        plane = ControlPlane(store, clock=Clock(wall=lambda at=at: at))  # type: ignore[misc]
+        plane.hello(hello("llama"), Knobs())
+        seen += [event.id for event in plane.roster.runs["llama"].events]
+        store.close()
+    assert len(seen) >= 3
+    assert seen == sorted(set(seen))
+
+
+def test_ids_are_reserved_in_good_time_and_never_given_twice(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+    ids, seen = EventIds(store), list[int]()
+    for _ in range(5):
+        seen += [ids.take() for _ in range(RESERVED // 3)]
+        ids.refill()
+    assert seen == sorted(set(seen))
+    assert EventIds(store).take() > seen[-1]
+    store.close()
 
 
 def test_no_such_run(daemon: Daemon) -> None:

@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine
 
-from tests.daemon.live import ROOT, Agent, Daemon, new_run
+from tests.daemon.live import ROOT, Agent, Daemon, new_run, threaded, wait_until
+from tests.services import PATIENCE
 from tidegate.daemon.schema import Base
-from tidegate.daemon.store import Store
+from tidegate.daemon.store import WAIT_SECONDS, Store
 from tidegate.daemon.tokens import digest_of
 from tidegate.errors import DaemonError
 
@@ -54,6 +56,31 @@ def test_who_reads_waits_for_no_writer(tmp_path: Path) -> None:
     assert [row.action for row in store.audit(None, 10)] == ["token_created"]
     writer.close()
     store.close()
+
+
+def test_a_writer_elsewhere_holds_up_nothing_but_changes(tmp_path: Path) -> None:
+    """Changes are told to come again, at once but for the first; questions and reports are answered as ever."""
+    with threaded(tmp_path) as daemon:
+        agent, headers = Agent(daemon, "llama").begin(), {"If-Match": "*"}
+        writer = sqlite3.connect(tmp_path / "tidegate.db", isolation_level=None)
+        writer.execute("BEGIN IMMEDIATE")
+        begin = time.monotonic()
+        for stride in range(2, 12):
+            body = {"changes": {"stride": stride}}
+            answer = daemon.http("PATCH", "/v1/runs/llama/knobs", json=body, headers=headers)
+            assert (answer.status_code, answer.json()["type"]) == (503, "store-busy"), answer.text
+            assert int(answer.headers["retry-after"]) >= 1
+            agent.say(step=stride)
+            assert daemon.http("GET", "/v1/runs/llama").json()["step"] == stride
+        assert time.monotonic() - begin < PATIENCE * WAIT_SECONDS + 5
+        ready = daemon.http("GET", "/readyz", None)
+        assert (ready.status_code, "write lock" in ready.json()["detail"]) == (503, True), ready.text
+        assert int(ready.headers["retry-after"]) >= 1
+        assert daemon.http("GET", "/healthz", None).status_code == 200
+        writer.execute("ROLLBACK")
+        wait_until(lambda: daemon.http("GET", "/readyz", None).status_code == 200, "a daemon that is ready")
+        assert daemon.client().set_knobs("llama", {"stride": 9}, wait=0).generation == 1
+        writer.close()
 
 
 @pytest.mark.parametrize("table", ["alembic_version (version_num)", "schema_version (version)"])

@@ -9,16 +9,18 @@ from pydantic import Field, model_validator
 from tidegate.wire.base import (
     Count,
     DeviceKind,
-    Finite,
+    Duration,
     Flag,
     KnobChanges,
     Label,
     Message,
-    Number,
+    Moment,
     PathName,
     Rank,
     RunName,
     Seconds,
+    Share,
+    Speed,
     Text,
     Whole,
 )
@@ -28,6 +30,8 @@ from tidegate.wire.timeline import TimelineView
 PROTOCOL_VERSION = 2
 MAX_SUBGROUPS = 100_000
 """Of one rank: the daemon asks the simulator about each."""
+MAX_LANES = 256
+"""Of one rank: two for each path, and a few."""
 
 
 class SubgroupSizes(Message):
@@ -43,17 +47,19 @@ class SubgroupSizes(Message):
 class Rates(Message):
     """The rank's live rate card: bytes per second and parameters per second; None where nothing was measured yet."""
 
-    h2d_bytes_per_second: Number | None = None
-    d2h_bytes_per_second: Number | None = None
-    cpu_params_per_second: Number | None = None
-    device_params_per_second: Number | None = None
-    norm_params_per_second: Number | None = None
-    overhead_seconds: Number | None = None
-    step_seconds: Number | None = None
-    paths: dict[Label, dict[Label, Number | None]] = {}
-    op_seconds: dict[Label, Number] = {}
+    h2d_bytes_per_second: Speed | None = None
+    d2h_bytes_per_second: Speed | None = None
+    cpu_params_per_second: Speed | None = None
+    device_params_per_second: Speed | None = None
+    norm_params_per_second: Speed | None = None
+    overhead_seconds: Duration | None = None
+    step_seconds: Duration | None = None
+    paths: Annotated[dict[Label, Annotated[dict[Label, Speed | None], Field(max_length=16)]], Field(max_length=64)] = {}
+    op_seconds: Annotated[dict[Label, Duration], Field(max_length=MAX_LANES)] = {}
     """What each op of a lane takes however small it is."""
-    keeps: dict[Label, dict[Label, Number]] = {}
+    keeps: Annotated[
+        dict[Label, Annotated[dict[Label, Share], Field(max_length=MAX_LANES)]], Field(max_length=MAX_LANES)
+    ] = {}
     """Share of its speed that a lane keeps while another works, by lane and other; see `RateCard`."""
 
 
@@ -100,7 +106,7 @@ class AgentHello(Message):
     """The model knows no other."""
     paths: Annotated[tuple[PathName, ...], Field(max_length=64)] = ()
     """Names of the storage paths, in their order; a run without any has no knobs for them."""
-    started_at: Finite
+    started_at: Moment
     process: ProcessId | None = None
     """None where the system does not say, and from agents that do not know this field."""
     replaces: Label | None = None
@@ -132,7 +138,7 @@ class Applied(Message):
 class AgentReport(Message):
     """What a rank says about itself, at most once a second; also renews its lease."""
 
-    timestamp: Finite
+    timestamp: Moment
     step: Count
     phase: Label
     """The phase the rank is in now."""
@@ -146,7 +152,7 @@ class AgentReport(Message):
     steps: Annotated[tuple[StepReport, ...], Field(max_length=256)] = ()
     """The steps finished since the last report (the newest 256)."""
     timeline: TimelineView | None = None
-    predicted_update_seconds: Seconds | None = None
+    predicted_update_seconds: Duration | None = None
     finished: Flag = False
 
 

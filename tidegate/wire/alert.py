@@ -25,7 +25,7 @@ class AlertView(Message):
     knob: Label = ""
     """What to turn; `none` where no knob helps."""
     runbook_url: Annotated[str, Field(max_length=500)] = ""
-    labels: Annotated[dict[str, str], Field(max_length=64)] = {}
+    labels: Annotated[dict[Label, Text], Field(max_length=64)] = {}
     starts_at: float
     ends_at: float | None = None
     received_at: float

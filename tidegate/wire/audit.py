@@ -10,7 +10,7 @@ class AuditRow(Message):
     timestamp: float
     actor: Label
     action: Label
-    run: str
+    run: Label
     generation: Count | None = None
     before: KnobChanges = {}
     after: KnobChanges = {}

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from tidegate.wire.base import Count, CountBy, DeviceKind, KnobChanges, Label, Liveness, Message, Rank, RunName, Seconds
+from tidegate.wire.base import (
+    Count,
+    DeviceKind,
+    KnobChanges,
+    Label,
+    Liveness,
+    Message,
+    Rank,
+    RunName,
+    Seconds,
+    Sum,
+    SumBy,
+)
 from tidegate.wire.step import StepReport
 
 
@@ -38,15 +50,15 @@ class RunTotals(Message):
     slowest_rank: Rank
     """The one whose step took longest."""
     exposed_seconds: Seconds
-    tokens: Count | None = None
+    tokens: Sum | None = None
     """Sums over ranks, as all that follow; None where no rank tells."""
-    link_bytes: dict[Label, Count] = {}
+    link_bytes: SumBy = {}
     """By direction."""
-    path_bytes: dict[Label, CountBy] = {}
+    path_bytes: dict[Label, SumBy] = {}
     """By path and operation."""
-    host_memory_bytes: dict[Label, Count] = {}
+    host_memory_bytes: SumBy = {}
     """By kind."""
-    update_params: CountBy = {}
+    update_params: SumBy = {}
     """By processor."""
 
 

@@ -6,7 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tidegate.wire.base import Count, CountBy, Finite, Flag, Label, Message, Number, PathName, Seconds, SecondsBy, Text
+from tidegate.wire.base import (
+    Count,
+    CountBy,
+    Duration,
+    DurationBy,
+    Flag,
+    Label,
+    Message,
+    Moment,
+    Number,
+    PathName,
+    Speed,
+    Text,
+)
 
 PathOperation = Literal["read", "write"]
 
@@ -14,7 +27,7 @@ PathOperation = Literal["read", "write"]
 class StallRow(Message):
     phase: Label
     cause: Label
-    seconds: Seconds
+    seconds: Duration
 
 
 class LinkRow(Message):
@@ -22,7 +35,7 @@ class LinkRow(Message):
     phase: Label
     content: Label
     bytes: Count
-    busy_seconds: Seconds
+    busy_seconds: Duration
 
 
 class PathRow(Message):
@@ -32,7 +45,7 @@ class PathRow(Message):
     operation: PathOperation
     phase: Label
     bytes: Count
-    busy_seconds: Seconds
+    busy_seconds: Duration
 
 
 class PathState(Message):
@@ -42,12 +55,12 @@ class PathState(Message):
     free_bytes: Count | None = None
     """None where no bound is known."""
     bytes: dict[PathOperation, Count] = {}
-    lock_wait_seconds: dict[PathOperation, Seconds] = {}
+    lock_wait_seconds: dict[PathOperation, Duration] = {}
     errors: dict[PathOperation, Count] = {}
     """Attempts that failed, those that were repeated included."""
-    ceiling_bytes_per_second: dict[PathOperation, Seconds] = {}
+    ceiling_bytes_per_second: dict[PathOperation, Speed] = {}
     """What it could do alone when the run began."""
-    written_bytes_per_day: Seconds | None = None
+    written_bytes_per_day: Speed | None = None
     """At the pace of the last hour; None while it is too early to tell."""
     retired: Flag = False
     """It failed for good: nothing more is written there."""
@@ -60,11 +73,11 @@ class StepReport(Message):
     """One finished step. Keys of `phase_seconds` are phases; the others are lists of rows."""
 
     step: Count
-    timestamp: Finite
-    phase_seconds: SecondsBy
-    exposed_seconds: SecondsBy = {}
+    timestamp: Moment
+    phase_seconds: DurationBy
+    exposed_seconds: DurationBy = {}
     stalls: Annotated[tuple[StallRow, ...], Field(max_length=1024)] = ()
-    spill_seconds: Seconds = 0.0
+    spill_seconds: Duration = 0.0
     """How long the update went on after `step()` had returned."""
     links: Annotated[tuple[LinkRow, ...], Field(max_length=1024)] = ()
     paths: Annotated[tuple[PathRow, ...], Field(max_length=1024)] = ()
@@ -72,7 +85,7 @@ class StepReport(Message):
     """One for each storage path, as the step ended."""
     device_memory_peak_bytes: CountBy = {}
     host_memory_bytes: CountBy = {}
-    cpu_seconds: SecondsBy = {}
+    cpu_seconds: DurationBy = {}
     update_params: CountBy = {}
     """By processor: cpu, device."""
     subgroups: CountBy = {}

@@ -6,9 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tidegate.wire.base import Count, Finite, Label, Message, Whole
+from tidegate.wire.base import Count, Label, Message, Moment, Whole
 
 MAX_SPANS = 4_000
+MAX_DEPS = 200_000
+"""Of one op: it may wait for something of every subgroup."""
 
 
 class SpanRow(Message):
@@ -18,8 +20,8 @@ class SpanRow(Message):
     kind: Label
     lane: Label
     subgroup: Whole
-    start: Finite
-    end: Finite
+    start: Moment
+    end: Moment
     nbytes: Count
     numel: Count
     slot: Whole | None = None
@@ -27,8 +29,8 @@ class SpanRow(Message):
 
 class PhaseRow(Message):
     phase: Label
-    start: Finite
-    end: Finite
+    start: Moment
+    end: Moment
 
 
 class TimelineView(Message):
@@ -37,8 +39,10 @@ class TimelineView(Message):
 
     step: Count
     source: Literal["measured", "simulated"]
-    origin: Finite
+    origin: Moment
     phases: Annotated[tuple[PhaseRow, ...], Field(max_length=10_000)]
     spans: Annotated[tuple[SpanRow, ...], Field(max_length=MAX_SPANS)]
     num_spans: Count
-    deps: Annotated[dict[int, tuple[Whole, ...]], Field(max_length=10_000)] = {}
+    deps: Annotated[
+        dict[Whole, Annotated[tuple[Whole, ...], Field(max_length=MAX_DEPS)]], Field(max_length=10_000)
+    ] = {}
