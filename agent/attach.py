@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
+from pydantic import ValidationError
 
 from tidegate.agent import seats
 from tidegate.agent.boundary import Boundary, agree
@@ -30,6 +31,7 @@ from tidegate.client import find_token
 from tidegate.errors import ConfigError
 from tidegate.knobs import Knobs
 from tidegate.logs import configure_from_environment, event
+from tidegate.model.rates import RateCard
 from tidegate.wire.agent import AgentHello, AgentReport, Rates, SubgroupSizes
 
 log = logging.getLogger("tidegate")
@@ -68,6 +70,7 @@ class Attachment:
         """(generation, first step that ran with it), oldest first. Steps are numbered as the optimizer counts them."""
         self._optimizer = optimizer
         self._pid = os.getpid()
+        self._rates_refused = False
         self._left = False
         """The link was told to say goodbye."""
         self._agent = uuid.uuid4().hex
@@ -286,6 +289,16 @@ class Attachment:
             process=this_process(),
         )
 
+    def _told(self, rates: RateCard) -> Rates | None:
+        """None, said once, for figures that the daemon would refuse: the rest of the report is told without them."""
+        try:
+            return Rates(**rates.to_dict())
+        except ValidationError as error:
+            if not self._rates_refused:
+                log.warning("rates were measured that cannot be told: %s", error, extra=event("rates_refused"))
+            self._rates_refused = True
+            return None
+
     def check(self, knobs: Knobs) -> None:
         """ConfigError when they cannot work here."""
         self._optimizer.check_knobs(knobs)
@@ -305,7 +318,7 @@ class Attachment:
             phase=self._optimizer.phases.current,
             generation=self.generation,
             effective=self._optimizer.effective_knobs(),
-            rates=None if rates is None else Rates(**rates.to_dict()),
+            rates=None if rates is None else self._told(rates),
             steps=recorder.take_unreported(),
             timeline=timeline,
             predicted_update_seconds=recorder.totals.predicted_update_seconds,

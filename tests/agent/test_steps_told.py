@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +12,10 @@ import pytest
 import torch
 
 import tidegate
+from tests.agent.training import Training
 from tests.daemon.live import Daemon, new_run, threaded, wait_until
 from tidegate.agent import link
+from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.knobs import Knobs
 
 OFFLOAD = tidegate.Offload(device="emulated", stride=2.0, subgroup_numel=64, cpu_threads=1)
@@ -144,3 +148,22 @@ def test_a_check_that_fails_is_a_no_at_once(daemon: Daemon, monkeypatch: pytest.
         made = resumed.client.set_knobs(resumed.run, {"stride": 3})
         broken.clear()
         assert (made.state, "RuntimeError: dictionary changed size" in made.outcome) == ("refused", True), made
+
+
+def test_rates_that_cannot_be_hold_up_no_report(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run="rates") as attachment:
+        training.step()
+        training.step()
+        known = attachment.recorder.rates
+        assert known is not None
+        wrong = dataclasses.replace(known, h2d_bytes_per_second=math.inf)
+        monkeypatch.setattr(Recorder, "rates", property(lambda _: wrong))
+        for _ in range(2):
+            training.step()
+            report = attachment.report()
+            assert report.rates is None
+            assert report.steps
+    assert [record.event for record in caplog.records if hasattr(record, "event")].count("rates_refused") == 1
