@@ -3,12 +3,15 @@ here."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
 from tidegate.dashboard import palette
 
 NO_BREAK = "\u00a0"
+_MARKDOWN = re.compile(r"[\\`*_{}\[\]()<>#!|~$:]|^[+-]", re.MULTILINE)
+"""Characters that mean something there; a sign at the beginning of a line makes a list or a heading."""
 
 STYLE = """
 <style>
@@ -84,7 +87,7 @@ table.tg { border-collapse: collapse; width: 100%; font-size: 0.78rem; font-vari
 
 def plain(text: str) -> str:
     """The text for what takes markdown: labels, captions, messages. It is shown as it is."""
-    return "".join(f"\\{c}" if c in "\\`*_{}[]()<>#+-!|~$:" else c for c in text)
+    return _MARKDOWN.sub(r"\\\g<0>", text)
 
 
 def head(run: str, liveness: str, details: Sequence[str]) -> str:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 def look(places: Sequence[str | os.PathLike[str]]) -> list[Inspected]:
     """All checkpoints in these directories; every byte of them is read. PathUnusable when one cannot be read."""
+    if not places:
+        return []
     from tidegate.agent.tiers.inspection import inspect
 
     return [found for place in places for found in inspect(place)]

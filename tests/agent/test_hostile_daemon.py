@@ -67,7 +67,7 @@ def test_a_daemon_that_trickles_holds_up_neither_attach_nor_close(start: bytes) 
 UNUSABLE: dict[str, dict[str, Any]] = {
     "out of bounds": {"stride": -5},
     "unknown": {"depth": 3},
-    "too large for a float": {"host_cache": 10**400},
+    "too large": {"host_cache": 2**62},
     "of another type": {"order": 7},
     "text": {"tier_split": "nvme:a:b"},
 }
@@ -93,6 +93,26 @@ def test_what_cannot_be_used_is_said_once_and_what_follows_is_taken(
     said = [record for record in caplog.records if getattr(record, "event", "") == "generation_refused"]
     assert len(said) == 1
     assert "generation 1 cannot be used here, last good knobs stay" in said[0].getMessage()
+
+
+def test_after_what_cannot_even_be_read_the_listener_goes_on() -> None:
+    good = plain({"committed": 2, "committed_knobs": {"stride": 3}})
+    bad = [
+        plain({"committed": 1, "committed_knobs": {"host_cache": 10**400}}),
+        plain({"committed": 1, "committed_knobs": {"stride": "x" * 10_000}}),
+        plain('{"committed": 1, "committed_knobs": {"stride": "\\ud800"}}'),
+        plain("[" * 100_000),
+    ]
+    directives = iter(bad)
+    tiny = Tiny()
+    with (
+        hostile(lambda first, _: next(directives, good) if "/directive" in first else plain(lease())) as daemon,
+        tiny.optimizer,
+    ):
+        attachment = tiny.attach(daemon)
+        tiny.steps_until(lambda: attachment.generation == 2, "the generation that can be used")
+        assert attachment.link is not None
+        assert attachment.link.restarts == 0
 
 
 @pytest.mark.parametrize("knobs", UNUSABLE.values(), ids=list(UNUSABLE))

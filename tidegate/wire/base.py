@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from tidegate.knobs import check_path_name
 
@@ -37,7 +37,8 @@ SumBy = dict[Label, Sum]
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Rank = Annotated[int, Field(strict=True, ge=0, lt=1_000_000)]
-PathName = Annotated[str, Field(max_length=32), AfterValidator(check_path_name)]
+# The check has the bound, and says more than a bound would.
+PathName = Annotated[str, AfterValidator(check_path_name), WithJsonSchema({"type": "string", "maxLength": 32})]
 DeviceKind = Literal["cuda", "emulated"]
 Liveness = Literal["live", "stale", "lost", "finished"]
 KnobChanges = Annotated[dict[Key, Value | Whole | Text], Field(max_length=128)]
