@@ -243,9 +243,10 @@ def test_ten_rounds_of_a_notebook_leave_nothing_behind(daemon: DaemonProcess, ru
         kept[:] = [loss]
         return weakref.ref(tiny.optimizer)
 
+    of_earlier_tests = set(threading.enumerate())
     gone = [round_(-1)]
     gc.collect()
-    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("tidegate-")], "threads that end")
+    until(lambda: set(threading.enumerate()) <= of_earlier_tests, "threads that end")
     before = resources()
     gone += [round_(number) for number in range(10)]
     gc.collect()
