@@ -28,6 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
+import types
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -142,7 +143,8 @@ class Training:
         phases, optimizer = self.optimizer.phases, self.optimizer
         watch = Stopwatch(phases)
         began, exposed, blocked = optimizer.backward_began, phases.exposed, phases.blocked
-        optimizer.backward_began = lambda *_: watch.either(began)  # type: ignore[method-assign]
+        timed = types.MethodType(lambda *_: watch.either(began), optimizer)  # hooks hold methods weakly
+        optimizer.backward_began = timed  # type: ignore[method-assign]
         phases.exposed = lambda: Timed(watch, exposed())  # type: ignore[method-assign,return-value,assignment]
         phases.blocked = lambda seconds: watch.either(lambda: blocked(seconds))  # type: ignore[method-assign]
         for step in range(2 * steps):
