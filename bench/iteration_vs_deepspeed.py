@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from storage.deepspeed_side import DeepSpeed, buffer_bytes, on_nvme
+from storage.deepspeed_side import DeepSpeed, buffer_bytes, check_nvme, on_nvme
 from storage.figures import cpu_name, ratios, spread
 from storage.side import Model, Side
 
@@ -150,6 +150,7 @@ def main() -> None:
     options.stride = options.stride or ("auto" if options.device == "cuda" else "off")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device: leave --device out")
+    check_nvme(options.device)
     with tempfile.TemporaryDirectory(prefix="iteration-", dir=options.directory) as folder:
         print(json.dumps(result(measure(Path(folder).resolve(), options), options)))
 

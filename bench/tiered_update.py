@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from storage import fio
-from storage.deepspeed_side import DeepSpeed, buffer_bytes, on_nvme
+from storage.deepspeed_side import DeepSpeed, buffer_bytes, check_nvme, on_nvme
 from storage.figures import cpu_name, ratios, spread
 from storage.group import MemoryGroup, memory_unavailable
 from storage.ours import Ours
@@ -283,6 +283,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=180.0, help="begin no round after this long, but do three")
     parser.add_argument("--json", action="store_true", help="print nothing but the result")
     options = parser.parse_args()
+    check_nvme()
     if not options.json:
         numel = options.layers * options.width**2
         print(f"{numel / 1e6:.1f} M parameters in {options.directory.resolve()} ...", file=sys.stderr, flush=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,6 +96,16 @@ def on_nvme(directory: str) -> dict[str, Any]:
     """`offload_optimizer` with state in a folder, read and written beside the update."""
     pipelined = {"buffer_count": BUFFERS, "pipeline_read": True, "pipeline_write": True}
     return {"device": "nvme", "nvme_path": directory, **pipelined}
+
+
+def check_nvme(device: str = "cpu") -> None:
+    """Ends the program, with what is missing, where DeepSpeed cannot read and write files by itself."""
+    asked = "import sys; from deepspeed.ops.op_builder import AsyncIOBuilder as A; sys.exit(not A().is_compatible())"
+    done = subprocess.run(
+        [sys.executable, "-c", asked], env={**os.environ, "DS_ACCELERATOR": device}, capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(f"DeepSpeed cannot offload to files here: install libaio-dev. It says: {done.stderr.strip()[-300:]}")
 
 
 def buffer_bytes(model: Model) -> int:
