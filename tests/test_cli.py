@@ -259,6 +259,14 @@ def test_a_refusal_is_a_failure(daemon: Daemon) -> None:
     assert (code, "No answer from rank 0" in text) == (1, True), "it does not answer any more"
 
 
+def test_what_is_not_decided_yet_is_no_success(daemon: Daemon) -> None:
+    """A script goes on as if the knobs were set otherwise: the rank has not answered when the wait is over."""
+    Agent(daemon, "llama-7b")
+    code, text, _ = run(daemon, "knobs", "set", "stride=9", "--wait", "0")
+    assert (code, "Generation 1" in text) == (1, True), text
+    assert daemon.client().generations("llama-7b")[1].state in ("pending", "proposed")
+
+
 def test_stale_says_who(daemon: Daemon) -> None:
     agent = Agent(daemon, "llama-7b")
     agent.client.goodbye(agent.id)

@@ -335,9 +335,7 @@ class Executor:
         if running[0] is not taken:
             self._clock.wait_for(lambda: running[0] is taken)
         running.popleft()
-        if running:
-            running[0].since = self._clock.now()
-        else:
+        if not running:
             del progress.running[lane]
 
     def _spans(self, progress: _Progress) -> Iterator[Span]:

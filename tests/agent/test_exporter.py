@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import socket
+import socketserver
 import struct
 import subprocess
 import sys
@@ -98,6 +100,23 @@ def test_what_fails_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     finally:
         made.close()
     assert [record.getMessage() for record in caplog.records] == ["a scrape of /metrics failed"]
+
+
+def test_connections_that_could_not_be_accepted_leave_room_for_those_that_follow(
+    serving: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "TURN_SECONDS", 0.01)
+    failures = iter([OSError(errno.EMFILE, "too many open files")] * (CONNECTIONS + 2))
+    accept = socketserver.TCPServer.get_request
+
+    def fail_first(server: socketserver.TCPServer) -> tuple[socket.socket, object]:
+        if error := next(failures, None):
+            raise error
+        return accept(server)
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", fail_first)
+    assert scrape(serving.port) == b"one 1\n"
+    assert next(failures, None) is None
 
 
 EXHAUSTED = """

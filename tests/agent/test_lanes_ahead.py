@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -244,3 +245,62 @@ def test_the_watchdog_names_the_op_that_holds_up_the_others() -> None:
             executor.finish()
         assert executor.stuck
         release.set()
+
+
+@dataclass
+class SetClock(MonotonicClock):
+    """A clock that says the time that a test has set, and in `looked` when somebody waited in vain until then."""
+
+    time: float = 0.0
+    looked: queue.SimpleQueue[float] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def now(self) -> float:
+        return self.time
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        came = super().wait_for(predicate, None if timeout is None else 0.01)
+        if not came:
+            self.looked.put(self.time)
+        return came
+
+
+def test_the_watchdog_does_not_count_the_time_that_an_op_spent_behind_another_one() -> None:
+    """Both fetches begin at once, and each takes 8 of the 10 seconds once it is the first of its lane."""
+    clock, plan = SetClock(), plan_of(2)
+    first, second, both = threading.Event(), threading.Event(), threading.Event()
+
+    def on(op: Op) -> None:
+        if short(op) == "fetch 1":
+            both.set()
+        if op.kind is OpKind.FETCH:
+            assert (first if op.subgroup == 0 else second).wait(LONG)
+
+    executor = Executor(Runner(on), clock, lanes=plan.lane_names, ahead=(READ, WRITE), watchdog_seconds=10.0)
+    fetched = [op.id for op in plan.lanes[READ]]
+
+    def pass_time() -> None:
+        assert both.wait(LONG)
+        clock.time = 8.0
+        first.set()
+        executor.issued(fetched[:1])
+        clock.time = 16.0
+        for _ in range(3):
+            while clock.looked.get(timeout=LONG) < 16.0:
+                pass
+        second.set()
+
+    executor.start(plan)
+    executor.step()
+    passing = threading.Thread(target=pass_time)
+    passing.start()
+    try:
+        executor.finish()
+    finally:
+        first.set()
+        second.set()
+        passing.join(LONG)
+        executor.close()
+    assert clock.time == 16.0

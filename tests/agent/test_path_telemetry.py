@@ -172,6 +172,15 @@ def test_where_state_lives_and_what_the_knobs_are(run: Run) -> None:
     assert run.value("tidegate_host_memory_bytes", kind="slot") > 0
 
 
+@pytest.mark.parametrize(("order", "shown"), [("alternate", 1.0), ("pinned", 0.0)])
+def test_an_order_that_was_chosen_is_a_number_among_the_knobs(tmp_path: Path, order: str, shown: float) -> None:
+    made = training(tmp_path, order=order)
+    with made.optimizer:
+        run = Run(made)
+        for state in ("desired", "effective"):
+            assert run.value("tidegate_knob", knob="alternate_order", state=state) == shown
+
+
 def test_free_space_is_what_the_file_system_says(run: Run) -> None:
     for path in run.training.optimizer.engine.store.paths.values():  # type: ignore[union-attr]
         found = os.statvfs(path.settings.directory)

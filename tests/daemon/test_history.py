@@ -144,6 +144,25 @@ def test_what_nobody_can_ask_for_is_deleted_even_after_a_refusal(
     assert store.steps.newest(before.hello.agent, 10) == []
 
 
+def test_who_was_dropped_during_a_write_that_failed_stays_dropped(store: Store) -> None:
+    """The write that failed was to delete only the agent's oldest steps; all of them have to go since."""
+    rank = Rank(store)
+    rank.tell(3)
+    rank.history.write()
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TRIGGER full BEFORE INSERT ON steps BEGIN SELECT RAISE(ABORT, 'full'); END")
+    rank.tell(STEPS_BEFORE_CLEANING)
+    rank.mono += WRITE_SECONDS
+    rank.history.tick(rank.mono)
+    rank.history.drop(rank.member.hello.agent)
+    with pytest.raises(IntegrityError, match="full"):
+        rank.history.settle()
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("DROP TRIGGER full")
+    rank.history.write()
+    assert stored(store, rank) == 0
+
+
 def test_what_a_full_disk_refuses_is_written_later(store: Store) -> None:
     rank = Rank(store)
     rank.tell(3)

@@ -177,6 +177,17 @@ def test_many_tiered_subgroups_are_scaled_with_their_cache() -> None:
     assert many.least.seconds == pytest.approx(10 * few.least.seconds, rel=0.02)
 
 
+def test_what_fits_on_a_path_fits_in_the_sample_too() -> None:
+    """Capacities are counted in whole subgroups: rounded down, a path would seem to be too small for the last ones."""
+    exact = Rank(subgroups(100, 1000), 2, SLOTS, capacity={"nvme": 50, "pfs": 50})
+    few, _, _ = sampled(exact, Effective("off", 0.0, (("nvme", 1.0), ("pfs", 1.0))))
+    assert len(few.subgroups) == 96
+    assert few.capacity == {"nvme": 48, "pfs": 48}
+    uneven = replace(exact, capacity={"nvme": 51, "pfs": 49, "gone": 0})
+    few, _, _ = sampled(uneven, Effective("off", 0.0))
+    assert few.capacity == {"nvme": 49, "pfs": 48, "gone": 0}
+
+
 effectives = st.builds(
     Effective,
     st.sampled_from(["off", 1.0, 2.0, 3.5]),

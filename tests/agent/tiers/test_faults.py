@@ -123,6 +123,21 @@ def test_what_does_not_fit_on_the_paths_that_are_left_stays_in_host_memory(tmp_p
         pair.assert_same_state()
 
 
+def test_a_path_that_was_full_takes_state_again_when_some_has_left_it(tmp_path: Path) -> None:
+    paths = two(tmp_path)
+    with training(paths, tier_split="bad:1,good:1") as pair:
+        train(pair, 0)
+        store = store_of(pair.optimizer)
+        held = dict.fromkeys(store.paths[GOOD]._files, GOOD)
+        assert store.capacity(held)[GOOD] > len(held)
+        store._full.add(GOOD)
+        assert store.capacity(held)[GOOD] == len(held)
+        subgroup = held.popitem()[0]
+        store.lives(subgroup, "host")
+        assert store.capacity(held)[GOOD] > len(held)
+        store.reserve(subgroup, GOOD)
+
+
 def test_state_that_is_read_from_a_retired_path_leaves_it_with_the_next_flush(tmp_path: Path) -> None:
     with training(two(tmp_path), tier_split="bad:1,good:1", order="alternate", host_cache=300_000) as pair:
         train(pair, 0, 3)
