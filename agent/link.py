@@ -21,7 +21,7 @@ from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError, DaemonError, NotAuthorized, NotFound, RankTaken
 from tidegate.knobs import Knobs
 from tidegate.logs import event
-from tidegate.transport import within
+from tidegate.streams import within
 from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Lease, Vote
 
 log = logging.getLogger("tidegate.link")
