@@ -140,7 +140,7 @@ class DaemonClient:
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         self.url = url.rstrip("/")
-        address = _address(self.url)
+        address = check_address(self.url)
         headers = {"Tidegate-Actor": actor(), "Accept-Encoding": "identity"}
         if token:
             if not (token.isascii() and token.isprintable() and " " not in token):
@@ -388,15 +388,15 @@ _NO_TRUST: Final = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For plain http, which never uses it: httpx would load the system's certificates for each client, for 30 ms."""
 
 
-def _address(url: str) -> httpx.URL:
+def check_address(url: str) -> httpx.URL:
     """The address of a daemon; DaemonError for what is none."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return httpx.URL(url)
-    except (httpx.InvalidURL, ValueError):
+    except (httpx.InvalidURL, ValueError, AttributeError, TypeError):  # no text at all
         pass
-    raise DaemonError(f"{visible(url)[:200]!r} is not an address of a daemon: say http://host:port.")
+    raise DaemonError(f"{visible(str(url))[:200]!r} is not an address of a daemon: say http://host:port.")
 
 
 def _trust(ca: Path | None) -> ssl.SSLContext:
