@@ -18,7 +18,7 @@ from tidegate.agent.engine.last_reference import let_go
 from tidegate.agent.process import has_ended, is_seen
 from tidegate.agent.refusals import Refusals
 from tidegate.client import DaemonClient
-from tidegate.errors import ConfigError, DaemonError, NotAuthorized, NotFound, RankTaken
+from tidegate.errors import ConfigError, DaemonError, DaemonUnreachable, NotAuthorized, NotFound, RankTaken
 from tidegate.knobs import Knobs
 from tidegate.logs import event
 from tidegate.streams import within
@@ -369,9 +369,20 @@ class AgentLink:
                     break
         if report is not None:
             self._send(hello, report)
-        if (unusable := self._unusable) is not None:
-            self._unusable = None
+        self._tell_unusable(hello)
+
+    def _tell_unusable(self, hello: AgentHello) -> None:
+        """Once: what the daemon makes of it is its own affair, and costs no connection."""
+        unusable, self._unusable = self._unusable, None
+        if unusable is None:
+            return
+        try:
             self._take(self._client.vote(hello.agent, unusable))
+        except (DaemonUnreachable, NotFound):
+            self._unusable = self._unusable or unusable
+            raise
+        except REFUSED as error:
+            log.debug("the daemon did not take it that generation %d cannot be used: %s", unusable.generation, error)
 
     def _made_report(self) -> AgentReport | None:
         """None when the speaker was collected: its last word is on the way."""
