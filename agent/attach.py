@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 import uuid
 from collections import Counter
@@ -19,18 +18,18 @@ from tidegate.agent import seats
 from tidegate.agent.boundary import Boundary, agree
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.hooks import ModelHook
+from tidegate.agent.joining import check_arguments, configure_logs, join, made
 from tidegate.agent.link import AgentLink, Committed
 from tidegate.agent.optimizer import AdamW
-from tidegate.agent.process import this_process
+from tidegate.agent.process import this_host, this_process
 from tidegate.agent.ranks import Ranks, local_rank
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.agent.telemetry.watch import Watch
 from tidegate.agent.tuning import Tuning
-from tidegate.client import find_token
 from tidegate.errors import ConfigError
 from tidegate.knobs import Knobs
-from tidegate.logs import configure_from_environment, event
+from tidegate.logs import event
 from tidegate.model.rates import RateCard
 from tidegate.wire.agent import AgentHello, AgentReport, Rates, SubgroupSizes
 
@@ -59,10 +58,12 @@ class Attachment:
         reset_knobs: bool = False,
         strict: bool = False,
     ) -> None:
-        configure_from_environment()
         self._ranks = Ranks.now()
         self.run, self.rank, self.world_size = run, self._ranks.rank, self._ranks.count
-        self._make_way(optimizer, strict)
+        with _on_all(self._ranks):
+            check_arguments(run, daemon, metrics_port, advertise_host)
+            configure_logs(strict)
+            self._make_way(optimizer, strict)
         optimizer.wait()  # its step is none of ours
         optimizer.follow_params()
         self.generation = 0
@@ -86,9 +87,8 @@ class Attachment:
                 undo.callback(self._stop_watching)
                 self.metrics_address = f"{advertise_host or metrics_bind}:{self._watch.port}"
                 if daemon is not None:
-                    token = token or find_token("agent")
-                    self.link = AgentLink(daemon, token, self._hello(reset_knobs), self)
-                    self.link.start(strict)
+                    who = f"run {run}, rank {self.rank}"
+                    self.link = join(daemon, token, lambda: self._hello(reset_knobs), self, who, strict)
             self._meet(optimizer.num_steps + 1)
             undo.pop_all()
         self._phases = _PhaseHooks(optimizer)
@@ -128,13 +128,20 @@ class Attachment:
         it."""
         self.recorder.begin()
         self._watch.begin()
-        if self.link is not None:
-            self.link.greet_as(self._hello(reset_knobs=False))
+        self._greet_again()
 
     def extended(self) -> None:
         """The optimizer has more parameters: the daemon hears of their subgroups."""
-        if self.link is not None:
-            self.link.greet_as(self._hello(reset_knobs=False))
+        self._greet_again()
+
+    def _greet_again(self) -> None:
+        """The daemon hears what the rank is now; where that is out of bounds, it has what it heard before."""
+        if self.link is None:
+            return
+        try:
+            self.link.greet_as(made(lambda: self._hello(reset_knobs=False)))
+        except ConfigError as error:
+            log.warning("%s The daemon has what it was told before.", error, extra=event("hello_refused"))
 
     def resumed(self) -> None:
         """The optimizer has loaded a state: steps are numbered on from there. To the daemon this is another agent, as
@@ -246,6 +253,8 @@ class Attachment:
         try:
             self._optimizer.check_knobs(committed.knobs)
         except ConfigError as refusal:
+            if self.link is not None:
+                self.link.cannot(committed.decision, str(refusal))
             log.error(
                 "generation %d kept from the run, last good knobs stay: %s", committed.generation, refusal,
                 extra=event("generation_refused", run=self.run, generation=committed.generation, reason=str(refusal)),
@@ -269,7 +278,7 @@ class Attachment:
             run=self.run,
             rank=self.rank,
             world_size=self.world_size,
-            host=socket.gethostname()[:64],
+            host=this_host(),
             pid=os.getpid(),
             device_kind=self._optimizer.device.kind,
             metrics_address=self.metrics_address,
@@ -337,11 +346,12 @@ def attach(optimizer: AdamW, model: torch.nn.Module | None = None, **settings: A
     reset_knobs: the start-up settings win over the knobs that the run had before.
     strict: raises where training would otherwise go on unseen, or seen otherwise than was asked for: RankTaken when
         another live agent holds this run and rank (after its lease, where it may have ended on another host),
-        NotAuthorized for a wrong token, ConfigError for an optimizer that is attached or a port that is taken.
+        NotAuthorized for a wrong token, ConfigError for an optimizer that is attached or a port that is taken, and what
+        else keeps the daemon from being reached by what the environment holds.
 
-    Without `strict` only settings that cannot work raise: whatever the daemon, other processes or earlier attachments
-    of this one do, training goes on. A rank whose process has ended on this host is taken over at once. The attachment
-    that this process, or this optimizer, had before is closed.
+    Without `strict` only arguments that can work nowhere raise, as ConfigError: whatever the daemon, the environment,
+    other processes or earlier attachments of this one do, training goes on. A rank whose process has ended on this host
+    is taken over at once. The attachment that this process, or this optimizer, had before is closed.
     """
     return Attachment(unwrapped(optimizer), model, **settings)
 

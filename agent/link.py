@@ -18,11 +18,11 @@ from tidegate.agent.engine.last_reference import let_go
 from tidegate.agent.process import has_ended, is_seen
 from tidegate.agent.refusals import Refusals
 from tidegate.client import DaemonClient
-from tidegate.errors import ConfigError, DaemonError, NotAuthorized, NotFound, RankTaken
+from tidegate.errors import ConfigError, DaemonError, DaemonUnreachable, NotAuthorized, NotFound, RankTaken
 from tidegate.knobs import Knobs
 from tidegate.logs import event
-from tidegate.transport import within
-from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Lease, Vote
+from tidegate.streams import within
+from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Holder, Lease, Vote
 
 log = logging.getLogger("tidegate.link")
 
@@ -52,6 +52,12 @@ STRICT_PAUSE_SECONDS = 0.5
 """Between two questions for a rank that is held, where an attachment waits for it."""
 STRICT_MARGIN_SECONDS = 1.0
 """How much longer than its lease one waits for an agent that may have ended."""
+LONGEST_STRICT_SECONDS = 60.0
+"""For how long one waits for it at most, whatever lease the daemon names."""
+LONGEST_REASON = 2_000
+"""Characters of why a generation cannot be used."""
+SHORTEST_REPORT_SECONDS = 0.1
+"""Between two reports, whatever the daemon asks for."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,10 @@ class AgentLink:
         """The newest generation that the daemon has named as committed, usable or not."""
         self._voted: int | None = None
         self._applied: Applied | None = None
+        self._unusable: Vote | None = None
+        """About a generation that is committed and cannot be used; not told yet."""
+        self._refused: set[tuple[int, int]] = set()
+        """Decisions that were logged and told as unusable."""
         self._cpu: dict[str, float] = {}
         self._wanted_pause: float | None = None
         self._delivered: deque[tuple[float, AgentReport]] = deque()
@@ -158,6 +168,15 @@ class AgentLink:
             self._applied = Applied(generation=generation, step=step)
         self._box.put(None)
 
+    def cannot(self, decision: tuple[int, int], reason: str) -> bool:
+        """What was committed cannot be used here: told to the daemon with the next report. False when it was before."""
+        if decision in self._refused:
+            return False
+        self._refused.add(decision)
+        self._unusable = Vote(generation=decision[1], can=False, reason=_fitting(reason))
+        self._box.put(None)
+        return True
+
     def greet_as(self, hello: AgentHello) -> None:
         """The same agent is something else than it said: the daemon hears it before the next report."""
         self._hello = hello
@@ -187,7 +206,8 @@ class AgentLink:
     # ---- saying hello
 
     def _greet_first(self, strict: bool) -> None:
-        """A daemon that is away is no error."""
+        """A daemon that is away is no error. A rank that is held is waited for, where strict: its lease, for
+        `LONGEST_STRICT_SECONDS` at most."""
         latest: float | None = None
         while True:
             try:
@@ -195,11 +215,11 @@ class AgentLink:
                     self._greet(self._hello)
             except RankTaken as taken:
                 now = time.monotonic()
-                latest = now + taken.lease_seconds + STRICT_MARGIN_SECONDS if latest is None else latest
-                process = taken.holder.process if taken.holder is not None else None
+                if latest is None:
+                    latest = now + min(taken.lease_seconds + STRICT_MARGIN_SECONDS, LONGEST_STRICT_SECONDS)
                 if not strict:
                     self._refusals.taken(taken)
-                elif is_seen(process) or now > latest:
+                elif is_seen(taken.holder) or now > latest:
                     raise
                 else:
                     time.sleep(STRICT_PAUSE_SECONDS)
@@ -237,7 +257,7 @@ class AgentLink:
             return self._client.hello(hello)
         except RankTaken as taken:
             holder = taken.holder
-            if holder is None or not (hello.process == holder.process is not None or has_ended(holder.process)):
+            if holder is None or not (_is_of(hello, holder) or has_ended(holder)):
                 raise
             return self._client.hello(hello.model_copy(update={"replaces": holder.agent}))
 
@@ -253,6 +273,8 @@ class AgentLink:
             knobs = Knobs().changed(directive.committed_knobs)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)
+            if not self.cannot((life, directive.committed), reason):
+                return
             log.error(
                 "generation %d cannot be used here, last good knobs stay: %s", directive.committed, reason,
                 extra=event(
@@ -347,6 +369,20 @@ class AgentLink:
                     break
         if report is not None:
             self._send(hello, report)
+        self._tell_unusable(hello)
+
+    def _tell_unusable(self, hello: AgentHello) -> None:
+        """Once: what the daemon makes of it is its own affair, and costs no connection."""
+        unusable, self._unusable = self._unusable, None
+        if unusable is None:
+            return
+        try:
+            self._take(self._client.vote(hello.agent, unusable))
+        except (DaemonUnreachable, NotFound):
+            self._unusable = self._unusable or unusable
+            raise
+        except REFUSED as error:
+            log.debug("the daemon did not take it that generation %d cannot be used: %s", unusable.generation, error)
 
     def _made_report(self) -> AgentReport | None:
         """None when the speaker was collected: its last word is on the way."""
@@ -466,6 +502,11 @@ class AgentLink:
         self.cpu_seconds = sum(self._cpu.values())
 
 
+def _is_of(hello: AgentHello, holder: Holder) -> bool:
+    """Whether the process that says hello is the one that holds the rank."""
+    return holder.process is not None and (hello.process, hello.host) == (holder.process, holder.host)
+
+
 def wait_for_goodbyes(seconds: float = LONGEST_GOODBYE_SECONDS) -> None:
     """Until all links of this process that were left have said goodbye, for so many seconds at most."""
     latest = time.monotonic() + seconds
@@ -476,7 +517,12 @@ def wait_for_goodbyes(seconds: float = LONGEST_GOODBYE_SECONDS) -> None:
 def _pause(cpu_seconds: float, wanted: float | None = None) -> float:
     """Seconds until the next report after one that took so much CPU time: as the daemon wants, if the share allows."""
     usual = min(LONGEST_REPORT_SECONDS, max(REPORT_SECONDS, cpu_seconds / REPORT_SHARE))
-    return usual if wanted is None else min(usual, max(wanted, cpu_seconds / TRIAL_SHARE))
+    return usual if wanted is None else min(usual, max(wanted, SHORTEST_REPORT_SECONDS, cpu_seconds / TRIAL_SHARE))
+
+
+def _fitting(reason: str) -> str:
+    """The reason as a message of the wire takes it."""
+    return reason.encode("utf-8", "replace").decode()[:LONGEST_REASON]
 
 
 def _backoff(failures: int) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from pathlib import Path
 from typing import Final
 
-from tidegate.wire.agent import ProcessId
+from tidegate.wire.agent import Holder, ProcessId
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE: Final = "/proc/self/ns/pid"
@@ -29,22 +30,29 @@ def this_process() -> ProcessId | None:
     return ProcessId(boot=boot, namespace=namespace, pid=os.getpid(), started=started)
 
 
-def is_seen(process: ProcessId | None) -> bool:
+def this_host() -> str:
+    """Its name, as agents tell it."""
+    return socket.gethostname()[:64]
+
+
+def is_seen(holder: Holder | None) -> bool:
     """Whether this process can tell if that one lives: it is on the same machine, started once, and in the same PID
-    namespace."""
+    namespace. Machines that were cloned while they ran have the same boot id: the host's name is compared, too."""
     here = this_process()
-    return process is not None and here is not None and (process.boot, process.namespace) == (here.boot, here.namespace)
+    if holder is None or holder.process is None or here is None or holder.host != this_host():
+        return False
+    return (holder.process.boot, holder.process.namespace) == (here.boot, here.namespace)
 
 
-def has_ended(process: ProcessId | None) -> bool:
+def has_ended(holder: Holder | None) -> bool:
     """Whether it is certain that this process is no more. One in another container, or on another host, is not seen.
 
     The number of a PID namespace may be given to a new one: then all processes of the old one have ended, and what is
     found under the same pid began at another time.
     """
-    if process is None or not is_seen(process):
+    if holder is None or holder.process is None or not is_seen(holder):
         return False
-    return _started(process.pid) not in (process.started, None)
+    return _started(holder.process.pid) not in (holder.process.started, None)
 
 
 def _started(pid: int) -> int | None:

@@ -32,8 +32,7 @@ class Refusals:
         """Another agent holds the rank. While its lease holds that may be one that has ended elsewhere."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
-        process = error.holder.process if error.holder is not None else None
-        if is_seen(process) or now - self._since > error.lease_seconds:
+        if is_seen(error.holder) or now - self._since > error.lease_seconds:
             sentence = (
                 f"{error} That one is alive, so this process is not part of the run. {_GOES_ON}; the rank is taken "
                 "when that one ends."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,17 +17,18 @@ Answer = Callable[[socket.socket], None]
 
 @dataclass
 class Hostile:
-    """`url`: where it listens. `asked`: the first line of each request, in their order."""
+    """`url`: where it listens. `asked`: the first line of each request, in their order; `heads`: all their headers."""
 
     url: str
     asked: list[str] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
-def hostile(answer: Callable[[str, int], Answer]) -> Iterator[Hostile]:
-    """Each request gets `answer(first line, how many came before)`."""
+def hostile(answer: Callable[[str, int], Answer], tls: ssl.SSLContext | None = None) -> Iterator[Hostile]:
+    """Each request gets `answer(first line, how many came before)`. tls: for https."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        made = Hostile(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        made = Hostile(f"{'http' if tls is None else 'https'}://127.0.0.1:{listening.getsockname()[1]}")
         connections: list[socket.socket] = []
 
         def accept() -> None:
@@ -38,8 +40,13 @@ def hostile(answer: Callable[[str, int], Answer]) -> Iterator[Hostile]:
 
         def serve(connection: socket.socket) -> None:
             with contextlib.suppress(OSError):
-                while first := _request(connection):
+                if tls is not None:
+                    connection = tls.wrap_socket(connection, server_side=True)
+                    connections.append(connection)
+                while head := _request(connection):
+                    first, _, headers = head.partition("\r\n")
                     made.asked.append(first)
+                    made.heads.append(headers)
                     answer(first, len(made.asked) - 1)(connection)
 
         threading.Thread(target=accept, daemon=True).start()
@@ -54,7 +61,7 @@ def hostile(answer: Callable[[str, int], Answer]) -> Iterator[Hostile]:
 
 
 def _request(connection: socket.socket) -> str:
-    """Reads a request whole; its first line, empty at the end of the connection."""
+    """Reads a request whole; its head, empty at the end of the connection."""
     received = b""
     while b"\r\n\r\n" not in received:
         piece = connection.recv(65536)
@@ -62,12 +69,12 @@ def _request(connection: socket.socket) -> str:
             return ""
         received += piece
     head, _, body = received.partition(b"\r\n\r\n")
-    lines = head.decode("latin-1").split("\r\n")
-    lengths = [int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length:")]
+    text = head.decode("latin-1")
+    lengths = [int(line.split(":")[1]) for line in text.split("\r\n") if line.lower().startswith("content-length:")]
     left = (lengths[0] if lengths else 0) - len(body)
     while left > 0:
         left -= len(connection.recv(min(left, 65536)) or b"?" * left)
-    return lines[0]
+    return text
 
 
 def plain(body: bytes | str | object, status: int = 200, headers: str = "") -> Answer:

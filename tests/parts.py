@@ -44,8 +44,10 @@ PARTS: dict[str, tuple[str, ...]] = {
         "test_logs.py", "test_promise.py",
     ),
     "daemon": (
-        "daemon/test_*.py", "agent/test_link.py", "agent/test_hostile_daemon.py", "agent/test_restarts.py",
+        "daemon/test_*.py", "agent/test_campaign_daemons.py", "agent/test_link.py",
+        "agent/test_hostile_daemon.py", "agent/test_restarts.py",
         "agent/test_seats.py", "agent/test_steps_told.py", "agent/test_two_hosts.py", "test_client.py",
+        "test_streams.py",
     ),
     "dashboard": ("dashboard/test_*.py",),
     "integrations": (

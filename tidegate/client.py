@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar, cast, get_args
@@ -19,10 +20,20 @@ from urllib.parse import quote, urlsplit
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, NotFound, RankTaken, StaleKnobs
+from tidegate.errors import (
+    ConfigError,
+    DaemonError,
+    DaemonUnreachable,
+    KnobError,
+    NotAuthorized,
+    NotFound,
+    RankTaken,
+    StaleKnobs,
+)
 from tidegate.knobs import KnobValue
+from tidegate.streams import within
 from tidegate.terminal import visible
-from tidegate.transport import BoundedTransport, within
+from tidegate.transport import BoundedTransport, system_trust
 from tidegate.wire.agent import AgentHello, AgentReport, Directive, Holder, Lease, LeaseSeconds, Rates, Vote
 from tidegate.wire.alert import AlertView
 from tidegate.wire.audit import AuditRow
@@ -56,27 +67,47 @@ _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 def state_dir() -> Path:
     """Where the daemon of this user keeps its state, unless told otherwise."""
     if given := os.environ.get("TIDEGATE_STATE_DIR"):
-        return Path(given).expanduser()
+        return _expanded(given)
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(base).expanduser() / "tidegate"
+    return _expanded(base) / "tidegate"
 
 
 def token_dir() -> Path:
     """Where the files `<scope>.token` are: TIDEGATE_TOKEN_DIR (say, mounted secrets), else the state directory."""
     given = os.environ.get("TIDEGATE_TOKEN_DIR")
-    return Path(given).expanduser() if given else state_dir()
+    return _expanded(given) if given else state_dir()
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{path!r} names the home directory of nobody: give TIDEGATE_STATE_DIR a path without '~'."
+        ) from error
 
 
 def find_token(scope: Scope) -> str | None:
-    """The token for `scope`: TIDEGATE_<SCOPE>_TOKEN, else TIDEGATE_TOKEN, else its file in `token_dir()`."""
+    """The token for `scope`: TIDEGATE_<SCOPE>_TOKEN, else TIDEGATE_TOKEN, else its file in `token_dir()`.
+
+    NotAuthorized for a file that holds no text; ConfigError for a directory that cannot be named.
+    """
     for name in (f"TIDEGATE_{scope.upper()}_TOKEN", "TIDEGATE_TOKEN"):
         if given := os.environ.get(name, "").strip():
             return given
     names = ("read", "operate", "agent") if scope == "read" else (scope,)
     for name in names:
-        with contextlib.suppress(OSError):
-            if token := (token_dir() / f"{name}.token").read_text().strip():
-                return token
+        path = token_dir() / f"{name}.token"
+        try:
+            token = path.read_text("utf-8").strip()
+        except OSError:
+            continue
+        except UnicodeDecodeError as error:
+            raise NotAuthorized(
+                f"{path} holds no token (byte {error.start} is not UTF-8): copy the daemon's file again.", 401
+            ) from error
+        if token:
+            return token
     return None
 
 
@@ -109,9 +140,7 @@ class DaemonClient:
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         self.url = url.rstrip("/")
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise DaemonError(f"{url!r} is not an address of a daemon: say http://host:port.")
+        address = check_address(self.url)
         headers = {"Tidegate-Actor": actor(), "Accept-Encoding": "identity"}
         if token:
             if not (token.isascii() and token.isprintable() and " " not in token):
@@ -119,11 +148,12 @@ class DaemonClient:
             headers["Authorization"] = f"Bearer {token}"
         self._timeout = timeout
         self._max_answer_bytes = max_answer_bytes
-        trust = _trust(ca) if parts.scheme == "https" else _NO_TRUST
-        direct = parts.hostname in _LOOPBACK  # a proxy cannot reach our loopback
-        transport = BoundedTransport(httpx.URL(self.url), trust, direct)
+        trust = _trust(ca) if address.scheme == "https" else _NO_TRUST
+        direct = address.host in _LOOPBACK  # a proxy cannot reach our loopback
+        transport = BoundedTransport(address, trust, direct)
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
         self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=timeout, transport=transport, trust_env=False
+            base_url=address, headers=headers, cookies=no_cookies, timeout=timeout, transport=transport, trust_env=False
         )
 
     def __enter__(self) -> Self:
@@ -358,11 +388,22 @@ _NO_TRUST: Final = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For plain http, which never uses it: httpx would load the system's certificates for each client, for 30 ms."""
 
 
+def check_address(url: str) -> httpx.URL:
+    """The address of a daemon; DaemonError for what is none."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return httpx.URL(url)
+    except (httpx.InvalidURL, ValueError, AttributeError, TypeError):  # no text at all
+        pass
+    raise DaemonError(f"{visible(str(url))[:200]!r} is not an address of a daemon: say http://host:port.")
+
+
 def _trust(ca: Path | None) -> ssl.SSLContext:
     """Whom to believe that it is the daemon."""
     given = ca or os.environ.get("TIDEGATE_CA_FILE")
     if not given:
-        return httpx.create_ssl_context()
+        return system_trust()
     try:
         return ssl.create_default_context(cafile=given)
     except OSError as error:  # ssl.SSLError is one
@@ -380,7 +421,8 @@ def actor() -> str:
         user = getpass.getuser()
     except (OSError, KeyError, ImportError):
         user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()[:48]
+    who = f"{user}@{socket.gethostname()}"
+    return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in who)[:48]
 
 
 def _fit(report: AgentReport) -> str:

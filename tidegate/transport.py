@@ -1,15 +1,9 @@
-"""HTTP whose exchanges end in time: connecting, sending and receiving together, however slowly the other side goes.
-
-The timeouts of httpx are for one read or write each: a peer that sends a byte now and then would hold a thread for
-ever.
-"""
+"""HTTP for httpx over connections that end in time (`tidegate.streams`), through the environment's proxy."""
 
 from __future__ import annotations
 
 import contextlib
 import ssl
-import threading
-import time
 import urllib.request
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,20 +11,9 @@ from typing import Any
 import httpcore
 import httpx
 
-_this_thread = threading.local()
-
-
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """What this thread sends and receives in the block ends so many seconds from now at the latest, or when an outer
-    block says so, with a `httpx.TimeoutException`. Looking up a host name is not bounded: the system does that."""
-    before: float | None = getattr(_this_thread, "ends_at", None)
-    ends_at = time.monotonic() + seconds
-    _this_thread.ends_at = ends_at if before is None else min(before, ends_at)
-    try:
-        yield
-    finally:
-        _this_thread.ends_at = before
+from tidegate.errors import DaemonError
+from tidegate.streams import Backend, bounded_head
+from tidegate.terminal import visible
 
 
 class BoundedTransport(httpx.BaseTransport):
@@ -38,13 +21,24 @@ class BoundedTransport(httpx.BaseTransport):
 
     def __init__(self, url: httpx.URL, trust: ssl.SSLContext, direct: bool) -> None:
         # Connections are kept for less long than the daemon keeps them, or it would close one under our request.
-        limits: dict[str, Any] = {"ssl_context": trust, "keepalive_expiry": 30.0, "network_backend": _Backend()}
+        limits: dict[str, Any] = {"ssl_context": trust, "keepalive_expiry": 30.0, "network_backend": Backend()}
         proxy = None if direct else _proxy_for(url)
         if proxy is None:
             self._pool = httpcore.ConnectionPool(**limits)
+        elif proxy.url.scheme.startswith("socks"):
+            try:
+                self._pool = httpcore.SOCKSProxy(str(proxy.url), proxy_auth=proxy.raw_auth, **limits)
+            except RuntimeError as error:
+                raise DaemonError(
+                    f"The proxy {proxy.url} in the environment speaks SOCKS, for which the package socksio is needed: "
+                    "install it, or except the daemon's host with NO_PROXY."
+                ) from error
         else:
-            kind = httpcore.SOCKSProxy if proxy.url.scheme.startswith("socks") else httpcore.HTTPProxy
-            self._pool = kind(str(proxy.url), proxy_auth=proxy.raw_auth, **limits)
+            # A proxy is trusted as the system says: TIDEGATE_CA_FILE is about the daemon.
+            outer = system_trust() if proxy.url.scheme == "https" else None
+            self._pool = httpcore.HTTPProxy(
+                str(proxy.url), proxy_auth=proxy.raw_auth, proxy_ssl_context=outer, **limits
+            )
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         assert isinstance(request.stream, httpx.SyncByteStream)
@@ -56,7 +50,7 @@ class BoundedTransport(httpx.BaseTransport):
             content=request.stream,
             extensions=request.extensions,
         )
-        with _as_httpx():
+        with _as_httpx(), bounded_head():
             answer = self._pool.handle_request(asked)
         assert isinstance(answer.stream, Iterable)
         return httpx.Response(
@@ -81,67 +75,6 @@ class _Body(httpx.SyncByteStream):
             close()
 
 
-class _Backend(httpcore.NetworkBackend):
-    """Opens connections that know when the exchange of the thread which uses them has to end."""
-
-    def __init__(self) -> None:
-        self._system = httpcore.SyncBackend()
-
-    def connect_tcp(
-        self, host: str, port: int, timeout: float | None = None, local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.NetworkStream:  # fmt: skip
-        timeout = _left(timeout, httpcore.ConnectTimeout)
-        return _Stream(self._system.connect_tcp(host, port, timeout, local_address, socket_options))
-
-    def sleep(self, seconds: float) -> None:
-        self._system.sleep(seconds)
-
-
-class _Stream(httpcore.NetworkStream):
-    def __init__(self, stream: httpcore.NetworkStream) -> None:
-        self._stream = stream
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._stream.read(max_bytes, _left(timeout, httpcore.ReadTimeout))
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """In pieces of what the socket takes: a peer that reads slowly gets no new time with each of them."""
-        socket = self._stream.get_extra_info("socket")
-        rest = memoryview(buffer)
-        while rest:
-            left = _left(timeout, httpcore.WriteTimeout)
-            try:
-                socket.settimeout(left)
-                rest = rest[socket.send(rest) :]
-            except TimeoutError as error:
-                raise httpcore.WriteTimeout(str(error)) from error
-            except OSError as error:
-                raise httpcore.WriteError(str(error)) from error
-
-    def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore.NetworkStream:
-        return _Stream(self._stream.start_tls(ssl_context, server_hostname, _left(timeout, httpcore.ConnectTimeout)))
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._stream.get_extra_info(info)
-
-    def close(self) -> None:
-        self._stream.close()
-
-
-def _left(timeout: float | None, over: type[Exception]) -> float | None:
-    """The seconds that one read or write may take; raises `over` when the exchange has none left."""
-    ends_at: float | None = getattr(_this_thread, "ends_at", None)
-    if ends_at is None:
-        return timeout
-    left = ends_at - time.monotonic()
-    if left <= 0.0:
-        raise over("the exchange took too long")
-    return left if timeout is None else min(timeout, left)
-
-
 @contextlib.contextmanager
 def _as_httpx() -> Iterator[None]:
     """Errors of httpcore as httpx has them; their names are the same."""
@@ -160,4 +93,26 @@ def _proxy_for(url: httpx.URL) -> httpx.Proxy | None:
     proxy = named.get(url.scheme) or named.get("all")
     if not proxy or urllib.request.proxy_bypass(url.host):
         return None
-    return httpx.Proxy(proxy if "://" in proxy else f"http://{proxy}")
+    try:
+        made = httpx.Proxy(proxy if "://" in proxy else f"http://{proxy}")
+        if not made.url.host or not 0 < (made.url.port or 1) < 1 << 16:
+            raise ValueError("no host, or no port that can be")
+        return made
+    except (httpx.InvalidURL, ValueError) as error:
+        variable = f"{url.scheme}_proxy" if named.get(url.scheme) else "all_proxy"
+        shown = visible(proxy.rpartition("@")[2])[:200]  # a name and a password may come before
+        raise DaemonError(
+            f"The environment's {variable.upper()} names no proxy that can be used ({shown!r}): give it as "
+            "http://host:port, or except the daemon's host with NO_PROXY."
+        ) from error
+
+
+def system_trust() -> ssl.SSLContext:
+    """Whom the system trusts, or SSL_CERT_FILE and SSL_CERT_DIR say."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        raise DaemonError(
+            f"The system's certificates cannot be read: {error.strerror or error}. Look at SSL_CERT_FILE and "
+            "SSL_CERT_DIR."
+        ) from error

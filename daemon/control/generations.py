@@ -203,7 +203,11 @@ def _propose(control: Control, event: Propose) -> Outcome:
 
 
 def _cast(control: Control, event: Cast) -> Outcome:
-    pending = control.pending
+    pending, committed = control.pending, control.committed
+    if event.generation == committed.number and not event.can and event.rank not in committed.applied:
+        # It was said to work, and does not: nothing is decided any more, but people see why it is not applied.
+        committed = replace(committed, votes={**committed.votes, event.rank: Ballot(False, event.reason)})
+        return replace(control, committed=committed), (Decision("voted", committed),)
     if pending is None or event.generation != pending.number or event.rank not in control.present:
         return control, ()  # too late: it was decided without this vote
     pending = replace(pending, votes={**pending.votes, event.rank: Ballot(event.can, event.reason)})

@@ -8,13 +8,13 @@ import threading
 import time
 
 from tests.daemon.live import hello
-from tidegate.agent.process import this_process
+from tidegate.agent.process import this_host, this_process
 from tidegate.client import DaemonClient
 from tidegate.wire.agent import AgentReport
 
 if __name__ == "__main__":
     url, token, run = sys.argv[1:]
-    said = hello(run, world_size=1, pid=os.getpid(), process=this_process())
+    said = hello(run, world_size=1, pid=os.getpid(), host=this_host(), process=this_process())
     with DaemonClient(url, token) as client:
         client.hello(said)
         print("registered", flush=True)

@@ -95,6 +95,26 @@ def test_what_cannot_be_used_is_said_once_and_what_follows_is_taken(
     assert "generation 1 cannot be used here, last good knobs stay" in said[0].getMessage()
 
 
+def test_what_is_committed_and_cannot_be_used_is_logged_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The daemon forgets the agent at each report: it says hello again and again, and hears the same again."""
+    bad = {"committed": 7, "committed_knobs": {"stride": -5}}
+
+    def answer(first: str, _: int) -> Answer:
+        if "/reports" in first and any("/votes" in asked for asked in daemon.asked):
+            return plain({"type": "not-found", "detail": "no such agent"}, 404)
+        return plain({"lease_seconds": 10.0, "directive": bad} if first.startswith("POST /v1/agents ") else
+                     lease() if "/reports" in first else bad)  # fmt: skip
+
+    tiny = Tiny()
+    with hostile(answer) as daemon, tiny.optimizer:
+        attachment = tiny.attach(daemon)
+        tiny.steps_until(lambda: sum(a.startswith("POST /v1/agents ") for a in daemon.asked) > 3, "more hellos")
+        assert attachment.generation == 0
+    assert sum("/votes" in asked for asked in daemon.asked) == 1
+    said = [record for record in caplog.records if getattr(record, "event", "") == "generation_refused"]
+    assert len(said) == 1
+
+
 def test_after_what_cannot_even_be_read_the_listener_goes_on() -> None:
     good = plain({"committed": 2, "committed_knobs": {"stride": 3}})
     bad = [

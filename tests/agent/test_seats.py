@@ -9,9 +9,12 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -19,10 +22,13 @@ import torch
 import tidegate
 from tests import forked
 from tests.daemon.live import hello
+from tests.hostile import Answer, hostile, lease, plain
 from tests.services import ROOT, DaemonProcess, daemon_process, free_port, until
-from tidegate.agent.process import has_ended, is_seen, this_process
+from tidegate.agent import link
+from tidegate.agent.process import has_ended, is_seen, this_host, this_process
 from tidegate.client import DaemonClient
-from tidegate.errors import ConfigError, NotAuthorized, RankTaken
+from tidegate.errors import ConfigError, NotAuthorized, RankTaken, TidegateError
+from tidegate.wire.agent import Holder
 from tidegate.wire.run import RankView
 
 RUN = "seats"
@@ -58,6 +64,11 @@ class Tiny:
             self.optimizer.zero_grad()
             self.model(torch.ones(2, 8)).square().mean().backward()
             self.optimizer.step()
+
+
+def served(attachment: tidegate.Attachment) -> str:
+    """What the rank's /metrics says."""
+    return httpx.get(f"http://{attachment.metrics_address}/metrics", trust_env=False).text
 
 
 def held_by(daemon: DaemonProcess, run: str) -> RankView:
@@ -101,7 +112,10 @@ def test_a_process_that_lives_keeps_its_rank_and_training_goes_on(
             attachment = tiny.attach(daemon, run)
             (said,) = [record for record in caplog.records if getattr(record, "event", "") == "rank_taken"]
             assert "alive" in said.message
+            knobs = tiny.optimizer.knobs
             tiny.step(3)
+            assert tiny.optimizer.knobs == knobs
+            assert "tidegate_steps_total" in served(attachment)
             assert attachment.recorder.steps == 3
             assert held_by(daemon, run).pid == twin.pid
             twin.kill()
@@ -136,14 +150,22 @@ def test_a_twin_in_another_container_does_not_look_dead(
 def test_what_is_known_of_processes() -> None:
     here = this_process()
     assert here is not None
-    assert is_seen(here)
-    assert not has_ended(here)
-    assert has_ended(here.model_copy(update={"started": here.started + 1})), "the pid is another process's"
-    for other in ({"boot": "other"}, {"namespace": "pid:[1]"}):
-        assert not is_seen(here.model_copy(update=other))
-        assert not has_ended(here.model_copy(update={**other, "pid": 2**22 + 1}))
+
+    def agent(host: str = this_host(), **other: object) -> Holder:
+        return Holder(agent="a", host=host, pid=1, process=here.model_copy(update=other))
+
+    assert is_seen(agent())
+    assert not has_ended(agent())
+    assert has_ended(agent(started=here.started + 1)), "the pid is another process's"
+    elsewhere: dict[str, dict[str, object]] = {
+        "another start": {"boot": "other"}, "another container": {"namespace": "pid:[1]"},
+        "a clone of this machine": {"host": "clone"},
+    }  # fmt: skip
+    for other in elsewhere.values():
+        assert not is_seen(agent(**other))
+        assert not has_ended(agent(**{**other, "pid": 2**22 + 1}))
     child = subprocess.Popen(["true"])
-    found = here.model_copy(update={"pid": child.pid, "started": here.started})
+    found = agent(pid=child.pid)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert has_ended(found), "nobody has waited for it yet"
     child.wait()
@@ -162,6 +184,110 @@ def test_a_silent_agent_of_an_older_version_is_waited_for(daemon: DaemonProcess,
         tiny.attach(daemon, run)
         tiny.step()
         assert held_by(daemon, run).pid == 4711
+
+
+def test_the_rank_of_one_that_ended_elsewhere_is_taken_when_its_lease_ends() -> None:
+    gone = {"type": "rank-taken", "detail": "held", "lease_seconds": 0.5,
+            "holder": {"agent": "a", "host": "elsewhere", "pid": 1}}  # fmt: skip
+    began: list[float] = []
+
+    def answer(first: str, _: int) -> Answer:
+        began.append(time.monotonic())
+        if first.startswith("POST /v1/agents ") and time.monotonic() - began[0] < 0.5:
+            return plain(gone, 409)
+        return plain(lease()["directive"] if "/directive" in first else lease())
+
+    tiny = Tiny()
+    with hostile(answer) as daemon, tiny.optimizer:
+        attachment = tidegate.attach(tiny.optimizer, run="later", daemon=daemon.url, token="t")
+        assert attachment.link is not None
+        assert not attachment.link.connected
+        tiny.step()
+        until(lambda: attachment.link.connected, "the rank, when the lease has ended")
+        assert [first for first in daemon.asked if "/reports" in first or "/directive" in first]
+
+
+@pytest.mark.parametrize("lease_seconds", [0.3, 86_400.0])
+def test_a_strict_attach_waits_for_a_lease_but_not_for_any(
+    lease_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "LONGEST_STRICT_SECONDS", 0.6)
+    held = {"type": "rank-taken", "detail": "held", "lease_seconds": lease_seconds,
+            "holder": {"agent": "a", "host": "elsewhere", "pid": 1}}  # fmt: skip
+    tiny, began = Tiny(), time.monotonic()
+    with hostile(lambda *_: plain(held, 409)) as daemon, tiny.optimizer:
+        with pytest.raises(RankTaken):
+            tidegate.attach(tiny.optimizer, run="held", daemon=daemon.url, token="t", strict=True)
+        assert 0.5 < time.monotonic() - began < 5.0
+        assert len(daemon.asked) > 1
+
+
+# ---- what the environment holds, what the arguments are
+
+AWAY = "http://192.0.2.1:9"
+"""An address that is nobody's."""
+NOT_USABLE: dict[str, tuple[dict[str, str], str, str]] = {
+    "token": ({"TIDEGATE_AGENT_TOKEN": "tök"}, AWAY, "characters that no token has"),
+    "token file": ({"TIDEGATE_TOKEN_DIR": "{tmp}"}, AWAY, "agent.token holds no token"),
+    "home of nobody": ({"TIDEGATE_TOKEN_DIR": "~no-such-user/tokens"}, AWAY, "home directory of nobody"),
+    "certificates": ({"TIDEGATE_CA_FILE": "/nowhere.pem"}, "https://192.0.2.1:9", "/nowhere.pem cannot be used"),
+    "no certificates": ({"TIDEGATE_CA_FILE": __file__}, "https://192.0.2.1:9", "cannot be used"),
+    "system's certificates": ({"SSL_CERT_FILE": "/nowhere.pem"}, "https://192.0.2.1:9", "cannot be read"),
+    "proxy": ({"HTTP_PROXY": "http://:@@"}, AWAY, "HTTP_PROXY names no proxy"),
+    "proxy's port": ({"HTTP_PROXY": "http://x:word"}, AWAY, "HTTP_PROXY names no proxy"),
+    "proxy's kind": ({"ALL_PROXY": "ftp://x"}, AWAY, "ALL_PROXY names no proxy"),
+    "log format": ({"TIDEGATE_LOG_FORMAT": "yaml"}, "", "no log format"),
+}
+
+
+@pytest.mark.parametrize(("variables", "daemon", "said"), NOT_USABLE.values(), ids=list(NOT_USABLE))
+def test_nothing_in_the_environment_stops_a_training(
+    variables: dict[str, str], daemon: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    for name in ("TIDEGATE_TOKEN", "TIDEGATE_AGENT_TOKEN", "NO_PROXY", "no_proxy", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "agent.token").write_bytes(b"\xff\xfe token")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.replace("{tmp}", str(tmp_path)))
+    tiny = Tiny()
+    with tiny.optimizer:
+        with pytest.raises(TidegateError, match=said):
+            tidegate.attach(tiny.optimizer, tiny.model, run="any", daemon=daemon or None, strict=True)
+        caplog.clear()
+        attachment = tidegate.attach(tiny.optimizer, tiny.model, run="any", daemon=daemon or None)
+        (warned,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert said in warned
+        assert attachment.link is None
+        knobs = tiny.optimizer.knobs
+        tiny.step()
+        assert tiny.optimizer.knobs == knobs
+        assert attachment.recorder.steps == 1
+        assert "tidegate_steps_total" in served(attachment)
+
+
+ARGUMENTS: dict[str, tuple[dict[str, object], str]] = {
+    "no name": ({"run": ""}, "run='' is no name of a run"),
+    "name of a path": ({"run": "bad name/.."}, "run='bad name/..' is no name of a run"),
+    "long name": ({"run": "a" * 65}, "is no name of a run"),
+    "number": ({"run": 7}, "run=7 is no name of a run"),
+    "daemon": ({"run": "any", "daemon": "head:8790"}, "daemon='head:8790'.*say http://host:port"),
+    "daemon's port": ({"run": "any", "daemon": "http://head:x"}, "say http://host:port"),
+    "port": ({"run": "any", "metrics_port": 70_000}, "metrics_port=70000 is no port"),
+    "negative port": ({"run": "any", "metrics_port": -1}, "metrics_port=-1 is no port"),
+    "host": ({"run": "any", "advertise_host": "h" * 300}, "advertise_host='hhh.* is no host"),
+}
+
+
+@pytest.mark.parametrize("with_daemon", [False, True])
+@pytest.mark.parametrize(("given", "said"), ARGUMENTS.values(), ids=list(ARGUMENTS))
+def test_an_argument_that_cannot_work_is_said_with_a_daemon_and_without(
+    given: dict[str, object], said: str, with_daemon: bool
+) -> None:
+    tiny = Tiny()
+    with tiny.optimizer, pytest.raises(ConfigError, match=said):
+        tidegate.attach(tiny.optimizer, **{**({"daemon": AWAY} if with_daemon else {}), **given})
+    assert tiny.optimizer.attachment is None
 
 
 # ---- the same process

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
+from tests.certificates import certificate_for
 from tests.daemon.live import Agent, Daemon, Process, hello, new_run, threaded, wait_until
 from tidegate.client import SCOPES, DaemonClient, find_token
 from tidegate.daemon.app import create_app
@@ -194,20 +194,6 @@ def test_nothing_secret_in_logs_or_metrics(tmp_path: Path) -> None:
     for secret in secrets.values():
         assert secret not in printed + shown
         assert digest_of(secret) not in printed + shown
-
-
-def certificate_for(folder: Path, names: str) -> tuple[Path, Path]:
-    """A certificate of its own, and its key; `names` as in IP:127.0.0.1,DNS:localhost."""
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=tidegate"),
-            *("-addext", f"subjectAltName={names}", "-keyout", key, "-out", certificate),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return certificate, key
 
 
 def test_https(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, new_run, wait_until
 from tidegate.daemon.control.preview import evidence
 from tidegate.errors import KnobError, NotFound, StaleKnobs
-from tidegate.wire.agent import Rates, SubgroupSizes, Vote
+from tidegate.wire.agent import Applied, Rates, SubgroupSizes, Vote
 from tidegate.wire.knobs import GenerationView
 
 
@@ -344,3 +344,17 @@ def test_the_example_in_the_docs_changes_knobs(daemon: Daemon) -> None:
         made = json.loads(done.stdout)
     assert (made["state"], made["changes"]) == ("committed", {"stride": 3.0, "static_ratio": 0.25})
     assert made["canary"]["steps"] == 20
+
+
+def test_why_a_rank_has_not_what_is_committed_is_shown(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    rank = Agent(daemon, run)
+    client.set_knobs(run, {"stride": 3}, wait=0)
+    rank.vote(1)
+    wait_until(lambda: client.generations(run)[1].state == "committed", "committed")
+    rank.vote(1, "stride 3 cannot be used here")
+    view = client.knobs(run)
+    assert [told.refused for told in view.ranks] == ["stride 3 cannot be used here"]
+    assert (client.generations(run)[1].state, view.pending) == ("committed", None)
+    rank.say(applied=Applied(generation=1, step=1))
+    assert client.generations(run)[1].applied == {0: 1}

@@ -1,0 +1,250 @@
+"""Connections that end in time: name look-up, connecting, TLS, sending and receiving have one deadline together.
+
+The timeouts of httpx are for one read or write each, and for one address of a name: a peer that sends a byte now and
+then would hold a thread for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, TypeVar
+
+import httpcore
+
+MAX_HEAD_BYTES: Final = 64 << 10
+"""Of one answer: status, headers, and all interim answers (1xx) before it."""
+_RECORD_BYTES: Final = 16 << 10
+"""The largest TLS record."""
+
+_T = TypeVar("_T")
+_this_thread = threading.local()
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """What this thread sends and receives in the block ends so many seconds from now at the latest, or when an outer
+    block says so, with a `httpx.TimeoutException`."""
+    before: float | None = getattr(_this_thread, "ends_at", None)
+    ends_at = time.monotonic() + seconds
+    _this_thread.ends_at = ends_at if before is None else min(before, ends_at)
+    try:
+        yield
+    finally:
+        _this_thread.ends_at = before
+
+
+@contextlib.contextmanager
+def bounded_head() -> Iterator[None]:
+    """In the block, which ends with the headers of an answer, this thread receives `MAX_HEAD_BYTES` at most."""
+    _this_thread.head_bytes_left = MAX_HEAD_BYTES
+    try:
+        yield
+    finally:
+        _this_thread.head_bytes_left = None
+
+
+class Backend(httpcore.NetworkBackend):
+    """Opens connections that know when the exchange of the thread which uses them has to end."""
+
+    def __init__(self) -> None:
+        self._system = httpcore.SyncBackend()
+
+    def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.NetworkStream:  # fmt: skip
+        """To the first address of the host that answers; each gets its share of the time that is left."""
+        with _at_most(timeout):
+            addresses = _look_up(host, port)
+            for later in reversed(range(len(addresses))):
+                left = _left(None, httpcore.ConnectTimeout)
+                share = None if left is None else left / (later + 1)
+                try:
+                    address = addresses[-1 - later]
+                    return Stream(self._system.connect_tcp(address, port, share, local_address, socket_options))
+                except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                    if later == 0:
+                        raise
+        raise httpcore.ConnectError(f"{host} has no address")
+
+    def sleep(self, seconds: float) -> None:
+        self._system.sleep(seconds)
+
+
+class Stream(httpcore.NetworkStream):
+    """A connection, plain or with one layer of TLS."""
+
+    def __init__(self, stream: httpcore.NetworkStream) -> None:
+        self._stream = stream
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        head_bytes_left: int | None = getattr(_this_thread, "head_bytes_left", None)
+        if head_bytes_left is None:
+            return self.receive(max_bytes, timeout)
+        if head_bytes_left == 0:
+            raise httpcore.ReadError(f"the headers of the answer have more than {MAX_HEAD_BYTES:,} bytes")
+        received = self.receive(min(max_bytes, head_bytes_left), timeout)
+        _this_thread.head_bytes_left = head_bytes_left - len(received)
+        return received
+
+    def receive(self, max_bytes: int, timeout: float | None) -> bytes:
+        """As `read`; these bytes are not counted as those of headers."""
+        return self._stream.read(max_bytes, _left(timeout, httpcore.ReadTimeout))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """In pieces of what the socket takes: a peer that reads slowly gets no new time with each of them."""
+        connection = self._stream.get_extra_info("socket")
+        rest = memoryview(buffer)
+        with _at_most(timeout):
+            while rest:
+                left = _left(None, httpcore.WriteTimeout)
+                try:
+                    connection.settimeout(left)
+                    rest = rest[connection.send(rest) :]
+                except TimeoutError as error:
+                    raise httpcore.WriteTimeout(str(error)) from error
+                except OSError as error:
+                    raise httpcore.WriteError(str(error)) from error
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        if self.get_extra_info("ssl_object") is not None:
+            return TlsInTls(self, ssl_context, server_hostname, timeout)
+        return Stream(self._stream.start_tls(ssl_context, server_hostname, _left(timeout, httpcore.ConnectTimeout)))
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class TlsInTls(Stream):
+    """TLS with the daemon in the TLS with a proxy, which sees none of it. httpcore has one too, but its reads and its
+    handshake have no deadline, and its socket is that of the proxy."""
+
+    def __init__(
+        self, outer: Stream, context: ssl.SSLContext, server_hostname: str | None, timeout: float | None
+    ) -> None:
+        super().__init__(outer)
+        self._outer = outer
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        try:
+            self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=server_hostname)
+            with _at_most(timeout):
+                self._drive(self._tls.do_handshake)
+        except (httpcore.ReadTimeout, httpcore.WriteTimeout) as error:
+            self.close()
+            raise httpcore.ConnectTimeout(str(error)) from error
+        except (OSError, httpcore.NetworkError) as error:  # ssl.SSLError is an OSError
+            self.close()
+            raise httpcore.ConnectError(str(error)) from error
+
+    def receive(self, max_bytes: int, timeout: float | None) -> bytes:
+        try:
+            with _at_most(timeout):
+                return self._drive(lambda: self._tls.read(max_bytes))
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            return b""
+        except ssl.SSLError as error:
+            raise httpcore.ReadError(str(error)) from error
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        rest = memoryview(buffer)
+        try:
+            with _at_most(timeout):
+                while rest:
+                    rest = rest[self._drive(lambda rest=rest: self._tls.write(rest)) :]  # type: ignore[misc]
+        except ssl.SSLError as error:
+            raise httpcore.WriteError(str(error)) from error
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._tls if info == "ssl_object" else super().get_extra_info(info)
+
+    def _drive(self, act: Callable[[], _T]) -> _T:
+        """Does `act`; what it wants to send and to receive goes through the outer TLS."""
+        while True:
+            try:
+                done = act()
+            except ssl.SSLWantReadError:
+                self._outer.write(self._outgoing.read())
+                if received := self._outer.receive(_RECORD_BYTES, None):
+                    self._incoming.write(received)
+                else:
+                    self._incoming.write_eof()
+            else:
+                self._outer.write(self._outgoing.read())
+                return done
+
+
+def _at_most(timeout: float | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if timeout is None else within(timeout)
+
+
+def _left(timeout: float | None, over: type[Exception]) -> float | None:
+    """The seconds that one read or write may take; raises `over` when the exchange has none left."""
+    ends_at: float | None = getattr(_this_thread, "ends_at", None)
+    if ends_at is None:
+        return timeout
+    left = ends_at - time.monotonic()
+    if left <= 0.0:
+        raise over("the exchange took too long")
+    return left if timeout is None else min(timeout, left)
+
+
+# ---- names of hosts
+
+
+class _Lookup(threading.Thread):
+    """Asks the system for the addresses of a host, in a thread, since the system takes as long as it likes."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(name="tidegate-look-up", daemon=True)
+        self._asked = host, port
+        self.found: list[str] = []
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.found = _addresses(*self._asked)
+        except Exception as error:
+            self.error = error
+
+
+_lookups: dict[tuple[int, str, int], _Lookup] = {}
+"""Those that go on, by process, host and port: whoever asks meanwhile waits for the same one."""
+_lookups_lock = threading.Lock()
+
+
+def _look_up(host: str, port: int) -> list[str]:
+    """The addresses of the host, as numbers, in the order in which they are to be tried."""
+    with contextlib.suppress(OSError, ValueError):
+        return _addresses(host, port, socket.AI_NUMERICHOST)
+    key = os.getpid(), host, port  # a fork has none of its parent's threads
+    with _lookups_lock:
+        lookup = _lookups.get(key)
+        if lookup is None:
+            lookup = _lookups[key] = _Lookup(host, port)
+            lookup.start()
+    lookup.join(_left(None, httpcore.ConnectTimeout))
+    if lookup.is_alive():
+        raise httpcore.ConnectTimeout(f"the system did not say in time which address {host} has")
+    with _lookups_lock:
+        if _lookups.get(key) is lookup:
+            del _lookups[key]
+    if lookup.error is not None:
+        raise httpcore.ConnectError(f"{host} has no address: {lookup.error}") from lookup.error
+    return lookup.found
+
+
+def _addresses(host: str, port: int, flags: int = 0) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    return list(dict.fromkeys(socket.getnameinfo(address, numeric)[0] for *_, address in found))
