@@ -7,6 +7,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,7 +27,14 @@ from tidegate.agent.tiers.manifest import (
 from tidegate.agent.tiers.plain_files import is_directory, open_plain
 from tidegate.agent.tiers.resume import read_from, read_header
 from tidegate.agent.tiers.writers import Writing
-from tidegate.errors import CheckpointFailed, CheckpointTaken, ManifestDamaged, StateFileError, StorageError
+from tidegate.errors import (
+    CheckpointFailed,
+    CheckpointTaken,
+    FileUnreadable,
+    ManifestDamaged,
+    StateFileError,
+    StorageError,
+)
 from tidegate.kernels import aligned_buffer, crc32c
 
 OURS: Final = re.compile(r"rank(0|[1-9][0-9]*)(\.json|\.new|-[0-9a-f]{1,32})")
@@ -60,6 +68,8 @@ def _inspect(step: Path) -> Inspected:
         manifests = manifests_of(step)
         for manifest in manifests if has_all_ranks(manifests) else ():
             _check_part(Checkpoint(step, manifest))
+    except FileUnreadable as error:
+        unreadable = str(error)
     except StateFileError as reason:
         damage = DamagedCheckpoint(step, reason)
     except (StorageError, OSError) as error:
@@ -109,6 +119,8 @@ def remove_damaged(found: Inspected) -> None:
     try:
         writing.take(directory.parent)
         now = _inspect(directory)
+        if now.unreadable:
+            raise CheckpointFailed(f"{directory} was not removed: {now.unreadable}")
         if now.damage is None or not now.damage.is_removable:
             raise CheckpointFailed(f"{directory} is no longer what was found: look again.")
         if not is_directory(directory):
@@ -131,12 +143,11 @@ def remove_damaged(found: Inspected) -> None:
 
 
 def _bytes_in(step: Path) -> int:
-    """Files may vanish meanwhile."""
+    """Of what can be looked at; files may vanish meanwhile."""
     total = 0
-    for at, _, names in os.walk(step) if is_directory(step) else ():
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(at, name)).st_size
-            except FileNotFoundError:
-                continue
+    with suppress(OSError):
+        for at, _, names in os.walk(step) if is_directory(step) else ():
+            for name in names:
+                with suppress(OSError):
+                    total += os.lstat(os.path.join(at, name)).st_size
     return total
