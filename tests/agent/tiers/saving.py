@@ -90,7 +90,10 @@ def links(checkpoint: tidegate.Checkpoint) -> list[int]:
 
 def repack(manifest: Path, **changed: Any) -> None:
     """Other values in a manifest, with the checksum that they have: as they were written so."""
-    values = json.loads(manifest.read_bytes())["checkpoint"] | changed
+    write_manifest(manifest, json.loads(manifest.read_bytes())["checkpoint"] | changed)
+
+
+def write_manifest(manifest: Path, values: dict[str, Any]) -> None:
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     manifest.write_bytes(json.dumps({"crc32": zlib.crc32(text.encode()), "checkpoint": values}, indent=1).encode())
 
