@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 VERSION_3 = 0x20080522
-OVERRIDES = 1 << 1 | 1 << 2
-"""CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
+OVERRIDES = 1 << 1 | 1 << 2 | 1 << 3
+"""CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH and CAP_FOWNER."""
 MOST_DESCRIPTORS = 1024
 
 
