@@ -269,7 +269,7 @@ def survey(directory: Path, rank: int) -> tuple[list[Checkpoint], list[DamagedCh
         else:
             good += [Checkpoint(step, one) for one in manifests if one.rank == rank] if has_all_ranks(manifests) else []
     for one in damaged:
-        _warn(one)
+        warn(one)
     return sorted(good, key=lambda one: -one.manifest.number), damaged
 
 
@@ -317,7 +317,8 @@ _warned: set[tuple[str, str]] = set()
 """Damaged checkpoints that this process warned of, with the reason."""
 
 
-def _warn(damaged: DamagedCheckpoint) -> None:
+def warn(damaged: DamagedCheckpoint) -> None:
+    """Once in a process."""
     if (about := (str(damaged.directory), str(damaged.reason))) not in _warned:
         _warned.add(about)
         is_damaged = damaged.is_removable
