@@ -17,7 +17,7 @@ from tidegate.agent.tiers.drain import PendingCheckpoint
 from tidegate.agent.tiers.manifest import Checkpoint, choose
 from tidegate.agent.tiers.resume import Reader
 from tidegate.agent.tiers.writers import Writing
-from tidegate.errors import CheckpointFailed
+from tidegate.errors import CheckpointFailed, ConfigError, ForeignState
 
 
 class CheckpointFiles:
@@ -56,12 +56,20 @@ class CheckpointFiles:
             self.engine.weights.take_edited()
             yield
 
-    def find(self, directory: str | os.PathLike[str], step: int | None) -> Checkpoint:
-        """The newest complete one, or that of `step`; one that is still written is waited for."""
+    def find(self, place: str | os.PathLike[str] | Checkpoint, step: int | None) -> Checkpoint:
+        """The one that is given, the newest complete one of a directory, or that of `step`; one that is still written
+        is waited for."""
         if self._pending is not None:
             with suppress(CheckpointFailed):  # it was logged; an older one is what one wants now
                 self._pending.settle()
-        return choose(directory, Ranks.now().rank, step)
+        rank = Ranks.now().rank
+        if not isinstance(place, Checkpoint):
+            return choose(place, rank, step)
+        if step is not None:
+            raise ConfigError(f"step={step} is for a directory, and {place} is one checkpoint: leave it out.")
+        if place.manifest.rank != rank:
+            raise ForeignState(place.folder, f"the part of rank {place.manifest.rank}", f"that of rank {rank}")
+        return place
 
     def take(self, found: Checkpoint, reader: Reader) -> None:
         """State of subgroups from a checkpoint; when that fails the engine is not usable until one is loaded whole."""

@@ -449,11 +449,14 @@ class AdamW(torch.optim.Optimizer):
         return self._checkpoints.begin(target, self._small_state, self.num_steps, memory_bytes)
 
     @torch.no_grad()
-    def load_checkpoint(self, directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
-        """Takes the newest complete checkpoint in `directory`, or that of `step`. Load the weights first.
+    def load_checkpoint(self, directory: str | os.PathLike[str] | Checkpoint, *, step: int | None = None) -> Checkpoint:
+        """Takes the newest complete checkpoint in `directory`, or that of `step`, or one that was found. Load its
+        weights first.
 
         Paths, split, stride and size of subgroups may be others than it was saved with. Checkpoints with a damaged
-        manifest are left out, with a warning; asked for by `step`, they are an error that names the reason.
+        manifest are left out, with a warning; asked for by `step`, they are an error that names the reason. Damage that
+        only the data show is an error: an older state would not be that of the weights. `find_sound_checkpoint` finds
+        it before.
 
         NoCheckpoint; FileDamaged when what `save_also` wrote is not as it was, ForeignState or WeightsMismatch for
         another model, other weights or another number of ranks, with nothing changed; another `StateFileError` for

@@ -30,11 +30,10 @@ def main() -> None:
     with tidegate.AdamW(model.parameters(), lr=3e-3, max_grad_norm=1.0, offload=offload) as optimizer:
         tidegate.attach(optimizer, model, run="plain-pytorch", daemon=options.daemon)
         checkpoints = options.folder / "checkpoints"
-        if found := tidegate.find_checkpoints(checkpoints):
-            # Weights first, of the newest checkpoint: the state on the paths belongs to them.
-            found[0].verify()
-            model.load_state_dict(torch.load(found[0].folder / "model.pt"))
-            optimizer.load_checkpoint(checkpoints)
+        if found := tidegate.find_sound_checkpoint(checkpoints):
+            # Weights first: the state on the paths belongs to them.
+            model.load_state_dict(torch.load(found.folder / "model.pt"))
+            optimizer.load_checkpoint(found)
         first = optimizer.num_steps
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (first + step + 1) / 10))
         for step in range(first, first + options.steps):

@@ -472,3 +472,30 @@ def test_no_text_from_outside_reaches_the_terminal_as_an_order(daemon: Daemon) -
             assert [c for c in out + err if c in "\x07\x1b\x9b\u202e"] == [], words
         assert "because \\u001b]0;yours\\u0007\\u009b2J\\u001b[1A\\u202e" in seen
         agent.goodbye(said.agent)
+
+
+NOT_UTF8 = "a\udcff"
+"""As Python reads a word of a command line that holds the byte 0xff."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "token create read --name", "token create read --run", "token revoke", "token list --database-url",
+        "status --run", "events --run", "history --run", "advice --run", "trace --run", "rollback --reason",
+        "knobs get", "knobs set stride=3 --run", "knobs set stride=3 --reason", "knobs set", "status --daemon",
+        "doctor --daemon", "doctor --endpoint", "train --run", "train --advertise-host", "demo --metrics-bind",
+        "demo --daemon", "daemon --bind", "daemon --advertise-address", "daemon --allowed-host",
+        "daemon --database-url", "dashboard --bind", "dashboard --allowed-host",
+    ],
+)  # fmt: skip
+def test_text_that_is_not_utf8_is_refused_with_a_sentence(tmp_path: Path, words: str) -> None:
+    code, out, error = run(None, *words.split(), NOT_UTF8, state=tmp_path, TIDEGATE_DAEMON="http://127.0.0.1:9")
+    assert (code, out, error.count("\n")) == (2, "", 0), error
+    assert error.startswith("tidegate: ")
+    assert "'a\\udcff' is not UTF-8" in error
+
+
+def test_an_address_in_the_environment_that_is_not_utf8_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    code, _, error = run(None, "status", state=tmp_path, TIDEGATE_DAEMON=f"http://{NOT_UTF8}")
+    assert (code, error.count("\n"), "TIDEGATE_DAEMON" in error) == (2, 0, True), error

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import tidegate
-from tests.agent.tiers.saving import Run, flip
+from tests.agent.tiers.refused import descriptors_left, held_to_permissions
+from tests.agent.tiers.saving import Run, flip, repack, write_manifest
+from tests.services import ROOT
 from tests.test_doctor_paths import doctor
 from tidegate import doctor_checkpoints
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, HeaderDamaged
 
 
 @pytest.fixture
@@ -103,11 +108,116 @@ def test_nothing_is_removed_while_a_run_saves_there(tmp_path: Path) -> None:
 
 def test_what_is_not_complete_or_newer_stays(saved: list[tidegate.Checkpoint]) -> None:
     place = saved[0].directory.parent
-    manifest = saved[0].directory / "rank0.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b'"version": 2', b'"version": 99'))
+    repack(saved[0].directory / "rank0.json", version=99)
     (saved[1].directory / "rank0.json").unlink()
     found = doctor_checkpoints.look([place])
     assert [one.verdict for one in doctor_checkpoints.findings([place], found)] == ["bad", "missing", "good", "good"]
     doctor_checkpoints.remove_damaged(found, True, lambda _: True)
     assert len(os.listdir(place)) == 4
     assert doctor_checkpoints.findings([place], [])[0].verdict == "good"
+
+
+@pytest.mark.parametrize("what", ["rank0.json", ".", "folder", "folder/000001.tide", "folder/model.pt"])
+def test_what_cannot_be_read_stays(saved: list[tidegate.Checkpoint], what: str) -> None:
+    """A file that this user may not read says nothing about the checkpoint, which may be sound."""
+    place, first = saved[0].directory.parent, saved[0]
+    target = first.directory / what.replace("folder", first.folder.name)
+    mode = target.stat().st_mode
+    target.chmod(0)
+    with held_to_permissions():
+        found = doctor_checkpoints.look([place])
+        said = doctor_checkpoints.findings([place], found)
+        assert [one.verdict for one in said] == ["bad", "good", "good", "good"]
+        assert "cannot be read" in said[0].detail
+        assert "damaged" not in said[0].detail
+        (done,) = doctor_checkpoints.remove_damaged(found, True, lambda _: True)
+    assert done.verdict == "good"
+    target.chmod(mode)
+    assert [one.verdict for one in doctor_checkpoints.findings([place], doctor_checkpoints.look([place]))] == [
+        "good"
+    ] * 4
+
+
+def test_nothing_is_removed_where_no_descriptors_are_left(saved: list[tidegate.Checkpoint]) -> None:
+    place = saved[0].directory.parent
+    flip(saved[1].directory / "rank0.json", 100)
+    found = doctor_checkpoints.look([place])
+    for left in range(2):
+        with descriptors_left(left):
+            (done,) = doctor_checkpoints.remove_damaged(found, True, lambda _: True)
+        assert (done.verdict, len(os.listdir(place))) == ("bad", 4), done
+        assert "Too many open files" in done.detail
+    (done,) = doctor_checkpoints.remove_damaged(found, True, lambda _: True)
+    assert (done.verdict, len(os.listdir(place))) == ("good", 3), done
+
+
+def test_a_flip_in_the_version_of_a_state_file_is_damage(saved: list[tidegate.Checkpoint]) -> None:
+    """It is no newer format, which would stay for ever."""
+    place, file = saved[0].directory.parent, saved[0].folder / "000001.tide"
+    for byte in range(8, 12):
+        for bit in range(8):
+            flip(file, byte, bit)
+            found, *_ = doctor_checkpoints.look([place])
+            assert found.damage is not None
+            assert type(found.damage.reason) is HeaderDamaged, (byte, bit, found.damage)
+            flip(file, byte, bit)
+
+
+ESCAPE = "a\x1b[2J"
+"""A name that would empty the screen."""
+
+
+def named_strangely(saved: tidegate.Checkpoint) -> None:
+    """What somebody else can put into a checkpoint: a file of such a name, and damage to a file that has one."""
+    (saved.directory / ESCAPE).touch()
+    flip(saved.directory / "rank0.json", 100)
+
+
+def with_a_strange_file(place: Path) -> tidegate.Checkpoint:
+    with Run() as run:
+        run.steps(0, 1)
+        made = run.optimizer.save_checkpoint(place, save_also=lambda at: (at / ESCAPE).write_bytes(b"weights"))
+    flip(made.folder / ESCAPE, 3)
+    return made
+
+
+def test_no_name_of_a_file_reaches_the_terminal_as_an_order(tmp_path: Path, saved: list[tidegate.Checkpoint]) -> None:
+    named_strangely(saved[0])
+    with_a_strange_file(tmp_path / "other")
+    places = ("--checkpoints", str(tmp_path / "saved"), "--checkpoints", str(tmp_path / "other"))
+    for words in (places, (*places, "--remove"), (*places, "--remove", "--yes")):
+        _, said = doctor(tmp_path, *words)
+        assert "\x1b" not in said
+        assert "a\\u001b[2J" in said
+
+
+def test_a_warning_about_files_of_an_earlier_tidegate_orders_nothing(tmp_path: Path) -> None:
+    """No handler is set up for the logs of this command."""
+    made = with_a_strange_file(tmp_path / "old")
+    values = json.loads((made.directory / "rank0.json").read_bytes())["checkpoint"]
+    del values["files"]
+    write_manifest(made.directory / "rank0.json", values | {"version": 1})
+    _, said = doctor(tmp_path, "--checkpoints", str(tmp_path / "old"))
+    assert "there are no checksums of a\\u001b[2J" in said
+    assert "\x1b" not in said
+
+
+@pytest.mark.slow
+def test_no_question_orders_the_terminal_anything(tmp_path: Path) -> None:
+    made = with_a_strange_file(tmp_path / "saved")
+    screen, keyboard = os.openpty()
+    command = [sys.executable, "-m", "tidegate", "doctor", "--checkpoints", str(tmp_path / "saved"), "--remove"]
+    with subprocess.Popen(command, stdin=keyboard, stdout=keyboard, stderr=keyboard, cwd=ROOT):
+        os.close(keyboard)
+        shown = b""
+        while b"[y/N]" not in shown:
+            shown += os.read(screen, 4096)
+        os.write(screen, b"n\n")
+        with suppress(OSError):  # EIO: the other end is closed
+            while more := os.read(screen, 4096):
+                shown += more
+    os.close(screen)
+    assert b"a\\u001b[2J" in shown
+    assert b"a\x1b[2J" not in shown
+    assert b"nothing was removed" in shown
+    assert made.directory.exists()

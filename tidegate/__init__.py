@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tidegate.agent.overlap import overlap_forward as overlap_forward
     from tidegate.agent.overlap import wait as wait
     from tidegate.agent.tiers.drain import PendingCheckpoint as PendingCheckpoint
+    from tidegate.agent.tiers.inspection import find_sound_checkpoint as find_sound_checkpoint
     from tidegate.agent.tiers.manifest import Checkpoint as Checkpoint
     from tidegate.agent.tiers.manifest import DamagedCheckpoint as DamagedCheckpoint
     from tidegate.agent.tiers.manifest import find_checkpoints as find_checkpoints
@@ -44,6 +45,7 @@ _HOME = {
     "DamagedCheckpoint": "tidegate.agent.tiers.manifest",
     "find_checkpoints": "tidegate.agent.tiers.manifest",
     "find_damaged_checkpoints": "tidegate.agent.tiers.manifest",
+    "find_sound_checkpoint": "tidegate.agent.tiers.inspection",
 }
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "enable_deepspeed",
     "find_checkpoints",
     "find_damaged_checkpoints",
+    "find_sound_checkpoint",
     "overlap_ddp",
     "overlap_forward",
     "wait",

@@ -12,13 +12,13 @@ from pydantic import ValidationError
 
 from tidegate import cli_knobs, cli_tokens, cli_watch
 from tidegate.cli_calibrate import calibrate
-from tidegate.cli_options import Daemon, Json, RunOption, choose, client_for, duration
+from tidegate.cli_options import Daemon, Json, RunOption, choose, client_for, duration, utf8
 from tidegate.cli_plan import plan
 from tidegate.cli_training import needs, training_command
 from tidegate.client import find_daemon, state_dir
 from tidegate.errors import ConfigError, TidegateError
-from tidegate.logs import VARIABLE, LogFormat, configure
-from tidegate.terminal import say
+from tidegate.logs import VARIABLE, LogFormat, configure, visible_without_handlers
+from tidegate.terminal import confirm, say
 
 if TYPE_CHECKING:
     from tidegate.doctor import Finding
@@ -37,6 +37,7 @@ app.add_typer(cli_tokens.app, name="token")
 
 def main() -> NoReturn:
     """Exit codes: 0 done, 1 failed, 2 used wrongly. Errors are one sentence on stderr."""
+    visible_without_handlers()
     try:
         app()
     except ConfigError as error:
@@ -54,15 +55,21 @@ def main() -> NoReturn:
 
 @app.command()
 def daemon(
-    bind: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    bind: Annotated[str, typer.Option(help="Address to listen on.", callback=utf8)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65_535)] = 8790,
     state: Annotated[Path | None, typer.Option("--state-dir", help="Where tokens and the database live.")] = None,
     tokens: Annotated[
         Path | None, typer.Option("--token-dir", help="Holds SCOPE.token for every scope; not written.")
     ] = None,
-    database_url: Annotated[str | None, typer.Option(help="Any SQLAlchemy URL; default: SQLite.")] = None,
-    advertise: Annotated[str | None, typer.Option("--advertise-address", help="Its name on other machines.")] = None,
-    allowed_host: Annotated[list[str] | None, typer.Option(help="One more Host header to accept.")] = None,
+    database_url: Annotated[
+        str | None, typer.Option(help="Any SQLAlchemy URL; default: SQLite.", callback=utf8)
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option("--advertise-address", help="Its name on other machines.", callback=utf8)
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="One more Host header to accept.", callback=utf8)
+    ] = None,
     metrics: Annotated[bool, typer.Option(help="Serve /metrics.")] = True,
     log_format: Annotated[LogFormat, typer.Option(help="Form of the log on stderr.", envvar=VARIABLE)] = LogFormat.TEXT,
     tls_certificate: Annotated[Path | None, typer.Option(help="PEM file: speak HTTPS with this certificate.")] = None,
@@ -96,14 +103,16 @@ def daemon(
 @app.command()
 def dashboard(
     port: Annotated[int, typer.Option(help="Port of the live view.", min=0, max=65_535)] = 8501,
-    bind: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    bind: Annotated[str, typer.Option(help="Address to listen on.", callback=utf8)] = "127.0.0.1",
     browse: Annotated[
         bool | None, typer.Option("--open/--no-open", help="Open a browser; default: where there is a terminal.")
     ] = None,
     link: Annotated[
         bool, typer.Option("--link", help="Print a link that may turn knobs in the live view that runs at --port.")
     ] = False,
-    allowed_host: Annotated[list[str] | None, typer.Option(help="One more name that the live view has.")] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="One more name that the live view has.", callback=utf8)
+    ] = None,
     url: Daemon = None,
 ) -> None:
     """Serve the live view, and print a link that lets a browser turn knobs."""
@@ -155,7 +164,9 @@ def doctor(
     path: Annotated[
         list[str] | None, typer.Option("--path", help="A directory or s3://bucket/prefix of storage paths; repeat it.")
     ] = None,
-    endpoint: Annotated[str, typer.Option("--endpoint", help="The server of s3:// paths, where not Amazon's.")] = "",
+    endpoint: Annotated[
+        str, typer.Option("--endpoint", help="The server of s3:// paths, where not Amazon's.", callback=utf8)
+    ] = "",
     checkpoints: Annotated[
         list[str] | None,
         typer.Option("--checkpoints", help="A directory of checkpoints: each is read and checked; repeat it."),
@@ -196,13 +207,11 @@ def doctor(
     findings: list[Finding] = [] if remove else examine(url or find_daemon())
     if path:
         findings += (
-            doctor_paths.remove_dead(leftovers, yes, typer.confirm)
-            if remove
-            else doctor_paths.findings(path, leftovers)
+            doctor_paths.remove_dead(leftovers, yes, confirm) if remove else doctor_paths.findings(path, leftovers)
         )
     if checkpoints:
         findings += (
-            doctor_checkpoints.remove_damaged(inspected, yes, typer.confirm)
+            doctor_checkpoints.remove_damaged(inspected, yes, confirm)
             if remove
             else doctor_checkpoints.findings(checkpoints, inspected)
         )

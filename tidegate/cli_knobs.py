@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from tidegate.cli_options import Daemon, Json, Reason, RunOption, Wait, choose, client_for, print_json
+from tidegate.cli_options import Daemon, Json, Reason, RunOption, Wait, choose, client_for, print_json, utf8
 from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError
 from tidegate.knobs import KnobValue, show
@@ -24,7 +24,7 @@ app = typer.Typer(help="Read and turn the knobs of a run.", no_args_is_help=True
 
 @app.command("get")
 def get(
-    run: Annotated[str | None, typer.Argument(help="Name of the run.")] = None,
+    run: Annotated[str | None, typer.Argument(help="Name of the run.", callback=utf8)] = None,
     url: Daemon = None,
     as_json: Json = False,
 ) -> None:
@@ -41,7 +41,7 @@ def get(
 
 @app.command("set")
 def change(
-    changes: Annotated[list[str], typer.Argument(metavar="[RUN] KNOB=VALUE...")],
+    changes: Annotated[list[str], typer.Argument(metavar="[RUN] KNOB=VALUE...", callback=utf8)],
     run: RunOption = None,
     reason: Reason = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what it would do.")] = False,

@@ -11,13 +11,27 @@ from pydantic import BaseModel
 
 from tidegate.client import DaemonClient, find_daemon, find_token
 from tidegate.errors import ConfigError, TidegateError
-from tidegate.terminal import say
+from tidegate.terminal import encodable, say
 from tidegate.wire.run import RunView
 
-Daemon = Annotated[str | None, typer.Option("--daemon", help="Address of the daemon; default: the one of this user.")]
+
+def utf8(param: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
+    """For `callback` of options whose text is stored or sent. ConfigError for bytes that were no UTF-8."""
+    for text in (value,) if isinstance(value, str) else value or ():
+        encodable(text, param.opts[0] if param.opts[0].startswith("-") else (param.name or "").upper())
+    return value
+
+
+Daemon = Annotated[
+    str | None,
+    typer.Option("--daemon", help="Address of the daemon; default: the one of this user.", callback=utf8),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-RunOption = Annotated[str | None, typer.Option("--run", help="Name of the run; not needed while only one is running.")]
-Reason = Annotated[str, typer.Option(help="Why, for the audit log.")]
+RunOption = Annotated[
+    str | None,
+    typer.Option("--run", help="Name of the run; not needed while only one is running.", callback=utf8),
+]
+Reason = Annotated[str, typer.Option(help="Why, for the audit log.", callback=utf8)]
 Wait = Annotated[float, typer.Option(help="Seconds to wait for the outcome.", min=0, max=60)]
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 

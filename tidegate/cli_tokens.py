@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from tidegate.cli_options import duration
+from tidegate.cli_options import duration, utf8
 from tidegate.cli_training import needs
 from tidegate.client import SCOPES, actor, state_dir
 from tidegate.errors import ConfigError, TidegateError
@@ -26,15 +26,17 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Make, list and withdraw the tokens of a daemon.", no_args_is_help=True)
 
 State = Annotated[Path | None, typer.Option("--state-dir", help="State directory of the daemon.")]
-Database = Annotated[str | None, typer.Option("--database-url", help="The daemon's database, if not SQLite.")]
+Database = Annotated[
+    str | None, typer.Option("--database-url", help="The daemon's database, if not SQLite.", callback=utf8)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
 @app.command()
 def create(
     scope: Annotated[str, typer.Argument(help=f"One of: {', '.join(SCOPES)}.")],
-    name: Annotated[str | None, typer.Option(help="Whose it is, for the audit log.")] = None,
-    run: Annotated[str | None, typer.Option(help="The only run that it opens.")] = None,
+    name: Annotated[str | None, typer.Option(help="Whose it is, for the audit log.", callback=utf8)] = None,
+    run: Annotated[str | None, typer.Option(help="The only run that it opens.", callback=utf8)] = None,
     expires: Annotated[str | None, typer.Option(help="How long it opens anything, as in 12h or 30d.")] = None,
     state: State = None,
     database_url: Database = None,
@@ -68,7 +70,7 @@ def show(state: State = None, database_url: Database = None, as_json: Json = Fal
 
 @app.command()
 def revoke(
-    id: Annotated[str, typer.Argument(help="The beginning of its id, from `tidegate token list`.")],
+    id: Annotated[str, typer.Argument(help="The beginning of its id, from `tidegate token list`.", callback=utf8)],
     state: State = None,
     database_url: Database = None,
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Final
 
 import typer
 
+from tidegate.cli_options import utf8
 from tidegate.demo import DemoOptions, run_demo
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.knobs import check_path_name, spec
@@ -66,7 +67,9 @@ def training_command(*, view: bool) -> Callable[..., None]:
     def command(
         text: Annotated[Path | None, typer.Option(help="Folder of text; default: Python's own source.")] = None,
         steps: Annotated[int, typer.Option(help="Optimizer steps.", min=1)] = _DEFAULT.steps,
-        run: Annotated[str | None, typer.Option(help="Name of the run; default: made from the time.")] = None,
+        run: Annotated[
+            str | None, typer.Option(help="Name of the run; default: made from the time.", callback=utf8)
+        ] = None,
         seconds: Annotated[float, typer.Option(help="Stop after so many; 0: no limit.", min=0)] = _DEFAULT.seconds,
         headless: Annotated[bool | None, typer.Option(help="Do not wait at the end; default: as the terminal.")] = None,
         port: Annotated[int, typer.Option(help="Port of the daemon.", min=1, max=65_535)] = _DEFAULT.port,
@@ -94,12 +97,18 @@ def training_command(*, view: bool) -> Callable[..., None]:
         ),
         order: Annotated[str, typer.Option(help="pinned, alternate or auto.")] = _DEFAULT.order,
         reset_knobs: Annotated[bool, typer.Option("--reset-knobs", help="Forget the run's earlier knobs.")] = False,
-        daemon: Annotated[str | None, typer.Option(help="Address of a daemon elsewhere; none is started then.")] = None,
-        metrics_bind: Annotated[str, typer.Option(help="Address on which /metrics listens.")] = _DEFAULT.metrics_bind,
+        daemon: Annotated[
+            str | None, typer.Option(help="Address of a daemon elsewhere; none is started then.", callback=utf8)
+        ] = None,
+        metrics_bind: Annotated[
+            str, typer.Option(help="Address on which /metrics listens.", callback=utf8)
+        ] = _DEFAULT.metrics_bind,
         metrics_port: Annotated[int, typer.Option(help="Port of /metrics; 0 takes a free one.", min=0, max=65_535)] = (
             _DEFAULT.metrics_port
         ),
-        advertise_host: Annotated[str | None, typer.Option(help="This machine's name for Prometheus.")] = None,
+        advertise_host: Annotated[
+            str | None, typer.Option(help="This machine's name for Prometheus.", callback=utf8)
+        ] = None,
         log_format: Annotated[
             LogFormat | None, typer.Option(help="Log every event to stderr in this form; default: warnings alone.")
         ] = None,

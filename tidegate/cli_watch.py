@@ -11,7 +11,7 @@ import typer
 from tidegate.cli_options import Daemon, Json, RunOption, choose, client_for, print_json
 from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError, DaemonUnreachable, NotAuthorized
-from tidegate.terminal import say
+from tidegate.terminal import say, visible
 from tidegate.wire.event import Event
 from tidegate.wire.run import RunView
 
@@ -132,6 +132,6 @@ def _watch(ask: Callable[[], list[RunView]], everything: bool) -> None:
                 try:
                     live.update(shown(), refresh=True)
                 except DaemonUnreachable as error:
-                    live.update(f"{error} Trying again.", refresh=True)
+                    live.update(visible(f"{error} Trying again."), refresh=True)
     except KeyboardInterrupt:
         return

@@ -32,7 +32,7 @@ from tidegate.errors import (
 )
 from tidegate.knobs import KnobValue
 from tidegate.streams import within
-from tidegate.terminal import visible
+from tidegate.terminal import encodable, visible
 from tidegate.transport import BoundedTransport, system_trust
 from tidegate.wire.agent import AgentHello, AgentReport, Directive, Holder, Lease, LeaseSeconds, Rates, Vote
 from tidegate.wire.alert import AlertView
@@ -114,7 +114,7 @@ def find_token(scope: Scope) -> str | None:
 def find_daemon() -> str:
     """The daemon's address: TIDEGATE_DAEMON, else what the local daemon wrote to daemon.json, else the default."""
     if given := os.environ.get("TIDEGATE_DAEMON"):
-        return given
+        return encodable(given, "TIDEGATE_DAEMON")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads((state_dir() / "daemon.json").read_text())["url"])
     return DEFAULT_URL

@@ -17,6 +17,7 @@ from rich.text import Text
 from tidegate.cli_tables import console
 from tidegate.client import DEFAULT_URL, DaemonClient, find_token, state_dir
 from tidegate.errors import DaemonError
+from tidegate.terminal import visible
 
 Verdict = Literal["good", "missing", "bad"]
 _SIGNS: Final[dict[Verdict, Text]] = {
@@ -60,7 +61,7 @@ def examine(daemon_url: str) -> list[Finding]:
 def print_findings(findings: list[Finding]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
-        table.add_row(_SIGNS[finding.verdict], finding.check, finding.detail)
+        table.add_row(_SIGNS[finding.verdict], visible(finding.check), visible(finding.detail))
     console.print(table)
 
 

@@ -25,6 +25,7 @@ TidegateError
 │       ├── NotAStateFile, NewerFormat, ForeignByteOrder, UnknownChecksum
 │       ├── HeaderTruncated, HeaderDamaged, HeaderContradiction, DataTruncated
 │       ├── ManifestDamaged, FileDamaged, StrangeEntry
+│       ├── FileUnreadable  the system refuses to read it; what is in it may be sound
 │       ├── BlockDamaged   the data differ from their checksum; names block and offset
 │       └── ForeignRun, ForeignState, WrongStep, WeightsMismatch
 ├── DaemonError            the daemon answered with a problem (RFC 9457), or cannot be reached
@@ -38,6 +39,7 @@ TidegateError
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import TYPE_CHECKING, ClassVar
 
@@ -277,6 +279,18 @@ class StrangeEntry(StateFileError):
 
     trouble = "is something else than Tidegate makes"
     remedy = "Look who put it there, and remove it; nothing was read through it."
+
+
+class FileUnreadable(StateFileError):
+    """A file or directory that the system refuses to read: what is in it may be sound. `errno` is what it said."""
+
+    trouble = "cannot be read"
+    remedy = "What is in it may be sound, and nothing removes it: put right what the system says, then look again."
+
+    def __init__(self, file: str | os.PathLike[str], error: OSError) -> None:
+        code = error.errno or errno.EIO
+        super().__init__(file, f"{errno.errorcode.get(code, code)} ({os.strerror(code)})", "no error")
+        self.errno = code
 
 
 class BlockDamaged(StateFileError):

@@ -76,6 +76,13 @@ def configure(form: LogFormat) -> None:
     logging.getLogger("tidegate").setLevel(logging.INFO)
 
 
+def visible_without_handlers() -> None:
+    """For our own commands: what is logged where nobody has set up logs goes to stderr as before, and nothing in it is
+    an order to the terminal."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(TextFormatter("%(message)s"))
+
+
 def configure_from_environment() -> None:
     """For the agent: our own logs, where TIDEGATE_LOG_FORMAT is set and nobody has said it otherwise. ConfigError for a
     value that is no format."""

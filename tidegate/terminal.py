@@ -6,6 +6,8 @@ import sys
 import unicodedata
 from typing import Final, TextIO
 
+from tidegate.errors import ConfigError
+
 _KEPT: Final = "\n\t"
 _TURNS: Final = frozenset("\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """They turn the direction of writing, or break a line."""
@@ -21,6 +23,22 @@ def visible(text: str) -> str:
 def say(*words: object, file: TextIO | None = None, flush: bool = False) -> None:
     """Prints them to stdout, or to `file`, so that everything in them is visible."""
     print(visible(" ".join(map(str, words))), file=file or sys.stdout, flush=flush)
+
+
+def confirm(question: str) -> bool:
+    """Asks whoever is at the terminal, so that everything in the question is visible. No is the default."""
+    import typer  # not where training is: it needs no command line
+
+    return typer.confirm(visible(question))
+
+
+def encodable(text: str, what: str) -> str:
+    """The text. ConfigError naming `what` when it can be neither stored nor sent: its bytes were no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what} {text!a} is not UTF-8: write it in characters that are.") from error
+    return text
 
 
 def _shown(character: str) -> str:

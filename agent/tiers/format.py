@@ -46,6 +46,7 @@ from tidegate.errors import (
     HeaderTruncated,
     NewerFormat,
     NotAStateFile,
+    StateFileError,
     UnknownChecksum,
     WeightsMismatch,
     WrongStep,
@@ -170,11 +171,12 @@ class Header:
     def unpack(cls, data: bytes | bytearray | memoryview, file: Name) -> Header:
         """The header at the beginning of `data`, which may go on after it; `file` is named in errors.
 
-        StateFileError, by what is wrong: NotAStateFile, NewerFormat, HeaderTruncated, HeaderDamaged,
+        `StateFileError`, by what is wrong: NotAStateFile, NewerFormat, HeaderTruncated, HeaderDamaged,
         HeaderContradiction, ForeignByteOrder, UnknownChecksum.
         """
         view = memoryview(data).cast("B")
         mark = _check_start(view, file)
+        _check_version(view, file)
         nbytes = _check_whole(view, file)
         order = next((order for order, known in BYTE_ORDER_MARKS.items() if known == mark), f"mark {mark:#010x}")
         if order != sys.byteorder:
@@ -245,7 +247,11 @@ def bytes_to_read(first_page: bytes | bytearray | memoryview, file: Name) -> int
     """
     view = memoryview(first_page).cast("B")
     _check_start(view, file)
-    return header_bytes(_count_blocks(view, file))
+    try:
+        return header_bytes(_count_blocks(view, file))
+    except HeaderContradiction:
+        _check_version(view, file)
+        raise
 
 
 def _at_least(name: str, value: int, least: int) -> None:
@@ -259,10 +265,26 @@ def _check_start(view: memoryview, file: Name) -> int:
         raise NotAStateFile(file, bytes(view[: len(MAGIC)]), MAGIC)
     if len(view) < _BLOCKS_AT:
         raise HeaderTruncated(file, f"{len(view):,} bytes", f"at least {PAGE_BYTES:,}")
-    _, version, mark = _START.unpack_from(view)
-    if version > VERSION:
-        raise NewerFormat(file, f"version {version}", f"at most {VERSION}")
+    _, _, mark = _START.unpack_from(view)
     return int(mark)
+
+
+def _check_version(view: memoryview, file: Name) -> None:
+    """NewerFormat when a later Tidegate wrote it, in whatever form. Where the checksum is right with our version in
+    place of the one that is there, the header was ours and is damaged: `_check_whole` says so."""
+    _, version, mark = _START.unpack_from(view)
+    if version > VERSION and not _is_whole_with(VERSION, view, mark):
+        raise NewerFormat(file, f"version {version}", f"at most {VERSION}")
+
+
+def _is_whole_with(version: int, view: memoryview, mark: int) -> bool:
+    changed = bytearray(view)
+    _START.pack_into(changed, 0, MAGIC, version, mark)
+    try:
+        _check_whole(memoryview(changed), "")
+    except StateFileError:
+        return False
+    return True
 
 
 def _count_blocks(view: memoryview, file: Name) -> int:

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.format import PAGE_BYTES, Header, StateKind, padded_bytes
 from tidegate.agent.tiers.manifest import (
     OPTIMIZER_FILE,
     Checkpoint,
     DamagedCheckpoint,
     Manifest,
+    find_checkpoints,
     has_all_ranks,
     manifests_of,
     step_entries,
+    warn,
 )
 from tidegate.agent.tiers.plain_files import is_directory, open_plain
 from tidegate.agent.tiers.resume import read_from, read_header
 from tidegate.agent.tiers.writers import Writing
-from tidegate.errors import CheckpointFailed, CheckpointTaken, ManifestDamaged, StateFileError, StorageError
+from tidegate.errors import (
+    CheckpointFailed,
+    CheckpointTaken,
+    FileUnreadable,
+    ManifestDamaged,
+    StateFileError,
+    StorageError,
+)
 from tidegate.kernels import aligned_buffer, crc32c
+
+log = logging.getLogger("tidegate.tiers")
 
 OURS: Final = re.compile(r"rank(0|[1-9][0-9]*)(\.json|\.new|-[0-9a-f]{1,32})")
 """Names in the directory of a checkpoint that Tidegate gives."""
@@ -60,12 +74,40 @@ def _inspect(step: Path) -> Inspected:
         manifests = manifests_of(step)
         for manifest in manifests if has_all_ranks(manifests) else ():
             _check_part(Checkpoint(step, manifest))
+    except FileUnreadable as error:
+        unreadable = str(error)
     except StateFileError as reason:
         damage = DamagedCheckpoint(step, reason)
     except (StorageError, OSError) as error:
         unreadable = str(error)
     found = manifests[0].step if manifests else -1
     return Inspected(step, found, _bytes_in(step), has_all_ranks(manifests), damage, unreadable)
+
+
+def find_sound_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint | None:
+    """The newest complete checkpoint of which every byte is as it was written, None when there is none. All of it is
+    read, each rank's part by that rank: all ranks call this, and get the same one.
+
+    Those that are not sound are left out, with a warning that says why. PathUnusable when the directory cannot be read.
+    """
+    ranks = Ranks.now()
+    mine = {one.directory.name: one for one in find_checkpoints(directory, ranks.rank)}
+    for name in ranks.from_first(list(mine)):
+        if ranks.all_true(name in mine and _is_sound(mine[name])):
+            return mine[name]
+    return None
+
+
+def _is_sound(checkpoint: Checkpoint) -> bool:
+    try:
+        _check_part(checkpoint)
+    except StateFileError as reason:
+        warn(DamagedCheckpoint(checkpoint.directory, reason))
+    except (StorageError, OSError) as error:
+        log.warning("checkpoint %s is left out: %s", checkpoint.directory, error)
+    else:
+        return True
+    return False
 
 
 def _check_part(checkpoint: Checkpoint) -> None:
@@ -109,6 +151,8 @@ def remove_damaged(found: Inspected) -> None:
     try:
         writing.take(directory.parent)
         now = _inspect(directory)
+        if now.unreadable:
+            raise CheckpointFailed(f"{directory} was not removed: {now.unreadable}")
         if now.damage is None or not now.damage.is_removable:
             raise CheckpointFailed(f"{directory} is no longer what was found: look again.")
         if not is_directory(directory):
@@ -131,12 +175,11 @@ def remove_damaged(found: Inspected) -> None:
 
 
 def _bytes_in(step: Path) -> int:
-    """Files may vanish meanwhile."""
+    """Of what can be looked at; files may vanish meanwhile."""
     total = 0
-    for at, _, names in os.walk(step) if is_directory(step) else ():
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(at, name)).st_size
-            except FileNotFoundError:
-                continue
+    with suppress(OSError):
+        for at, _, names in os.walk(step) if is_directory(step) else ():
+            for name in names:
+                with suppress(OSError):
+                    total += os.lstat(os.path.join(at, name)).st_size
     return total

@@ -20,7 +20,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -34,11 +34,14 @@ from tidegate.agent.tiers.plain_files import is_directory, open_plain, require_d
 from tidegate.agent.tiers.saved_files import SavedFile, say_unknown, verify
 from tidegate.errors import (
     DataTruncated,
+    FileUnreadable,
+    ForeignByteOrder,
     ManifestDamaged,
     NewerFormat,
     NoCheckpoint,
     PathUnusable,
     StateFileError,
+    UnknownChecksum,
 )
 from tidegate.kernels import WeightFormat
 from tidegate.logs import event
@@ -46,6 +49,8 @@ from tidegate.logs import event
 log = logging.getLogger("tidegate.tiers")
 
 VERSION: Final = 2
+"""Later ones keep the envelope, `crc32` of the canonical text of `checkpoint`, or leave `crc32` out: a version that is
+higher below a wrong checksum is damage."""
 VERSION_WITHOUT_FILES: Final = 1
 """Knew nothing of what `save_also` wrote."""
 MOST_MANIFEST_BYTES: Final = 1 << 30
@@ -129,10 +134,11 @@ class Manifest:
         if not isinstance(outer, dict) or not isinstance(values := outer.get("checkpoint"), dict):
             raise WrongManifestError(f"{len(data):,} bytes that are no manifest", "one")
         version, expected = values.get("version"), outer.get("crc32")
-        if type(version) is int and version > VERSION:
-            raise NewerFormat(file, f"version {version:#x}", f"at most {VERSION:#x}")
         found = zlib.crc32(canonical(values).encode())
-        if type(expected) is not int or found != expected:
+        is_right = type(expected) is int and found == expected
+        if type(version) is int and version > VERSION and (is_right or "crc32" not in outer):
+            raise NewerFormat(file, f"version {version:#x}", f"at most {VERSION:#x}")
+        if not is_right:
             raise WrongManifestError(f"checksum {found:#010x}", schema.shown(expected))
         fields = Fields(values, "")
         made = cls._read(fields, fields.number("version", VERSION_WITHOUT_FILES, VERSION))
@@ -203,14 +209,15 @@ class Checkpoint:
         """Holds what `save_also` wrote against its checksums: all of it is read. `load_checkpoint` does so too; whoever
         loads weights before calls this before.
 
-        FileDamaged, DataTruncated or StrangeEntry when a file is not as it was written. What a Tidegate of before
-        wrote has no checksums, which is said once.
+        FileDamaged, DataTruncated or StrangeEntry when a file is not as it was written, FileUnreadable when the system
+        refuses to read it. What a Tidegate of before wrote has no checksums, which is said once.
         """
-        require_directory(self.folder)
-        if self.manifest.files is None:
-            say_unknown(self.folder, self.manifest.own_files)
-        else:
-            verify(self.folder, self.manifest.files)
+        with readable(self.folder):
+            require_directory(self.folder)
+            if self.manifest.files is None:
+                say_unknown(self.folder, self.manifest.own_files)
+            else:
+                verify(self.folder, self.manifest.files)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.directory}, step {self.step}, rank {self.manifest.rank})"
@@ -225,8 +232,9 @@ class DamagedCheckpoint:
 
     @property
     def is_removable(self) -> bool:
-        """False for what a newer Tidegate wrote: that one can read it."""
-        return not isinstance(self.reason, NewerFormat)
+        """False for what may be sound: written by a newer Tidegate or on another kind of machine, or not to be read
+        for now."""
+        return not isinstance(self.reason, NewerFormat | UnknownChecksum | ForeignByteOrder | FileUnreadable)
 
     def __repr__(self) -> str:
         return f"DamagedCheckpoint({self.directory}, {self.reason})"
@@ -261,13 +269,18 @@ def survey(directory: Path, rank: int) -> tuple[list[Checkpoint], list[DamagedCh
         else:
             good += [Checkpoint(step, one) for one in manifests if one.rank == rank] if has_all_ranks(manifests) else []
     for one in damaged:
-        _warn(one)
+        warn(one)
     return sorted(good, key=lambda one: -one.manifest.number), damaged
 
 
 def manifests_of(step: Path) -> list[Manifest]:
     """Those of all ranks that have written theirs, in this directory of a checkpoint. `StateFileError` when one of them
-    cannot be used."""
+    cannot be used, FileNotFoundError when it is removed meanwhile."""
+    with readable(step):
+        return _manifests_of(step)
+
+
+def _manifests_of(step: Path) -> list[Manifest]:
     require_directory(step)
     found = []
     for path in sorted(path for path in step.iterdir() if MANIFEST_NAME.fullmatch(path.name)):
@@ -289,16 +302,30 @@ def manifests_of(step: Path) -> list[Manifest]:
     return found
 
 
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """FileUnreadable for OSError; FileNotFoundError as it is."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise FileUnreadable(error.filename or path, error) from error
+
+
 _warned: set[tuple[str, str]] = set()
 """Damaged checkpoints that this process warned of, with the reason."""
 
 
-def _warn(damaged: DamagedCheckpoint) -> None:
+def warn(damaged: DamagedCheckpoint) -> None:
+    """Once in a process."""
     if (about := (str(damaged.directory), str(damaged.reason))) not in _warned:
         _warned.add(about)
+        is_damaged = damaged.is_removable
         log.warning(
-            "checkpoint %s is damaged and left out: %s `tidegate doctor --checkpoints %s` lists and removes such.",
-            damaged.directory, damaged.reason, damaged.directory.parent,
+            "checkpoint %s is %sleft out: %s `tidegate doctor --checkpoints %s` lists %ssuch.",
+            damaged.directory, "damaged and " if is_damaged else "", damaged.reason, damaged.directory.parent,
+            "and removes " if is_damaged else "",
             extra=event("checkpoint_damaged", checkpoint=str(damaged.directory), reason=str(damaged.reason)),
         )  # fmt: skip
 
@@ -337,8 +364,11 @@ def step_entries(directory: Path) -> list[Path]:
 
 
 def step_directories(directory: Path) -> Iterator[Path]:
-    """Directories of checkpoints; no links to some elsewhere."""
-    yield from (path for path in step_entries(directory) if is_directory(path))
+    """Directories of checkpoints; no links to some elsewhere, nor what nobody can look at."""
+    for path in step_entries(directory):
+        with suppress(OSError):
+            if is_directory(path):
+                yield path
 
 
 def folder_name(rank: int, attempt: str) -> str:
@@ -351,13 +381,8 @@ def manifest_path(step_directory: Path, rank: int) -> Path:
 
 def read_manifest(path: Path) -> Manifest:
     """FileNotFoundError when there is none, `StateFileError` when it cannot be used."""
-    try:
-        with open_plain(path) as file:
-            data = file.read(MOST_MANIFEST_BYTES + 1)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ManifestDamaged(path, f"one that cannot be read ({error.strerror})", "one that can") from error
+    with readable(path), open_plain(path) as file:
+        data = file.read(MOST_MANIFEST_BYTES + 1)
     if len(data) > MOST_MANIFEST_BYTES:
         raise ManifestDamaged(path, f"more than {MOST_MANIFEST_BYTES:,} bytes", "fewer")
     return Manifest.unpack(data, path)
@@ -388,18 +413,24 @@ def retract(checkpoint: Checkpoint) -> None:
 
 def remove_remains(directory: Path, rank: int) -> None:
     """Folders of this rank that no manifest names, and directories of steps that are empty then. What Tidegate does not
-    make is left, and nothing is removed through a link."""
-    for step in step_directories(directory):
-        named = _named(manifest_path(step, rank))
-        with suppress(FileNotFoundError, IsADirectoryError):
-            manifest_path(step, rank).with_suffix(".new").unlink()
-        for folder in step.glob(f"rank{rank}-*"):
-            attempt = folder.name.removeprefix(f"rank{rank}-")
-            ours = schema.ATTEMPT.fullmatch(attempt) and is_directory(folder)
-            if ours and named is not None and folder.name not in named:
-                _remove_tree(folder)
-        with suppress(OSError):  # of other ranks, or of the user
-            step.rmdir()
+    make is left, and nothing is removed through a link. One that cannot be read or written keeps nobody from saving
+    others."""
+    for step in list(step_directories(directory)):
+        with suppress(OSError):
+            _remove_remains_of(step, rank)
+
+
+def _remove_remains_of(step: Path, rank: int) -> None:
+    named = _named(manifest_path(step, rank))
+    with suppress(FileNotFoundError, IsADirectoryError):
+        manifest_path(step, rank).with_suffix(".new").unlink()
+    for folder in step.glob(f"rank{rank}-*"):
+        attempt = folder.name.removeprefix(f"rank{rank}-")
+        ours = schema.ATTEMPT.fullmatch(attempt) and is_directory(folder)
+        if ours and named is not None and folder.name not in named:
+            _remove_tree(folder)
+    with suppress(OSError):  # of other ranks, or of the user
+        step.rmdir()
 
 
 def _remove_tree(folder: Path) -> None:
@@ -436,8 +467,8 @@ def forget_overtaken(
     newest = max((one.manifest.number for one in complete), default=0)
     known: Iterable[Checkpoint | DamagedCheckpoint] = (*complete, *damaged)
     left = {one.directory for one in known}
-    for step in step_directories(directory):
-        with suppress(FileNotFoundError, StateFileError):
+    for step in list(step_directories(directory)):
+        with suppress(OSError, StateFileError):
             if step not in left and (manifest := read_manifest(manifest_path(step, rank))).number <= newest:
                 retract(Checkpoint(step, manifest))
 

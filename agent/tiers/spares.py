@@ -87,7 +87,7 @@ class Spares:
         for checkpoint in self._expiring:
             for stored in checkpoint.manifest.subgroups:
                 path = checkpoint.folder / stored.file
-                with suppress(FileNotFoundError):
+                with suppress(OSError):  # then it gives none
                     about = path.lstat()
                     if stat.S_ISREG(about.st_mode) and about.st_nlink == 1 and about.st_dev == device:
                         found[about.st_size].append(path)

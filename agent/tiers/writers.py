@@ -2,8 +2,8 @@
 
 Two of them would each remove what the other keeps. The first takes an exclusive `flock` on a file in the directory,
 and has it until it is closed; the kernel frees it when the process dies, on NFS the server does. Rank 0 has it for all
-ranks of its run. Two optimizers of one process exclude each other, too. Where a file system has no locks, only those of
-one process do, and that is said.
+ranks of its run. Two optimizers of one process exclude each other, too. The file of another user is locked as well, if
+that user lets it be read. Where a file system has no locks, only those of one process do, and that is said.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _give_up(mine: dict[tuple[int, int], Path], pid: int) -> None:
 
 
 def _lock(directory: Path) -> int:
-    """The descriptor that holds the lock; -1 where there are none, or the lock file is another user's."""
+    """The descriptor that holds the lock; -1 where there are none, or the lock file is one that another user lets
+    nobody read."""
     path = directory / LOCK
     while True:
         try:
@@ -96,20 +97,39 @@ def _lock(directory: Path) -> int:
                 raise
             _say_unlocked(path, f"{error.strerror}. Give each run and each optimizer a directory of its own")
             return -1
-        if _is_at(fd, path):
+        if _is_at(fd, path) and not _replaced(fd, path):
             break
-        os.close(fd)  # whoever had it has just removed it
+        os.close(fd)  # whoever had it has just removed it, or we have
     about = {"pid": os.getpid(), "host": socket.gethostname()}
-    with suppress(OSError):  # a full disk: it is only for people
+    with suppress(OSError):  # a full disk, or a file of another user's: it is only for people
+        os.fchmod(fd, 0o644)  # other users can see that it is locked, whatever the umask
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(about).encode(), 0)
     return fd
 
 
-def _open(path: Path) -> int:
-    """The lock file, made when it is missing. CheckpointFailed when something else is in its place."""
+def _replaced(fd: int, path: Path) -> bool:
+    """Whether a lock file of another user, whose run has ended, was removed: the next one will say who we are."""
+    if os.fstat(fd).st_uid == os.geteuid():
+        return False
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        os.unlink(path)
+    except OSError:  # a directory in which one removes only one's own: theirs is locked as well
+        return False
+    return True
+
+
+def _open(path: Path) -> int:
+    """The lock file, made when it is missing; for reading where it is another user's. CheckpointFailed when something
+    else is in its place."""
+    how = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | how, 0o666)
+        except OSError as error:
+            if error.errno not in NOT_OURS or not os.path.lexists(path):
+                raise
+            fd = os.open(path, os.O_RDONLY | how)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise CheckpointFailed(_strange(path, path.lstat().st_mode)) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,16 @@ def state_files(checkpoint: tidegate.Checkpoint) -> dict[str, bytes]:
 
 def links(checkpoint: tidegate.Checkpoint) -> list[int]:
     return [path.stat().st_nlink for path in files_of(checkpoint)]
+
+
+def repack(manifest: Path, **changed: Any) -> None:
+    """Other values in a manifest, with the checksum that they have: as they were written so."""
+    write_manifest(manifest, json.loads(manifest.read_bytes())["checkpoint"] | changed)
+
+
+def write_manifest(manifest: Path, values: dict[str, Any]) -> None:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    manifest.write_bytes(json.dumps({"crc32": zlib.crc32(text.encode()), "checkpoint": values}, indent=1).encode())
 
 
 def flip(path: Path, at: int, bit: int = 0) -> None:

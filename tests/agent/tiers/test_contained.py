@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tidegate
-from tests.agent.tiers.saving import Run, flip, state_files
-from tidegate.errors import ManifestDamaged, NewerFormat
+from tests.agent.tiers.refused import descriptors_left, held_to_permissions
+from tests.agent.tiers.saving import Run, flip, repack, state_files
+from tidegate.agent.tiers.manifest import read_manifest
+from tidegate.errors import FileUnreadable, ManifestDamaged, NewerFormat, PathUnusable
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
+
+
+@pytest.fixture
+def only_permitted() -> Iterator[None]:
+    with held_to_permissions():
+        yield
 
 
 def three(saved: Path) -> list[tidegate.Checkpoint]:
@@ -36,8 +46,7 @@ def manifest_of(checkpoint: tidegate.Checkpoint) -> Path:
 
 
 def newer(checkpoint: tidegate.Checkpoint) -> None:
-    text = manifest_of(checkpoint).read_bytes()
-    manifest_of(checkpoint).write_bytes(text.replace(b'"version": 2', b'"version": 99'))
+    repack(manifest_of(checkpoint), version=99)
 
 
 DAMAGE: dict[str, Callable[[tidegate.Checkpoint], Any]] = {
@@ -45,18 +54,20 @@ DAMAGE: dict[str, Callable[[tidegate.Checkpoint], Any]] = {
     "empty": lambda c: manifest_of(c).write_bytes(b""),
     "a newer format": newer,
     "no folder": lambda c: shutil.rmtree(c.folder),
+    "cannot be listed": lambda c: c.directory.chmod(0),
+    "cannot be opened": lambda c: manifest_of(c).chmod(0),
     "another step's": lambda c: shutil.copy(c.directory.parent / "step-3" / "rank0.json", manifest_of(c)),
 }
 
 
-QUICK = ("a flipped bit", "no folder")
+QUICK = ("a flipped bit", "no folder", "cannot be listed", "cannot be opened")
 
 
 @pytest.mark.parametrize(
     "damage", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DAMAGE]
 )
 def test_one_damaged_manifest_leaves_every_other_checkpoint_loadable(
-    saved: Path, damage: str, caplog: pytest.LogCaptureFixture
+    saved: Path, damage: str, caplog: pytest.LogCaptureFixture, only_permitted: None
 ) -> None:
     first, second, third = three(saved)
     DAMAGE[damage](first)
@@ -130,6 +141,51 @@ def test_what_a_newer_tidegate_wrote_is_not_called_damaged(saved: Path) -> None:
     (found,) = tidegate.find_damaged_checkpoints(saved)
     assert isinstance(found.reason, NewerFormat)
     assert not found.is_removable
+
+
+def test_a_newer_version_whose_checksum_is_elsewhere_is_not_called_damaged(saved: Path) -> None:
+    manifest = manifest_of(three(saved)[0])
+    values = json.loads(manifest.read_bytes())["checkpoint"] | {"version": 3}
+    manifest.write_bytes(json.dumps({"sha256": "0" * 64, "checkpoint": values}).encode())
+    (found,) = tidegate.find_damaged_checkpoints(saved)
+    assert isinstance(found.reason, NewerFormat)
+
+
+def test_a_flipped_version_is_damage_and_no_newer_format(saved: Path) -> None:
+    manifest = manifest_of(three(saved)[0])
+    at = manifest.read_bytes().index(b'"version": 2') + len(b'"version": ')
+    for bit in range(8):
+        flip(manifest, at, bit)
+        (found,) = tidegate.find_damaged_checkpoints(saved)
+        assert type(found.reason) is ManifestDamaged, (bit, found)
+        assert found.is_removable
+        flip(manifest, at, bit)
+    assert len(tidegate.find_checkpoints(saved)) == 3
+
+
+@pytest.mark.parametrize("damage", ["cannot be listed", "cannot be opened"])
+def test_what_cannot_be_read_may_be_sound(saved: Path, damage: str, only_permitted: None) -> None:
+    first, *_ = three(saved)
+    DAMAGE[damage](first)
+    (found,) = tidegate.find_damaged_checkpoints(saved)
+    assert isinstance(found.reason, FileUnreadable)
+    assert (found.reason.errno, found.is_removable) == (errno.EACCES, False)
+    first.directory.chmod(0o755)
+    manifest_of(first).chmod(0o644)
+    assert tidegate.find_damaged_checkpoints(saved) == []
+    assert len(tidegate.find_checkpoints(saved)) == 3
+
+
+def test_without_descriptors_nothing_is_damaged(saved: Path) -> None:
+    """A process that has opened all it may learns nothing of its checkpoints."""
+    manifest = manifest_of(three(saved)[0])
+    with descriptors_left(0):
+        with pytest.raises(FileUnreadable, match="Too many open files"):
+            read_manifest(manifest)
+        with pytest.raises(PathUnusable, match="Too many open files"):
+            tidegate.find_checkpoints(saved)
+    with descriptors_left(1):
+        assert len(tidegate.find_checkpoints(saved)) == 3
 
 
 def test_nothing_is_listed_where_nothing_is_damaged(saved: Path) -> None:

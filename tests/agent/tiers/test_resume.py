@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import tidegate
 from tests.agent.plain import WEIGHT_DTYPES
-from tests.agent.tiers.saving import SIZES, WAYS, Run, both, flip, names_in, other_ways
+from tests.agent.tiers.saving import SIZES, WAYS, Run, both, flip, names_in, other_ways, repack
 from tests.examples import examples
 from tidegate.agent.tiers.manifest import Manifest, find_checkpoints
 from tidegate.errors import (
@@ -268,12 +268,13 @@ def test_what_is_not_there_is_said(saved: tuple[Run, tidegate.Checkpoint], tmp_p
     assert tidegate.find_checkpoints(tmp_path / "nothing") == []
 
 
-def test_manifests_come_back_as_they_were(saved: tuple[Run, tidegate.Checkpoint]) -> None:
+def test_manifests_come_back_as_they_were(saved: tuple[Run, tidegate.Checkpoint], tmp_path: Path) -> None:
     manifest = saved[1].manifest
     assert Manifest.unpack(manifest.pack(), Path("f")) == manifest
-    newer = manifest.pack().replace(b'"version": 2', b'"version": 3')
+    (tmp_path / "newer").write_bytes(manifest.pack())
+    repack(tmp_path / "newer", version=3)
     with pytest.raises(NewerFormat):
-        Manifest.unpack(newer, Path("f"))
+        Manifest.unpack((tmp_path / "newer").read_bytes(), Path("f"))
     for data in (b"", b"[]", b'{"crc32": 1}', b'{"crc32": 1, "checkpoint": 3}', manifest.pack()[:-9]):
         with pytest.raises(ManifestDamaged):
             Manifest.unpack(data, Path("f"))

@@ -8,12 +8,14 @@ import gc
 import json
 import multiprocessing as mp
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tidegate
+from tests.agent.tiers.refused import held_to_permissions
 from tests.agent.tiers.saving import Run
 from tidegate.agent.tiers import writers
 from tidegate.errors import CheckpointFailed, CheckpointTaken
@@ -146,3 +148,67 @@ def test_something_else_in_its_place_is_named(tmp_path: Path, make: Any) -> None
         with pytest.raises(CheckpointFailed, match=writers.LOCK):
             run.optimizer.save_checkpoint(tmp_path)
         run.steps(1, 2)
+
+
+# ---- a directory that several users save to
+
+
+@pytest.fixture(params=["plain", "sticky"])
+def shared(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Of another user, whose lock file is in it; this process may write there, and not to that file."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give files to another user")
+    made = tmp_path / "shared"
+    made.mkdir()
+    (made / writers.LOCK).write_text(json.dumps({"pid": 4711, "host": "theirs"}))
+    os.chown(made / writers.LOCK, 65534, 65534)
+    os.chown(made, 65534, -1)
+    made.chmod(0o1777 if request.param == "sticky" else 0o777)
+    with held_to_permissions():
+        with pytest.raises(PermissionError):
+            os.open(made / writers.LOCK, os.O_RDWR)
+        yield made
+
+
+def test_another_users_run_that_lives_keeps_the_directory(shared: Path) -> None:
+    theirs = os.open(shared / writers.LOCK, os.O_RDONLY)
+    fcntl.flock(theirs, fcntl.LOCK_EX)
+    try:
+        with Run() as run:
+            run.steps(0, 1)
+            with pytest.raises(CheckpointTaken, match="process 4711 on theirs"):
+                run.optimizer.save_checkpoint(shared)
+    finally:
+        os.close(theirs)
+
+
+def test_another_users_run_that_died_leaves_it(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Run() as run, Run() as other:
+        run.steps(0, 1)
+        run.optimizer.save_checkpoint(shared)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(os.open(shared / writers.LOCK, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(CheckpointTaken):
+            other.optimizer.save_checkpoint(shared)
+    assert [record for record in caplog.records if record.levelname == "WARNING" and "lock" in record.message] == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files to another user")
+def test_a_lock_file_that_nobody_else_may_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / writers.LOCK).touch(0o600)
+    os.chown(tmp_path / writers.LOCK, 65534, 65534)
+    with held_to_permissions(), Run() as run:
+        run.steps(0, 1)
+        run.optimizer.save_checkpoint(tmp_path)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "it belongs to user 65534" in said
+
+
+def test_whoever_saves_lets_other_users_see_that_it_is_locked(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        with Run() as run:
+            run.optimizer.save_checkpoint(tmp_path)
+            assert (tmp_path / writers.LOCK).stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(before)
