@@ -30,7 +30,8 @@ STYLE: Final = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 40rem; margin: 12vh auto 0; padding: 0 1.5rem;
   color: #1a1a1a; background: #fff; }
 h1 { font-size: 1.4rem; margin: 0 0 .3rem; } h2 { font-size: 1rem; margin: 1.6rem 0 .3rem; } p { margin: .3rem 0; }
-code { font: .9em ui-monospace, monospace; background: #8882; border-radius: 3px; padding: .1em .3em; }
+code { font: .9em ui-monospace, monospace; background: #8882; border-radius: 3px; padding: .1em .3em;
+  white-space: nowrap; }
 .said { border-left: 4px solid #d55e00; padding: .2rem .7rem; margin: .8rem 0; }
 form { display: flex; gap: .5rem; margin-top: .6rem; }
 input, button { font: inherit; padding: .4rem .7rem; border: 1px solid #8888; border-radius: 6px; color: inherit; }
