@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # the browser and the scripted ranks are the tests'
 
-from tests.dashboard.browser import ARGUMENTS, CHROMIUM, serve, settle  # noqa: E402
+from tests.dashboard.browser import ARGUMENTS, CHROMIUM, serve, settle, sign_in  # noqa: E402
 from tests.dashboard.scripted import Agent, Daemon  # noqa: E402
 from tests.services import daemon_process, meanwhile, until  # noqa: E402
 from tidegate.errors import DaemonError  # noqa: E402
@@ -66,6 +66,7 @@ def _opened(browser: Browser, url: str) -> dict[str, float]:
     """Seconds until there is something to be seen, a card, and everything."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     try:
+        sign_in(context, url)
         page = context.new_page()
         began = time.monotonic()
         page.goto(url, wait_until="commit")

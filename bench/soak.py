@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # the browser and the scripted ranks are the tests'
 
-from tests.dashboard.browser import ARGUMENTS, CHROMIUM, serve, settle  # noqa: E402
+from tests.dashboard.browser import ARGUMENTS, CHROMIUM, serve, settle, sign_in  # noqa: E402
 from tests.dashboard.scripted import Agent, Daemon  # noqa: E402
 from tests.services import daemon_process, meanwhile, until  # noqa: E402
 from tidegate.errors import DaemonError  # noqa: E402
@@ -204,6 +204,7 @@ def _training(daemon: Daemon, num_ranks: int) -> Iterator[list[float]]:
 def _open(page: Page, url: str) -> None:
     def drawn() -> bool:
         try:
+            sign_in(page.context, url)
             page.goto(url)
         except Exception:  # the server is starting
             return False

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tidegate.client import find_token, token_dir
@@ -16,7 +19,10 @@ OPEN_VARIABLE = "TIDEGATE_OPEN"
 """The address at which the server answers, and the page that it opens in a browser then."""
 HOSTS_VARIABLE = "TIDEGATE_DASHBOARD_HOSTS"
 """More names that the live view has, with commas between them; `*` for any."""
+PUBLIC_VARIABLE = "TIDEGATE_DASHBOARD_PUBLIC"
+"""`1`: everybody who reaches the live view may look."""
 OPEN_PATH = "/open"
+SIGN_IN_PATH = "/enter"
 HEALTH_PATH = "/_stcore/health"
 MAX_UPLOAD_MB = 1
 """Of a model's config.json, the one thing that is uploaded."""
@@ -47,22 +53,29 @@ def environment(daemon_url: str) -> dict[str, str]:
 
 
 def launch(
-    port: int, daemon_url: str, bind: str = "127.0.0.1", browse: bool = False, names: tuple[str, ...] = ()
+    port: int,
+    daemon_url: str,
+    bind: str = "127.0.0.1",
+    browse: bool = False,
+    names: tuple[str, ...] = (),
+    public: bool = False,
 ) -> int:
     """Serve the live view in place of this process; comes back, with 1, only when it cannot start.
 
     browse: open it in a browser when it answers. names: those that it has beside addresses and this machine's name.
+    public: whoever reaches it may look, without link or token.
     """
     problem = port_problem(port, bind)
     if problem is None:
         port = port or _free_port(bind)
-        env = environment(daemon_url)
+        env = environment(daemon_url) | {PUBLIC_VARIABLE: "1" if public else ""}
         if names:
             env[HOSTS_VARIABLE] = ",".join(names)
         address = address_of(port, bind)
         print(f"Live view of {daemon_url} at {address} (Ctrl+C ends it).")
         link = link_to(address)
-        print(f"To turn knobs, open (once, within 10 minutes) {link}" if link else read_only(), flush=True)
+        for sentence in _entry(link, bind, public):
+            print(sentence, flush=True)
         if browse:
             env[OPEN_VARIABLE] = f"{address}{HEALTH_PATH} {page_to_open(link, address)}"
         os.execve(sys.executable, command(port, daemon_url, bind), env)
@@ -77,10 +90,8 @@ def address_of(port: int, bind: str = "127.0.0.1") -> str:
 
 
 def link_to(address: str) -> str | None:
-    """The address with a new one-time code that gives a browser the operate scope. None where this user has no operate
-    token, or no folder for codes."""
-    if find_token("operate") is None:
-        return None
+    """The address with a new one-time code that gives a browser a session: with the operate scope where this user has
+    the operate token, else only to look. None where codes cannot be kept."""
     try:
         return f"{address}{OPEN_PATH}?code={codes.mint()}"
     except OSError:
@@ -103,19 +114,45 @@ def wants_browser() -> bool:
     return windows and sys.stdin.isatty() and sys.stdout.isatty()
 
 
+def _entry(link: str | None, bind: str, public: bool) -> Iterator[str]:
+    """Who may look, and how to get in, in sentences."""
+    if link:
+        yield f"Open (once, within 10 minutes) {link}"
+    else:
+        yield f"There is {no_link()}"
+    if only_looks := read_only():
+        yield only_looks
+    if public:
+        yield f"--public: whoever reaches {bind} sees all runs, without link or token."
+    elif not is_loopback(bind):
+        yield (
+            f"Listening on {bind}, for other machines too. Each browser needs a link or a token; these pass "
+            "unencrypted, unless a proxy with TLS is in front."
+        )
+
+
 def read_only() -> str:
-    """Why there is no link, and what to do, as a sentence."""
-    return f"The live view is read-only: there is {no_link()}"
+    """Why a link only lets look, and what to do, as a sentence; empty where it lets turn knobs, too."""
+    if find_token("operate") is not None:
+        return ""
+    return (
+        f"Links only let look: there is no operate token in {token_dir()}. The daemon writes it to operate.token in "
+        "its state directory: paste it into the page Tune, or name it in TIDEGATE_OPERATE_TOKEN."
+    )
 
 
 def no_link() -> str:
-    """What is missing for a link: the token, or a folder for codes."""
-    if find_token("operate") is None:
-        return (
-            f"no operate token in {token_dir()}. The daemon writes it to operate.token in its state directory: paste "
-            "it into the page Tune, or name it in TIDEGATE_OPERATE_TOKEN."
-        )
-    return f"no way to write to {codes.folder()}, where codes for links are kept. Paste the token into the page Tune."
+    """Why there is no link, after `There is`."""
+    return (
+        f"no link: {codes.folder()}, where codes are kept, cannot be written. Paste a token into the page that opens."
+    )
+
+
+def is_loopback(bind: str) -> bool:
+    """Whether only this machine reaches a server that listens there."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(bind).is_loopback
+    return bind == "localhost"
 
 
 def port_problem(port: int, bind: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tidegate.dashboard import palette, plot, units
+from tidegate.dashboard import markup, palette, plot, units
 from tidegate.dashboard.digest import WINDOW
 from tidegate.dashboard.plot import Figure, Trace
 from tidegate.timeline import PHASES, cause_in_words
@@ -17,11 +17,11 @@ NO_STEP = "No step has finished yet."
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at a step: a short name for the chart, and all of it for who points at it."""
+    """Something that happened at a step: a short name for the chart, and the lines of text for who points at it."""
 
     step: int
     name: str
-    text: str
+    lines: tuple[str, ...]
 
 
 def phase_history(steps: Sequence[StepReport], marks: Sequence[Mark] = ()) -> Figure:
@@ -63,10 +63,12 @@ def _line_at(mark: Mark, top: float) -> dict[str, object]:
 def _names_of(marks: Sequence[Mark], height: float) -> Trace:
     return {
         "type": "scatter", "mode": "markers+text", "showlegend": False, "cliponaxis": False,
-        "x": [mark.step - 0.5 for mark in marks], "y": [height] * len(marks), "text": [mark.name for mark in marks],
+        "x": [mark.step - 0.5 for mark in marks], "y": [height] * len(marks),
+        "text": [markup.chart(mark.name) for mark in marks],
         "textposition": "middle right", "textfont": {"size": 10.5},
         "marker": {"symbol": "triangle-down", "size": 8, "color": palette.GREY},
-        "customdata": [mark.text for mark in marks], "hovertemplate": "%{customdata}<extra></extra>",
+        "customdata": ["<br>".join(map(markup.chart, mark.lines)) for mark in marks],
+        "hovertemplate": "%{customdata}<extra></extra>",
     }  # fmt: skip
 
 
@@ -186,7 +188,13 @@ def _phases(totals: Mapping[tuple[str, str], float]) -> list[str]:
 
 
 def _row_bars(names: Sequence[str], lengths: Sequence[float], phase: str) -> Trace:
-    return {"type": "bar", "orientation": "h", "name": phase, "y": list(names), "x": plot.short(lengths)}
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": phase,
+        "y": [markup.chart(name) for name in names],
+        "x": plot.short(lengths),
+    }
 
 
 def _rows(

@@ -1,4 +1,4 @@
-"""One-time codes: who shows one may open the live view with the operate scope, once, within ten minutes.
+"""One-time codes: who shows one may open the live view, once, within ten minutes.
 
 A code that was made is a file in a private folder, named by the code's digest. Whoever removes the file has redeemed
 the code, and only one can. Each user's codes are in that user's state directory, next to the tokens.
@@ -30,7 +30,8 @@ def folder() -> Path:
 def mint(where: Path | None = None) -> str:
     """A new code. OSError where the folder cannot be written."""
     where = where or folder()
-    where.mkdir(parents=True, exist_ok=True, mode=0o700)
+    where.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    where.mkdir(exist_ok=True, mode=0o700)
     where.chmod(0o700)
     _remove_old(where)
     code = secrets.token_urlsafe(32)

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import streamlit as st
 
-from tidegate.dashboard import entrance
+from tidegate.dashboard import sessions
 from tidegate.dashboard.edits import Draft
 from tidegate.knobs import KnobValue
 from tidegate.wire.canary import CanaryRequest
@@ -80,7 +80,7 @@ def desk(run: str) -> Desk:
 
 def token() -> str:
     """The operate token that the viewer gave, else the one of the browser's; empty while the page is read-only."""
-    return str(st.session_state.get(TOKEN, "")) or entrance.token()
+    return str(st.session_state.get(TOKEN, "")) or _of_browser()
 
 
 def keep_token(given: str) -> None:
@@ -90,4 +90,19 @@ def keep_token(given: str) -> None:
 def forget_token() -> None:
     """The page is read-only again, in all tabs where a link had opened it."""
     keep_token("")
-    entrance.leave()
+    headers = _headers()
+    if sessions.same_origin(headers):
+        sessions.only_look(headers.get("host", ""), st.context.cookies.to_dict())
+
+
+def _of_browser() -> str:
+    """The operate token of the browser's session; empty where it has none. A page of another origin has none."""
+    headers = _headers()
+    if not sessions.same_origin(headers):
+        return ""
+    found = sessions.find(headers.get("host", ""), st.context.cookies.to_dict())
+    return found.operate if found is not None else ""
+
+
+def _headers() -> dict[str, str]:
+    return {name.lower(): value for name, value in st.context.headers.items()}

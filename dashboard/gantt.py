@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from tidegate.analysis import critical_path, stalls
-from tidegate.dashboard import palette, plot, units
+from tidegate.dashboard import markup, palette, plot, units
 from tidegate.dashboard.plot import Figure, Trace
 from tidegate.plan.ops import LANES
 from tidegate.timeline import Stall
@@ -125,7 +125,8 @@ def gantt(
         traces,
         plot.numbers(unit, range=[0, (last - first) * scale], nticks=12, showgrid=True),
         {
-            "tickvals": list(range(len(names))), "ticktext": names, "range": [len(names) - 0.5, -0.5],
+            "tickvals": list(range(len(names))), "ticktext": [markup.chart(name) for name in names],
+            "range": [len(names) - 0.5, -0.5],
             "automargin": True, "fixedrange": True, "showgrid": False, "zeroline": False, "tickfont": plot.TICKS,
         },
         FRAME_HEIGHT + LANE_HEIGHT * len(names),
@@ -181,8 +182,9 @@ def _by_cause(found: Sequence[Stall], first: float, last: float) -> dict[str, li
 
 def _bar_trace(name: str, row: Row, lanes: Sequence[str], spans: Sequence[tuple[float, float]]) -> Trace:
     """Bars on their lanes, from start to end on the axis."""
+    label = markup.chart(name)
     return {
-        "type": "bar", "orientation": "h", "name": name, "legendgroup": name, "showlegend": not row.said,
+        "type": "bar", "orientation": "h", "name": label, "legendgroup": label, "showlegend": not row.said,
         "y": [row.middle[lane] for lane in lanes], "width": row.height, "opacity": row.opacity,
         "base": plot.short(start for start, _ in spans), "x": plot.short(end - start for start, end in spans),
         "hovertemplate": "%{customdata}<extra></extra>",
@@ -204,7 +206,7 @@ def _stall_trace(cause: str, found: Sequence[Stall], row: Row, first: float, sca
     return _bar_trace(name, row, [WAITS] * len(found), spans) | {
         "marker": plot.hatched(palette.cause(cause)),
         "customdata": [
-            f"{row.said}<b>{name}</b>, {units.seconds(s.end - s.start)}<br>"
+            f"{row.said}<b>{markup.chart(name)}</b>, {units.seconds(s.end - s.start)}<br>"
             f"from {units.seconds(max(0.0, s.start - first))}: no update in progress"
             for s in found
         ],
@@ -225,7 +227,7 @@ def _path(found: Sequence[Bar], row: Row, first: float, scale: float, ink: str) 
 
 
 def _describe(bar: Bar, first: float) -> str:
-    what = palette.KIND_NAME.get(bar.kind, bar.kind)
+    what = markup.chart(palette.KIND_NAME.get(bar.kind, bar.kind))
     which = (
         f"{bar.num_ops} ops" if bar.num_ops > 1 else "all subgroups" if bar.subgroup < 0 else f"subgroup {bar.subgroup}"
     )
@@ -255,7 +257,7 @@ def _tints(view: TimelineView, first: float, last: float, scale: float) -> dict[
     ]  # fmt: skip
     names: list[dict[str, object]] = [
         {
-            "text": row.phase, "showarrow": False, "font": {"size": 10}, "x": start, "xanchor": "left",
+            "text": markup.chart(row.phase), "showarrow": False, "font": {"size": 10}, "x": start, "xanchor": "left",
             "yref": "paper", "y": 0, "yanchor": "bottom",
         }
         for row, start, _ in edges

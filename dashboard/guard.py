@@ -1,6 +1,7 @@
-"""What every request to the live view passes: its Host and Origin, and the policy that keeps pages from other hosts.
+"""What every request to the live view passes: its Host and Origin, its session, and the policy for pages.
 
-A page of another site can make a browser send requests here, and with DNS rebinding it even gives us its own name.
+A page of another site can make a browser send requests here, and with DNS rebinding it even gives us its own name. A
+browser without a session gets the entrance page and no other, and no WebSocket, over which all figures come.
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ from urllib.parse import urlsplit
 
 import streamlit
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse
+from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tidegate.dashboard import HOSTS_VARIABLE
+from tidegate.dashboard import HEALTH_PATH, HOSTS_VARIABLE, OPEN_PATH, PUBLIC_VARIABLE, SIGN_IN_PATH, entrance, sessions
 
+FREE: Final = (HEALTH_PATH, OPEN_PATH, SIGN_IN_PATH, "/favicon.png", "/favicon.ico")
+"""Paths that need no session."""
+STATIC: Final = "/static/"
+"""What is below is Streamlit's own, the same for everybody."""
+POLICY_VIOLATION: Final = 1008
+_NO_SESSION: Final = "This needs a session: open the live view in a browser, or see `tidegate dashboard --link`."
 _INLINE: Final = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
 
@@ -55,6 +63,17 @@ class Guard:
         if refusal is not None:
             await PlainTextResponse(refusal, 400)(scope, receive, send)
             return
+        connection = HTTPConnection(scope)
+        if not may_pass(connection):
+            await _refusal(connection)(scope, receive, send)
+            return
+
+        async def receive_in_session() -> Message:
+            message = await receive()
+            if message["type"] == "websocket.receive" and not may_pass(connection):
+                await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": "The session has ended."})
+                return {"type": "websocket.disconnect", "code": POLICY_VIOLATION}
+            return message
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -64,7 +83,24 @@ class Guard:
                 headers.setdefault("Referrer-Policy", "no-referrer")
             await send(message)
 
-        await self._app(scope, receive, send_guarded)
+        await self._app(scope, receive_in_session, send_guarded)
+
+
+def may_pass(connection: HTTPConnection) -> bool:
+    """Whether the request has a session, or needs none."""
+    if os.environ.get(PUBLIC_VARIABLE) == "1":
+        return True
+    path = connection.scope["path"]
+    if connection.scope["type"] == "http" and (path in FREE or path.startswith(STATIC)):
+        return True
+    return sessions.find(connection.headers.get("host", ""), connection.cookies) is not None
+
+
+def _refusal(connection: HTTPConnection) -> Response:
+    """The entrance where a browser asks for a page."""
+    if connection.scope["type"] == "http" and connection.scope["method"] in ("GET", "HEAD"):
+        return entrance.page(entrance.wanted(connection))
+    return PlainTextResponse(_NO_SESSION, 403)
 
 
 def refused(headers: Headers) -> str | None:
@@ -73,7 +109,7 @@ def refused(headers: Headers) -> str | None:
     name = hostname(host)
     if not is_ours(name):
         return f"This live view is not {name[:253]!r}. If it should be, start it with --allowed-host {name[:253]}."
-    if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+    if origin is not None and origin.partition("://")[2].lower() != host.lower():
         return f"A page of {origin[:253]!r} may not use this live view."
     return None
 

@@ -1,5 +1,5 @@
-"""Small pieces of HTML, plain text for markdown, and the one style sheet. Every text that comes from outside is escaped
-here."""
+"""Small pieces of HTML, plain text for markdown and for charts, and the one style sheet. Every text that comes from
+outside is escaped here."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from tidegate.dashboard import palette
 NO_BREAK = "\u00a0"
 _MARKDOWN = re.compile(r"[\\`*_{}\[\]()<>#!|~$:]|^[+-]", re.MULTILINE)
 """Characters that mean something there; a sign at the beginning of a line makes a list or a heading."""
+_ADDRESS = re.compile(r"(?<=www)(?=\.)|(?<=:)(?=//)|(?=@)", re.IGNORECASE)
+"""Where an address that stands alone is broken: `www.`, `http://`, `name@host` become links there, escaped or not."""
+_JOINER = "\u2060"
+"""Has no width and breaks no line."""
 
 STYLE = """
 <style>
@@ -87,7 +91,12 @@ table.tg { border-collapse: collapse; width: 100%; font-size: 0.78rem; font-vari
 
 def plain(text: str) -> str:
     """The text for what takes markdown: labels, captions, messages. It is shown as it is."""
-    return _MARKDOWN.sub(r"\\\g<0>", text)
+    return _MARKDOWN.sub(r"\\\g<0>", _ADDRESS.sub(_JOINER, text))
+
+
+def chart(text: str) -> str:
+    """The text for a figure. Plotly makes links and tags of what looks like them, and fills in `%{…}`."""
+    return escape(text, quote=False).replace("%{", "%&#123;")
 
 
 def head(run: str, liveness: str, details: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from tidegate.dashboard import palette
+from tidegate.dashboard import markup, palette
 
 Figure = dict[str, Any]
 """`data`, a list of traces, and `layout`."""
@@ -82,7 +82,7 @@ def steps(first: int, last: int, ticks: int) -> Axis:
 
 def empty(message: str, height: int = SMALL) -> Figure:
     """A figure that says why there is nothing to show."""
-    said = {"text": message, "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper",
+    said = {"text": markup.chart(message), "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper",
             "font": {"size": 12, "color": palette.GREY}}  # fmt: skip
     return figure([], {"visible": False}, {"visible": False}, height, annotations=[said])
 
@@ -104,7 +104,8 @@ def hatched(color: str) -> dict[str, object]:
 def ends(names: Sequence[str], lengths: Sequence[float], labels: Sequence[str]) -> Trace:
     """Each row's total, written after its bar; leave room for it."""
     return {
-        "type": "scatter", "x": short(lengths), "y": list(names), "text": [f" {label}" for label in labels],
+        "type": "scatter", "x": short(lengths), "y": [markup.chart(name) for name in names],
+        "text": [f" {label}" for label in labels],
         "mode": "text", "textposition": "middle right", "textfont": {"size": 11}, "cliponaxis": False,
         "hoverinfo": "skip", "showlegend": False,
     }  # fmt: skip

@@ -1,9 +1,9 @@
-"""What `streamlit run` serves: the pages of `main.py`, and the way in by a one-time code, behind the guard."""
+"""What `streamlit run` serves: the pages of `main.py`, and the way in, behind the guard."""
 
 from starlette.middleware import Middleware
 from streamlit.starlette import App
 
-from tidegate.dashboard.entrance import ROUTE
+from tidegate.dashboard.entrance import ROUTES
 from tidegate.dashboard.guard import Guard
 
-app = App("main.py", routes=[ROUTE], middleware=[Middleware(Guard)])
+app = App("main.py", routes=ROUTES, middleware=[Middleware(Guard)])

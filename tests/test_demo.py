@@ -111,7 +111,7 @@ def test_a_short_demo_trains_beside_its_services_and_ends_with_a_summary(
     children = demo.children()
     assert "tidegate_phase_seconds_count" in httpx.get(demo.address("metrics"), trust_env=False).text
     assert httpx.get(f"{demo.address('live view').rstrip('/')}/_stcore/health", trust_env=False).text == "ok"
-    opened = httpx.get(demo.address("to turn"), trust_env=False)
+    opened = httpx.get(demo.address("open by"), trust_env=False)
     assert (opened.status_code, opened.headers["location"]) == (303, "/")
     assert "code=" not in (tmp_path / "runs" / "short" / "live-view.log").read_text()
     assert demo.wait(200) == 0, demo.said
@@ -166,7 +166,8 @@ def test_the_demo_trains_shows_itself_and_takes_knobs(tmp_path: Path, ports: lis
     until(lambda: "tidegate_generation 1.0" in httpx.get(metrics, trust_env=False).text, "generation 1 in /metrics")
     picture = DOCS_PICTURE if KEEP in os.environ else tmp_path / "live-view.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
-    screenshot(view.rstrip("/") + "/run", picture)
+    read_token = (demo.folder / "state" / "read.token").read_text().strip()
+    screenshot(view.rstrip("/") + "/run", picture, token=read_token)
     assert picture.stat().st_size > 30_000
 
     assert demo.wait(450) == 0, demo.said

@@ -108,26 +108,31 @@ def dashboard(
         bool | None, typer.Option("--open/--no-open", help="Open a browser; default: where there is a terminal.")
     ] = None,
     link: Annotated[
-        bool, typer.Option("--link", help="Print a link that may turn knobs in the live view that runs at --port.")
+        bool, typer.Option("--link", help="Print a link that opens, once, the live view that runs at --port.")
     ] = False,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="One more name that the live view has.", callback=utf8)
     ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Let whoever reaches the address look, without a link or a token.")
+    ] = False,
     url: Daemon = None,
 ) -> None:
-    """Serve the live view, and print a link that lets a browser turn knobs."""
+    """Serve the live view, and print a link that lets a browser in."""
     with needs("dashboard"):
         import streamlit  # noqa: F401
 
-        from tidegate.dashboard import address_of, launch, link_to, no_link, wants_browser
+        from tidegate.dashboard import address_of, launch, link_to, no_link, read_only, wants_browser
     if link:
         made = link_to(address_of(port, bind))
         if made is None:
             raise TidegateError(f"There is {no_link()}")
         say(made)
+        if only_looks := read_only():
+            say(only_looks, file=sys.stderr)
         return
     browse = wants_browser() if browse is None else browse
-    sys.exit(launch(port, url or find_daemon(), bind, browse, tuple(allowed_host or ())))
+    sys.exit(launch(port, url or find_daemon(), bind, browse, tuple(allowed_host or ()), public))
 
 
 # ---- runs

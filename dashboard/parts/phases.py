@@ -33,8 +33,8 @@ def marks(snapshot: Snapshot) -> list[charts.Mark]:
         step = made.applied.get(rank)
         if step is not None and made.generation > 0 and made.changes:
             change = edits.describe(made.changes, before.get(made.generation - 1))
-            text = f"generation {made.generation} by {made.author}, from step {step} on:<br>{change}"
-            found.append(charts.Mark(step, f"{made.generation}", text))
+            said = f"generation {made.generation} by {made.author}, from step {step} on:"
+            found.append(charts.Mark(step, f"{made.generation}", (said, change)))
     return found[-MAX_MARKS:]
 
 

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+import httpx
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
-from tidegate.dashboard import command, environment
+from tidegate.client import find_token
+from tidegate.dashboard import SIGN_IN_PATH, command, environment
 
 CHROMIUM = Path("/usr/bin/chromium")
 ARGUMENTS = [
@@ -44,12 +47,33 @@ def chromium() -> Iterator[Browser]:
             browser.close()
 
 
+def sign_in(context: BrowserContext, url: str, token: str | None = None) -> None:
+    """Lets a browser into the live view at `url`, as its user would with a token: by default the read token."""
+    name, value = session(url, token)
+    parts = urlsplit(url)
+    context.add_cookies([{"name": name, "value": value, "url": f"{parts.scheme}://{parts.netloc}"}])
+
+
+def session(url: str, token: str | None = None) -> tuple[str, str]:
+    """A new session of the live view at `url`: its cookie's name and value."""
+    parts = urlsplit(url)
+    given = {"token": token or find_token("read") or ""}
+    with httpx.Client(trust_env=False) as asker:
+        answer = asker.post(f"{parts.scheme}://{parts.netloc}{SIGN_IN_PATH}", data=given)
+    assert answer.status_code == 303, answer.text
+    ((name, value),) = answer.cookies.items()
+    return name, value
+
+
 @contextlib.contextmanager
-def open_page(browser: Browser, url: str, *, dark: bool = False, height: int = 800) -> Iterator[tuple[Page, list[str]]]:
+def open_page(
+    browser: Browser, url: str, *, dark: bool = False, height: int = 800, token: str | None = None
+) -> Iterator[tuple[Page, list[str]]]:
     """The page at 1280 pixels, drawn; and the console errors so far."""
     errors: list[str] = []
     context = browser.new_context(viewport={"width": 1280, "height": height}, color_scheme="dark" if dark else "light")
     try:
+        sign_in(context, url, token)
         page = context.new_page()
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: errors.append(str(error)))
@@ -73,9 +97,10 @@ def settle(page: Page) -> None:
     expect(page.locator('[data-testid="stSkeleton"]')).to_have_count(0, timeout=PATIENCE_MS)
 
 
-def screenshot(url: str, path: str | Path, *, dark: bool = False, full: bool = False) -> None:
+def screenshot(url: str, path: str | Path, *, dark: bool = False, full: bool = False, token: str | None = None) -> None:
     """Writes a PNG of the live view at 1280 × 800, or of all of it."""
-    with chromium() as browser, open_page(browser, url, dark=dark, height=2000 if full else 800) as (page, _):
+    height = 2000 if full else 800
+    with chromium() as browser, open_page(browser, url, dark=dark, height=height, token=token) as (page, _):
         page.wait_for_function(DRAWN)
         page.screenshot(path=str(path))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import Browser, Page, expect
 
-from tests.dashboard.browser import chromium, is_ours, serve, settle
+from tests.dashboard.browser import chromium, is_ours, serve, settle, sign_in
 from tests.services import ROOT, DaemonProcess, daemon_process, until
 
 RUN = "llama-7b"
@@ -60,6 +60,7 @@ class Stand:
         context = self.browser.new_context(
             viewport={"width": 1280, "height": height}, color_scheme="dark" if dark else "light"
         )
+        sign_in(context, self.view, self.daemon.token("read"))
         viewer = Viewer(context.new_page())
         viewer.page.set_default_timeout(BUSY_MS)
         viewer.page.on("pageerror", lambda error: viewer.errors.append(str(error)))

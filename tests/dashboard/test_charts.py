@@ -210,7 +210,7 @@ def test_the_tide_has_a_wave_for_each_phase_in_its_place() -> None:
 
 
 def test_changes_of_knobs_are_marked_where_they_are_in_sight() -> None:
-    marks = [charts.Mark(30, "1", "stride = 3"), charts.Mark(900, "2", "stride = 4")]
+    marks = [charts.Mark(30, "1", ("stride = 3",)), charts.Mark(900, "2", ("stride = 4",))]
     figure = go.Figure(charts.phase_history(STEPS, marks))
     assert [shape.x0 for shape in figure.layout.shapes] == [29.5]
     assert figure.data[-1].customdata == ("stride = 3",)

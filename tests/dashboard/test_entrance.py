@@ -1,7 +1,8 @@
-"""The link with a one-time code that gives a browser the operate scope, in a real browser."""
+"""The ways into the live view, in a real browser: a link with a one-time code, and a token that is pasted."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pty
 import re
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +21,19 @@ from pathlib import Path
 import httpx
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
+from starlette.requests import HTTPConnection
+from starlette.types import Message, Receive, Scope, Send
+from typer.testing import CliRunner
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
-from tests.dashboard.browser import PATIENCE_MS, chromium, settle
+from tests.dashboard.browser import PATIENCE_MS, chromium, session, settle
 from tests.dashboard.screen import page as drawn
 from tests.dashboard.scripted import Agent, Daemon, start_daemon
 from tests.services import ROOT, free_port, until
-from tidegate.dashboard import codes, entrance
+from tidegate import cli
+from tidegate.dashboard import PUBLIC_VARIABLE, codes, entrance, guard, sessions
+from tidegate.dashboard.screens import SCREENS
 
 LINK = re.compile(r"http://127\.0\.0\.1:\d+/open\?code=([\w-]+)")
 
@@ -214,10 +223,12 @@ def test_the_link_lets_this_browser_operate_and_nobody_else(
         assert second.status == 403
         expect(stranger.get_by_text("was used before, or is older than 10 minutes")).to_be_visible()
         assert "code=" not in second.headers.get("location", "")
-        assert not may_operate(stranger, started.url)
+        stranger.goto(f"{started.url}/tune")
+        expect(stranger.get_by_text("This browser has not been let in yet")).to_be_visible()
 
         (cookie,) = (one for one in context.cookies() if one["name"].startswith("tidegate"))
-        assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+        assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
+        assert 0 < cookie["expires"] - time.time() <= sessions.LIFE_SECONDS
         assert "tidegate" not in page.evaluate("document.cookie")
         assert cookie["value"] not in (code, daemon.token("operate"))
 
@@ -262,10 +273,10 @@ def test_another_site_on_this_machine_cannot_use_the_browsers_right(
     answer = httpx.get(link, trust_env=False)
     name, value = answer.headers["set-cookie"].partition(";")[0].split("=", 1)
     own = {"host": f"127.0.0.1:{started.port}", "origin": started.url}
-    assert entrance.cookie_name(own["host"]) == name
-    assert entrance.same_origin(own)
-    assert not entrance.same_origin({**own, "origin": "http://127.0.0.1:9999"})
-    assert not entrance.same_origin({**own, "origin": "null"})
+    assert sessions.cookie_name(own["host"]) == name
+    assert sessions.same_origin(own)
+    assert not sessions.same_origin({**own, "origin": "http://127.0.0.1:9999"})
+    assert not sessions.same_origin({**own, "origin": "null"})
     assert value
 
 
@@ -299,9 +310,167 @@ def test_the_page_says_where_the_token_is(daemon: Daemon) -> None:
     assert str(daemon.state / "operate.token") in said
 
 
-def test_without_the_token_there_is_no_link(tmp_path: Path) -> None:
-    environment = {**os.environ, "TIDEGATE_STATE_DIR": str(tmp_path)}
+def test_without_the_operate_token_the_link_only_lets_look(tmp_path: Path) -> None:
+    environment = {**os.environ, "TIDEGATE_STATE_DIR": str(tmp_path / "state")}
+    command = [sys.executable, "-m", "tidegate", "dashboard", "--link"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0
+    assert LINK.search(done.stdout)
+    assert f"no operate token in {tmp_path / 'state'}" in done.stderr
+    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
+
+
+def test_where_codes_cannot_be_kept_there_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment = {**os.environ, "TIDEGATE_STATE_DIR": str(tmp_path / "file")}
     command = [sys.executable, "-m", "tidegate", "dashboard", "--link"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 1
-    assert f"no operate token in {tmp_path}" in done.stderr
+    assert "There is no link" in done.stderr
+
+
+# ---- without a session
+
+
+def status_of_websocket(url: str, **headers: str) -> int:
+    try:
+        with connect(url.replace("http", "ws") + "/_stcore/stream", additional_headers=headers, proxy=None):
+            return 101
+    except InvalidStatus as refusal:
+        return refusal.response.status_code
+
+
+def test_without_a_session_there_is_the_entrance_and_nothing_else(running: tuple[Daemon, View]) -> None:
+    _, started = running
+    with httpx.Client(base_url=started.url, trust_env=False) as stranger:
+        pages = [f"/{screen.path}" for screen in SCREENS]
+        for path in ("/", *pages, "/media/x", "/_stcore/host-config", "/index.html"):
+            answer = stranger.get(path)
+            assert answer.status_code == 403, path
+            assert "tidegate dashboard --link" in answer.text, path
+            assert "<script" not in answer.text, path
+        assert stranger.put("/_stcore/upload_file/a/b", content=b"x").status_code == 403
+        assert stranger.get("/_stcore/health").status_code == 200
+    assert status_of_websocket(started.url) == 403
+    assert status_of_websocket(started.url, Origin=started.url, Cookie="tidegate=x") == 403
+    name, value = session(started.url)
+    assert status_of_websocket(started.url, Origin=started.url, Cookie=f"{name}={value}") == 101
+    assert status_of_websocket(started.url, Origin=started.url, Cookie=f"{name}={value}x") == 403
+
+
+def test_a_token_in_the_entrance_lets_in_by_its_scope(running: tuple[Daemon, View], browser: Browser) -> None:
+    """And the browser goes on to the page that it wanted."""
+    daemon, started = running
+    for scope, may in (("read", False), ("operate", True)):
+        with window(browser) as (_, page):
+            page.goto(f"{started.url}/tune?run=llama-7b")
+            field = page.get_by_label("Token", exact=True)
+            field.fill("tide_wrong")
+            field.press("Enter")
+            expect(page.get_by_text("does not accept this token")).to_be_visible()
+            page.get_by_label("Token", exact=True).fill(daemon.token(scope))
+            page.get_by_role("button", name="Enter").click()
+            page.wait_for_url(f"{started.url}/tune?run=llama-7b")
+            settle(page)
+            assert may_operate(page, started.url) == may
+
+
+def test_tokens_that_the_view_does_not_know_are_shown_to_the_daemon(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container the view has the read token only."""
+    monkeypatch.setenv("TIDEGATE_TOKEN_DIR", str(tmp_path / "none"))
+    assert entrance._check(daemon.token("operate")) == (daemon.token("operate"), "")
+    assert entrance._check(daemon.token("read")) == ("", "")
+    assert "does not accept" in entrance._check(daemon.token("alert"))[1]
+    assert "does not accept" in entrance._check("tide_é")[1]
+    daemon.stop()
+    assert "could not be checked" in entrance._check(daemon.token("read"))[1]
+
+
+@pytest.mark.parametrize("then", ["//evil.test", "http://evil.test", "/\\evil.test", "\t//evil.test", "evil"])
+def test_the_entrance_leads_nowhere_else(running: tuple[Daemon, View], then: str) -> None:
+    daemon, started = running
+    told = {"token": daemon.token("read"), "then": then}
+    answer = httpx.post(f"{started.url}/enter", data=told, trust_env=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+
+
+def test_the_entrance_takes_no_large_form_and_none_of_another_site(running: tuple[Daemon, View]) -> None:
+    daemon, started = running
+    assert httpx.post(f"{started.url}/enter", content=b"x" * 100_000, trust_env=False).status_code == 413
+    told, foreign = {"token": daemon.token("read")}, {"Origin": "http://evil.test"}
+    answer = httpx.post(f"{started.url}/enter", data=told, headers=foreign, trust_env=False)
+    assert answer.status_code == 400
+    assert "set-cookie" not in answer.headers
+
+
+def test_sessions_end_and_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {"tidegate-1": sessions.begin("secret")}
+    found = sessions.find("host:1", first)
+    assert found is not None
+    assert found.operate == "secret"
+    assert sessions.find("host:2", first) is None
+    assert sessions.find("host:999999", first) is None
+    sessions.only_look("host:1", first)
+    assert sessions.find("host:1", first) == sessions.Session("", found.ends_at)
+    monkeypatch.setattr(time, "time", lambda: found.ends_at)
+    assert sessions.find("host:1", first) is None
+    old = {"tidegate-1": sessions.begin()}
+    for _ in range(sessions.KEPT):
+        newest = {"tidegate-1": sessions.begin()}
+    assert sessions.find("host:1", old) is None
+    assert sessions.find("host:1", newest) is not None
+
+
+def test_a_websocket_ends_with_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the page asks for the next figures."""
+    heard: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while heard.append((await receive())["type"]) or heard[-1] != "websocket.disconnect":
+            sessions.forget()
+
+    async def receive() -> Message:
+        return {"type": "websocket.receive", "bytes": b""}
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    cookie = f"tidegate-1={sessions.begin()}".encode()
+    scope = {
+        "type": "websocket", "path": "/_stcore/stream", "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1:1"), (b"cookie", cookie)],
+    }  # fmt: skip
+    with ThreadPoolExecutor(1) as apart:  # this thread has the browser's event loop
+        apart.submit(asyncio.run, guard.Guard(app)(scope, receive, send)).result()
+    assert heard == ["websocket.receive", "websocket.disconnect"]
+    assert [message["code"] for message in sent] == [guard.POLICY_VIOLATION]
+
+
+def test_public_needs_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger = HTTPConnection({"type": "http", "path": "/run", "headers": [(b"host", b"127.0.0.1:1")]})
+    assert not guard.may_pass(stranger)
+    monkeypatch.setenv(PUBLIC_VARIABLE, "1")
+    assert guard.may_pass(stranger)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "Open (once, within 10 minutes) http://127.0.0.1:"),
+        (["--bind", "0.0.0.0"], "Listening on 0.0.0.0, for other machines too. Each browser needs a link or a token"),
+        (["--bind", "0.0.0.0", "--public"], "--public: whoever reaches 0.0.0.0 sees all runs"),
+    ],
+)
+def test_the_command_says_who_gets_in(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path))
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda program, words, env: given.append(env))
+    said = CliRunner().invoke(cli.app, ["dashboard", "--port", "0", "--no-open", *arguments]).output
+    assert told in said
+    assert [env[PUBLIC_VARIABLE] for env in given] == ["1" if "--public" in arguments else ""]

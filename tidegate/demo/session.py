@@ -193,15 +193,15 @@ class Session:
         say("  try        tidegate status    tidegate knobs set stride=3 static_ratio=0.25 tier_split=nvme:2,pfs:1\n")
 
     def _announce_view(self, view: str) -> None:
-        """Its address, and the link that lets a browser turn knobs, which is opened where there is a terminal."""
+        """Its address, and the link that lets a browser in, which is opened where there is a terminal."""
         from tidegate import dashboard
 
         self.console.print(f"  live view  {view}")
         link = dashboard.link_to(view)
         if link is None:
-            self.console.print(f"  read-only  There is {dashboard.no_link()}", markup=False)
+            self.console.print(f"  no link    There is {dashboard.no_link()}", markup=False)
             return
-        self.console.print(f"  to turn    {link} (opens once, within 10 minutes)", markup=False)
+        self.console.print(f"  open by    {link} (once, within 10 minutes)", markup=False)
         if not self.headless and dashboard.wants_browser():
             webbrowser.open(dashboard.page_to_open(link, view))
 
