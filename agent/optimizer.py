@@ -361,7 +361,8 @@ class AdamW(torch.optim.Optimizer):
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.AdamW`'s: step, exp_avg, exp_avg_sq of each parameter that was updated."""
+        """As `torch.optim.AdamW`'s: step, exp_avg, exp_avg_sq of each parameter that was updated. Beside `state` and
+        `param_groups` it has `num_steps` where that is not the largest `step`: steps were skipped."""
         self.wait()
         self._follow_until_stepped()
         self.engine.require_usable()
@@ -373,9 +374,10 @@ class AdamW(torch.optim.Optimizer):
             # For as long as torch packs it and runs its hooks.
             self._state = shown.with_values({self._params[index]: values for index, values in gathered.items()})
             try:
-                return super().state_dict()
+                packed = super().state_dict()
             finally:
                 self._state = shown
+        return checkpoint.with_num_steps(packed, self.num_steps, self._steps)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -399,7 +401,7 @@ class AdamW(torch.optim.Optimizer):
             self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
             self._outcomes.forget()
             self._restate({self._params[i]: users_part(values) for i, values in state.items()})
-            self._resume_at(max(self._steps, default=0))
+            self._resume_at(checkpoint.num_steps_of(given, self._steps))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
