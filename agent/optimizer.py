@@ -146,6 +146,7 @@ class AdamW(torch.optim.Optimizer):
         self.phases = PhaseClock(self.device.take_peak_bytes)
         self._outcomes = Outcomes(self.engine, self.phases)
         self._fruitless = Fruitless(self._names())
+        self._fruitless.watch(len(self._params))
         self.observers = self._outcomes.observers
         """Called in the training thread when an update is done: in its `step()`, or later if it goes on meanwhile."""
         self.observers.append(self._fruitless.observe)
@@ -198,14 +199,18 @@ class AdamW(torch.optim.Optimizer):
         self.phases.enter("update")
         with Uninterrupted():
             with self.phases.exposed():
-                self._has_stepped = True
+                had_stepped, self._has_stepped = self._has_stepped, True
                 inputs = step_inputs(
                     self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_scalars, self.make_factor
                 )
-                for param in self.engine.step(inputs):
+                updated = self.engine.step(inputs)
+                self._has_stepped = had_stepped or bool(updated)
+                for param in updated:
                     self._steps[param] += 1
                     if self._steps[param] == 1:
                         self._show_state(param)
+                if updated:
+                    self._fruitless.updated(updated, self._params)
                 self.phases.began_at(self.engine.gradients_made_at, before="backward")
                 if not self.background:
                     self._outcomes.settle()
@@ -551,8 +556,8 @@ class AdamW(torch.optim.Optimizer):
 
     def follow_params(self) -> None:
         """Before the first step: device and engine are built anew when parameters are on another device, in another
-        form, or others than when they were built. After it: when they are in other groups, removed or added. Whoever
-        is about to use them calls it.
+        form, or others than when they were built. After it: when they are in other groups, removed or added, or some
+        are exchanged for new ones. Whoever is about to use them calls it.
 
         ParameterError, with nothing changed, for anything else after the first step, and where what was done cannot
         go along.
@@ -589,7 +594,7 @@ class AdamW(torch.optim.Optimizer):
         check_fits(shards, self.offload.accumulation)
         self.engine.quiesce()
         state = regrouping.renumbered(carried(self.engine, self._params, self._steps))
-        warn_of_removed(regrouping.removed, self._steps)
+        warn_of_removed(regrouping, self._steps)
         device = choose_device(self.offload, shards)
         try:
             self._checkpoints.finish()
@@ -615,6 +620,7 @@ class AdamW(torch.optim.Optimizer):
         """They take the place of those that there were."""
         self._params, self._steps, self._homes = params, steps, Homes(params)
         self.device, self.engine = device, engine
+        self._fruitless.watch(len(params))
         self._outcomes.engine = self._checkpoints.engine = engine
         self.phases.take_peak_bytes = device.take_peak_bytes
         engine.watch(self.gradient_arrived)
@@ -646,6 +652,7 @@ class AdamW(torch.optim.Optimizer):
         self._params += params
         self._steps += [0] * len(params)
         self._homes.extend(params)
+        self._fruitless.watch(len(self._params))
         self.engine.extend(params, layouts)
         self.engine.stage()
         if self.overlap is not None:

@@ -92,7 +92,7 @@ class OffloadedTensor(torch.Tensor):
         return [cls(one, one.dtype, partial(read, number)) for number, one in enumerate(shown)]
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return self.detach()
 
     @data.setter
