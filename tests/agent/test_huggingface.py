@@ -88,7 +88,7 @@ def test_it_trains_as_with_the_trainers_own_adamw(tmp_path: Path) -> None:
         # Trainer keeps biases and norms out of weight decay, with our optimizer, too.
         assert [group["weight_decay"] for group in unwrapped(ours.optimizer).param_groups] == [0.0, 0.0]
         for mine, other in zip(weights_of(ours), weights_of(theirs), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
     finally:
         end(ours)
 
@@ -186,7 +186,7 @@ def test_accelerate_prepares_it() -> None:
                 wrapped.step()
                 theirs.step()
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
 
 def test_the_program_of_the_documentation_trains_with_accelerate() -> None:
