@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import tidegate
 from tests.documented import program
+from tests.services import assert_nothing_grows
 from tidegate.agent.integrations.huggingface import TidegateCallback, unwrapped
 from tidegate.errors import ConfigError
 
@@ -223,3 +224,20 @@ def test_a_second_trainer_for_the_same_model_takes_over(tmp_path: Path) -> None:
             torch.testing.assert_close(mine, other.detach(), rtol=0, atol=1e-6)
     finally:
         end(second)
+
+
+@pytest.mark.slow
+def test_trainers_of_one_model_leave_nothing_behind(tmp_path: Path) -> None:
+    model = language_model()
+    assert_nothing_grows(
+        lambda number: trainer_of(tmp_path / str(number), 3, model=model, save_strategy="no").train(), rounds=5
+    )
+
+
+@pytest.mark.slow
+def test_the_program_with_accelerate_leaves_nothing_behind() -> None:
+    data = torch.utils.data.DataLoader(torch.utils.data.Subset(Tokens(), range(8)), batch_size=4)
+    model = language_model()
+    assert_nothing_grows(
+        lambda _: exec(program("frameworks", "Accelerate"), {"model": model, "batches": data}), rounds=5
+    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 
 import tidegate
 from tests.agent.test_exactness import FAST
-from tests.services import until
+from tests.services import assert_nothing_grows
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -83,18 +81,9 @@ def test_a_second_fit_of_the_same_model_takes_over(tmp_path: Path) -> None:
     assert_alike(mine, theirs)
 
 
-def test_many_fits_leave_no_threads_behind(tmp_path: Path) -> None:
+def test_many_fits_leave_nothing_behind(tmp_path: Path) -> None:
     model = Regression(True)
-
-    def threads_after_a_fit() -> int:
-        trainer_of(tmp_path, 2, enable_checkpointing=False).fit(model, batches())
-        gc.collect()
-        return threading.active_count()
-
-    first = threads_after_a_fit()  # some of earlier tests may still be ending
-    for _ in range(4):
-        threads_after_a_fit()
-    until(lambda: threading.active_count() <= first, f"no more than {first} threads")
+    assert_nothing_grows(lambda _: trainer_of(tmp_path, 2, enable_checkpointing=False).fit(model, batches()), rounds=4)
 
 
 def test_a_fit_that_is_resumed_equals_one_of_torchs(tmp_path: Path) -> None:
