@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import torch
 
 import tidegate
 from tests import forked
+from tests.agent.unclosed import train
 from tests.daemon.live import hello
 from tests.services import (
     ROOT,
@@ -214,6 +216,16 @@ def test_nothing_that_others_do_raises_unless_it_is_asked_for(
 
 
 # ---- ends without close()
+
+
+def test_a_forked_child_that_closes_nothing_says_goodbye_with_its_steps(daemon: DaemonProcess, run: str) -> None:
+    child = multiprocessing.get_context("fork").Process(target=train, args=(run, daemon.url, daemon.token("agent")))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    with daemon.client("read") as client:
+        assert client.run(run).liveness == "finished"
+        assert [row.step for row in client.steps(run, 0).steps] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow

@@ -30,6 +30,17 @@ def test_a_gpt_that_is_resumed_trains_as_with_torchs_adamw(tmp_path: Path) -> No
     assert_alike(back, on)
 
 
+@pytest.mark.slow
+def test_a_compiled_gpt_trains_and_resumes_as_with_torchs_adamw(tmp_path: Path) -> None:
+    """As nanoGPT's `--compile`, but for the code that is made: what is traced is run by torch's own kernels."""
+    made = {}
+    for name, build in (("ours", offloaded), ("theirs", torch.optim.AdamW)):
+        (tmp_path / name).mkdir()
+        for last in (4, 8):
+            made[name] = train(build, tmp_path / name, last, lambda model: torch.compile(model, backend="aot_eager"))
+    assert_alike(made["ours"], made["theirs"])
+
+
 def assert_alike(mine: dict, theirs: dict) -> None:  # type: ignore[type-arg]
     assert mine["iter_num"] == theirs["iter_num"]
     torch.testing.assert_close(torch.tensor(mine["losses"]), torch.tensor(theirs["losses"]), rtol=0, atol=1e-5)
