@@ -115,10 +115,10 @@ def get_lr(iteration: int) -> float:
     return LEAST_RATE + 0.5 * (1.0 + math.cos(math.pi * share)) * (LEARNING_RATE - LEAST_RATE)
 
 
-def train(build: Build, folder: Path, last: int, wrap: Wrap = lambda model: model) -> dict[str, Any]:
+def train(build: Build, folder: Path, last: int, wrap: Wrap = lambda model: model, seed: int = 0) -> dict[str, Any]:
     """Until iteration `last`; gives what it saves: losses since the start, model and optimizer.
 
-    wrap: what the model is called through: compiled, or DDP.
+    wrap: what the model is called through: compiled, or DDP. seed: of the first batch.
     """
     saved = folder / "ckpt.pt"
     found = torch.load(saved) if saved.exists() else None
@@ -138,7 +138,7 @@ def train(build: Build, folder: Path, last: int, wrap: Wrap = lambda model: mode
             group["lr"] = get_lr(iteration)
         total = 0.0
         for micro_batch in range(MICRO_BATCHES):
-            loss = called(*get_batch(model.config, MICRO_BATCHES * iteration + micro_batch)) / MICRO_BATCHES
+            loss = called(*get_batch(model.config, seed + MICRO_BATCHES * iteration + micro_batch)) / MICRO_BATCHES
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)

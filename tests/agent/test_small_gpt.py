@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.agent.small_gpt import offloaded, train
+from tests.agent.test_accelerate import run_ranks
 from tests.services import ROOT
 
 
@@ -39,6 +40,11 @@ def test_a_compiled_gpt_trains_and_resumes_as_with_torchs_adamw(tmp_path: Path) 
         for last in (4, 8):
             made[name] = train(build, tmp_path / name, last, lambda model: torch.compile(model, backend="aot_eager"))
     assert_alike(made["ours"], made["theirs"])
+
+
+@pytest.mark.slow
+def test_a_gpt_on_two_ranks_trains_and_resumes_as_with_torchs_adamw(tmp_path: Path) -> None:
+    assert run_ranks(tmp_path, "small_gpt_ranks") == {"ddp-0", "ddp-1"}
 
 
 def assert_alike(mine: dict, theirs: dict) -> None:  # type: ignore[type-arg]
