@@ -127,6 +127,17 @@ def by_position(state_dict: Mapping[str, Any]) -> tuple[dict[int, ParamState], d
     return own, others
 
 
+def with_num_steps(packed: dict[str, Any], num_steps: int, steps: Sequence[int]) -> dict[str, Any]:
+    """`packed`, and how many steps there were where `steps` of parameters do not say it, as some were skipped. torch's
+    optimizers ignore the name; `torch.distributed.checkpoint` drops it, and would miss it in a state that lacks it."""
+    return packed if num_steps == max(steps, default=0) else {**packed, "num_steps": num_steps}
+
+
+def num_steps_of(given: Mapping[str, Any], steps: Sequence[int]) -> int:
+    """How many steps there were before this state was saved: at least as many as a parameter has."""
+    return max(int(given.get("num_steps", 0)), *steps, 0)
+
+
 def check(
     param_groups: Sequence[Mapping[str, Any]], state: Mapping[int, ParamState], params: Sequence[torch.Tensor]
 ) -> None:

@@ -1,11 +1,14 @@
-"""Steps that change no weight: counted, and said at the first and then ever more rarely."""
+"""Steps that change no weight, counted and said ever more rarely; and parameters that no step changes, said once."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+
+import torch
 
 from tidegate.agent.engine.engine import StepResult
+from tidegate.agent.shards import shard_of
 from tidegate.agent.telemetry.phases import StepPhases
 from tidegate.logs import event
 
@@ -15,6 +18,8 @@ SCALERS_PATIENCE = 10
 """A GradScaler begins with a scale that is too large, and finds a smaller one by skipping a few steps."""
 WITHOUT_GRADIENTS_PATIENCE = 3
 """Some scripts call `step()` once before they train, for a scheduler."""
+UNTRAINED_PATIENCE = 20
+"""Updates in which each part of a model should have had a gradient once."""
 
 
 class Fruitless:
@@ -27,6 +32,36 @@ class Fruitless:
         self._steps = 0
         self._skipped_in_a_row = 0
         self._empty_in_a_row = 0
+        self._untrained: set[int] = set()
+        """Parameters without an update since the watch began; empty when nobody watches."""
+        self._updates = 0
+        self._said_untrained = False
+
+    def watch(self, num_params: int) -> None:
+        """The optimizer has so many parameters from now on: each should be updated once in the next steps."""
+        self._untrained = set() if self._said_untrained else set(range(num_params))
+        self._updates = 0
+
+    def updated(self, numbers: Collection[int], params: Sequence[torch.Tensor]) -> None:
+        """A step updates those of `params` that have these numbers."""
+        if not self._untrained:
+            return
+        self._untrained.difference_update(numbers)
+        self._updates += 1
+        if self._updates < UNTRAINED_PATIENCE:
+            return
+        left = [i for i in sorted(self._untrained) if params[i].requires_grad and shard_of(params[i]).numel()]
+        self._untrained = set()
+        if left:
+            self._said_untrained = True
+            log.warning(
+                "%d of the optimizer's %d parameters (the first: %s) had no gradient in %d steps and are not trained: "
+                "that is fine where they are unused, or frozen otherwise than by requires_grad=False. Where a part of "
+                "the model was replaced or sharded after the optimizer was built (a new head, fully_shard), build the "
+                "optimizer anew from the model's parameters.",
+                len(left), len(params), self._name(left[0]), self._updates,
+                extra=event("untrained", parameters=len(left), steps=self._updates),
+            )  # fmt: skip
 
     def observe(self, result: StepResult, _: StepPhases) -> None:
         """A step has ended."""

@@ -82,10 +82,16 @@ class Homes:
         return next((i for i, (a, b) in enumerate(pairs) if a is not b), min(len(params), len(self._params)))
 
     def are_exchanged(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether some of them left for others, which would have their state if anybody knew which is whose. Those
-        that are put elsewhere, removed or added are still themselves."""
-        before, now = set(map(id, self._params)), set(map(id, params))
-        return bool(before - now) and bool(now - before)
+        """Whether others took their place, which would have their state if anybody knew which is whose: all of them
+        left, or whole ones for divided ones. Those that are put elsewhere, removed or added are still themselves; what
+        comes beside those that stay is new, as a new head is."""
+        before, now = {id(param): param for param in self._params}, {id(param): param for param in params}
+        left = [param for key, param in before.items() if key not in now]
+        came = [param for key, param in now.items() if key not in before]
+        if not left or not came:
+            return False
+        all_left = len(left) == len(before)
+        return all_left or (any(map(is_divided, came)) and not all(map(is_divided, left)))
 
     def are_reordered(self, params: Sequence[torch.nn.Parameter]) -> bool:
         """Whether some are exchanged, or have other shapes or strides: their state would be in another order."""
@@ -94,7 +100,8 @@ class Homes:
         return self.are_exchanged(params) or any((a.shape, a.strides) != (b.shape, b.strides) for a, b in known)
 
     def can_be_regrouped(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether all that differs is who is in which group: all are where they were, in the form that they had."""
+        """Whether all that differs is who is in which group, or in none: those that stay are where they were, in the
+        form that they had."""
         homes = {id(param): home for param, home in zip(self._params, self._homes, strict=True)}
         return not self.are_exchanged(params) and all(
             Home.of(param) == homes[id(param)] for param in params if id(param) in homes

@@ -29,6 +29,8 @@ class Regrouping:
         self._was = [known.get(id(param)) for param in params]
         self.removed = sorted({*known.values()} - {*self._was})
         """Numbers of those that left."""
+        self.num_new = self._was.count(None)
+        """How many were not there before."""
 
     @property
     def changes_nothing(self) -> bool:
@@ -72,14 +74,15 @@ def check_can_follow(engine: Engine, has_state: bool, moved: str, reordered: boo
         )
 
 
-def warn_of_removed(removed: Sequence[int], steps: Sequence[int]) -> None:
+def warn_of_removed(regrouping: Regrouping, steps: Sequence[int]) -> None:
     """Parameters that leave the groups lose their state: whoever puts one back later is told now."""
-    lost = [number for number in removed if steps[number]]
+    lost = [number for number in regrouping.removed if steps[number]]
     if lost:
         log.warning(
-            "%d of %d parameters (from parameter %d on) are in no param group any more, and their state is dropped. To "
-            "pause a parameter, leave it in its group with requires_grad=False or without a gradient.",
-            len(lost), len(steps), lost[0],
+            "%d of %d parameters (from parameter %d on) are in no param group any more, and their state is dropped; "
+            "new ones (%d) begin at step 0. To pause a parameter, leave it in its group with requires_grad=False or "
+            "without a gradient.",
+            len(lost), len(steps), lost[0], regrouping.num_new,
         )  # fmt: skip
 
 

@@ -146,6 +146,7 @@ class AdamW(torch.optim.Optimizer):
         self.phases = PhaseClock(self.device.take_peak_bytes)
         self._outcomes = Outcomes(self.engine, self.phases)
         self._fruitless = Fruitless(self._names())
+        self._fruitless.watch(len(self._params))
         self.observers = self._outcomes.observers
         """Called in the training thread when an update is done: in its `step()`, or later if it goes on meanwhile."""
         self.observers.append(self._fruitless.observe)
@@ -198,14 +199,18 @@ class AdamW(torch.optim.Optimizer):
         self.phases.enter("update")
         with Uninterrupted():
             with self.phases.exposed():
-                self._has_stepped = True
+                had_stepped, self._has_stepped = self._has_stepped, True
                 inputs = step_inputs(
                     self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_scalars, self.make_factor
                 )
-                for param in self.engine.step(inputs):
+                updated = self.engine.step(inputs)
+                self._has_stepped = had_stepped or bool(updated)
+                for param in updated:
                     self._steps[param] += 1
                     if self._steps[param] == 1:
                         self._show_state(param)
+                if updated:
+                    self._fruitless.updated(updated, self._params)
                 self.phases.began_at(self.engine.gradients_made_at, before="backward")
                 if not self.background:
                     self._outcomes.settle()
@@ -361,7 +366,8 @@ class AdamW(torch.optim.Optimizer):
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.AdamW`'s: step, exp_avg, exp_avg_sq of each parameter that was updated."""
+        """As `torch.optim.AdamW`'s: step, exp_avg, exp_avg_sq of each parameter that was updated. Beside `state` and
+        `param_groups` it has `num_steps` where that is not the largest `step`: steps were skipped."""
         self.wait()
         self._follow_until_stepped()
         self.engine.require_usable()
@@ -373,9 +379,10 @@ class AdamW(torch.optim.Optimizer):
             # For as long as torch packs it and runs its hooks.
             self._state = shown.with_values({self._params[index]: values for index, values in gathered.items()})
             try:
-                return super().state_dict()
+                packed = super().state_dict()
             finally:
                 self._state = shown
+        return checkpoint.with_num_steps(packed, self.num_steps, self._steps)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -399,7 +406,7 @@ class AdamW(torch.optim.Optimizer):
             self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
             self._outcomes.forget()
             self._restate({self._params[i]: users_part(values) for i, values in state.items()})
-            self._resume_at(max(self._steps, default=0))
+            self._resume_at(checkpoint.num_steps_of(given, self._steps))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -552,8 +559,8 @@ class AdamW(torch.optim.Optimizer):
 
     def follow_params(self) -> None:
         """Before the first step: device and engine are built anew when parameters are on another device, in another
-        form, or others than when they were built. After it: when they are in other groups, removed or added. Whoever
-        is about to use them calls it.
+        form, or others than when they were built. After it: when they are in other groups, removed or added, or some
+        are exchanged for new ones. Whoever is about to use them calls it.
 
         ParameterError, with nothing changed, for anything else after the first step, and where what was done cannot
         go along.
@@ -590,7 +597,7 @@ class AdamW(torch.optim.Optimizer):
         check_fits(shards, self.offload.accumulation)
         self.engine.quiesce()
         state = regrouping.renumbered(carried(self.engine, self._params, self._steps))
-        warn_of_removed(regrouping.removed, self._steps)
+        warn_of_removed(regrouping, self._steps)
         device = choose_device(self.offload, shards)
         try:
             self._checkpoints.finish()
@@ -616,6 +623,7 @@ class AdamW(torch.optim.Optimizer):
         """They take the place of those that there were."""
         self._params, self._steps, self._homes = params, steps, Homes(params)
         self.device, self.engine = device, engine
+        self._fruitless.watch(len(params))
         self._outcomes.engine = self._checkpoints.engine = engine
         self.phases.take_peak_bytes = device.take_peak_bytes
         engine.watch(self.gradient_arrived)
@@ -647,6 +655,7 @@ class AdamW(torch.optim.Optimizer):
         self._params += params
         self._steps += [0] * len(params)
         self._homes.extend(params)
+        self._fruitless.watch(len(self._params))
         self.engine.extend(params, layouts)
         self.engine.stage()
         if self.overlap is not None:

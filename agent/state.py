@@ -10,11 +10,13 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
 
 from tidegate.agent.checkpoint import ARRAYS
+from tidegate.agent.shards import as_part_of, is_divided, shard_of
 from tidegate.errors import ConfigError
 
 NAMES = ("step", *ARRAYS)
@@ -23,6 +25,9 @@ REMEDY = (
     "The state lives in the engine, and optimizer.state shows it. To change it, take state = optimizer.state_dict(), "
     "change that, and call optimizer.load_state_dict(state). To begin it anew, call optimizer.state.clear()."
 )
+
+VIEWS_BY_ANOTHER_NAME = (torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_split_with_sizes.default)
+"""Their results share memory with what they are given, and their schemas do not say so."""
 
 
 class Owner(Protocol):
@@ -36,16 +41,19 @@ class Owner(Protocol):
 
 
 class OffloadedTensor(torch.Tensor):
-    """One tensor of the state, without memory: what reads it brings it from where it lives. It says that it is on the
-    CPU, and stays itself when it is moved to another device: where state lives is the engine's business."""
+    """One tensor of the state, or a view of one, without memory: what reads it brings it from where it lives. It says
+    that it is on the CPU, and stays itself when it is moved to another device: where state lives is the engine's
+    business."""
 
     _read: Callable[[], torch.Tensor]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, shape: Iterable[int], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> OffloadedTensor:
-        cpu = torch.device("cpu")
-        made: OffloadedTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=cpu)
+    def __new__(cls, like: torch.Tensor, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> OffloadedTensor:
+        """like: has the shape and the strides."""
+        made: OffloadedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=dtype, device=torch.device("cpu")
+        )
         made._read = read
         return made
 
@@ -57,15 +65,48 @@ class OffloadedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].shape, args[0].dtype, args[0]._read)
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
             return args[0]
+        if (func.is_view or func in VIEWS_BY_ANOTHER_NAME) and isinstance(args[0], cls):
+            return cls._view(func, args, kwargs)
         for place, argument in enumerate(func._schema.arguments):
             given = args[place] if place < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write and _any_of_state(given):
                 raise ConfigError(f"{func} would write to a tensor of optimizer.state. {REMEDY}")
         return func(*map(_real, args), **{name: _real(value) for name, value in kwargs.items()})
+
+    @classmethod
+    def _view(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `func` makes of a tensor of the state shares its memory: it is read with it, and as little written."""
+        whole = args[0]
+        like = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
+
+        def read(number: int | None = None) -> torch.Tensor:
+            made = func(whole._read(), *args[1:], **kwargs)
+            viewed: torch.Tensor = made if number is None else made[number]
+            return viewed
+
+        shown = func(like, *args[1:], **kwargs)
+        if isinstance(shown, torch.Tensor):
+            return cls(shown, shown.dtype, read)
+        return [cls(one, one.dtype, partial(read, number)) for number, one in enumerate(shown)]
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, _: torch.Tensor) -> None:
+        raise ConfigError(f".data = … would not reach the state. {REMEDY}")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy that cannot be written to."""
+        array = self._read().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        return self._read().tolist()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OffloadedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -84,7 +125,14 @@ def _any_of_state(given: Any) -> bool:
 def _real(value: Any) -> Any:
     if isinstance(value, OffloadedTensor):
         return value._read()
+    if is_divided(value):
+        return as_part_of(value, _real(shard_of(value)))
     return type(value)(map(_real, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether they are one tensor of the state: DTensors around it are made anew by what moves them."""
+    return one is other or (is_divided(one) and is_divided(other) and shard_of(one) is shard_of(other))
 
 
 class ParamState(dict[str, Any]):
@@ -92,7 +140,7 @@ class ParamState(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in NAMES:
-            _refuse_unless(self.get(name) is value, f"state[parameter][{name!r}] = …")
+            _refuse_unless(_is_same(self.get(name), value), f"state[parameter][{name!r}] = …")
         else:
             super().__setitem__(name, value)
 
@@ -180,17 +228,21 @@ class OffloadedState(defaultdict[Any, Any]):
         for key, value in given.items():
             super().__setitem__(key, value)
 
-    def _lazy(self, param: torch.Tensor, name: str) -> OffloadedTensor:
+    def _lazy(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """A DTensor where the parameter is one, whose shard is without memory."""
         owner, param_ref = self._owner, weakref.ref(param)
 
         def read() -> torch.Tensor:
             optimizer, whole = owner(), param_ref()
             if optimizer is None or whole is None:
                 raise ConfigError("The optimizer that this state belongs to is gone; take its state_dict() before.")
-            return optimizer.read_state(whole)[name]
+            return shard_of(optimizer.read_state(whole)[name])
 
+        if name == "step":
+            return OffloadedTensor(torch.empty((), device="meta"), torch.float32, read)
         dtype = torch.int16 if name == "remainder" else torch.float32
-        return OffloadedTensor(() if name == "step" else param.shape, dtype, read)
+        like = torch.empty_like(shard_of(param), device="meta")
+        return as_part_of(param, OffloadedTensor(like, dtype, read))
 
     # ---- what users do
 
@@ -211,7 +263,7 @@ class OffloadedState(defaultdict[Any, Any]):
             self._reset([key])
         else:
             mine = {name: kept for name, kept in now.items() if name in NAMES}
-            same = theirs.keys() == mine.keys() and all(theirs[name] is mine[name] for name in mine)
+            same = theirs.keys() == mine.keys() and all(_is_same(theirs[name], mine[name]) for name in mine)
             _refuse_unless(same, "state[parameter] = {…}")
         entry = self[key]
         for name in set(entry) - set(value) - set(NAMES):

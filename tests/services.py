@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import socket
@@ -13,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
+import psutil
 
 from tests import forked
 from tests.alerts.scaling import copy_scaled
@@ -43,6 +45,32 @@ def until(found: Callable[[], T], what: str, seconds: float = 30.0) -> T:
             return answer
         assert time.monotonic() < deadline, f"never came within {PATIENCE * seconds:.0f} s: {what}"
         pause.wait(0.05)
+
+
+class Resources(NamedTuple):
+    """What this process holds of the system."""
+
+    threads: int
+    sockets: int
+    descriptors: int
+    """Sockets among them."""
+
+
+def resources() -> Resources:
+    """Those that are held now, without what only cycles of references hold."""
+    gc.collect()
+    me = psutil.Process()
+    return Resources(threading.active_count(), len(me.net_connections("all")), me.num_fds())
+
+
+def assert_nothing_grows(work: Callable[[int], object], rounds: int) -> None:
+    """Does `work` twice, for what is made once and stays, then so many times: no more may be held afterwards."""
+    for number in range(2):
+        work(number)
+    first = resources()
+    for number in range(2, 2 + rounds):
+        work(number)
+    until(lambda: all(now <= was for now, was in zip(resources(), first, strict=True)), f"no more than {first}")
 
 
 @contextlib.contextmanager

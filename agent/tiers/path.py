@@ -51,6 +51,10 @@ class PathSettings:
     wear_bytes_per_day: int = 0
 
     def __post_init__(self) -> None:
+        if not os.fspath(self.directory):
+            raise ConfigError(
+                "directory='' of a path names no directory: give one that exists, '.' for the present one."
+            )
         bounds = {"threads": 1, "block_bytes": 4096, "lock_slots": 0, "capacity_bytes": 0, "wear_bytes_per_day": 0}
         for name, minimum in bounds.items():
             if getattr(self, name) < minimum:

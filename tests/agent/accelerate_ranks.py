@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 import tidegate
 from tests.agent.test_exactness import FAST
+from tests.agent.test_huggingface import Tokens, language_model
+from tests.documented import DAEMON, blocks, replaced
 from tidegate.agent.integrations.huggingface import unwrapped
 
 with warnings.catch_warnings():
@@ -43,19 +45,19 @@ def network() -> torch.nn.Module:
 def accelerator(kind: str) -> Accelerator:
     if kind == "ddp":
         return Accelerator(cpu=True)
-    made = Accelerator(cpu=True)
-    divide_on_cpu(made, "Block")
-    return made
-
-
-def divide_on_cpu(made: Accelerator, layer: str) -> None:
-    """Accelerate takes the plugin of FSDP2 on GPUs only; all that it does with it works on the CPU, too."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
-        transformer_cls_names_to_wrap=[layer],
+        transformer_cls_names_to_wrap=["Block"],
     )  # fmt: skip
+    return divide_on_cpu(Accelerator(cpu=True), plugin)
+
+
+def divide_on_cpu(made: Accelerator, plugin: FullyShardedDataParallelPlugin) -> Accelerator:
+    """What `Accelerator(fsdp_plugin=plugin)` is on GPUs. On a CPU it takes no plugin; all that it does with one works
+    there, too."""
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     made.state.distributed_type, made.state.fsdp_plugin = DistributedType.FSDP, plugin
+    return made
 
 
 def batch(step: int) -> torch.Tensor:
@@ -115,13 +117,48 @@ def restarted(kind: str) -> Accelerator:
     return accelerator(kind)
 
 
+def train_as_documented(ours: bool) -> list[torch.Tensor]:
+    """docs/frameworks.md's program and its block for FSDP2, but for the class that takes a plugin on GPUs only."""
+    program, of_fsdp2 = blocks("frameworks", "Accelerate")
+    program = replaced(program, DAEMON, "daemon=None")
+    if not ours:
+        for line, by in (
+            ("tidegate.AdamW(", "torch.optim.AdamW("),
+            (', offload=tidegate.Offload(stride="auto"))', ")"),
+            ('tidegate.attach(optimizer, model, run="llama-7b", daemon=None)', ""),
+            ("optimizer.optimizer.close()", ""),
+        ):
+            program = replaced(program, line, by)
+    of_fsdp2 = replaced(of_fsdp2, "Accelerator(fsdp_plugin=plugin)", "divide_on_cpu(Accelerator(cpu=True), plugin)")
+    data = torch.utils.data.DataLoader(torch.utils.data.Subset(Tokens(), range(16)), batch_size=2)
+    given: dict[str, Any] = {
+        "model": language_model(), "batches": data, "torch": torch, "divide_on_cpu": divide_on_cpu
+    }  # fmt: skip
+    exec(of_fsdp2, given)
+    exec(replaced(program, "accelerator = Accelerator()\n", ""), given)
+    assert all(hasattr(param, "full_tensor") for param in given["model"].parameters()), "not divided by FSDP2"
+    if ours:
+        assert given["optimizer"].optimizer.num_steps == 4
+    return whole(given["model"])
+
+
 def main(folder: Path, kind: str) -> None:
     torch.set_num_threads(1)
+    if kind == "documented":
+        theirs, ours = train_as_documented(ours=False), train_as_documented(ours=True)
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+        end(folder, kind)
+        return
     theirs, ours = train(kind, ours=False), train(kind, ours=True)
     resumed = train(kind, ours=True, folder=folder / "saved")
     for index, (mine, other, again) in enumerate(zip(ours, theirs, resumed, strict=True)):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, msg=lambda m, i=index: f"parameter {i}: {m}")
-        torch.testing.assert_close(again, other, rtol=1e-5, atol=1e-6, msg=lambda m, i=index: f"resumed, {i}: {m}")
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6, msg=lambda m, i=index: f"parameter {i}: {m}")
+        torch.testing.assert_close(again, other, rtol=0, atol=1e-6, msg=lambda m, i=index: f"resumed, {i}: {m}")
+    end(folder, kind)
+
+
+def end(folder: Path, kind: str) -> None:
     (folder / f"{kind}-{dist.get_rank()}").touch()
     dist.barrier()
     dist.destroy_process_group()

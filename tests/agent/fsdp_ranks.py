@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tidegate
 from tests.agent.plain import PlainAdamW
-from tidegate.errors import ParameterError
+from tidegate.errors import ConfigError, ParameterError
 from tidegate.knobs import Knobs
 
 STEPS = 8
@@ -161,6 +161,34 @@ def refuses_what_is_divided_otherwise(mesh: DeviceMesh) -> None:
             optimizer.step()
 
 
+def shows_its_state_as_dtensors(mesh: DeviceMesh) -> None:
+    """As torch's AdamW does: whoever walks it asks for shards and whole tensors, and writes to neither."""
+    model = divided(mesh)
+    with optimizer_of(model) as optimizer:
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = optimizer.state_dict()["state"]
+        for number, param in enumerate(model.parameters()):
+            entry = optimizer.state[param]
+            assert entry["step"].tolist() == 2
+            for name in ("exp_avg", "exp_avg_sq"):
+                shown, real = entry[name], saved[number][name]
+                assert (type(shown), shown.placements, shown.shape) == (type(real), param.placements, param.shape)
+                assert same([shown.full_tensor(), shown.to_local() + 0], [real.full_tensor(), real.to_local()])
+                assert shown.to_local().tolist() == shown.to_local().numpy().tolist() == real.to_local().tolist()
+                assert same([copy.deepcopy(shown).to_local()], [real.to_local()])
+                entry[name] = shown.to("cpu", non_blocking=True)
+                for write in (shown.zero_, shown.to_local().zero_, shown.to_local().view(-1).zero_):
+                    with pytest.raises(ConfigError, match=r"optimizer\.load_state_dict\(state\)"):
+                        write()
+        optimizer.state[next(model.parameters())] = dict(optimizer.state[next(model.parameters())])
+        after = optimizer.state_dict()["state"]
+        assert all(same(whole([after[i]["exp_avg"]]), whole([saved[i]["exp_avg"]])) for i in saved)
+        assert optimizer.state.pop(next(model.parameters()))["exp_avg"].full_tensor().any()
+
+
 def _replicate() -> Any:
     from torch.distributed.tensor import Replicate
 
@@ -272,6 +300,7 @@ def main(folder: Path, what: str) -> None:
         sums_on_the_host_are_those_of_the_device(mesh)
         norms_are_of_all_ranks(mesh)
         refuses_what_is_divided_otherwise(mesh)
+        shows_its_state_as_dtensors(mesh)
         resumes_from_its_own_checkpoint(mesh, folder)
         save(mesh, folder)
     else:

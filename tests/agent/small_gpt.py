@@ -22,6 +22,7 @@ LEARNING_RATE, LEAST_RATE, WARMUP, DECAY = 1e-2, 1e-3, 3, 20
 WEIGHT_DECAY, BETAS, GRAD_CLIP = 1e-1, (0.9, 0.95), 0.5
 
 Build = Callable[..., torch.optim.Optimizer]
+Wrap = Callable[[torch.nn.Module], Any]
 
 
 @dataclass
@@ -114,8 +115,11 @@ def get_lr(iteration: int) -> float:
     return LEAST_RATE + 0.5 * (1.0 + math.cos(math.pi * share)) * (LEARNING_RATE - LEAST_RATE)
 
 
-def train(build: Build, folder: Path, last: int) -> dict[str, Any]:
-    """Until iteration `last`; gives what it saves: losses since the start, model and optimizer."""
+def train(build: Build, folder: Path, last: int, wrap: Wrap = lambda model: model, seed: int = 0) -> dict[str, Any]:
+    """Until iteration `last`; gives what it saves: losses since the start, model and optimizer.
+
+    wrap: what the model is called through: compiled, or DDP. seed: of the first batch.
+    """
     saved = folder / "ckpt.pt"
     found = torch.load(saved) if saved.exists() else None
     torch.manual_seed(1337)
@@ -125,6 +129,7 @@ def train(build: Build, folder: Path, last: int) -> dict[str, Any]:
     optimizer = model.configure_optimizers(build)
     if found:
         optimizer.load_state_dict(found["optimizer"])
+    called = wrap(model)
     losses: list[float] = found["losses"] if found else []
     iteration = found["iter_num"] if found else 0
     found = None  # free up memory
@@ -133,7 +138,7 @@ def train(build: Build, folder: Path, last: int) -> dict[str, Any]:
             group["lr"] = get_lr(iteration)
         total = 0.0
         for micro_batch in range(MICRO_BATCHES):
-            loss = model(*get_batch(model.config, MICRO_BATCHES * iteration + micro_batch)) / MICRO_BATCHES
+            loss = called(*get_batch(model.config, seed + MICRO_BATCHES * iteration + micro_batch)) / MICRO_BATCHES
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)

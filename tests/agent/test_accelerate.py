@@ -31,5 +31,10 @@ def test_two_ranks_train_as_with_torchs_adamw_and_resume(tmp_path: Path, kind: s
 
 
 @pytest.mark.slow
+def test_the_programs_of_the_documentation_divide_and_train(tmp_path: Path) -> None:
+    assert run_ranks(tmp_path, "accelerate_ranks", "documented") == {"documented-0", "documented-1"}
+
+
+@pytest.mark.slow
 def test_the_trainer_with_fsdp2_trains_as_with_its_own_adamw(tmp_path: Path) -> None:
     assert run_ranks(tmp_path, "trainer_fsdp_ranks") == {"trainer-0", "trainer-1"}

@@ -74,6 +74,53 @@ def test_a_grad_scaler_may_look_for_its_scale(caplog: pytest.LogCaptureFixture) 
         assert optimizer.num_skipped == 12
 
 
+def step_without(optimizer: tidegate.AdamW, params: list[Any], *left_out: int, step: int = 1) -> None:
+    grads = random_grads(params, step, some=False)
+    optimizer.zero_grad()
+    backward(params, [None if number in left_out else grad for number, grad in enumerate(grads)])
+    optimizer.step()
+
+
+@pytest.mark.parametrize("offload", [MIXED, RELEASING], ids=["keep", "release"])
+def test_parameters_that_never_have_a_gradient_are_said_once(
+    offload: tidegate.Offload, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A head that was replaced, or blocks that were sharded behind the optimizer's back, while the rest is trained."""
+    params = params_of((40, 3), (77,), (30,), (5,), (0, 3))
+    params[3].requires_grad_(False)
+    named = [(f"layers.{i}.weight", param) for i, param in enumerate(params)]
+    with tidegate.AdamW(named, offload=offload) as optimizer:
+        for step in range(19):
+            step_without(optimizer, params, 1, 2, 3)
+            if step == 4:
+                optimizer.zero_grad()
+                params[0].backward(torch.full_like(params[0], float("nan")))
+                optimizer.step()
+        assert len(said(caplog)) == 1  # the one with NaN
+        step_without(optimizer, params, 1, 2, 3)
+        assert "2 of the optimizer's 5 parameters (the first: layers.1.weight)" in said(caplog)[1]
+        assert "had no gradient in 20 steps" in said(caplog)[1]
+        assert "build the optimizer anew" in said(caplog)[1]
+        event = vars(caplog.records[1])
+        assert (event["event"], event["fields"]) == ("untrained", {"parameters": 2, "steps": 20})
+        optimizer.add_param_group({"params": [("head", params_of((6,))[0])]})
+        for _ in range(25):
+            step_without(optimizer, params, 1, 2, 3)
+        assert len(said(caplog)) == 2
+
+
+def test_parameters_that_have_a_gradient_now_and_then_are_trained(caplog: pytest.LogCaptureFixture) -> None:
+    params = params_of((40, 3), (77,), (30,))
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+        for step in range(25):
+            step_without(optimizer, params, *{0, 1, 2} - {step % 19 // 3 % 3}, step=step)
+        assert not said(caplog)
+        optimizer.add_param_group({"params": params_of((6,))})
+        for step in range(20):
+            step_without(optimizer, params, step=step)
+        assert "1 of the optimizer's 4 parameters (the first: 0 of param group 1)" in said(caplog)[0]
+
+
 def test_a_model_whose_parameters_were_exchanged_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     """As after `fully_shard(model)` behind the optimizer's back: the optimizer's parameters get no gradients."""
     params, others = params_of((40, 3), (77,)), params_of((40, 3), (77,))

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import tidegate
 from tests.documented import program
+from tests.services import assert_nothing_grows
 from tidegate.agent.integrations.huggingface import TidegateCallback, unwrapped
 from tidegate.errors import ConfigError
 
@@ -88,7 +89,7 @@ def test_it_trains_as_with_the_trainers_own_adamw(tmp_path: Path) -> None:
         # Trainer keeps biases and norms out of weight decay, with our optimizer, too.
         assert [group["weight_decay"] for group in unwrapped(ours.optimizer).param_groups] == [0.0, 0.0]
         for mine, other in zip(weights_of(ours), weights_of(theirs), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
     finally:
         end(ours)
 
@@ -186,7 +187,7 @@ def test_accelerate_prepares_it() -> None:
                 wrapped.step()
                 theirs.step()
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
 
 def test_the_program_of_the_documentation_trains_with_accelerate() -> None:
@@ -223,3 +224,20 @@ def test_a_second_trainer_for_the_same_model_takes_over(tmp_path: Path) -> None:
             torch.testing.assert_close(mine, other.detach(), rtol=0, atol=1e-6)
     finally:
         end(second)
+
+
+@pytest.mark.slow
+def test_trainers_of_one_model_leave_nothing_behind(tmp_path: Path) -> None:
+    model = language_model()
+    assert_nothing_grows(
+        lambda number: trainer_of(tmp_path / str(number), 3, model=model, save_strategy="no").train(), rounds=5
+    )
+
+
+@pytest.mark.slow
+def test_the_program_with_accelerate_leaves_nothing_behind() -> None:
+    data = torch.utils.data.DataLoader(torch.utils.data.Subset(Tokens(), range(8)), batch_size=4)
+    model = language_model()
+    assert_nothing_grows(
+        lambda _: exec(program("frameworks", "Accelerate"), {"model": model, "batches": data}), rounds=5
+    )

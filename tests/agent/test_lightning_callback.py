@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import csv
-import gc
 import os
 import subprocess
 import sys
-import threading
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +18,7 @@ import torch
 import tidegate
 from tests.agent.test_lightning import OFFLOAD, Regression, batches, trainer_of
 from tests.documented import program
-from tests.services import ROOT, DaemonProcess, daemon_process, until
+from tests.services import ROOT, DaemonProcess, assert_nothing_grows, daemon_process, until
 from tidegate.agent.attach import Attachment
 from tidegate.agent.integrations.lightning import TidegateCallback
 from tidegate.client import DaemonClient
@@ -226,35 +223,22 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
         yield running
 
 
-def descriptors() -> Counter[str]:
-    """Open ones by kind: sockets, pipes and files."""
-    found: Counter[str] = Counter()
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found[os.readlink(f"/proc/self/fd/{number}").partition(":")[0]] += 1
-        except FileNotFoundError:  # that of the listing
-            continue
-    return found
-
-
 def test_fits_are_parts_of_one_finished_run_of_the_daemon_and_nothing_grows(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     model = Regression(True)
-    there, agents = [], set()
+    agents: set[str] = set()
+
+    def fit_once(number: int) -> None:
+        callback = Watched(daemon=daemon.url, token=daemon.token("agent"))
+        fit(tmp_path, callback, 6 + number, model)
+        run = finished(client)
+        agents.update(rank.agent for rank in run.ranks)
+        assert (run.step, len(agents)) == (6 + number, number + 1)
+        assert told(client, 0) == [*range(1, 7 + number)]
+
     with daemon.client() as client:
-        for number in range(6):
-            callback = Watched(daemon=daemon.url, token=daemon.token("agent"))
-            fit(tmp_path, callback, 6 + number, model)
-            run = finished(client)
-            agents |= {rank.agent for rank in run.ranks}
-            assert (run.step, len(agents)) == (6 + number, number + 1)
-            assert told(client, 0) == [*range(1, 7 + number)]
-            del callback
-            gc.collect()
-            there.append((threading.active_count(), descriptors()))
-        threads, open_ones = there[1]  # threads of earlier tests may have been ending at first
-        until(lambda: threading.active_count() <= threads and descriptors() <= open_ones, f"no more than {there[1]}")
+        assert_nothing_grows(fit_once, rounds=4)
 
 
 def finished(client: DaemonClient) -> RunView:

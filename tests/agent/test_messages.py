@@ -58,6 +58,14 @@ def test_a_directory_that_is_there_and_takes_no_files() -> None:
     assert "/proc is on a file system that holds no files of users: give another directory" in str(error.value)
 
 
+@pytest.mark.parametrize("settings", [{"paths": {"x": ""}}, {"paths": {"y": "/tmp", "x": ""}}])
+def test_a_path_without_a_directory(settings: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^directory='' of a path names no directory: give one that exists"):
+        tidegate.AdamW(parameters(), lr=1e-3, offload=tidegate.Offload(**settings))
+    with pytest.raises(ConfigError, match="names no directory"):
+        tidegate.PathSettings(directory="")
+
+
 def test_an_optimizer_in_a_wrapper_is_attached() -> None:
     optimizer = tidegate.AdamW(parameters(), lr=1e-3)
     wrapped = accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)

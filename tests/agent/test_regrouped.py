@@ -77,15 +77,49 @@ def test_a_parameter_that_leaves_is_no_longer_updated_and_its_state_goes(caplog:
             run_steps(other, [gone], 0, 1)
 
 
-def test_an_exchange_after_the_first_step_is_refused_by_name() -> None:
+def test_an_exchange_of_all_after_the_first_step_is_refused_by_name() -> None:
     params = params_of(*SHAPES)
     with tidegate.AdamW(params, offload=MIXED) as optimizer:
         run_steps(optimizer, params, 0, 1)
-        optimizer.param_groups[0]["params"][1] = params_of((77,))[0]
-        with pytest.raises(ParameterError, match=r"Parameter 1 of param group 0 is another than"):
+        optimizer.param_groups[0]["params"][:] = params_of(*SHAPES)
+        with pytest.raises(ParameterError, match=r"Parameter 0 of param group 0 is another than"):
             optimizer.step()
-        optimizer.param_groups[0]["params"][1] = params[1]
+        optimizer.param_groups[0]["params"][:] = params
         run_steps(optimizer, params, 1, 1)
+
+
+@pytest.mark.parametrize("offload", [MIXED, RELEASING], ids=["keep", "release"])
+@pytest.mark.parametrize("shape", [(77,), (5, 4)], ids=["same shape", "other shape"])
+def test_a_new_head_begins_at_nothing_and_all_others_keep_their_state(
+    shape: tuple[int, ...], offload: tidegate.Offload, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = params_of(*SHAPES)
+    with tidegate.AdamW(params, offload=offload) as optimizer:
+        plain = plain_of(optimizer)
+        train(optimizer, params, plain, 0)
+        (head,) = params_of(shape)
+        left, params[1] = params[1], head
+        optimizer.param_groups[0]["params"][1] = head
+        fresh = plain_of(optimizer)
+        plain.groups, plain.params[1] = fresh.groups, fresh.params[1]
+        before = left.detach().clone()
+        with caplog.at_level(logging.WARNING, "tidegate"):
+            train(optimizer, params, plain, 5)
+        assert torch.equal(left, before)
+        assert optimizer.steps == (4, 2, 4)
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert "1 of 3 parameters (from parameter 1 on)" in said
+        assert "(1) begin at step 0" in said
+
+
+def test_a_first_step_that_is_skipped_leaves_parameters_free_to_be_exchanged() -> None:
+    old, new = params_of(*SHAPES), params_of((20, 3), (38,), (15,))
+    with tidegate.AdamW(old, offload=MIXED) as optimizer:
+        backward(old, [torch.full_like(param, float("nan")) for param in old])
+        optimizer.step()
+        assert optimizer.num_skipped == 1
+        optimizer.param_groups[0]["params"] = list(new)
+        train(optimizer, new, plain_of(optimizer), 0)
 
 
 @pytest.mark.parametrize("offload", [MIXED, RELEASING], ids=["keep", "release"])

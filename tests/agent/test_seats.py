@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -21,9 +22,18 @@ import torch
 
 import tidegate
 from tests import forked
+from tests.agent.unclosed import train
 from tests.daemon.live import hello
 from tests.hostile import Answer, hostile, lease, plain
-from tests.services import ROOT, DaemonProcess, daemon_process, free_port, until
+from tests.services import (
+    ROOT,
+    DaemonProcess,
+    assert_nothing_grows,
+    daemon_process,
+    free_port,
+    resources,
+    until,
+)
 from tidegate.agent import link
 from tidegate.agent.process import has_ended, is_seen, this_host, this_process
 from tidegate.client import DaemonClient
@@ -50,8 +60,8 @@ def run(request: pytest.FixtureRequest) -> str:
 class Tiny:
     """A model of 72 parameters and its optimizer."""
 
-    def __init__(self) -> None:
-        self.model = torch.nn.Linear(8, 8)
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
+        self.model = model or torch.nn.Linear(8, 8)
         self.optimizer = tidegate.AdamW(self.model.parameters(), lr=1e-3, offload=SMALL)
 
     def attach(self, daemon: DaemonProcess, run: str, **settings: object) -> tidegate.Attachment:
@@ -334,6 +344,16 @@ def test_nothing_that_others_do_raises_unless_it_is_asked_for(
 # ---- ends without close()
 
 
+def test_a_forked_child_that_closes_nothing_says_goodbye_with_its_steps(daemon: DaemonProcess, run: str) -> None:
+    child = multiprocessing.get_context("fork").Process(target=train, args=(run, daemon.url, daemon.token("agent")))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    with daemon.client("read") as client:
+        assert client.run(run).liveness == "finished"
+        assert [row.step for row in client.steps(run, 0).steps] == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["return", "raise", "interrupt", "exit", "spawned"])
 def test_an_unclosed_run_is_finished_and_all_its_steps_are_told(daemon: DaemonProcess, run: str, end: str) -> None:
@@ -347,12 +367,6 @@ def test_an_unclosed_run_is_finished_and_all_its_steps_are_told(daemon: DaemonPr
 
 
 # ---- attachments that are dropped
-
-
-def resources() -> tuple[int, int, int]:
-    """Threads, sockets and descriptors of this process."""
-    me = psutil.Process()
-    return threading.active_count(), len(me.net_connections()), me.num_fds()
 
 
 def test_ten_rounds_of_a_notebook_leave_nothing_behind(daemon: DaemonProcess, run: str) -> None:
@@ -382,6 +396,26 @@ def test_ten_rounds_of_a_notebook_leave_nothing_behind(daemon: DaemonProcess, ru
         for number in range(10):
             assert client.run(f"{run}-{number}").liveness == "finished"
             assert [row.step for row in client.steps(f"{run}-{number}", 0).steps] == [1], "its last step"
+
+
+@pytest.mark.slow
+def test_the_same_model_in_the_same_run_again_and_again_leaves_nothing_behind(daemon: DaemonProcess, run: str) -> None:
+    """A cell that builds the optimizer, attaches and trains: each takes parameters and rank from the one before."""
+    model = torch.nn.Linear(8, 8)
+    last: list[tidegate.AdamW] = []
+
+    def cell(number: int) -> None:
+        tiny = Tiny(model)
+        attachment = tiny.attach(daemon, run)
+        tiny.step(3)
+        assert attachment.recorder.steps == 3, f"round {number}"
+        last[:] = [tiny.optimizer]
+
+    assert_nothing_grows(cell, 10)
+    with daemon.client("read") as client:
+        assert [rank.pid for rank in client.run(run).ranks] == [os.getpid()]
+        last.pop().close()
+        until(lambda: client.run(run).liveness == "finished", "the end of the run")
 
 
 def test_a_dropped_attachment_without_a_daemon_stops_listening() -> None:

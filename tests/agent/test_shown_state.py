@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import io
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -21,6 +25,7 @@ import tidegate
 from tests.agent.plain import PlainAdamW
 from tests.agent.test_exactness import FAST, backward, random_grads
 from tests.agent.test_optimizer import MIXED, params_of, run_steps
+from tests.examples import examples
 from tidegate.errors import ConfigError
 
 SHAPES = ((40, 3), (77,))
@@ -172,6 +177,28 @@ def test_one_parameter_begins_anew_and_the_others_go_on(tmp_path: Path) -> None:
         lambda state, param: state[param].clear(),
         lambda state, param: state.update({param: {"step": 1, "exp_avg": torch.ones(40, 3)}}),
         lambda state, param: torch.add(torch.ones(40, 3), 1, out=state[param]["exp_avg"]),
+        lambda state, param: state[param]["exp_avg"].__setitem__(0, 5),
+        lambda state, param: state[param]["exp_avg"].__setitem__((slice(None), slice(2)), 5),
+        lambda state, param: state[param]["exp_avg"].__setitem__(torch.ones(40, 3, dtype=torch.bool), 5),
+        lambda state, param: state[param]["exp_avg"][0].zero_(),
+        lambda state, param: state[param]["exp_avg"][0][1:].data.zero_(),
+        lambda state, param: state[param]["exp_avg"].view(-1).mul_(2),
+        lambda state, param: state[param]["exp_avg"].flatten().mul_(2),
+        lambda state, param: state[param]["exp_avg"].reshape(3, 40).mul_(2),
+        lambda state, param: state[param]["exp_avg"].view(torch.int32).zero_(),
+        lambda state, param: state[param]["exp_avg"].T.mul_(2),
+        lambda state, param: state[param]["exp_avg"].contiguous().zero_(),
+        lambda state, param: state[param]["exp_avg"].cpu().unsqueeze(0).zero_(),
+        lambda state, param: setattr(state[param]["exp_avg"], "data", torch.ones(40, 3)),
+        lambda state, param: setattr(state[param]["exp_avg"][0], "data", torch.ones(3)),
+        lambda state, param: [row.zero_() for row in state[param]["exp_avg"]],
+        lambda state, param: state[param]["exp_avg"].chunk(2)[1].zero_(),
+        lambda state, param: state[param]["exp_avg"].unbind(1)[2].zero_(),
+        lambda state, param: state[param]["exp_avg"].split([30, 10])[0].zero_(),
+        lambda state, param: state[param]["exp_avg"].unsafe_split(20)[0].zero_(),
+        lambda state, param: state[param]["exp_avg"].unsafe_chunk(2)[0].zero_(),
+        lambda state, param: torch._foreach_mul_([state[param]["exp_avg"][0]], 2),
+        lambda state, param: torch.nn.Parameter(state[param]["exp_avg"]).data.zero_(),
     ],
 )
 def test_what_would_be_lost_is_refused_and_two_calls_are_named(write: Any) -> None:
@@ -183,6 +210,77 @@ def test_what_would_be_lost_is_refused_and_two_calls_are_named(write: Any) -> No
             write(optimizer.state, params[0])
         after = optimizer.state_dict()["state"][0]
         assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+VIEWS: dict[str, Any] = {
+    "row": lambda t, n: t[n % t.shape[0]] if t.dim() else t.view(1),
+    "slice": lambda t, n: t[n % 3 :] if t.dim() else t.view(1),
+    "steps": lambda t, n: t[:: n % 3 + 1] if t.dim() else t.view(1),
+    "last": lambda t, n: t[..., :2] if t.dim() else t.view(1),
+    "flatten": lambda t, n: t.flatten(),
+    "reshape": lambda t, n: t.reshape(-1, 1),
+    "transpose": lambda t, n: t.transpose(0, -1) if t.dim() else t.view(1),
+    "unsqueeze": lambda t, n: t.unsqueeze(n % (t.dim() + 1)),
+    "squeeze": lambda t, n: t.squeeze(),
+    "expand": lambda t, n: t.unsqueeze(0).expand(2, *t.shape),
+    "narrow": lambda t, n: t.narrow(0, 0, max(1, t.shape[0] // 2)) if t.dim() and t.shape[0] else t.view(-1),
+    "chunk": lambda t, n: t.chunk(2)[0] if t.dim() else t.view(1),
+    "split": lambda t, n: t.split(3)[-1] if t.dim() else t.view(1),
+    "unbind": lambda t, n: t.unbind()[n % t.shape[0]] if t.dim() else t.view(1),
+    "iteration": lambda t, n: next(iter(t)) if t.dim() else t.view(1),
+    "diagonal": lambda t, n: t.diagonal() if t.dim() > 1 else t.view_as(t),
+    "unfold": lambda t, n: t.unfold(0, 2, 1) if t.dim() and t.shape[0] > 1 else t.view_as(t),
+    "int32": lambda t, n: t.view(torch.int32).view(torch.float32),
+    "detach": lambda t, n: t.detach(),
+    "data": lambda t, n: t.data,
+    "cpu": lambda t, n: t.cpu(),
+    "contiguous": lambda t, n: t.contiguous(),
+    "bool mask": lambda t, n: t[t > 0],
+    "numbers": lambda t, n: t[[0]] if t.dim() and t.shape[0] else t.view(-1),
+    "clone": lambda t, n: t.clone(),
+}
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(views=st.lists(st.tuples(st.sampled_from(sorted(VIEWS)), st.integers(0, 5)), max_size=4))
+def test_views_are_read_as_those_of_ordinary_tensors(stepped: Any, views: list[tuple[str, int]]) -> None:
+    optimizer, params, moments = stepped
+    for param, plain in zip(params, moments, strict=True):
+        shown = optimizer.state[param]["exp_avg"]
+        for name, number in views:
+            if not plain.numel():
+                break
+            try:
+                plain = VIEWS[name](plain, number)
+            except RuntimeError:  # torch has no such view of these strides
+                with pytest.raises(RuntimeError):
+                    VIEWS[name](shown, number)
+                break
+            shown = VIEWS[name](shown, number)
+        assert (shown.shape, shown.stride(), shown.dtype) == (plain.shape, plain.stride(), plain.dtype)
+        assert torch.equal(shown + 0, plain)
+        assert shown.tolist() == plain.tolist()
+
+
+@pytest.fixture(scope="module")
+def stepped() -> Iterator[tuple[tidegate.AdamW, list[torch.nn.Parameter], list[torch.Tensor]]]:
+    """After two steps, one parameter of which has columns that lie together; and what `state_dict()` has."""
+    params = params_of(*SHAPES)
+    params.append(torch.nn.Parameter(torch.linspace(0, 1, 24).view(4, 6).T))
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+        run_steps(optimizer, params, 0, 2)
+        yield optimizer, params, [values["exp_avg"] for values in optimizer.state_dict()["state"].values()]
+
+
+def test_arrays_of_numpy_are_read_and_cannot_be_written(stepped: Any) -> None:
+    optimizer, params, moments = stepped
+    shown = optimizer.state[params[0]]["exp_avg"]
+    for array in (shown.numpy(), shown.numpy(force=True), np.asarray(shown), np.array(shown[:])):
+        assert np.array_equal(array, moments[0].numpy())
+    assert np.asarray(shown, dtype=np.float64).sum() == moments[0].double().sum()
+    assert optimizer.state[params[0]]["step"].tolist() == 2
+    with pytest.raises(ValueError, match="read-only"):
+        shown.numpy()[0] = 5
 
 
 def test_names_and_keys_of_users_stay_and_are_saved() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.agent.small_gpt import offloaded, train
+from tests.agent.test_accelerate import run_ranks
 from tests.services import ROOT
 
 
@@ -28,6 +29,22 @@ def test_a_gpt_that_is_resumed_trains_as_with_torchs_adamw(tmp_path: Path) -> No
     assert ours["losses"][-1] < 0.8 * ours["losses"][0], "it learns"
     back, on = (train(torch.optim.AdamW, tmp_path / folder, 20) for folder in ("ours", "theirs"))
     assert_alike(back, on)
+
+
+@pytest.mark.slow
+def test_a_compiled_gpt_trains_and_resumes_as_with_torchs_adamw(tmp_path: Path) -> None:
+    """As nanoGPT's `--compile`, but for the code that is made: what is traced is run by torch's own kernels."""
+    made = {}
+    for name, build in (("ours", offloaded), ("theirs", torch.optim.AdamW)):
+        (tmp_path / name).mkdir()
+        for last in (4, 8):
+            made[name] = train(build, tmp_path / name, last, lambda model: torch.compile(model, backend="aot_eager"))
+    assert_alike(made["ours"], made["theirs"])
+
+
+@pytest.mark.slow
+def test_a_gpt_on_two_ranks_trains_and_resumes_as_with_torchs_adamw(tmp_path: Path) -> None:
+    assert run_ranks(tmp_path, "small_gpt_ranks") == {"ddp-0", "ddp-1"}
 
 
 def assert_alike(mine: dict, theirs: dict) -> None:  # type: ignore[type-arg]

@@ -41,6 +41,37 @@ def test_grad_scaler_hands_over_its_scale(dtype: torch.dtype, max_grad_norm: flo
         assert optimizer.state_dict()["state"][0]["step"] == 4
 
 
+@pytest.mark.parametrize("poisoned", [(0,), (1, 3), (0, 1, 2)], ids=["first", "some", "all"])
+def test_skipped_steps_count_after_a_resume(poisoned: tuple[int, ...]) -> None:
+    params = params_of((40, 3), (77,))
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+        for step in range(max(3, *poisoned)):
+            optimizer.zero_grad()
+            grads = random_grads(params, step, some=False)
+            if step in poisoned:
+                grads[0][0] = float("nan")  # type: ignore[index]
+            backward(params, grads)
+            optimizer.step()
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        done, steps = optimizer.num_steps, optimizer.steps
+    file.seek(0)
+    saved = torch.load(file)
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(saved)
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+        optimizer.load_state_dict(theirs.state_dict())
+        assert (optimizer.num_steps, optimizer.steps) == (max(steps), steps)
+        optimizer.load_state_dict(saved)
+        assert (optimizer.num_steps, optimizer.steps) == (done, steps)
+        again = optimizer.state_dict()
+        assert again.keys() == saved.keys()
+        run_steps(optimizer, params, 5, 1)
+        assert optimizer.num_steps == done + 1
+        optimizer.load_state_dict(again)
+        assert optimizer.num_steps == done
+
+
 def test_unscaled_gradients_are_taken_as_they_are() -> None:
     params = params_of((40, 3), (77,))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

@@ -11,7 +11,9 @@ from tests.agent.test_accelerate import run_ranks
 
 NEEDS_PACKAGE = pytest.mark.skipif(
     find_spec("torchtitan") is None,
-    reason="pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser typeguard",
+    reason="torchtitan is in no extra: it requires wandb, datasets, torchdata and more, which its container of "
+    "optimizers does not import. pip install --no-deps torchtitan==0.3.0 "
+    "spmd_types==0.2.3 tyro docstring_parser typeguard",
 )
 
 

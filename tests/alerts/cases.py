@@ -51,6 +51,8 @@ _HUNG: Final = {
     "tidegate_steps_total": "0+1x40 40x400",
 }
 """Steps of 15 s, the last one after ten minutes."""
+SLOW_STEPS: Final = " ".join(f"{n}x19" for n in range(100))
+"""One in five minutes."""
 
 
 def _path(busy: float, nbytes: float) -> dict[str, str]:
@@ -71,14 +73,45 @@ CASES: Final[tuple[Case, ...]] = (
         series={"tidegate_steps_total": "0+2x400", "tidegate_skipped_steps_total": "0+1x400"},
         labels=RANK,
         at="40m",
-        summary="llama rank 0: 120 steps were skipped in 30 minutes, because a gradient was not finite",
+        summary="llama rank 0: 120 steps were skipped lately, because a gradient was not finite",
     ),
     Case(
         alert="TidegateStepsSkipped",
         why="all of twelve steps, on every rank",
         series={"tidegate_steps_total": "0x20 0+1x12 12x300", "tidegate_skipped_steps_total": "0x20 0+1x12 12x300"},
         labels=RANK,
-        summary="llama rank 0: 12 steps were skipped in 30 minutes, because a gradient was not finite",
+        summary="llama rank 0: 12 steps were skipped lately, because a gradient was not finite",
+    ),
+    Case(
+        alert="TidegateStepsSkipped",
+        why="a step takes five minutes, and every one is skipped",
+        series={"tidegate_steps_total": SLOW_STEPS, "tidegate_skipped_steps_total": SLOW_STEPS},
+        labels=RANK,
+        at="70m",
+        summary="llama rank 0: 14 steps were skipped lately, because a gradient was not finite",
+    ),
+    Case(
+        alert="TidegateStepsSkipped",
+        why="a step takes five minutes, and every one is skipped for hours",
+        series={"tidegate_steps_total": SLOW_STEPS, "tidegate_skipped_steps_total": SLOW_STEPS},
+        labels=RANK,
+        at="8h",
+        summary="llama rank 0: 24 steps were skipped lately, because a gradient was not finite",
+    ),
+    Case(
+        alert="TidegateStepsSkipped",
+        why="a step takes five minutes, and the second of twelve was not skipped",
+        series={
+            "tidegate_steps_total": SLOW_STEPS,
+            "tidegate_skipped_steps_total": " ".join(f"{max(0, n - 1)}x19" for n in range(100)),
+        },
+        at="60m",
+    ),
+    Case(
+        alert="TidegateStepsSkipped",
+        why="a scaler of fast steps that finds its scale, until now",
+        series={"tidegate_steps_total": "0+1x6 6x400", "tidegate_skipped_steps_total": "0+1x6 6x400"},
+        at="4m",
     ),
     Case(
         alert="TidegateStepsSkipped",
