@@ -7,6 +7,7 @@ it is visible: an exception of the store leaves the memory as it was.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
@@ -41,6 +42,7 @@ from tidegate.wire.base import KnobChanges
 from tidegate.wire.canary import CanaryRequest
 
 FLUSH_SECONDS: Final = 30.0
+RESET: Final = "reset_knobs at start-up"
 GONE_RANKS_KEPT: Final = 64
 """Ranks that are gone and whose newest steps are still in memory."""
 LAST_STEPS_KEPT: Final = 4_096
@@ -87,6 +89,8 @@ class ControlPlane:
         )  # fmt: skip
         if run is None:
             run = self._new_run(hello, knobs, seated, now)
+        elif hello.reset_knobs and not same and knobs != views.knobs_of(run.control.committed):
+            self._reset(run, hello, knobs, seated, _taken_over(hello, held, now))
         else:
             self.store.save(run.name, notes=_taken_over(hello, held, now), agents=[seated])
         member.hello, member.finished = hello, False
@@ -99,8 +103,6 @@ class ControlPlane:
         run.seat(member)
         self.roster.agents[hello.agent] = (run.name, hello.rank)
         self._advance(run, Join(hello.rank, fresh=not same))
-        if hello.reset_knobs and not same and knobs != views.knobs_of(run.control.committed):
-            self._reset(run, hello, knobs, now)
         self.roster.tell_agent(run, member)
         self._finish_left_over(run)
         return self._lease(run, member)
@@ -242,22 +244,33 @@ class ControlPlane:
         self.roster.runs[hello.run] = run = Run(name=hello.run, created_at=now, control=control, latest=first)
         return run
 
-    def _reset(self, run: Run, hello: AgentHello, knobs: Knobs, now: float) -> None:
-        before, after = _all(run, views.knobs_of(run.control.committed)), _all(run, knobs)
+    def _reset(
+        self, run: Run, hello: AgentHello, knobs: Knobs, seated: AgentRecord, taken_over: list[AuditNote]
+    ) -> None:
+        """Makes the rank's settings those of the run. They are stored together with the rank: a hello that was not
+        stored can be said again."""
+        now, others = self._clock.wall(), run.control.present - {hello.rank}
+        paths = bool(hello.paths) or any(run.members[rank].hello.paths for rank in others)
+        before, after = views.knobs_of(run.control.committed).as_dict(paths=paths), knobs.as_dict(paths=paths)
         author = f"rank {hello.rank}@{hello.host}"[:64]
+        reset = AuditNote(
+            timestamp=now, actor=author, action="reset", run=run.name, generation=run.control.newest + 1,
+            before=before, after=after, reason=RESET,
+        )  # fmt: skip
         self._advance(
             run,
             Propose(
                 knobs=after,
                 changes={name: value for name, value in after.items() if before.get(name) != value},
                 author=author,
-                reason="reset_knobs at start-up",
+                reason=RESET,
                 at=now,
                 deadline=math.inf,
                 commit=True,
             ),
+            [seated],
+            [*taken_over, reset],
         )
-        self.store.save(run.name, notes=[note(run.name, now, author, "reset", run.latest, before=before)])
 
     def _applied(self, run: Run, member: Member, generation: int, step: int) -> None:
         member.applied.setdefault(generation, step)
@@ -330,8 +343,10 @@ class ControlPlane:
         )
         self._store_and_tell(run, replace(run.control, committed=measured), [measured], notes)
 
-    def _advance(self, run: Run, event: Happening) -> None:
-        """Decides, stores what was decided, and tells."""
+    def _advance(
+        self, run: Run, event: Happening, agents: Sequence[AgentRecord] = (), also: Sequence[AuditNote] = ()
+    ) -> None:
+        """Decides, stores what was decided (with these agents and rows of the audit log), and tells."""
         before = run.control
         control, decisions = decide(before, event)
         notes = [decision_note(run.name, before, d, self._clock.wall()) for d in decisions if d.what in AUDITED]
@@ -340,7 +355,7 @@ class ControlPlane:
             run.control = control
             run.latest = next((d.generation for d in decisions if d.generation.number == control.newest), run.latest)
             return
-        self._store_and_tell(run, control, [d.generation for d in decisions], notes)
+        self._store_and_tell(run, control, [d.generation for d in decisions], [*notes, *also], agents)
         run.orders.ring()
 
     def _store_and_tell(
@@ -348,11 +363,12 @@ class ControlPlane:
         run: Run,
         control: Control,
         generations: list[Generation],
-        notes: list[AuditNote],
+        notes: Sequence[AuditNote],
+        agents: Sequence[AgentRecord] = (),
     ) -> None:
         newest = {g.number: g for g in generations}
         if newest:
-            self.store.save(run.name, newest.values(), notes)
+            self.store.save(run.name, newest.values(), notes, agents)
         run.control = control
         run.latest = newest.get(control.newest, run.latest)
         for generation in newest.values():

@@ -21,8 +21,8 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 @router.get("", dependencies=[READ_OF_ANY_RUN])
 async def runs(plane: Plane, who: Who) -> list[RunView]:
-    """All runs that the token opens, newest last."""
-    seen = [run for run in plane.roster.runs.values() if who.may_see(run.name)]
+    """All runs that the token opens, newest first."""
+    seen = sorted((r for r in plane.roster.runs.values() if who.may_see(r.name)), key=lambda r: -r.created_at)
     return [views.run_view(run, plane.roster.states(run)) for run in seen]
 
 
