@@ -30,8 +30,8 @@ GONE_RANKS_KEPT: Final = 64
 """Ranks that are gone and whose newest steps are still in memory."""
 LAST_STEPS_KEPT: Final = 4_096
 """Ranks that are gone and whose last step is still in memory; of others it is read when somebody asks for their run."""
-DELETED_AT_ONCE: Final = 100
-"""Runs that are old enough, in one transaction: others wait for it."""
+DELETED_AT_ONCE: Final = 20
+"""Runs in one transaction: others wait for it."""
 SWEEP_SECONDS: Final = 30.0
 DELETED: Final = "deleted"
 """In the audit log."""
@@ -101,7 +101,7 @@ class Retention:
             most = max({run.owner for run in ended}, key=lambda owner: owners[owner])
             oldest = sorted((run for run in ended if run.owner == most), key=lambda run: run.last_seen)
             reason = f"The daemon is full ({RUNS_KEPT:,} runs, {RANKS_KEPT:,} ranks): it was an old one that had ended."
-            self._delete(oldest[: max(1, RUNS_KEPT // 100)], "daemon", reason)
+            self._delete(oldest[: max(1, RUNS_KEPT // 500)], "daemon", reason)
 
     def tick(self, now: float) -> None:
         """Forgets runs that ended long ago; `now` is on the monotonic clock. To be called several times a second."""

@@ -136,6 +136,25 @@ def test_where_all_runs_go_on_a_newcomer_is_told(stand: Stand) -> None:
         stand.begin("one-more", "b")
 
 
+def test_each_agent_token_has_a_quota_over_a_restart_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "RUNS_OF_A_TOKEN", 3)
+    with threaded(tmp_path) as daemon:
+        for number in range(3):
+            Agent(daemon, f"junk-{number}")
+        other = daemon.app.state.plane.store.tokens.issue("agent", "team")
+        with pytest.raises(DaemonError, match="3 runs of this token go on") as error:
+            Agent(daemon, "junk-3")
+        assert error.value.status == 409
+        assert "`tidegate token create agent --name TEAM`" in str(error.value)
+    for run in ("honest-0", "honest-1"):
+        with threaded(tmp_path) as daemon:
+            with pytest.raises(DaemonError, match="3 runs of this token go on"):
+                Agent(daemon, "junk-3")
+            daemon.tokens["agent"] = other
+            Agent(daemon, run)
+            assert len(daemon.client().runs()) == 3 + int(run[-1]) + 1
+
+
 def test_runs_that_ended_long_ago_are_forgotten_over_a_restart_too(stand: Stand) -> None:
     for name in ("lost", "finished", "on"):
         agent = stand.begin(name)
