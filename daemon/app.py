@@ -42,6 +42,7 @@ def create_app(settings: Settings) -> FastAPI:
         lease_seconds=settings.lease_seconds,
         proposal_seconds=settings.proposal_seconds,
         keep_seconds=settings.keep_reports_seconds,
+        keep_runs_seconds=settings.keep_runs_seconds,
     )
     store.hurry()
     app = FastAPI(
@@ -54,7 +55,8 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.plane = plane
-    app.state.alerts = AlertBook(store)
+    app.state.alerts = book = AlertBook(store)
+    plane.retention.deleted = book.forget
     app.state.registry = registry = CollectorRegistry()
     registry.register(RunCollector(plane))
     problems.install(app)

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -24,11 +24,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who holds the token. `run`: the only run that it opens; None opens all."""
+    """Who holds the token. `run`: the only run that it opens; None opens all. `token`: its id."""
 
     name: str
     scope: Scope
     run: str | None = None
+    token: str = field(default="", compare=False)
 
     def may_see(self, run: str) -> bool:
         return self.run is None or self.run == run
@@ -72,7 +73,7 @@ class Tokens:
         if found is None:
             return "wrong"
         state = found.state(self._wall())
-        return Caller(found.name, found.scope, found.run) if state == "valid" else state
+        return Caller(found.name, found.scope, found.run, found.id) if state == "valid" else state
 
 
 def ensure_files(store: Store, state_dir: Path) -> None:

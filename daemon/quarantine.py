@@ -12,9 +12,20 @@ from sqlalchemy import Select, insert, literal_column, select, text
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session
 
+from tidegate.daemon.alert_table import alert_of
 from tidegate.daemon.control.restore import RAN
 from tidegate.daemon.readable import key_of, reason
-from tidegate.daemon.schema import AgentRow, AuditEntry, Base, GenerationRow, QuarantineRow, RunRow, StepRow, TokenRow
+from tidegate.daemon.schema import (
+    AgentRow,
+    AlertRow,
+    AuditEntry,
+    Base,
+    GenerationRow,
+    QuarantineRow,
+    RunRow,
+    StepRow,
+    TokenRow,
+)
 from tidegate.daemon.store import Store, agent_of, audit_of, generation_of, run_of
 from tidegate.daemon.tokens import token_of
 from tidegate.wire.step import StepReport
@@ -117,5 +128,6 @@ _READERS: Final[tuple[tuple[type[Base], Callable[[Any], object]], ...]] = (
     (GenerationRow, generation_of),
     (AgentRow, agent_of),
     (StepRow, _step_of),
+    (AlertRow, alert_of),
     (AuditEntry, audit_of),
 )

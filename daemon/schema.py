@@ -68,6 +68,20 @@ class AgentRow(Base):
     applied_generation: Mapped[int]
     told: Mapped[dict[str, Any] | None]
     """What it said last that is in no step: see `Member.told`."""
+    owner: Mapped[str | None] = mapped_column(String(64))
+    """Id of the token that it came with; None where nobody knows."""
+
+
+class AlertRow(Base):
+    """The newest word on an alert. Bounded: see `control/alerts.py`; the audit log has all changes."""
+
+    __tablename__ = "alerts"
+    run: Mapped[str] = mapped_column(String(64), primary_key=True)
+    """Empty for those that concern none."""
+    fingerprint: Mapped[str] = mapped_column(String(64), primary_key=True)
+    owner: Mapped[str] = mapped_column(String(64))
+    """Id of the token that told of it first; empty where nobody knows."""
+    body: Mapped[dict[str, Any]]
 
 
 class StepRow(Base):

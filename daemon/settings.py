@@ -41,6 +41,8 @@ class Settings(BaseModel):
     proposal_seconds: float = Field(default=5.0, gt=0)
     keep_reports_seconds: float = Field(default=7 * 86_400.0, gt=0)
     """Steps that were reported longer ago are deleted; of each rank the newest 256 are kept at most."""
+    keep_runs_seconds: float = Field(default=30 * 86_400.0, gt=0)
+    """Runs of which no rank has spoken for so long, and none goes on, are deleted; the audit log stays."""
     max_body_bytes: int = Field(default=MAX_BODY_BYTES, gt=0)
 
     @field_validator("allowed_hosts")

@@ -13,16 +13,18 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from pydantic import Field, TypeAdapter
-from sqlalchemy import create_engine, event, func, select, update
+from sqlalchemy import create_engine, delete, event, func, select, update
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
+from tidegate.daemon import alert_table
+from tidegate.daemon.alert_table import AlertTable, KnownAlert
 from tidegate.daemon.control import canary
 from tidegate.daemon.control.generations import Ballot, Generation
 from tidegate.daemon.migrations.upgrade import upgrade
 from tidegate.daemon.readable import Readable, json_of, text_of
-from tidegate.daemon.schema import AgentRow, AuditEntry, CounterRow, GenerationRow, RunRow
+from tidegate.daemon.schema import AgentRow, AlertRow, AuditEntry, CounterRow, GenerationRow, RunRow, StepRow
 from tidegate.daemon.steps import StepTable
 from tidegate.daemon.tokens import TokenTable
 from tidegate.errors import DaemonError
@@ -49,6 +51,8 @@ class AgentRecord:
     step: int
     applied_generation: int
     told: dict[str, Any]
+    owner: str = ""
+    """Id of the token that it came with; empty where nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ class Store:
         self._reading = sessionmaker(_reading(self._engine))
         self.readable = Readable()
         self.tokens = TokenTable(self._session, self._reading, self.readable)
+        self.alerts = AlertTable(self._reading, self.readable)
         self.steps = StepTable(self._relaxed, _reading(self._relaxed))
 
     @property
@@ -161,13 +166,27 @@ class Store:
         generations: Iterable[Generation] = (),
         notes: Iterable[AuditNote] = (),
         agents: Iterable[AgentRecord] = (),
+        alerts: Iterable[KnownAlert] = (),
+        forgotten_alerts: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Stores all of it or nothing."""
+        """Stores all of it or nothing. forgotten_alerts: run and fingerprint of those that go."""
         with self._session.begin() as session:
             for generation in generations:
                 session.merge(_generation_row(run, generation))
             for agent in agents:
                 session.merge(_agent_row(agent))
+            alert_table.change(session, alerts, forgotten_alerts)
+            session.add_all(_audit_entry(note) for note in notes)
+
+    def delete_runs(self, runs: Sequence[str], notes: Iterable[AuditNote]) -> None:
+        """Deletes them with their generations, ranks, steps and alerts, all or nothing. The audit log stays."""
+        with self._session.begin() as session:
+            agents = select(AgentRow.agent).where(AgentRow.run.in_(runs))
+            session.execute(delete(StepRow).where(StepRow.agent.in_(agents)))
+            session.execute(delete(AgentRow).where(AgentRow.run.in_(runs)))
+            session.execute(delete(GenerationRow).where(GenerationRow.run.in_(runs)))
+            session.execute(delete(AlertRow).where(AlertRow.run.in_(runs)))
+            session.execute(delete(RunRow).where(RunRow.name.in_(runs)))
             session.add_all(_audit_entry(note) for note in notes)
 
     def touch(self, agents: Iterable[AgentRecord]) -> None:
@@ -240,12 +259,6 @@ class Store:
         query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(limit)
         if run is not None:
             query = query.where(AuditEntry.run == run)
-        with self._reading() as session:
-            return list(self.readable.each(session.scalars(query), audit_of))[::-1]
-
-    def audit_of_actions(self, actions: Sequence[str], limit: int) -> list[AuditRow]:
-        """The newest `limit` rows of these actions in all runs, oldest first."""
-        query = select(AuditEntry).where(AuditEntry.action.in_(actions)).order_by(AuditEntry.id.desc()).limit(limit)
         with self._reading() as session:
             return list(self.readable.each(session.scalars(query), audit_of))[::-1]
 
@@ -349,7 +362,7 @@ def agent_of(row: AgentRow) -> AgentRecord:
         raise ValueError("its greeting is that of another rank")
     told = Told.model_validate(row.told or {}).model_dump(exclude_unset=True)
     more = {name: getattr(row, name) for name in ("liveness", "last_seen", "step", "applied_generation")}
-    return _AGENT.validate_python({"hello": hello, "told": told, **more})
+    return _AGENT.validate_python({"hello": hello, "told": told, "owner": row.owner or "", **more})
 
 
 def generation_of(row: GenerationRow) -> Generation:
@@ -388,6 +401,7 @@ def _agent_row(agent: AgentRecord) -> AgentRow:
         step=agent.step,
         applied_generation=agent.applied_generation,
         told=agent.told,
+        owner=agent.owner,
     )
 
 

@@ -63,7 +63,7 @@ def run_view(run: Run, states: dict[int, Liveness]) -> RunView:
         step=max((m.step for m in members), default=0),
         generation=run.control.committed.number,
         started_at=run.created_at,
-        last_seen=max((m.last_seen for m in members), default=run.created_at),
+        last_seen=run.last_seen,
         paths=run.paths,
         totals=totals(run),
         ranks=tuple(_rank_view(m, states[m.hello.rank]) for m in members),

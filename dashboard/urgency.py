@@ -10,7 +10,7 @@ from typing import Final
 from tidegate.dashboard import units
 from tidegate.dashboard.digest import Digest, digest
 from tidegate.timeline import cause_in_words
-from tidegate.wire.alert import AlertView
+from tidegate.wire.alert import SEVERITIES, AlertView
 from tidegate.wire.prediction import Advice
 from tidegate.wire.run import RankView, RunView
 
@@ -24,7 +24,6 @@ LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 RUNNING: Final = ("live", "stale")
 LOST_SECONDS: Final = 86_400.0
 """A run that is lost for longer is nobody's task any more."""
-_SEVERITY: Final = ("critical", "warning", "info")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +83,11 @@ def of_no_run(alerts: Sequence[AlertView]) -> Task | None:
 
 
 def _fires(run: str, alerts: Sequence[AlertView]) -> Task | None:
-    firing = [alert for alert in alerts if alert.state == "firing" and alert.severity in _SEVERITY]
+    firing = [alert for alert in alerts if alert.state == "firing" and alert.severity in SEVERITIES]
     if not firing:
         return None
-    worst = min(firing, key=lambda alert: (_SEVERITY.index(alert.severity), alert.starts_at))
-    return Task(run=run, urgency=FIRING + _SEVERITY.index(worst.severity) / 10, sentence=_alert(worst), page="alerts")
+    worst = min(firing, key=lambda alert: (SEVERITIES.index(alert.severity), alert.starts_at))
+    return Task(run=run, urgency=FIRING + SEVERITIES.index(worst.severity) / 10, sentence=_alert(worst), page="alerts")
 
 
 def sorted_tasks(tasks: Collection[Task]) -> list[Task]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -335,7 +337,8 @@ def test_watching_and_following(daemon: Daemon) -> None:
 
 
 def test_what_was_told_is_no_news_when_the_daemon_is_back(tmp_path: Path) -> None:
-    """The effect of a generation is measured anew after the restart; its state stays the same."""
+    """The effect of a generation is measured anew after the restart, and the rank says hello again, then as another
+    agent; states stay the same."""
     with daemon_process(tmp_path) as live:
         agent = Agent(live, "llama-7b").begin()  # type: ignore[arg-type]
         agent.train(4, 1.0)
@@ -356,14 +359,17 @@ def test_what_was_told_is_no_news_when_the_daemon_is_back(tmp_path: Path) -> Non
         live.kill()
         live.start()
         agent.client.hello(agent.message)
-        agent.train(4, 2.0)
-        agent.client.goodbye(agent.id)
+        resumed = Agent(live, "llama-7b", replaces=agent.id)  # type: ignore[arg-type]
+        resumed.train(4, 2.0)
+        resumed.client.goodbye(resumed.id)
         while "rank 0 is finished" not in lines[-1]:
             lines.append(follower.stdout.readline())
             assert lines[-1], "it ended"
         follower.send_signal(signal.SIGINT)
         follower.communicate(timeout=20)
-    assert sum("generation 1 applied" in line for line in lines) == 1, lines
+    told = [line.split("  ", 1)[1] for line in lines]
+    assert len(told) == len(set(told)), lines
+    assert "rank 0 is live\n" in told
 
 
 def _asked(daemon: Daemon, route: str) -> float:
@@ -379,6 +385,51 @@ def test_several_runs(daemon: Daemon) -> None:
     code, _, error = run(daemon, "knobs", "get")
     assert code == 2
     assert all(name in error for name in names)
+
+
+def test_runs_that_ended_are_named_newest_first(tmp_path: Path) -> None:
+    with daemon_process(tmp_path) as live:
+        for number in range(12):
+            agent = Agent(live, f"run-{number:02}")  # type: ignore[arg-type]
+            agent.client.goodbye(agent.id)
+        code, _, error = run(Daemon(live.url, tmp_path, {}), "knobs", "get")
+    assert code == 1
+    assert f"Earlier ones, newest first: {', '.join(f'run-{n:02}' for n in range(11, 1, -1))}." in error
+
+
+def test_deleting_runs(daemon: Daemon) -> None:
+    agents = [Agent(daemon, name) for name in ("old", "older", "trains")]
+    for agent in agents[:2]:
+        agent.client.goodbye(agent.id)
+    code, _, error = run(daemon, "runs", "delete", "old", "older")
+    assert (code, "no terminal to ask on. Add --yes to delete old, older." in error) == (2, True), error
+    code, _, error = run(daemon, "runs", "delete", "old", "no-such", "--yes")
+    assert (code, "no run 'no-such'" in error) == (1, True), error
+    code, _, error = run(daemon, "runs", "delete", "trains", "--yes")
+    assert (code, "Run 'trains' goes on (rank 0 is live)" in error) == (1, True), error
+    assert {view.run for view in daemon.client().runs()} == {"old", "older", "trains"}
+    for answer, said in (("n", "Nothing was deleted."), ("y", "Run 'old' is deleted.")):
+        assert said in asked_on_a_terminal(daemon, answer, "runs", "delete", "old", "--reason", "a trial")
+    assert run(daemon, "runs", "delete", "older", "--yes")[:2] == (0, "Run 'older' is deleted.\n")
+    assert [view.run for view in daemon.client().runs()] == ["trains"]
+    deleted = [(row.run, row.reason) for row in daemon.client().audit() if row.action == "deleted"]
+    assert deleted == [("old", "a trial"), ("older", "")]
+
+
+def asked_on_a_terminal(daemon: Daemon, answer: str, *words: str) -> str:
+    """All that it printed."""
+    ours, theirs = pty.openpty()
+    env = environment(daemon.state, TIDEGATE_DAEMON=daemon.url)
+    process = forked.Popen(
+        [sys.executable, "-m", "tidegate", *words], cwd=ROOT, env=env, text=True, stdin=theirs,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    os.close(theirs)
+    os.write(ours, f"{answer}\n".encode())
+    text, _ = process.communicate(timeout=60)
+    os.close(ours)
+    assert process.returncode == 0, text
+    return str(text)
 
 
 def test_trace(daemon: Daemon, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from pydantic import ValidationError
 
-from tidegate import cli_knobs, cli_tokens, cli_watch
+from tidegate import cli_knobs, cli_runs, cli_tokens, cli_watch
 from tidegate.cli_calibrate import calibrate
 from tidegate.cli_options import Daemon, Json, RunOption, choose, client_for, duration, utf8
 from tidegate.cli_plan import plan
@@ -32,6 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(cli_knobs.app, name="knobs")
+app.add_typer(cli_runs.app, name="runs")
 app.add_typer(cli_tokens.app, name="token")
 
 
@@ -75,6 +76,7 @@ def daemon(
     tls_certificate: Annotated[Path | None, typer.Option(help="PEM file: speak HTTPS with this certificate.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key, if not in the same file.")] = None,
     keep_reports: Annotated[str, typer.Option(help="How long steps that ranks reported are kept, as in 12h.")] = "7d",
+    keep_runs: Annotated[str, typer.Option(help="How long runs are kept after their end, as in 30d.")] = "30d",
 ) -> None:
     """Run the control daemon until it is told to stop."""
     with needs():
@@ -93,6 +95,7 @@ def daemon(
             tls_certificate=tls_certificate,
             tls_key=tls_key,
             keep_reports_seconds=duration(keep_reports, "--keep-reports"),
+            keep_runs_seconds=duration(keep_runs, "--keep-runs"),
         )
     except ValidationError as error:
         raise ConfigError(f"The settings are not valid: {error.errors()[0]['msg']}.") from error

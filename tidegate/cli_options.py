@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal
 
 import typer
@@ -44,14 +45,19 @@ def choose(client: DaemonClient, name: str | None) -> RunView:
     """The run of that name, or the only one that is running."""
     if name:
         return client.run(name)
-    runs = client.runs()
+    runs = newest_first(client.runs())
     running = [run for run in runs if run.liveness in ("live", "stale")]
     if len(running) == 1:
         return running[0]
     if running:
         raise ConfigError(f"Several runs are running, say which: {', '.join(run.run for run in running)}.")
-    known = f" Earlier ones, by name: {', '.join(run.run for run in runs[-10:])}." if runs else ""
+    known = f" Earlier ones, newest first: {', '.join(run.run for run in runs[:10])}." if runs else ""
     raise TidegateError(f"No run is running.{known}")
+
+
+def newest_first(runs: Iterable[RunView]) -> list[RunView]:
+    """In the order of every list of runs, whatever the daemon's version."""
+    return sorted(runs, key=lambda run: -run.started_at)
 
 
 def print_json(found: BaseModel | list[Any]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Annotated, Final
 
 import typer
 
-from tidegate.cli_options import Daemon, Json, RunOption, choose, client_for, print_json
+from tidegate.cli_options import Daemon, Json, RunOption, choose, client_for, newest_first, print_json
 from tidegate.client import DaemonClient
 from tidegate.errors import ConfigError, DaemonUnreachable, NotAuthorized
 from tidegate.terminal import say, visible
@@ -31,7 +32,7 @@ def status(
     with client_for("read", url) as client:
 
         def ask() -> list[RunView]:
-            return [client.run(run)] if run else sorted(client.runs(), key=lambda view: -view.started_at)
+            return [client.run(run)] if run else newest_first(client.runs())
 
         if not watch:
             runs = ask()
@@ -59,7 +60,7 @@ def events(
     with client_for("read", url) as client:
         name = choose(client, run).run
         newest = None if follow else client.newest_event(name)
-        last, told = after, dict[int, tuple[str, str]]()
+        last, told = after, Told()
         try:
             while newest is None or last < newest:
                 last = _print_events(client, name, last, newest, as_json, told)
@@ -67,9 +68,7 @@ def events(
             return
 
 
-def _print_events(
-    client: DaemonClient, run: str, last: int, end: int | None, as_json: bool, told: dict[int, tuple[str, str]]
-) -> int:
+def _print_events(client: DaemonClient, run: str, last: int, end: int | None, as_json: bool, told: Told) -> int:
     """Until the stream ends. The id to go on from; patient with a daemon that starts again. told: as in `sentence`."""
     lost_at: float | None = None
     while True:
@@ -91,19 +90,31 @@ def _print_events(
             time.sleep(PAUSE_SECONDS)
 
 
-def sentence(event: Event, told: dict[int, tuple[str, str]]) -> str:
+@dataclass
+class Told:
+    """What was printed last: saying it again is no news."""
+
+    generations: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """State of each and of its canary, by number."""
+    ranks: dict[int, str] = field(default_factory=dict)
+    """Liveness of each."""
+
+
+def sentence(event: Event, told: Told) -> str:
     """What happened, for people; empty for reports, which come every second, and for what is no news.
 
-    told: state of each generation and of its canary as they were told before; brought up to date.
+    told: is brought up to date.
     """
     data, at = event.data, time.strftime("%H:%M:%S", time.localtime(event.timestamp))
     if event.kind == "agent":
-        return f"{at}  rank {data.get('rank')} is {data.get('liveness')}"
+        rank, liveness = int(data.get("rank", -1)), str(data.get("liveness"))
+        known, told.ranks[rank] = told.ranks.get(rank), liveness
+        return f"{at}  rank {rank} is {liveness}" if liveness != known else ""  # it says hello when it connects again
     if event.kind != "generation":
         return ""
     number, trial = int(data.get("generation", -1)), data.get("canary") or {}
-    before, now = told.get(number, ("", "")), (str(data.get("state")), str(trial.get("state", "")))
-    told[number] = now
+    before, now = told.generations.get(number, ("", "")), (str(data.get("state")), str(trial.get("state", "")))
+    told.generations[number] = now
     if before == now:  # its effect was measured anew: see `history`
         return ""
     from tidegate.cli_tables import shown

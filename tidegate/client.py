@@ -199,10 +199,15 @@ class DaemonClient:
     # ---- operators
 
     def runs(self) -> list[RunView]:
+        """All runs that the token opens, newest first."""
         return self._ask(list[RunView], "GET", _at("runs"))
 
     def run(self, run: str) -> RunView:
         return self._ask(RunView, "GET", _at("runs", run))
+
+    def delete_run(self, run: str, reason: str = "") -> None:
+        """Forgets a run that ended, for good."""
+        self._send("DELETE", _at("runs", run), query={"reason": reason} if reason else None)
 
     def knobs(self, run: str) -> KnobsView:
         return self._ask(KnobsView, "GET", _at("runs", run, "knobs"))
@@ -280,11 +285,12 @@ class DaemonClient:
         return self._ask(list[AuditRow], "GET", where, query={"limit": limit})
 
     def alerts(self, run: str | None) -> list[AlertView]:
-        """What fires in the run, and what was resolved last, oldest first. None: of the alerts that concern no run."""
+        """What fires in the run, worst first, then what was resolved, newest first. None: of alerts that concern no
+        run."""
         return self._ask(list[AlertView], "GET", _at("runs", run, "alerts") if run else _at("alerts"))
 
     def firing(self) -> list[AlertView]:
-        """What fires in any run, or in none, oldest first."""
+        """What fires in any run, or in none: by severity, those that fire longest first."""
         return self._ask(list[AlertView], "GET", _at("alerts"), query={"runs": "all", "state": "firing"})
 
     def events(self, run: str, last_event_id: int | None = None) -> Iterator[Event]:

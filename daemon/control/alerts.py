@@ -1,96 +1,133 @@
-"""The alerts that Alertmanager tells of: each change is a row of the audit log, and the log is where they live.
+"""The alerts that Alertmanager tells of: the newest word on each is stored, and each change is a row of the audit log.
 
-What is known after a restart is read from the log again, so there is no second truth. In memory, and on screens, is a
-bounded number for each run.
+A bounded number is kept, for each run and each token that tells: the worst of those that fire, of the equally bad those
+that have fired longest, and the newest that were resolved. So what one token tells hides nothing of another's, and what
+comes later nothing that is as bad.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Final
 
+from tidegate.daemon.alert_table import KnownAlert
 from tidegate.daemon.store import AuditNote, Store
-from tidegate.wire.alert import AlertState, AlertView
-from tidegate.wire.audit import AuditRow
+from tidegate.wire.alert import SEVERITIES, AlertState, AlertView
 from tidegate.wire.base import KnobChanges
 
 FIRING_KEPT: Final = 200
 RESOLVED_KEPT: Final = 50
-ROWS_READ: Final = 5_000
-"""Of the audit log, at the start."""
-_ACTIONS: Final[dict[str, AlertState]] = {f"alert_{state}": state for state in get_args(AlertState)}
+"""Of one token in one run."""
+KEPT_OF_A_TOKEN: Final = 5_000
+"""In all runs, of each of the two."""
+RESOLVED_SECONDS: Final = 7 * 86_400.0
+"""For so long one that was resolved is kept after the daemon was told of it last."""
 _LABEL: Final = "label_"
-log = logging.getLogger(__name__)
+_Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
     """What became of a message: `changed` alerts were written down, `repeated` ones were known, `late` ones are older
-    than what is known."""
+    than what is known, for those `over_quota` the token has no room."""
 
     changed: tuple[AlertView, ...] = ()
     repeated: int = 0
     late: int = 0
+    over_quota: int = 0
 
 
 class AlertBook:
-    """The newest word on each alert, by run; the run of alerts that concern none is the empty text."""
+    """The newest word on each alert, by run and fingerprint; the run of alerts that concern none is the empty text."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, wall: Callable[[], float] = time.time) -> None:
         self._store = store
-        self._runs: dict[str, dict[str, AlertView]] = {}
-        for row in store.audit_of_actions(tuple(_ACTIONS), ROWS_READ):
-            try:
-                self._keep(_of_row(row))
-            except (KeyError, ValueError) as error:
-                log.error("row %d of the audit log is no alert, and is left out: %s", row.id, error)
+        self._wall = wall
+        self._known = {alert.key: alert for alert in store.alerts.all()}
 
     def of(self, run: str, state: AlertState | None = None) -> list[AlertView]:
-        """The alerts of a run, oldest first."""
-        return _oldest_first(self._runs.get(run, {}).values(), state)
+        """The alerts of a run, worst first."""
+        return self._shown(state, lambda alert: alert.view.run == run)
 
     def everywhere(self, state: AlertState | None = None) -> list[AlertView]:
-        """The alerts of all runs and of none, oldest first."""
-        return _oldest_first((alert for of_run in self._runs.values() for alert in of_run.values()), state)
+        """The alerts of all runs and of none, worst first."""
+        return self._shown(state, lambda _: True)
 
-    def take(self, alerts: Sequence[AlertView], actor: str) -> Taken:
-        """Writes down what is new, all of it or nothing. Saying it again is fine."""
-        known = {(a.run, a.fingerprint): a for of_run in self._runs.values() for a in of_run.values()}
-        heard, changed, repeated, late = [], [], 0, 0
+    def take(self, alerts: Sequence[AlertView], actor: str, owner: str = "") -> Taken:
+        """Writes down what is new, all of it or nothing. Saying it again is fine. `owner`: id of the caller's token."""
+        known = dict(self._known)
+        changed: list[tuple[AlertView, bool]] = []
+        repeated = late = 0
         for alert in alerts:
             key = (alert.run, alert.fingerprint)
             before = known.get(key)
-            if before is not None and before.starts_at > alert.starts_at:
+            if before is not None and before.view.starts_at > alert.starts_at:
                 late += 1
                 continue
-            if before is not None and (before.state, before.starts_at) == (alert.state, alert.starts_at):
+            if before and (before.view.state, before.view.starts_at) == (alert.state, alert.starts_at):
                 repeated += 1
             else:
-                changed.append(alert)
-            known[key] = alert
-            heard.append(alert)
-        if changed:
-            self._store.save("", notes=[_note(alert, actor) for alert in changed])
-        for alert in heard:
-            self._keep(alert)
-        return Taken(tuple(changed), repeated, late)
+                changed.append((alert, before is not None))
+            known[key] = KnownAlert(alert, before.owner if before else owner)
+        oldest = self._wall() - RESOLVED_SECONDS
+        gone = {alert.key for alert in known.values() if _is_old(alert, oldest)} | _over_quota(known.values())
+        # What becomes of an alert that was written down is written down, too, whether or not it is kept.
+        written = [alert for alert, was_known in changed if was_known or (alert.run, alert.fingerprint) not in gone]
+        kept = {key: alert for key, alert in known.items() if key not in gone}
+        news = dict.fromkeys((alert.run, alert.fingerprint) for alert in written)
+        if written or gone & self._known.keys():
+            self._store.save(
+                "",
+                notes=[_note(alert, actor) for alert in written],
+                alerts=[kept[key] for key in news if key in kept],
+                forgotten_alerts=gone & self._known.keys(),
+            )
+        self._known = kept
+        return Taken(tuple(written), repeated, late, len(changed) - len(written))
 
-    def _keep(self, alert: AlertView) -> None:
-        of_run = self._runs.setdefault(alert.run, {})
-        of_run[alert.fingerprint] = alert
-        for state, kept in (("firing", FIRING_KEPT), ("resolved", RESOLVED_KEPT)):
-            for old in _all_but_newest((a for a in of_run.values() if a.state == state), kept):
-                del of_run[old.fingerprint]
+    def forget(self, run: str) -> None:
+        """The run is deleted, and its alerts were with it."""
+        self._known = {key: alert for key, alert in self._known.items() if alert.view.run != run}
+
+    def _shown(self, state: AlertState | None, wanted: Callable[[KnownAlert], bool]) -> list[AlertView]:
+        oldest = self._wall() - RESOLVED_SECONDS
+        found = (alert for alert in self._known.values() if wanted(alert) and not _is_old(alert, oldest))
+        return [alert.view for alert in sorted(found, key=_rank) if state in (None, alert.view.state)]
 
 
-def _oldest_first(alerts: Iterable[AlertView], state: AlertState | None) -> list[AlertView]:
-    return sorted((a for a in alerts if state in (None, a.state)), key=lambda a: (a.starts_at, a.fingerprint))
+def _is_old(alert: KnownAlert, oldest: float) -> bool:
+    return alert.view.state == "resolved" and alert.view.received_at < oldest
 
 
-def _all_but_newest(alerts: Iterable[AlertView], kept: int) -> list[AlertView]:
-    return sorted(alerts, key=lambda a: (a.ends_at or a.starts_at, a.fingerprint))[:-kept]
+def _rank(alert: KnownAlert) -> tuple[bool, int, float, str]:
+    """Those that fire first: by severity, then those that have fired longest. Then the others, newest first."""
+    view = alert.view
+    if view.state == "resolved":
+        return True, 0, -(view.ends_at or view.starts_at), view.fingerprint
+    severity = SEVERITIES.index(view.severity) if view.severity in SEVERITIES else len(SEVERITIES)
+    return False, severity, view.starts_at, view.fingerprint
+
+
+def _over_quota(alerts: Iterable[KnownAlert]) -> set[_Key]:
+    """Those for which their token has no room."""
+    return set(_without_room(sorted(alerts, key=_rank)))
+
+
+def _without_room(ranked: Iterable[KnownAlert]) -> Iterator[_Key]:
+    in_run: defaultdict[tuple[str, str, AlertState], int] = defaultdict(int)
+    everywhere: defaultdict[tuple[str, AlertState], int] = defaultdict(int)
+    for alert in ranked:
+        view = alert.view
+        here, all_of_it = (view.run, alert.owner, view.state), (alert.owner, view.state)
+        kept = FIRING_KEPT if view.state == "firing" else RESOLVED_KEPT
+        if in_run[here] >= kept or everywhere[all_of_it] >= KEPT_OF_A_TOKEN:
+            yield alert.key
+            continue
+        in_run[here] += 1
+        everywhere[all_of_it] += 1
 
 
 def _note(alert: AlertView, actor: str) -> AuditNote:
@@ -113,24 +150,4 @@ def _note(alert: AlertView, actor: str) -> AuditNote:
         after=facts,
         reason=alert.summary,
         effect=alert.description,
-    )
-
-
-def _of_row(row: AuditRow) -> AlertView:
-    facts = row.after
-    ends_at = facts.get("ends_at")
-    return AlertView(
-        run=row.run,
-        fingerprint=str(facts["fingerprint"]),
-        alert=str(facts["alert"]),
-        state=_ACTIONS[row.action],
-        severity=str(facts["severity"]),
-        summary=row.reason,
-        description=row.effect,
-        knob=str(facts["knob"]),
-        runbook_url=str(facts["runbook_url"]),
-        labels={name.removeprefix(_LABEL): str(value) for name, value in facts.items() if name.startswith(_LABEL)},
-        starts_at=float(facts["starts_at"]),
-        ends_at=float(ends_at) if ends_at is not None else None,
-        received_at=row.timestamp,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -99,6 +100,18 @@ class History:
         """Another has taken its rank, and nobody can ask for its steps any more: they go with the next write."""
         self.forget(agent)
         self._firsts[agent] = _AFTER_ALL
+
+    def erase(self, agents: Collection[str]) -> None:
+        """These agents are deleted: what they told and is not written yet goes, too. To be called before the rows are
+        deleted, so that a write which is under way brings none of them back."""
+        if self._under_way is not None and any(step.agent in agents for step in self._under_way[0]):
+            self._settle_or_tell()
+        left = [step for step in self._unwritten if step.agent not in agents]
+        self._unwritten.clear()
+        self._unwritten.extend(left)
+        for agent in agents:
+            self.forget(agent)
+            self._firsts.pop(agent, None)
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -6,6 +6,7 @@ from typing import Final
 
 from tidegate.daemon.control.generations import Control, Decision, Generation
 from tidegate.daemon.store import AuditNote
+from tidegate.wire.agent import AgentHello
 from tidegate.wire.base import KnobChanges
 
 AUDITED: Final = frozenset(
@@ -24,6 +25,15 @@ def decision_note(run: str, before: Control, decision: Decision, at: float) -> A
         effect = f"{made.canary.state.replace('_', ' ')}: {made.canary.verdict}"
     actor = made.author if decision.what == "proposed" else "daemon"
     return note(run, at, actor, decision.what, made, before=before.committed.knobs, effect=effect)
+
+
+def taken_over_notes(hello: AgentHello, held: AgentHello | None, at: float) -> list[AuditNote]:
+    """What is written down when a rank is taken over from a process that has ended without a goodbye."""
+    if held is None or held.agent != hello.replaces or hello.process == held.process is not None:
+        return []
+    ended = f"Process {held.pid} on {held.host} has ended without a goodbye."
+    text = f"{ended} Process {hello.pid} has taken over rank {hello.rank}."
+    return [note(hello.run, at, f"rank {hello.rank}", "taken over", reason=text)]
 
 
 def note(

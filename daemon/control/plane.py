@@ -7,6 +7,7 @@ it is visible: an exception of the store leaves the memory as it was.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
@@ -27,8 +28,9 @@ from tidegate.daemon.control.generations import (
     decide,
 )
 from tidegate.daemon.control.history import History
-from tidegate.daemon.control.notes import AUDITED, decision_note, note
+from tidegate.daemon.control.notes import AUDITED, decision_note, note, taken_over_notes
 from tidegate.daemon.control.restore import restore
+from tidegate.daemon.control.retention import GONE_RANKS_KEPT, LAST_STEPS_KEPT, Retention
 from tidegate.daemon.control.roster import Roster
 from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.control.trials import Predicted, Trials
@@ -41,10 +43,7 @@ from tidegate.wire.base import KnobChanges
 from tidegate.wire.canary import CanaryRequest
 
 FLUSH_SECONDS: Final = 30.0
-GONE_RANKS_KEPT: Final = 64
-"""Ranks that are gone and whose newest steps are still in memory."""
-LAST_STEPS_KEPT: Final = 4_096
-"""Ranks that are gone and whose last step is still in memory; of others it is read when somebody asks for their run."""
+RESET: Final = "reset_knobs at start-up"
 
 
 class ControlPlane:
@@ -57,6 +56,7 @@ class ControlPlane:
         lease_seconds: float = 10.0,
         proposal_seconds: float = 5.0,
         keep_seconds: float = 7 * 86_400.0,
+        keep_runs_seconds: float = 30 * 86_400.0,
         clock: Clock | None = None,
     ) -> None:
         self.store = store
@@ -71,25 +71,30 @@ class ControlPlane:
         self.roster = Roster(*known, lease_seconds, self._clock, self._event_ids, damaged)
         self.history = History(store.steps, keep_seconds, self._clock)
         self._trials = Trials(store, self._advance, self._clock, proposal_seconds)
+        self.retention = Retention(store, self.roster, self.history, self._trials, self._clock, keep_runs_seconds)
 
     # ---- agents
 
-    def hello(self, hello: AgentHello, knobs: Knobs) -> Lease:
-        """Registers a rank. `knobs` are its start-up settings, complete."""
+    def hello(self, hello: AgentHello, knobs: Knobs, owner: str = "") -> Lease:
+        """Registers a rank. `knobs` are its start-up settings, complete; `owner` is the id of its token."""
         run, now = self.roster.runs.get(hello.run), self._clock.wall()
         held = run.members.get(hello.rank) if run else None
         self.roster.check_free(hello)
+        self.retention.admit(hello, owner)
         same = held is not None and held.hello.agent == hello.agent
         member = held if held and same else Member(hello=hello, seen=0.0, last_seen=now)
         seated = AgentRecord(
             hello=hello, liveness="live", last_seen=now, step=member.step,
-            applied_generation=member.applied_generation, told=member.told,
+            applied_generation=member.applied_generation, told=member.told, owner=owner,
         )  # fmt: skip
+        taken_over = taken_over_notes(hello, held.hello if held else None, now)
         if run is None:
             run = self._new_run(hello, knobs, seated, now)
+        elif hello.reset_knobs and not same and knobs != views.knobs_of(run.control.committed):
+            self._reset(run, hello, knobs, seated, taken_over)
         else:
-            self.store.save(run.name, notes=_taken_over(hello, held, now), agents=[seated])
-        member.hello, member.finished = hello, False
+            self.store.save(run.name, notes=taken_over, agents=[seated])
+        member.hello, member.finished, member.owner = hello, False, owner
         self._see(member)
         if held is not None:
             self.roster.agents.pop(held.hello.agent, None)
@@ -99,8 +104,6 @@ class ControlPlane:
         run.seat(member)
         self.roster.agents[hello.agent] = (run.name, hello.rank)
         self._advance(run, Join(hello.rank, fresh=not same))
-        if hello.reset_knobs and not same and knobs != views.knobs_of(run.control.committed):
-            self._reset(run, hello, knobs, now)
         self.roster.tell_agent(run, member)
         self._finish_left_over(run)
         return self._lease(run, member)
@@ -198,9 +201,10 @@ class ControlPlane:
                 self.store.touch([self._record(member) for member in present])
         if flush:
             self._flushed = now
-            self._forget_gone()
+            self.retention.forget_gone()
             self._event_ids.refill()
         self.history.tick(now)
+        self.retention.tick(now)
 
     def close(self) -> None:
         """Wakes everyone who waits, for good."""
@@ -242,22 +246,33 @@ class ControlPlane:
         self.roster.runs[hello.run] = run = Run(name=hello.run, created_at=now, control=control, latest=first)
         return run
 
-    def _reset(self, run: Run, hello: AgentHello, knobs: Knobs, now: float) -> None:
-        before, after = _all(run, views.knobs_of(run.control.committed)), _all(run, knobs)
+    def _reset(
+        self, run: Run, hello: AgentHello, knobs: Knobs, seated: AgentRecord, taken_over: list[AuditNote]
+    ) -> None:
+        """Makes the rank's settings those of the run. They are stored together with the rank: a hello that was not
+        stored can be said again."""
+        now, others = self._clock.wall(), run.control.present - {hello.rank}
+        paths = bool(hello.paths) or any(run.members[rank].hello.paths for rank in others)
+        before, after = views.knobs_of(run.control.committed).as_dict(paths=paths), knobs.as_dict(paths=paths)
         author = f"rank {hello.rank}@{hello.host}"[:64]
+        reset = AuditNote(
+            timestamp=now, actor=author, action="reset", run=run.name, generation=run.control.newest + 1,
+            before=before, after=after, reason=RESET,
+        )  # fmt: skip
         self._advance(
             run,
             Propose(
                 knobs=after,
                 changes={name: value for name, value in after.items() if before.get(name) != value},
                 author=author,
-                reason="reset_knobs at start-up",
+                reason=RESET,
                 at=now,
                 deadline=math.inf,
                 commit=True,
             ),
+            [seated],
+            [*taken_over, reset],
         )
-        self.store.save(run.name, notes=[note(run.name, now, author, "reset", run.latest, before=before)])
 
     def _applied(self, run: Run, member: Member, generation: int, step: int) -> None:
         member.applied.setdefault(generation, step)
@@ -266,6 +281,8 @@ class ControlPlane:
 
     def _revive(self, run: Run, member: Member) -> None:
         was = self.roster.liveness(member)
+        if not run.goes_on:
+            self.retention.check_quota(run, member.owner)
         self._see(member)
         if member.hello.rank not in run.control.present:
             self._advance(run, Join(member.hello.rank, fresh=False))
@@ -330,8 +347,10 @@ class ControlPlane:
         )
         self._store_and_tell(run, replace(run.control, committed=measured), [measured], notes)
 
-    def _advance(self, run: Run, event: Happening) -> None:
-        """Decides, stores what was decided, and tells."""
+    def _advance(
+        self, run: Run, event: Happening, agents: Sequence[AgentRecord] = (), also: Sequence[AuditNote] = ()
+    ) -> None:
+        """Decides, stores what was decided (with these agents and rows of the audit log), and tells."""
         before = run.control
         control, decisions = decide(before, event)
         notes = [decision_note(run.name, before, d, self._clock.wall()) for d in decisions if d.what in AUDITED]
@@ -340,7 +359,7 @@ class ControlPlane:
             run.control = control
             run.latest = next((d.generation for d in decisions if d.generation.number == control.newest), run.latest)
             return
-        self._store_and_tell(run, control, [d.generation for d in decisions], notes)
+        self._store_and_tell(run, control, [d.generation for d in decisions], [*notes, *also], agents)
         run.orders.ring()
 
     def _store_and_tell(
@@ -348,11 +367,12 @@ class ControlPlane:
         run: Run,
         control: Control,
         generations: list[Generation],
-        notes: list[AuditNote],
+        notes: Sequence[AuditNote],
+        agents: Sequence[AgentRecord] = (),
     ) -> None:
         newest = {g.number: g for g in generations}
         if newest:
-            self.store.save(run.name, newest.values(), notes)
+            self.store.save(run.name, newest.values(), notes, agents)
         run.control = control
         run.latest = newest.get(control.newest, run.latest)
         for generation in newest.values():
@@ -369,25 +389,8 @@ class ControlPlane:
             step=member.step,
             applied_generation=member.applied_generation,
             told=member.told,
+            owner=member.owner,
         )
-
-    def _forget_gone(self) -> None:
-        gone = [m for run in self.roster.runs.values() for r, m in run.members.items() if r not in run.control.present]
-        gone.sort(key=lambda member: member.last_seen, reverse=True)
-        for member in gone[GONE_RANKS_KEPT:]:
-            member.forget()
-            self.history.forget(member.hello.agent)
-        for member in gone[LAST_STEPS_KEPT:]:
-            member.recent.clear()
-
-
-def _taken_over(hello: AgentHello, held: Member | None, at: float) -> list[AuditNote]:
-    """What is written down when a rank is taken over from a process that has ended without a goodbye."""
-    if held is None or held.hello.agent != hello.replaces or hello.process == held.hello.process is not None:
-        return []
-    ended = f"Process {held.hello.pid} on {held.hello.host} has ended without a goodbye."
-    text = f"{ended} Process {hello.pid} has taken over rank {hello.rank}."
-    return [note(hello.run, at, f"rank {hello.rank}", "taken over", reason=text)]
 
 
 def _all(run: Run, knobs: Knobs) -> KnobChanges:

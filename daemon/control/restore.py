@@ -107,6 +107,7 @@ def _member(record: AgentRecord, lease_seconds: float, clock: Clock) -> Member:
         announced="stale" if here else record.liveness,
         step=record.step,
         applied_generation=record.applied_generation,
+        owner=record.owner,
     )
     member.remember(record.told)
     return member

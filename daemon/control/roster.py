@@ -6,17 +6,15 @@ from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from tidegate.daemon.control.event_ids import EventIds
-from tidegate.daemon.control.liveness import of_run
+from tidegate.daemon.control.liveness import STALE_LEASES, of_run
 from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.readable import REMEDY
 from tidegate.wire.agent import AgentHello, Holder
 from tidegate.wire.base import Liveness
 
-RUNS_KEPT: Final = 10_000
-AGENTS_KEPT: Final = 100_000
 NAMED: Final = 10
-"""Runs of a kind in a message."""
+"""Runs or ranks of a kind in a message."""
 
 
 class Roster:
@@ -90,13 +88,13 @@ class Roster:
                 holder=_holder(held.hello).model_dump(mode="json"),
                 lease_seconds=self._lease_seconds,
             )
-        if (run is None and len(self.runs) >= RUNS_KEPT) or (held is None and len(self.agents) >= AGENTS_KEPT):
-            detail = (
-                f"The daemon keeps {RUNS_KEPT:,} runs and {AGENTS_KEPT:,} ranks at most: start one with a new state."
-            )
-            raise ProblemError(409, "too-many-runs", detail)
         if self.agents.get(hello.agent, (hello.run, hello.rank)) != (hello.run, hello.rank):
             raise ProblemError(409, "agent-taken", f"Agent {hello.agent!r} already is another rank: make a new id.")
+
+    @property
+    def lost_seconds(self) -> float:
+        """A rank that was silent for so long is lost."""
+        return STALE_LEASES * self._lease_seconds
 
     def liveness(self, member: Member) -> Liveness:
         return member.liveness(self._clock.mono(), self._lease_seconds)

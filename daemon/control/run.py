@@ -89,6 +89,8 @@ class Member:
     seen: float
     """On the monotonic clock; -inf when it was lost before the daemon started."""
     last_seen: float
+    owner: str = ""
+    """Id of the token that it came with."""
     finished: bool = False
     announced: Liveness = "live"
     """What the audit log and the events know of its liveness."""
@@ -192,6 +194,21 @@ class Run:
         """The lowest rank that is present, else the lowest of all."""
         rank, _ = self._facts()
         return (rank, self.members[rank]) if rank >= 0 else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether any rank is live or stale."""
+        return bool(self.control.present)
+
+    @property
+    def owner(self) -> str:
+        """Id of the token that its lead came with; empty where nobody knows."""
+        return self.lead[1].owner if self.lead else ""
+
+    @property
+    def last_seen(self) -> float:
+        """When any rank spoke last, since the epoch."""
+        return max((member.last_seen for member in self.members.values()), default=self.created_at)
 
     @property
     def world_size(self) -> int:

@@ -121,6 +121,11 @@ class Trials:
                 return
             self._propose(run, base, "daemon", f"Canary of generation {committed.number}: {canary.verdict}")
 
+    def forget(self, run: str) -> None:
+        """The run is deleted."""
+        self._asked.pop(run, None)
+        self._not_before.pop(run, None)
+
     def roll_back(self, run: Run, to: int | None, author: str, reason: str) -> Generation:
         """Makes a generation with the knobs of an earlier one. Ends the request when that cannot be."""
         target = self._target(run, to)

@@ -46,7 +46,7 @@ async def hello(plane: Plane, who: Who, message: AgentHello) -> Lease:
         knobs = Knobs().changed(message.knobs, specs_for(message.paths))
     except KnobError as error:
         raise ProblemError(422, "invalid-knob", str(error), knob=error.knob) from error
-    return plane.hello(message, knobs)
+    return plane.hello(message, knobs, who.token)
 
 
 @hot.post("/{agent}/reports", dependencies=[AGENT_OF_ANY_RUN], responses=also(409))

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter
 from pydantic import AwareDatetime, BaseModel, Field
 
-from tidegate.daemon.deps import Alerts, Author, Plane
+from tidegate.daemon.deps import Alerts, Author, Plane, Who
 from tidegate.daemon.scopes import ALERT, READ
 from tidegate.wire.alert import AlertReceipt, AlertState, AlertView
 
@@ -46,18 +46,23 @@ class Webhook(BaseModel):
 
 
 @router.post("/v1/alerts", dependencies=[ALERT])
-async def take(plane: Plane, book: Alerts, author: Author, message: Webhook) -> AlertReceipt:
+async def take(plane: Plane, book: Alerts, author: Author, who: Who, message: Webhook) -> AlertReceipt:
     """Writes down what is new. Alerts of a run that the daemon does not know are left out, and counted: to refuse the
-    message would lose the others in it."""
+    message would lose the others in it. So are those for which the token has no room: it has for 200 that fire and 50
+    that were resolved in each run."""
     now = time.time()
     views = [_view(alert, now) for alert in message.alerts]
     known = [view for view in views if not view.run or view.run in plane.roster.runs]
-    taken = book.take(known, author)
+    taken = book.take(known, author, who.token)
     for alert in taken.changed:
         if alert.run:
             plane.roster.publish(plane.roster.run(alert.run), "alert", alert.model_dump(mode="json"))
     return AlertReceipt(
-        changed=len(taken.changed), repeated=taken.repeated, late=taken.late, unknown_run=len(views) - len(known)
+        changed=len(taken.changed),
+        repeated=taken.repeated,
+        late=taken.late,
+        unknown_run=len(views) - len(known),
+        over_quota=taken.over_quota,
     )
 
 
@@ -65,13 +70,14 @@ async def take(plane: Plane, book: Alerts, author: Author, message: Webhook) -> 
 async def without_run(
     book: Alerts, state: AlertState | None = None, runs: Literal["none", "all"] = "none"
 ) -> list[AlertView]:
-    """Alerts that concern no run, or with `runs=all` those of all runs too, oldest first."""
+    """Alerts that concern no run, or with `runs=all` those of all runs too: what fires first, by severity, then
+    what fires longest; then what was resolved, newest first."""
     return book.everywhere(state) if runs == "all" else book.of("", state)
 
 
 @router.get("/v1/runs/{run}/alerts", dependencies=[READ])
 async def of_run(plane: Plane, book: Alerts, run: str, state: AlertState | None = None) -> list[AlertView]:
-    """What fires in a run, and what was resolved last, oldest first."""
+    """What fires in a run, by severity, then what fires longest; then what was resolved, newest first."""
     return book.of(plane.roster.run(run).name, state)
 
 

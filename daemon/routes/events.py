@@ -21,7 +21,8 @@ KEEP_ALIVE_SECONDS = 15.0
 async def events(
     plane: Plane, holds: Holds, run: str, last_event_id: Annotated[int | None, Header()] = None
 ) -> StreamingResponse:
-    """Without Last-Event-ID only what comes; with it, the kept events after that one first. Ends with its token."""
+    """Without Last-Event-ID only what comes; with it, the kept events after that one first. Ends with its token,
+    and with the run."""
     found = plane.roster.run(run)
     newest = found.events[-1].id if found.events else 0
     last = newest if last_event_id is None else last_event_id
@@ -31,7 +32,7 @@ async def events(
 
 async def _stream(plane: ControlPlane, holds: Callable[[], bool], run: Run, last: int) -> AsyncIterator[str]:
     yield ": welcome\n\n"  # sends the headers at once
-    while not plane.closing and holds():
+    while not plane.closing and holds() and plane.roster.runs.get(run.name) is run:
         fresh = [event for event in run.events if event.id > last]
         for event in fresh:
             last = event.id

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Query, Response
 
 from tidegate.daemon import views
 from tidegate.daemon.control.window import STEPS_KEPT
-from tidegate.daemon.deps import Plane, Who
-from tidegate.daemon.problems import ProblemError
-from tidegate.daemon.scopes import READ, READ_OF_ANY_RUN
+from tidegate.daemon.deps import Author, Plane, Who
+from tidegate.daemon.problems import ProblemError, also
+from tidegate.daemon.scopes import OPERATE, READ, READ_OF_ANY_RUN
 from tidegate.wire.agent import Rates
 from tidegate.wire.run import RunView, StepsView, TimelinesView
 from tidegate.wire.timeline import TimelineView
@@ -21,8 +21,8 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 @router.get("", dependencies=[READ_OF_ANY_RUN])
 async def runs(plane: Plane, who: Who) -> list[RunView]:
-    """All runs that the token opens, newest last."""
-    seen = [run for run in plane.roster.runs.values() if who.may_see(run.name)]
+    """All runs that the token opens, newest first."""
+    seen = sorted((r for r in plane.roster.runs.values() if who.may_see(r.name)), key=lambda r: -r.created_at)
     return [views.run_view(run, plane.roster.states(run)) for run in seen]
 
 
@@ -32,6 +32,13 @@ async def one(plane: Plane, run: str) -> RunView:
     found = plane.roster.run(run)
     plane.recall(found)
     return views.run_view(found, plane.roster.states(found))
+
+
+@router.delete("/{run}", status_code=204, dependencies=[OPERATE], responses=also(409))
+async def delete(plane: Plane, author: Author, run: str, reason: Annotated[str, Query(max_length=300)] = "") -> None:
+    """Forgets the run for good: generations, ranks, steps and alerts. The audit log keeps its rows and says who deleted
+    it. 409 while any rank is live or stale."""
+    plane.retention.delete(plane.roster.run(run), author, reason)
 
 
 @router.get("/{run}/ranks/{rank}/timelines", dependencies=[READ])

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from sqlalchemy.exc import SQLAlchemyError
 
-from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, wait_until
+from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
 from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.control.run import WOKEN_AT_ONCE, Bell, Clock
 from tidegate.daemon.store import Store
@@ -393,6 +393,37 @@ def test_a_hello_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
         assert plane.roster.run("llama").members == {0: member}
         assert (member.hello, member.finished, member.announced) == (first, True, "finished")
     store.close()
+
+
+def test_knobs_that_could_not_be_reset_are_reset_by_the_next_hello(tmp_path: Path) -> None:
+    path = tmp_path / "tidegate.db"
+    store = Store(f"sqlite:///{path}")
+    plane = ControlPlane(store)
+    first = hello("llama", 0)
+    plane.hello(first, Knobs(stride=2.0, static_ratio=0.0))
+    plane.goodbye(first.agent)
+    run = plane.roster.run("llama")
+    again, knobs = hello("llama", 0, reset_knobs=True), Knobs(stride=5.0, static_ratio=0.0)
+    with sqlite3.connect(path) as broken:
+        broken.execute("ALTER TABLE generations RENAME TO elsewhere")
+    with pytest.raises(SQLAlchemyError):
+        plane.hello(again, knobs)
+    assert (run.members[0].hello, run.control.newest, run.control.present) == (first, 0, frozenset())
+    assert [agent.hello.agent for agent in store.agents()] == [first.agent], "all of it or nothing"
+    with sqlite3.connect(path) as broken:
+        broken.execute("ALTER TABLE elsewhere RENAME TO generations")
+    plane.hello(again, knobs)
+    assert run.control.committed.knobs["stride"] == 5.0
+    assert [row.action for row in store.audit("llama", 9)][-3:] == ["proposed", "committed", "reset"]
+    store.close()
+
+
+def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
+    with threaded(tmp_path) as daemon:
+        names = [Agent(daemon, f"run-{number}").message.run for number in range(3)]
+        assert [row["run"] for row in daemon.http("GET", "/v1/runs").json()] == names[::-1]
+    with threaded(tmp_path) as daemon:
+        assert [row["run"] for row in daemon.http("GET", "/v1/runs").json()] == names[::-1]
 
 
 def test_an_agent_that_is_known_to_have_ended_is_replaced(daemon: Daemon) -> None:

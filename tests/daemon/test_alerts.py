@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.live import Agent, Daemon, new_run, threaded
+from tests.daemon.live import Agent, Daemon, new_run, threaded, wait_until
 from tidegate.daemon.control import alerts as book
+from tidegate.daemon.store import Store
 from tidegate.errors import NotFound
+from tidegate.wire.alert import AlertView
 
 BEGIN, LATER, END = "2026-03-01T10:00:00.123456789Z", "2026-03-01T11:00:00Z", "2026-03-01T10:05:00.5Z"
 NEVER = "0001-01-01T00:00:00Z"
@@ -51,7 +53,7 @@ def tell(daemon: Daemon, *alerts: dict[str, Any]) -> dict[str, int]:
 
 
 def receipt(**counts: int) -> dict[str, int]:
-    return {"changed": 0, "repeated": 0, "late": 0, "unknown_run": 0, **counts}
+    return {"changed": 0, "repeated": 0, "late": 0, "unknown_run": 0, "over_quota": 0, **counts}
 
 
 def rows(daemon: Daemon, run: str) -> list[str]:
@@ -170,7 +172,9 @@ def test_long_texts_are_cut_and_strange_ones_stay_texts(daemon: Daemon) -> None:
     assert daemon.client().audit(run)[-1].reason == "s" * 2_000
 
 
-def test_memory_is_bounded_and_what_was_resolved_goes_first(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_is_bounded_and_what_finds_no_room_is_not_written_down(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(book, "FIRING_KEPT", 3)
     monkeypatch.setattr(book, "RESOLVED_KEPT", 2)
     run = new_run()
@@ -178,12 +182,84 @@ def test_memory_is_bounded_and_what_was_resolved_goes_first(daemon: Daemon, monk
     starts = [f"2026-03-01T10:00:{second:02}Z" for second in range(10)]
     firing = [alert(run, startsAt=at) for at in starts[:5]]
     resolved = [alert(run, status="resolved", startsAt=at, endsAt=END) for at in starts[5:]]
-    assert tell(daemon, *firing, *resolved) == receipt(changed=10)
+    assert tell(daemon, *firing, *resolved) == receipt(changed=5, over_quota=5)
     states = [a.state for a in daemon.client().alerts(run)]
     assert (states.count("firing"), states.count("resolved")) == (3, 2)
     kept = {a.fingerprint for a in daemon.client().alerts(run) if a.state == "firing"}
-    assert kept == {a["fingerprint"] for a in firing[2:]}
-    assert len(rows(daemon, run)) == 10
+    assert kept == {a["fingerprint"] for a in firing[:3]}
+    assert len(rows(daemon, run)) == 5
+    over = {**firing[0], "status": "resolved", "startsAt": starts[9], "endsAt": BEGIN}
+    assert tell(daemon, over) == receipt(changed=1), "what became of one that was written down is written down"
+    assert tell(daemon, firing[3]) == receipt(changed=1), "there is room again"
+
+
+def junk(run: str | None, count: int, severity: str = "critical") -> list[dict[str, Any]]:
+    return [
+        alert(
+            run, startsAt=LATER, labels={"alertname": f"Junk{n}", "severity": severity, **({"run": run} if run else {})}
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("of_run", [True, False])
+def test_later_alerts_hide_none_that_is_as_bad(tmp_path: Path, of_run: bool) -> None:
+    """However many come, and over a restart: longer ago than the rows that are read of the audit log."""
+    with threaded(tmp_path) as daemon:
+        run = Agent(daemon, new_run()).message.run if of_run else None
+        labels = {"alertname": "TidegateAgentLost", "severity": "critical", **({"run": run} if run else {})}
+        fired = alert(run, labels=labels)
+        tell(daemon, alert(run))
+        tell(daemon, fired)
+        for severity in ("critical", "odd", "warning"):
+            tell(daemon, *junk(run, 250, severity))
+        for _ in range(3):
+            told = junk(run, 1_000)
+            tell(daemon, *[{**one, "status": "resolved", "endsAt": "2026-03-01T11:30:00Z"} for one in told])
+        for asked in ("first", "again"):
+            found = daemon.client().alerts(run)
+            assert found[0].fingerprint == fired["fingerprint"], asked
+            assert [a.severity for a in found if a.state == "firing"] == ["critical"] * 200
+            assert len(found) == 200 + 50
+            assert daemon.client().firing()[0].fingerprint == fired["fingerprint"]
+    with threaded(tmp_path) as daemon:
+        assert [a.fingerprint for a in daemon.client().alerts(run)] == [a.fingerprint for a in found]
+
+
+def test_a_token_has_room_for_its_alerts_whatever_others_tell(tmp_path: Path) -> None:
+    with threaded(tmp_path) as daemon:
+        run = Agent(daemon, new_run()).message.run
+        daemon.tokens["ours"] = daemon.app.state.plane.store.tokens.issue("alert", "ours")
+        wait_until(lambda: daemon.http("POST", "/v1/alerts", "ours", json=message()).status_code == 200, "the token")
+        for _ in range(2):
+            tell(daemon, *[{**one, "startsAt": BEGIN} for one in junk(run, 300)])
+        ours = alert(run)
+        assert daemon.http("POST", "/v1/alerts", "ours", json=message(ours)).json() == receipt(changed=1)
+        assert ours["fingerprint"] in [a.fingerprint for a in daemon.client().alerts(run)]
+
+
+def test_alerts_of_all_runs_of_a_token_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "KEPT_OF_A_TOKEN", 100)
+    with threaded(tmp_path) as daemon:
+        runs = [Agent(daemon, new_run()).message.run for _ in range(3)]
+        for run in runs:
+            tell(daemon, *junk(run, 60))
+        assert len(daemon.client().firing()) == 100
+
+
+def test_what_was_resolved_is_forgotten_after_a_week(tmp_path: Path) -> None:
+    now, store = [1_800_000_000.0], Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+    made = book.AlertBook(store, lambda: now[0])
+    view = AlertView(run="", fingerprint="0a", alert="A", state="firing", starts_at=1.0, received_at=now[0])
+    over = view.model_copy(update={"fingerprint": "0b", "state": "resolved", "ends_at": 2.0})
+    made.take([view, over], "alert")
+    now[0] += book.RESOLVED_SECONDS - 1
+    assert [a.fingerprint for a in book.AlertBook(store, lambda: now[0]).of("")] == ["0a", "0b"]
+    now[0] += 2
+    assert made.of("") == book.AlertBook(store, lambda: now[0]).of("") == [view]
+    made.take([view], "alert")
+    assert [known.view for known in store.alerts.all()] == [view]
+    store.close()
 
 
 def test_alerts_outlive_the_daemon(tmp_path: Path) -> None:
@@ -196,7 +272,5 @@ def test_alerts_outlive_the_daemon(tmp_path: Path) -> None:
         before = first.client().alerts(run)
     with threaded(tmp_path) as second:
         assert second.client().alerts(run) == before
-        assert [a.state for a in before] == (
-            ["firing", "resolved"] if stays["fingerprint"] < goes["fingerprint"] else ["resolved", "firing"]
-        )
+        assert [a.state for a in before] == ["firing", "resolved"]
         assert tell(second, stays) == receipt(repeated=1)

@@ -25,6 +25,8 @@ DAMAGE = {
     "no time in the audit log": AUDIT + "('abc', 'x', 'reset', 'good', '{}', '{}', '', '')",
     "an alert that is none": AUDIT + "(1.0, 'x', 'alert_firing', 'bad', '{}', '{\"fingerprint\": \"0a\"}', '', '')",
     "a lone surrogate in an alert": AUDIT + r"""(1.0, 'x', 'alert_firing', '', '{}', '{"alert": "\ud800"}', '', '')""",
+    "an alert's row": "INSERT INTO alerts VALUES ('bad', '0a', '', '{}')",
+    "another alert's row": "INSERT INTO alerts VALUES ('', '0a', '', '{')",
     "knobs that are none": "UPDATE generations SET knobs = '{' WHERE run = 'bad' AND number = 1",
     "knobs out of bounds": "UPDATE generations SET knobs = '{\"stride\": -5}' WHERE run = 'bad' AND number = 1",
     "the newest generation": "UPDATE generations SET state = 'odd' WHERE run = 'bad' AND number = 2",
@@ -119,7 +121,7 @@ def test_damage_everywhere_at_once_is_contained_and_moved_away(kept: Path, tmp_p
     assert "could not be read" in first.stdout
     assert [finding.verdict for finding in examine_state(state)] == ["good"]
     tables = {source for source, _ in moved(state)}
-    assert tables == {"audit", "generations", "agents", "runs", "tokens", "steps"}
+    assert tables == {"alerts", "audit", "generations", "agents", "runs", "tokens", "steps"}
     assert any("\\ud800" in json.dumps(json.loads(body)["after"]) for source, body in moved(state) if source == "audit")
     with threaded(state) as daemon:
         answer = daemon.http("POST", "/v1/agents", "agent", json=hello("bad").model_dump(mode="json"))

@@ -18,6 +18,7 @@ from tests.daemon.live import hello, step_report
 from tidegate.daemon import steps
 from tidegate.daemon import views as views_of
 from tidegate.daemon.control import plane as plane_module
+from tidegate.daemon.control import retention
 from tidegate.daemon.control.history import STEPS_BEFORE_CLEANING, SWEEP_SECONDS, WRITE_SECONDS, History
 from tidegate.daemon.control.plane import FLUSH_SECONDS, ControlPlane
 from tidegate.daemon.control.run import Clock, Member
@@ -199,8 +200,9 @@ def test_what_a_run_ended_with_is_known_however_many_ended_since(
     store: Store, monkeypatch: pytest.MonkeyPatch, restarted: bool
 ) -> None:
     """Three runs ended; the newest steps of one and the last step of two are in memory."""
-    monkeypatch.setattr(plane_module, "GONE_RANKS_KEPT", 1)
-    monkeypatch.setattr(plane_module, "LAST_STEPS_KEPT", 2)
+    for module in (plane_module, retention):
+        monkeypatch.setattr(module, "GONE_RANKS_KEPT", 1)
+        monkeypatch.setattr(module, "LAST_STEPS_KEPT", 2)
     now = 1_000.0
     clock = Clock(wall=lambda: now, mono=lambda: now)
     plane = ControlPlane(store, clock=clock)

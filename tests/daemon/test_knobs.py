@@ -147,7 +147,7 @@ def test_one_rank_refuses(daemon: Daemon) -> None:
     view = client.knobs(run)
     assert [rank.refused for rank in view.ranks] == [None, unwilling.refuse]
     assert (view.desired["static_ratio"], view.generation) == (0.0, 1)
-    assert client.runs()[-1].generation == 0
+    assert client.runs()[0].generation == 0
 
 
 def test_silence_aborts_and_names_the_rank(daemon: Daemon) -> None:

@@ -102,6 +102,16 @@ def test_the_migrations_make_the_tables_that_the_code_has(tmp_path: Path) -> Non
     store.close()
 
 
+FACTS = '"alert": "A", "severity": "warning", "knob": "none", "runbook_url": "", "starts_at": 1.0'
+OLD_ALERTS = (
+    ("alert_firing", "llama", f'{{"fingerprint": "0a", {FACTS}}}'),
+    ("alert_firing", "", f'{{"fingerprint": "0b", "label_cause": "h2d", {FACTS}}}'),
+    ("alert_firing", "llama", '{"fingerprint": "0c"}'),
+    ("alert_firing", "llama", "{"),
+    ("alert_resolved", "llama", f'{{"fingerprint": "0a", "ends_at": 2.0, {FACTS}}}'),
+)
+
+
 def test_a_database_of_before_alembic_is_brought_up_to_date(tmp_path: Path) -> None:
     """Version 1 with a run, a token and an audit row, as an earlier Tidegate left it."""
     path = tmp_path / "tidegate.db"
@@ -123,12 +133,19 @@ def test_a_database_of_before_alembic_is_brought_up_to_date(tmp_path: Path) -> N
         connection.exec_driver_sql(
             "INSERT INTO audit VALUES (1, 1.0, 'ada', 'lost', 'llama', NULL, '{}', '{}', '', '')"
         )
+        for number, (action, run, facts) in enumerate(OLD_ALERTS, 2):
+            connection.exec_driver_sql(
+                "INSERT INTO audit VALUES (?, 9.0, 'alert', ?, ?, NULL, '{}', ?, 'waits', 'for h2d')",
+                (number, action, run, facts),
+            )
     engine.dispose()
     for _ in range(2):  # the second finds all done
         store = Store(f"sqlite:///{path}")
         assert [(token.name, token.run, token.state(9.0)) for token in store.tokens.all()] == [("old", None, "valid")]
         assert [made.knobs for made in store.generations("llama")] == [{"stride": 3}]
-        assert [row.action for row in store.audit("llama", 10)] == ["lost"]
+        assert store.audit("llama", 10)[0].action == "lost"
+        told = [(a.view.run, a.view.state, a.view.summary, a.view.labels, a.owner) for a in store.alerts.all()]
+        assert sorted(told) == [("", "firing", "waits", {"cause": "h2d"}, ""), ("llama", "resolved", "waits", {}, "")]
         store.close()
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
 from tidegate.wire.base import Count, Label, Message, Text
 
 AlertState = Literal["firing", "resolved"]
+SEVERITIES: Final = ("critical", "warning", "info")
+"""Worst first; alerts of others come after them."""
 
 
 class AlertView(Message):
@@ -39,3 +41,4 @@ class AlertReceipt(Message):
     repeated: Count
     late: Count
     unknown_run: Count
+    over_quota: Count = 0

@@ -1,0 +1,299 @@
+"""Which runs the daemon keeps: quotas of tokens, room for newcomers, an end of old runs, and deletion."""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
+from tidegate.daemon.control import retention
+from tidegate.daemon.control.plane import ControlPlane
+from tidegate.daemon.control.run import Clock
+from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.store import Store
+from tidegate.errors import DaemonError, NotFound
+from tidegate.knobs import Knobs
+from tidegate.wire.agent import AgentReport
+
+DAY = 86_400.0
+KNOBS = Knobs(stride=2.0)
+
+
+class Stand:
+    """A control plane on a real database, by a clock of the test's."""
+
+    def __init__(self, folder: Path, now: float = 1_800_000_000.0) -> None:
+        self.folder, self.now = folder, now
+        self.open()
+
+    def open(self) -> None:
+        self.store = Store(f"sqlite:///{self.folder / 'tidegate.db'}")
+        clock = Clock(wall=lambda: self.now, mono=lambda: self.now)
+        self.plane = ControlPlane(self.store, lease_seconds=10.0, clock=clock)
+
+    def again(self) -> None:
+        """As a daemon that ends and starts."""
+        self.plane.save_all()
+        self.store.close()
+        self.open()
+
+    def begin(self, run: str, owner: str = "", rank: int = 0) -> str:
+        message = hello(run, rank, started_at=self.now)
+        self.plane.hello(message, KNOBS, owner)
+        self.now += 0.001
+        return message.agent
+
+    def lose(self) -> None:
+        """All that is there goes without a word."""
+        self.now += 31.0
+        self.plane.tick()
+
+    @property
+    def runs(self) -> set[str]:
+        return set(self.plane.roster.runs)
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Stand:
+    return Stand(tmp_path)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten runs, four of a token that go on; 30 ranks, 8 of a token."""
+    for name, value in (("RUNS_KEPT", 10), ("RUNS_OF_A_TOKEN", 4), ("RANKS_KEPT", 30), ("RANKS_OF_A_TOKEN", 8)):
+        monkeypatch.setattr(retention, name, value)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("restarted", [False, True])
+def test_runs_of_one_token_leave_room_for_those_of_another(stand: Stand, restarted: bool) -> None:
+    for number in range(4):
+        stand.begin(f"junk-{number}", "a")
+    if restarted:
+        stand.again()
+    with pytest.raises(ProblemError, match="4 runs of this token go on, it may have 4 at a time") as refused:
+        stand.begin("junk-4", "a")
+    assert (refused.value.status, refused.value.type) == (409, "too-many-runs")
+    stand.begin("honest", "b")
+    assert stand.runs == {*(f"junk-{number}" for number in range(4)), "honest"}
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("restarted", [False, True])
+def test_runs_that_ended_make_room_for_a_newcomer(stand: Stand, restarted: bool) -> None:
+    """Those of the token that has most go, the oldest first: 40 of one token, and one of another from before them."""
+    stand.begin("first", "b")
+    stand.lose()
+    for number in range(40):
+        stand.begin(f"junk-{number}", "a")
+        stand.lose()
+    if restarted:
+        stand.again()
+    stand.begin("honest", "b")
+    assert stand.runs == {"first", "honest", *(f"junk-{number}" for number in range(32, 40))}
+    row = next(row for row in stand.store.audit("junk-31", 10) if row.action == "deleted")
+    assert (row.actor, "The daemon is full (10 runs, 30 ranks)" in row.reason) == ("daemon", True)
+
+
+@pytest.mark.usefixtures("small")
+def test_runs_that_are_lost_cannot_be_revived_beyond_the_quota(stand: Stand) -> None:
+    agents = [stand.begin(f"junk-{number}", "a") for number in range(4)]
+    stand.lose()
+    others = [stand.begin(f"more-{number}", "a") for number in range(4)]
+    report = AgentReport(timestamp=stand.now, step=1, phase="other", generation=0, effective={})
+    with pytest.raises(ProblemError, match="4 runs of this token go on"):
+        stand.plane.report(agents[0], report)
+    with pytest.raises(ProblemError, match="4 runs of this token go on"):
+        stand.begin("junk-1", "a")
+    stand.plane.report(others[0], report)
+    stand.plane.goodbye(others[0])
+    stand.plane.report(agents[0], report)
+
+
+@pytest.mark.usefixtures("small")
+def test_ranks_of_one_token_leave_room_for_those_of_another(stand: Stand) -> None:
+    agents = [stand.begin("wide", "a", rank) for rank in range(8)]
+    with pytest.raises(ProblemError, match="8 ranks of this token are there, it may have 8 at a time"):
+        stand.begin("wide", "a", 8)
+    message = hello("wide", 3, agent=agents[3])
+    stand.plane.hello(message, KNOBS, "a")
+    for rank in range(8):
+        stand.begin("honest", "b", rank)
+    assert len(stand.plane.roster.agents) == 16
+
+
+@pytest.mark.usefixtures("small")
+def test_where_all_runs_go_on_a_newcomer_is_told(stand: Stand) -> None:
+    for number in range(10):
+        stand.begin(f"run-{number}", f"token-{number}")
+    with pytest.raises(ProblemError, match="keeps 10 runs and 30 ranks, and all go on: end some"):
+        stand.begin("one-more", "b")
+
+
+def test_each_agent_token_has_a_quota_over_a_restart_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "RUNS_OF_A_TOKEN", 3)
+    with threaded(tmp_path) as daemon:
+        for number in range(3):
+            Agent(daemon, f"junk-{number}")
+        other = daemon.app.state.plane.store.tokens.issue("agent", "team")
+        with pytest.raises(DaemonError, match="3 runs of this token go on") as error:
+            Agent(daemon, "junk-3")
+        assert error.value.status == 409
+        assert "`tidegate token create agent --name TEAM`" in str(error.value)
+    for run in ("honest-0", "honest-1"):
+        with threaded(tmp_path) as daemon:
+            with pytest.raises(DaemonError, match="3 runs of this token go on"):
+                Agent(daemon, "junk-3")
+            daemon.tokens["agent"] = other
+            Agent(daemon, run)
+            assert len(daemon.client().runs()) == 3 + int(run[-1]) + 1
+
+
+def test_runs_that_ended_long_ago_are_forgotten_over_a_restart_too(stand: Stand) -> None:
+    for name in ("lost", "finished", "on"):
+        agent = stand.begin(name)
+        told = (step_report(1),)
+        stand.plane.report(agent, AgentReport(timestamp=1.0, step=1, phase="x", generation=0, effective={}, steps=told))
+    stand.plane.goodbye(stand.plane.roster.runs["finished"].members[0].hello.agent)
+    stand.lose()
+    stand.now += 29 * DAY
+    stand.begin("on")
+    stand.plane.tick()
+    assert stand.runs == {"lost", "finished", "on"}
+    stand.again()
+    stand.now += 2 * DAY
+    stand.plane.tick()
+    assert stand.runs == {"on"}, "a rank that was there at the restart is no longer there, and its time is not over"
+    stand.again()
+    assert stand.runs == {"on"}
+    rows = [row for row in stand.store.audit(None, 100) if row.action == "deleted"]
+    assert {(row.run, row.actor, row.reason) for row in rows} == {
+        (run, "daemon", "It ended more than 30 days ago (--keep-runs).") for run in ("lost", "finished")
+    }
+    with sqlite3.connect(stand.folder / "tidegate.db") as database:
+        for table, column in (("runs", "name"), ("generations", "run"), ("agents", "run")):
+            assert {name for (name,) in database.execute(f"SELECT {column} FROM {table}")} == {"on"}
+        assert database.execute("SELECT count(*) FROM steps").fetchone() == (0,)
+
+
+def test_a_sweep_that_fails_is_made_again(stand: Stand) -> None:
+    stand.begin("old")
+    stand.lose()
+    stand.now += 31 * DAY
+    with sqlite3.connect(stand.folder / "tidegate.db") as broken:
+        broken.execute("ALTER TABLE runs RENAME TO elsewhere")
+    with pytest.raises(Exception, match="no such table"):
+        stand.plane.tick()
+    assert stand.runs == {"old"}
+    with sqlite3.connect(stand.folder / "tidegate.db") as broken:
+        broken.execute("ALTER TABLE elsewhere RENAME TO runs")
+    stand.plane.tick()
+    assert stand.runs == set()
+
+
+def test_a_deleted_run_is_gone_over_a_restart_and_what_comes_back_is_a_new_one(tmp_path: Path) -> None:
+    with threaded(tmp_path, lease_seconds=0.3) as daemon:
+        agent, client = Agent(daemon, "llama"), daemon.client()
+        agent.train(3, 1.0)
+        client.set_knobs("llama", {"stride": 5}, wait=0)
+        fired = {
+            "version": "4",
+            "alerts": [
+                {"status": "firing", "labels": {"run": "llama", "alertname": "A"}, "startsAt": "2026-03-01T10:00:00Z",
+                 "endsAt": "0001-01-01T00:00:00Z", "fingerprint": "0a"},
+            ],
+        }  # fmt: skip
+        assert daemon.http("POST", "/v1/alerts", "alert", json=fired).json()["changed"] == 1
+        wait_until(lambda: client.run("llama").liveness == "lost", "the loss")
+        client.delete_run("llama", "a trial")
+        for asked in (lambda: client.run("llama"), agent.say):
+            with pytest.raises(NotFound):
+                asked()
+        assert client.firing() == []
+        (row,) = (row for row in client.audit() if row.action == "deleted")
+        assert (row.run, row.reason) == ("llama", "a trial")
+        assert row.actor.endswith("(operate)")
+    with threaded(tmp_path) as daemon:
+        client = daemon.client()
+        assert (client.runs(), client.firing()) == ([], [])
+        assert {row.action for row in client.audit()} >= {"alert_firing", "proposed", "deleted"}
+        agent.client = daemon.client("agent")
+        with pytest.raises(NotFound):
+            agent.say()
+        agent.client.hello(agent.message)
+        assert [made.generation for made in client.generations("llama")] == [0]
+        assert client.knobs("llama").desired["stride"] == 2.0
+        assert client.steps("llama", 0).steps == ()
+        assert client.alerts("llama") == []
+
+
+def test_steps_of_a_deleted_run_do_not_come_back_and_those_of_a_new_one_stay(stand: Stand) -> None:
+    agent = stand.begin("llama")
+    told = AgentReport(timestamp=1.0, step=1, phase="x", generation=0, effective={}, steps=(step_report(1),))
+    stand.plane.report(agent, told)
+    stand.plane.goodbye(agent)
+    run = stand.plane.roster.runs["llama"]
+    stand.plane.retention.delete(run, "ada")
+    stand.plane.history.write()
+    assert stand.store.steps.newest(agent, 10) == []
+    stand.plane.hello(run.members[0].hello, KNOBS)
+    stand.plane.report(agent, told)
+    stand.plane.history.write()
+    assert [step for step, _ in stand.store.steps.newest(agent, 10)] == [1]
+
+
+@pytest.mark.parametrize("state", ["live", "stale"])
+def test_a_run_that_goes_on_is_not_deleted(tmp_path: Path, state: str) -> None:
+    with threaded(tmp_path, lease_seconds=60.0) as daemon:
+        Agent(daemon, "llama")
+    with threaded(tmp_path, lease_seconds=60.0) as daemon:  # stale until it speaks
+        if state == "live":
+            Agent(daemon, "llama", replaces=daemon.client().run("llama").ranks[0].agent)
+        with pytest.raises(
+            DaemonError, match=rf"Run 'llama' goes on \(rank 0 is {state}\): end its processes"
+        ) as error:
+            daemon.client().delete_run("llama")
+        assert error.value.status == 409
+        assert "is lost (180 s after its last word)" in str(error.value)
+        assert daemon.client().run("llama").liveness == state
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Daemon]:
+    """A daemon of the test's own, with tokens that no other test meets."""
+    with threaded(tmp_path, forgiven_failures=10**6) as running:
+        yield running
+
+
+def test_who_may_delete_what(own: Daemon) -> None:
+    mine, other = new_run(), new_run()
+    for run in (mine, other):
+        agent = Agent(own, run)
+        agent.client.goodbye(agent.id)
+    own.tokens["operate of mine"] = own.app.state.plane.store.tokens.issue("operate", "ours", run=mine)
+
+    def delete(run: str, scope: str | None) -> httpx.Response:
+        return own.http("DELETE", f"/v1/runs/{run}", scope)
+
+    wait_until(lambda: own.http("GET", f"/v1/runs/{mine}", "operate of mine").status_code == 200, "the token")
+    assert delete(other, "operate of mine").json()["type"] == "wrong-run"
+    assert [delete(other, scope).status_code for scope in (None, "read", "agent", "alert")] == [401, 403, 403, 403]
+    assert own.client().run(other)
+    assert [delete(mine, "operate of mine").status_code for _ in range(2)] == [204, 404]
+    assert delete(other, "operate").status_code == 204
+
+
+def test_who_follows_a_run_that_is_deleted_is_let_go(daemon: Daemon) -> None:
+    run = new_run()
+    agent, client = Agent(daemon, run), daemon.client()
+    agent.client.goodbye(agent.id)
+    stream = client.events(run, last_event_id=0)
+    assert [event.kind for event in itertools.islice(stream, 2)] == ["agent", "agent"]
+    daemon.client().delete_run(run)
+    assert list(stream) == []
