@@ -17,7 +17,7 @@ from tidegate.daemon.auth import Tokens, ensure_files, read_files
 from tidegate.daemon.control.alerts import AlertBook
 from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.gate import Gate
-from tidegate.daemon.metrics import Measured, Requests, RunCollector
+from tidegate.daemon.metrics import Measured, Requests, RunCollector, refused_connections
 from tidegate.daemon.openapi import describe
 from tidegate.daemon.routes import advice, agents, alerts, audit, events, front, health, knobs, runs, sd
 from tidegate.daemon.scopes import Declared
@@ -57,6 +57,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.alerts = AlertBook(store)
     app.state.registry = registry = CollectorRegistry()
     registry.register(RunCollector(plane))
+    app.state.refused = refused_connections(registry)
     problems.install(app)
     routers = [
         agents.hot,
