@@ -89,19 +89,20 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
     finally:
         plane.close()
-        ticker.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await ticker
-        try:
-            plane.save_all()
-        finally:
-            plane.store.close()
+        async with plane.turns.none():
+            ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ticker
+            try:
+                plane.save_all()
+            finally:
+                plane.store.close()
 
 
 async def _tick(plane: ControlPlane) -> None:
     while True:
         try:
-            plane.tick()
+            await plane.turns.do(plane.tick)
         except Exception:  # a full disk must not end deadlines and leases for good
             log.exception("the control plane's tick failed")
             await asyncio.sleep(RETRY_SECONDS)

@@ -30,7 +30,7 @@ async def runs(plane: Plane, who: Who) -> list[RunView]:
 async def one(plane: Plane, run: str) -> RunView:
     """One run and its ranks."""
     found = plane.roster.run(run)
-    plane.recall(found)
+    await plane.recall(found)
     return views.run_view(found, plane.roster.states(found))
 
 
@@ -72,7 +72,7 @@ async def rates(plane: Plane, run: str, rank: int) -> Rates | Response:
 @router.get("/{run}/ranks/{rank}/steps", dependencies=[READ], response_model=StepsView)
 async def steps(plane: Plane, run: str, rank: int, limit: Annotated[int, Query(ge=1, le=STEPS_KEPT)] = 200) -> Response:
     """The newest steps of one rank, oldest first."""
-    told = plane.history.newest(plane.roster.rank(run, rank).hello.agent, limit)
+    told = await plane.history.newest(plane.roster.rank(run, rank).hello.agent, limit)
     # As they were stored: they were checked when they came.
     body = f'{{"run":{json.dumps(run)},"rank":{rank},"steps":[{",".join(told)}]}}'
     return Response(body, media_type="application/json")

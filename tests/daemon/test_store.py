@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
@@ -81,6 +82,85 @@ def test_a_writer_elsewhere_holds_up_nothing_but_changes(tmp_path: Path) -> None
         wait_until(lambda: daemon.http("GET", "/readyz", None).status_code == 200, "a daemon that is ready")
         assert daemon.client().set_knobs("llama", {"stride": 9}, wait=0).generation == 1
         writer.close()
+
+
+def slowest(daemon: Daemon, agent: Agent, done: threading.Event) -> float:
+    """The longest that a question or a report took until `done`; each is asked once at least."""
+    worst, step = 0.0, agent.step
+    while True:
+        begin = time.monotonic()
+        assert daemon.http("GET", f"/v1/runs/{agent.message.run}").status_code == 200
+        worst, begin, step = max(worst, time.monotonic() - begin), time.monotonic(), step + 1
+        agent.say(step=step)
+        worst = max(worst, time.monotonic() - begin)
+        if done.is_set():
+            return worst
+
+
+def change(daemon: Daemon, run: str, stride: int, match: str = "*") -> httpx.Response:
+    body, headers = {"changes": {"stride": stride}}, {"If-Match": match}
+    return daemon.http("PATCH", f"/v1/runs/{run}/knobs", json=body, headers=headers)
+
+
+def test_a_change_that_waits_for_the_write_lock_holds_up_nobody(tmp_path: Path) -> None:
+    with threaded(tmp_path) as daemon, ThreadPoolExecutor(4) as pool:
+        agent, done = Agent(daemon, "llama").begin(), threading.Event()
+        writer = sqlite3.connect(tmp_path / "tidegate.db", isolation_level=None, check_same_thread=False)
+        writer.execute("BEGIN IMMEDIATE")
+        begin = time.monotonic()
+        changes = [pool.submit(change, daemon, "llama", stride) for stride in (3, 4)]
+        changes[0].add_done_callback(lambda _: done.set())
+        assert slowest(daemon, agent, done) < 0.2
+        answers = [made.result() for made in changes]
+        assert time.monotonic() - begin >= WAIT_SECONDS
+        assert [(a.status_code, a.json()["type"]) for a in answers] == [(503, "store-busy")] * 2
+        writer.execute("ROLLBACK")
+        wait_until(lambda: daemon.http("GET", "/readyz", None).status_code == 200, "a daemon that is ready")
+        writer.execute("BEGIN IMMEDIATE")
+        made = pool.submit(change, daemon, "llama", 5)
+        agent.say(step=1_000)
+        writer.execute("ROLLBACK")
+        assert made.result().json()["generation"] == 1  # it waited for its turn
+        writer.close()
+
+
+def test_a_slow_disk_holds_up_changes_only(tmp_path: Path) -> None:
+    """Questions are answered during a write that takes a second; of two changes to one generation one is made."""
+    with threaded(tmp_path) as daemon, ThreadPoolExecutor(4) as pool:
+        agent, done = Agent(daemon, "llama").begin(), threading.Event()
+        agent.client.goodbye(agent.id)
+        connection = sqlite3.connect(tmp_path / "tidegate.db", isolation_level=None)
+        connection.execute(
+            "CREATE TRIGGER slow BEFORE INSERT ON generations BEGIN SELECT count(*) FROM (WITH RECURSIVE numbers(n) AS "
+            "(SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 3000000) SELECT n FROM numbers); END"
+        )
+        connection.close()
+        begin, worst = time.monotonic(), 0.0
+        changes = [pool.submit(change, daemon, "llama", stride, '"0"') for stride in (3, 4)]
+        changes[0].add_done_callback(lambda _: done.set())
+        while not done.is_set():
+            asked = time.monotonic()
+            assert daemon.http("GET", "/v1/runs/llama").status_code == 200
+            worst = max(worst, time.monotonic() - asked)
+        answers = sorted(made.result().status_code for made in changes)
+        assert time.monotonic() - begin > 0.5
+        assert worst < 0.2
+        assert answers == [200, 412]
+        assert daemon.client().knobs("llama").generation == 1
+
+
+def test_a_run_that_cannot_be_stored_keeps_no_other_waiting(tmp_path: Path) -> None:
+    """Of two runs with ranks that are lost, one cannot be stored: the other's are told."""
+    with threaded(tmp_path, lease_seconds=0.2) as daemon:
+        bad, good = Agent(daemon, "a-bad"), Agent(daemon, "good")
+        connection = sqlite3.connect(tmp_path / "tidegate.db", isolation_level=None)
+        connection.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON audit WHEN NEW.run = 'a-bad' BEGIN SELECT RAISE(ABORT, 'no'); END"
+        )
+        connection.close()
+        client = daemon.client("read")
+        wait_until(lambda: "lost" in [row.action for row in client.audit(good.message.run)], "a lost rank", 5)
+        assert "lost" not in [row.action for row in client.audit(bad.message.run)]
 
 
 @pytest.mark.parametrize("table", ["alembic_version (version_num)", "schema_version (version)"])
