@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import resource
 import signal
@@ -107,6 +108,30 @@ def test_silent_sockets_take_no_descriptors_from_those_with_a_token(tmp_path: Pa
     told = [line for line in text.splitlines() if "refused" in line]
     assert len(told) == 1, text
     assert "made room for newer ones; most from 127.0.0.1. Without a valid token there are 224 (at most 224)" in told[0]
+
+
+def test_without_a_descriptor_the_daemon_waits_and_serves_who_is_connected(tmp_path: Path) -> None:
+    with Process(tmp_path) as process, contextlib.ExitStack() as stack:
+        daemon = process.start()
+        agent, pid = Agent(daemon, "llama"), process.process.pid  # type: ignore[union-attr]
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        used = 1 + max(int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir())
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (used, limits[1]))
+        for _ in range(20):
+            stack.enter_context(connect(daemon))
+        begin, spent = time.monotonic(), cpu_seconds(pid)
+        for _ in range(20):
+            assert agent.say().directive.committed == 0
+            threading.Event().wait(0.05)
+        assert cpu_seconds(pid) - spent < (time.monotonic() - begin) / 2, "it spins"
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        assert daemon.http("GET", "/v1/runs").status_code == 200
+        assert refused(daemon, "descriptors") > 0
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_silent_socket_is_closed(short: Daemon) -> None:

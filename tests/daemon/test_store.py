@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from sqlalchemy import create_engine
 
 from tests.daemon.live import ROOT, Agent, Daemon, new_run, threaded, wait_until
 from tests.services import PATIENCE
+from tidegate.daemon.control import turns
+from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.schema import Base
 from tidegate.daemon.store import WAIT_SECONDS, Store
 from tidegate.daemon.tokens import digest_of
@@ -84,6 +87,12 @@ def test_a_writer_elsewhere_holds_up_nothing_but_changes(tmp_path: Path) -> None
         writer.close()
 
 
+SLOW = (
+    "CREATE TRIGGER slow BEFORE INSERT ON {} BEGIN SELECT count(*) FROM (WITH RECURSIVE numbers(n) AS "
+    "(SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 3000000) SELECT n FROM numbers); END"
+)
+
+
 def slowest(daemon: Daemon, agent: Agent, done: threading.Event) -> float:
     """The longest that a question or a report took until `done`; each is asked once at least."""
     worst, step = 0.0, agent.step
@@ -130,10 +139,7 @@ def test_a_slow_disk_holds_up_changes_only(tmp_path: Path) -> None:
         agent, done = Agent(daemon, "llama").begin(), threading.Event()
         agent.client.goodbye(agent.id)
         connection = sqlite3.connect(tmp_path / "tidegate.db", isolation_level=None)
-        connection.execute(
-            "CREATE TRIGGER slow BEFORE INSERT ON generations BEGIN SELECT count(*) FROM (WITH RECURSIVE numbers(n) AS "
-            "(SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 3000000) SELECT n FROM numbers); END"
-        )
+        connection.execute(SLOW.format("generations"))
         connection.close()
         begin, worst = time.monotonic(), 0.0
         changes = [pool.submit(change, daemon, "llama", stride, '"0"') for stride in (3, 4)]
@@ -147,6 +153,25 @@ def test_a_slow_disk_holds_up_changes_only(tmp_path: Path) -> None:
         assert worst < 0.2
         assert answers == [200, 412]
         assert daemon.client().knobs("llama").generation == 1
+
+
+def test_who_waits_too_long_for_a_turn_is_told_to_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.1)
+    store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql(SLOW.format("counters"))
+
+    async def both() -> int:
+        made = turns.Turns(store)
+        first = asyncio.create_task(made.do(store.reserve, "events", 1))
+        await asyncio.sleep(0)
+        with pytest.raises(ProblemError, match=r"within 0\.1 s: nothing was changed") as error:
+            await made.do(store.reserve, "events", 1)
+        assert (error.value.status, error.value.type) == (503, "store-busy")
+        return await first
+
+    assert asyncio.run(both()) > 0
+    store.close()
 
 
 def test_a_run_that_cannot_be_stored_keeps_no_other_waiting(tmp_path: Path) -> None:
