@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 import httpx
 import pytest
@@ -93,17 +95,16 @@ SLOW = (
 )
 
 
-def slowest(daemon: Daemon, agent: Agent, done: threading.Event) -> float:
-    """The longest that a question or a report took until `done`; each is asked once at least."""
-    worst, step = 0.0, agent.step
+def waits(done: threading.Event, *questions: Callable[[], object]) -> list[float]:
+    """How long each of the questions took that were asked until `done`, the longest last; each once at least."""
+    found = []
     while True:
-        begin = time.monotonic()
-        assert daemon.http("GET", f"/v1/runs/{agent.message.run}").status_code == 200
-        worst, begin, step = max(worst, time.monotonic() - begin), time.monotonic(), step + 1
-        agent.say(step=step)
-        worst = max(worst, time.monotonic() - begin)
+        for ask in questions:
+            begin = time.monotonic()
+            ask()
+            found.append(time.monotonic() - begin)
         if done.is_set():
-            return worst
+            return sorted(found)
 
 
 def change(daemon: Daemon, run: str, stride: int, match: str = "*") -> httpx.Response:
@@ -119,7 +120,9 @@ def test_a_change_that_waits_for_the_write_lock_holds_up_nobody(tmp_path: Path) 
         begin = time.monotonic()
         changes = [pool.submit(change, daemon, "llama", stride) for stride in (3, 4)]
         changes[0].add_done_callback(lambda _: done.set())
-        assert slowest(daemon, agent, done) < 0.2
+        took = waits(done, lambda: daemon.http("GET", "/v1/runs/llama").raise_for_status(), agent.say)
+        assert took[-1] < WAIT_SECONDS / 2
+        assert median(took) < 0.2
         answers = [made.result() for made in changes]
         assert time.monotonic() - begin >= WAIT_SECONDS
         assert [(a.status_code, a.json()["type"]) for a in answers] == [(503, "store-busy")] * 2
@@ -133,24 +136,23 @@ def test_a_change_that_waits_for_the_write_lock_holds_up_nobody(tmp_path: Path) 
         writer.close()
 
 
-def test_a_slow_disk_holds_up_changes_only(tmp_path: Path) -> None:
+def test_a_slow_disk_holds_up_changes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions are answered during a write that takes a second; of two changes to one generation one is made."""
+    monkeypatch.setattr(turns, "TURN_SECONDS", 60.0)  # on a machine that is busy the write takes longer
     with threaded(tmp_path) as daemon, ThreadPoolExecutor(4) as pool:
         agent, done = Agent(daemon, "llama").begin(), threading.Event()
         agent.client.goodbye(agent.id)
         connection = sqlite3.connect(tmp_path / "tidegate.db", isolation_level=None)
         connection.execute(SLOW.format("generations"))
         connection.close()
-        begin, worst = time.monotonic(), 0.0
+        begin = time.monotonic()
         changes = [pool.submit(change, daemon, "llama", stride, '"0"') for stride in (3, 4)]
         changes[0].add_done_callback(lambda _: done.set())
-        while not done.is_set():
-            asked = time.monotonic()
-            assert daemon.http("GET", "/v1/runs/llama").status_code == 200
-            worst = max(worst, time.monotonic() - asked)
+        took = waits(done, lambda: daemon.http("GET", "/v1/runs/llama").raise_for_status())
+        written = time.monotonic() - begin
         answers = sorted(made.result().status_code for made in changes)
-        assert time.monotonic() - begin > 0.5
-        assert worst < 0.2
+        assert took[-1] < written / 2
+        assert median(took) < 0.2
         assert answers == [200, 412]
         assert daemon.client().knobs("llama").generation == 1
 
