@@ -17,7 +17,7 @@ from tidegate.daemon.auth import Tokens, ensure_files, read_files
 from tidegate.daemon.control.alerts import AlertBook
 from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.gate import Gate
-from tidegate.daemon.metrics import Measured, Requests, RunCollector
+from tidegate.daemon.metrics import Measured, Requests, RunCollector, refused_connections
 from tidegate.daemon.openapi import describe
 from tidegate.daemon.routes import advice, agents, alerts, audit, events, front, health, knobs, runs, sd
 from tidegate.daemon.scopes import Declared
@@ -59,6 +59,7 @@ def create_app(settings: Settings) -> FastAPI:
     plane.retention.deleted = book.forget
     app.state.registry = registry = CollectorRegistry()
     registry.register(RunCollector(plane))
+    app.state.refused = refused_connections(registry)
     problems.install(app)
     routers = [
         agents.hot,
@@ -90,19 +91,20 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
     finally:
         plane.close()
-        ticker.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await ticker
-        try:
-            plane.save_all()
-        finally:
-            plane.store.close()
+        async with plane.turns.none():
+            ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ticker
+            try:
+                plane.save_all()
+            finally:
+                plane.store.close()
 
 
 async def _tick(plane: ControlPlane) -> None:
     while True:
         try:
-            plane.tick()
+            await plane.turns.do(plane.tick)
         except Exception:  # a full disk must not end deadlines and leases for good
             log.exception("the control plane's tick failed")
             await asyncio.sleep(RETRY_SECONDS)

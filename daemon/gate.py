@@ -11,8 +11,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidegate.daemon.auth import Caller, Tokens, bearer
+from tidegate.daemon.connections import Connection
 from tidegate.daemon.limits import Failures
-from tidegate.daemon.problems import problem
+from tidegate.daemon.problems import RETRY_SECONDS, problem
 from tidegate.daemon.scopes import Asked, Declared
 from tidegate.daemon.settings import Settings
 from tidegate.daemon.tokens import digest_of
@@ -23,6 +24,11 @@ REFUSALS = {
     "expired": "The token has expired: ask for a new one.",
     "revoked": "The token was withdrawn: ask for a new one.",
 }
+OPEN_BODY_BYTES: Final = 65_536
+"""Of a request that needs no token."""
+TOO_MANY: Final = (
+    "All connections that the daemon's limit of descriptors allows are in use: raise it (ulimit -n, LimitNOFILE)."
+)
 _OWN_NAME: Final = "tidegate.own_name"
 log = logging.getLogger(__name__)
 
@@ -49,13 +55,19 @@ class Gate:
         caller = None
         if answer is None and not asked.open:
             answer, caller = self._authorize(scope, asked, headers.get("authorization", ""))
+        state = scope.setdefault("state", {})
+        connection: Connection | None = state.get("connection")
+        if caller is not None and connection is not None and not connection.authorize():
+            more = {"Retry-After": RETRY_SECONDS, "Connection": "close"}
+            answer = problem(503, "too-many-connections", TOO_MANY, more)
         if answer is not None:
             await answer(scope, receive, send)
             return
-        scope.setdefault("state", {})["caller"] = caller
-        body = await self._read(headers, receive)
+        state["caller"] = caller
+        most = self._max_body_bytes if caller is not None else min(self._max_body_bytes, OPEN_BODY_BYTES)
+        body = await self._read(headers, receive, most)
         if body is None:
-            detail = f"The body is larger than the {self._max_body_bytes} bytes that the daemon takes."
+            detail = f"The body is larger than the {most} bytes that the daemon takes here."
             await problem(413, "too-large", detail, headers={"Connection": "close"})(scope, receive, send)
             return
         await self._app(scope, _replay(body, receive), send)
@@ -103,10 +115,10 @@ class Gate:
         log.warning("refused %s %r from %s: %s", scope["method"], scope["path"][:200], address, type)
         return problem(status, type, detail, CHALLENGE if status == 401 else None)
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+    async def _read(self, headers: Headers, receive: Receive, most: int) -> bytes | None:
         """The whole body; None when it is too large, told before it is read where the length is known."""
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._max_body_bytes:
+        if length.isdigit() and int(length) > most:
             return None
         body = bytearray()
         if length == "0" and "transfer-encoding" not in headers:
@@ -116,7 +128,7 @@ class Gate:
             message = await receive()
             body += message.get("body", b"")
             more = message["type"] == "http.request" and message.get("more_body", False)
-            if len(body) > self._max_body_bytes:
+            if len(body) > most:
                 return None
         return bytes(body)
 

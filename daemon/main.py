@@ -20,8 +20,11 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client import Counter
 
 from tidegate.daemon.app import create_app
+from tidegate.daemon.connections import Connection, Connections, descriptor_limit, raise_descriptor_limit
+from tidegate.daemon.protocol import Acceptor, Protocol
 from tidegate.daemon.settings import Settings
 from tidegate.errors import DaemonError
 
@@ -29,17 +32,35 @@ log = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """Wakes long polls and event streams before it waits for them to end."""
+    """Accepts connections by `connections`' rules; wakes long polls and event streams before it waits for their end."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._connections = connections
+        self._acceptors: list[Acceptor] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])  # uvicorn listens on none of them
+        self._acceptors = [
+            Acceptor(listener, self._connections, self._protocol, self.config.ssl) for listener in sockets or ()
+        ]
+
+    def _protocol(self, connection: Connection) -> Protocol:
+        made = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+        return Protocol(self._connections, connection, **made)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         app: Any = self.config.app
         app.state.plane.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         await super().shutdown(sockets)
 
 
 def serve(settings: Settings) -> int:
     """Runs until SIGTERM or SIGINT. Returns the exit code; what went wrong is told on stderr."""
     try:
+        raise_descriptor_limit()
         settings.make_state_dir()
         settings.announced_host(settings.bind)  # before a port is taken
         with exclusive(settings.state_dir), _listen(settings.bind, settings.port) as listener:
@@ -69,6 +90,12 @@ def _collect_rarely() -> None:
 
 def make_server(app: FastAPI, settings: Settings) -> Server:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    refused: Counter = app.state.refused
+    app.state.connections = connections = Connections(
+        lambda reason: refused.labels(reason).inc(),
+        seconds=settings.request_seconds,
+        descriptors=descriptor_limit(),
+    )
     return Server(
         uvicorn.Config(
             app,
@@ -83,7 +110,8 @@ def make_server(app: FastAPI, settings: Settings) -> Server:
             ssl_keyfile=settings.tls_key,
             timeout_keep_alive=75,  # longer than the client's, so that it never writes to a closing connection
             timeout_graceful_shutdown=2,
-        )
+        ),
+        connections,
     )
 
 

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidegate.catalogue import BY_NAME
+from tidegate.daemon.connections import WHY
 from tidegate.daemon.control.plane import ControlPlane
 from tidegate.metric import SECONDS_BUCKETS
 from tidegate.wire.base import Liveness
@@ -49,6 +50,15 @@ class Requests:
         self.seconds = Histogram(
             seconds, BY_NAME[seconds].help, ["route", "method"], buckets=SECONDS_BUCKETS, registry=registry
         )
+
+
+def refused_connections(registry: CollectorRegistry) -> Counter:
+    """The family of connections that were refused."""
+    name = "tidegate_refused_connections_total"
+    counter = Counter(name, BY_NAME[name].help, ["reason"], registry=registry)
+    for reason in WHY:
+        counter.labels(reason)
+    return counter
 
 
 class Measured:

@@ -37,6 +37,8 @@ class Settings(BaseModel):
     """PEM file with its private key; None where the certificate's file holds it."""
     forgiven_failures: int = Field(default=20, ge=1)
     """Requests with a token that opens nothing, of one token or one address, before they are told to wait."""
+    request_seconds: float = Field(default=10.0, gt=0, le=3_600)
+    """A connection without a valid token is closed when no request has come in, and been answered, for so long."""
     lease_seconds: float = Field(default=10.0, gt=0, le=86_400)
     proposal_seconds: float = Field(default=5.0, gt=0)
     keep_reports_seconds: float = Field(default=7 * 86_400.0, gt=0)

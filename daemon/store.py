@@ -9,6 +9,7 @@ import functools
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
@@ -23,6 +24,7 @@ from tidegate.daemon.alert_table import AlertTable, KnownAlert
 from tidegate.daemon.control import canary
 from tidegate.daemon.control.generations import Ballot, Generation
 from tidegate.daemon.migrations.upgrade import upgrade
+from tidegate.daemon.off_loop import off_loop
 from tidegate.daemon.readable import Readable, json_of, text_of
 from tidegate.daemon.schema import AgentRow, AlertRow, AuditEntry, CounterRow, GenerationRow, RunRow, StepRow
 from tidegate.daemon.steps import StepTable
@@ -37,7 +39,7 @@ from tidegate.wire.knobs import MeasuredEffect
 BUSY_SECONDS: Final = 5.0
 """How long one waits for another process that writes."""
 WAIT_SECONDS: Final = 1.0
-"""How long a change waits for it in a daemon that serves: everything else waits with it."""
+"""How long a change waits for it in a daemon that serves."""
 _ONLY_READS: Final = "tidegate_only_reads"
 
 
@@ -93,10 +95,12 @@ _GENERATION: Final = TypeAdapter(Generation)
 @dataclass(slots=True)
 class Patience:
     """How long a transaction that writes waits for another process that does. Once that was in vain, none waits until
-    one has had its turn: what waits holds up all others."""
+    one has had the lock."""
 
     seconds: float = BUSY_SECONDS
     in_vain: bool = False
+    at_once: bool = False
+    """The next one does not wait."""
 
 
 class Store:
@@ -104,13 +108,14 @@ class Store:
 
     def __init__(self, url: str) -> None:
         try:
-            self._patience = Patience()
-            self._engine, self._relaxed = _engine(url, "FULL", self._patience), _engine(url, "NORMAL", Patience())
+            self.patience = Patience()
+            self._engine, self._relaxed = _engine(url, "FULL", self.patience), _engine(url, "NORMAL", Patience())
             upgrade(self._engine)
         except (SQLAlchemyError, ImportError) as error:
             why = str(getattr(error, "orig", None) or error).splitlines()[0]
             shown = url if "@" not in url else url.partition("://")[0]
             raise DaemonError(f"The database {shown} cannot be opened: {why}.") from error
+        self.thread = ThreadPoolExecutor(1, "tidegate-store")
         self._session = sessionmaker(self._engine, expire_on_commit=False)
         self._reading = sessionmaker(_reading(self._engine))
         self.readable = Readable()
@@ -123,8 +128,8 @@ class Store:
         return self._engine
 
     def hurry(self) -> None:
-        """From now on a change waits for `WAIT_SECONDS` at most: it is made where others wait for it."""
-        self._patience.seconds = WAIT_SECONDS
+        """From now on a change waits for `WAIT_SECONDS` at most: somebody waits for the answer."""
+        self.patience.seconds = WAIT_SECONDS
 
     def is_writable(self) -> bool:
         """Whether no other process holds the lock that a change needs; not for an event loop, it may wait."""
@@ -138,6 +143,7 @@ class Store:
         return True
 
     def close(self) -> None:
+        self.thread.shutdown()
         self._engine.dispose()
         self._relaxed.dispose()
 
@@ -154,12 +160,14 @@ class Store:
         with self._reading() as session:
             return set(session.scalars(select(RunRow.name)))
 
+    @off_loop
     def add_run(self, name: str, created_at: float, first: Generation, agent: AgentRecord) -> None:
         with self._session.begin() as session:
             session.add(RunRow(name=name, created_at=created_at))
             session.merge(_generation_row(name, first))
             session.merge(_agent_row(agent))
 
+    @off_loop
     def save(
         self,
         run: str,
@@ -178,6 +186,7 @@ class Store:
             alert_table.change(session, alerts, forgotten_alerts)
             session.add_all(_audit_entry(note) for note in notes)
 
+    @off_loop
     def delete_runs(self, runs: Sequence[str], notes: Iterable[AuditNote]) -> None:
         """Deletes them with their generations, ranks, steps and alerts, all or nothing. The audit log stays."""
         with self._session.begin() as session:
@@ -189,6 +198,7 @@ class Store:
             session.execute(delete(RunRow).where(RunRow.name.in_(runs)))
             session.add_all(_audit_entry(note) for note in notes)
 
+    @off_loop
     def touch(self, agents: Iterable[AgentRecord]) -> None:
         """Stores what changes all the time of agents that are known, in one statement."""
         rows = [
@@ -221,6 +231,7 @@ class Store:
         left_out = self.readable.unreadable.get(GenerationRow.__tablename__, ())
         return max((key[1] for key in left_out if key[0] == run and isinstance(key[1], int)), default=-1)
 
+    @off_loop
     def newest_of(self, run: str, states: Collection[str], below: int) -> int | None:
         """The newest generation older than `below` that is in one of these states."""
         query = select(func.max(GenerationRow.number)).where(
@@ -229,6 +240,7 @@ class Store:
         with self._reading() as session:
             return session.scalar(query)
 
+    @off_loop
     def generation(self, run: str, number: int) -> Generation | None:
         """None where it cannot be read, or was moved out of the way because of that."""
         with self._reading() as session:
@@ -237,6 +249,7 @@ class Store:
 
     # ---- counters
 
+    @off_loop
     def reserve(self, counter: str, count: int) -> int:
         """Takes `count` numbers of the counter, and gives the first. A new one begins at the milliseconds since the
         epoch: above what daemons before it, which had none, made of the clock."""
@@ -316,14 +329,15 @@ def _begin(patience: Patience, connection: Connection) -> None:
     if connection.get_execution_options().get(_ONLY_READS):
         connection.exec_driver_sql("BEGIN")
         return
-    wait = 0.0 if patience.in_vain else patience.seconds
+    wait = 0.0 if patience.in_vain or patience.at_once else patience.seconds
     connection.exec_driver_sql(f"PRAGMA busy_timeout={1000 * wait:.0f}")
     try:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
     except OperationalError as error:
-        patience.in_vain = patience.seconds < BUSY_SECONDS and is_busy(error)
+        if wait:
+            patience.in_vain = patience.seconds < BUSY_SECONDS and is_busy(error)
         raise
-    patience.in_vain = False
+    patience.in_vain = patience.at_once = False
 
 
 def _generation_row(run: str, g: Generation) -> GenerationRow:

@@ -16,7 +16,7 @@ FOUR_PATHS = ("nvme", "pfs", "scratch", "s3")
 ALL = METRICS + DAEMON_METRICS
 BASE_UNITS = {
     "seconds", "bytes", "bytes/s", "bytes/day", "1", "steps", "tokens", "parameters", "subgroups", "attempts", "waits",
-    "agents", "requests",
+    "agents", "connections", "requests",
 }  # fmt: skip
 
 

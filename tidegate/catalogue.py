@@ -21,6 +21,7 @@ from tidegate.metric import (
     PATH_OPERATIONS,
     PCIE_SOURCES,
     PROCESSORS,
+    REFUSALS,
     RESIDENCES,
     SECONDS_BUCKETS,
     Metric,
@@ -269,6 +270,13 @@ DAEMON_METRICS: Final[tuple[Metric, ...]] = (
     _histogram(
         "request_seconds", {}, "Time to answer, by route template and method.",
         unseen="The daemon's own health.", owner="daemon", buckets=SECONDS_BUCKETS,
+    ),
+    _counter(
+        "refused_connections", "connections", {"reason": REFUSALS},
+        "Connections that the daemon closed or kept waiting: no request in time (deadline), newer ones in their place "
+        "(evicted), headers above the bound (too-large), no HTTP (invalid), no place (full), no descriptor "
+        "(descriptors).",
+        unseen="The daemon's own health.", owner="daemon",
     ),
 )  # fmt: skip
 """Those of the daemon. They also carry `run`, and the request families `route`, `method` and `status`: open sets."""

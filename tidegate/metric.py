@@ -37,6 +37,7 @@ that have a label of that set alone."""
 PATH_OPERATIONS: Final = ("read", "write")
 RESIDENCES: Final = ("host", "device", PATH)
 CAUSES: Final = (*STALL_CAUSES, *path_lanes(PATH))
+REFUSALS: Final = ("deadline", "evicted", "too-large", "invalid", "full", "descriptors")
 KNOBS: Final = ("device_share", "static_ratio", "host_cache_bytes", "alternate_order")
 KNOB_STATES: Final = ("desired", "effective")
 HOST_MEMORY_KINDS: Final = ("state", "mirror", "gradient", "slot")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections import deque
@@ -53,11 +54,12 @@ class History:
             self._uncleaned[agent] = 0
             self._firsts[agent] = member.window.oldest
 
-    def newest(self, agent: str, limit: int) -> list[str]:
+    async def newest(self, agent: str, limit: int) -> list[str]:
         """The newest reports of an agent in JSON, oldest first; those that wait to be written are among them."""
         waiting = [*(self._under_way[0] if self._under_way is not None else ()), *self._unwritten]
         told = {step.step: step.body for step in waiting if step.agent == agent}
-        stored = {step: body for step, body in self._table.newest(agent, limit) if step_of(agent, body)}
+        rows = await asyncio.to_thread(self._table.newest, agent, limit)
+        stored = {step: body for step, body in rows if step_of(agent, body)}
         found = stored | told  # what was under way may be there by now
         return [found[step] for step in sorted(found)[-limit:]]
 

@@ -1,16 +1,21 @@
 """The control plane: takes what agents and operators say, decides, stores the decision, then tells.
 
-All of it runs on one event loop and nothing here awaits, so every method is atomic. What is decided is stored before
-it is visible: an exception of the store leaves the memory as it was.
+All of it runs on one event loop. What decides is called in a turn (`turns.py`), one at a time, so every method is
+atomic to the others. What is decided is stored before it is visible: an exception of the store leaves the memory as it
+was.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
+
+from sqlalchemy.exc import OperationalError
 
 from tidegate.daemon import views
 from tidegate.daemon.control.effect import WINDOW_STEPS, measure
@@ -34,9 +39,10 @@ from tidegate.daemon.control.retention import GONE_RANKS_KEPT, LAST_STEPS_KEPT, 
 from tidegate.daemon.control.roster import Roster
 from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.control.trials import Predicted, Trials
+from tidegate.daemon.control.turns import Turns
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.steps import step_of
-from tidegate.daemon.store import AgentRecord, AuditNote, Store
+from tidegate.daemon.store import AgentRecord, AuditNote, Store, is_busy
 from tidegate.knobs import Knobs
 from tidegate.wire.agent import AgentHello, AgentReport, Lease, Vote
 from tidegate.wire.base import KnobChanges
@@ -44,6 +50,8 @@ from tidegate.wire.canary import CanaryRequest
 
 FLUSH_SECONDS: Final = 30.0
 RESET: Final = "reset_knobs at start-up"
+RETRY_SECONDS: Final = 2.0
+log = logging.getLogger(__name__)
 
 
 class ControlPlane:
@@ -60,11 +68,14 @@ class ControlPlane:
         clock: Clock | None = None,
     ) -> None:
         self.store = store
+        self.turns = Turns(store)
         self._lease_seconds = lease_seconds
         self.closing = False
         self._proposal_seconds = proposal_seconds
         self._clock = clock or Clock()
         self._flushed = self._clock.mono()
+        self._not_before: dict[str, float] = {}
+        """When the deadlines of a run that failed are looked at again."""
         known = restore(store, lease_seconds, self._clock, GONE_RANKS_KEPT, LAST_STEPS_KEPT)
         damaged = store.run_names() - known[0].keys()
         self._event_ids = EventIds(store)
@@ -176,35 +187,53 @@ class ControlPlane:
         """Makes a generation with the knobs of an earlier one."""
         return self._trials.roll_back(run, to, author, reason)
 
-    def recall(self, run: Run) -> None:
+    async def recall(self, run: Run) -> None:
         """Reads the last step of those ranks of the run that are gone for so long that it is not in memory any more."""
         forgotten = {m.hello.agent: m for m in run.members.values() if not m.recent and m.window.newest >= 0}
-        for agent, step in self.store.steps.last(list(forgotten)).items():
-            if report := step_of(agent, step):
+        if not forgotten:
+            return
+        for agent, step in (await asyncio.to_thread(self.store.steps.last, list(forgotten))).items():
+            if not forgotten[agent].recent and (report := step_of(agent, step)):
                 forgotten[agent].recent.append(report)
 
     # ---- time
 
     def tick(self) -> None:
-        """Deadlines and leases; to be called several times a second."""
-        now, at = self._clock.mono(), self._clock.wall()
+        """Deadlines and leases; to be called several times a second. Where those of a run fail, the others go on, and
+        it has its turn again after `RETRY_SECONDS`; raises at the end where another process holds the write lock."""
+        now, at, busy = self._clock.mono(), self._clock.wall(), None
         flush = now - self._flushed >= FLUSH_SECONDS
-        for run in self.roster.runs.values():
-            self._advance(run, Tick(now, at))
-            self._trials.look(run)
-            self._trials.tick(run, now)
-            changed = [member for member in run.members.values() if self._watch(run, member, at)]
-            if changed:
-                self._finish_left_over(run)
-            present = [run.members[rank] for rank in run.control.present]
-            if flush and present:
-                self.store.touch([self._record(member) for member in present])
+        for run in list(self.roster.runs.values()):
+            if self._not_before.get(run.name, now) > now:
+                continue
+            self._not_before.pop(run.name, None)
+            try:
+                self._tick(run, now, at, flush)
+            except Exception as error:  # what one run meets must not end deadlines and leases of the others
+                if isinstance(error, OperationalError) and is_busy(error):
+                    busy = error
+                    continue
+                log.exception("deadlines and leases of run %s failed, next try in %g s", run.name, RETRY_SECONDS)
+                self._not_before[run.name] = now + RETRY_SECONDS
+        if busy is not None:
+            raise busy
         if flush:
             self._flushed = now
             self.retention.forget_gone()
             self._event_ids.refill()
         self.history.tick(now)
         self.retention.tick(now)
+
+    def _tick(self, run: Run, now: float, at: float, flush: bool) -> None:
+        self._advance(run, Tick(now, at))
+        self._trials.look(run)
+        self._trials.tick(run, now)
+        changed = [member for member in run.members.values() if self._watch(run, member, at)]
+        if changed:
+            self._finish_left_over(run)
+        present = [run.members[rank] for rank in run.control.present]
+        if flush and present:
+            self.store.touch([self._record(member) for member in present])
 
     def close(self) -> None:
         """Wakes everyone who waits, for good."""

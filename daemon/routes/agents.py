@@ -46,13 +46,13 @@ async def hello(plane: Plane, who: Who, message: AgentHello) -> Lease:
         knobs = Knobs().changed(message.knobs, specs_for(message.paths))
     except KnobError as error:
         raise ProblemError(422, "invalid-knob", str(error), knob=error.knob) from error
-    return plane.hello(message, knobs, who.token)
+    return await plane.turns.do(plane.hello, message, knobs, who.token)
 
 
 @hot.post("/{agent}/reports", dependencies=[AGENT_OF_ANY_RUN], responses=also(409))
 async def report(plane: Plane, agent: Own, message: AgentReport) -> Lease:
     """What the rank did since its last report; renews its lease."""
-    return plane.report(agent, message)
+    return await plane.turns.do(plane.report, agent, message)
 
 
 @hot.get("/{agent}/directive", dependencies=[READ_OF_ANY_RUN])
@@ -73,7 +73,7 @@ async def directive(plane: Plane, agent: Own, message: Annotated[Known, Query()]
 async def vote(plane: Plane, agent: Own, message: Vote, asked: Annotated[Patience, Query()]) -> Directive:
     """Whether the rank can have the knobs that were proposed. Answers when that is decided, or after `wait` seconds."""
     deadline = time.monotonic() + asked.wait
-    plane.vote(agent, message)
+    await plane.turns.do(plane.vote, agent, message)
     while True:
         run, member = plane.roster.member(agent)
         left = deadline - time.monotonic()
@@ -85,4 +85,4 @@ async def vote(plane: Plane, agent: Own, message: Vote, asked: Annotated[Patienc
 @router.delete("/{agent}", status_code=204, dependencies=[AGENT_OF_ANY_RUN])
 async def goodbye(plane: Plane, agent: Own) -> None:
     """The rank ends on purpose."""
-    plane.goodbye(agent)
+    await plane.turns.do(plane.goodbye, agent)

@@ -53,7 +53,7 @@ async def take(plane: Plane, book: Alerts, author: Author, who: Who, message: We
     now = time.time()
     views = [_view(alert, now) for alert in message.alerts]
     known = [view for view in views if not view.run or view.run in plane.roster.runs]
-    taken = book.take(known, author, who.token)
+    taken = await plane.turns.do(book.take, known, author, who.token)
     for alert in taken.changed:
         if alert.run:
             plane.roster.publish(plane.roster.run(alert.run), "alert", alert.model_dump(mode="json"))

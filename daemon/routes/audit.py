@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -17,10 +18,10 @@ Limit = Annotated[int, Query(ge=1, le=5_000)]
 @router.get("/audit")
 async def whole(plane: Plane, limit: Limit = 500) -> list[AuditRow]:
     """The newest rows of all runs, and of what concerns none (tokens, the daemon's own alerts), oldest first."""
-    return plane.store.audit(None, limit)
+    return await asyncio.to_thread(plane.store.audit, None, limit)
 
 
 @router.get("/runs/{run}/audit")
 async def of_run(plane: Plane, run: str, limit: Limit = 500) -> list[AuditRow]:
     """The newest rows of the run, oldest first."""
-    return plane.store.audit(plane.roster.run(run).name, limit)
+    return await asyncio.to_thread(plane.store.audit, plane.roster.run(run).name, limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import time
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Response
 
 from tidegate.daemon import views
+from tidegate.daemon.control.generations import Generation
 from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.control.preview import evidence, preview
 from tidegate.daemon.control.run import Run
@@ -51,23 +53,15 @@ async def change(
 ) -> GenerationView | KnobPreview:
     """Makes a generation on top of the one that If-Match names. 202 while the ranks vote, 200 when it is decided."""
     found = plane.roster.run(run)
-    _check_match(found, if_match)
-    before, after = _changed(found, patch.changes)
-    trial = None
-    if dry_run or patch.canary:
-        seen = await _seen(found, before, after)
-        if dry_run:
+    made = None
+    while made is None:
+        _check_match(found, if_match)
+        before, after = _changed(found, patch.changes)
+        seen = await _seen(found, before, after) if dry_run or patch.canary else None
+        if dry_run and seen is not None:
             return seen
-        _check_match(found, if_match)  # others may have changed them meanwhile
-        while views.knobs_of(found.control.committed) != before:  # what was pending was committed meanwhile
-            before, after = _changed(found, patch.changes)
-            seen = await _seen(found, before, after)
-            _check_match(found, if_match)
-    changes = {name: after.as_dict(paths=True)[name] for name in patch.changes}
-    if patch.canary:
-        predicted = Predicted(before=seen.predicted_update_seconds_before, after=seen.predicted_update_seconds_after)
-        trial = (patch.canary, predicted)
-    made = plane.patch(found, after, changes, author, patch.reason, trial)
+        make = functools.partial(_make, plane, found, patch, author, if_match, before, seen)
+        made = await plane.turns.do(make)
     return await _outcome(plane, found, made.number, wait, response)
 
 
@@ -83,9 +77,13 @@ async def roll_back(
 ) -> GenerationView:
     """Brings back the knobs of an earlier generation as a new one. If-Match may be left out: it is at once."""
     found = plane.roster.run(run)
-    if if_match is not None:
-        _check_match(found, if_match)
-    made = plane.roll_back(found, body.to, author, body.reason)
+
+    def make() -> Generation:
+        if if_match is not None:
+            _check_match(found, if_match)
+        return plane.roll_back(found, body.to, author, body.reason)
+
+    made = await plane.turns.do(make)
     return await _outcome(plane, found, made.number, wait, response)
 
 
@@ -93,7 +91,32 @@ async def roll_back(
 async def generations(plane: Plane, run: str) -> list[GenerationView]:
     """All generations, oldest first."""
     found = plane.roster.run(run)
-    return [views.generation_view(run, generation) for generation in plane.store.generations(found.name)]
+    return [
+        views.generation_view(run, generation)
+        for generation in await asyncio.to_thread(plane.store.generations, found.name)
+    ]
+
+
+def _make(
+    plane: ControlPlane,
+    run: Run,
+    patch: KnobPatch,
+    author: str,
+    if_match: str | None,
+    before: Knobs,
+    seen: KnobPreview | None,
+) -> Generation | None:
+    """The generation; None where `before`, of which `seen` was predicted, was overtaken by what was pending."""
+    _check_match(run, if_match)  # others may have changed them meanwhile
+    now, after = _changed(run, patch.changes)
+    if now != before and patch.canary:
+        return None
+    changes = {name: after.as_dict(paths=True)[name] for name in patch.changes}
+    trial = None
+    if patch.canary and seen is not None:
+        predicted = Predicted(before=seen.predicted_update_seconds_before, after=seen.predicted_update_seconds_after)
+        trial = (patch.canary, predicted)
+    return plane.patch(run, after, changes, author, patch.reason, trial)
 
 
 def _changed(run: Run, changes: KnobChanges) -> tuple[Knobs, Knobs]:
@@ -119,7 +142,9 @@ async def _outcome(plane: ControlPlane, run: Run, number: int, wait: float, resp
         await run.orders.wait(left)
     response.status_code = 202 if _undecided(run, number) else 200
     response.headers["ETag"] = f'"{run.control.newest}"'
-    current = run.latest if run.latest.number == number else plane.store.generation(run.name, number)
+    current: Generation | None = run.latest
+    if run.latest.number != number:
+        current = await asyncio.to_thread(plane.store.generation, run.name, number)
     if current is None:
         detail = f"What is stored of generation {number} of run {run.name!r} cannot be read: {REMEDY}."
         raise ProblemError(409, "generation-damaged", detail)

@@ -30,7 +30,7 @@ async def runs(plane: Plane, who: Who) -> list[RunView]:
 async def one(plane: Plane, run: str) -> RunView:
     """One run and its ranks."""
     found = plane.roster.run(run)
-    plane.recall(found)
+    await plane.recall(found)
     return views.run_view(found, plane.roster.states(found))
 
 
@@ -38,7 +38,7 @@ async def one(plane: Plane, run: str) -> RunView:
 async def delete(plane: Plane, author: Author, run: str, reason: Annotated[str, Query(max_length=300)] = "") -> None:
     """Forgets the run for good: generations, ranks, steps and alerts. The audit log keeps its rows and says who deleted
     it. 409 while any rank is live or stale."""
-    plane.retention.delete(plane.roster.run(run), author, reason)
+    await plane.turns.do(lambda: plane.retention.delete(plane.roster.run(run), author, reason))
 
 
 @router.get("/{run}/ranks/{rank}/timelines", dependencies=[READ])
@@ -79,7 +79,7 @@ async def rates(plane: Plane, run: str, rank: int) -> Rates | Response:
 @router.get("/{run}/ranks/{rank}/steps", dependencies=[READ], response_model=StepsView)
 async def steps(plane: Plane, run: str, rank: int, limit: Annotated[int, Query(ge=1, le=STEPS_KEPT)] = 200) -> Response:
     """The newest steps of one rank, oldest first."""
-    told = plane.history.newest(plane.roster.rank(run, rank).hello.agent, limit)
+    told = await plane.history.newest(plane.roster.rank(run, rank).hello.agent, limit)
     # As they were stored: they were checked when they came.
     body = f'{{"run":{json.dumps(run)},"rank":{rank},"steps":[{",".join(told)}]}}'
     return Response(body, media_type="application/json")

@@ -87,12 +87,14 @@ def threaded(state: Path, **settings: Any) -> Iterator[Daemon]:
     app = create_app(made)
     tokens = file_tokens(state)
     server = make_server(app, made)
+    scheme, host = ("https", "localhost") if made.tls_certificate else ("http", "127.0.0.1")
     with listen() as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
-        daemon = Daemon(f"http://127.0.0.1:{listener.getsockname()[1]}", state, tokens, app)
+        daemon = Daemon(f"{scheme}://{host}:{listener.getsockname()[1]}", state, tokens, app)
         try:
-            wait_until(daemon.client().health, "a ready daemon")
+            with DaemonClient(daemon.url, ca=made.tls_certificate) as client:
+                wait_until(client.health, "a ready daemon")
             yield daemon
         finally:
             for client in daemon.clients:

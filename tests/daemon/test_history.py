@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -84,9 +85,9 @@ def test_all_ranks_are_written_together_once_a_second(store: Store) -> None:
     rank = Rank(store)
     rank.tell(3)
     rank.pass_seconds(WRITE_SECONDS / 2)
-    assert (stored(store, rank), len(rank.history.newest(rank.member.hello.agent, 10))) == (0, 3)
+    assert (stored(store, rank), len(asyncio.run(rank.history.newest(rank.member.hello.agent, 10)))) == (0, 3)
     rank.pass_seconds(WRITE_SECONDS / 2)
-    assert (stored(store, rank), len(rank.history.newest(rank.member.hello.agent, 2))) == (3, 2)
+    assert (stored(store, rank), len(asyncio.run(rank.history.newest(rank.member.hello.agent, 2)))) == (3, 2)
 
 
 def test_what_may_have_been_written_is_written_again(store: Store) -> None:
@@ -222,7 +223,7 @@ def test_what_a_run_ended_with_is_known_however_many_ended_since(
         plane.tick()
     runs = plane.roster.runs
     assert [len(runs[name].members[0].recent) for name in ("oldest", "older", "old")] == [0, 1, 20]
-    plane.recall(runs["oldest"])
+    asyncio.run(plane.recall(runs["oldest"]))
     views = [views_of.run_view(run, plane.roster.states(run)) for run in runs.values()]
     assert [view.ranks[0].last_step and view.ranks[0].last_step.step for view in views] == [30, 30, 30]
     assert [view.totals and view.totals.step for view in views] == [30, 30, 30]

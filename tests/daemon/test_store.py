@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
+import httpx
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
@@ -19,6 +23,8 @@ from sqlalchemy import create_engine
 
 from tests.daemon.live import ROOT, Agent, Daemon, new_run, threaded, wait_until
 from tests.services import PATIENCE
+from tidegate.daemon.control import turns
+from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.schema import Base
 from tidegate.daemon.store import WAIT_SECONDS, Store
 from tidegate.daemon.tokens import digest_of
@@ -81,6 +87,107 @@ def test_a_writer_elsewhere_holds_up_nothing_but_changes(tmp_path: Path) -> None
         wait_until(lambda: daemon.http("GET", "/readyz", None).status_code == 200, "a daemon that is ready")
         assert daemon.client().set_knobs("llama", {"stride": 9}, wait=0).generation == 1
         writer.close()
+
+
+SLOW = (
+    "CREATE TRIGGER slow BEFORE INSERT ON {} BEGIN SELECT count(*) FROM (WITH RECURSIVE numbers(n) AS "
+    "(SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 3000000) SELECT n FROM numbers); END"
+)
+
+
+def waits(done: threading.Event, *questions: Callable[[], object]) -> list[float]:
+    """How long each of the questions took that were asked until `done`, the longest last; each once at least."""
+    found = []
+    while True:
+        for ask in questions:
+            begin = time.monotonic()
+            ask()
+            found.append(time.monotonic() - begin)
+        if done.is_set():
+            return sorted(found)
+
+
+def change(daemon: Daemon, run: str, stride: int, match: str = "*") -> httpx.Response:
+    body, headers = {"changes": {"stride": stride}}, {"If-Match": match}
+    return daemon.http("PATCH", f"/v1/runs/{run}/knobs", json=body, headers=headers)
+
+
+def test_a_change_that_waits_for_the_write_lock_holds_up_nobody(tmp_path: Path) -> None:
+    with threaded(tmp_path) as daemon, ThreadPoolExecutor(4) as pool:
+        agent, done = Agent(daemon, "llama").begin(), threading.Event()
+        writer = sqlite3.connect(tmp_path / "tidegate.db", isolation_level=None, check_same_thread=False)
+        writer.execute("BEGIN IMMEDIATE")
+        begin = time.monotonic()
+        changes = [pool.submit(change, daemon, "llama", stride) for stride in (3, 4)]
+        changes[0].add_done_callback(lambda _: done.set())
+        took = waits(done, lambda: daemon.http("GET", "/v1/runs/llama").raise_for_status(), agent.say)
+        assert took[-1] < WAIT_SECONDS / 2
+        assert median(took) < 0.2
+        answers = [made.result() for made in changes]
+        assert time.monotonic() - begin >= WAIT_SECONDS
+        assert [(a.status_code, a.json()["type"]) for a in answers] == [(503, "store-busy")] * 2
+        writer.execute("ROLLBACK")
+        wait_until(lambda: daemon.http("GET", "/readyz", None).status_code == 200, "a daemon that is ready")
+        writer.execute("BEGIN IMMEDIATE")
+        made = pool.submit(change, daemon, "llama", 5)
+        agent.say(step=1_000)
+        writer.execute("ROLLBACK")
+        assert made.result().json()["generation"] == 1  # it waited for its turn
+        writer.close()
+
+
+def test_a_slow_disk_holds_up_changes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions are answered during a write that takes a second; of two changes to one generation one is made."""
+    monkeypatch.setattr(turns, "TURN_SECONDS", 60.0)  # on a machine that is busy the write takes longer
+    with threaded(tmp_path) as daemon, ThreadPoolExecutor(4) as pool:
+        agent, done = Agent(daemon, "llama").begin(), threading.Event()
+        agent.client.goodbye(agent.id)
+        connection = sqlite3.connect(tmp_path / "tidegate.db", isolation_level=None)
+        connection.execute(SLOW.format("generations"))
+        connection.close()
+        begin = time.monotonic()
+        changes = [pool.submit(change, daemon, "llama", stride, '"0"') for stride in (3, 4)]
+        changes[0].add_done_callback(lambda _: done.set())
+        took = waits(done, lambda: daemon.http("GET", "/v1/runs/llama").raise_for_status())
+        written = time.monotonic() - begin
+        answers = sorted(made.result().status_code for made in changes)
+        assert took[-1] < written / 2
+        assert median(took) < 0.2
+        assert answers == [200, 412]
+        assert daemon.client().knobs("llama").generation == 1
+
+
+def test_who_waits_too_long_for_a_turn_is_told_to_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.1)
+    store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql(SLOW.format("counters"))
+
+    async def both() -> int:
+        made = turns.Turns(store)
+        first = asyncio.create_task(made.do(store.reserve, "events", 1))
+        await asyncio.sleep(0)
+        with pytest.raises(ProblemError, match=r"within 0\.1 s: nothing was changed") as error:
+            await made.do(store.reserve, "events", 1)
+        assert (error.value.status, error.value.type) == (503, "store-busy")
+        return await first
+
+    assert asyncio.run(both()) > 0
+    store.close()
+
+
+def test_a_run_that_cannot_be_stored_keeps_no_other_waiting(tmp_path: Path) -> None:
+    """Of two runs with ranks that are lost, one cannot be stored: the other's are told."""
+    with threaded(tmp_path, lease_seconds=0.2) as daemon:
+        bad, good = Agent(daemon, "a-bad"), Agent(daemon, "good")
+        connection = sqlite3.connect(tmp_path / "tidegate.db", isolation_level=None)
+        connection.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON audit WHEN NEW.run = 'a-bad' BEGIN SELECT RAISE(ABORT, 'no'); END"
+        )
+        connection.close()
+        client = daemon.client("read")
+        wait_until(lambda: "lost" in [row.action for row in client.audit(good.message.run)], "a lost rank", 5)
+        assert "lost" not in [row.action for row in client.audit(bad.message.run)]
 
 
 @pytest.mark.parametrize("table", ["alembic_version (version_num)", "schema_version (version)"])
