@@ -367,7 +367,7 @@ class AdamW(torch.optim.Optimizer):
         self.engine.require_usable()
         self.engine.quiesce()
         with self.phases.within("checkpoint"):
-            self.engine.weights.take_edited()
+            self.engine.weights.take_edited(reading=True)
             gathered = checkpoint.gather(self.engine, self._params, self._steps)
             shown = self._state
             # For as long as torch packs it and runs its hooks.
@@ -501,7 +501,7 @@ class AdamW(torch.optim.Optimizer):
         self.wait()
         self.engine.require_usable()
         self.engine.quiesce()
-        self.engine.weights.take_edited()
+        self.engine.weights.take_edited(reading=True)
         index = next(number for number, one in enumerate(self._params) if one is param)
         steps = [step if number == index else 0 for number, step in enumerate(self._steps)]
         return checkpoint.gather(self.engine, self._params, steps)[index]

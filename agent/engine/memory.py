@@ -318,15 +318,22 @@ class StateMemory:
             self.residence[s] = "host"
         self._resident.clear()
 
-    def reset_aux(self, subgroup: int, start: int, weights: torch.Tensor) -> None:
-        """The weights from `start` on were set by the user: their remainder is 0, their fp32 master is the weight."""
-        if self.layouts[subgroup].format.weight == WeightFormat.BF16_REMAINDER and self._is_all_zeros(subgroup):
+    def reset_aux(self, subgroup: int, start: int, weights: torch.Tensor, where_changed: bool = False) -> None:
+        """The weights from `start` on were set by the user: their remainder is 0, their fp32 master is the weight.
+
+        where_changed: they are said to be as they were; a remainder stays, and so does a master that rounds to its
+        weight.
+        """
+        form = self.layouts[subgroup].format.weight
+        if form == WeightFormat.BF16_REMAINDER and (where_changed or self._is_all_zeros(subgroup)):
             return
         with self.arrays(subgroup) as arrays:
             if "remainder" in arrays:
                 arrays["remainder"][start : start + weights.numel()] = 0
             if "master" in arrays:
-                arrays["master"][start : start + weights.numel()] = weights.float()
+                master, now = arrays["master"][start : start + weights.numel()], weights.detach().cpu()
+                stays = (master.to(now.dtype) == now) if where_changed else False
+                master.copy_(torch.where(torch.as_tensor(stays), master, now.float()))
 
     def _is_all_zeros(self, subgroup: int) -> bool:
         """It was never written since a path took it: bringing it to memory would be in vain."""
