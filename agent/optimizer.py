@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
 
@@ -602,7 +602,8 @@ class AdamW(torch.optim.Optimizer):
                 checkpoint.scatter(engine, params, state)
             self._restate()
         except BaseException:
-            self.close()
+            with suppress(Exception):  # what is raised is why it cannot follow
+                close_all(*([] if self.device is device else [device.close]), self.close)
             raise
         if not regrouping.changes_nothing and self.overlap is not None:
             self.overlap.rebuild()
