@@ -73,6 +73,8 @@ class FakeCuda:
         self.longest_queue = 0
         self.norm_reads: list[int] = []
         """Bytes of gradients that each call of `norms` reads."""
+        self.norm_waits = 0
+        """How often `MemoryRunner._norm` waited."""
         self.norm_fetches = 0
         """How often results of `norms` came to the host."""
         self.strict = False
@@ -377,6 +379,7 @@ class FakeCuda:
     def _dropped(self, who: str) -> bool:
         place = _place(sys._getframe(2))
         site = f"{who} in {place}"
+        self.norm_waits += site.startswith("host waits for device in MemoryRunner._norm ")
         if place:
             self.sites.add(site)
         return site == self.drop or self.error is not None

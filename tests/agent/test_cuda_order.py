@@ -247,7 +247,7 @@ def test_a_failed_step_leaves_no_work_on_memory_that_is_given_back(scenario: Fai
 
 
 @pytest.mark.parametrize("gradients", ["keep", "release"])
-def test_each_gradient_is_read_once_for_the_norm_and_its_result_fetched_once(gradients: Any) -> None:
+def test_each_gradient_is_read_once_for_the_norm_and_its_result_waited_for_and_fetched_once(gradients: Any) -> None:
     fake = FakeCuda(eagerness=0.3)
     params = make_params(SHAPES, 2)
     size = sum(param.numel() * param.element_size() for param in params)
@@ -256,6 +256,7 @@ def test_each_gradient_is_read_once_for_the_norm_and_its_result_fetched_once(gra
             training.train(random_grads(params, step, some=False))
             assert sum(fake.norm_reads) == (step + 1) * size
             assert fake.norm_fetches == sum(nbytes > 0 for nbytes in fake.norm_reads)
+            assert fake.norm_waits == len(fake.norm_reads), "once for each event, not for each parameter"
         training.forward()
 
 
