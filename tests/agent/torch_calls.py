@@ -42,7 +42,7 @@ class Use:
 
 def product_files() -> list[Path]:
     """Those that name CUDA at all: to parse every file takes seconds."""
-    folders = [ROOT / "agent", ROOT / "kernels", ROOT / "bench" / "gpu", *(p for p in (ROOT / "tidegate").iterdir() if not p.is_symlink())]
+    folders = [ROOT / "agent", ROOT / "kernels", *(p for p in (ROOT / "tidegate").iterdir() if not p.is_symlink())]
     found = {path for folder in folders for path in (folder.rglob("*.py") if folder.is_dir() else [folder])}
     return sorted(path for path in found if path.suffix == ".py" and "cuda" in path.read_text())
 
