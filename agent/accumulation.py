@@ -57,6 +57,12 @@ class HostSums:
         """Those that have a sum."""
         return list(self._last)
 
+    def stage(self, param: int, weight: torch.Tensor) -> None:
+        """Takes the memory of this parameter's sum now, not in a backward: pinning takes long. Between steps."""
+        if weight.numel():
+            self._buffer(param, weight.numel(), self._dtype(grad_dtype_of(weight)))
+            self._chunk()
+
     def add(self, param: int, dense: torch.Tensor) -> None:
         """Adds a gradient, as the thread that has made it sees it; it is in the order of the weight's storage.
 
@@ -118,6 +124,16 @@ class HostSums:
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if self._fp32 else dtype
 
+    def _buffer(self, param: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if param not in self._sums:
+            self._sums[param] = self._device.host_buffer(numel * dtype.itemsize)
+        return self._sums[param]
+
+    def _chunk(self) -> torch.Tensor:
+        if self._staging is None:
+            self._staging = self._device.host_buffer(CHUNK_BYTES)
+        return self._staging
+
     # ---- the thread
 
     def _add(self, param: int, dense: torch.Tensor, ready: Event, before: Future[None] | None) -> None:
@@ -130,23 +146,20 @@ class HostSums:
             returned.wait()
         self._device.wait(D2H, ready)
         dtype = self._dtype(dense.dtype)
-        if param not in self._sums:
-            self._sums[param] = self._device.host_buffer(dense.numel() * dtype.itemsize)
-        total = self._sums[param]
+        total = self._buffer(param, dense.numel(), dtype)
         if first and dtype == dense.dtype:
             self._copy(total, dense, 0, dense.numel())
             return
         if first:
             total.view(torch.float32).fill_(-0.0)  # changes no number that is added to it
-        if self._staging is None:
-            self._staging = self._device.host_buffer(CHUNK_BYTES)
+        staging = self._chunk()
         size = dense.element_size()
         for start in range(0, dense.numel(), CHUNK_BYTES // size):
             numel = min(CHUNK_BYTES // size, dense.numel() - start)
-            self._copy(self._staging, dense, start, numel)
+            self._copy(staging, dense, start, numel)
             accumulate(
                 self._pool, total.data_ptr() + start * dtype.itemsize, GRAD_DTYPES[dtype],
-                self._staging.data_ptr(), GRAD_DTYPES[dense.dtype], numel,
+                staging.data_ptr(), GRAD_DTYPES[dense.dtype], numel,
             )  # fmt: skip
 
     def _copy(self, to: torch.Tensor, dense: torch.Tensor, start: int, numel: int) -> None:

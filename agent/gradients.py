@@ -126,7 +126,11 @@ class Gradients:
         self.extend(params, layouts)
 
     def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
-        """More parameters, behind those that are there."""
+        """More parameters, behind those that are there. Frozen ones get the memory of a sum if they ever need it."""
+        if self.sums is not None:
+            for index, param in enumerate(params, start=len(self._params)):
+                if param.requires_grad:
+                    self.sums.stage(index, shard_of(param))
         self._params += params
         self._current += [None] * len(params)
         self._present += [False] * len(params)

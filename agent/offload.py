@@ -41,7 +41,8 @@ class Offload:
         `optimizer.zero_grad()` drops the sums, not `model.zero_grad()`.
     gradient_memory_bytes: with "release", what gradients may take on the device. Those that wait for the update and
         find no room are spilled to the host and come back with their state; a backward waits for copies while its next
-        gradient would have no room. 0 for what weights, state and headroom leave.
+        gradient would have no room. 0 for what weights, state and headroom leave: activations are in none of these, so
+        set it, or `headroom_bytes`, where they take much of the device.
     policy: "interleaved", or a baseline: "sequential", "twinflow".
     paths: storage for state that neither device nor host memory keeps: directories or
         "s3://bucket/prefix", by name; or `PathSettings`, `ObjectSettings`.

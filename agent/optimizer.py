@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
 
@@ -373,7 +373,7 @@ class AdamW(torch.optim.Optimizer):
         self.engine.require_usable()
         self.engine.quiesce()
         with self.phases.within("checkpoint"):
-            self.engine.weights.take_edited()
+            self.engine.weights.take_edited(reading=True)
             gathered = checkpoint.gather(self.engine, self._params, self._steps)
             shown = self._state
             # For as long as torch packs it and runs its hooks.
@@ -511,7 +511,7 @@ class AdamW(torch.optim.Optimizer):
         self.wait()
         self.engine.require_usable()
         self.engine.quiesce()
-        self.engine.weights.take_edited()
+        self.engine.weights.take_edited(reading=True)
         index = next(number for number, one in enumerate(self._params) if one is param)
         steps = [step if number == index else 0 for number, step in enumerate(self._steps)]
         return checkpoint.gather(self.engine, self._params, steps)[index]
@@ -612,7 +612,8 @@ class AdamW(torch.optim.Optimizer):
                 checkpoint.scatter(engine, params, state)
             self._restate()
         except BaseException:
-            self.close()
+            with suppress(Exception):  # what is raised is why it cannot follow
+                close_all(*([] if self.device is device else [device.close]), self.close)
             raise
         if not regrouping.changes_nothing and self.overlap is not None:
             self.overlap.rebuild()

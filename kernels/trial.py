@@ -1,10 +1,10 @@
-"""One small launch of each GPU kernel, held against the oracle: what fails or differs is known before training."""
+"""Small launches of each GPU kernel, held against the oracle: what fails or differs is known before training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from tidegate.kernels import oracle
 from tidegate.kernels.device_calls import GpuKernels
-from tidegate.kernels.scalars import GradDtype, Scalars, WeightFormat, scalars
+from tidegate.kernels.scalars import Arithmetic, GradDtype, Scalars, WeightFormat, scalars
 
 NUMEL = 1100
 """One program of the update works on a whole block, another on a block that ends early."""
@@ -22,6 +22,7 @@ USUAL_GRADS = {
     WeightFormat.F16_MASTER: GradDtype.F16,
     WeightFormat.BF16_MASTER: GradDtype.BF16,
 }
+OTHER_GRADS = {form: GradDtype.BF16 if form is WeightFormat.F32 else GradDtype.F32 for form in WeightFormat}
 
 Array = np.ndarray[Any, Any]
 
@@ -50,13 +51,39 @@ class TrialGradient:
     dtype: GradDtype
 
 
+@dataclass(frozen=True)
+class Form:
+    """What of an update layouts and param groups choose, beside the weight's format. Kernels are compiled for each."""
+
+    name: str
+    grads: Mapping[WeightFormat, GradDtype]
+    scalars: Scalars
+    is_aligned: bool = True
+
+
+def forms() -> tuple[Form, ...]:
+    """Together they go each way that a kernel has: not each combination, which would take minutes to compile."""
+    adamw = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37)
+    adam = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37, decoupled=False)
+    deepspeed = replace(adamw, arithmetic=Arithmetic.DEEPSPEED, decay=1e-4)
+    return (
+        Form("", USUAL_GRADS, adamw),
+        Form(" (Adam's L2, another gradient, unaligned)", OTHER_GRADS, adam, is_aligned=False),
+        Form(" (DeepSpeed's arithmetic)", USUAL_GRADS, deepspeed),
+    )
+
+
 def differences(kernels: GpuKernels, device: torch.device) -> list[str]:
-    """Runs each kernel once on `device` and waits. The names of the results that differ from the oracle's bits.
+    """Runs each kernel in each of `forms` on `device` and waits. The names of the results that differ from the oracle's
+    bits.
 
     Every error of a launch is raised as it comes.
     """
     with _current(device):
-        found = [f"the update of {form.name} weights" for form in WeightFormat if not _updates(kernels, device, form)]
+        found = [
+            f"the update of {weight.name} weights{form.name}"
+            for form in forms() for weight in WeightFormat if not _updates(kernels, device, weight, form)
+        ]  # fmt: skip
         return found + [f"the sum of squares of {name} gradients" for name in _wrong_sums(kernels, device)]
 
 
@@ -64,14 +91,14 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _updates(kernels: GpuKernels, device: torch.device, weight_format: WeightFormat) -> bool:
+def _updates(kernels: GpuKernels, device: torch.device, weight_format: WeightFormat, form: Form) -> bool:
     """Whether one update of ordinary and denormal numbers has the oracle's bits."""
-    grad_dtype, values = USUAL_GRADS[weight_format], scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37)
+    grad_dtype, values = form.grads[weight_format], form.scalars
     master, exp_avg, grad = _numbers(3)
     exp_avg_sq = np.square(exp_avg)  # where exp_avg is small, this is denormal
     weight, aux = _weight(master, weight_format)
     arrays = (weight, aux, exp_avg, exp_avg_sq, _as_grad(grad, grad_dtype))
-    tensors = [None if array is None else _to(array, device) for array in arrays]
+    tensors = [None if array is None else _to(array, device, form.is_aligned) for array in arrays]
     at = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     kernels.update([TrialUpdate(NUMEL, at[0], weight_format, at[1], at[2], at[3], at[4], grad_dtype, values)])
     with np.errstate(all="ignore"):
@@ -120,6 +147,11 @@ def _as_grad(values: Array, dtype: GradDtype) -> Array:
     return oracle.to_bf16(values) if dtype is GradDtype.BF16 else oracle.to_f16(values)
 
 
-def _to(array: Array, device: torch.device) -> torch.Tensor:
-    """The bytes of `array` on `device`, never the array's own memory."""
-    return torch.from_numpy(array.view(np.uint8).copy()).to(device)
+def _to(array: Array, device: torch.device, is_aligned: bool = True) -> torch.Tensor:
+    """The bytes of `array` on `device`, never the array's own memory; one element behind where memory begins if they
+    are not to be aligned."""
+    data = array.view(np.uint8)
+    skipped = 0 if is_aligned else array.itemsize
+    memory = torch.empty(skipped + len(data), dtype=torch.uint8, device=device)
+    memory[skipped:] = torch.from_numpy(data.copy()).to(device)
+    return memory[skipped:]

@@ -17,6 +17,7 @@ from tests.agent.fake_cuda import FakeCuda
 from tests.services import ROOT
 from tidegate import doctor_gpu
 from tidegate.agent.devices.cuda_problem import CudaProblem
+from tidegate.agent.telemetry.nvml import DividedGpuError
 from tidegate.doctor import Finding
 from tidegate.doctor_gpu import Check, CheckFailed, copies, examine_gpu, launch, lines, overlap, pinned_memory
 from tidegate.kernels import torch_adamw
@@ -110,6 +111,16 @@ def test_nvml_that_does_not_know_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(doctor_gpu, "Gpu", lambda nvml, uuid: told)
     assert doctor_gpu.nvml(CPU) == "utilization 25%, PCIe figures from: gpm"
     assert closed == [True]
+
+
+def test_a_part_of_a_gpu_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def divided(nvml: Any, uuid: str) -> None:
+        raise DividedGpuError(uuid)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: SimpleNamespace(uuid="1-2"))
+    monkeypatch.setattr(doctor_gpu, "Gpu", divided)
+    found = Check("NVML", lambda: doctor_gpu.nvml(CPU), "install another build").finding()
+    assert found == Finding("NVML", "good", "this is a part of a GPU (MIG): NVML has no figures of it; training works")
 
 
 def test_an_error_that_nobody_foresaw_is_a_finding_with_a_remedy() -> None:

@@ -6,22 +6,25 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.gpu import environment
 from bench.gpu.iterations import SIDES, speedups
 from bench.gpu.trace import summary
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def gpu_sh(*arguments: str) -> subprocess.CompletedProcess[str]:
+def gpu_sh(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [str(ROOT / "bench" / "gpu.sh"), *arguments]
     return subprocess.run(
-        command, env=os.environ | {"PYTHON": sys.executable}, cwd="/", capture_output=True, text=True, check=False
-    )
+        command, env=os.environ | {"PYTHON": sys.executable} | variables, cwd="/", capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -73,3 +76,52 @@ def test_what_it_does_not_know_is_answered_with_its_usage() -> None:
     wrong = gpu_sh("--fast")
     assert wrong.returncode == 2
     assert "bench/gpu.sh [--dry] [--out OUT] [STAGE...]" in wrong.stderr
+
+
+def tiny_wheel(folder: Path, name: str) -> None:
+    """A module of this name, as pip installs it."""
+    info = f"{name}-1.0.dist-info"
+    files = {
+        f"{name}.py": "told = 'from the wheel'",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},,\n" for path in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        for path, text in (files | {f"{info}/RECORD": record}).items():
+            wheel.writestr(path, text)
+
+
+def all_files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of each."""
+    found = ((path, path.lstat()) for path in folder.rglob("*"))
+    return {str(path): (stat.st_size, stat.st_mtime_ns) for path, stat in found if not path.is_dir()}
+
+
+@pytest.mark.slow
+def test_wheels_go_into_an_environment_of_the_bench_and_the_python_stays_as_it_is(tmp_path: Path) -> None:
+    """A Python that belongs to somebody, marked as one into which nothing may be installed."""
+    mine, wheels, out = tmp_path / "mine", tmp_path / "wheels", tmp_path / "out"
+    environment.make(mine)
+    (site_packages,) = mine.glob("lib/python*/site-packages")
+    (site_packages.parent / "EXTERNALLY-MANAGED").write_text("[externally-managed]\nError=It is somebody's.\n")
+    for folder in (wheels, out):
+        folder.mkdir()
+    tiny_wheel(wheels, "tidegate_tiny_wheel")
+    (out / "links.json").write_text("{}")  # a stage that is done: none runs
+    before = all_files(mine)
+
+    done = gpu_sh(
+        "--dry", "--out", str(out), "links", PYTHON=str(mine / "bin" / "python"), WHEELS=str(wheels),
+        PYTHONDONTWRITEBYTECODE="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "links: done already" in done.stdout
+    assert all_files(mine) == before
+
+    def told(python: Path) -> subprocess.CompletedProcess[str]:
+        code = "import tidegate_tiny_wheel, tidegate.kernels, torch; print(tidegate_tiny_wheel.told)"
+        return subprocess.run([python, "-c", code], cwd="/", capture_output=True, text=True, check=False)
+
+    assert told(out / "venv" / "bin" / "python").stdout == "from the wheel\n"
+    assert "No module named 'tidegate_tiny_wheel'" in told(mine / "bin" / "python").stderr

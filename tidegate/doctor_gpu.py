@@ -17,7 +17,7 @@ from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_problem import cuda_problem
 from tidegate.agent.devices.cuda_runtime import CudaRuntime
 from tidegate.agent.devices.cuda_torch import TorchCuda
-from tidegate.agent.telemetry.nvml import Gpu
+from tidegate.agent.telemetry.nvml import DividedGpuError, Gpu
 from tidegate.doctor import Finding
 from tidegate.kernels import trial
 from tidegate.kernels.device_calls import GpuKernels
@@ -196,10 +196,12 @@ def nvml(place: torch.device) -> str:
     uuid = f"GPU-{torch.cuda.get_device_properties(place).uuid}"
     try:
         gpu = Gpu(pynvml, uuid)
+    except DividedGpuError:
+        return "this is a part of a GPU (MIG): NVML has no figures of it; training works"
     except pynvml.NVMLError as error:
         raise CheckFailed(
             f"NVML does not know {uuid} ({error})",
-            "a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility; parts of a GPU (MIG) have no figures",
+            "a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         ) from error
     try:
         busy, source = gpu.utilization_ratio(), gpu.pcie.name if gpu.pcie is not None else "none"

@@ -11,7 +11,9 @@ copied) or dropped (`cancel`) at no cost but time.
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -22,7 +24,8 @@ from typing import Protocol
 from tidegate.agent.closing import close_all
 from tidegate.agent.devices.base import Event
 from tidegate.agent.engine.clock import Clock
-from tidegate.agent.engine.last_reference import let_go
+from tidegate.agent.engine.last_reference import LONGEST_WAIT_SECONDS, let_go
+from tidegate.agent.engine.process_end import ends_with_process
 from tidegate.errors import EngineError, LaneStuckError
 from tidegate.plan.ops import LANES, Op, OpKind
 from tidegate.plan.plan import Plan
@@ -117,6 +120,7 @@ class Executor:
         self._watchdog_seconds = watchdog_seconds
         self._on_thread_end = on_thread_end
         self._progress: _Progress | None = None
+        self._pid = os.getpid()
         self.closed = False
         self.stuck = False
         self._threads = [
@@ -134,6 +138,7 @@ class Executor:
         weakref.finalize(self, _wake, clock).atexit = False
         for thread in self._threads:
             thread.start()
+        ends_with_process(self)
 
     @property
     def busy(self) -> bool:
@@ -251,6 +256,25 @@ class Executor:
         if self._on_thread_end is None:
             for thread in self._threads:
                 thread.join(timeout=0.1 if self.stuck else 5.0)
+
+    def end_with_process(self, deadline: float) -> None:
+        """See `process_end`. What is running may take LONGEST_WAIT_SECONDS more; whoever asks for an update that was
+        not finished gets EngineError."""
+        if self.closed or self.stuck or self._on_thread_end is not None or os.getpid() != self._pid:
+            return
+        with self._clock.lock:
+            progress = self._progress
+            if progress is not None:
+                if progress.stepping:
+                    self._clock.wait_for(lambda: self._at_rest(progress), deadline - time.monotonic())
+                if any(progress.pending.values()):
+                    _drop(progress)
+                    progress.error = progress.error or EngineError("The process ends, and the update was not finished.")
+            self.closed = True
+            self._clock.notify()
+        latest = max(deadline, time.monotonic()) + LONGEST_WAIT_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, latest - time.monotonic()))
 
     def _wait(self, progress: _Progress, predicate: Callable[[], bool]) -> None:
         while not self._clock.wait_for(predicate, timeout=1.0):

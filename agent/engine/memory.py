@@ -76,6 +76,8 @@ class StateMemory:
         self.mirror_valid: list[bool] = []
         self._state, self._mirror, self._gradient = (Buffers(device.host_buffer) for _ in range(3))
         self._resident: dict[int, int] = {}
+        self._ahead: set[int] = set()
+        """Subgroups that have a place on the device because knobs ask for it, and were in no plan with it yet."""
         self._kept: set[int] = set()
         """Subgroups that no path took in this step: host memory has their state."""
         self.slots: list[int] = []
@@ -157,7 +159,7 @@ class StateMemory:
         layouts = [*self.layouts, *more]
         residents = sum(
             s.numel * s.format.state_bytes for s, (_, lives) in zip(layouts, placed, strict=True)
-            if lives == "device" or s.id in self._resident
+            if lives == "device" or (s.id in self._resident and s.id not in self._ahead)
         )  # fmt: skip
         staged = any(where == ("device", "host") for where in placed)
         slots = self._num_slots * sum(self._slot_sizes(layouts)) if staged or self.slots else 0
@@ -182,7 +184,11 @@ class StateMemory:
         )
 
     def stage(self, placements: Sequence[Placement]) -> None:
-        """Takes what state, weights and gradients pass through: the CPU's mirrors and gradient buffers, and slots."""
+        """Takes what the next step needs and no path has to be asked for: the CPU's mirrors and gradient buffers,
+        slots, and places of residents. What was taken ahead of a plan that is wanted no more is given back."""
+        for s in [s for s in self._ahead if placements[s].after != "device"]:
+            self._ahead.discard(s)
+            self.device.free(self._resident.pop(s))
         for layout, placed in zip(self.layouts, placements, strict=True):
             s, on_cpu = layout.id, placed.processor == "cpu"
             if on_cpu and not placed.uses_host_slot and s not in self._mirror:
@@ -193,15 +199,18 @@ class StateMemory:
                 self.slots.append(self.device.alloc(sum(self._slot_sizes(self.layouts))))
             while placed.uses_host_slot and len(self.host_slots) < self._num_host_slots:
                 self.host_slots.append(self.device.host_buffer(sum(self._host_slot_sizes())))
-
-    def prepare(self, placements: Sequence[Placement]) -> None:
-        """Makes room for a step: what is staged, residents' places, host state, and space on the paths that state goes
-        to."""
-        self.stage(placements)
-        for layout, placed in zip(self.layouts, placements, strict=True):
-            s = layout.id
             if placed.after == "device" and s not in self._resident:
                 self._resident[s] = self.device.alloc(layout.numel * layout.format.state_bytes)
+                self._ahead.add(s)
+            if self.store is None and placed.after == "host" and s not in self._state:
+                self._state.take(s, _state_bytes(layout))
+
+    def prepare(self, placements: Sequence[Placement]) -> None:
+        """Makes room for a step: what `stage` takes, host state, and space on the paths that state goes to."""
+        self.stage(placements)
+        self._ahead.clear()
+        for layout, placed in zip(self.layouts, placements, strict=True):
+            s = layout.id
             if "host" in (placed.before, placed.after) and s not in self._state:
                 self._state.take(s, _state_bytes(layout))
             if is_path(placed.after) and self.store is not None:
@@ -317,16 +326,24 @@ class StateMemory:
             self.device.free(address)
             self.residence[s] = "host"
         self._resident.clear()
+        self._ahead.clear()
 
-    def reset_aux(self, subgroup: int, start: int, weights: torch.Tensor) -> None:
-        """The weights from `start` on were set by the user: their remainder is 0, their fp32 master is the weight."""
-        if self.layouts[subgroup].format.weight == WeightFormat.BF16_REMAINDER and self._is_all_zeros(subgroup):
+    def reset_aux(self, subgroup: int, start: int, weights: torch.Tensor, where_changed: bool = False) -> None:
+        """The weights from `start` on were set by the user: their remainder is 0, their fp32 master is the weight.
+
+        where_changed: they are said to be as they were; a remainder stays, and so does a master that rounds to its
+        weight.
+        """
+        form = self.layouts[subgroup].format.weight
+        if form == WeightFormat.BF16_REMAINDER and (where_changed or self._is_all_zeros(subgroup)):
             return
         with self.arrays(subgroup) as arrays:
             if "remainder" in arrays:
                 arrays["remainder"][start : start + weights.numel()] = 0
             if "master" in arrays:
-                arrays["master"][start : start + weights.numel()] = weights.float()
+                master, now = arrays["master"][start : start + weights.numel()], weights.detach().cpu()
+                stays = (master.to(now.dtype) == now) if where_changed else False
+                master.copy_(torch.where(torch.as_tensor(stays), master, now.float()))
 
     def _is_all_zeros(self, subgroup: int) -> bool:
         """It was never written since a path took it: bringing it to memory would be in vain."""

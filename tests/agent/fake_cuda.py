@@ -4,9 +4,10 @@ Work on a stream is put off until somebody waits for it, or done at a random mom
 allow. Every access of streams, of the framework and of host threads is held against vector clocks. `drop` names one
 wait that is not made: the tests drop each in turn and expect an error.
 
-What `alloc` gives is device memory that kills a process which touches it outside of the fake's own work. Weights and
-gradients are the framework's CPU tensors, which anybody can read. What the framework does happens at once, on a stream
-called `framework`.
+Device memory kills a process which touches it outside of the fake's own work: what `alloc` gives, and under a whole
+engine (`fake_training.watched`) weights and gradients, too. Those are the framework's CPU tensors, whose addresses the
+agent sees as they would be on a device; through torch anybody can read them, as on a GPU. What the framework does
+happens at once, on a stream called `framework`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tests.agent.fake_memory import DevicePages, Registered
+from tests.agent.fake_memory import DEVICE, DevicePages, Registered
 from tests.agent.vector_clocks import Clock, Order, RaceError, Range
 from tidegate.agent.devices.base import Copy, GradRef, UpdateRun
 from tidegate.agent.devices.cuda_runtime import Norms
@@ -72,8 +73,12 @@ class FakeCuda:
         self.longest_queue = 0
         self.norm_reads: list[int] = []
         """Bytes of gradients that each call of `norms` reads."""
+        self.norm_waits = 0
+        """How often `MemoryRunner._norm` waited."""
         self.norm_fetches = 0
         """How often results of `norms` came to the host."""
+        self.strict = False
+        """Device addresses of all tensors are marked as such, and nothing else is taken for one."""
         self.clock: Callable[[], float] = time.monotonic
         """The GPU's."""
         self._memory_bytes = memory_bytes
@@ -89,7 +94,7 @@ class FakeCuda:
         self._freed: deque[tuple[Clock, int, int, Any]] = deque()
         self._spoil_later: list[tuple[list[FakeMarker], int, int]] = []
         self._held: dict[Range, list[FakeMarker]] = {}
-        self._results = 1 << 62
+        self._results = 1 << 60
         self._peak = 0
         self._pool = ThreadPool(1)
         self._mutex = threading.RLock()
@@ -154,10 +159,10 @@ class FakeCuda:
             for one in copies:
                 host, device = (one.src, one.dst) if to_device else (one.dst, one.src)
                 assert self.pinned.holds(host, one.nbytes), f"{host:#x} is not pinned host memory"
-                assert not self.pinned.holds(device, 1), f"{device:#x} is not on the device"
+                self._require_device(device, one.nbytes)
                 what = f"a copy on {stream.name}"
                 self._checked(lambda one=one, what=what: self.order.copy(  # type: ignore[misc]
-                    stream.name, one.dst, one.src, one.nbytes, what
+                    stream.name, _real(one.dst), _real(one.src), one.nbytes, what
                 ))  # fmt: skip
                 self._enqueue(stream, lambda one=one: copy(at(one.dst), at(one.src), one.nbytes))  # type: ignore[misc]
 
@@ -165,6 +170,8 @@ class FakeCuda:
         with self._mutex:
             self._enter(stream)
             for run in runs:
+                for address, nbytes in _ranges(run):
+                    self._require_device(address, nbytes)
                 self.update_accesses(stream.name, run)
                 self._enqueue(stream, lambda run=run: apply(self._reachable(run), self._pool))  # type: ignore[misc]
 
@@ -176,7 +183,9 @@ class FakeCuda:
             self.norm_reads.append(sum(grad.numel * grad.dtype.nbytes for grad in grads))
             result, found = self._results, Norms()
             for grad in grads:
-                self._access(stream.name, grad.address, grad.numel * grad.dtype.nbytes, False, "the norm of a gradient")
+                nbytes = grad.numel * grad.dtype.nbytes
+                self._require_device(grad.address, nbytes)
+                self._access(stream.name, grad.address, nbytes, False, "the norm of a gradient")
             self._access(stream.name, result, 1, True, "the norms")
             for g in grads:
                 one = lambda g=g: found.append(sum_of_squares(self._pool, at(g.address), g.numel, g.dtype))  # noqa: E731
@@ -258,19 +267,21 @@ class FakeCuda:
             self._access(_host(), address, nbytes, write, what)
 
     def update_accesses(self, actor: str, run: UpdateRun) -> None:
-        n, form = run.numel, run.weight_format
         what = f"an update on {actor}"
-        self._access(actor, run.grad, n * run.grad_dtype.nbytes, False, what)
-        for address, nbytes in (
-            (run.weight, form.weight_bytes), (run.exp_avg, 4), (run.exp_avg_sq, 4), (run.aux, form.aux_bytes)
-        ):  # fmt: skip
-            if nbytes:
-                self._access(actor, address, n * nbytes, False, what)
-                self._access(actor, address, n * nbytes, True, what)
+        for address, nbytes in _ranges(run):
+            self._access(actor, address, nbytes, False, what)
+            if address != run.grad:
+                self._access(actor, address, nbytes, True, what)
 
     def host_update(self, run: UpdateRun) -> None:
         with self._mutex:
+            for address, nbytes in _ranges(run):
+                self.require_host(address, nbytes)
             self.update_accesses(_host(), run)
+
+    def require_host(self, address: int, nbytes: int) -> None:
+        """Host code works on memory that the device copies from and to, and on no other."""
+        assert self.pinned.holds(address, nbytes), f"{address:#x} is not pinned host memory, and host code works on it"
 
     def acquired(self, lock: Clock) -> None:
         """The calling thread got a lock: what was done before it was last released is done."""
@@ -322,7 +333,11 @@ class FakeCuda:
 
     def _access(self, actor: str, address: int, nbytes: int, write: bool, what: str) -> None:
         note = self.order.write if write else self.order.read
-        self._checked(lambda: note(actor, address, nbytes, what))
+        self._checked(lambda: note(actor, _real(address), nbytes, what))
+
+    def _require_device(self, address: int, nbytes: int) -> None:
+        on_device = self._pages.hold(address) if self.strict else not self.pinned.holds(address, 1)
+        assert on_device or not nbytes, f"{address:#x} is not on the device"
 
     def _reachable(self, run: UpdateRun) -> UpdateRun:
         return replace(run, **{at: self._pages.reachable(getattr(run, at)) for at in ADDRESSES})
@@ -364,9 +379,22 @@ class FakeCuda:
     def _dropped(self, who: str) -> bool:
         place = _place(sys._getframe(2))
         site = f"{who} in {place}"
+        self.norm_waits += site.startswith("host waits for device in MemoryRunner._norm ")
         if place:
             self.sites.add(site)
         return site == self.drop or self.error is not None
+
+
+def _real(address: int) -> int:
+    """By which the order of accesses goes."""
+    return address & ~DEVICE
+
+
+def _ranges(run: UpdateRun) -> list[tuple[int, int]]:
+    """Addresses and bytes of what an update works on; the gradient is only read."""
+    n, form = run.numel, run.weight_format
+    sizes = ((run.grad, run.grad_dtype.nbytes), (run.weight, form.weight_bytes), (run.exp_avg, 4), (run.exp_avg_sq, 4))
+    return [(address, n * size) for address, size in (*sizes, (run.aux, form.aux_bytes)) if size]
 
 
 def apply(run: UpdateRun, pool: ThreadPool) -> None:

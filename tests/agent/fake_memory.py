@@ -1,5 +1,5 @@
-"""Memory of the fake CUDA runtime: host pages that must stay mapped while they are registered, and device pages that no
-host code may touch.
+"""Memory of the fake CUDA runtime: host pages that must stay mapped while they are registered, and device memory that
+no host code may touch.
 
 A registered range whose pages were unmapped is worse than a crash: what is mapped there next is copied from the old
 pages. So each mapping tells when it goes, before the kernel takes it.
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tidegate.agent.devices import pinned
 
@@ -71,6 +72,24 @@ def watched_mappings() -> Iterator[None]:
     assert not found, "\n".join(found)
 
 
+DEVICE = 1 << 62
+"""Set in addresses of tensors that the framework has on the device: no process can have memory there."""
+
+
+class OnDevice:
+    """A tensor of the framework as the agent may see it: it has an address, at which nobody may read or write."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.dtype = tensor.dtype
+
+    def numel(self) -> int:
+        return self._tensor.numel()
+
+    def data_ptr(self) -> int:
+        return self._tensor.data_ptr() | DEVICE if self._tensor.numel() else 0
+
+
 class DevicePages:
     """Memory with two addresses: one that is handed out, at which nobody may read or write, and one for the fake."""
 
@@ -96,8 +115,14 @@ class DevicePages:
         self._blocks[address] = size, reachable
         return address
 
+    def hold(self, address: int) -> bool:
+        """Whether `address` is on the device: memory of these pages, or of a tensor `OnDevice`."""
+        return self.reachable(address) != address
+
     def reachable(self, address: int) -> int:
         """Where the fake finds what is at `address`; `address` itself where that is no memory of this device."""
+        if address & DEVICE:
+            return address ^ DEVICE
         index = bisect_right(self._starts, address) - 1
         if index < 0:
             return address
@@ -111,8 +136,10 @@ def dies_of(what: Callable[[], object]) -> int:
     child = os.fork()
     if child == 0:
         faulthandler.disable()  # else pytest's prints the stack of what is expected
-        what()
-        os._exit(0)
+        try:
+            what()
+        finally:
+            os._exit(0)
     return os.WTERMSIG(os.waitpid(child, 0)[1])
 
 

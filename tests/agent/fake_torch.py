@@ -37,6 +37,8 @@ class FakeDriver:
         self.failed_calls = 0
         self.events_made = 0
         self.registered: dict[int, int] = {}
+        self.refuse_pin = 0
+        """The error that registering host memory gives; 0 for none."""
         self._here = threading.local()
         self._streams = itertools.count(1)
 
@@ -87,6 +89,14 @@ class FakeDriver:
         with self.guard(index):
             self.call()
 
+    def launch(self) -> None:
+        """A kernel of anybody's. The runtime keeps a thread's last error, and the launch is said to have failed of it
+        (C10_CUDA_KERNEL_LAUNCH_CHECK)."""
+        self.call()
+        error, self._here.last_error = getattr(self._here, "last_error", 0), 0
+        if error:
+            raise RuntimeError(f"CUDA error: error {error}")
+
     # ---- streams
 
     def current_stream(self, device: Any = None) -> FakeStream:
@@ -114,6 +124,9 @@ class FakeDriver:
 
     def register(self, address: int, nbytes: int, _flags: int) -> int:
         self.call()
+        if self.refuse_pin:
+            self._here.last_error = self.refuse_pin
+            return self.refuse_pin
         self.registered[address] = nbytes
         return 0
 
@@ -183,8 +196,11 @@ class FakeTorch:
     def empty(self, *args: Any, **options: Any) -> torch.Tensor:
         return self._make(torch.empty, *args, **options)
 
-    def ones(self, *args: Any, **options: Any) -> torch.Tensor:
-        return self._make(torch.ones, *args, **options)
+    def ones(self, *args: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        if device is not None and torch.device(device).type == "cuda":
+            with self._driver.guard(_index(device, self._driver)):
+                self._driver.launch()
+        return torch.ones(*args, **options)
 
     def empty_like(self, *args: Any, **options: Any) -> torch.Tensor:
         return self._make(torch.empty_like, *args, **options)
@@ -204,12 +220,12 @@ class FakeKernels:
         self._driver, self._pool = driver, ThreadPool(1)
 
     def update(self, runs: Sequence[UpdateRun]) -> None:
-        self._driver.call()
+        self._driver.launch()
         for run in runs:
             run.apply(self._pool)
 
     def sum_of_squares(self, refs: Sequence[GradRef], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
-        self._driver.call()
+        self._driver.launch()
         for i, ref in enumerate(refs):
             out_sums[i], out_bad[i] = sum_of_squares(self._pool, ref.address, ref.numel, ref.dtype)
 

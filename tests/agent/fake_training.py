@@ -20,16 +20,21 @@ import torch
 
 import tidegate
 from tests.agent.fake_cuda import FakeCuda, apply
+from tests.agent.fake_memory import OnDevice
 from tests.agent.plain import PlainAdamW, array
 from tests.agent.test_exactness import backward
 from tests.agent.vector_clocks import Clock
+from tidegate.agent import accumulation as accumulation_module
+from tidegate.agent import gradients as gradients_module
 from tidegate.agent import optimizer as optimizer_module
 from tidegate.agent.devices.base import UpdateRun
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.engine import engine as engine_module
+from tidegate.agent.engine import runner as runner_module
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Issued
 from tidegate.agent.engine.memory import StateMemory
+from tidegate.agent.subgroups import flat
 from tidegate.agent.tiers.store import TierStore
 from tidegate.agent.tiers.transfers import Transfer
 from tidegate.kernels import ThreadPool
@@ -104,6 +109,7 @@ def watched(fake: FakeCuda) -> Iterator[None]:
         with arrays_of(memory, subgroup, changed) as arrays:
             for array in arrays.values():
                 nbytes = array.numel() * array.element_size()
+                fake.require_host(array.data_ptr(), nbytes)
                 fake.host_access(array.data_ptr(), nbytes, True, "reading and writing state on the host")
             yield arrays
 
@@ -115,7 +121,13 @@ def watched(fake: FakeCuda) -> Iterator[None]:
         fake.host_access(address, store.nbytes(subgroup), False, "a flush")
         return flush(store, path, subgroup, address, *begun)
 
+    def flat_on_device(tensor: torch.Tensor) -> OnDevice:
+        return OnDevice(flat(tensor))
+
+    fake.strict = True
     with pytest.MonkeyPatch.context() as patch:
+        for module in (runner_module, gradients_module, accumulation_module):
+            patch.setattr(module, "flat", flat_on_device)
         patch.setattr(optimizer_module, "choose_device", lambda *_: WatchedDevice(fake))
         patch.setattr(engine_module, "MonotonicClock", WatchedClock)
         patch.setattr(UpdateRun, "apply", host_update)

@@ -11,11 +11,15 @@ import pytest
 import torch
 
 import tidegate
+from tests.agent.fake_training import WatchedDevice, watched
+from tests.agent.runs_ahead import RunsAhead
 from tests.agent.test_awkward import plain_of
 from tests.agent.test_exactness import FAST, backward, random_grads, with_special_values
 from tests.agent.test_optimizer import params_of
 from tidegate.agent import accumulation
+from tidegate.agent.accumulation import HostSums
 from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError
+from tidegate.kernels import ThreadPool
 
 Grads = list[torch.Tensor | None]
 
@@ -228,7 +232,10 @@ def test_an_error_of_the_thread_reaches_training(monkeypatch: pytest.MonkeyPatch
 
 def test_a_part_that_is_missing_is_never_left_out_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     params = params_of((20,), dtype=torch.float32)
+    params[0].requires_grad_(False)  # one that is trained has the memory of its sum from the beginning
     with tidegate.AdamW(params, offload=offload("host")) as optimizer:
+        params[0].requires_grad_(True)
+        optimizer.engine.gradients.watch_unfrozen()
         sums = optimizer.engine.gradients.sums
         assert sums is not None
         host_buffer = sums._device.host_buffer
@@ -247,3 +254,25 @@ def test_a_part_that_is_missing_is_never_left_out_of_a_sum(monkeypatch: pytest.M
         with pytest.raises(MemoryBudgetError):
             backward(params, [torch.ones(20)])
         optimizer.zero_grad()
+
+
+def test_a_sum_is_not_filled_anew_before_the_device_has_read_it() -> None:
+    """The host begins fp32 sums itself: nothing on the device orders that after the copy of the sum before."""
+    fake = RunsAhead()
+    device, pool = WatchedDevice(fake), ThreadPool(1)
+    sums = HostSums(device, pool, fp32=True)
+    weight = torch.zeros(50, dtype=torch.bfloat16)
+    grads = [torch.full((50,), float(value), dtype=torch.bfloat16) for value in (1, 2, 4, 8)]
+    with watched(fake):
+        taken = []
+        for first, second in (grads[:2], grads[2:]):
+            sums.add(0, first)
+            sums.add(0, second)
+            total = sums.take(0, weight)
+            assert total is not None
+            taken.append(total)
+        device.now().wait()
+        assert [set(total.tolist()) for total in taken] == [{3.0}, {12.0}]
+        sums.close()
+    pool.close()
+    device.close()

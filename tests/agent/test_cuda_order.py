@@ -6,10 +6,12 @@ The heart is `test_without_this_wait_something_goes_wrong`: each wait that devic
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import gc
 import random
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,13 +20,18 @@ from typing import Any
 import pytest
 
 from tests.agent.fake_cuda import FakeCuda
+from tests.agent.fake_memory import dies_of
 from tests.agent.fake_training import FakeTraining, fake_training
 from tests.agent.test_exactness import make_params, random_grads
 from tests.services import until
-from tidegate.agent.devices.base import Copy, GradRef
+from tidegate.agent.devices.base import Copy, DoneEvent, GradRef
 from tidegate.agent.devices.cuda import CudaDevice
+from tidegate.agent.engine.executor import Issued
+from tidegate.agent.engine.runner import MemoryRunner
+from tidegate.agent.gradients import reference
+from tidegate.agent.subgroups import Layout
 from tidegate.kernels import GradDtype
-from tidegate.plan.ops import CPU, D2H, DEVICE, H2D
+from tidegate.plan.ops import CPU, D2H, DEVICE, H2D, Op
 
 SHAPES = [((40, 3), 0), ((77,), 1), ((5, 11), 2), ((3,), 0), ((130,), 0), ((64,), 1), ((90,), 2)]
 
@@ -240,7 +247,7 @@ def test_a_failed_step_leaves_no_work_on_memory_that_is_given_back(scenario: Fai
 
 
 @pytest.mark.parametrize("gradients", ["keep", "release"])
-def test_each_gradient_is_read_once_for_the_norm_and_its_result_fetched_once(gradients: Any) -> None:
+def test_each_gradient_is_read_once_for_the_norm_and_its_result_waited_for_and_fetched_once(gradients: Any) -> None:
     fake = FakeCuda(eagerness=0.3)
     params = make_params(SHAPES, 2)
     size = sum(param.numel() * param.element_size() for param in params)
@@ -249,7 +256,38 @@ def test_each_gradient_is_read_once_for_the_norm_and_its_result_fetched_once(gra
             training.train(random_grads(params, step, some=False))
             assert sum(fake.norm_reads) == (step + 1) * size
             assert fake.norm_fetches == sum(nbytes > 0 for nbytes in fake.norm_reads)
+            assert fake.norm_waits == len(fake.norm_reads), "once for each event, not for each parameter"
         training.forward()
+
+
+def copied_by_the_host(runner: MemoryRunner, op: Op, layout: Layout) -> Issued:
+    """As `_grad_d2h` might be written by who takes a device address for a host address."""
+    base, size = runner._memory.on_host(op.host_grad), layout.format.grad_bytes
+    for segment, arrived in zip(layout.segments, runner._gradients.take(layout), strict=True):
+        assert arrived is not None
+        address = reference(arrived).address + segment.offset * size
+        ctypes.memmove(base + segment.start * size, address, segment.numel * size)
+    return Issued(DoneEvent(0.0, 0.0), op.nbytes, 0)
+
+
+def read_weights(runner: MemoryRunner, op: Op, layout: Layout) -> Issued:
+    """An update that takes the weights on the device for their mirror."""
+    ctypes.string_at(runner._weight(layout.segments[0], layout.format.weight_bytes), 4)
+    return Issued(DoneEvent(0.0, 0.0), 0, 0)
+
+
+@pytest.mark.parametrize(("method", "wrong"), [("_grad_d2h", copied_by_the_host), ("_cpu_update", read_weights)])
+def test_host_code_that_reads_weights_or_gradients_on_the_device_dies(
+    method: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryRunner, method, wrong)
+
+    def train() -> None:
+        params = make_params(SHAPES, 0)
+        with fake_training(FakeCuda(), params, stride="off", subgroup_numel=50) as training:
+            training.train(random_grads(params, 0, some=False))
+
+    assert dies_of(train) == signal.SIGSEGV
 
 
 # ---- every wait

@@ -120,6 +120,26 @@ def test_a_new_thread_makes_no_context_on_the_first_gpu(driver: FakeDriver, use:
 # ---- a GPU that fails
 
 
+def test_pinning_that_is_refused_gives_the_reason_and_blames_no_kernel(driver: FakeDriver) -> None:
+    runtime = TorchCuda(torch.device("cuda", 1), FakeKernels(driver))
+    stream = runtime.new_stream("device")
+    driver.refuse_pin = 801
+    assert runtime.pin(1 << 12, 1 << 12) == "cudaHostRegister: error 801"
+    runtime.update([], stream)
+
+
+def test_where_pinning_is_refused_training_goes_on_with_pageable_memory(
+    driver: FakeDriver, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.refuse_pin = 801
+    trained: Trained = request.getfixturevalue("trained")
+    trained.train(3)
+    trained.optimizer.close()
+    assert trained.equals_the_oracle()
+    assert not driver.registered
+    assert "error 801" in caplog.text
+
+
 def test_all_of_a_device_is_closed_when_the_gpu_has_failed(driver: FakeDriver) -> None:
     device = CudaDevice(TorchCuda(torch.device("cuda", 1), FakeKernels(driver)))
     buffers = [device.host_buffer(100) for _ in range(3)]

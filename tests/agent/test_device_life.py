@@ -103,9 +103,40 @@ def test_an_optimizer_that_is_dropped_leaves_nothing_registered() -> None:
 def test_a_device_is_closed_when_its_engine_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCuda()
     monkeypatch.setattr(construction, "Engine", refused_after_a_buffer)
-    with watched(fake), pytest.raises(ValueError, match="refused on purpose"):
+    with watched(fake), pytest.raises(ValueError, match="refused on purpose") as refused:
         tidegate.AdamW(make_params(SHAPES, 1))
+    assert not fake.pinned, "while the traceback still holds the device"
+    assert refused.tb is not None
+
+
+def test_the_new_device_is_closed_when_the_engine_of_the_old_one_cannot_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model was converted, and all is built anew."""
+    fake = FakeCuda()
+    closed: list[CudaDevice] = []
+    close = CudaDevice.close
+    monkeypatch.setattr(CudaDevice, "close", lambda device: (closed.append(device), close(device))[1])
+    with watched(fake):
+        params = make_params(SHAPES, 1)
+        optimizer = tidegate.AdamW(params, offload=tidegate.Offload(cpu_threads=1))
+        of_engine = optimizer.engine.close
+        monkeypatch.setattr(optimizer.engine, "close", failing_after(of_engine))
+        for param in params:
+            param.data = param.data.to(torch.bfloat16 if param.dtype is torch.float32 else torch.float32)
+        with pytest.raises(ValueError, match="cannot be closed"):
+            optimizer.state_dict()
+    assert optimizer.device in closed
+    assert len({id(device) for device in closed}) == 2
     assert not fake.pinned
+
+
+def failing_after(close: Callable[..., None]) -> Callable[..., None]:
+    def failing(*given: object) -> None:
+        close(*given)
+        raise ValueError("cannot be closed")
+
+    return failing
 
 
 def refused_after_a_buffer(_params: object, _layouts: object, device: CudaDevice, **_: object) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 
 from tests.examples import examples
-from tests.services import ROOT
+from tests.services import ROOT, until
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.engine.clock import MonotonicClock, VirtualClock
 from tidegate.agent.engine.executor import Executor, Issued, StepSkipped
+from tidegate.agent.engine.process_end import end_all
 from tidegate.errors import EngineError, LaneStuckError
 from tidegate.model.rates import RateCard
 from tidegate.model.simulate import simulate
@@ -255,3 +258,48 @@ def test_the_process_ends_well_while_a_lane_frees_the_last_tensors(seconds: str)
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "begun",
+    ["backward", "update", *[pytest.param("update", id=f"again-{n}", marks=pytest.mark.slow) for n in range(3)]],
+)
+def test_the_process_ends_well_while_lanes_are_in_torch_and_in_kernels(begun: str) -> None:
+    """Which unwinds their threads through C++ otherwise. An update that has begun is finished."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.agent.ends_with_lanes_at_work", begun],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    ops, *ended = done.stdout.splitlines()
+    assert (len(ended) == int(ops)) == (begun == "update"), ended
+
+
+def test_what_an_ending_process_does_not_finish_is_said_to_whoever_asks() -> None:
+    """Another exit hook, which runs later."""
+    began = threading.Event()
+
+    def on(op: Op) -> None:
+        began.set()
+        until(lambda: executor.closed, "the end")
+
+    executor = scripted(on)
+    executor.start(small_plan())
+    executor.step()
+    assert began.wait(10)
+    executor.end_with_process(time.monotonic())
+    assert not any(thread.is_alive() for thread in executor._threads)
+    with pytest.raises(EngineError, match="process ends"):
+        executor.finish()
+    executor.close()
+
+
+def test_a_forked_process_does_not_wait_for_lanes_that_it_has_not() -> None:
+    executor = scripted(lambda op: None)
+    with executor._clock.lock:
+        child = os.fork()
+        if child == 0:
+            end_all()
+            os._exit(0 if not executor.closed else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    executor.close()

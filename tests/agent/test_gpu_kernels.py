@@ -24,6 +24,7 @@ from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.agent.devices.gpu_kernels import TORCH, TRITON, load_kernels
 from tidegate.kernels import oracle, torch_adamw, trial
 from tidegate.kernels.device_calls import GpuKernels, Gradient, Update
+from tidegate.kernels.scalars import Arithmetic
 
 CPU = torch.device("cpu")
 MODULE = "#include <Python.h>\nPyMODINIT_FUNC PyInit_launcher(void) { return NULL; }"
@@ -219,6 +220,41 @@ def test_other_bits_than_the_oracles_are_refused(
     with caplog.at_level(logging.WARNING):
         assert load_kernels(CPU) is TorchOnCpu
     assert "differ from the oracle's: the update of F32 weights" in caplog.text
+
+
+def has_l2(run: Update) -> bool:
+    return run.scalars.l2 != 0.0
+
+
+def is_unaligned(run: Update) -> bool:
+    return run.weight % 16 != 0
+
+
+def has_another_gradient(run: Update) -> bool:
+    return run.grad_dtype is not trial.USUAL_GRADS[run.weight_format]
+
+
+def is_deepspeeds(run: Update) -> bool:
+    return run.scalars.arithmetic is Arithmetic.DEEPSPEED
+
+
+@pytest.mark.parametrize("fails_for", [has_l2, is_unaligned, has_another_gradient, is_deepspeeds])
+def test_a_form_that_only_some_groups_and_layouts_ask_for_is_tried_before_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_for: Callable[[Update], bool]
+) -> None:
+    """Triton compiles each form at its first launch: not in a lane's thread."""
+
+    class Uncompiled(Exact):
+        @staticmethod
+        def update(runs: Sequence[Update]) -> None:
+            if any(map(fails_for, runs)):
+                raise RuntimeError("ptxas fatal: unsupported form")
+            Exact.update(runs)
+
+    installed(monkeypatch, Uncompiled)
+    with caplog.at_level(logging.WARNING):
+        assert load_kernels(CPU) is TorchOnCpu
+    assert "ptxas fatal: unsupported form" in caplog.text
 
 
 def test_kernels_that_run_are_taken_in_silence(

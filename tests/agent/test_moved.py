@@ -400,14 +400,112 @@ def test_after_the_first_step_other_parameters_in_the_groups_are_refused() -> No
             optimizer.step()
 
 
-def test_the_remedy_that_is_named_works() -> None:
-    params = placed_params()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+"""Weights of 16 bits are fp32 ones with a remainder or a master, which belongs to the state."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_remedy_that_is_named_works(dtype: torch.dtype) -> None:
+    params = placed_params(dtype)
     optimizer = tidegate.AdamW(params, offload=MIXED)
     plain = plain_of(optimizer)
     train_exactly(optimizer, params, plain)
+    before = optimizer.state_dict()
     move(params)
     state = optimizer.state_dict()
+    for index, values in before["state"].items():
+        assert all(torch.equal(state["state"][index][name], value) for name, value in values.items())
     optimizer.close()
     with tidegate.AdamW(params, offload=MIXED) as again:
         again.load_state_dict(state)
         train_exactly(again, params, plain, first=3)
+
+
+@pytest.mark.parametrize("read_meanwhile", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_model_that_is_moved_back_trains_on(dtype: torch.dtype, read_meanwhile: bool) -> None:
+    params = placed_params(dtype)
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+        plain = plain_of(optimizer)
+        train_exactly(optimizer, params, plain)
+        move(params)
+        if read_meanwhile:
+            assert optimizer.state[params[0]]["exp_avg"].any()
+        move(params, CPU)
+        train_exactly(optimizer, params, plain, first=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_checkpoint_that_is_saved_after_the_move_is_whole(dtype: torch.dtype, tmp_path: Path) -> None:
+    params = placed_params(dtype)
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+        plain = plain_of(optimizer)
+        train_exactly(optimizer, params, plain)
+        move(params)
+        optimizer.save_checkpoint(tmp_path)
+    with tidegate.AdamW(params, offload=MIXED) as again:
+        again.load_checkpoint(tmp_path)
+        train_exactly(again, params, plain, first=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_element_that_is_edited_in_the_move_is_kept(dtype: torch.dtype) -> None:
+    """Too few for the samples, and in other memory: a master that rounds to another weight is the weight's."""
+    params = placed_params(dtype)
+    with tidegate.AdamW(params, offload=MIXED, lr=0.0) as optimizer:
+        run_steps(optimizer, params, 0, 2)
+        edited = params[0].data.clone()
+        edited[7, 1] = 5.0
+        params[0].data = edited
+        run_steps(optimizer, params, 2, 1)
+        assert params[0][7, 1] == 5.0
+
+
+def test_nothing_on_another_device_is_taken_for_memory_of_this_one() -> None:
+    for optimizer, params in stepped():
+        device = optimizer.device
+        assert isinstance(device, EmulatedDevice)
+        move(params)
+        optimizer.state_dict()
+        assert not any(device._adopted.holds(p.data_ptr(), 1) for p in params)
+        move(params, CPU)
+        optimizer.state_dict()
+        assert all(device._adopted.holds(p.data_ptr(), 1) for p in params)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("to", DTYPES)
+def test_the_state_can_be_read_after_a_conversion_and_taken_to_the_converted_model(
+    dtype: torch.dtype, to: torch.dtype
+) -> None:
+    """What made a 16-bit weight an fp32 one is lost, where the dtype is another."""
+    params = params_of(*SHAPES, dtype=dtype)
+    optimizer = tidegate.AdamW(params, offload=MIXED)
+    plain = plain_of(optimizer)
+    train_exactly(optimizer, params, plain)
+    before = optimizer.state_dict()
+    convert(params, to)
+    state = optimizer.state_dict()
+    for index, values in before["state"].items():
+        assert all(torch.equal(state["state"][index][name], value) for name, value in values.items())
+    optimizer.close()
+    with tidegate.AdamW(params, offload=MIXED) as again:
+        again.load_state_dict(state)
+        taken = again.state_dict()["state"][0]
+        assert torch.equal(taken["exp_avg"], before["state"][0]["exp_avg"])
+        if to != dtype:
+            assert not taken.get("remainder", torch.zeros(1)).any()
+            assert torch.equal(taken.get("master", params[0]), params[0].float())
+        else:
+            train_exactly(again, params, plain, first=3)
+
+
+def test_a_model_that_is_converted_there_and_back_keeps_what_it_can() -> None:
+    params = params_of(*SHAPES, dtype=torch.bfloat16)
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+        plain = plain_of(optimizer)
+        train_exactly(optimizer, params, plain)
+        convert(params, torch.float32)
+        optimizer.state_dict()
+        convert(params, torch.bfloat16)
+        train_exactly(optimizer, params, plain, first=3)

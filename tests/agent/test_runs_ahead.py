@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.agent.fake_cuda import FakeStream
 from tests.agent.fake_training import fake_training
 from tests.agent.runs_ahead import RunsAhead
 from tests.agent.test_cuda_order import SHAPES, one_step
-from tests.agent.test_exactness import make_params, random_grads
+from tests.agent.test_exactness import backward, make_params, random_grads
 from tests.agent.test_optimizer import params_of
 from tidegate.agent.devices.base import Copy
 from tidegate.agent.devices.cuda import CudaDevice
@@ -62,23 +62,58 @@ def test_gradients_that_have_room_are_not_waited_for() -> None:
     assert fake.most_framework_bytes == 6 * GRAD_BYTES
 
 
+class Unordered(RunsAhead):
+    """Does not ask what orders accesses."""
+
+    def _checked(self, look: Callable[[], None]) -> None:
+        return
+
+
 @pytest.mark.parametrize("stored", [False, True], ids=["in host memory", "on a path"])
-@pytest.mark.parametrize("gradients", ["keep", "release"])
-def test_a_backward_takes_no_staging_memory(gradients: Any, stored: bool, tmp_path: Path) -> None:
-    """When activations take most of the device."""
-    fake, params = RunsAhead(), params_of(*[(50,)] * 8)
+@pytest.mark.parametrize(
+    ("gradients", "accumulation"), [("keep", "device"), ("release", "device"), ("release", "host")]
+)
+@pytest.mark.parametrize("static_ratio", [0.0, 0.5])
+def test_a_backward_takes_no_memory(
+    static_ratio: float, gradients: Any, accumulation: Any, stored: bool, tmp_path: Path
+) -> None:
+    """When activations take most of the device: not for staging, not for state that moves, not for sums. With paths it
+    takes some in the step in which residents leave the device: whereto is decided when the plan is made."""
+    fake, params = Unordered(), params_of(*[(50,)] * 8)
     paths: dict[str, Any] = {"paths": {"nvme": tmp_path}, "host_cache": 2000} if stored else {}
-    spilling: dict[str, Any] = {"gradients": gradients, "gradient_memory_bytes": 1}
-    with fake_training(fake, params, stride=2.0, subgroup_numel=100, **spilling, **paths) as training:
-        for step, stride in enumerate((1.0, 3.0, "off")):
+    how: dict[str, Any] = {"gradients": gradients, "accumulation": accumulation, "gradient_memory_bytes": 1}
+    with fake_training(
+        fake, params, stride=2.0, static_ratio=static_ratio, subgroup_numel=100, **how, **paths
+    ) as training:
+        optimizer = training.optimizer
+        ratios = (0.75, 0.75, 1.0) if stored else (0.75, 0.25, 0.5)
+        for step, (stride, ratio) in enumerate(zip((1.0, 3.0, "off"), ratios, strict=True)):
             training.zero_grad()
             taken = fake.taken
-            training.backward(random_grads(params, step, some=False))
-            assert fake.taken == taken
-            training.step()
-            now = training.optimizer.knobs
-            training.optimizer.apply_knobs(dataclasses.replace(now, stride=stride))  # type: ignore[arg-type]
+            with optimizer.accumulate():
+                backward(params, random_grads(params, 10 + step, some=False))
+            backward(params, random_grads(params, step, some=False))
+            assert fake.taken == taken, step
+            optimizer.step()
+            changed = {"stride": stride, "static_ratio": static_ratio and ratio}
+            optimizer.apply_knobs(dataclasses.replace(optimizer.knobs, **changed))  # type: ignore[arg-type]
+
+
+def test_residents_that_knobs_asked_for_and_that_no_step_needed_are_given_back() -> None:
+    fake, params = RunsAhead(), params_of(*[(50,)] * 8)
+    with fake_training(fake, params, stride="off", subgroup_numel=100) as training:
+        optimizer, before = training.optimizer, fake.in_use_bytes()
+        now = optimizer.knobs
+        optimizer.apply_knobs(dataclasses.replace(now, static_ratio=1.0))
+        assert fake.in_use_bytes() == before + 400 * 8
+        residents, slots = optimizer.engine.memory.state_bytes_on_device([("cpu", "host")] * 4)
+        assert (residents, slots) == (0, 0), "what was only asked for bars no other knobs"
+        optimizer.apply_knobs(now)
+        assert fake.in_use_bytes() == before
+        optimizer.apply_knobs(dataclasses.replace(now, static_ratio=0.5))
+        training.train(random_grads(params, 0, some=False))
         training.forward()
+        assert optimizer.engine.memory.residence.count("device") == 2
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["in step()", "in the background"])
