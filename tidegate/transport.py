@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import httpcore
@@ -34,11 +34,20 @@ def within(seconds: float) -> Iterator[None]:
 
 
 class BoundedTransport(httpx.BaseTransport):
-    """For the server at `url`, through the proxy that the environment names for it unless `direct`."""
+    """For the server at `url`, through the proxy that the environment names for it unless `direct`.
 
-    def __init__(self, url: httpx.URL, trust: ssl.SSLContext, direct: bool) -> None:
+    check: is called with each new connection before anything is sent on it; what it raises ends the exchange.
+    """
+
+    def __init__(
+        self,
+        url: httpx.URL,
+        trust: ssl.SSLContext,
+        direct: bool,
+        check: Callable[[httpcore.NetworkStream], None] | None = None,
+    ) -> None:
         # Connections are kept for less long than the daemon keeps them, or it would close one under our request.
-        limits: dict[str, Any] = {"ssl_context": trust, "keepalive_expiry": 30.0, "network_backend": _Backend()}
+        limits: dict[str, Any] = {"ssl_context": trust, "keepalive_expiry": 30.0, "network_backend": _Backend(check)}
         proxy = None if direct else _proxy_for(url)
         if proxy is None:
             self._pool = httpcore.ConnectionPool(**limits)
@@ -84,15 +93,23 @@ class _Body(httpx.SyncByteStream):
 class _Backend(httpcore.NetworkBackend):
     """Opens connections that know when the exchange of the thread which uses them has to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[httpcore.NetworkStream], None] | None = None) -> None:
         self._system = httpcore.SyncBackend()
+        self._check = check
 
     def connect_tcp(
         self, host: str, port: int, timeout: float | None = None, local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.NetworkStream:  # fmt: skip
         timeout = _left(timeout, httpcore.ConnectTimeout)
-        return _Stream(self._system.connect_tcp(host, port, timeout, local_address, socket_options))
+        stream = _Stream(self._system.connect_tcp(host, port, timeout, local_address, socket_options))
+        if self._check is not None:
+            try:
+                self._check(stream)
+            except BaseException:
+                stream.close()
+                raise
+        return stream
 
     def sleep(self, seconds: float) -> None:
         self._system.sleep(seconds)
