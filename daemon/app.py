@@ -19,10 +19,12 @@ from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.gate import Gate
 from tidegate.daemon.metrics import Measured, Requests, RunCollector, refused_connections
 from tidegate.daemon.openapi import describe
-from tidegate.daemon.routes import advice, agents, alerts, audit, events, front, health, knobs, runs, sd
+from tidegate.daemon.opening import open_store
+from tidegate.daemon.readiness import Readiness
+from tidegate.daemon.routes import advice, agents, alerts, audit, events, front, health, knobs, proof, runs, sd
 from tidegate.daemon.scopes import Declared
 from tidegate.daemon.settings import Settings
-from tidegate.daemon.store import Store
+from tidegate.daemon.state_directory import prepare, proof_key
 
 TICK_SECONDS: Final = 0.1
 RETRY_SECONDS: Final = 2.0
@@ -31,10 +33,10 @@ log = logging.getLogger(__name__)
 
 def create_app(settings: Settings) -> FastAPI:
     """The daemon as an application. Opens the store and writes the token files; DaemonError when it cannot."""
-    settings.make_state_dir()
-    store = Store(settings.url)
+    home = prepare(settings.state_dir)
+    store = open_store(settings)
     if settings.token_dir is None:
-        ensure_files(store, settings.state_dir)
+        ensure_files(store, home)
     else:
         read_files(store, settings.token_dir)
     plane = ControlPlane(
@@ -55,6 +57,8 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.plane = plane
+    app.state.proof_key = proof_key(home)
+    app.state.readiness = Readiness(store)
     app.state.alerts = book = AlertBook(store)
     plane.retention.deleted = book.forget
     app.state.registry = registry = CollectorRegistry()
@@ -63,7 +67,7 @@ def create_app(settings: Settings) -> FastAPI:
     problems.install(app)
     routers = [
         agents.hot,
-        *(part.router for part in (agents, runs, knobs, audit, alerts, events, sd, health, advice, front)),
+        *(part.router for part in (agents, runs, knobs, audit, alerts, events, sd, health, proof, advice, front)),
     ]
     served = routers + ([health.metrics_router] if settings.metrics else [])
     for router in served:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hmac
-import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,12 +11,12 @@ from typing import Final
 
 from tidegate.client import SCOPES, Scope
 from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.state_directory import read_private, write_private
 from tidegate.daemon.store import Store
 from tidegate.daemon.tokens import StoredToken, digest_of
 from tidegate.errors import DaemonError
 
 REFRESH_SECONDS: Final = 2.0
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +73,19 @@ class Tokens:
         return Caller(found.name, found.scope, found.run, found.id) if state == "valid" else state
 
 
-def ensure_files(store: Store, state_dir: Path) -> None:
+def ensure_files(store: Store, home: Path) -> None:
     """Makes sure that the token file of every scope exists, is private and holds a token that opens something."""
     for scope in SCOPES:
-        path = state_dir / f"{scope}.token"
+        path = home / f"{scope}.token"
         try:
-            token = _read_private(path)
+            token = read_private(path)
             known = store.tokens.find(digest_of(token)) if token else None
             if token and known is None:
-                store.tokens.add(token, scope, scope)  # the database was lost, the file was not
+                store.tokens.add(token, scope, scope)  # the database is a new one, the file is not
             elif known is None or known.state(time.time()) != "valid":
-                _write_private(path, store.tokens.issue(scope, scope))
+                write_private(path, store.tokens.issue(scope, scope))
         except OSError as error:
-            raise DaemonError(f"The token file {path} cannot be used: {error.strerror}.") from error
+            raise DaemonError(f"The token file {path} cannot be used: {error.strerror or error}.") from error
 
 
 def read_files(store: Store, token_dir: Path) -> None:
@@ -111,22 +108,3 @@ def read_files(store: Store, token_dir: Path) -> None:
         elif known.scope != scope or (state := known.state(time.time())) != "valid":
             why = f"is of scope {known.scope}" if known.scope != scope else f"is {state}"
             raise DaemonError(f"The token in {path} {why}: write another one into it.")
-
-
-def _read_private(path: Path) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        if path.stat().st_mode & 0o077:
-            log.warning("%s could be read by others: its mode is now 0600. Delete it to get a new token.", path)
-            path.chmod(0o600)
-        return path.read_text().strip()
-    return ""
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Never readable by others, not for a moment; complete or not there."""
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import gc
 import ipaddress
 import json
@@ -15,7 +14,6 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -26,6 +24,7 @@ from tidegate.daemon.app import create_app
 from tidegate.daemon.connections import Connection, Connections, descriptor_limit, raise_descriptor_limit
 from tidegate.daemon.protocol import Acceptor, Protocol
 from tidegate.daemon.settings import Settings
+from tidegate.daemon.state_directory import exclusive, prepare, write_private
 from tidegate.errors import DaemonError
 
 log = logging.getLogger(__name__)
@@ -61,9 +60,9 @@ def serve(settings: Settings) -> int:
     """Runs until SIGTERM or SIGINT. Returns the exit code; what went wrong is told on stderr."""
     try:
         raise_descriptor_limit()
-        settings.make_state_dir()
+        home = prepare(settings.state_dir)
         settings.announced_host(settings.bind)  # before a port is taken
-        with exclusive(settings.state_dir), _listen(settings.bind, settings.port) as listener:
+        with exclusive(home), _listen(settings.bind, settings.port) as listener:
             server = make_server(create_app(settings), settings)
             if threading.current_thread() is threading.main_thread():
                 # Until uvicorn has handlers of its own; and it raises the signal again when it has shut down.
@@ -138,32 +137,6 @@ def _listen(bind: str, port: int) -> socket.socket:
     return listener
 
 
-@contextlib.contextmanager
-def exclusive(state_dir: Path) -> Iterator[None]:
-    """Holds the state directory: two daemons on one would decide against each other. Freed at death."""
-    try:
-        # The directory itself is locked: no lock file is left behind, whatever ends this process.
-        descriptor = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise DaemonError(f"The state directory {state_dir} cannot be used: {error.strerror}.") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            why = f"Another daemon (process {_pid(state_dir)}) uses {state_dir}."
-            raise DaemonError(f"{why} Stop it, or choose another --state-dir.") from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _pid(state_dir: Path) -> str:
-    try:
-        return str(json.loads((state_dir / "daemon.json").read_text())["pid"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "unknown"
-
-
 def _is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -177,14 +150,16 @@ def _announced(settings: Settings, listener: socket.socket) -> Iterator[None]:
     shown = settings.announced_host(host)
     scheme = "https" if settings.tls_certificate else "http"
     url = f"{scheme}://[{shown}]:{port}" if ":" in shown else f"{scheme}://{shown}:{port}"
-    path = settings.state_dir / "daemon.json"
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps({"url": url, "pid": os.getpid(), "bind": host, "port": port}) + "\n")
-    draft.replace(path)
-    print(f"Tidegate daemon at {url}, state in {settings.state_dir}.", flush=True)
+    path = settings.home / "daemon.json"
+    try:
+        write_private(path, json.dumps({"url": url, "pid": os.getpid(), "bind": host, "port": port}))
+    except OSError as error:
+        raise DaemonError(f"The daemon's address cannot be written to {path}: {error.strerror}.") from error
+    print(f"Tidegate daemon at {url}, state in {settings.home}.", flush=True)
     if not settings.tls_certificate and not _is_loopback(host):
         log.warning("tokens cross the network as they are: give --tls-certificate, or put a TLS proxy in front")
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the directory may be gone
+            path.unlink()

@@ -7,11 +7,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
+from tidegate.daemon.database_file import why_unusable
 from tidegate.daemon.store import is_busy
 
 RETRY_SECONDS = "1"
@@ -71,7 +72,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_error)
     for kind in (ProblemError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _on_error)
-    app.add_exception_handler(OperationalError, _on_busy)
+    app.add_exception_handler(SQLAlchemyError, _on_database)
 
 
 def _allowed(request: Request) -> str:
@@ -80,12 +81,14 @@ def _allowed(request: Request) -> str:
     return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
-async def _on_busy(request: Request, error: Exception) -> Response:
-    """The database does not take changes for now; every other trouble with it is a failure as any."""
-    if not isinstance(error, OperationalError) or not is_busy(error):
+async def _on_database(request: Request, error: Exception) -> Response:
+    """The database cannot be used for now; every other trouble with it is a failure as any."""
+    if isinstance(error, OperationalError) and is_busy(error):
+        detail = "Another process holds the write lock of the daemon's database: nothing was changed, try again."
+        return problem(503, "store-busy", detail, {"Retry-After": RETRY_SECONDS})
+    if (why := why_unusable(error)) is None:
         raise error
-    detail = "Another process holds the write lock of the daemon's database: nothing was changed, try again."
-    return problem(503, "store-busy", detail, {"Retry-After": RETRY_SECONDS})
+    return problem(503, "store-unusable", f"{why} Nothing was changed.", {"Retry-After": RETRY_SECONDS})
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tidegate.client import MAX_BODY_BYTES, state_dir
 from tidegate.daemon.tls import why_not
 from tidegate.errors import DaemonError
+from tidegate.state_files import home_of
 
 
 class Settings(BaseModel):
@@ -20,9 +21,9 @@ class Settings(BaseModel):
     state_dir: Path = Field(default_factory=state_dir)
     token_dir: Path | None = None
     """Holds `<scope>.token` for every scope, made by somebody else: secrets as files. They are read, never written.
-    None: the daemon makes them in `state_dir`."""
+    None: the daemon makes them in `home`."""
     database_url: str | None = None
-    """Any SQLAlchemy URL; None is an SQLite file in `state_dir`."""
+    """Any SQLAlchemy URL; None is an SQLite file in `home`."""
     bind: str = "127.0.0.1"
     port: int = Field(default=8790, ge=0, le=65_535)
     """0 takes a free one."""
@@ -64,16 +65,14 @@ class Settings(BaseModel):
         return self.database_url or f"sqlite:///{self.database}"
 
     @property
+    def home(self) -> Path:
+        """The folder that holds the state: `state_dir`, or the daemon's own one in it (`state_directory.prepare`)."""
+        return home_of(self.state_dir)
+
+    @property
     def database(self) -> Path:
         """The SQLite file, where `database_url` names no other database."""
-        return self.state_dir / "tidegate.db"
-
-    def make_state_dir(self) -> None:
-        """Makes the state directory, private; DaemonError when that cannot be."""
-        try:
-            self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise DaemonError(f"The state directory {self.state_dir} cannot be made: {error.strerror}.") from error
+        return self.home / "tidegate.db"
 
     def announced_host(self, listening: str) -> str:
         """What clients of this machine are told to call the daemon that listens on this address.

@@ -23,6 +23,7 @@ from tidegate.daemon import alert_table
 from tidegate.daemon.alert_table import AlertTable, KnownAlert
 from tidegate.daemon.control import canary
 from tidegate.daemon.control.generations import Ballot, Generation
+from tidegate.daemon.database_file import DatabaseFile
 from tidegate.daemon.migrations.upgrade import upgrade
 from tidegate.daemon.off_loop import off_loop
 from tidegate.daemon.readable import Readable, json_of, text_of
@@ -41,6 +42,9 @@ BUSY_SECONDS: Final = 5.0
 WAIT_SECONDS: Final = 1.0
 """How long a change waits for it in a daemon that serves."""
 _ONLY_READS: Final = "tidegate_only_reads"
+_PATIENCE: Final = "tidegate_patience"
+_PROBE: Final = "readyz"
+"""The counter that is written to see whether that can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +108,21 @@ class Patience:
 
 
 class Store:
-    """Opens the database at `url` and brings its tables up to date; one of a newer version is refused."""
+    """Opens the database at `url` and brings its tables up to date; one of a newer version is refused.
 
-    def __init__(self, url: str) -> None:
+    if_new: is raised where it has no tables yet, before any are made.
+    """
+
+    def __init__(self, url: str, if_new: DaemonError | None = None) -> None:
         try:
             self.patience = Patience()
             self._engine, self._relaxed = _engine(url, "FULL", self.patience), _engine(url, "NORMAL", Patience())
-            upgrade(self._engine)
+            self._file = DatabaseFile(self._engine.url.database if self._engine.dialect.name == "sqlite" else None)
+            upgrade(self._engine, if_new)
+            self._file.note()
+            for engine in (self._engine, self._relaxed):
+                event.listen(engine, "do_connect", lambda *_: self._file.check())
+                event.listen(engine, "begin", self._check_file, insert=True)
         except (SQLAlchemyError, ImportError) as error:
             why = str(getattr(error, "orig", None) or error).splitlines()[0]
             shown = url if "@" not in url else url.partition("://")[0]
@@ -118,6 +130,8 @@ class Store:
         self.thread = ThreadPoolExecutor(1, "tidegate-store")
         self._session = sessionmaker(self._engine, expire_on_commit=False)
         self._reading = sessionmaker(_reading(self._engine))
+        probing = self._relaxed.execution_options(**{_PATIENCE: Patience(WAIT_SECONDS)})
+        self._probing = sessionmaker(probing)  # holds the lock for less long than what waits for the disk
         self.readable = Readable()
         self.tokens = TokenTable(self._session, self._reading, self.readable)
         self.alerts = AlertTable(self._reading, self.readable)
@@ -131,16 +145,14 @@ class Store:
         """From now on a change waits for `WAIT_SECONDS` at most: somebody waits for the answer."""
         self.patience.seconds = WAIT_SECONDS
 
-    def is_writable(self) -> bool:
-        """Whether no other process holds the lock that a change needs; not for an event loop, it may wait."""
-        try:
-            with self._engine.begin() as connection:
-                connection.execute(select(1))
-        except OperationalError as error:
-            if not is_busy(error):
-                raise
-            return False
-        return True
+    def _check_file(self, connection: Connection) -> None:
+        if not _only_reads(connection):
+            self._file.check()
+
+    def probe(self) -> None:
+        """Writes a little; raises what SQLAlchemy does where that fails. Not for an event loop, it may wait."""
+        with self._probing.begin() as session:
+            session.merge(CounterRow(name=_PROBE, next=int(time.time())))
 
     def close(self) -> None:
         self.thread.shutdown()
@@ -326,9 +338,10 @@ def _begin(patience: Patience, connection: Connection) -> None:
 
     One that only reads waits for no writer.
     """
-    if connection.get_execution_options().get(_ONLY_READS):
+    if _only_reads(connection):
         connection.exec_driver_sql("BEGIN")
         return
+    patience = connection.get_execution_options().get(_PATIENCE, patience)
     wait = 0.0 if patience.in_vain or patience.at_once else patience.seconds
     connection.exec_driver_sql(f"PRAGMA busy_timeout={1000 * wait:.0f}")
     try:
@@ -338,6 +351,10 @@ def _begin(patience: Patience, connection: Connection) -> None:
             patience.in_vain = patience.seconds < BUSY_SECONDS and is_busy(error)
         raise
     patience.in_vain = patience.at_once = False
+
+
+def _only_reads(connection: Connection) -> bool:
+    return bool(connection.get_execution_options().get(_ONLY_READS))
 
 
 def _generation_row(run: str, g: Generation) -> GenerationRow:

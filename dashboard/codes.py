@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from tidegate.client import state_dir
+from tidegate.state_files import home_of
 
 LIFE_SECONDS: Final = 600.0
 LONGEST: Final = 128
@@ -24,7 +25,7 @@ LONGEST: Final = 128
 
 def folder() -> Path:
     """Where this user's codes are."""
-    return state_dir() / "codes"
+    return home_of(state_dir()) / "codes"
 
 
 def mint(where: Path | None = None) -> str:

@@ -22,6 +22,7 @@ import psutil
 from tests import forked
 from tests.alerts.scaling import copy_scaled
 from tidegate.client import DaemonClient
+from tidegate.state_files import home_of
 
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
@@ -110,7 +111,7 @@ class DaemonProcess:
         return f"http://127.0.0.1:{self.port}"
 
     def token(self, scope: str) -> str:
-        return (self.state / f"{scope}.token").read_text().strip()
+        return (home_of(self.state) / f"{scope}.token").read_text().strip()
 
     def client(self, scope: str = "operate") -> DaemonClient:
         return DaemonClient(self.url, self.token(scope))

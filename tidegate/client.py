@@ -17,12 +17,14 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar, cast, get_args
 from urllib.parse import quote, urlsplit
 
+import httpcore
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tidegate.errors import (
     ConfigError,
     DaemonError,
+    DaemonUnproven,
     DaemonUnreachable,
     KnobError,
     NotAuthorized,
@@ -31,6 +33,8 @@ from tidegate.errors import (
     StaleKnobs,
 )
 from tidegate.knobs import KnobValue
+from tidegate.proof import FromState, is_proven
+from tidegate.state_files import home_of, read_no_link
 from tidegate.streams import within
 from tidegate.terminal import encodable, visible
 from tidegate.transport import BoundedTransport, system_trust
@@ -73,9 +77,9 @@ def state_dir() -> Path:
 
 
 def token_dir() -> Path:
-    """Where the files `<scope>.token` are: TIDEGATE_TOKEN_DIR (say, mounted secrets), else the state directory."""
+    """Where the files `<scope>.token` are: TIDEGATE_TOKEN_DIR (say, mounted secrets), else the daemon's state."""
     given = os.environ.get("TIDEGATE_TOKEN_DIR")
-    return _expanded(given) if given else state_dir()
+    return _expanded(given) if given else home_of(state_dir())
 
 
 def _expanded(path: str) -> Path:
@@ -90,16 +94,18 @@ def _expanded(path: str) -> Path:
 def find_token(scope: Scope) -> str | None:
     """The token for `scope`: TIDEGATE_<SCOPE>_TOKEN, else TIDEGATE_TOKEN, else its file in `token_dir()`.
 
+    One of the state directory is a `FromState`: a client sends it to nobody but that state's daemon.
     NotAuthorized for a file that holds no text; ConfigError for a directory that cannot be named.
     """
     for name in (f"TIDEGATE_{scope.upper()}_TOKEN", "TIDEGATE_TOKEN"):
         if given := os.environ.get(name, "").strip():
             return given
     names = ("read", "operate", "agent") if scope == "read" else (scope,)
+    folder, mounted = token_dir(), bool(os.environ.get("TIDEGATE_TOKEN_DIR"))
     for name in names:
-        path = token_dir() / f"{name}.token"
+        path = folder / f"{name}.token"
         try:
-            token = path.read_text("utf-8").strip()
+            token = (path.read_text("utf-8") if mounted else read_no_link(path)[0]).strip()
         except OSError:
             continue
         except UnicodeDecodeError as error:
@@ -107,23 +113,29 @@ def find_token(scope: Scope) -> str | None:
                 f"{path} holds no token (byte {error.start} is not UTF-8): copy the daemon's file again.", 401
             ) from error
         if token:
-            return token
+            return token if mounted else FromState.of(token, folder)
     return None
 
 
 def find_daemon() -> str:
-    """The daemon's address: TIDEGATE_DAEMON, else what the local daemon wrote to daemon.json, else the default."""
+    """The daemon's address: TIDEGATE_DAEMON, else what the local daemon wrote to daemon.json, else the default.
+
+    One of daemon.json is a `FromState`: no token is sent there before the peer has proved to be that daemon.
+    """
     if given := os.environ.get("TIDEGATE_DAEMON"):
         return encodable(given, "TIDEGATE_DAEMON")
+    home = home_of(state_dir())
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads((state_dir() / "daemon.json").read_text())["url"])
+        return FromState.of(str(json.loads(read_no_link(home / "daemon.json")[0])["url"]), home)
     return DEFAULT_URL
 
 
 class DaemonClient:
     """Speaks with the daemon at `url`. May be shared by threads; `close()` it or use it as a context manager.
 
-    token: bearer token; None sends none (only health() works then).
+    token: bearer token; None sends none (only health() works then). Where it, or the url, is a `FromState`, each new
+        connection over plain http proves first that the state's daemon is at its other end. (With https the
+        certificate does.) DaemonUnproven where it does not; nothing but a nonce was sent then.
     timeout: seconds for one exchange, from connecting to the end of the answer; long polls add what they wait for.
     max_answer_bytes: a longer answer is an error, and so is one that is compressed.
     ca: PEM file of the authority that signed the daemon's certificate (or the certificate itself); None is
@@ -150,7 +162,9 @@ class DaemonClient:
         self._max_answer_bytes = max_answer_bytes
         trust = _trust(ca) if address.scheme == "https" else _NO_TRUST
         direct = address.host in _LOOPBACK  # a proxy cannot reach our loopback
-        transport = BoundedTransport(address, trust, direct)
+        found = next((given for given in (token, url) if isinstance(given, FromState)), None)
+        check = functools.partial(self._check_proof, found) if token and found and address.scheme == "http" else None
+        transport = BoundedTransport(address, trust, direct, check)
         no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
         self._http = httpx.Client(
             base_url=address, headers=headers, cookies=no_cookies, timeout=timeout, transport=transport, trust_env=False
@@ -329,6 +343,18 @@ class DaemonClient:
             return False
 
     # ---- transport
+
+    def _check_proof(self, found: FromState, stream: httpcore.NetworkStream) -> None:
+        with within(self._timeout):
+            proven = is_proven(stream, urlsplit(self.url).netloc.rpartition("@")[2], found.key)
+        if not proven:
+            raise DaemonUnproven(
+                f"What answers at {self.url} does not prove to be the daemon of {found.home}: no token was sent. If it "
+                f"is another program, end it, or start the daemon on another port. If it is a daemon of an earlier "
+                "version, start it again with this one. If it has its state elsewhere, or is reached through a proxy "
+                "or a tunnel, name it and its token yourself: TIDEGATE_DAEMON and TIDEGATE_OPERATE_TOKEN (or "
+                "…_READ_TOKEN, …_AGENT_TOKEN), or a folder of copied token files in TIDEGATE_TOKEN_DIR."
+            )
 
     def _ask(self, kind: type[_T], method: str, path: str, **more: Any) -> _T:
         return _parse(kind, self._send(method, path, **more))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import platform
 import socket
@@ -17,6 +18,7 @@ from rich.text import Text
 from tidegate.cli_tables import console
 from tidegate.client import DEFAULT_URL, DaemonClient, find_token, state_dir
 from tidegate.errors import DaemonError
+from tidegate.state_files import home_of, read_no_link
 from tidegate.terminal import visible
 
 Verdict = Literal["good", "missing", "bad"]
@@ -107,10 +109,11 @@ def _daemon(url: str) -> list[Finding]:
 def _tokens() -> list[Finding]:
     found = []
     for scope in ("read", "operate", "agent"):
-        path = state_dir() / f"{scope}.token"
+        path = home_of(state_dir()) / f"{scope}.token"
         try:
-            mode = stat.S_IMODE(path.stat().st_mode)
-            path.read_bytes()
+            if path.is_symlink():
+                raise OSError(errno.ELOOP, "is a symbolic link, which is not followed")
+            mode = stat.S_IMODE(read_no_link(path)[1].st_mode)
         except FileNotFoundError:
             found.append(Finding(f"{scope} token", "missing", f"no {path}: the daemon writes it at its first start"))
         except OSError as error:

@@ -21,15 +21,15 @@ def examine_state(directory: Path) -> list[Finding]:
 
     While a daemon uses the directory they are only named. ConfigError where there is no database.
     """
-    from tidegate.daemon.main import exclusive
     from tidegate.daemon.settings import Settings
+    from tidegate.daemon.state_directory import exclusive
     from tidegate.daemon.store import Store as Opened
 
     settings = Settings(state_dir=directory.expanduser().absolute())
     if not settings.database.is_file():
         raise ConfigError(f"There is no database of a daemon at {settings.database}: name its state directory.")
     try:
-        with exclusive(settings.state_dir):
+        with exclusive(settings.home):
             return _looked(Opened(settings.url), settings.database, alone=True)
     except DaemonError as error:
         try:
@@ -52,7 +52,7 @@ def _looked(store: Store, database: Path, alone: bool) -> list[Finding]:
             quarantine.move(store, found)
     except SQLAlchemyError as error:
         why = str(getattr(error, "orig", None) or error).splitlines()[0]
-        remedy = "copy the directory away and bring back a copy of before, or begin with an empty one"
+        remedy = "bring back a copy of before, or move the directory away to begin with an empty one"
         return [Finding("state", "bad", f"{database} is damaged ({why}): {remedy}")]
     finally:
         store.close()

@@ -30,6 +30,7 @@ TidegateError
 │       └── ForeignRun, ForeignState, WrongStep, WeightsMismatch
 ├── DaemonError            the daemon answered with a problem (RFC 9457), or cannot be reached
 │   ├── DaemonUnreachable
+│   │   └── DaemonUnproven  what answers there does not prove to be the daemon whose token this is
 │   ├── NotAuthorized
 │   ├── NotFound
 │   ├── StaleKnobs         If-Match did not match: someone else changed the knobs
@@ -350,6 +351,10 @@ class DaemonError(TidegateError):
 
 class DaemonUnreachable(DaemonError):
     """No daemon answers at the address."""
+
+
+class DaemonUnproven(DaemonUnreachable):
+    """What answers does not prove to be the daemon whose token would be sent; it was not sent."""
 
 
 class NotAuthorized(DaemonError):

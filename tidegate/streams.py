@@ -50,16 +50,33 @@ def bounded_head() -> Iterator[None]:
 
 
 class Backend(httpcore.NetworkBackend):
-    """Opens connections that know when the exchange of the thread which uses them has to end."""
+    """Opens connections that know when the exchange of the thread which uses them has to end.
 
-    def __init__(self) -> None:
+    check: is called with each new connection before anything is sent on it; what it raises ends the exchange.
+    """
+
+    def __init__(self, check: Callable[[httpcore.NetworkStream], None] | None = None) -> None:
         self._system = httpcore.SyncBackend()
+        self._check = check
 
     def connect_tcp(
         self, host: str, port: int, timeout: float | None = None, local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.NetworkStream:  # fmt: skip
         """To the first address of the host that answers; each gets its share of the time that is left."""
+        stream = self._connect(host, port, timeout, local_address, socket_options)
+        if self._check is not None:
+            try:
+                self._check(stream)
+            except BaseException:
+                stream.close()
+                raise
+        return stream
+
+    def _connect(
+        self, host: str, port: int, timeout: float | None, local_address: str | None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None,
+    ) -> Stream:  # fmt: skip
         with _at_most(timeout):
             addresses = _look_up(host, port)
             for later in reversed(range(len(addresses))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ssl
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import httpcore
@@ -17,11 +17,20 @@ from tidegate.terminal import visible
 
 
 class BoundedTransport(httpx.BaseTransport):
-    """For the server at `url`, through the proxy that the environment names for it unless `direct`."""
+    """For the server at `url`, through the proxy that the environment names for it unless `direct`.
 
-    def __init__(self, url: httpx.URL, trust: ssl.SSLContext, direct: bool) -> None:
+    check: is called with each new connection before anything is sent on it; what it raises ends the exchange.
+    """
+
+    def __init__(
+        self,
+        url: httpx.URL,
+        trust: ssl.SSLContext,
+        direct: bool,
+        check: Callable[[httpcore.NetworkStream], None] | None = None,
+    ) -> None:
         # Connections are kept for less long than the daemon keeps them, or it would close one under our request.
-        limits: dict[str, Any] = {"ssl_context": trust, "keepalive_expiry": 30.0, "network_backend": Backend()}
+        limits: dict[str, Any] = {"ssl_context": trust, "keepalive_expiry": 30.0, "network_backend": Backend(check)}
         proxy = None if direct else _proxy_for(url)
         if proxy is None:
             self._pool = httpcore.ConnectionPool(**limits)

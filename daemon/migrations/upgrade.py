@@ -16,10 +16,10 @@ from tidegate.errors import DaemonError
 FIRST: Final = "v1"
 
 
-def upgrade(engine: Engine) -> None:
+def upgrade(engine: Engine, if_new: DaemonError | None = None) -> None:
     """Makes or changes the tables in one transaction, while others who open the same SQLite database wait for it.
 
-    DaemonError when the database is of a newer Tidegate.
+    DaemonError when the database is of a newer Tidegate. if_new: is raised where it has no tables yet.
     """
     config = Config()
     config.set_main_option("script_location", "tidegate.daemon:migrations")
@@ -28,7 +28,10 @@ def upgrade(engine: Engine) -> None:
         config.attributes["connection"] = connection
         found = MigrationContext.configure(connection).get_current_revision()
         head = known.get_current_head()
-        if found is None and inspect(connection).has_table("schema_version"):
+        before = found is None and inspect(connection).has_table("schema_version")
+        if found is None and not before and if_new is not None:
+            raise if_new
+        if before:
             _check_before_alembic(connection)
             command.stamp(config, FIRST)
         elif found not in {None, *(revision.revision for revision in known.walk_revisions())}:

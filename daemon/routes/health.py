@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from sqlalchemy.exc import SQLAlchemyError
 
 from tidegate.daemon.deps import Plane
 from tidegate.daemon.problems import ProblemError, also
+from tidegate.daemon.readiness import Readiness
 from tidegate.daemon.scopes import PROBE
 
 router = APIRouter(tags=["health"], dependencies=[PROBE])
@@ -24,14 +22,11 @@ async def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz", responses=also(503))
-async def readyz(plane: Plane) -> dict[str, str]:
-    """The database answers and takes changes, too."""
-    try:
-        writable = await asyncio.to_thread(plane.store.is_writable)
-    except SQLAlchemyError as error:
-        raise ProblemError(503, "not-ready", "The database does not answer.") from error
-    if not writable:
-        raise ProblemError(503, "not-ready", "Another process holds the write lock of the database: changes wait.")
+async def readyz(request: Request, plane: Plane) -> dict[str, str]:
+    """The database answers and takes changes, too: a small one was made within the last second."""
+    readiness: Readiness = request.app.state.readiness
+    if reason := await readiness.why_not():
+        raise ProblemError(503, "not-ready", reason)
     if plane.closing:
         raise ProblemError(503, "not-ready", "The daemon is shutting down.")
     return {"status": "ready"}

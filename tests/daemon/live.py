@@ -24,6 +24,7 @@ from tidegate.client import SCOPES, DaemonClient
 from tidegate.daemon.app import create_app
 from tidegate.daemon.main import make_server
 from tidegate.daemon.settings import Settings
+from tidegate.state_files import home_of
 from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Lease, Vote
 from tidegate.wire.step import StepReport
 
@@ -69,7 +70,7 @@ class Daemon:
 
 def file_tokens(state: Path) -> dict[str, str]:
     """The tokens that the daemon wrote, by scope."""
-    return {scope: (state / f"{scope}.token").read_text().strip() for scope in SCOPES}
+    return {scope: (home_of(state) / f"{scope}.token").read_text().strip() for scope in SCOPES}
 
 
 def listen(port: int = 0) -> socket.socket:
@@ -116,15 +117,15 @@ class Process:
     def start(self, keep: bool = False, ca: Path | None = None) -> Daemon:
         """`keep`: the announcement of another daemon stays, and is not waited for. `ca`: whom to trust."""
         if not keep:
-            (self.state / "daemon.json").unlink(missing_ok=True)
+            (home_of(self.state) / "daemon.json").unlink(missing_ok=True)
         command = [sys.executable, "-m", "tidegate", "daemon", "--state-dir", str(self.state), *self.arguments]
         self.process = forked.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(self.state)
         )
-        announced = lambda: not keep and (self.state / "daemon.json").exists()  # noqa: E731
+        announced = lambda: not keep and (home_of(self.state) / "daemon.json").exists()  # noqa: E731
         wait_until(lambda: announced() or self.process.poll() is not None, "daemon.json", 20)  # type: ignore[union-attr]
         assert self.process.poll() is None, self.process.communicate()[0]
-        url = json.loads((self.state / "daemon.json").read_text())["url"]
+        url = json.loads((home_of(self.state) / "daemon.json").read_text())["url"]
         daemon = Daemon(url, self.state, file_tokens(self.state))
         self.started.append(daemon)
         with DaemonClient(url, ca=ca) as client:

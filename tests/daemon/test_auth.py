@@ -26,7 +26,7 @@ from tidegate.errors import DaemonError, DaemonUnreachable, NotAuthorized
 
 FILLED = {"{agent}": "nobody", "{run}": "nothing", "{rank}": "0"}
 OTHER = "-of-another-run"
-BY_ANY_NAME = ("/healthz", "/readyz", "/metrics")
+BY_ANY_NAME = ("/healthz", "/readyz", "/metrics", "/v1/proof")
 
 
 def routes(daemon: Daemon) -> list[tuple[str, str]]:
@@ -55,7 +55,7 @@ def filled(path: str) -> str:
 
 def expected(method: str, path: str, who: str) -> int | None:
     """401, 403, or None where the caller comes through."""
-    if (not path.startswith("/v1/") and path != "/nowhere") or path == "/v1/openapi.json":
+    if (not path.startswith("/v1/") and path != "/nowhere") or path in ("/v1/openapi.json", "/v1/proof"):
         return None
     if who in ("none", "wrong", "expired", "revoked"):
         return 401
@@ -324,11 +324,15 @@ def test_a_state_directory_from_before_gets_its_read_token(tmp_path: Path) -> No
         assert daemon.http("GET", "/v1/runs", "read").status_code == 200
 
 
-def test_a_token_outlives_a_lost_database(tmp_path: Path) -> None:
+def test_a_token_outlives_a_database_that_is_begun_anew(tmp_path: Path) -> None:
+    """Which somebody has to say: a database that is gone is not replaced in silence."""
     with threaded(tmp_path) as daemon:
         token = daemon.tokens["operate"]
     for path in tmp_path.glob("tidegate.db*"):
         path.unlink()
+    with pytest.raises(DaemonError, match=r"tidegate\.db is missing, and there was one: bring back a copy"):
+        create_app(Settings(state_dir=tmp_path))
+    (tmp_path / "database.made").unlink()
     with threaded(tmp_path) as daemon:
         assert daemon.tokens["operate"] == token
         assert daemon.http("GET", "/v1/runs").status_code == 200

@@ -16,7 +16,7 @@ from tidegate.daemon.settings import Settings
 
 ANYBODY = {
     "/", "/docs", "/docs/start.js", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/v1/openapi.json",
-    "/healthz", "/readyz", "/metrics", "/sd",
+    "/healthz", "/readyz", "/metrics", "/sd", "/v1/proof",
 }  # fmt: skip
 """What needs no token: nothing of a run is in it, but for what Prometheus must be told."""
 GOOD_FOR: dict[str, set[Scope]] = {

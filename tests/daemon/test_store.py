@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, event
 
 from tests.daemon.live import ROOT, Agent, Daemon, new_run, threaded, wait_until
 from tests.services import PATIENCE
@@ -31,24 +32,36 @@ from tidegate.daemon.tokens import digest_of
 from tidegate.errors import DaemonError
 
 
-def test_what_cannot_be_stored_is_not_decided(daemon: Daemon) -> None:
-    run, client = new_run(), daemon.client()
-    agent = Agent(daemon, run)
-    agent.client.goodbye(agent.id)
-    connection = sqlite3.connect(daemon.state / "tidegate.db", isolation_level=None)
-    connection.execute(
-        f"CREATE TRIGGER full BEFORE INSERT ON generations WHEN NEW.run = '{run}' "
-        "BEGIN SELECT RAISE(ABORT, 'no space left'); END"
-    )
-    try:
-        with pytest.raises(DaemonError, match=r"failed with IntegrityError; the daemon's log says more") as error:
-            client.set_knobs(run, {"stride": 3})
-        assert error.value.status == 500
-        assert (client.knobs(run).generation, client.audit(run)[-1].action) == (0, "goodbye")
-    finally:
-        connection.execute("DROP TRIGGER full")
+def test_what_cannot_be_stored_is_not_decided(tmp_path: Path) -> None:
+    """The database may not grow, as on a full disk: 503 with the reason, and what was decided before stands."""
+    with threaded(tmp_path) as daemon:
+        run, client, made = new_run(), daemon.client(), 0
+        agent = Agent(daemon, run)
+        agent.client.goodbye(agent.id)
+        engine = daemon.app.state.plane.store.engine
+        with sqlite3.connect(tmp_path / "tidegate.db") as connection:
+            (pages,) = connection.execute("PRAGMA page_count").fetchone()
         connection.close()
-    assert client.set_knobs(run, {"stride": 3}).generation == 1
+
+        def bound(connection: Any, *_: Any) -> None:
+            connection.execute(f"PRAGMA max_page_count={pages}")
+
+        def change() -> None:
+            nonlocal made
+            while True:
+                client.set_knobs(run, {"stride": 3 + made % 2}, reason="x" * 200)
+                made += 1
+
+        event.listen(engine, "checkout", bound)
+        with pytest.raises(DaemonError, match=r"its disk is full .* Nothing was changed") as error:
+            change()
+        assert error.value.status == 503
+        assert client.knobs(run).generation == made
+        assert client.audit(run)[-1].action == ("committed" if made else "goodbye")
+        event.remove(engine, "checkout", bound)
+        pages = 1 << 30
+        event.listen(engine, "checkout", bound)
+        assert client.set_knobs(run, {"stride": 5}).generation == made + 1
 
 
 def test_who_reads_waits_for_no_writer(tmp_path: Path) -> None:
