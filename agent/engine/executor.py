@@ -359,7 +359,9 @@ class Executor:
         if running[0] is not taken:
             self._clock.wait_for(lambda: running[0] is taken)
         running.popleft()
-        if not running:
+        if running:
+            running[0].since = self._clock.now()
+        else:
             del progress.running[lane]
 
     def _spans(self, progress: _Progress) -> Iterator[Span]:

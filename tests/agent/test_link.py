@@ -108,7 +108,7 @@ def test_a_daemon_that_lost_its_store_begins_anew_from_what_runs(daemon: DaemonP
         until(lambda: attachment.generation == 1, "generation 1")
         token = daemon.token("agent")
         daemon.kill()
-        for path in daemon.state.glob("*.db*"):
+        for path in (*daemon.state.glob("*.db*"), daemon.state / "database.made"):
             path.unlink()
         (daemon.state / "agent.token").write_text(token)
         daemon.start()

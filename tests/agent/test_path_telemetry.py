@@ -64,9 +64,9 @@ def moved_bytes(made: Training) -> Iterator[int]:
 class Run:
     """A training that has run its steps, and what was scraped of it."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, name: str = "paths") -> None:
         self.training = training
-        self.attachment = tidegate.attach(training.optimizer, training.model, run="paths")
+        self.attachment = tidegate.attach(training.optimizer, training.model, run=name)
         before = kernel_bytes()
         for _ in range(STEPS):
             training.optimizer.log(loss=1.0)
@@ -176,7 +176,7 @@ def test_where_state_lives_and_what_the_knobs_are(run: Run) -> None:
 def test_an_order_that_was_chosen_is_a_number_among_the_knobs(tmp_path: Path, order: str, shown: float) -> None:
     made = training(tmp_path, order=order)
     with made.optimizer:
-        run = Run(made)
+        run = Run(made, order)
         for state in ("desired", "effective"):
             assert run.value("tidegate_knob", knob="alternate_order", state=state) == shown
 

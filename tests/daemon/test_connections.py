@@ -149,16 +149,21 @@ def test_a_request_that_trickles_is_cut(short: Daemon, head: bytes) -> None:
     with connect(short) as connection:
         connection.sendall(head)
         connection.settimeout(SECONDS / 10)
-        said = b""
+        said, was_reset = b"", False
         while time.monotonic() < end:
             with contextlib.suppress(TimeoutError):
-                if not (found := connection.recv(4_096)):
+                try:
+                    found = connection.recv(4_096)
+                except ConnectionResetError:  # bytes that it had not read: the kernel may drop the answer with them
+                    was_reset = True
+                    break
+                if not found:
                     break
                 said += found
             with contextlib.suppress(OSError):
                 connection.sendall(b"X")
     assert time.monotonic() < end, "still open"
-    assert said.startswith(b"HTTP/1.1 408 "), said
+    assert said.startswith(b"HTTP/1.1 408 ") or (was_reset and not said), said
 
 
 def test_a_body_without_a_token_is_no_way_to_stay(short: Daemon) -> None:
