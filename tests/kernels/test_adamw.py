@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -216,6 +217,35 @@ def test_calls_from_several_threads_take_turns(pool: ThreadPool) -> None:
         list(executor.map(lambda s: native(pool, s, WeightFormat.BF16_REMAINDER, GradDtype.BF16, values), states))
     for state, want in zip(states, expected, strict=True):
         by_oracle(want, WeightFormat.BF16_REMAINDER, GradDtype.BF16, values)
+        assert_same(state, want)
+
+
+def test_many_calls_from_several_threads_are_as_those_of_one() -> None:
+    """Short jobs, so that one thread often comes while the job of another one is going on."""
+    form, steps = (WeightFormat.F32, GradDtype.F32), 200
+    values = scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=1)
+    states = [ordinary(40_000, *form, seed) for seed in range(4)]
+    expected = [state.copy() for state in states]
+    together = threading.Barrier(len(states))
+
+    def update(pool: ThreadPool, state: State) -> None:
+        together.wait()
+        for _ in range(steps):
+            native(pool, state, *form, values)
+
+    pool = ThreadPool(3)
+    threads = [threading.Thread(target=update, args=(pool, state), daemon=True) for state in states]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a call waits for ever"
+    pool.close()
+    with ThreadPool(1) as pool:
+        for want in expected:
+            for _ in range(steps):
+                native(pool, want, *form, values)
+    for state, want in zip(states, expected, strict=True):
         assert_same(state, want)
 
 
