@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -48,7 +49,7 @@ from tidegate.agent.tiers.checkpoint import Target
 from tidegate.agent.tiers.drain import PendingCheckpoint
 from tidegate.agent.tiers.manifest import Checkpoint
 from tidegate.agent.tiers.resume import Reader
-from tidegate.errors import CheckpointFailed, ConfigError, ParameterError
+from tidegate.errors import CheckpointFailed, ConfigError, EngineError, ParameterError
 from tidegate.kernels import Scalars, scalars
 from tidegate.knobs import Knobs, KnobValue, Off
 from tidegate.plan.effective import Effective
@@ -156,6 +157,7 @@ class AdamW(torch.optim.Optimizer):
         self.overlap: Dependent | None = None
         self.background = False
         """`step()` returns when it is known that there is an update, which goes on meanwhile. See `overlap_forward`."""
+        self._stepping = threading.Lock()
         self._backward_id = NO_BACKWARD
         self._looked_in = NO_BACKWARD
         """The backward pass at whose first gradient was looked whether parameters were moved."""
@@ -178,11 +180,17 @@ class AdamW(torch.optim.Optimizer):
         several ranks at the next checkpoint instead.
         """
         self._checkpoints.raise_if_failed_alone()
+        if not self._stepping.acquire(blocking=False):
+            raise EngineError(
+                "step() of this optimizer is going on already, in another thread or around this call. Call it from one "
+                "thread at a time: take a lock around backward() and step(), or give each thread an optimizer."
+            )
         self._is_stepping = True
         try:
             return self._step(closure)
         finally:
             self._is_stepping = False
+            self._stepping.release()
 
     def _step(self, closure: Callable[[], float] | None) -> float | None:
         loss = None

@@ -12,8 +12,9 @@ from tidegate.dashboard import palette
 NO_BREAK = "\u00a0"
 _MARKDOWN = re.compile(r"[\\`*_{}\[\]()<>#!|~$:]|^[+-]", re.MULTILINE)
 """Characters that mean something there; a sign at the beginning of a line makes a list or a heading."""
-_ADDRESS = re.compile(r"(?<=www)(?=\.)|(?<=:)(?=//)|(?=@)", re.IGNORECASE)
-"""Where an address that stands alone is broken: `www.`, `http://`, `name@host` become links there, escaped or not."""
+_ADDRESS = re.compile(r"(?<=www)(?=\.)|(?<=:)(?=//)|(?=@)|(?<=:)(?=[\w+-]+(?:/[\w+-]+)?:)", re.IGNORECASE)
+"""Where addresses and names of icons are broken: `www.`, `http://` and `name@host` become links there, `:home:` and
+`:material/home:` pictures, escaped or not."""
 _JOINER = "\u2060"
 """Has no width and breaks no line."""
 

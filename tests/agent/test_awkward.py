@@ -245,6 +245,35 @@ def test_a_stuck_lane_is_named_and_close_does_not_hang() -> None:
     release.set()
 
 
+def test_a_step_beside_another_one_is_refused_and_harms_nothing() -> None:
+    """Two threads, or a closure that steps: what the first one does is right, and the optimizer stays as it was."""
+    param = torch.nn.Parameter(torch.ones(100))
+    plain = torch.nn.Parameter(torch.ones(100))
+    theirs = torch.optim.AdamW([plain], lr=0.1)
+    with tidegate.AdamW([param], lr=0.1, offload=tidegate.Offload(stride="off", emulated=FAST)) as optimizer:
+        refused: list[EngineError] = []
+
+        def closure() -> float:
+            def step() -> None:
+                with pytest.raises(EngineError, match="one thread at a time") as error:
+                    optimizer.step()
+                refused.append(error.value)
+
+            other = threading.Thread(target=step)
+            other.start()
+            other.join(30)
+            step()
+            param.grad = torch.ones(100)
+            return 1.0
+
+        for _ in range(3):
+            assert optimizer.step(closure) == 1.0
+            plain.grad = torch.ones(100)
+            theirs.step()
+        assert len(refused) == 6
+        assert torch.allclose(param, plain, rtol=0, atol=1e-6)
+
+
 def test_a_fork_in_the_middle_of_a_step() -> None:
     params = params_of((40,))
     with tidegate.AdamW(params, offload=MIXED) as optimizer:

@@ -250,6 +250,13 @@ def test_a_bare_address_is_no_link_in_markdown(text: str) -> None:
     assert said.replace("\u2060", "") == text
 
 
+@pytest.mark.parametrize("text", [":material/home:", ":home:", "a :smile: b", ":+1:"])
+def test_the_name_of_a_picture_is_text_in_markdown(text: str) -> None:
+    said = markup.plain(text).replace("\\", "")
+    assert not re.search(r":[\w+-]+(/[\w+-]+)?:", said)
+    assert said.replace("\u2060", "") == text
+
+
 @pytest.mark.slow
 def test_the_policy_keeps_other_hosts_away_even_if_markup_got_through(view: str, browser: Browser) -> None:
     context = browser.new_context()
