@@ -83,6 +83,33 @@ def test_headers_within_the_bound_and_a_long_body_are_taken() -> None:
         assert client.runs() == []
 
 
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"
+
+
+def test_chunks_with_long_extensions_are_cut_off() -> None:
+    """One byte of content at a time, each with 50,000 bytes that are part of no body."""
+    sent = 0
+
+    def answer(to: socket.socket) -> None:
+        nonlocal sent
+        to.sendall(CHUNKED)
+        for _ in range(1_000):
+            sent += to.send(b"1;x=" + b"a" * 50_000 + b"\r\n \r\n")
+
+    with hostile(lambda *_: answer) as daemon, DaemonClient(daemon.url, "t") as client:
+        with pytest.raises(DaemonUnreachable, match="are content"):
+            client.runs()
+        with pytest.raises(DaemonUnreachable, match="are content"):
+            next(client.events("run"))
+    assert sent < 20_000_000
+
+
+def test_a_body_of_many_small_chunks_is_taken() -> None:
+    body = b"".join(b"1\r\n%c\r\n" % byte for byte in b"[" + b" " * 40_000 + b"]") + b"0\r\n\r\n"
+    with hostile(lambda *_: lambda to: to.sendall(CHUNKED + body)) as daemon, DaemonClient(daemon.url, "t") as client:
+        assert client.runs() == []
+
+
 # ---- names and addresses
 
 

@@ -19,6 +19,8 @@ import httpcore
 
 MAX_HEAD_BYTES: Final = 64 << 10
 """Of one answer: status, headers, and all interim answers (1xx) before it."""
+_FRAMING_FACTOR: Final = 8
+"""Bytes received for a byte of content: a chunk of one byte takes six."""
 _RECORD_BYTES: Final = 16 << 10
 """The largest TLS record."""
 
@@ -47,6 +49,20 @@ def bounded_head() -> Iterator[None]:
         yield
     finally:
         _this_thread.head_bytes_left = None
+
+
+def bounded_framing(body: Iterable[bytes]) -> Iterator[bytes]:
+    """The pieces of a body. A ReadError where what was received for them is mostly framing: chunks may have extensions
+    of any length, which nobody sees."""
+    content = 0
+    received_before = getattr(_this_thread, "received", 0)
+    for piece in body:
+        content += len(piece)
+        received = getattr(_this_thread, "received", 0) - received_before
+        if received > MAX_HEAD_BYTES + _FRAMING_FACTOR * content:
+            raise httpcore.ReadError(f"of {received:,} bytes of the answer {content:,} are content")
+        yield piece
+        received_before = _this_thread.received - received  # a caller may use other connections between two pieces
 
 
 class Backend(httpcore.NetworkBackend):
@@ -102,12 +118,12 @@ class Stream(httpcore.NetworkStream):
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         head_bytes_left: int | None = getattr(_this_thread, "head_bytes_left", None)
-        if head_bytes_left is None:
-            return self.receive(max_bytes, timeout)
         if head_bytes_left == 0:
             raise httpcore.ReadError(f"the headers of the answer have more than {MAX_HEAD_BYTES:,} bytes")
-        received = self.receive(min(max_bytes, head_bytes_left), timeout)
-        _this_thread.head_bytes_left = head_bytes_left - len(received)
+        received = self.receive(max_bytes if head_bytes_left is None else min(max_bytes, head_bytes_left), timeout)
+        if head_bytes_left is not None:
+            _this_thread.head_bytes_left = head_bytes_left - len(received)
+        _this_thread.received = getattr(_this_thread, "received", 0) + len(received)
         return received
 
     def receive(self, max_bytes: int, timeout: float | None) -> bytes:

@@ -12,7 +12,7 @@ import httpcore
 import httpx
 
 from tidegate.errors import DaemonError
-from tidegate.streams import Backend, bounded_head
+from tidegate.streams import Backend, bounded_framing, bounded_head
 from tidegate.terminal import visible
 
 
@@ -76,7 +76,7 @@ class _Body(httpx.SyncByteStream):
 
     def __iter__(self) -> Iterator[bytes]:
         with _as_httpx():
-            yield from self._stream
+            yield from bounded_framing(self._stream)
 
     def close(self) -> None:
         close = getattr(self._stream, "close", None)
