@@ -1,4 +1,4 @@
-"""Every call of torch.cuda in the product and in bench/gpu fits the signatures that torch has had, from the oldest version on."""
+"""Every call of torch.cuda in the product and in bench/gpu fits the signatures of torch from the oldest version on."""
 
 from __future__ import annotations
 
