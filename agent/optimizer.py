@@ -44,6 +44,7 @@ from tidegate.agent.ranks import Ranks
 from tidegate.agent.shards import Part, shard_of
 from tidegate.agent.state import OffloadedState, users_part
 from tidegate.agent.subgroups import Layout, check_distinct, check_param, cut, renumbered
+from tidegate.agent.telemetry.delivery import handed_together
 from tidegate.agent.telemetry.phases import PhaseClock
 from tidegate.agent.tiers.checkpoint import Target
 from tidegate.agent.tiers.drain import PendingCheckpoint
@@ -302,7 +303,13 @@ class AdamW(torch.optim.Optimizer):
         backward_id = torch._C._current_graph_task_id()
         if backward_id != self._backward_id:
             self._backward_id = backward_id
+            self.phases.handed_together = self._handed_together()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _handed_together(self) -> float:
+        node = torch._C._current_autograd_node()
+        params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+        return handed_together(node, params) if node is not None else 0.0
 
     def _backward_ended(self) -> None:
         if self.phases.current == "backward":

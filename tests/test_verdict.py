@@ -70,6 +70,10 @@ def test_without_knobs_it_names_none() -> None:
          "; no gradient came before 90% of the backward had passed, too late to be copied beside it: "
          "where torch.compile has the whole model, compile its blocks instead"),
         ({"first_gradient": 0.7}, ""),
+        ({"together": 0.95, "first_gradient": 0.9},
+         "; 95% of the gradients came together, when one node of the graph had done its work, too late to be copied "
+         "beside the backward: where torch.compile has the whole model, compile its blocks instead"),
+        ({"together": 0.7}, ""),
     ],
 )  # fmt: skip
 def test_it_says_why_gradients_were_not_copied_beside_the_backward(gradients: dict[str, float], expected: str) -> None:

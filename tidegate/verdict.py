@@ -17,6 +17,8 @@ RECOPIED: Final = 0.5
 """Share of the gradients from which on it is worth a word that they were copied twice."""
 LATE: Final = 0.75
 """Share of a backward from which on it is worth a word that no gradient had come."""
+TOGETHER: Final = 0.75
+"""Share of the gradients from which on it is worth a word that one node of the graph handed them over."""
 
 SKIPPED: Final = "the step was skipped, because a gradient was not finite: the weights are as they were"
 """Of a step without an update."""
@@ -30,6 +32,7 @@ class Taken:
     ceilings: bytes per second that a lane of a path can do alone. updated: parameters by processor.
     recopied: share of the bytes of gradients on the host that were copied beside the backward and then again.
     first_gradient: share of the backward that had passed when its first gradient came.
+    together: share of the gradients that one node of autograd's graph handed over together, as torch.compile makes it.
     """
 
     step_seconds: float
@@ -41,6 +44,7 @@ class Taken:
     paths: Sequence[str] = ()
     recopied: float = 0.0
     first_gradient: float = 0.0
+    together: float = 0.0
 
     @property
     def cause(self) -> tuple[str, float]:
@@ -89,7 +93,12 @@ def _of_gradients(taken: Taken) -> Iterator[str]:
             f"{taken.recopied:.0%} of the gradients were copied again, because something changed them in place after "
             "the backward: clip with the optimizer's max_grad_norm instead of clip_grad_norm_"
         )
-    if taken.first_gradient >= LATE:
+    if taken.together >= TOGETHER:
+        yield (
+            f"{taken.together:.0%} of the gradients came together, when one node of the graph had done its work, too "
+            "late to be copied beside the backward: where torch.compile has the whole model, compile its blocks instead"
+        )
+    elif taken.first_gradient >= LATE:
         yield (
             f"no gradient came before {taken.first_gradient:.0%} of the backward had passed, too late to be copied "
             "beside it: where torch.compile has the whole model, compile its blocks instead"

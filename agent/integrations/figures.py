@@ -69,4 +69,5 @@ class _Passed:
             paths=attachment.recorder.path_names,
             recopied=self.delivery.recopied,
             first_gradient=self.delivery.first_gradient,
+            together=self.delivery.together,
         )

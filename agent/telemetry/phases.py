@@ -34,6 +34,8 @@ class StepPhases:
     """What the training loop said of the step: `AdamW.log`."""
     first_gradient: float | None = None
     """When the first gradient of the step's last backward pass came, by the host's clock."""
+    handed_together: float = 0.0
+    """Share of the parameters whose gradients one node of that backward's graph hands over."""
 
     @property
     def with_tail(self) -> tuple[PhaseSpan, ...]:
@@ -56,6 +58,8 @@ class PhaseClock:
         self._since = time.monotonic()
         self._cpu = time.process_time()
         self._first_gradient: float | None = None
+        self.handed_together = 0.0
+        """Of the newest backward pass; see `StepPhases`."""
         self._reset()
 
     def enter(self, phase: Phase) -> None:
@@ -100,7 +104,7 @@ class PhaseClock:
         self._close()
         done = StepPhases(
             tuple(self._spans), dict(self._cpu_by_phase), dict(self._peaks), dict(self._exposed), self.cpu_seconds,
-            first_gradient=self._first_gradient,
+            first_gradient=self._first_gradient, handed_together=self.handed_together,
         )  # fmt: skip
         self._reset()
         return done
@@ -121,6 +125,7 @@ class PhaseClock:
         self.cpu_seconds = 0.0
         """What this clock has cost since the last cut."""
         self._first_gradient = None
+        self.handed_together = 0.0
 
     def _close(self) -> None:
         began = time.thread_time()

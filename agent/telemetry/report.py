@@ -72,6 +72,7 @@ def taken(report: StepReport, delivery: Delivery) -> Taken:
         paths=[state.path for state in report.path_states if not state.retired],
         recopied=delivery.recopied,
         first_gradient=delivery.first_gradient,
+        together=delivery.together,
     )
 
 

@@ -16,7 +16,7 @@ import random
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -73,6 +73,10 @@ class FakeCuda:
         self.longest_queue = 0
         self.norm_reads: list[int] = []
         """Bytes of gradients that each call of `norms` reads."""
+        self.copy_reads: Counter[int] = Counter()
+        """Bytes of device memory that copies to the host read, by address."""
+        self.update_reads: Counter[int] = Counter()
+        """Bytes of gradients that updates on the device read, by address."""
         self.norm_waits = 0
         """How often `MemoryRunner._norm` waited."""
         self.norm_fetches = 0
@@ -160,6 +164,8 @@ class FakeCuda:
                 host, device = (one.src, one.dst) if to_device else (one.dst, one.src)
                 assert self.pinned.holds(host, one.nbytes), f"{host:#x} is not pinned host memory"
                 self._require_device(device, one.nbytes)
+                if not to_device:
+                    self.copy_reads[_real(device)] += one.nbytes
                 what = f"a copy on {stream.name}"
                 self._checked(lambda one=one, what=what: self.order.copy(  # type: ignore[misc]
                     stream.name, _real(one.dst), _real(one.src), one.nbytes, what
@@ -172,6 +178,7 @@ class FakeCuda:
             for run in runs:
                 for address, nbytes in _ranges(run):
                     self._require_device(address, nbytes)
+                self.update_reads[_real(run.grad)] += run.numel * run.grad_dtype.nbytes
                 self.update_accesses(stream.name, run)
                 self._enqueue(stream, lambda run=run: apply(self._reachable(run), self._pool))  # type: ignore[misc]
 
@@ -255,6 +262,11 @@ class FakeCuda:
         with self._mutex:
             self._enter(self._framework)
             self._access(FRAMEWORK, tensor.data_ptr(), tensor.numel() * tensor.element_size(), write, what)
+
+    def reads_of(self, address: int, nbytes: int) -> int:
+        """Bytes of this memory that copies to the host and updates on the device have read so far."""
+        counts = [*self.copy_reads.items(), *self.update_reads.items()]
+        return sum(read for at, read in counts if _real(address) <= at < _real(address) + nbytes)
 
     def framework_frees(self, address: int, nbytes: int, storage: Any) -> None:
         """A tensor died: its memory may be used again at once, and the bytes are spoiled. Safe inside a collection."""

@@ -147,6 +147,8 @@ class FakeTraining:
     plain: PlainAdamW
     arrived: dict[int, torch.Tensor] = field(default_factory=dict)
     """Gradients as autograd left them: in mode `release` the engine takes them away."""
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Address and bytes of each of these."""
 
     def forward(self) -> None:
         """Reads each weight when the optimizer says that it may be read; what is read must be what the oracle has."""
@@ -167,6 +169,7 @@ class FakeTraining:
         self.fake.framework_access(param.grad, True, "the backward writing a gradient")
         index = next(i for i, mine in enumerate(self.params) if mine is param)
         self.arrived[index] = param.grad.detach().clone()
+        self.places[index] = (param.grad.data_ptr(), param.grad.numel() * param.grad.element_size())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         zeroed = [p.grad for p in self.params if p.grad is not None]

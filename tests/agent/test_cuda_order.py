@@ -13,6 +13,7 @@ import gc
 import random
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,8 @@ from tidegate.agent.engine.runner import MemoryRunner
 from tidegate.agent.gradients import reference
 from tidegate.agent.subgroups import Layout
 from tidegate.kernels import GradDtype
-from tidegate.plan.ops import CPU, D2H, DEVICE, H2D, Op
+from tidegate.plan import Plan
+from tidegate.plan.ops import CPU, D2H, DEVICE, H2D, Op, OpKind
 
 SHAPES = [((40, 3), 0), ((77,), 1), ((5, 11), 2), ((3,), 0), ((130,), 0), ((64,), 1), ((90,), 2)]
 
@@ -257,6 +259,33 @@ def test_each_gradient_is_read_once_for_the_norm_and_its_result_waited_for_and_f
             assert sum(fake.norm_reads) == (step + 1) * size
             assert fake.norm_fetches == sum(nbytes > 0 for nbytes in fake.norm_reads)
             assert fake.norm_waits == len(fake.norm_reads), "once for each event, not for each parameter"
+        training.forward()
+
+
+@pytest.mark.parametrize("gradients", ["keep", "release"])
+@pytest.mark.parametrize("static_ratio", [0.0, 0.4])
+def test_each_gradient_is_read_by_copies_and_updates_as_often_as_the_plan_says(
+    gradients: Any, static_ratio: float
+) -> None:
+    fake = FakeCuda(eagerness=0.3)
+    params = make_params(SHAPES, 2)
+    knobs = {"stride": 2.0, "subgroup_numel": 120, "gradients": gradients, "static_ratio": static_ratio}
+    with fake_training(fake, params, 0.7, **knobs) as training:
+        plans: list[Plan] = []
+        training.optimizer.observers.append(lambda result, _: plans.append(result.plan))
+        layouts = training.optimizer.engine.layouts
+        for step in range(3):
+            fake.copy_reads.clear()
+            fake.update_reads.clear()
+            training.train(random_grads(params, step, some=False))
+            copies, updates = plans[-1].of_kind(OpKind.GRAD_D2H), plans[-1].of_kind(OpKind.DEVICE_UPDATE)
+            expected: Counter[int] = Counter()
+            for op in (*copies, *(op for op in updates if not op.spilled)):
+                for segment in layouts[op.subgroup].segments:
+                    expected[segment.param] += segment.numel * params[segment.param].element_size()
+            assert copies
+            assert updates
+            assert {i: fake.reads_of(*place) for i, place in training.places.items()} == expected
         training.forward()
 
 

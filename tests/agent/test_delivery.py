@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -87,10 +87,47 @@ class Compiled(torch.nn.Module):
         return out
 
 
-def test_a_backward_that_hands_over_all_gradients_at_its_end_is_told() -> None:
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(model: torch.nn.Sequential) -> torch.nn.Module:
+    whole: torch.nn.Module = torch.compile(model, backend="aot_eager")
+    return whole
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("attached", ["what is compiled", "what torch.compile returns", "a module around it"])
+def test_a_model_that_is_compiled_as_a_whole_is_told(attached: str) -> None:
+    inner = blocks()
+    whole = compiled(inner)
+    model = {"what is compiled": inner, "a module around it": torch.nn.Sequential(whole, torch.nn.Softplus())}.get(
+        attached, whole
+    )
+    said, totals = trained(model, whole if model is inner else model)
+    assert "100% of the gradients came together" in said
+    assert "compile its blocks instead" in said
+    assert totals.delivery.together == 1.0
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_one_that_is_compiled_block_by_block_is_not() -> None:
+    model = torch.nn.Sequential(*(blocks() for _ in range(3)))
+    for block in model:
+        block.compile(backend="aot_eager")
+    said, totals = trained(model, model)
+    assert "came together" not in said
+    assert totals.delivery.together < 0.75
+
+
+def test_one_node_that_hands_over_all_gradients_is_told() -> None:
     model = Compiled()
     said, totals = trained(model, model)
     assert "compile its blocks instead" in said
+    assert totals.delivery.together == 1.0
     assert totals.delivery.first_gradient > 0.75
 
 
@@ -118,3 +155,4 @@ def test_an_ordinary_backward_is_not() -> None:
     said, totals = trained(model, model)
     assert "compile" not in said
     assert 0 < totals.delivery.first_gradient < 0.75
+    assert totals.delivery.together == 0.0

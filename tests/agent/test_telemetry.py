@@ -266,6 +266,22 @@ def test_steps_that_nobody_asks_for_are_counted_by_the_training_thread_itself() 
         assert attachment.recorder.totals.steps == recorder.MAX_NOTED_STEPS + 4
 
 
+def test_steps_that_could_not_be_delivered_come_first_and_the_oldest_fall_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MAX_UNREPORTED_STEPS", 4)
+    training = Training()
+    with training.optimizer as optimizer:
+        kept = tidegate.attach(optimizer, training.model, run="late").recorder
+        for told in ([1, 2], [1, 2, 3, 4], [3, 4, 5, 6]):
+            training.step()
+            undelivered = kept.take_unreported()
+            training.step()
+            kept.catch_up()
+            kept.give_back(undelivered)
+            taken = kept.take_unreported()
+            assert [step.step for step in taken] == told
+            kept.give_back(taken)
+
+
 def test_figures_that_two_threads_ask_for_at_once_are_made_once() -> None:
     training = Training()
     with training.optimizer as optimizer:

@@ -1,4 +1,4 @@
-"""Which calls of torch.cuda the product makes, and what their signatures are in torch's sources.
+"""Which calls of torch.cuda the product and bench/gpu make, and what their signatures are in torch's sources.
 
 `python -m tests.agent.torch_calls FOLDER...` writes torch_signatures.json again. Each folder holds a `torch` package or
 what of it is Python: `torch/cuda/*.py`, `torch/_C/__init__.pyi` and `torch/version.py` of a wheel. Nothing is imported.
@@ -42,7 +42,12 @@ class Use:
 
 def product_files() -> list[Path]:
     """Those that name CUDA at all: to parse every file takes seconds."""
-    folders = [ROOT / "agent", ROOT / "kernels", *(p for p in (ROOT / "tidegate").iterdir() if not p.is_symlink())]
+    folders = [
+        ROOT / "agent",
+        ROOT / "kernels",
+        ROOT / "bench" / "gpu",
+        *(p for p in (ROOT / "tidegate").iterdir() if not p.is_symlink()),
+    ]
     found = {path for folder in folders for path in (folder.rglob("*.py") if folder.is_dir() else [folder])}
     return sorted(path for path in found if path.suffix == ".py" and "cuda" in path.read_text())
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,6 +124,32 @@ def test_fork_while_a_job_runs() -> None:
         finally:
             stop.set()
             thread.join()
+
+
+def test_calls_of_several_threads_take_turns() -> None:
+    parts = [ELEMENTS[: len(ELEMENTS) - 100_000 * i] for i in range(4)]
+    expected = [oracle.sum_of_squares(part, GradDtype.F32)[0] for part in parts]
+
+    def child() -> bool:
+        signal.alarm(20)  # calls that share a job may wait for ever
+        start, wrong = threading.Barrier(len(parts)), list[float]()
+        with ThreadPool(3) as pool:
+
+            def work(part: np.ndarray[Any, Any], right: float) -> None:
+                start.wait()
+                found = [
+                    kernels.sum_of_squares(pool, part.ctypes.data, len(part), GradDtype.F32)[0] for _ in range(100)
+                ]
+                wrong.extend(one for one in found if one != right)
+
+            threads = [threading.Thread(target=work, args=one) for one in zip(parts, expected, strict=True)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return not wrong
+
+    assert in_child(child)
 
 
 def test_the_child_may_drop_the_pool() -> None:

@@ -21,6 +21,7 @@ from tidegate.model.changes import best_changes
 from tidegate.model.fitting import fit
 from tidegate.model.footprint import FRAMEWORK_HOST_BYTES, SUMS_STAGING_BYTES, device_room, host_room
 from tidegate.model.machine import GPUS, Machine, StoragePath, Workload, parse_path
+from tidegate.model.phases import gather_seconds
 from tidegate.model.recipe import deepspeed, python
 from tidegate.model.recipe import settings as recipe
 from tidegate.model.shapes import MODELS, PAPER_MODELS, ModelShape, model_from, model_from_config
@@ -46,6 +47,17 @@ def test_the_twelve_models_of_the_papers(name: str) -> None:
 def test_state_goes_to_the_gpu_then_to_the_host_then_to_paths() -> None:
     homes = {name: set(plan_capacity(MODELS[name], NODE).state_bytes) for name in ("7B", "40B", "100B")}
     assert homes == {"7B": {"device"}, "40B": {"device", "host"}, "100B": {"device", "host", "nvme", "pfs"}}
+
+
+def test_a_gather_takes_what_the_slower_of_node_and_fabric_takes() -> None:
+    """A ring over all ranks: each GPU has its own link in the node, and its own to other nodes."""
+    machine = Machine(gpus=4, nodes=2, node_link_bytes_per_second=100e9, fabric_bytes_per_second=10e9)
+    assert gather_seconds(8e9, machine) == pytest.approx(max(8e9 * 7 / 8 / 100e9, 8e9 / 2 / (4 * 10e9)))
+    fast = replace(machine, fabric_bytes_per_second=100e9)
+    assert gather_seconds(8e9, fast) == pytest.approx(8e9 * 7 / 8 / 100e9)
+    alone = replace(machine, gpus=1)
+    assert gather_seconds(8e9, alone) == pytest.approx(8e9 / 2 / 10e9)
+    assert gather_seconds(8e9, replace(machine, nodes=1)) == pytest.approx(8e9 * 3 / 4 / 100e9)
 
 
 def test_what_does_not_fit_says_where_and_by_how_much() -> None:
