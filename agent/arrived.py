@@ -71,3 +71,8 @@ def as_stored(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         return grad
     copied = torch.empty_like(weight, dtype=grad.dtype, memory_format=torch.preserve_format)
     return copied.copy_(grad.detach())
+
+
+def own_alias(dense: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """`dense`, as an object that nobody else can give other memory."""
+    return dense.detach() if dense is grad else dense

@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from tidegate.agent.accumulation import HostSums
-from tidegate.agent.arrived import Arrived, as_stored, check_gradient, form_of
+from tidegate.agent.arrived import Arrived, as_stored, check_gradient, form_of, own_alias
 from tidegate.agent.devices.base import Device, Event, GradRef
 from tidegate.agent.fingerprint import sample_view
 from tidegate.agent.gradient_memory import GradientMemory
@@ -199,7 +199,7 @@ class Gradients:
         """Notes a gradient that a collective has made final, before it stands in `.grad`; as `accumulated`."""
         dense = as_stored(self._params[param], grad)
         self._device.adopt(dense)
-        self._current[param] = Arrived(grad, None, dense.detach(), self._device.now())
+        self._current[param] = Arrived(grad, None, own_alias(dense, grad), self._device.now())
         with self._lock:
             self._reduced.append(param)
             self._readiness[param].count += 1
@@ -253,7 +253,7 @@ class Gradients:
         self._device.adopt(dense)
         # One whose elements share memory, or leave gaps, has no samples: it is taken anew at each look.
         form = form_of(grad) if dense is grad or is_dense(grad) else None
-        arrived = Arrived(grad, form, dense.detach(), self._device.now())
+        arrived = Arrived(grad, form, own_alias(dense, grad), self._device.now())
         if self._speculative and form is not None and dense.numel():
             # Of what the user may change: a copy in the weight's order is ours.
             arrived.view = sample_view(grad)
