@@ -42,15 +42,25 @@ class ReleasedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        raise ParameterError(
-            f"{func} on a gradient that was released when it had arrived (gradients='release'). Clip with "
-            "max_grad_norm instead of clip_grad_norm_, put all but the last backward of a step into "
-            "`with optimizer.accumulate():`, drop gradients with optimizer.zero_grad(); GradScaler needs "
-            "gradients='keep'."
-        )
+        raise _released(func)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """torch dispatches everything but this, and would give it memory that nobody reads."""
+        if name == "data":
+            raise _released(".data = …")
+        super().__setattr__(name, value)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _released(what: object) -> ParameterError:
+    return ParameterError(
+        f"{what} on a gradient that was released when it had arrived (gradients='release'). Clip with "
+        "max_grad_norm instead of clip_grad_norm_, put all but the last backward of a step into "
+        "`with optimizer.accumulate():`, drop gradients with optimizer.zero_grad(); GradScaler needs "
+        "gradients='keep'."
+    )
 
 
 def is_released(grad: torch.Tensor | None) -> bool:
