@@ -10,16 +10,16 @@ from collections.abc import Mapping
 
 import torch
 
-from tidegate.agent.subgroups import flat
-
 NUM_SAMPLES = 32
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sample_view(tensor: torch.Tensor) -> torch.Tensor:
     """The sampled elements, as bits, still in the tensor's memory."""
-    elements = flat(tensor)
-    return elements.view(BITS[tensor.element_size()])[:: max(1, elements.numel() // NUM_SAMPLES)]
+    numel = tensor.numel()
+    step = max(1, numel // NUM_SAMPLES)
+    bits = tensor.detach().view(BITS[tensor.element_size()])
+    return bits.as_strided((-(-numel // step),), (step,), tensor.storage_offset())
 
 
 class Fingerprints:

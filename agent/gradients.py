@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from tidegate.agent.accumulation import HostSums
+from tidegate.agent.arrived import Arrived, as_stored, check_gradient, form_of, own_alias
 from tidegate.agent.devices.base import Device, Event, GradRef
 from tidegate.agent.fingerprint import sample_view
 from tidegate.agent.gradient_memory import GradientMemory
@@ -41,39 +42,29 @@ class ReleasedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        raise ParameterError(
-            f"{func} on a gradient that was released when it had arrived (gradients='release'). Clip with "
-            "max_grad_norm instead of clip_grad_norm_, put all but the last backward of a step into "
-            "`with optimizer.accumulate():`, drop gradients with optimizer.zero_grad(); GradScaler needs "
-            "gradients='keep'."
-        )
+        raise _released(func)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """torch dispatches everything but this, and would give it memory that nobody reads."""
+        if name == "data":
+            raise _released(".data = …")
+        super().__setattr__(name, value)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+def _released(what: object) -> ParameterError:
+    return ParameterError(
+        f"{what} on a gradient that was released when it had arrived (gradients='release'). Clip with "
+        "max_grad_norm instead of clip_grad_norm_, put all but the last backward of a step into "
+        "`with optimizer.accumulate():`, drop gradients with optimizer.zero_grad(); GradScaler needs "
+        "gradients='keep'."
+    )
+
+
 def is_released(grad: torch.Tensor | None) -> bool:
     return grad is not None and isinstance(shard_of(grad), ReleasedGradient)
-
-
-@dataclass(eq=False, slots=True)
-class Arrived:
-    """A gradient as it was when it was noted. While this lives, its memory is not given to another gradient.
-
-    dense: the same numbers in the order of the weight's storage; mostly the same tensor. ready: when they are there.
-    sample: some of its bits, where copies of it are speculative.
-    """
-
-    tensor: torch.Tensor
-    version: int
-    dense: torch.Tensor
-    ready: Event
-    view: torch.Tensor | None = None
-    sample: torch.Tensor | None = None
-
-    def is_still(self, grad: torch.Tensor) -> bool:
-        """Whether nobody has changed it, as far as torch knows."""
-        return grad is self.tensor and grad._version == self.version
 
 
 Taken = tuple[Arrived | None, ...]
@@ -188,8 +179,8 @@ class Gradients:
         self._check_not_released(param)
         check_divided_alike(param, whole, whole.grad)
         weight, grad = shard_of(whole), shard_of(whole.grad)
-        _check(param, weight, grad)
-        self.sums.add(param, _as_stored(weight, grad))
+        check_gradient(param, weight, grad)
+        self.sums.add(param, as_stored(weight, grad))
         whole.grad = None
 
     def _bring_back(self, param: int) -> None:
@@ -216,9 +207,9 @@ class Gradients:
 
     def reduced(self, param: int, grad: torch.Tensor) -> tuple[int, ...]:
         """Notes a gradient that a collective has made final, before it stands in `.grad`; as `accumulated`."""
-        dense = _as_stored(self._params[param], grad)
+        dense = as_stored(self._params[param], grad)
         self._device.adopt(dense)
-        self._current[param] = Arrived(grad, -1, dense, self._device.now())
+        self._current[param] = Arrived(grad, None, own_alias(dense, grad), self._device.now())
         with self._lock:
             self._reduced.append(param)
             self._readiness[param].count += 1
@@ -233,15 +224,13 @@ class Gradients:
             if arrived is not None and grad is not None:
                 arrived.view = sample_view(grad) if grad.numel() else None
                 arrived.sample = None if arrived.view is None else arrived.view.clone()
-                arrived.tensor, arrived.version = grad, grad._version
+                arrived.tensor, arrived.form = grad, form_of(grad)
 
     def _is_ready(self, layout: Layout) -> bool:
         return all(self._readiness[s.param].count >= self._readiness[s.param].expected for s in layout.segments)
 
     def refresh(self) -> None:
         """`step()` begins: what `.grad` is now counts, whoever changed it since it arrived."""
-        for param in self._changed_in_place():
-            self._current[param] = None
         for param in self.set_aside_params:
             self._bring_back(param)
         for index, param_ in enumerate(self._params):
@@ -251,8 +240,13 @@ class Gradients:
                     f"The gradient of parameter {index} was replaced after it was released (gradients='release'). "
                     "Drop gradients with optimizer.zero_grad() first, or use gradients='keep'."
                 )
-        for param in range(len(self._params)):
-            self._note(param)
+        if self.mode == "keep":
+            self._forget_changed()
+        for param, arrived in enumerate(self._current):
+            if self.mode == "keep" and arrived is not None:
+                self._present[param] = True
+            else:
+                self._note(param)
 
     def _note(self, param: int) -> None:
         whole, known = self._params[param], self._current[param]
@@ -264,18 +258,30 @@ class Gradients:
         if isinstance(grad, ReleasedGradient) or (known is not None and known.is_still(grad)):
             return
         check_divided_alike(param, whole, whole.grad)
-        _check(param, weight, grad)
-        dense = _as_stored(weight, grad)
+        check_gradient(param, weight, grad)
+        dense = as_stored(weight, grad)
         self._device.adopt(dense)
-        arrived = Arrived(grad, grad._version, dense, self._device.now())
-        if self._speculative and dense.numel():
+        # One whose elements share memory, or leave gaps, has no samples: it is taken anew at each look.
+        form = form_of(grad) if dense is grad or is_dense(grad) else None
+        arrived = Arrived(grad, form, own_alias(dense, grad), self._device.now())
+        if self._speculative and form is not None and dense.numel():
             # Of what the user may change: a copy in the weight's order is ours.
-            arrived.view = sample_view(grad) if is_dense(grad) else sample_view(dense)
+            arrived.view = sample_view(grad)
             arrived.sample = arrived.view.clone()
         self._current[param] = arrived
         if self.mode == "release":
             self.memory.came(param, dense.numel() * dense.element_size())
             whole.grad = as_part_of(whole, ReleasedGradient(weight))
+
+    def _forget_changed(self) -> None:
+        """What was noted of gradients that are others now. Samples are read of those alone that lie where they lay: the
+        memory of others may be gone."""
+        for param, arrived in enumerate(self._current):
+            grad = self._params[param].grad
+            if arrived is not None and (grad is None or not arrived.is_still(shard_of(grad))):
+                self._current[param] = None
+        for param in self._changed_in_place():
+            self._current[param] = None
 
     def _changed_in_place(self) -> list[int]:
         """Gradients that were changed through `.data` since they were noted, as far as samples show it."""
@@ -390,24 +396,3 @@ def _remove(hooks: dict[int, torch.utils.hooks.RemovableHandle]) -> None:
 def reference(arrived: Arrived) -> GradRef:
     dense = flat(arrived.dense)
     return GradRef(dense.data_ptr(), dense.numel(), GRAD_DTYPES[dense.dtype])
-
-
-def _check(index: int, weight: torch.Tensor, grad: torch.Tensor) -> None:
-    if grad.layout != torch.strided:
-        raise ParameterError(
-            f"Parameter {index} has a {grad.layout} gradient; only dense gradients are supported. "
-            "Use sparse=False in nn.Embedding."
-        )
-    if grad.dtype != grad_dtype_of(weight):
-        raise ParameterError(
-            f"Parameter {index} has a {grad.dtype} gradient; {grad_dtype_of(weight)} was expected when the optimizer "
-            "was built. Set param.grad_dtype before building it."
-        )
-
-
-def _as_stored(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient in the order of the weight's storage; a copy where it has another."""
-    if grad.stride() == weight.stride() or (grad.is_contiguous() and weight.is_contiguous()):
-        return grad
-    copied = torch.empty_like(weight, dtype=grad.dtype, memory_format=torch.preserve_format)
-    return copied.copy_(grad.detach())

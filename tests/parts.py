@@ -24,7 +24,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "agent/test_buffers.py", "agent/test_clock.py", "agent/test_closing.py", "agent/test_cuda*.py",
         "agent/test_device_life.py",
         "agent/test_emulated.py", "agent/test_exactness.py", "agent/test_executor.py", "agent/test_fruitless.py",
-        "agent/test_gradients.py",
+        "agent/test_gradients.py", "agent/test_replaced_gradients.py",
         "agent/test_gpu_kernels.py", "agent/test_interrupts.py", "agent/test_lanes_ahead.py",
         "agent/test_messages.py", "agent/test_moved.py",
         "agent/test_optimizer.py", "agent/test_overlap.py", "agent/test_pinned.py", "agent/test_runs_ahead.py",

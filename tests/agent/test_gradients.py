@@ -158,6 +158,8 @@ def test_spilled_gradients_leave_the_device_and_return_with_their_state() -> Non
         lambda params: params[0].grad.norm(),
         lambda params: params[0].grad.data.mul_(2),
         lambda params: params[0].grad.zero_(),
+        lambda params: setattr(params[0].grad, "data", torch.ones(40, 3)),
+        lambda params: params[0].grad.set_(torch.ones(40, 3)),
         lambda params: (params[0] * 2).sum().backward(),
     ],
 )
