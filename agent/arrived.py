@@ -53,10 +53,10 @@ def check_gradient(index: int, weight: torch.Tensor, grad: torch.Tensor) -> None
             f"Parameter {index} has a {grad.dtype} gradient; {grad_dtype_of(weight)} was expected when the optimizer "
             "was built. Set param.grad_dtype before building it."
         )
-    if grad.shape != weight.shape or grad.device != weight.device:
+    if grad.shape != weight.shape:  # torch itself refuses one on another device
         raise ParameterError(
-            f"Parameter {index} has a gradient of shape {tuple(grad.shape)} on {grad.device}, and its weight has "
-            f"{tuple(weight.shape)} on {weight.device}. Give .grad the shape and the device of the weight."
+            f"Parameter {index} has a gradient of shape {tuple(grad.shape)}, and its weight has {tuple(weight.shape)}. "
+            "Give .grad the shape of the weight."
         )
     if not grad.data_ptr() and grad.numel():
         raise ParameterError(
