@@ -95,6 +95,12 @@ def test_the_digest_is_of_the_newest_steps() -> None:
     assert pace(STEPS[:1]) == pytest.approx(sum(STEPS[0].phase_seconds.values()))
 
 
+def test_pace_is_of_one_step_also_where_some_were_not_told() -> None:
+    every_other = STEPS[::2]
+    assert len(every_other) > 2
+    assert pace(every_other) == pytest.approx(pace(STEPS))
+
+
 def test_the_verdict_says_what_the_update_waits_for() -> None:
     assert verdict(run_view(), digest(STEPS), 100.0) == (
         "The update is 42 % of the step; it waits 31 % of its time on h2d, 6 % on the rest."
