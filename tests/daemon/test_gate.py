@@ -71,6 +71,7 @@ SUBGROUPS = {"numel": 1, "count": 1, "weight_bytes": 2, "grad_bytes": 2, "state_
     [
         ({"run": "a/b"}, "body.run"),
         ({"rank": -1}, "body.rank"),
+        *[({"agent": name}, "body.agent") for name in ("", ".", "..", "a/b", "a?b", "a b", "-", "é", "a" * 65)],
         ({"device_kind": "abacus"}, "body.device_kind"),
         ({"surprise": 1}, "body.surprise"),
         ({"subgroups": [{**SUBGROUPS, "count": 100_001}]}, "body.subgroups.0.count"),
