@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import re
 import socket
 import ssl
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tidegate.daemon.connections import Connection, Connections, Reason
+from tidegate.daemon.gate import AUTHORITY
 from tidegate.daemon.problems import problem
 
 MAX_HEADER_BYTES: Final = 65_536
@@ -27,6 +29,7 @@ AT_ONCE: Final = 16
 """Connections that are accepted before those that are open have their turn."""
 PAUSE_SECONDS: Final = 0.05
 """Where no connection can be accepted."""
+_AUTHORITY_END: Final = re.compile(rb"[/?#]")
 _NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -76,6 +79,8 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
             raise OverflowError
+        if not self.url.startswith(b"/") and b"://" in self.url:
+            self.scope["state"][AUTHORITY] = _AUTHORITY_END.split(self.url.partition(b"://")[2], 1)[0].decode("latin-1")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

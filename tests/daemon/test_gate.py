@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
+from http.client import HTTPResponse
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -30,6 +33,55 @@ def test_own_names(daemon: Daemon, host: str) -> None:
 def test_other_names(daemon: Daemon, host: str, path: str) -> None:
     answer = daemon.http("GET", path, headers={"Host": host})
     assert (answer.status_code, answer.json()["type"]) == (400, "wrong-host")
+
+
+def ask(daemon: Daemon, *lines: str, body: bytes = b"") -> tuple[int, dict[str, Any], HTTPResponse]:
+    """What is answered to a request of these lines, with a token, on a connection of its own."""
+    address = urlsplit(daemon.url)
+    head = "\r\n".join((*lines, f"Authorization: Bearer {daemon.tokens['read']}", "", "")).encode()
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(head + body)
+        answer = HTTPResponse(connection)
+        answer.begin()
+        return answer.status, json.loads(answer.read()), answer
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("GET {path} HTTP/1.1", "Host: 127.0.0.1", "Host: evil.example"),
+        ("GET {path} HTTP/1.1", "Host: evil.example", "Host: 127.0.0.1"),
+        ("GET {path} HTTP/1.1", "Host: 127.0.0.1", "Host: 127.0.0.1"),
+        ("GET http://evil.example{path} HTTP/1.1", "Host: 127.0.0.1"),
+        ("GET http://127.0.0.1@evil.example{path} HTTP/1.1", "Host: 127.0.0.1"),
+        ("GET HTTPS://evil.example:8790{path} HTTP/1.1", "Host: 127.0.0.1"),
+        ("GET http://127.0.0.1{path} HTTP/1.1", "Host: 127.0.0.1", "Host: evil.example"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/runs", "/healthz"])
+def test_a_request_has_one_host_and_it_is_the_daemon(daemon: Daemon, lines: tuple[str, ...], path: str) -> None:
+    status, problem, _ = ask(daemon, *[line.format(path=path) for line in lines])
+    assert (status, problem["type"]) == (400, "wrong-host")
+
+
+@pytest.mark.parametrize("target", ["http://127.0.0.1:8790/v1/runs", "HTTP://LOCALHOST/v1/runs?x=http://evil.example"])
+def test_a_target_may_be_a_whole_address(daemon: Daemon, target: str) -> None:
+    assert ask(daemon, f"GET {target} HTTP/1.1", "Host: localhost")[0] == 200
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1:18801@evil.example", ".", "-", "[::1", "a b", "evil.example/x"])
+def test_what_can_be_no_name_is_not_offered_as_one(daemon: Daemon, host: str) -> None:
+    status, problem, _ = ask(daemon, "GET /v1/runs HTTP/1.1", f"Host: {host}")
+    assert (status, problem["type"]) == (400, "wrong-host")
+    assert "--allowed-host" not in problem["detail"]
+    assert f"{host!r} is no name" in problem["detail"]
+
+
+@pytest.mark.parametrize("host", ["head", "a_b.example", "10.0.0.1:8790", "[fd00::1]:80", "EVIL.example."])
+def test_another_name_is_offered(daemon: Daemon, host: str) -> None:
+    _, problem, _ = ask(daemon, "GET /v1/runs HTTP/1.1", f"Host: {host}")
+    name = host.removesuffix(":80").removesuffix(":8790").strip("[]").lower()
+    assert f"--allowed-host {name}." in problem["detail"]
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
