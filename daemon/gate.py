@@ -128,7 +128,8 @@ class Gate:
         return problem(status, type, detail, CHALLENGE if status == 401 else None)
 
     async def _read(self, headers: Headers, receive: Receive, most: int) -> bytes | None:
-        """The whole body; None when it is too large, told before it is read where the length is known."""
+        """The whole body; None when it is too large, told before it is read where the length is known, and when the
+        client goes before its end: half a request is none."""
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > most:
             return None
@@ -139,8 +140,8 @@ class Gate:
         while more:
             message = await receive()
             body += message.get("body", b"")
-            more = message["type"] == "http.request" and message.get("more_body", False)
-            if len(body) > most:
+            more = message.get("more_body", False)
+            if len(body) > most or message["type"] == "http.disconnect":
                 return None
         return bytes(body)
 
