@@ -11,7 +11,7 @@ from typing import Final
 
 from tidegate.client import SCOPES, Scope
 from tidegate.daemon.problems import ProblemError
-from tidegate.daemon.state_directory import read_private, write_private
+from tidegate.daemon.state_directory import read_private, unwritable, write_private
 from tidegate.daemon.store import Store
 from tidegate.daemon.tokens import StoredToken, digest_of
 from tidegate.errors import DaemonError
@@ -85,7 +85,7 @@ def ensure_files(store: Store, home: Path) -> None:
             elif known is None or known.state(time.time()) != "valid":
                 write_private(path, store.tokens.issue(scope, scope))
         except OSError as error:
-            raise DaemonError(f"The token file {path} cannot be used: {error.strerror or error}.") from error
+            raise DaemonError(f"The token file {path} cannot be used: {unwritable(error)}.") from error
 
 
 def read_files(store: Store, token_dir: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from tidegate.errors import DaemonError
 
 _REASONS: Final = {
     sqlite3.SQLITE_FULL: "its disk is full",
@@ -16,6 +20,15 @@ _REASONS: Final = {
     sqlite3.SQLITE_CANTOPEN: "it cannot be opened",
     sqlite3.SQLITE_CORRUPT: "it is damaged",
     sqlite3.SQLITE_NOTADB: "it is damaged",
+}
+_REMEDIES: Final = {
+    sqlite3.SQLITE_FULL: "make room on its disk, then try again",
+    sqlite3.SQLITE_READONLY: "let this user write it and its directory, then try again",
+    sqlite3.SQLITE_IOERR: "see whether its disk is full or the system's log tells of errors, then try again",
+    sqlite3.SQLITE_CANTOPEN: "see whose it and its directory are, then try again",
+    sqlite3.SQLITE_CORRUPT: "`tidegate doctor --state` shows what can still be read",
+    sqlite3.SQLITE_NOTADB: "bring back a copy of it",
+    sqlite3.SQLITE_BUSY: "try again",
 }
 
 
@@ -58,11 +71,38 @@ def why_unusable(error: BaseException) -> str | None:
     if not isinstance(error, DBAPIError):
         return None
     found: Any = error.orig
-    code = getattr(found, "sqlite_errorcode", None)
+    code = _code(error)
     said = (str(found).strip().splitlines() or [type(found).__name__])[0][:200].rstrip(".")
     if isinstance(code, int):
-        reason = _REASONS.get(code & 0xFF)
+        reason = _REASONS.get(code)
         return f"The daemon's database cannot be used: {reason} (SQLite says: {said})." if reason else None
     # Of other databases: "errors related to the database's operation", by PEP 249.
     is_operational = type(error).__name__ == "OperationalError" and not isinstance(found, sqlite3.Error)
     return f"The daemon's database cannot be used ({said})." if is_operational else None
+
+
+@contextlib.contextmanager
+def told(undone: str) -> Iterator[None]:
+    """DaemonError with the reason, with `undone` (what has not happened) and with what to do, instead of an error of a
+    database that cannot be used or that another process has locked."""
+    try:
+        yield
+    except SQLAlchemyError as error:
+        why = why_unusable(error)
+        if _code(error) == sqlite3.SQLITE_BUSY:
+            why = "Another process holds the write lock of the daemon's database."
+        if why is None:
+            raise
+        raise DaemonError(f"{why} {undone}: {remedy(error) or 'put that right, then try again'}.") from error
+
+
+def remedy(error: BaseException) -> str | None:
+    """What to do about an error of SQLite; None where that is not known."""
+    code = _code(error)
+    return None if code is None else _REMEDIES.get(code)
+
+
+def _code(error: BaseException) -> int | None:
+    """SQLite's primary result code; None for errors of others."""
+    code = getattr(getattr(error, "orig", None), "sqlite_errorcode", None)
+    return code & 0xFF if isinstance(code, int) else None

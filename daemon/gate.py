@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -29,6 +30,12 @@ OPEN_BODY_BYTES: Final = 65_536
 TOO_MANY: Final = (
     "All connections that the daemon's limit of descriptors allows are in use: raise it (ulimit -n, LimitNOFILE)."
 )
+AUTHORITY: Final = "authority"
+"""In a request's state: the host in its target, where that is a whole address (`GET http://host/path`)."""
+_HOST: Final = re.compile(
+    r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?))(?::[0-9]*)?"
+)
+"""A Host header that can be meant: a name or an address, with or without a port."""
 _OWN_NAME: Final = "tidegate.own_name"
 log = logging.getLogger(__name__)
 
@@ -73,19 +80,24 @@ class Gate:
         await self._app(scope, _replay(body, receive), send)
 
     async def _wrong_place(self, scope: Scope, asked: Asked, headers: Headers) -> Response | None:
-        """Refuses what a web page can make a browser send: another Host (DNS rebinding), another origin."""
+        """Refuses what a web page can make a browser send: another Host (DNS rebinding), another origin. And what a
+        proxy may take for a request to somebody else: several hosts (RFC 9112, 3.2)."""
         origin = headers.get("origin")
-        if not (asked.by_any_name and origin is None) and not await self._is_own_name(scope):
-            host = _hostname(headers.get("host", ""))
-            detail = f"This daemon is not {host[:253]!r}. If it should be, start it with --allowed-host {host[:253]}."
-            return problem(400, "wrong-host", detail)
+        if len(headers.getlist("host")) > 1:
+            return problem(400, "wrong-host", "The request has several Host headers: send one.")
+        hosts = [] if asked.by_any_name and origin is None else [headers.get("host", "")]
+        if (authority := scope.get("state", {}).get(AUTHORITY)) is not None:
+            hosts = [headers.get("host", ""), authority]
+        for host in hosts:
+            if not await self._is_own_name(scope, host):
+                return problem(400, "wrong-host", _not_the_daemon(host))
         if origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower():
             return problem(403, "cross-origin", "The daemon answers no web page of another origin.")
         return None
 
-    async def _is_own_name(self, scope: Scope) -> bool:
-        """What starlette says of the Host header; its answer in plain text is not sent."""
-        seen = {**scope}
+    async def _is_own_name(self, scope: Scope, host: str) -> bool:
+        """What starlette says of such a Host header; its answer in plain text is not sent."""
+        seen = {**scope, "headers": [(b"host", host.encode("latin-1"))]}
         await self._trusted_host(seen, _nothing_comes, _not_sent)
         return _OWN_NAME in seen
 
@@ -116,7 +128,8 @@ class Gate:
         return problem(status, type, detail, CHALLENGE if status == 401 else None)
 
     async def _read(self, headers: Headers, receive: Receive, most: int) -> bytes | None:
-        """The whole body; None when it is too large, told before it is read where the length is known."""
+        """The whole body; None when it is too large, told before it is read where the length is known, and when the
+        client goes before its end: half a request is none."""
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > most:
             return None
@@ -127,8 +140,8 @@ class Gate:
         while more:
             message = await receive()
             body += message.get("body", b"")
-            more = message["type"] == "http.request" and message.get("more_body", False)
-            if len(body) > most:
+            more = message.get("more_body", False)
+            if len(body) > most or message["type"] == "http.disconnect":
                 return None
         return bytes(body)
 
@@ -160,7 +173,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-def _hostname(header: str) -> str:
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.partition(":")[0].lower()
+def _not_the_daemon(host: str) -> str:
+    """What a Host header is told that names another host, or none."""
+    if (found := _HOST.fullmatch(host)) is None:
+        return f"The host {host[:253]!r} is no name of this daemon: send the name or address by which it is reached."
+    name = (found["ipv6"] or found["name"]).lower()
+    return f"This daemon is not {name!r}. If it should be, start it with --allowed-host {name}."

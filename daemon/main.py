@@ -22,9 +22,10 @@ from prometheus_client import Counter
 
 from tidegate.daemon.app import create_app
 from tidegate.daemon.connections import Connection, Connections, descriptor_limit, raise_descriptor_limit
+from tidegate.daemon.database_file import told
 from tidegate.daemon.protocol import Acceptor, Protocol
 from tidegate.daemon.settings import Settings
-from tidegate.daemon.state_directory import exclusive, prepare, write_private
+from tidegate.daemon.state_directory import exclusive, prepare, unwritable, write_private
 from tidegate.errors import DaemonError
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ def serve(settings: Settings) -> int:
         home = prepare(settings.state_dir)
         settings.announced_host(settings.bind)  # before a port is taken
         with exclusive(home), _listen(settings.bind, settings.port) as listener:
-            server = make_server(create_app(settings), settings)
+            with told("The daemon has not started"):
+                server = make_server(create_app(settings), settings)
             if threading.current_thread() is threading.main_thread():
                 # Until uvicorn has handlers of its own; and it raises the signal again when it has shut down.
                 signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
@@ -154,7 +156,7 @@ def _announced(settings: Settings, listener: socket.socket) -> Iterator[None]:
     try:
         write_private(path, json.dumps({"url": url, "pid": os.getpid(), "bind": host, "port": port}))
     except OSError as error:
-        raise DaemonError(f"The daemon's address cannot be written to {path}: {error.strerror}.") from error
+        raise DaemonError(f"The daemon's address cannot be written to {path}: {unwritable(error)}.") from error
     print(f"Tidegate daemon at {url}, state in {settings.home}.", flush=True)
     if not settings.tls_certificate and not _is_loopback(host):
         log.warning("tokens cross the network as they are: give --tls-certificate, or put a TLS proxy in front")

@@ -12,7 +12,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from tidegate.daemon.settings import Settings
-from tidegate.daemon.state_directory import read_private, write_private
+from tidegate.daemon.state_directory import read_private, unwritable, write_private
 from tidegate.daemon.store import BUSY_SECONDS, Store
 from tidegate.errors import DaemonError
 
@@ -38,7 +38,7 @@ def open_store(settings: Settings) -> Store:
         if name not in known:
             write_private(marker, "\n".join([*known, name]))
     except OSError as error:
-        raise DaemonError(f"The state in {settings.home} cannot be used: {error.strerror or error}.") from error
+        raise DaemonError(f"The state in {settings.home} cannot be used: {unwritable(error)}.") from error
     return store
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import re
 import socket
 import ssl
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tidegate.daemon.connections import Connection, Connections, Reason
+from tidegate.daemon.gate import AUTHORITY
 from tidegate.daemon.problems import problem
 
 MAX_HEADER_BYTES: Final = 65_536
@@ -27,7 +29,13 @@ AT_ONCE: Final = 16
 """Connections that are accepted before those that are open have their turn."""
 PAUSE_SECONDS: Final = 0.05
 """Where no connection can be accepted."""
+_AUTHORITY_END: Final = re.compile(rb"[/?#]")
 _NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+NO_UPGRADE: Final = "The daemon speaks HTTP/1.1 and nothing else: send a request with a body without `Upgrade`."
+
+
+class _OfferWithBody(Exception):
+    """A request with a body that offers another protocol: the parser would take its body for the next request."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -53,13 +61,12 @@ class Protocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._received += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._refuse("invalid", problem(400, "no-upgrade", "The daemon speaks HTTP/1.1 and nothing else."))
-            return
+            self._parse(data)
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, OverflowError):
                 self._refuse_headers()
+            elif isinstance(error.__context__, _OfferWithBody):
+                self._refuse("invalid", problem(400, "no-upgrade", NO_UPGRADE))
             else:
                 self._refuse("invalid", problem(400, "no-http", "This is no valid HTTP/1.1 request."))
             return
@@ -67,6 +74,15 @@ class Protocol(HttpToolsProtocol):
             self._refuse_headers()
             return
         self._book.progress(self._connection)
+
+    def _parse(self, data: bytes) -> None:
+        """The offer of another protocol is ignored (RFC 9110, 7.8): the next request is one of HTTP/1.1 as well."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -76,6 +92,10 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
             raise OverflowError
+        if self.parser.should_upgrade() and any(_announces_body(name, value) for name, value in self.headers):
+            raise _OfferWithBody
+        if not self.url.startswith(b"/") and b"://" in self.url:
+            self.scope["state"][AUTHORITY] = _AUTHORITY_END.split(self.url.partition(b"://")[2], 1)[0].decode("latin-1")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -109,12 +129,20 @@ class Protocol(HttpToolsProtocol):
 
     def _answer(self, answer: Response) -> None:
         """Says why, unless another answer is under way or has been given, and closes."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.abort()
-            return
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if cycle.response_started or not cycle.more_body or self.pipeline:
+                self.transport.abort()
+                return
+            cycle.disconnected = True  # its application waits for the body: it finds the client gone
+            cycle.message_event.set()
         head = [b"%s: %s\r\n" % header for header in (*answer.raw_headers, (b"connection", b"close"))]
         self.transport.write(b"".join((STATUS_LINE[answer.status_code], *head, b"\r\n", bytes(answer.body))))
         self.transport.close()
+
+
+def _announces_body(name: bytes, value: bytes) -> bool:
+    return name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0") != b"")
 
 
 class Acceptor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -44,7 +45,7 @@ def prepare(state_dir: Path) -> Path:
         _check(own)
         _move_here(state_dir, own)
     except OSError as error:
-        raise DaemonError(f"The state directory {state_dir} cannot be made: {error.strerror or error}.") from error
+        raise DaemonError(f"The state directory {state_dir} cannot be made: {unwritable(error)}.") from error
     return own
 
 
@@ -169,6 +170,13 @@ def write_private(path: Path, text: str) -> None:
         raise
 
 
+def unwritable(error: OSError) -> str:
+    """Why the system refused a file of the state; of a full disk also what to do. It ends without a full stop."""
+    why = error.strerror or str(error)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{why}. Make room on its disk, then start the daemon again" if full else why
+
+
 def proof_key(home: Path) -> str:
     """The secret with which this daemon proves itself; made where there is none."""
     path = home / KEY_FILE
@@ -176,5 +184,5 @@ def proof_key(home: Path) -> str:
         if not (key := read_private(path)):
             write_private(path, key := secrets.token_hex(32))
     except OSError as error:
-        raise DaemonError(f"The file {path} cannot be used: {error.strerror or error}.") from error
+        raise DaemonError(f"The file {path} cannot be used: {unwritable(error)}.") from error
     return key

@@ -23,7 +23,7 @@ from tidegate.daemon import alert_table
 from tidegate.daemon.alert_table import AlertTable, KnownAlert
 from tidegate.daemon.control import canary
 from tidegate.daemon.control.generations import Ballot, Generation
-from tidegate.daemon.database_file import DatabaseFile
+from tidegate.daemon.database_file import DatabaseFile, remedy
 from tidegate.daemon.migrations.upgrade import upgrade
 from tidegate.daemon.off_loop import off_loop
 from tidegate.daemon.readable import Readable, json_of, text_of
@@ -125,8 +125,11 @@ class Store:
                 event.listen(engine, "begin", self._check_file, insert=True)
         except (SQLAlchemyError, ImportError) as error:
             why = str(getattr(error, "orig", None) or error).splitlines()[0]
+            found = remedy(error)
             shown = url if "@" not in url else url.partition("://")[0]
-            raise DaemonError(f"The database {shown} cannot be opened: {why}.") from error
+            raise DaemonError(
+                f"The database {shown} cannot be opened: {why}{f'; {found}' if found else ''}."
+            ) from error
         self.thread = ThreadPoolExecutor(1, "tidegate-store")
         self._session = sessionmaker(self._engine, expire_on_commit=False)
         self._reading = sessionmaker(_reading(self._engine))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -483,6 +485,16 @@ def test_tokens_of_no_daemon(tmp_path: Path, words: tuple[str, ...]) -> None:
     code, out, error = run(None, "token", *words, state=tmp_path / "none")
     assert (code, out, "--state-dir" in error, error.count("\n")) == (2, "", True, 0)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_a_token_that_waits_in_vain_for_the_database_is_not_made(daemon: Daemon) -> None:
+    with contextlib.closing(sqlite3.connect(daemon.state / "tidegate.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        code, out, error = run(daemon, "token", "create", "read")
+        other.execute("ROLLBACK")
+    assert (code, out) == (1, "")
+    assert error.endswith("cannot be opened: database is locked; try again. No token was made.")
 
 
 def test_doctor(daemon: Daemon) -> None:

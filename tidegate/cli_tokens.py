@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from tidegate.cli_options import duration, utf8
 from tidegate.cli_training import needs
 from tidegate.client import SCOPES, actor, state_dir
-from tidegate.errors import ConfigError, TidegateError
+from tidegate.errors import ConfigError, DaemonError, TidegateError
 from tidegate.terminal import say
 from tidegate.wire.base import RunName
 
@@ -50,14 +50,14 @@ def create(
     if run is not None:
         _check_run(run)
     ends = time.time() + duration(expires, "--expires") if expires is not None else None
-    with _tokens(state, database_url) as tokens:
+    with _tokens(state, database_url, "No token was made") as tokens:
         say(tokens.issue(found, (name or scope)[:64], run=run, expires_at=ends, actor=actor()))
 
 
 @app.command("list")
 def show(state: State = None, database_url: Database = None, as_json: Json = False) -> None:
     """List the tokens: what they open and until when. What they are is stored nowhere."""
-    with _tokens(state, database_url) as tokens:
+    with _tokens(state, database_url, "Nothing can be listed") as tokens:
         rows = [_row(token) for token in tokens.all()]
     if as_json:
         say(json.dumps(rows))
@@ -75,7 +75,7 @@ def revoke(
     database_url: Database = None,
 ) -> None:
     """Withdraw a token for good. The running daemon refuses it within two seconds."""
-    with _tokens(state, database_url) as tokens:
+    with _tokens(state, database_url, "Nothing was withdrawn, the token stays valid") as tokens:
         revoked = tokens.revoke(id, actor())
     if revoked is None:
         raise TidegateError(f"Not exactly one token has an id that begins with {id!r}: see `tidegate token list`.")
@@ -83,8 +83,10 @@ def revoke(
 
 
 @contextmanager
-def _tokens(state: Path | None, database_url: str | None) -> Iterator[TokenTable]:
+def _tokens(state: Path | None, database_url: str | None, undone: str) -> Iterator[TokenTable]:
+    """`undone`: what has not happened where the database cannot be used, for the error."""
     with needs():
+        from tidegate.daemon.database_file import told
         from tidegate.daemon.settings import Settings
         from tidegate.daemon.store import Store
     settings = Settings(state_dir=(state or state_dir()).expanduser().absolute(), database_url=database_url)
@@ -93,9 +95,13 @@ def _tokens(state: Path | None, database_url: str | None) -> Iterator[TokenTable
             f"There is no database of a daemon at {settings.database}: name its state directory with --state-dir or "
             "TIDEGATE_STATE_DIR (a daemon that starts for the first time makes it), or its --database-url."
         )
-    store = Store(settings.url)
     try:
-        yield store.tokens
+        store = Store(settings.url)
+    except DaemonError as error:
+        raise DaemonError(f"{error} {undone}.") from error
+    try:
+        with told(undone):
+            yield store.tokens
     finally:
         store.close()
 

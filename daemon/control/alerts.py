@@ -1,8 +1,8 @@
 """The alerts that Alertmanager tells of: the newest word on each is stored, and each change is a row of the audit log.
 
 A bounded number is kept, for each run and each token that tells: the worst of those that fire, of the equally bad those
-that have fired longest, and the newest that were resolved. So what one token tells hides nothing of another's, and what
-comes later nothing that is as bad.
+that have fired longest, of those with one start the first that were told; and the newest that were resolved. So what
+one token tells hides nothing of another's, and what comes later nothing that is as bad.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _Key = tuple[str, str]
 @dataclass(frozen=True, slots=True)
 class Taken:
     """What became of a message: `changed` alerts were written down, `repeated` ones were known, `late` ones are older
-    than what is known, for those `over_quota` the token has no room."""
+    than what is known, for those `over_quota` the token has no room: new ones are not written down, known ones that
+    fire are kept no longer."""
 
     changed: tuple[AlertView, ...] = ()
     repeated: int = 0
@@ -47,6 +48,7 @@ class AlertBook:
         self._store = store
         self._wall = wall
         self._known = {alert.key: alert for alert in store.alerts.all()}
+        """In the order in which they began to fire or were resolved, as far as this process was told."""
 
     def of(self, run: str, state: AlertState | None = None) -> list[AlertView]:
         """The alerts of a run, worst first."""
@@ -71,12 +73,14 @@ class AlertBook:
                 repeated += 1
             else:
                 changed.append((alert, before is not None))
+                known.pop(key, None)  # it is the last one told now
             known[key] = KnownAlert(alert, before.owner if before else owner)
         oldest = self._wall() - RESOLVED_SECONDS
         gone = {alert.key for alert in known.values() if _is_old(alert, oldest)} | _over_quota(known.values())
         # What becomes of an alert that was written down is written down, too, whether or not it is kept.
         written = [alert for alert, was_known in changed if was_known or (alert.run, alert.fingerprint) not in gone]
         kept = {key: alert for key, alert in known.items() if key not in gone}
+        displaced = sum(known[key].view.state == "firing" for key in gone & self._known.keys())
         news = dict.fromkeys((alert.run, alert.fingerprint) for alert in written)
         if written or gone & self._known.keys():
             self._store.save(
@@ -86,7 +90,7 @@ class AlertBook:
                 forgotten_alerts=gone & self._known.keys(),
             )
         self._known = kept
-        return Taken(tuple(written), repeated, late, len(changed) - len(written))
+        return Taken(tuple(written), repeated, late, len(changed) - len(written) + displaced)
 
     def forget(self, run: str) -> None:
         """The run is deleted, and its alerts were with it."""
@@ -95,24 +99,25 @@ class AlertBook:
     def _shown(self, state: AlertState | None, wanted: Callable[[KnownAlert], bool]) -> list[AlertView]:
         oldest = self._wall() - RESOLVED_SECONDS
         found = (alert for alert in self._known.values() if wanted(alert) and not _is_old(alert, oldest))
-        return [alert.view for alert in sorted(found, key=_rank) if state in (None, alert.view.state)]
+        ranked = sorted(found, key=lambda alert: (*_rank(alert), alert.view.fingerprint))
+        return [alert.view for alert in ranked if state in (None, alert.view.state)]
 
 
 def _is_old(alert: KnownAlert, oldest: float) -> bool:
     return alert.view.state == "resolved" and alert.view.received_at < oldest
 
 
-def _rank(alert: KnownAlert) -> tuple[bool, int, float, str]:
+def _rank(alert: KnownAlert) -> tuple[bool, int, float]:
     """Those that fire first: by severity, then those that have fired longest. Then the others, newest first."""
     view = alert.view
     if view.state == "resolved":
-        return True, 0, -(view.ends_at or view.starts_at), view.fingerprint
+        return True, 0, -(view.ends_at or view.starts_at)
     severity = SEVERITIES.index(view.severity) if view.severity in SEVERITIES else len(SEVERITIES)
-    return False, severity, view.starts_at, view.fingerprint
+    return False, severity, view.starts_at
 
 
 def _over_quota(alerts: Iterable[KnownAlert]) -> set[_Key]:
-    """Those for which their token has no room."""
+    """Those for which their token has no room. Of equal ones the first given stay."""
     return set(_without_room(sorted(alerts, key=_rank)))
 
 

@@ -193,6 +193,48 @@ def test_what_is_kept_is_bounded_and_what_finds_no_room_is_not_written_down(
     assert tell(daemon, firing[3]) == receipt(changed=1), "there is room again"
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_of_the_equally_bad_the_first_told_stay(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    """Whatever their fingerprints."""
+    monkeypatch.setattr(book, "FIRING_KEPT", 3)
+    run = new_run()
+    Agent(daemon, run)
+    told = [alert(run, fingerprint=f"{0xFFFF - number:04x}") for number in range(5)]
+    if at_once:
+        assert tell(daemon, *told) == receipt(changed=3, over_quota=2)
+    else:
+        expected = [receipt(changed=1)] * 3 + [receipt(over_quota=1)] * 2
+        assert [tell(daemon, one) for one in told] == expected
+    kept = {a["fingerprint"] for a in told[:3]}
+    assert {a.fingerprint for a in daemon.client().alerts(run)} == kept
+    assert len(rows(daemon, run)) == 3
+    assert tell(daemon, *told[::-1]) == receipt(repeated=3, over_quota=2)
+    assert {a.fingerprint for a in daemon.client().alerts(run)} == kept
+
+
+def test_what_a_worse_one_displaces_is_counted(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "FIRING_KEPT", 3)
+    run = new_run()
+    Agent(daemon, run)
+    first, second, third = (alert(run) for _ in range(3))
+    assert tell(daemon, first, second, third) == receipt(changed=3)
+    worse = alert(run, labels={"alertname": "TidegateAgentLost", "severity": "critical", "run": run})
+    assert tell(daemon, worse) == receipt(changed=1, over_quota=1)
+    assert [a.fingerprint for a in daemon.client().alerts(run)][:1] == [worse["fingerprint"]]
+    assert third["fingerprint"] not in {a.fingerprint for a in daemon.client().alerts(run)}
+    assert tell(daemon, third) == receipt(over_quota=1)
+
+
+def test_what_fires_again_displaces_none_that_is_as_bad(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "FIRING_KEPT", 3)
+    run = new_run()
+    Agent(daemon, run)
+    again, *others = (alert(run) for _ in range(4))
+    tell(daemon, again, {**again, "status": "resolved", "endsAt": END}, *others)
+    assert tell(daemon, again) == receipt(changed=1, over_quota=1), "told, since what became of it is, and not kept"
+    assert {a.fingerprint for a in daemon.client().alerts(run)} == {a["fingerprint"] for a in others}
+
+
 def junk(run: str | None, count: int, severity: str = "critical") -> list[dict[str, Any]]:
     return [
         alert(

@@ -360,6 +360,62 @@ def test_a_full_disk_is_told_and_takes_no_changes(tmp_path: Path) -> None:
         assert patch(daemon, "llama", 9)[0] in (200, 202)
 
 
+COMMANDS_ON_A_FULL_DISK = """
+import contextlib, io, json, pathlib, sqlite3, sys
+from tidegate.cli import main
+state, told = pathlib.Path(sys.argv[1]), []
+def run(*words):
+    sys.argv[1:] = [*words, "--state-dir", str(state)]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+        try:
+            main()
+        except SystemExit as end:
+            told.append([end.code, out.getvalue(), error.getvalue()])
+with contextlib.closing(sqlite3.connect(state / "tidegate.db")) as opened:  # it has its log, as while a daemon runs
+    (digest,) = opened.execute("SELECT digest FROM tokens").fetchone()
+    with contextlib.suppress(OSError), (state / "fill").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    run("token", "create", "read")
+    run("token", "revoke", digest)
+    run("token", "list", "--json")
+    run("daemon", "--port", "0")
+    (state / "read.token").unlink()
+    run("daemon", "--port", "0")
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounting needs root, unshare")
+def test_commands_on_a_full_disk_say_what_was_not_done_and_what_to_do(tmp_path: Path) -> None:
+    state, disk = tmp_path / "state", tmp_path / "disk"
+    create_app(Settings(state_dir=state)).state.plane.store.close()
+    disk.mkdir()
+    mounted = 'mount -t tmpfs -o size=1m,mode=0700 none "$1" && cp -a "$0"/. "$1" && exec "$2" -c "$3" "$1"'
+    words = ["unshare", "--mount", "sh", "-c", mounted, str(state), str(disk), sys.executable, COMMANDS_ON_A_FULL_DISK]
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment(disk), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    created, revoked, listed, started, without_token = json.loads(done.stdout)
+    full = "The daemon's database cannot be used: its disk is full (SQLite says: database or disk is full)."
+    assert created == [1, "", f"tidegate: {full} No token was made: make room on its disk, then try again.\n"]
+    assert revoked == [
+        1, "", f"tidegate: {full} Nothing was withdrawn, the token stays valid: make room on its disk, then try "
+        "again.\n",
+    ]  # fmt: skip
+    assert {token["state"] for token in json.loads(listed[1])} == {"valid"}
+    assert started == [
+        1, "", f"tidegate: The daemon's address cannot be written to {disk}/daemon.json: No space left on device. Make "
+        "room on its disk, then start the daemon again.\n",
+    ]  # fmt: skip
+    assert without_token == [
+        1,
+        "",
+        f"tidegate: {full} The daemon has not started: make room on its disk, then try again.\n",
+    ]
+
+
 def test_who_asks_often_makes_few_writes(tmp_path: Path) -> None:
     with threaded(tmp_path) as daemon:
         begun: list[object] = []

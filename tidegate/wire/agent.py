@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tidegate.wire.base import (
+    AgentId,
     Count,
     DeviceKind,
     Duration,
@@ -81,7 +82,7 @@ class AgentHello(Message):
     """Registers one rank of a run."""
 
     protocol: Whole = PROTOCOL_VERSION
-    agent: Label
+    agent: AgentId
     """A random id that the agent made; the same for its whole life, reconnections included."""
     run: RunName
     rank: Rank

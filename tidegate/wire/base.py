@@ -36,6 +36,8 @@ CountBy = Annotated[dict[Label, Count], Field(max_length=128)]
 SumBy = dict[Label, Sum]
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+AgentId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""It is a part of addresses: no name of a folder, no `/`."""
 Rank = Annotated[int, Field(strict=True, ge=0, lt=1_000_000)]
 # The check has the bound, and says more than a bound would.
 PathName = Annotated[str, AfterValidator(check_path_name), WithJsonSchema({"type": "string", "maxLength": 32})]
