@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pty
@@ -21,7 +22,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tests import forked
 from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, listen, new_run, threaded, wait_until
 from tests.services import daemon_process
+from tidegate import cli_watch
+from tidegate.client import DaemonClient
+from tidegate.errors import DaemonUnreachable
 from tidegate.wire.agent import AgentReport, Vote
+from tidegate.wire.event import Event
 from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
 
@@ -372,6 +377,23 @@ def test_what_was_told_is_no_news_when_the_daemon_is_back(tmp_path: Path) -> Non
     told = [line.split("  ", 1)[1] for line in lines]
     assert len(told) == len(set(told)), lines
     assert "rank 0 is live\n" in told
+
+
+def test_who_follows_gives_up_on_a_daemon_that_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli_watch, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(cli_watch, "PAUSE_SECONDS", 0.01)
+    tries = itertools.count()
+
+    class Gone(DaemonClient):
+        def events(self, run: str, last_event_id: int | None = None) -> Iterator[Event]:
+            assert next(tries) < 200, "it goes on for ever"
+            yield from super().events(run, last_event_id)
+
+    with Gone("http://127.0.0.1:9", "token") as client, pytest.raises(DaemonUnreachable):
+        cli_watch._print_events(client, "llama-7b", 0, None, False, cli_watch.Told())
+    assert next(tries) > 1, "it is patient for a while"
 
 
 def _asked(daemon: Daemon, route: str) -> float:
