@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -167,9 +168,9 @@ def test_nothing_that_is_sent_makes_the_daemon_fail(daemon: Daemon, agent: Agent
     for _ in range(data.draw(st.integers(1, 3))):
         holder, key = data.draw(st.sampled_from(list(places(body))))
         if isinstance(holder, dict) and data.draw(st.integers(0, 4)) == 0:
-            holder[data.draw(st.sampled_from(ODD_KEYS))] = data.draw(ODD)
+            holder[data.draw(st.sampled_from(ODD_KEYS))] = copy.deepcopy(data.draw(ODD))
         else:
-            holder[key] = data.draw(ODD)
+            holder[key] = copy.deepcopy(data.draw(ODD))  # the next odd value may be put into this one
     answer = sent(daemon, method, path, scope, body)
     if answer.status_code < 300:
         all_is_well(daemon, agent.message.run)
