@@ -156,6 +156,7 @@ class Store:
         """Writes a little; raises what SQLAlchemy does where that fails. Not for an event loop, it may wait."""
         with self._probing.begin() as session:
             session.merge(CounterRow(name=_PROBE, next=int(time.time())))
+        self.patience.in_vain = False  # nobody holds the lock any more: changes wait for it again
 
     def close(self) -> None:
         self.thread.shutdown()
