@@ -100,7 +100,7 @@ bench: $(VENV)/test ## measure what the README claims (BENCH=bench/papers.py BEN
 
 .PHONY: torture soak
 torture: MARK := torture
-torture: $(VENV)/test system ## kill it, fill its disks, corrupt its files; minutes
+torture: $(VENV)/test system ## kill it, damage its files, attack it with requests and daemons; minutes
 	@$(run_marked)
 soak: MARK := soak
 soak: $(VENV)/test system ## train for a long time and look for leaks
