@@ -17,6 +17,8 @@ from tidegate.daemon.tokens import StoredToken, digest_of
 from tidegate.errors import DaemonError
 
 REFRESH_SECONDS: Final = 2.0
+UNKNOWN_REFRESH_SECONDS: Final = 0.2
+"""Age of the tokens in memory from which a token that is not among them makes the daemon read them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ def bearer(header: str) -> str:
 
 
 class Tokens:
-    """The tokens of the store, read again every two seconds so that new and withdrawn ones take effect."""
+    """The tokens of the store. They are read again when they are two seconds old, so that withdrawn ones are refused,
+    and when an unknown token is shown, which may be a new one."""
 
     def __init__(
         self, store: Store, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
@@ -60,17 +63,30 @@ class Tokens:
 
         Every stored digest is compared, each in constant time.
         """
-        if self._clock() - self._read_at >= REFRESH_SECONDS:
-            self._known = self._store.tokens.all()
-            self._read_at = self._clock()
-        asked, found = digest_of(token), None
-        for known in self._known:
-            if hmac.compare_digest(asked, known.digest):
-                found = known
+        asked = digest_of(token)
+        self._refresh(REFRESH_SECONDS)
+        found = self._find(asked)
+        if found is None and self._refresh(UNKNOWN_REFRESH_SECONDS):
+            found = self._find(asked)
         if found is None:
             return "wrong"
         state = found.state(self._wall())
         return Caller(found.name, found.scope, found.run, found.id) if state == "valid" else state
+
+    def _refresh(self, age: float) -> bool:
+        """Reads the tokens from the store if those in memory are at least `age` seconds old."""
+        if self._clock() - self._read_at < age:
+            return False
+        self._known = self._store.tokens.all()
+        self._read_at = self._clock()
+        return True
+
+    def _find(self, digest: str) -> StoredToken | None:
+        found = None
+        for known in self._known:
+            if hmac.compare_digest(digest, known.digest):
+                found = known
+        return found
 
 
 def ensure_files(store: Store, home: Path) -> None:

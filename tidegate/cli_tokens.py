@@ -41,7 +41,7 @@ def create(
     state: State = None,
     database_url: Database = None,
 ) -> None:
-    """Make a token and print it, once. The running daemon knows it within two seconds."""
+    """Make a token and print it, once. The running daemon knows it at its first use, or a fifth of a second later."""
     found = next((known for known in SCOPES if known == scope), None)
     if found is None:
         raise ConfigError(f"There is no scope {scope!r}. The scopes are: {', '.join(SCOPES)}.")

@@ -17,11 +17,11 @@ from tests.certificates import certificate_for
 from tests.daemon.live import Agent, Daemon, Process, hello, new_run, threaded, wait_until
 from tidegate.client import SCOPES, DaemonClient, find_token
 from tidegate.daemon.app import create_app
-from tidegate.daemon.auth import Caller, Tokens
+from tidegate.daemon.auth import UNKNOWN_REFRESH_SECONDS, Caller, Tokens
 from tidegate.daemon.limits import KEPT, Failures
 from tidegate.daemon.settings import Settings
 from tidegate.daemon.store import Store
-from tidegate.daemon.tokens import digest_of
+from tidegate.daemon.tokens import StoredToken, digest_of
 from tidegate.errors import DaemonError, DaemonUnreachable, NotAuthorized
 
 FILLED = {"{agent}": "nobody", "{run}": "nothing", "{rank}": "0"}
@@ -80,7 +80,7 @@ def tokens(daemon: Daemon) -> dict[str, str]:
     table.revoke(digest_of(revoked))
     others = {f"{scope}{OTHER}": table.issue(scope, scope, run="another") for scope in SCOPES}
     made = {**daemon.tokens, **others, "expired": expired, "revoked": revoked, "wrong": "tide_wrong"}
-    daemon.tokens.update(made)  # known to the daemon two seconds from now at the latest
+    daemon.tokens.update(made)  # known to the daemon a fifth of a second from now at the latest
     wait_until(lambda: daemon.http("GET", "/v1/runs", f"read{OTHER}").status_code == 200, "the tokens")
     return made
 
@@ -143,6 +143,35 @@ def test_a_token_of_one_run_sees_and_moves_no_other(daemon: Daemon) -> None:
         assert daemon.http("POST", "/v1/agents", "agent of mine", json=body).status_code == (
             201 if run == mine else 403
         )
+
+
+def test_a_new_token_is_known_at_once_and_unknown_ones_are_no_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes a token and uses it is not refused, and does not use up what is forgiven to an address."""
+    store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+    now, reads = 100.0, 0
+    read_all = store.tokens.all
+
+    def counted() -> list[StoredToken]:
+        nonlocal reads
+        reads += 1
+        return read_all()
+
+    monkeypatch.setattr(store.tokens, "all", counted)
+    tokens = Tokens(store, clock=lambda: now)
+    assert tokens.check("unknown") == "wrong"
+    now += UNKNOWN_REFRESH_SECONDS
+    made = store.tokens.issue("operate", "new")
+    assert tokens.check(made) == Caller("new", "operate")
+    reads = 0
+    for _ in range(1000):
+        assert tokens.check("unknown") == "wrong"
+    assert reads == 0
+    now += UNKNOWN_REFRESH_SECONDS
+    assert tokens.check(made) == Caller("new", "operate")
+    assert reads == 0
+    store.close()
 
 
 def test_an_expired_token_was_good_until_then(tmp_path: Path) -> None:
