@@ -26,7 +26,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "agent/test_emulated.py", "agent/test_exactness.py", "agent/test_executor.py", "agent/test_fruitless.py",
         "agent/test_gradients.py", "agent/test_replaced_gradients.py",
         "agent/test_gpu_kernels.py", "agent/test_interrupts.py", "agent/test_lanes_ahead.py",
-        "agent/test_messages.py", "agent/test_moved.py",
+        "agent/test_messages.py", "agent/test_moved.py", "agent/test_process_end.py",
         "agent/test_optimizer.py", "agent/test_overlap.py", "agent/test_pinned.py", "agent/test_runs_ahead.py",
         "agent/test_regrouped.py", "agent/test_shown_state.py", "agent/test_small_gpt.py",
         "agent/test_taken_over.py",
