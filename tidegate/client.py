@@ -11,11 +11,10 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar, cast, get_args
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import httpcore
 import httpx
@@ -37,7 +36,7 @@ from tidegate.proof import FromState, is_proven
 from tidegate.state_files import home_of, read_no_link
 from tidegate.streams import within
 from tidegate.terminal import encodable, visible
-from tidegate.transport import BoundedTransport, system_trust
+from tidegate.transport import HTTP_ERRORS, Answer, Exchanges, system_trust
 from tidegate.wire.agent import AgentHello, AgentReport, Directive, Holder, Lease, LeaseSeconds, Rates, Vote
 from tidegate.wire.alert import AlertView
 from tidegate.wire.audit import AuditRow
@@ -57,6 +56,8 @@ MAX_ANSWER_BYTES: Final = 64 << 20
 """The largest answer that is taken: all runs of a daemon that has as many as it keeps."""
 MAX_EVENT_BYTES: Final = 1 << 20
 """Of one line in a stream of events."""
+QUIET_SECONDS: Final = 60.0
+"""How long a stream of events may be silent: the daemon sends a comment every 15 s."""
 LONGEST_DETAIL: Final = 2_000
 """Characters of what a daemon says about an error."""
 
@@ -153,22 +154,20 @@ class DaemonClient:
     ) -> None:
         self.url = url.rstrip("/")
         address = check_address(self.url)
-        headers = {"Tidegate-Actor": actor(), "Accept-Encoding": "identity"}
+        self._headers = {
+            "Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "tidegate", "Tidegate-Actor": actor(),
+        }  # fmt: skip
         if token:
             if not (token.isascii() and token.isprintable() and " " not in token):
                 raise NotAuthorized("The token has characters that no token has: copy it again.", 401)
-            headers["Authorization"] = f"Bearer {token}"
+            self._headers["Authorization"] = f"Bearer {token}"
         self._timeout = timeout
         self._max_answer_bytes = max_answer_bytes
         trust = _trust(ca) if address.scheme == "https" else _NO_TRUST
         direct = address.host in _LOOPBACK  # a proxy cannot reach our loopback
         found = next((given for given in (token, url) if isinstance(given, FromState)), None)
         check = functools.partial(self._check_proof, found) if token and found and address.scheme == "http" else None
-        transport = BoundedTransport(address, trust, direct, check)
-        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
-        self._http = httpx.Client(
-            base_url=address, headers=headers, cookies=no_cookies, timeout=timeout, transport=transport, trust_env=False
-        )
+        self._http = Exchanges(address, trust, direct, check)
 
     def __enter__(self) -> Self:
         return self
@@ -310,36 +309,38 @@ class DaemonClient:
     def events(self, run: str, last_event_id: int | None = None) -> Iterator[Event]:
         """The run's events as they come, those after `last_event_id` first. Ends when the daemon closes the stream."""
         headers = {"Last-Event-ID": str(last_event_id)} if last_event_id is not None else {}
-        quiet = httpx.Timeout(self._timeout, read=60.0)  # the daemon sends a comment every 15 s
+        where = f"GET {_at('runs', run, 'events')}"
         try:
-            with self._http.stream("GET", _at("runs", run, "events"), headers=headers, timeout=quiet) as answer:
-                self._raise_for(answer)
-                for line in _lines(answer):
+            with self._opened(where, headers, read_seconds=QUIET_SECONDS) as answer:
+                for line in _lines(answer, where):
                     if line.startswith(b"data:"):
-                        yield _parse(Event, _Answer(200, line[5:], _where(answer)))
-        except httpx.RemoteProtocolError:
+                        yield _parse(Event, _Answer(200, line[5:], where))
+        except httpcore.RemoteProtocolError:
             return
-        except httpx.HTTPError as error:
+        except HTTP_ERRORS as error:
             raise self._unreachable(error) from error
 
     def newest_event(self, run: str) -> int:
         """The id of the run's newest event; 0 when it has none."""
+        where = f"GET {_at('runs', run, 'events')}"
         try:
-            with within(self._timeout), self._http.stream("GET", _at("runs", run, "events")) as answer:
-                self._raise_for(answer)
-                newest = answer.headers.get("Tidegate-Newest-Event", "")
+            with within(self._timeout), self._opened(where) as answer:
+                newest = answer.headers.get("tidegate-newest-event", "")
                 if not (newest.isascii() and newest.isdigit() and len(newest) < 20):
-                    raise _no_daemon(_where(answer))
+                    raise _no_daemon(where)
                 return int(newest)
-        except httpx.HTTPError as error:
+        except HTTP_ERRORS as error:
             raise self._unreachable(error) from error
 
     def health(self) -> bool:
         """Whether a ready daemon answers."""
         try:
-            with within(self._timeout), self._http.stream("GET", "/readyz") as answer:
-                return answer.status_code == 200
-        except httpx.HTTPError:
+            with (
+                within(self._timeout),
+                self._http.open("GET", "/readyz", self._headers, seconds=self._timeout) as answer,
+            ):
+                return answer.status == 200
+        except HTTP_ERRORS:
             return False
 
     # ---- transport
@@ -373,51 +374,68 @@ class DaemonClient:
         if generation is not None:
             headers["If-Match"] = f'"{generation}"'
         content = body.model_dump_json() if isinstance(body, BaseModel) else body
-        seconds = self._timeout + wait
+        where, seconds = f"{method} {path}", self._timeout + wait
         try:
-            with (
-                within(seconds),
-                self._http.stream(
-                    method, path, content=content, params=query, headers=headers, timeout=seconds
-                ) as answer,
-            ):
-                self._raise_for(answer)
-                return _Answer(answer.status_code, self._content(answer), _where(answer))
-        except httpx.HTTPError as error:
+            with within(seconds), self._opened(where, headers, content, query, seconds) as answer:
+                return _Answer(answer.status, self._content(answer, where), where)
+        except HTTP_ERRORS as error:
             raise self._unreachable(error) from error
 
-    def _raise_for(self, answer: httpx.Response) -> None:
-        """The error that the answer is, if it is one."""
-        if answer.is_error:
-            with within(self._timeout):
-                raise _error(_Answer(answer.status_code, self._content(answer), _where(answer)))
+    @contextlib.contextmanager
+    def _opened(
+        self,
+        where: str,
+        headers: Mapping[str, str] | None = None,
+        content: str | None = None,
+        query: _Query | None = None,
+        seconds: float | None = None,
+        read_seconds: float | None = None,
+    ) -> Iterator[Answer]:
+        """The answer to a request, while its body can be read; raises the error that it is, if it is one.
 
-    def _content(self, answer: httpx.Response) -> bytes:
-        _refuse_compressed(answer)
+        where: method and path. seconds: for each single read and write, `timeout` if None. read_seconds: for each read,
+            if not the same."""
+        method, _, path = where.partition(" ")
+        target = f"{path}?{_query_text(query)}" if query else path
+        sent = content.encode("utf-8", "surrogatepass") if content is not None else None
+        length = {"Content-Length": str(len(sent))} if sent is not None else {}
+        with self._http.open(
+            method, target, {**self._headers, **length, **(headers or {})}, sent,
+            seconds=seconds or self._timeout, read_seconds=read_seconds,
+        ) as answer:  # fmt: skip
+            if answer.status >= 400:
+                with within(self._timeout):
+                    raise _error(_Answer(answer.status, self._content(answer, where), where))
+            yield answer
+
+    def _content(self, answer: Answer, where: str) -> bytes:
+        _refuse_compressed(answer, where)
         content = bytearray()
-        for piece in answer.iter_raw():
+        for piece in answer.pieces():
             content += piece
             if len(content) > self._max_answer_bytes:
                 raise DaemonError(
-                    f"The answer to {_where(answer)} has more than {self._max_answer_bytes:,} bytes: what answers at "
+                    f"The answer to {where} has more than {self._max_answer_bytes:,} bytes: what answers at "
                     f"{self.url} is no Tidegate daemon, or holds too much.", 502,
                 )  # fmt: skip
         return bytes(content)
 
-    def _unreachable(self, error: httpx.HTTPError) -> DaemonUnreachable:
+    def _unreachable(self, error: Exception) -> DaemonUnreachable:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             return DaemonUnreachable(
                 f"TLS: the certificate of {self.url} is not trusted. If it should be, name its PEM file in "
                 "TIDEGATE_CA_FILE."
             )
-        if isinstance(error, httpx.ConnectError):
+        if isinstance(error, httpcore.ConnectError):
             return DaemonUnreachable(f"No daemon answers at {self.url}. Start one with `tidegate daemon`.")
-        why = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
+        why = (
+            "no answer in time" if isinstance(error, httpcore.TimeoutException) else str(error) or type(error).__name__
+        )
         return DaemonUnreachable(f"The daemon at {self.url} did not answer: {why}.")
 
 
 _NO_TRUST: Final = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For plain http, which never uses it: httpx would load the system's certificates for each client, for 30 ms."""
+"""For plain http, which never uses it: loading the system's certificates takes 30 ms for each client."""
 
 
 def check_address(url: str) -> httpx.URL:
@@ -484,29 +502,29 @@ class _Answer:
     where: str
 
 
-def _where(answer: httpx.Response) -> str:
-    return f"{answer.request.method} {answer.request.url.path}"
+def _query_text(query: _Query) -> str:
+    return urlencode({name: str(value).lower() if isinstance(value, bool) else value for name, value in query.items()})
 
 
-def _refuse_compressed(answer: httpx.Response) -> None:
+def _refuse_compressed(answer: Answer, where: str) -> None:
     """DaemonError for what would become larger here than what was sent: we ask for answers as they are."""
-    encoding = answer.headers.get("Content-Encoding", "identity")
+    encoding = answer.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise DaemonError(
-            f"The answer to {_where(answer)} is compressed ({encoding[:20]!r}), which was not asked for: no Tidegate "
+            f"The answer to {where} is compressed ({encoding[:20]!r}), which was not asked for: no Tidegate "
             "daemon does that, and a proxy in front of one must not.", 502,
         )  # fmt: skip
 
 
-def _lines(answer: httpx.Response) -> Iterator[bytes]:
+def _lines(answer: Answer, where: str) -> Iterator[bytes]:
     """The lines of a stream, as they come."""
-    _refuse_compressed(answer)
+    _refuse_compressed(answer, where)
     rest = b""
-    for piece in answer.iter_raw():
+    for piece in answer.pieces():
         *lines, rest = (rest + piece).split(b"\n")
         yield from lines
         if len(rest) > MAX_EVENT_BYTES:
-            raise DaemonError(f"A line of {_where(answer)} has more than {MAX_EVENT_BYTES:,} bytes.", 502)
+            raise DaemonError(f"A line of {where} has more than {MAX_EVENT_BYTES:,} bytes.", 502)
 
 
 def _parse(kind: type[_T], answer: _Answer) -> _T:

@@ -1,6 +1,6 @@
 """Connections that end in time: name look-up, connecting, TLS, sending and receiving have one deadline together.
 
-The timeouts of httpx are for one read or write each, and for one address of a name: a peer that sends a byte now and
+The timeouts of httpcore are for one read or write each, and for one address of a name: a peer that sends a byte now and
 then would hold a thread for ever.
 """
 
@@ -21,6 +21,8 @@ MAX_HEAD_BYTES: Final = 64 << 10
 """Of one answer: status, headers, and all interim answers (1xx) before it."""
 _FRAMING_FACTOR: Final = 8
 """Bytes received for a byte of content: a chunk of one byte takes six."""
+_SMALL_BYTES: Final = 16 << 10
+"""What is written and is not sent yet has so many bytes at most."""
 _RECORD_BYTES: Final = 16 << 10
 """The largest TLS record."""
 
@@ -31,7 +33,7 @@ _this_thread = threading.local()
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
     """What this thread sends and receives in the block ends so many seconds from now at the latest, or when an outer
-    block says so, with a `httpx.TimeoutException`."""
+    block says so, with a `httpcore.TimeoutException`."""
     before: float | None = getattr(_this_thread, "ends_at", None)
     ends_at = time.monotonic() + seconds
     _this_thread.ends_at = ends_at if before is None else min(before, ends_at)
@@ -115,8 +117,14 @@ class Stream(httpcore.NetworkStream):
 
     def __init__(self, stream: httpcore.NetworkStream) -> None:
         self._stream = stream
+        self._unsent = bytearray()
+        """What was written and is sent together with what comes next, or before something is read: head and body of a
+        small request go in one segment, and wake the server once."""
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        if self._unsent:
+            with contextlib.suppress(httpcore.WriteError):  # the answer may say why, or else nothing can be read
+                self._send_all(b"", timeout)
         head_bytes_left: int | None = getattr(_this_thread, "head_bytes_left", None)
         if head_bytes_left == 0:
             raise httpcore.ReadError(f"the headers of the answer have more than {MAX_HEAD_BYTES:,} bytes")
@@ -131,9 +139,23 @@ class Stream(httpcore.NetworkStream):
         return self._stream.read(max_bytes, _left(timeout, httpcore.ReadTimeout))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """In pieces of what the socket takes: a peer that reads slowly gets no new time with each of them."""
+        """Small buffers are sent with what comes next, at the first read at the latest."""
+        if len(self._unsent) + len(buffer) <= _SMALL_BYTES:
+            self._unsent += buffer
+        else:
+            self._send_all(buffer, timeout)
+
+    def send(self, buffer: bytes) -> None:
+        """As `write`, at once."""
+        if buffer:
+            self._send_all(buffer, None)
+
+    def _send_all(self, buffer: bytes, timeout: float | None) -> None:
+        """Sends what is unsent, and `buffer`, in pieces of what the socket takes: a peer that reads slowly gets no new
+        time with each of them."""
         connection = self._stream.get_extra_info("socket")
-        rest = memoryview(buffer)
+        rest = memoryview(bytes(self._unsent) + buffer if self._unsent else buffer)
+        self._unsent.clear()
         with _at_most(timeout):
             while rest:
                 left = _left(None, httpcore.WriteTimeout)
@@ -148,6 +170,8 @@ class Stream(httpcore.NetworkStream):
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.NetworkStream:
+        if self._unsent:
+            self._send_all(b"", timeout)
         if self.get_extra_info("ssl_object") is not None:
             return TlsInTls(self, ssl_context, server_hostname, timeout)
         return Stream(self._stream.start_tls(ssl_context, server_hostname, _left(timeout, httpcore.ConnectTimeout)))
@@ -207,13 +231,13 @@ class TlsInTls(Stream):
             try:
                 done = act()
             except ssl.SSLWantReadError:
-                self._outer.write(self._outgoing.read())
+                self._outer.send(self._outgoing.read())
                 if received := self._outer.receive(_RECORD_BYTES, None):
                     self._incoming.write(received)
                 else:
                     self._incoming.write_eof()
             else:
-                self._outer.write(self._outgoing.read())
+                self._outer.send(self._outgoing.read())
                 return done
 
 

@@ -1,12 +1,16 @@
-"""HTTP for httpx over connections that end in time (`tidegate.streams`), through the environment's proxy."""
+"""HTTP over connections that end in time (`tidegate.streams`), through the environment's proxy.
+
+On httpcore alone: httpx on top of it takes as much processor time again for each small exchange, and agents have one
+every few seconds on the cores of a training.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ssl
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import httpcore
 import httpx
@@ -15,10 +19,34 @@ from tidegate.errors import DaemonError
 from tidegate.streams import Backend, bounded_framing, bounded_head
 from tidegate.terminal import visible
 
+HTTP_ERRORS: Final = (
+    httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError,
+    httpcore.UnsupportedProtocol,
+)  # fmt: skip
+"""What an exchange raises that does not come to an answer."""
 
-class BoundedTransport(httpx.BaseTransport):
-    """For the server at `url`, through the proxy that the environment names for it unless `direct`.
 
+class Answer:
+    """What a server answers: `status`, `headers` (names in lower case, a repeated one joined by ", "), and its body in
+    pieces, which can be read once."""
+
+    def __init__(self, answer: httpcore.Response) -> None:
+        self.status = answer.status
+        self.headers: dict[str, str] = {}
+        for name, value in answer.headers:
+            key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+            self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+        self._answer = answer
+
+    def pieces(self) -> Iterator[bytes]:
+        assert isinstance(self._answer.stream, Iterable)
+        return bounded_framing(self._answer.stream)
+
+
+class Exchanges:
+    """HTTP/1.1 with the server at `url`, through the proxy that the environment names for it unless `direct`.
+
+    It knows no cookies and follows no redirect. Exchanges end in time where they are made in `tidegate.streams.within`.
     check: is called with each new connection before anything is sent on it; what it raises ends the exchange.
     """
 
@@ -29,6 +57,8 @@ class BoundedTransport(httpx.BaseTransport):
         direct: bool,
         check: Callable[[httpcore.NetworkStream], None] | None = None,
     ) -> None:
+        self._url = url
+        self._path = url.raw_path.partition(b"?")[0].rstrip(b"/")
         # Connections are kept for less long than the daemon keeps them, or it would close one under our request.
         limits: dict[str, Any] = {"ssl_context": trust, "keepalive_expiry": 30.0, "network_backend": Backend(check)}
         proxy = None if direct else _proxy_for(url)
@@ -49,51 +79,41 @@ class BoundedTransport(httpx.BaseTransport):
                 str(proxy.url), proxy_auth=proxy.raw_auth, proxy_ssl_context=outer, **limits
             )
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        assert isinstance(request.stream, httpx.SyncByteStream)
-        url = request.url
+    @contextlib.contextmanager
+    def open(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        content: bytes | None = None,
+        *,
+        seconds: float,
+        read_seconds: float | None = None,
+    ) -> Iterator[Answer]:
+        """Sends a request and gives its answer, whose body can be read in the block. Raises what `HTTP_ERRORS` has.
+
+        path: with its query, quoted. seconds: for connecting, and for each single read and write. read_seconds: for
+            each read, if not the same."""
+        limits = {"connect": seconds, "read": read_seconds or seconds, "write": seconds, "pool": seconds}
         asked = httpcore.Request(
-            method=request.method,
-            url=httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path),
-            headers=request.headers.raw,
-            content=request.stream,
-            extensions=request.extensions,
-        )
-        with _as_httpx(), bounded_head():
+            method=method,
+            url=httpcore.URL(
+                scheme=self._url.raw_scheme, host=self._url.raw_host, port=self._url.port,
+                target=self._path + path.encode("ascii"),
+            ),
+            headers=[(b"Host", self._url.netloc), *((k.encode(), v.encode("latin-1")) for k, v in headers.items())],
+            content=content,
+            extensions={"timeout": limits},
+        )  # fmt: skip
+        with bounded_head():
             answer = self._pool.handle_request(asked)
-        assert isinstance(answer.stream, Iterable)
-        return httpx.Response(
-            answer.status, headers=answer.headers, stream=_Body(answer.stream), extensions=answer.extensions
-        )
+        try:
+            yield Answer(answer)
+        finally:
+            answer.close()
 
     def close(self) -> None:
         self._pool.close()
-
-
-class _Body(httpx.SyncByteStream):
-    def __init__(self, stream: Iterable[bytes]) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[bytes]:
-        with _as_httpx():
-            yield from bounded_framing(self._stream)
-
-    def close(self) -> None:
-        close = getattr(self._stream, "close", None)
-        if close is not None:
-            close()
-
-
-@contextlib.contextmanager
-def _as_httpx() -> Iterator[None]:
-    """Errors of httpcore as httpx has them; their names are the same."""
-    try:
-        yield
-    except Exception as error:
-        kind = getattr(httpx, type(error).__name__, None) if type(error).__module__.startswith("httpcore") else None
-        if kind is None:
-            raise
-        raise kind(str(error)) from error
 
 
 def _proxy_for(url: httpx.URL) -> httpx.Proxy | None:
