@@ -16,12 +16,12 @@ import random
 from collections.abc import Callable
 from dataclasses import fields, replace
 
-from tidegate.model.fluid import shared_times
-from tidegate.model.rates import RateCard
-from tidegate.model.simulate import simulate
 from tidegate.plan import Placement, Plan, make_plan, place
-from tidegate.plan.link import link
+from tidegate.plan.dependencies import link
 from tidegate.plan.ops import D2H, H2D, LANES, Op, OpKind, Subgroup
+from tidegate.simulator.fair_share import shared_times
+from tidegate.simulator.simulate import simulate
+from tidegate.speeds.rate_card import RateCard
 
 SUBGROUPS = [Subgroup(i, 100_000_000, weight_bytes=2, grad_bytes=2, state_bytes=10) for i in range(72)]
 LINKS = {"PCIe 3": 12e9, "PCIe 4": 25e9, "PCIe 5": 50e9}

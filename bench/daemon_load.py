@@ -35,7 +35,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 from tidegate.wire.agent import AgentHello, AgentReport, Rates
 from tidegate.wire.step import StallRow, StepReport
 
@@ -234,9 +234,9 @@ async def load(url: str, tokens: dict[str, str], num_agents: int, seconds: float
 def memory_alone(num_agents: int, seconds: float) -> dict[str, Any]:
     """The same reports given to the control plane in this process, as fast as it takes them: what it keeps of them, and
     what one costs, where a busy machine lets nothing be timed. A second passes when every rank has reported."""
-    from tidegate.daemon.control.plane import ControlPlane
+    from tidegate.daemon.control.control_plane import ControlPlane
     from tidegate.daemon.control.run import Clock
-    from tidegate.daemon.store import Store
+    from tidegate.daemon.storage.store import Store
 
     now, resident = 0.0, list[int]()
     with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,7 @@ from strides.intervals import interval, ratio
 from strides.training import Training
 
 import tidegate
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 
 STRIDES = tuple(range(1, 9))
 EMULATED_NUMEL, GPU_NUMEL = 4_800_000, 800_000_000

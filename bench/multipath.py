@@ -34,7 +34,7 @@ from storage.ours import Ours
 from storage.side import Model, Side
 from storage.throttled import BLKIO, ThrottledPath, unavailable
 
-from tidegate.plan.split import PathSpeeds, balanced_split, makespan_seconds
+from tidegate.plan.tier_split import PathSpeeds, balanced_split, makespan_seconds
 
 MB = 10**6
 SPEEDS = {"disk": 200 * MB, "memory": 100 * MB, "archive": 50 * MB}

@@ -38,9 +38,9 @@ import numpy as np
 import torch
 
 import tidegate
-from tidegate.agent import attach
+from tidegate.agent.control import attach
 from tidegate.agent.engine.engine import StepResult
-from tidegate.agent.telemetry.phases import PhaseClock, StepPhases
+from tidegate.agent.engine.phases import PhaseClock, StepPhases
 from tidegate.demo.services import Service
 
 TARGET = 0.005

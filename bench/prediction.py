@@ -41,14 +41,15 @@ from predicting.scatter import svg
 from predicting.training import STATE_BYTES, TENSOR_NUMEL, Measured, Training, mean, typical_seconds
 from storage.figures import cpu_name
 
-from tidegate.agent import calibrate
+from tidegate.agent.calibration import calibrate
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.ranks import cpu_lane_threads
-from tidegate.agent.tiers.path import PathSettings
-from tidegate.model import RateCard, what_if
-from tidegate.model.equations import interleaved_seconds, stored_seconds
-from tidegate.model.settled import Rank, settled, speeds_of
-from tidegate.plan.effective import Effective
+from tidegate.agent.tiers.file_path import PathSettings
+from tidegate.plan.effective_knobs import Effective
+from tidegate.simulator.paper_equations import interleaved_seconds, stored_seconds
+from tidegate.simulator.steady_state import Rank, settled, speeds_of
+from tidegate.simulator.what_if import what_if
+from tidegate.speeds.rate_card import RateCard
 
 SETTINGS: dict[str, dict[str, int]] = {"fast": {}, "slow": {"threads": 1, "block_bytes": 256 << 10}}
 """Of the paths, which are two directories of one disk: all of its queue, and one small block at a time."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import tidegate
-from tidegate.metric import MAX_SERIES
+from tidegate.metrics.family import MAX_SERIES
 
 TARGET_MILLISECONDS = 10.0
 PATHS = ("nvme", "pfs", "scratch", "burst")

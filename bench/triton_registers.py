@@ -24,8 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, scalars, triton_adamw
-from tidegate.kernels.trial import TrialGradient, TrialUpdate
+from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, scalars
+from tidegate.kernels.arithmetic import triton_adamw
+from tidegate.kernels.arithmetic.self_test import TrialGradient, TrialUpdate
 
 CAPABILITIES = (80, 90, 100, 120)
 ADDRESS = 0x7F00_0000_0000

@@ -33,7 +33,7 @@ from strides.training import Training
 
 import tidegate
 from tidegate.agent.devices.emulated import EmulatedDevice
-from tidegate.knobs import OFF, Knobs, Off
+from tidegate.knobs.knobs import OFF, Knobs, Off
 
 STRIDES: tuple[float | Off, ...] = (
     OFF, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0,

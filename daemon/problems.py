@@ -12,8 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
-from tidegate.daemon.database_file import why_unusable
-from tidegate.daemon.store import is_busy
+from tidegate.daemon.storage.database_file import why_unusable
+from tidegate.daemon.storage.store import is_busy
 
 RETRY_SECONDS = "1"
 TITLES = {

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tidegate.client import find_token, token_dir
-from tidegate.dashboard import codes
+from tidegate.client.daemon_client import find_token, token_dir
+from tidegate.dashboard.session import one_time_codes
 
 URL_VARIABLE = "TIDEGATE_DAEMON"
 DEFAULT_URL = "http://127.0.0.1:8790"
@@ -42,9 +42,9 @@ def command(port: int, daemon_url: str, bind: str = "127.0.0.1") -> list[str]:
         "theme.light.primaryColor": "#0072B2",
         "theme.dark.primaryColor": "#1E86C8",
     }
-    script = Path(__file__).with_name("served.py")
+    script = Path(__file__).parent / "server" / "app.py"
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "tidegate.dashboard.serve", "run", str(script), *arguments]
+    return [sys.executable, "-m", "tidegate.dashboard.server.serve", "run", str(script), *arguments]
 
 
 def environment(daemon_url: str) -> dict[str, str]:
@@ -93,7 +93,7 @@ def link_to(address: str) -> str | None:
     """The address with a new one-time code that gives a browser a session: with the operate scope where this user has
     the operate token, else only to look. None where codes cannot be kept."""
     try:
-        return f"{address}{OPEN_PATH}?code={codes.mint()}"
+        return f"{address}{OPEN_PATH}?code={one_time_codes.mint()}"
     except OSError:
         return None
 
@@ -103,7 +103,7 @@ def page_to_open(link: str | None, address: str) -> str:
     if link is None:
         return address
     try:
-        return codes.redirect_file(link).as_uri()
+        return one_time_codes.redirect_file(link).as_uri()
     except OSError:
         return address
 
@@ -144,7 +144,8 @@ def read_only() -> str:
 def no_link() -> str:
     """Why there is no link, after `There is`."""
     return (
-        f"no link: {codes.folder()}, where codes are kept, cannot be written. Paste a token into the page that opens."
+        f"no link: {one_time_codes.folder()}, where codes are kept, cannot be written. Paste a token into the page "
+        "that opens."
     )
 
 

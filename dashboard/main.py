@@ -1,5 +1,5 @@
 """What `streamlit run` runs."""
 
-from tidegate.dashboard.shell import app
+from tidegate.dashboard.pages.frame import app
 
 app()

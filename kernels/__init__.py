@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from tidegate.kernels import _native
+from tidegate.kernels.arithmetic.scalars import Arithmetic, GradDtype, Scalars, WeightFormat, scalars
 from tidegate.kernels.built_from import require_current
-from tidegate.kernels.direct_io import ALIGNMENT, IoPool, IoTicket, aligned_buffer, num_blocks, open_direct
-from tidegate.kernels.scalars import Arithmetic, GradDtype, Scalars, WeightFormat, scalars
+from tidegate.kernels.io.direct_io import ALIGNMENT, IoPool, IoTicket, aligned_buffer, num_blocks, open_direct
 
 __all__ = [
     "ALIGNMENT",

@@ -1,7 +1,7 @@
 # Types of the extension module that kernels/src/module.cpp defines. Use tidegate.kernels, which adds names to numbers.
 from collections.abc import Sequence
 
-from tidegate.timeline import Span
+from tidegate.timeline.timeline import Span
 
 SOURCES: str
 

@@ -162,7 +162,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> list[str]:
 
 
 if __name__ == "__main__":
-    for name in ("tidegate.cli", "tidegate.daemon.app", "tidegate.daemon.main"):
+    for name in ("tidegate.cli.main", "tidegate.daemon.server.app", "tidegate.daemon.server.main"):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what was imported is neither looked at nor copied by the children's collections of garbage

@@ -21,8 +21,8 @@ import psutil
 
 from tests import forked
 from tests.alerts.scaling import copy_scaled
-from tidegate.client import DaemonClient
-from tidegate.state_files import home_of
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.client.state_files import home_of
 
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")

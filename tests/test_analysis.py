@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tidegate.analysis import (
+from tidegate.kernels.arithmetic import stall_analysis
+from tidegate.plan import OpKind, Subgroup, make_plan, place, steady
+from tidegate.plan.ops import path_lanes
+from tidegate.simulator.simulate import simulate
+from tidegate.speeds.rate_card import PathRates, RateCard
+from tidegate.timeline.stall_analysis import (
     busy_by_lane,
     busy_seconds,
     compute_seconds,
@@ -17,11 +22,7 @@ from tidegate.analysis import (
     split_by_phase,
     stalls,
 )
-from tidegate.kernels import waits
-from tidegate.model import PathRates, RateCard, simulate
-from tidegate.plan import OpKind, Subgroup, make_plan, place, steady
-from tidegate.plan.ops import path_lanes
-from tidegate.timeline import STALL_CAUSES, Phase, PhaseSpan, Span, Timeline
+from tidegate.timeline.timeline import STALL_CAUSES, Phase, PhaseSpan, Span, Timeline
 
 KIND = {
     "h2d": OpKind.STATE_H2D,
@@ -126,11 +127,11 @@ def test_stalls_and_compute_are_the_update(timeline: Timeline) -> None:
 @settings(max_examples=examples(600))
 @given(timeline=timelines())
 def test_the_native_sums_are_the_same_to_the_last_bit(timeline: Timeline) -> None:
-    assert waits.exposed_waits(timeline) == exposed_waits(timeline)
+    assert stall_analysis.exposed_waits(timeline) == exposed_waits(timeline)
 
 
 def test_the_native_sums_without_an_update_are_empty() -> None:
-    assert waits.exposed_waits(timeline([(0, "cpu", 0, 1)], window=None)) == {}
+    assert stall_analysis.exposed_waits(timeline([(0, "cpu", 0, 1)], window=None)) == {}
 
 
 RATES = RateCard(

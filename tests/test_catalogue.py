@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.catalogue import BY_NAME, DAEMON_METRICS, METRICS
-from tidegate.metric import MAX_SERIES, Metric
-from tidegate.metrics_page import page
+from tidegate.metrics.catalogue import BY_NAME, DAEMON_METRICS, METRICS
+from tidegate.metrics.family import MAX_SERIES, Metric
+from tidegate.metrics.page import page
 
 ROOT = Path(__file__).parents[1]
 FOUR_PATHS = ("nvme", "pfs", "scratch", "s3")
@@ -56,5 +56,5 @@ def test_a_rank_has_few_series_whatever_happens() -> None:
 
 def test_the_page_is_the_one_of_this_catalogue() -> None:
     assert (ROOT / "docs" / "metrics.md").read_text() == page() + "\n", (
-        "python -m tidegate.metrics_page > docs/metrics.md"
+        "python -m tidegate.metrics.page > docs/metrics.md"
     )

@@ -22,8 +22,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tests import forked
 from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, listen, new_run, threaded, wait_until
 from tests.services import daemon_process
-from tidegate import cli_watch
-from tidegate.client import DaemonClient
+from tidegate.cli import watch
+from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import DaemonUnreachable
 from tidegate.wire.agent import AgentReport, Vote
 from tidegate.wire.event import Event
@@ -53,7 +53,7 @@ def without(packages: tuple[str, ...], *words: str, state: Path) -> tuple[int, s
     """The command where `packages` are not installed."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({packages!r})); sys.argv[1:] = {list(words)!r}; "
-        "from tidegate.cli import main; main()"
+        "from tidegate.cli.main import main; main()"
     )
     # A daemon may run at the default address of the machine that tests: nothing listens on port 9.
     env = environment(state, TIDEGATE_DAEMON="http://127.0.0.1:9")
@@ -382,8 +382,8 @@ def test_what_was_told_is_no_news_when_the_daemon_is_back(tmp_path: Path) -> Non
 def test_who_follows_gives_up_on_a_daemon_that_does_not_come_back(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cli_watch, "PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(cli_watch, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "PAUSE_SECONDS", 0.01)
     tries = itertools.count()
 
     class Gone(DaemonClient):
@@ -392,7 +392,7 @@ def test_who_follows_gives_up_on_a_daemon_that_does_not_come_back(
             yield from super().events(run, last_event_id)
 
     with Gone("http://127.0.0.1:9", "token") as client, pytest.raises(DaemonUnreachable):
-        cli_watch._print_events(client, "llama-7b", 0, None, False, cli_watch.Told())
+        watch._print_events(client, "llama-7b", 0, None, False, watch.Told())
     assert next(tries) > 1, "it is patient for a while"
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tidegate.cli import app, main
-from tidegate.model.calibration import VERSION
-from tidegate.model.shapes import PAPER_MODELS
+from tidegate.capacity.model_shapes import PAPER_MODELS
+from tidegate.cli.main import app, main
+from tidegate.speeds.saved_calibration import VERSION
 
 NODE = ("--gpus", "4", "--gpu-memory", "80", "--host-memory", "512", "--path", "nvme:6.9/5.3", "--path", "pfs:3.6/3.6")
 

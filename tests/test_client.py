@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from tests.daemon.live import Agent, Daemon, hello, listen, new_run, step_report, threaded
 from tests.hostile import hostile, plain, trickling
-from tidegate.client import DEFAULT_URL, MAX_BODY_BYTES, DaemonClient, find_daemon, find_token, state_dir
+from tidegate.client.daemon_client import DEFAULT_URL, MAX_BODY_BYTES, DaemonClient, find_daemon, find_token, state_dir
 from tidegate.errors import DaemonError, DaemonUnreachable, NotAuthorized, NotFound
 from tidegate.wire.agent import Directive, Lease, ProcessId
 from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView

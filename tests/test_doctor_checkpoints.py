@@ -16,7 +16,7 @@ from tests.agent.tiers.refused import descriptors_left, held_to_permissions
 from tests.agent.tiers.saving import Run, flip, repack, write_manifest
 from tests.services import ROOT
 from tests.test_doctor_paths import doctor
-from tidegate import doctor_checkpoints
+from tidegate.cli.doctor import checkpoint_files
 from tidegate.errors import ConfigError, HeaderDamaged
 
 
@@ -63,15 +63,13 @@ def test_damage_is_listed_and_removed_and_the_sound_stay(tmp_path: Path, saved: 
 def test_who_says_no_keeps_everything(saved: list[tidegate.Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
     place, before = saved[0].directory.parent, sorted(os.listdir(saved[0].directory.parent))
     flip(saved[0].directory / "rank0.json", 100)
-    found = doctor_checkpoints.look([place])
+    found = checkpoint_files.look([place])
     with pytest.raises(ConfigError, match="--yes"):
-        doctor_checkpoints.remove_damaged(found, False, lambda _: True)
+        checkpoint_files.remove_damaged(found, False, lambda _: True)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    assert [f.detail for f in doctor_checkpoints.remove_damaged(found, False, lambda _: False)] == [
-        "nothing was removed"
-    ]
+    assert [f.detail for f in checkpoint_files.remove_damaged(found, False, lambda _: False)] == ["nothing was removed"]
     assert sorted(os.listdir(place)) == before
-    doctor_checkpoints.remove_damaged(found, False, lambda _: True)
+    checkpoint_files.remove_damaged(found, False, lambda _: True)
     assert sorted(os.listdir(place)) == before[1:]
 
 
@@ -86,7 +84,7 @@ def test_nothing_outside_goes_and_nothing_of_others(tmp_path: Path, saved: list[
     saved[0].folder.symlink_to(outside / "kept")
     flip(saved[1].directory / "rank0.json", 100)
     (saved[1].directory / "notes.txt").touch()
-    said = doctor_checkpoints.remove_damaged(doctor_checkpoints.look([place]), True, lambda _: True)
+    said = checkpoint_files.remove_damaged(checkpoint_files.look([place]), True, lambda _: True)
     assert [finding.verdict for finding in said] == ["good", "bad", "good", "good"]
     assert "notes.txt" in said[1].detail
     assert sorted(os.listdir(place)) == ["step-2", "step-3", "step-4"]
@@ -99,10 +97,10 @@ def test_nothing_is_removed_while_a_run_saves_there(tmp_path: Path) -> None:
         run.steps(0, 1)
         made = run.optimizer.save_checkpoint(tmp_path, keep=2)
         flip(made.directory / "rank0.json", 100)
-        (said,) = doctor_checkpoints.remove_damaged(doctor_checkpoints.look([tmp_path]), True, lambda _: True)
+        (said,) = checkpoint_files.remove_damaged(checkpoint_files.look([tmp_path]), True, lambda _: True)
         assert (said.verdict, "was not removed" in said.detail) == ("bad", True)
         assert made.directory.exists()
-    (said,) = doctor_checkpoints.remove_damaged(doctor_checkpoints.look([tmp_path]), True, lambda _: True)
+    (said,) = checkpoint_files.remove_damaged(checkpoint_files.look([tmp_path]), True, lambda _: True)
     assert said.verdict == "good"
 
 
@@ -110,11 +108,11 @@ def test_what_is_not_complete_or_newer_stays(saved: list[tidegate.Checkpoint]) -
     place = saved[0].directory.parent
     repack(saved[0].directory / "rank0.json", version=99)
     (saved[1].directory / "rank0.json").unlink()
-    found = doctor_checkpoints.look([place])
-    assert [one.verdict for one in doctor_checkpoints.findings([place], found)] == ["bad", "missing", "good", "good"]
-    doctor_checkpoints.remove_damaged(found, True, lambda _: True)
+    found = checkpoint_files.look([place])
+    assert [one.verdict for one in checkpoint_files.findings([place], found)] == ["bad", "missing", "good", "good"]
+    checkpoint_files.remove_damaged(found, True, lambda _: True)
     assert len(os.listdir(place)) == 4
-    assert doctor_checkpoints.findings([place], [])[0].verdict == "good"
+    assert checkpoint_files.findings([place], [])[0].verdict == "good"
 
 
 @pytest.mark.parametrize("what", ["rank0.json", ".", "folder", "folder/000001.tide", "folder/model.pt"])
@@ -125,29 +123,27 @@ def test_what_cannot_be_read_stays(saved: list[tidegate.Checkpoint], what: str) 
     mode = target.stat().st_mode
     target.chmod(0)
     with held_to_permissions():
-        found = doctor_checkpoints.look([place])
-        said = doctor_checkpoints.findings([place], found)
+        found = checkpoint_files.look([place])
+        said = checkpoint_files.findings([place], found)
         assert [one.verdict for one in said] == ["bad", "good", "good", "good"]
         assert "cannot be read" in said[0].detail
         assert "damaged" not in said[0].detail
-        (done,) = doctor_checkpoints.remove_damaged(found, True, lambda _: True)
+        (done,) = checkpoint_files.remove_damaged(found, True, lambda _: True)
     assert done.verdict == "good"
     target.chmod(mode)
-    assert [one.verdict for one in doctor_checkpoints.findings([place], doctor_checkpoints.look([place]))] == [
-        "good"
-    ] * 4
+    assert [one.verdict for one in checkpoint_files.findings([place], checkpoint_files.look([place]))] == ["good"] * 4
 
 
 def test_nothing_is_removed_where_no_descriptors_are_left(saved: list[tidegate.Checkpoint]) -> None:
     place = saved[0].directory.parent
     flip(saved[1].directory / "rank0.json", 100)
-    found = doctor_checkpoints.look([place])
+    found = checkpoint_files.look([place])
     for left in range(2):
         with descriptors_left(left):
-            (done,) = doctor_checkpoints.remove_damaged(found, True, lambda _: True)
+            (done,) = checkpoint_files.remove_damaged(found, True, lambda _: True)
         assert (done.verdict, len(os.listdir(place))) == ("bad", 4), done
         assert "Too many open files" in done.detail
-    (done,) = doctor_checkpoints.remove_damaged(found, True, lambda _: True)
+    (done,) = checkpoint_files.remove_damaged(found, True, lambda _: True)
     assert (done.verdict, len(os.listdir(place))) == ("good", 3), done
 
 
@@ -157,7 +153,7 @@ def test_a_flip_in_the_version_of_a_state_file_is_damage(saved: list[tidegate.Ch
     for byte in range(8, 12):
         for bit in range(8):
             flip(file, byte, bit)
-            found, *_ = doctor_checkpoints.look([place])
+            found, *_ = checkpoint_files.look([place])
             assert found.damage is not None
             assert type(found.damage.reason) is HeaderDamaged, (byte, bit, found.damage)
             flip(file, byte, bit)

@@ -15,12 +15,12 @@ import torch
 from tests import forked
 from tests.agent.fake_cuda import FakeCuda
 from tests.services import ROOT
-from tidegate import doctor_gpu
 from tidegate.agent.devices.cuda_problem import CudaProblem
 from tidegate.agent.telemetry.nvml import DividedGpuError
-from tidegate.doctor import Finding
-from tidegate.doctor_gpu import Check, CheckFailed, copies, examine_gpu, launch, lines, overlap, pinned_memory
-from tidegate.kernels import torch_adamw
+from tidegate.cli.doctor import gpu
+from tidegate.cli.doctor.gpu import Check, CheckFailed, copies, examine_gpu, launch, lines, overlap, pinned_memory
+from tidegate.cli.doctor.machine import Finding
+from tidegate.kernels.arithmetic import torch_adamw
 from tidegate.plan.ops import D2H, H2D
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_pages_are_registered_and_given_back() -> None:
 
 def test_kernels_with_other_results_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
-    monkeypatch.setattr(doctor_gpu.trial, "differences", lambda kernels, place: found)
+    monkeypatch.setattr(gpu.trial, "differences", lambda kernels, place: found)
     assert "bit for bit" in launch(CPU, torch_adamw)
     found.append("the update of F32 weights")
     with pytest.raises(CheckFailed, match=r"differ from the oracle's: the update of F32 weights; updates run as torch"):
@@ -64,15 +64,15 @@ def test_kernels_with_other_results_are_a_failure(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_triton_lacks_is_said_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_gpu, "missing_for_triton", lambda: ["There is no C compiler.", "No Python.h."])
+    monkeypatch.setattr(gpu, "missing_for_triton", lambda: ["There is no C compiler.", "No Python.h."])
     with pytest.raises(CheckFailed, match=r"no C compiler\. No Python\.h; updates run as torch operations"):
-        doctor_gpu.triton(CPU)
+        gpu.triton(CPU)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_copies_that_never_run_at_once_are_a_failure(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
     spans = {H2D: [(0.0, 1.0), (1.0, 2.0)], D2H: [(0.5, 1.5)] if at_once else [(2.0, 3.0)]}
-    monkeypatch.setattr(doctor_gpu, "both_ways", lambda device: spans)
+    monkeypatch.setattr(gpu, "both_ways", lambda device: spans)
     if at_once:
         assert "100% of it at once" in copies(FakeCuda())
     else:
@@ -82,12 +82,12 @@ def test_copies_that_never_run_at_once_are_a_failure(monkeypatch: pytest.MonkeyP
 
 def test_both_ways_copies_on_the_lanes_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the fake runtime: every access is held against what orders it."""
-    monkeypatch.setattr(doctor_gpu, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(gpu, "COPY_BYTES", 1 << 16)
     runtime = FakeCuda(memory_bytes=1 << 20)
-    device = doctor_gpu.CudaDevice(runtime)
-    spans = doctor_gpu.both_ways(device)
+    device = gpu.CudaDevice(runtime)
+    spans = gpu.both_ways(device)
     device.close()
-    assert {lane: len(found) for lane, found in spans.items()} == {H2D: doctor_gpu.COPIES, D2H: doctor_gpu.COPIES}
+    assert {lane: len(found) for lane, found in spans.items()} == {H2D: gpu.COPIES, D2H: gpu.COPIES}
     assert runtime.error is None
 
 
@@ -101,15 +101,15 @@ def test_nvml_that_does_not_know_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: SimpleNamespace(uuid="1-2"))
-    monkeypatch.setattr(doctor_gpu, "Gpu", unknown)
+    monkeypatch.setattr(gpu, "Gpu", unknown)
     with pytest.raises(CheckFailed, match=r"GPU-1-2.*compute,utility"):
-        doctor_gpu.nvml(CPU)
+        gpu.nvml(CPU)
     closed: list[bool] = []
     told = SimpleNamespace(
         utilization_ratio=lambda: 0.25, pcie=SimpleNamespace(name="gpm"), close=lambda: closed.append(True)
     )
-    monkeypatch.setattr(doctor_gpu, "Gpu", lambda nvml, uuid: told)
-    assert doctor_gpu.nvml(CPU) == "utilization 25%, PCIe figures from: gpm"
+    monkeypatch.setattr(gpu, "Gpu", lambda nvml, uuid: told)
+    assert gpu.nvml(CPU) == "utilization 25%, PCIe figures from: gpm"
     assert closed == [True]
 
 
@@ -118,8 +118,8 @@ def test_a_part_of_a_gpu_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
         raise DividedGpuError(uuid)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: SimpleNamespace(uuid="1-2"))
-    monkeypatch.setattr(doctor_gpu, "Gpu", divided)
-    found = Check("NVML", lambda: doctor_gpu.nvml(CPU), "install another build").finding()
+    monkeypatch.setattr(gpu, "Gpu", divided)
+    found = Check("NVML", lambda: gpu.nvml(CPU), "install another build").finding()
     assert found == Finding("NVML", "good", "this is a part of a GPU (MIG): NVML has no figures of it; training works")
 
 
@@ -137,22 +137,22 @@ def test_what_needs_a_context_is_not_tried_without_one(monkeypatch: pytest.Monke
     def broken(place: torch.device) -> str:
         raise RuntimeError("no kernel image is available for execution on the device")
 
-    monkeypatch.setattr(doctor_gpu, "cuda_problem", lambda: None)
+    monkeypatch.setattr(gpu, "cuda_problem", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(doctor_gpu, "context", broken)
+    monkeypatch.setattr(gpu, "context", broken)
     found = examine_gpu()
     assert [(one.check, one.verdict) for one in found] == [("driver", "good"), ("context", "bad")]
     assert lines(found)[1].startswith("failed  context  RuntimeError: no kernel image")
-    monkeypatch.setattr(doctor_gpu, "cuda_problem", lambda: CudaProblem("there is no driver", "install one"))
+    monkeypatch.setattr(gpu, "cuda_problem", lambda: CudaProblem("there is no driver", "install one"))
     assert lines(examine_gpu()) == ["failed  driver  there is no driver; install one"]
 
 
 def test_each_check_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_gpu, "cuda_problem", lambda: None)
+    monkeypatch.setattr(gpu, "cuda_problem", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(doctor_gpu, "TorchCuda", lambda place: FakeCuda())
+    monkeypatch.setattr(gpu, "TorchCuda", lambda place: FakeCuda())
     for name in ("context", "pinned_memory", "triton", "copies", "nvml"):
-        monkeypatch.setattr(doctor_gpu, name, lambda _, name=name: f"{name} works")
+        monkeypatch.setattr(gpu, name, lambda _, name=name: f"{name} works")
     said = lines(examine_gpu())
     assert [line.split("  ")[0] for line in said] == ["ok"] * 6
     assert [line.split()[-2] for line in said[1:]] == ["context", "pinned_memory", "triton", "copies", "nvml"]

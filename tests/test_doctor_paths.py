@@ -12,7 +12,7 @@ import pytest
 from tests import forked
 from tests.agent.tiers.trainer import trainer
 from tests.services import ROOT
-from tidegate import doctor_paths
+from tidegate.cli.doctor import storage_paths
 from tidegate.errors import ConfigError
 
 
@@ -66,11 +66,11 @@ def test_who_says_no_keeps_everything(path: Path, monkeypatch: pytest.MonkeyPatc
         asked.append(question)
         return False
 
-    found = doctor_paths.look([path])
-    assert [f.detail for f in doctor_paths.remove_dead(found, False, no)] == ["nothing was removed"]
+    found = storage_paths.look([path])
+    assert [f.detail for f in storage_paths.remove_dead(found, False, no)] == ["nothing was removed"]
     assert "Remove the state of 1 dead ranks, 0.1 MB?" in asked[0]
     assert os.listdir(path) == ["tidegate-killed"]
-    doctor_paths.remove_dead(found, False, lambda _: True)
+    storage_paths.remove_dead(found, False, lambda _: True)
     assert os.listdir(path) == []
 
 
@@ -78,9 +78,9 @@ def test_one_of_which_nobody_can_tell_stays(path: Path) -> None:
     with trainer(path, "killed", 3) as other:
         other.kill()
     (path / "tidegate-killed" / "rank3" / "owner.json").write_text("{")
-    found = doctor_paths.look([path])
-    assert "nobody can tell from here" in doctor_paths.findings([path], found)[0].detail
-    doctor_paths.remove_dead(found, True, lambda _: True)
+    found = storage_paths.look([path])
+    assert "nobody can tell from here" in storage_paths.findings([path], found)[0].detail
+    storage_paths.remove_dead(found, True, lambda _: True)
     assert os.listdir(path) == ["tidegate-killed"]
 
 
@@ -89,9 +89,9 @@ def test_misuse_is_told(tmp_path: Path, path: Path) -> None:
     assert (code, "--path DIRECTORY" in said) == (2, True)
     code, said = doctor(tmp_path, "--path", str(path / "nowhere"))
     assert (code, "does not exist: create it first" in said) == (1, True)
-    assert doctor_paths.findings([path], [])[0].verdict == "good"
+    assert storage_paths.findings([path], [])[0].verdict == "good"
     with trainer(path, "killed", 1) as other:
         other.kill()
-    found = doctor_paths.look([path])
+    found = storage_paths.look([path])
     with pytest.raises(ConfigError, match="--yes"):
-        doctor_paths.remove_dead(found, False, lambda _: True)
+        storage_paths.remove_dead(found, False, lambda _: True)

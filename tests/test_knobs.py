@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.errors import ConfigError, KnobError
-from tidegate.knob_kinds import KnobSpec, show_size
-from tidegate.knobs import PATH_KNOBS, SPECS, Knobs, check_path_name, same, show, spec, specs_for, weights_of
+from tidegate.knobs.kinds import KnobSpec, show_size
+from tidegate.knobs.knobs import PATH_KNOBS, SPECS, Knobs, check_path_name, same, show, spec, specs_for, weights_of
 from tidegate.wire.agent import AgentHello
 from tidegate.wire.knobs import KnobBound, KnobPatch
 

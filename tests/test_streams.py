@@ -17,9 +17,9 @@ import pytest
 
 from tests.certificates import certificate_for, serving
 from tests.hostile import Hostile, hostile, plain, trickling
-from tidegate.client import DaemonClient
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.client.streams import MAX_HEAD_BYTES
 from tidegate.errors import DaemonError, DaemonUnreachable
-from tidegate.streams import MAX_HEAD_BYTES
 from tidegate.wire.agent import Vote
 
 SHORT = 0.4

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from tidegate.analysis import stalls
-from tidegate.model import PathRates, RateCard, simulate
 from tidegate.plan import Placement, Subgroup, make_plan, place, steady
-from tidegate.timeline import Timeline
-from tidegate.trace import SIMULATED_PID_OFFSET, chrome_trace, write_trace
+from tidegate.simulator.simulate import simulate
+from tidegate.speeds.rate_card import PathRates, RateCard
+from tidegate.timeline.chrome_trace import SIMULATED_PID_OFFSET, chrome_trace, write_trace
+from tidegate.timeline.stall_analysis import stalls
+from tidegate.timeline.timeline import Timeline
 
 RATES = RateCard(
     h2d_bytes_per_second=10e9,

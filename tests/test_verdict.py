@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tidegate.plan.effective import Effective
-from tidegate.verdict import Taken, verdict
+from tidegate.plan.effective_knobs import Effective
+from tidegate.timeline.verdict import Taken, verdict
 
 TWO = Effective(2.0, 0.0)
 

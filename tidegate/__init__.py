@@ -6,46 +6,46 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tidegate.agent.attach import Attachment as Attachment
-    from tidegate.agent.attach import attach as attach
+    from tidegate.agent.checkpoints.background import PendingCheckpoint as PendingCheckpoint
+    from tidegate.agent.checkpoints.inspection import find_sound_checkpoint as find_sound_checkpoint
+    from tidegate.agent.checkpoints.manifest import Checkpoint as Checkpoint
+    from tidegate.agent.checkpoints.manifest import DamagedCheckpoint as DamagedCheckpoint
+    from tidegate.agent.checkpoints.manifest import find_checkpoints as find_checkpoints
+    from tidegate.agent.checkpoints.manifest import find_damaged_checkpoints as find_damaged_checkpoints
+    from tidegate.agent.control.attach import Attachment as Attachment
+    from tidegate.agent.control.attach import attach as attach
     from tidegate.agent.devices.emulated import EmulatedRates as EmulatedRates
     from tidegate.agent.integrations.ddp import overlap_ddp as overlap_ddp
-    from tidegate.agent.integrations.deepspeed import enable_deepspeed as enable_deepspeed
-    from tidegate.agent.offload import Offload as Offload
-    from tidegate.agent.optimizer import AdamW as AdamW
-    from tidegate.agent.overlap import ForwardOverlap as ForwardOverlap
-    from tidegate.agent.overlap import overlap_forward as overlap_forward
-    from tidegate.agent.overlap import wait as wait
-    from tidegate.agent.tiers.drain import PendingCheckpoint as PendingCheckpoint
-    from tidegate.agent.tiers.inspection import find_sound_checkpoint as find_sound_checkpoint
-    from tidegate.agent.tiers.manifest import Checkpoint as Checkpoint
-    from tidegate.agent.tiers.manifest import DamagedCheckpoint as DamagedCheckpoint
-    from tidegate.agent.tiers.manifest import find_checkpoints as find_checkpoints
-    from tidegate.agent.tiers.manifest import find_damaged_checkpoints as find_damaged_checkpoints
+    from tidegate.agent.integrations.deepspeed.enable import enable_deepspeed as enable_deepspeed
+    from tidegate.agent.optimizer.adamw import AdamW as AdamW
+    from tidegate.agent.optimizer.forward_overlap import ForwardOverlap as ForwardOverlap
+    from tidegate.agent.optimizer.forward_overlap import overlap_forward as overlap_forward
+    from tidegate.agent.optimizer.forward_overlap import wait as wait
+    from tidegate.agent.optimizer.offload import Offload as Offload
+    from tidegate.agent.tiers.file_path import PathSettings as PathSettings
     from tidegate.agent.tiers.object_settings import ObjectSettings as ObjectSettings
-    from tidegate.agent.tiers.path import PathSettings as PathSettings
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "AdamW": "tidegate.agent.optimizer",
-    "Offload": "tidegate.agent.offload",
+    "AdamW": "tidegate.agent.optimizer.adamw",
+    "Offload": "tidegate.agent.optimizer.offload",
     "EmulatedRates": "tidegate.agent.devices.emulated",
-    "Attachment": "tidegate.agent.attach",
-    "attach": "tidegate.agent.attach",
+    "Attachment": "tidegate.agent.control.attach",
+    "attach": "tidegate.agent.control.attach",
     "overlap_ddp": "tidegate.agent.integrations.ddp",
-    "enable_deepspeed": "tidegate.agent.integrations.deepspeed",
-    "ForwardOverlap": "tidegate.agent.overlap",
-    "overlap_forward": "tidegate.agent.overlap",
-    "wait": "tidegate.agent.overlap",
+    "enable_deepspeed": "tidegate.agent.integrations.deepspeed.enable",
+    "ForwardOverlap": "tidegate.agent.optimizer.forward_overlap",
+    "overlap_forward": "tidegate.agent.optimizer.forward_overlap",
+    "wait": "tidegate.agent.optimizer.forward_overlap",
     "ObjectSettings": "tidegate.agent.tiers.object_settings",
-    "PathSettings": "tidegate.agent.tiers.path",
-    "PendingCheckpoint": "tidegate.agent.tiers.drain",
-    "Checkpoint": "tidegate.agent.tiers.manifest",
-    "DamagedCheckpoint": "tidegate.agent.tiers.manifest",
-    "find_checkpoints": "tidegate.agent.tiers.manifest",
-    "find_damaged_checkpoints": "tidegate.agent.tiers.manifest",
-    "find_sound_checkpoint": "tidegate.agent.tiers.inspection",
+    "PathSettings": "tidegate.agent.tiers.file_path",
+    "PendingCheckpoint": "tidegate.agent.checkpoints.background",
+    "Checkpoint": "tidegate.agent.checkpoints.manifest",
+    "DamagedCheckpoint": "tidegate.agent.checkpoints.manifest",
+    "find_checkpoints": "tidegate.agent.checkpoints.manifest",
+    "find_damaged_checkpoints": "tidegate.agent.checkpoints.manifest",
+    "find_sound_checkpoint": "tidegate.agent.checkpoints.inspection",
 }
 
 __all__ = [

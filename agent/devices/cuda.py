@@ -18,11 +18,11 @@ from typing import Final
 
 import torch
 
-from tidegate.agent.closing import close_all
+from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Copy, Event, GradRef, UpdateRun
 from tidegate.agent.devices.cuda_runtime import CudaRuntime, Marker, Norms, Stream
-from tidegate.agent.devices.pieces import in_pieces
-from tidegate.agent.devices.pinned import PinnedPool
+from tidegate.agent.devices.pinned_memory import PinnedPool
+from tidegate.agent.devices.split_copies import in_pieces
 from tidegate.errors import MemoryBudgetError
 from tidegate.plan.ops import D2H, DEVICE, H2D
 from tidegate.wire.base import DeviceKind

@@ -25,8 +25,8 @@ import torch
 from tidegate.agent.devices.base import Copy, GradRef, UpdateRun
 from tidegate.agent.devices.cuda_runtime import Marker, Norms, Stream
 from tidegate.agent.devices.gpu_kernels import load_kernels
-from tidegate.agent.devices.pinned import near_cpus
-from tidegate.kernels.device_calls import GpuKernels
+from tidegate.agent.devices.pinned_memory import near_cpus
+from tidegate.kernels.arithmetic.device_calls import GpuKernels
 
 PORTABLE: Final = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""

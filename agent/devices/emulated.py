@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tidegate.agent.devices.adopted import Adopted
+from tidegate.agent.devices.adopted_tensors import Adopted
 from tidegate.agent.devices.base import Copy, DoneEvent, Event, GradRef, UpdateRun
 from tidegate.errors import DeviceAccessError, MemoryBudgetError
 from tidegate.kernels import ThreadPool, aligned_buffer, copy, fill, sum_of_squares

@@ -18,14 +18,14 @@ from typing import Final, cast
 
 import torch
 
-from tidegate.kernels import trial
-from tidegate.kernels.device_calls import GpuKernels
+from tidegate.kernels.arithmetic import self_test
+from tidegate.kernels.arithmetic.device_calls import GpuKernels
 from tidegate.logs import event
 
 log = logging.getLogger("tidegate.devices")
 
-TRITON: Final = "tidegate.kernels.triton_adamw"
-TORCH: Final = "tidegate.kernels.torch_adamw"
+TRITON: Final = "tidegate.kernels.arithmetic.triton_adamw"
+TORCH: Final = "tidegate.kernels.arithmetic.torch_adamw"
 
 CAUSE_CHARACTERS: Final = 500
 """Triton's errors of compilation quote whole kernels."""
@@ -53,7 +53,7 @@ def load_kernels(device: torch.device) -> GpuKernels:
     """
     try:
         kernels = cast(GpuKernels, importlib.import_module(TRITON))
-        if differs := trial.differences(kernels, device):
+        if differs := self_test.differences(kernels, device):
             raise ArithmeticError(f"results differ from the oracle's: {', '.join(differs)}")
     except Exception as error:
         cause = cause_of(error)
@@ -68,7 +68,7 @@ def load_kernels(device: torch.device) -> GpuKernels:
     else:
         return kernels
     kernels = cast(GpuKernels, importlib.import_module(TORCH))
-    trial.differences(kernels, device)
+    self_test.differences(kernels, device)
     return kernels
 
 

@@ -16,30 +16,30 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tidegate.agent.accumulation import Accumulation, HostSums
-from tidegate.agent.closing import close_all
+from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
+from tidegate.agent.engine.interrupts import Uninterrupted
 from tidegate.agent.engine.memory import StateMemory
-from tidegate.agent.engine.pace import Pace, PathPace
-from tidegate.agent.engine.residences import Residences
-from tidegate.agent.engine.runner import MemoryRunner, StepInputs
-from tidegate.agent.gradients import Gradients, Mode
-from tidegate.agent.interrupts import Uninterrupted
-from tidegate.agent.shards import Norm, NormOverRanks, shard_of
-from tidegate.agent.subgroups import Layout
-from tidegate.agent.tiers.store import TierStore
-from tidegate.agent.weights import Weights
+from tidegate.agent.engine.op_runner import MemoryRunner, StepInputs
+from tidegate.agent.engine.planning_inputs import Pace, PathPace
+from tidegate.agent.engine.residency import Residences
+from tidegate.agent.engine.weight_edits import Weights
+from tidegate.agent.gradients.accumulation import Accumulation, HostSums
+from tidegate.agent.gradients.gradients import Gradients, Mode
+from tidegate.agent.parameters.shards import Norm, NormOverRanks, shard_of
+from tidegate.agent.parameters.subgroups import Layout
+from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import EngineError, PathFull, PathUnusable
 from tidegate.kernels import ThreadPool
 from tidegate.plan import Placement, Plan, Policy, make_plan, place, verify
-from tidegate.plan.clock import PathClock
-from tidegate.plan.effective import Effective
+from tidegate.plan.effective_knobs import Effective
 from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, OpKind, Processor, Residence, is_path, path_lanes
-from tidegate.plan.split import PathSpeeds
+from tidegate.plan.path_times import PathClock
 from tidegate.plan.tasks import Order as StepOrder
-from tidegate.timeline import Span
+from tidegate.plan.tier_split import PathSpeeds
+from tidegate.timeline.timeline import Span
 
 READS_GRADIENT = (OpKind.GRAD_D2H, OpKind.GRAD_NORM, OpKind.DEVICE_UPDATE)
 WRITES_WEIGHT = (OpKind.WEIGHT_H2D, OpKind.DEVICE_UPDATE)

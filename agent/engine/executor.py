@@ -21,15 +21,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tidegate.agent.closing import close_all
+from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Event
 from tidegate.agent.engine.clock import Clock
-from tidegate.agent.engine.last_reference import LONGEST_WAIT_SECONDS, let_go
-from tidegate.agent.engine.process_end import ends_with_process
+from tidegate.agent.engine.interpreter_exit import ends_with_process
+from tidegate.agent.engine.last_references import LONGEST_WAIT_SECONDS, let_go
 from tidegate.errors import EngineError, LaneStuckError
 from tidegate.plan.ops import LANES, Op, OpKind
 from tidegate.plan.plan import Plan
-from tidegate.timeline import Span
+from tidegate.timeline.timeline import Span
 
 
 class StepSkipped(Exception):

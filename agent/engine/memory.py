@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from tidegate.agent.devices.base import Copy, Device
-from tidegate.agent.devices.pinned import host_available_bytes
+from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine.buffers import Buffers
-from tidegate.agent.subgroups import Layout
-from tidegate.agent.tiers.store import TierStore
+from tidegate.agent.parameters.subgroups import Layout
+from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import MemoryBudgetError, NoPathLeft
 from tidegate.kernels import WeightFormat
 from tidegate.plan import Placement

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tidegate.agent.engine.engine import Engine
-from tidegate.agent.optimizer import AdamW
+from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.errors import ConfigError
 
 

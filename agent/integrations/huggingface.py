@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tidegate.agent.attach import Attachment, attach, innermost
-from tidegate.agent.integrations.figures import Figures
-from tidegate.agent.optimizer import AdamW
-from tidegate.agent.shards import Part
+from tidegate.agent.control.attach import Attachment, attach, innermost
+from tidegate.agent.integrations.log_figures import Figures
+from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.parameters.shards import Part
 from tidegate.errors import ConfigError
 
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from tidegate.agent.attach import Attachment, attach, innermost
-from tidegate.agent.hooks import ModelHook
-from tidegate.agent.integrations.figures import VERDICT, Figures
-from tidegate.agent.optimizer import AdamW
+from tidegate.agent.control.attach import Attachment, attach, innermost
+from tidegate.agent.integrations.log_figures import VERDICT, Figures
+from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.module_hooks import ModelHook
 from tidegate.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Final
 
 from prometheus_client.utils import floatToGoString
 
-from tidegate.agent.telemetry.meter import Histogram, Labels, Meter
-from tidegate.catalogue import METRICS
-from tidegate.metric import Metric
+from tidegate.agent.telemetry.metric_store import Histogram, Labels, Meter
+from tidegate.metrics.catalogue import METRICS
+from tidegate.metrics.family import Metric
 
 _ESCAPES: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 

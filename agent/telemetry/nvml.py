@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from tidegate.logs import event
-from tidegate.metric import DIRECTIONS
+from tidegate.metrics.family import DIRECTIONS
 
 log = logging.getLogger("tidegate.gpu")
 

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from tidegate.agent.engine.residences import Residences
-from tidegate.agent.telemetry.division import Moved, moves_by_phase
+from tidegate.agent.engine.residency import Residences
+from tidegate.agent.telemetry.bytes_by_phase import Moved, moves_by_phase
+from tidegate.agent.tiers.file_path import StoragePath
 from tidegate.agent.tiers.object_path import ObjectPath
-from tidegate.agent.tiers.path import StoragePath
-from tidegate.agent.tiers.store import TierStore
+from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.agent.tiers.transfers import Transfer
 from tidegate.logs import event
-from tidegate.plan.split import PathSpeeds
-from tidegate.timeline import PhaseSpan
+from tidegate.plan.tier_split import PathSpeeds
+from tidegate.timeline.timeline import PhaseSpan
 from tidegate.wire.agent import MAX_SUBGROUPS
 from tidegate.wire.step import PathOperation, PathRow, PathState
 

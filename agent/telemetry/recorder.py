@@ -9,28 +9,28 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tidegate.agent.calibrate_kept import kept_card
+from tidegate.agent.calibration.saved import kept_card
 from tidegate.agent.engine.engine import StepResult
-from tidegate.agent.optimizer import AdamW
+from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.gradient_arrival import Delivery
 from tidegate.agent.ranks import cpu_lane_threads
-from tidegate.agent.telemetry import figures
-from tidegate.agent.telemetry.delivery import Delivery
-from tidegate.agent.telemetry.expected import Expected
-from tidegate.agent.telemetry.finished import FinishedStep
-from tidegate.agent.telemetry.meter import Labels, Meter
+from tidegate.agent.telemetry import step_metrics
+from tidegate.agent.telemetry.metric_store import Labels, Meter
 from tidegate.agent.telemetry.paths import PathWatch
-from tidegate.agent.telemetry.phases import StepPhases
-from tidegate.agent.telemetry.recent import RecentPlans
+from tidegate.agent.telemetry.phase_forecast import Expected
+from tidegate.agent.telemetry.plan_cache import RecentPlans
 from tidegate.agent.telemetry.report import report_of
-from tidegate.client import state_dir
+from tidegate.agent.telemetry.step_record import FinishedStep
+from tidegate.client.daemon_client import state_dir
 from tidegate.errors import ConfigError
 from tidegate.logs import event
-from tidegate.model.late import Ran
-from tidegate.model.live import LiveRates
-from tidegate.model.rates import RateCard, seen
-from tidegate.model.simulate import update_seconds
 from tidegate.plan import Plan
-from tidegate.timeline import Timeline
+from tidegate.simulator.simulate import update_seconds
+from tidegate.speeds.dispatch_latency import Ran
+from tidegate.speeds.live_rates import LiveRates
+from tidegate.speeds.rate_card import RateCard, seen
+from tidegate.timeline.timeline import Timeline
 from tidegate.wire.step import StepReport
 
 log = logging.getLogger("tidegate")
@@ -88,7 +88,7 @@ class Recorder:
         self._totals = Totals(steps=self.number)
         store = optimizer.engine.store
         self.path_names = tuple(store.paths) if store is not None else ()
-        figures.begin(self.meter, self.path_names)
+        step_metrics.begin(self.meter, self.path_names)
         self._residences = ("host", "device", *self.path_names)
         self._noted: deque[FinishedStep] = deque()
         self._unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
@@ -209,7 +209,7 @@ class Recorder:
         # What was predicted of other plans says nothing about this one.
         prediction = self._predictions.get(result.plan) or self._predictions.add(result.plan, _Prediction())
         report, totals = report_of(step), self._totals
-        error = figures.add_step(self.meter, step, report, self._expected.with_update(prediction.seconds))
+        error = step_metrics.add_step(self.meter, step, report, self._expected.with_update(prediction.seconds))
         self._expected.observe(report.phase_seconds)
         totals.prediction_error = totals.prediction_error if error is None else error
         totals.steps, totals.last = report.step, report
@@ -221,7 +221,7 @@ class Recorder:
         if not result.skipped and all(later.result.plan is not result.plan for later in self._noted):
             self._predict(result.plan, prediction)
         totals.predicted_update_seconds = prediction.seconds
-        figures.expect(self.meter, self._expected.with_update(totals.predicted_update_seconds))
+        step_metrics.expect(self.meter, self._expected.with_update(totals.predicted_update_seconds))
 
     def _live_rates(self) -> RateCard | None:
         card, store = self._live.card, self._optimizer.engine.store

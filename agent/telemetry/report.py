@@ -6,15 +6,15 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
-from tidegate.agent.telemetry.delivery import Delivery
-from tidegate.agent.telemetry.division import Moved, divided
-from tidegate.agent.telemetry.finished import FinishedStep
+from tidegate.agent.optimizer.gradient_arrival import Delivery
+from tidegate.agent.telemetry.bytes_by_phase import Moved, divided
 from tidegate.agent.telemetry.paths import path_rows, path_states
-from tidegate.kernels.waits import exposed_waits
+from tidegate.agent.telemetry.step_record import FinishedStep
+from tidegate.kernels.arithmetic.stall_analysis import exposed_waits
 from tidegate.plan import OpKind
 from tidegate.plan.ops import LINK_LANES
-from tidegate.timeline import Phase, PhaseSpan, Span
-from tidegate.verdict import SKIPPED, Taken, verdict
+from tidegate.timeline.timeline import Phase, PhaseSpan, Span
+from tidegate.timeline.verdict import SKIPPED, Taken, verdict
 from tidegate.wire.step import LinkRow, StallRow, StepReport
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential
 
-from tidegate.agent.tiers.format import Header, StateKind, file_bytes, header_bytes, padded_bytes
-from tidegate.agent.tiers.locks import TierLocks
+from tidegate.agent.tiers.path_locks import TierLocks
 from tidegate.agent.tiers.scratch import free_bytes
+from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, padded_bytes
 from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer
 from tidegate.errors import BlockDamaged, DataTruncated, PathFailed, PathFull, PathUnusable
 from tidegate.kernels import IoPool, IoTicket, crc32c

@@ -19,17 +19,17 @@ from typing import Final
 
 import numpy as np
 
-from tidegate.agent.tiers.format import StateKind, num_blocks, padded_bytes
-from tidegate.agent.tiers.locks import TierLocks, locks_of_path
+from tidegate.agent.tiers.file_path import DUPLEX_SHARE
 from tidegate.agent.tiers.object_blocks import BlockMover, Job, StoredBlocks, nothing
 from tidegate.agent.tiers.object_client import Refused, bucket_key, connect, unusable
 from tidegate.agent.tiers.object_scratch import ObjectScratch
 from tidegate.agent.tiers.object_settings import ObjectSettings
-from tidegate.agent.tiers.path import DUPLEX_SHARE
+from tidegate.agent.tiers.path_locks import TierLocks, locks_of_path
+from tidegate.agent.tiers.state_file import StateKind, num_blocks, padded_bytes
 from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer
 from tidegate.errors import PathFailed, PathFull
 from tidegate.kernels import aligned_buffer, fill
-from tidegate.plan.split import PathSpeeds
+from tidegate.plan.tier_split import PathSpeeds
 
 log = logging.getLogger("tidegate.tiers")
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self
 
-from tidegate.agent.tiers.locks import locked_by_other, try_lock
+from tidegate.agent.tiers.path_locks import locked_by_other, try_lock
 from tidegate.errors import PathFull, PathUnusable, ScratchTaken
 
 RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

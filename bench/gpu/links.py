@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu.target import Target, run_stage, spread
 from tidegate.agent.devices.base import Copy, Device, UpdateRun
-from tidegate.agent.devices.choose import choose_device
+from tidegate.agent.devices.selection import choose_device
 from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, instruction_set, scalars
 from tidegate.plan.ops import D2H, DEVICE, H2D
 

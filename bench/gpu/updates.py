@@ -14,12 +14,12 @@ import torch
 
 import tidegate
 from bench.gpu.target import Target, run_stage, spread
-from tidegate.knobs import Knobs
-from tidegate.model.rates import RateCard
-from tidegate.model.settled import Rank
-from tidegate.model.what_if import what_if
+from tidegate.knobs.knobs import Knobs
 from tidegate.plan import Plan
 from tidegate.plan.ops import OpKind
+from tidegate.simulator.steady_state import Rank
+from tidegate.simulator.what_if import what_if
+from tidegate.speeds.rate_card import RateCard
 
 HOST_BYTES_PER_PARAM = 14
 ROUNDS = 5

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tidegate.knobs import Knobs, specs_for
+from tidegate.knobs.knobs import Knobs, specs_for
 
 STRIDES: Final = ("off", "off", "off", 3.0, 5.0, 8.0, 12.0)
 """The emulated device is slower than the CPU: the best of these is among the last, or `off`."""

@@ -12,8 +12,8 @@ from contextlib import ExitStack, closing
 from statistics import median
 from typing import Final
 
-from tidegate.agent.calibrate_loads import device_loads
-from tidegate.agent.calibrate_rates import rate
+from tidegate.agent.calibration.lane_loads import device_loads
+from tidegate.agent.calibration.lane_rates import rate
 from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
 from tidegate.plan.ops import D2H, DEVICE, H2D
 

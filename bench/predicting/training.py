@@ -12,14 +12,14 @@ import torch
 import tidegate
 from tidegate.agent.devices.emulated import EmulatedRates
 from tidegate.agent.engine.engine import StepResult
-from tidegate.agent.telemetry.phases import StepPhases
-from tidegate.agent.tiers.path import PathSettings
-from tidegate.analysis import busy_seconds
-from tidegate.knobs import Knobs
-from tidegate.model.settled import Rank
-from tidegate.plan.effective import Effective
+from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.tiers.file_path import PathSettings
+from tidegate.knobs.knobs import Knobs
+from tidegate.plan.effective_knobs import Effective
 from tidegate.plan.ops import LANES, OpKind
-from tidegate.timeline import Span
+from tidegate.simulator.steady_state import Rank
+from tidegate.timeline.stall_analysis import busy_seconds
+from tidegate.timeline.timeline import Span
 
 TENSOR_NUMEL = 1 << 22
 STATE_BYTES = 10

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from published.systems import DEEPSPEED_BYTES, JLSE_GRADIENT, Setting
-from tidegate.model.machine import GB, GPUS, Machine, StoragePath
-from tidegate.model.shapes import PAPER_MODELS, ModelShape
+from tidegate.capacity.machine import GB, GPUS, Machine, StoragePath
+from tidegate.capacity.model_shapes import PAPER_MODELS, ModelShape
 
 JLSE: Final = Machine.of(
     GPUS["h100-80"],

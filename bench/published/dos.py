@@ -9,7 +9,7 @@ from dataclasses import replace
 from published.cards import Cards
 from published.rows import Ours
 from published.systems import Setting, deep_optimizer_states, twinflow
-from tidegate.model.equations import cpu_to_device_ratio
+from tidegate.simulator.paper_equations import cpu_to_device_ratio
 
 MODELS = ("7B", "8.3B", "10B", "13B", "20B")
 ON_ONE_GPU = ("7B", "8.3B", "10B", "13B")

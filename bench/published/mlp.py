@@ -8,8 +8,8 @@ from dataclasses import replace
 from published.cards import Cards
 from published.rows import Ours
 from published.systems import mlp_offload, twinflow, zero3_nvme
-from tidegate.model.phases import passes
-from tidegate.plan.split import PathSpeeds, eq1_split
+from tidegate.capacity.pass_times import passes
+from tidegate.plan.tier_split import PathSpeeds, eq1_split
 
 MODELS = ("40B", "52B", "70B", "100B", "120B")
 ABLATED = ("40B", "70B", "100B")

@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final, NamedTuple
 
-from tidegate.knobs import EQ1, OFF, Off
-from tidegate.model.fluid import shared_times
-from tidegate.model.footprint import USABLE_HOST, subgroups_of
-from tidegate.model.machine import GB, Machine, Workload
-from tidegate.model.phases import passes
-from tidegate.model.scale import NodeShare, run
-from tidegate.model.settled import Rank, sampled, settled
-from tidegate.model.shapes import ModelShape
+from tidegate.capacity.footprint import USABLE_HOST, subgroups_of
+from tidegate.capacity.machine import GB, Machine, Workload
+from tidegate.capacity.many_ranks import NodeShare, run
+from tidegate.capacity.model_shapes import ModelShape
+from tidegate.capacity.pass_times import passes
+from tidegate.knobs.knobs import EQ1, OFF, Off
 from tidegate.plan import make_plan, place, steady
-from tidegate.plan.effective import Effective
+from tidegate.plan.effective_knobs import Effective
 from tidegate.plan.ops import Op, OpKind
 from tidegate.plan.plan import Plan
+from tidegate.simulator.fair_share import shared_times
+from tidegate.simulator.steady_state import Rank, sampled, settled
 
 DEEPSPEED_BYTES: Final = 28
 """Bytes a parameter that DeepSpeed's update on the CPU moves in host memory: weight and both moments, read and written

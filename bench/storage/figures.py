@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tidegate.analysis import union
-from tidegate.timeline import Span
+from tidegate.timeline.stall_analysis import union
+from tidegate.timeline.timeline import Span
 
 
 def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:

@@ -26,7 +26,7 @@ class Ours:
 
         import tidegate
         from tidegate.agent.devices.emulated import EmulatedRates
-        from tidegate.agent.tiers.path import PathSettings
+        from tidegate.agent.tiers.file_path import PathSettings
 
         torch.manual_seed(0)
         torch.set_num_threads(threads)
@@ -59,8 +59,8 @@ class Ours:
         self._optimizer.zero_grad()
 
     def told(self, backward_began: float) -> dict[str, Any]:
-        from tidegate.analysis import busy_seconds
         from tidegate.plan.ops import OpKind
+        from tidegate.timeline.stall_analysis import busy_seconds
 
         spans = self._result.spans
         moved = [s for s in spans if s.kind in (OpKind.FETCH, OpKind.FLUSH) and s.nbytes]

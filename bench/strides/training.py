@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 import tidegate
+from tidegate.agent.control.tuning import update_seconds
 from tidegate.agent.devices.base import DoneEvent
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.executor import Issued
-from tidegate.agent.subgroups import Layout
-from tidegate.agent.telemetry.phases import StepPhases
-from tidegate.agent.tuning import update_seconds
+from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.parameters.subgroups import Layout
 from tidegate.plan.ops import Op
 
 PARAMS = 8

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tidegate.daemon.alert_table import KnownAlert
-from tidegate.daemon.store import AuditNote, Store
+from tidegate.daemon.storage.alert_table import KnownAlert
+from tidegate.daemon.storage.store import AuditNote, Store
 from tidegate.wire.alert import SEVERITIES, AlertState, AlertView
 from tidegate.wire.base import KnobChanges
 

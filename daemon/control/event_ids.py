@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidegate.daemon.store import Store
+from tidegate.daemon.storage.store import Store
 
 RESERVED: Final = 1 << 20
 """Numbers that are taken from the store at once: a write for each event would be one for each report of a rank."""

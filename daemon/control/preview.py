@@ -11,16 +11,16 @@ from typing import Final
 
 from tidegate.daemon.control.run import Member, Run
 from tidegate.errors import ConfigError, TidegateError
-from tidegate.knobs import AUTO, EQ1, OFF, Knobs, KnobValue, same, show, weights_of
-from tidegate.model.band import band
-from tidegate.model.choose import CANDIDATE_RATIOS, best
-from tidegate.model.rates import RateCard
-from tidegate.model.room import no_room
-from tidegate.model.settled import Rank, settled
-from tidegate.model.tuner import MINIMUM_GAIN
-from tidegate.model.what_if import predicted_seconds, what_if
-from tidegate.plan.effective import Effective, Split
+from tidegate.knobs.knobs import AUTO, EQ1, OFF, Knobs, KnobValue, same, show, weights_of
+from tidegate.plan.effective_knobs import Effective, Split
 from tidegate.plan.ops import Subgroup
+from tidegate.simulator.path_capacity import no_room
+from tidegate.simulator.prediction_interval import band
+from tidegate.simulator.steady_state import Rank, settled
+from tidegate.simulator.what_if import predicted_seconds, what_if
+from tidegate.speeds.rate_card import RateCard
+from tidegate.tuner.search import CANDIDATE_RATIOS, best
+from tidegate.tuner.tuner import MINIMUM_GAIN
 from tidegate.wire.agent import AgentHello
 from tidegate.wire.base import KnobChanges
 from tidegate.wire.prediction import Advice, KnobPreview, PredictedUpdate

@@ -7,13 +7,13 @@ import math
 from dataclasses import replace
 from typing import Final
 
-from tidegate.daemon.control.generations import Control, Generation
-from tidegate.daemon.control.notes import note
+from tidegate.daemon.control.audit_rows import note
 from tidegate.daemon.control.run import RECENT_STEPS, Clock, Member, Run
-from tidegate.daemon.control.window import STEPS_KEPT
-from tidegate.daemon.readable import REMEDY
-from tidegate.daemon.steps import step_of
-from tidegate.daemon.store import AgentRecord, Store
+from tidegate.daemon.decisions.generations import Control, Generation
+from tidegate.daemon.decisions.step_window import STEPS_KEPT
+from tidegate.daemon.storage.row_reader import REMEDY
+from tidegate.daemon.storage.step_table import step_of
+from tidegate.daemon.storage.store import AgentRecord, Store
 
 RAN: Final = ("committed", "applied")
 log = logging.getLogger(__name__)

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from tidegate.daemon.control.history import History
-from tidegate.daemon.control.notes import note
-from tidegate.daemon.control.roster import NAMED, Roster
+from tidegate.daemon.control.audit_rows import note
+from tidegate.daemon.control.registry import NAMED, Roster
 from tidegate.daemon.control.run import Clock, Run
+from tidegate.daemon.control.step_writer import History
 from tidegate.daemon.control.trials import Trials
 from tidegate.daemon.problems import ProblemError
-from tidegate.daemon.store import Store
+from tidegate.daemon.storage.store import Store
 from tidegate.wire.agent import AgentHello
 
 RUNS_KEPT: Final = 10_000

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tidegate.daemon.control.generations import Control, Generation
 from tidegate.daemon.control.liveness import liveness
 from tidegate.daemon.control.timelines import Timelines
-from tidegate.daemon.control.window import Figures, Window
+from tidegate.daemon.decisions.generations import Control, Generation
+from tidegate.daemon.decisions.step_window import Figures, Window
 from tidegate.wire.agent import AgentHello, AgentReport, Rates
 from tidegate.wire.base import KnobChanges, Liveness
 from tidegate.wire.event import Event

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from tidegate.daemon import views
-from tidegate.daemon.control.canary import MIN_STEPS_BEFORE, SETTLING_STEPS, Canary, Step, common_steps, judge
-from tidegate.daemon.control.generations import Generation, Happening, Judge, Propose
+from tidegate.daemon.control import serializers
 from tidegate.daemon.control.run import Clock, Run
-from tidegate.daemon.control.window import Figures
+from tidegate.daemon.decisions.canary import MIN_STEPS_BEFORE, SETTLING_STEPS, Canary, Step, common_steps, judge
+from tidegate.daemon.decisions.generations import Generation, Happening, Judge, Propose
+from tidegate.daemon.decisions.step_window import Figures
 from tidegate.daemon.problems import ProblemError
-from tidegate.daemon.store import Store
-from tidegate.knobs import same
+from tidegate.daemon.storage.store import Store
+from tidegate.knobs.knobs import same
 from tidegate.wire.base import KnobChanges
 from tidegate.wire.canary import CanaryRequest
 
@@ -167,7 +167,7 @@ class Trials:
 
     def _knobs(self, run: Run, target: Generation) -> KnobChanges:
         """What the run can have of the target's knobs: its paths may be others by now."""
-        return views.knobs_of(target).fitted(run.paths).as_dict(paths=bool(run.paths))
+        return serializers.knobs_of(target).fitted(run.paths).as_dict(paths=bool(run.paths))
 
     def _steps(self, run: Run, settling: int = 0) -> list[Step]:
         """Steps that all present ranks ran with the committed generation; who has not told since when is left out."""

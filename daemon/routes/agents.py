@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
-from tidegate.daemon import views
-from tidegate.daemon.deps import Own, Plane, Wait, Who
-from tidegate.daemon.lean import LeanRoute
+from tidegate.daemon.control import serializers
 from tidegate.daemon.problems import ProblemError, also
-from tidegate.daemon.scopes import AGENT_OF_ANY_RUN, READ_OF_ANY_RUN
+from tidegate.daemon.routes.dependencies import Own, Plane, Wait, Who
+from tidegate.daemon.routes.fast_route import LeanRoute
+from tidegate.daemon.security.scopes import AGENT_OF_ANY_RUN, READ_OF_ANY_RUN
 from tidegate.errors import KnobError
-from tidegate.knobs import Knobs, specs_for
+from tidegate.knobs.knobs import Knobs, specs_for
 from tidegate.wire.agent import PROTOCOL_VERSION, AgentHello, AgentReport, Directive, Lease, Vote
 
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
@@ -61,7 +61,7 @@ async def directive(plane: Plane, agent: Own, message: Annotated[Known, Query()]
     deadline, seen = time.monotonic() + message.wait, -1 if message.proposed is None else message.proposed
     while True:
         run, member = plane.roster.member(agent)
-        found = views.directive(run, member.hello.rank)
+        found = serializers.directive(run, member.hello.rank)
         asked = found.proposed is not None and found.proposed > seen
         left = deadline - time.monotonic()
         if found.committed > message.committed or asked or left <= 0 or plane.closing:
@@ -78,7 +78,7 @@ async def vote(plane: Plane, agent: Own, message: Vote, asked: Annotated[Patienc
         run, member = plane.roster.member(agent)
         left = deadline - time.monotonic()
         if run.control.is_decided(message.generation) or left <= 0 or plane.closing:
-            return views.directive(run, member.hello.rank)
+            return serializers.directive(run, member.hello.rank)
         await run.orders.wait(left, agent)
 
 

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter
 from pydantic import AwareDatetime, BaseModel, Field
 
-from tidegate.daemon.deps import Alerts, Author, Plane, Who
-from tidegate.daemon.scopes import ALERT, READ
+from tidegate.daemon.routes.dependencies import Alerts, Author, Plane, Who
+from tidegate.daemon.security.scopes import ALERT, READ
 from tidegate.wire.alert import AlertReceipt, AlertState, AlertView
 
 router = APIRouter(tags=["alerts"])

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from tidegate.daemon.deps import Plane
-from tidegate.daemon.scopes import READ
+from tidegate.daemon.routes.dependencies import Plane
+from tidegate.daemon.security.scopes import READ
 from tidegate.wire.audit import AuditRow
 
 router = APIRouter(prefix="/v1", tags=["audit"], dependencies=[READ])

@@ -8,10 +8,10 @@ from typing import Annotated
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 
-from tidegate.daemon.control.plane import ControlPlane
+from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.run import Run
-from tidegate.daemon.deps import Holds, Plane
-from tidegate.daemon.scopes import READ
+from tidegate.daemon.routes.dependencies import Holds, Plane
+from tidegate.daemon.security.scopes import READ
 
 router = APIRouter(prefix="/v1/runs/{run}/events", tags=["events"], dependencies=[READ])
 KEEP_ALIVE_SECONDS = 15.0

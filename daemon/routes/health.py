@@ -6,10 +6,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from tidegate.daemon.deps import Plane
 from tidegate.daemon.problems import ProblemError, also
-from tidegate.daemon.readiness import Readiness
-from tidegate.daemon.scopes import PROBE
+from tidegate.daemon.routes.dependencies import Plane
+from tidegate.daemon.security.scopes import PROBE
+from tidegate.daemon.storage.readiness import Readiness
 
 router = APIRouter(tags=["health"], dependencies=[PROBE])
 metrics_router = APIRouter(tags=["prometheus"], dependencies=[PROBE])

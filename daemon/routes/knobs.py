@@ -10,18 +10,18 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response
 
-from tidegate.daemon import views
-from tidegate.daemon.control.generations import Generation
-from tidegate.daemon.control.plane import ControlPlane
+from tidegate.daemon.control import serializers
+from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.preview import evidence, preview
 from tidegate.daemon.control.run import Run
 from tidegate.daemon.control.trials import Predicted
-from tidegate.daemon.deps import Author, Plane, Wait
+from tidegate.daemon.decisions.generations import Generation
 from tidegate.daemon.problems import ProblemError, also
-from tidegate.daemon.readable import REMEDY
-from tidegate.daemon.scopes import OPERATE, READ
+from tidegate.daemon.routes.dependencies import Author, Plane, Wait
+from tidegate.daemon.security.scopes import OPERATE, READ
+from tidegate.daemon.storage.row_reader import REMEDY
 from tidegate.errors import KnobError
-from tidegate.knobs import Knobs, show, specs_for
+from tidegate.knobs.knobs import Knobs, show, specs_for
 from tidegate.wire.base import KnobChanges
 from tidegate.wire.canary import Rollback
 from tidegate.wire.knobs import GenerationView, KnobPatch, KnobsView
@@ -35,7 +35,7 @@ async def knobs(plane: Plane, run: str, response: Response) -> KnobsView:
     """The desired knobs, their bounds, and what each rank has. The ETag is for If-Match."""
     found = plane.roster.run(run)
     response.headers["ETag"] = f'"{found.control.newest}"'
-    return views.knobs_view(found, plane.roster.states(found))
+    return serializers.knobs_view(found, plane.roster.states(found))
 
 
 @router.patch(
@@ -92,7 +92,7 @@ async def generations(plane: Plane, run: str) -> list[GenerationView]:
     """All generations, oldest first."""
     found = plane.roster.run(run)
     return [
-        views.generation_view(run, generation)
+        serializers.generation_view(run, generation)
         for generation in await asyncio.to_thread(plane.store.generations, found.name)
     ]
 
@@ -121,7 +121,7 @@ def _make(
 
 def _changed(run: Run, changes: KnobChanges) -> tuple[Knobs, Knobs]:
     """The committed knobs, and what the changes make of them. Ends the request when they cannot be."""
-    before, specs = views.knobs_of(run.control.committed), specs_for(run.paths)
+    before, specs = serializers.knobs_of(run.control.committed), specs_for(run.paths)
     try:
         return before, before.changed(changes, specs)
     except KnobError as error:
@@ -148,7 +148,7 @@ async def _outcome(plane: ControlPlane, run: Run, number: int, wait: float, resp
     if current is None:
         detail = f"What is stored of generation {number} of run {run.name!r} cannot be read: {REMEDY}."
         raise ProblemError(409, "generation-damaged", detail)
-    return views.generation_view(run.name, current)
+    return serializers.generation_view(run.name, current)
 
 
 def _undecided(run: Run, number: int) -> bool:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from tidegate.daemon.scopes import PROBE
-from tidegate.proof import NONCE_PATTERN, PATH, sign
+from tidegate.client.daemon_proof import NONCE_PATTERN, PATH, sign
+from tidegate.daemon.security.scopes import PROBE
 
 router = APIRouter(tags=["health"], dependencies=[PROBE])
 

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from tidegate.daemon import views
-from tidegate.daemon.control.window import STEPS_KEPT
-from tidegate.daemon.deps import Author, Plane, Who
+from tidegate.daemon.control import serializers
+from tidegate.daemon.decisions.step_window import STEPS_KEPT
 from tidegate.daemon.problems import ProblemError, also
-from tidegate.daemon.scopes import OPERATE, READ, READ_OF_ANY_RUN
+from tidegate.daemon.routes.dependencies import Author, Plane, Who
+from tidegate.daemon.security.scopes import OPERATE, READ, READ_OF_ANY_RUN
 from tidegate.wire.agent import Rates
 from tidegate.wire.run import RunView, StepsView, TimelinesView
 from tidegate.wire.timeline import TimelineView
@@ -23,7 +23,7 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
 async def runs(plane: Plane, who: Who) -> list[RunView]:
     """All runs that the token opens, newest first."""
     seen = sorted((r for r in plane.roster.runs.values() if who.may_see(r.name)), key=lambda r: -r.created_at)
-    return [views.run_view(run, plane.roster.states(run)) for run in seen]
+    return [serializers.run_view(run, plane.roster.states(run)) for run in seen]
 
 
 @router.get("/{run}", dependencies=[READ])
@@ -31,7 +31,7 @@ async def one(plane: Plane, run: str) -> RunView:
     """One run and its ranks."""
     found = plane.roster.run(run)
     await plane.recall(found)
-    return views.run_view(found, plane.roster.states(found))
+    return serializers.run_view(found, plane.roster.states(found))
 
 
 @router.delete("/{run}", status_code=204, dependencies=[OPERATE], responses=also(409))

@@ -1,5 +1,5 @@
 // The update of one element, in the arithmetics that there are. The order of operations is the contract with
-// kernels/oracle.py. A step has no branches, so that the loop around it vectorizes: what the scalars decide is its type.
+// kernels/arithmetic/oracle.py. A step has no branches, so that the loop around it vectorizes: what the scalars decide is its type.
 #pragma once
 
 #include "convert.h"

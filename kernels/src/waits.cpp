@@ -1,4 +1,4 @@
-// What an update waited for, from its spans: tidegate/analysis.py, the rules and their reasons, at a tenth of its price.
+// What an update waited for, from its spans: tidegate/timeline/stall_analysis.py, the rules and their reasons, at a tenth of its price.
 // It runs after every step of a training, on its cores.
 #include "waits.h"
 

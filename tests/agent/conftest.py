@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.agent.fake_memory import watched_mappings
-from tidegate.agent.devices import choose
+from tidegate.agent.devices import selection
 
 
 @pytest.fixture(autouse=True)
@@ -16,4 +16,4 @@ def _registered_pages_stay_mapped() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _warned_of_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_warned", {choose.EMULATED})
+    monkeypatch.setattr(selection, "_warned", {selection.EMULATED})

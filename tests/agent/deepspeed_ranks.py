@@ -48,10 +48,10 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 import tidegate
 from bench.storage.asynchronous import AsynchronousGradients
-from tidegate.agent.integrations import deepspeed_support as support
-from tidegate.agent.integrations.deepspeed_scalars import CpuAdamScalars
-from tidegate.agent.integrations.deepspeed_vectors import vector_numel
-from tidegate.client import DaemonClient
+from tidegate.agent.integrations.deepspeed import support as support
+from tidegate.agent.integrations.deepspeed.scalars import CpuAdamScalars
+from tidegate.agent.integrations.deepspeed.vectors import vector_numel
+from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import ConfigError
 from tidegate.kernels import (
     GradDtype,

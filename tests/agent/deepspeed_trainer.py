@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 import tidegate
 from tests.agent.test_huggingface import Tokens, language_model
-from tidegate.agent.integrations.deepspeed_stage3 import TidegateZeroOptimizer
+from tidegate.agent.integrations.deepspeed.stage3 import TidegateZeroOptimizer
 from tidegate.agent.integrations.huggingface import TidegateCallback
 
 CONFIG: dict[str, Any] = {

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from tidegate.agent.devices import pinned
+from tidegate.agent.devices import pinned_memory
 
 _all: weakref.WeakSet[Registered] = weakref.WeakSet()
 
@@ -66,7 +66,7 @@ class WatchedPages(mmap.mmap):
 def watched_mappings() -> Iterator[None]:
     """Host memory for devices is mapped with pages that are watched. Fails when registered ones were unmapped."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pinned, "map_pages", partial(pinned.map_pages, kind=WatchedPages))
+        patch.setattr(pinned_memory, "map_pages", partial(pinned_memory.map_pages, kind=WatchedPages))
         yield
     found, lost[:] = lost[:], []
     assert not found, "\n".join(found)

@@ -24,18 +24,18 @@ from tests.agent.fake_memory import OnDevice
 from tests.agent.plain import PlainAdamW, array
 from tests.agent.test_exactness import backward
 from tests.agent.vector_clocks import Clock
-from tidegate.agent import accumulation as accumulation_module
-from tidegate.agent import gradients as gradients_module
-from tidegate.agent import optimizer as optimizer_module
 from tidegate.agent.devices.base import UpdateRun
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.engine import engine as engine_module
-from tidegate.agent.engine import runner as runner_module
+from tidegate.agent.engine import op_runner as runner_module
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Issued
 from tidegate.agent.engine.memory import StateMemory
-from tidegate.agent.subgroups import flat
-from tidegate.agent.tiers.store import TierStore
+from tidegate.agent.gradients import accumulation as accumulation_module
+from tidegate.agent.gradients import gradients as gradients_module
+from tidegate.agent.optimizer import adamw as optimizer_module
+from tidegate.agent.parameters.subgroups import flat
+from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.agent.tiers.transfers import Transfer
 from tidegate.kernels import ThreadPool
 from tidegate.plan.ops import Op

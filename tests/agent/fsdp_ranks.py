@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import tidegate
 from tests.agent.plain import PlainAdamW
 from tidegate.errors import ConfigError, ParameterError
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 
 STEPS = 8
 KNOBS = {2: Knobs(stride="off"), 4: Knobs(stride=1.0, static_ratio=0.3), 6: Knobs(stride=3.0)}

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tidegate.agent.subgroups import format_of
-from tidegate.kernels import oracle, scalars
-from tidegate.kernels.scalars import GradDtype, WeightFormat
+from tidegate.agent.parameters.subgroups import format_of
+from tidegate.kernels import scalars
+from tidegate.kernels.arithmetic import oracle
+from tidegate.kernels.arithmetic.scalars import GradDtype, WeightFormat
 
 WEIGHT_DTYPES = [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16))]
 """For tests that try each: with bf16 weights there is most to keep, a remainder and the moments."""

@@ -17,21 +17,21 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tidegate.agent.engine.engine import StepResult
-from tidegate.agent.engine.residences import Effective
-from tidegate.agent.telemetry import figures
+from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.residency import Effective
+from tidegate.agent.telemetry import step_metrics
 from tidegate.agent.telemetry.exposition import Exposition
-from tidegate.agent.telemetry.finished import FinishedStep
 from tidegate.agent.telemetry.gpu import GpuFigures
-from tidegate.agent.telemetry.meter import Meter
+from tidegate.agent.telemetry.metric_store import Meter
 from tidegate.agent.telemetry.paths import PathNote
-from tidegate.agent.telemetry.phases import StepPhases
-from tidegate.agent.telemetry.present import PathNow, Present, look, show
 from tidegate.agent.telemetry.report import report_of
+from tidegate.agent.telemetry.scrape_snapshot import PathNow, Present, look, show
+from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.agent.tiers.transfers import PathCounters, Transfer
-from tidegate.metric import Metric
+from tidegate.metrics.family import Metric
 from tidegate.plan import OpKind, Plan
-from tidegate.plan.split import PathSpeeds
-from tidegate.timeline import PhaseSpan, Span
+from tidegate.plan.tier_split import PathSpeeds
+from tidegate.timeline.timeline import PhaseSpan, Span
 
 FOLDER = Path(__file__).with_name("recorded")
 PATHS = ("nvme", "pfs")
@@ -50,14 +50,14 @@ Values = dict[str, float]
 def replay(meter: Meter) -> Meter:
     """All that was recorded, told to `meter`."""
     run = json.loads((FOLDER / "run.json").read_text())
-    figures.begin(meter, PATHS)
+    step_metrics.begin(meter, PATHS)
     predicted: dict[str, float] = {}
     for step in run["steps"]:
         finished = _finished(step)
-        figures.add_step(meter, finished, report_of(finished), predicted)
+        step_metrics.add_step(meter, finished, report_of(finished), predicted)
         seconds = step["predicted_seconds"]
         predicted = {} if seconds is None else {"update": seconds}
-        figures.expect(meter, predicted)
+        step_metrics.expect(meter, predicted)
     show(meter, _present(run["present"]))
     return meter
 
@@ -135,7 +135,7 @@ def _path_now(row: Mapping[str, Any]) -> PathNow:
 def record() -> None:
     """A real run, to run.json; what the replay makes of it, to values.json. Look at what has changed there."""
     from tests.agent.training import Training
-    from tidegate.agent import attach
+    from tidegate.agent.control import attach
 
     with tempfile.TemporaryDirectory() as folder:
         for name in PATHS:
@@ -158,7 +158,7 @@ def record() -> None:
     last["spans"][-1]["end"] = last["phases"]["spans"][-1]["end"] + 0.125
     run = {"steps": steps, "present": presents[0]}
     (FOLDER / "run.json").write_text(json.dumps(run) + "\n")
-    from tidegate.catalogue import METRICS
+    from tidegate.metrics.catalogue import METRICS
 
     meter = replay(Meter())
     found = {metric.name: values(meter, metric) for metric in METRICS}

@@ -8,8 +8,8 @@ import threading
 import time
 
 from tests.daemon.live import hello
-from tidegate.agent.process import this_host, this_process
-from tidegate.client import DaemonClient
+from tidegate.agent.control.process_identity import this_host, this_process
+from tidegate.client.daemon_client import DaemonClient
 from tidegate.wire.agent import AgentReport
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from tests.agent.runs_ahead import RunsAhead
 from tests.agent.test_awkward import plain_of
 from tests.agent.test_exactness import FAST, backward, random_grads, with_special_values
 from tests.agent.test_optimizer import params_of
-from tidegate.agent import accumulation
-from tidegate.agent.accumulation import HostSums
+from tidegate.agent.gradients import accumulation
+from tidegate.agent.gradients.accumulation import HostSums
 from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError
 from tidegate.kernels import ThreadPool
 

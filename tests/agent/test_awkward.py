@@ -17,14 +17,14 @@ from tests.agent.plain import PlainAdamW
 from tests.agent.test_exactness import FAST, backward, random_grads
 from tests.agent.test_optimizer import MIXED, params_of, run_steps
 from tests.services import until
-from tidegate.agent.auto import Auto
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.executor import Issued
+from tidegate.agent.optimizer.auto_knobs import Auto
 from tidegate.errors import ConfigError, EngineError, LaneStuckError, MemoryBudgetError, ParameterError
-from tidegate.knobs import Knobs
-from tidegate.model.late import Ran
+from tidegate.knobs.knobs import Knobs
 from tidegate.plan.ops import Op, OpKind
+from tidegate.speeds.dispatch_latency import Ran
 
 ON_CPU = tidegate.Offload(stride="off", subgroup_numel=50, emulated=FAST, cpu_threads=1)
 

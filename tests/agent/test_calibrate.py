@@ -18,22 +18,24 @@ import torch
 
 import tidegate
 from tests.services import ROOT
-from tidegate import cli_calibrate
-from tidegate.agent import calibrate as measure
-from tidegate.agent import calibrate_rates, calibrate_steps
-from tidegate.agent.calibrate_hardware import hardware as hardware_of
-from tidegate.agent.calibrate_kept import kept_card
-from tidegate.agent.calibrate_rates import Load, Ops, Round
+from tidegate.agent.calibration import calibrate as measure
+from tidegate.agent.calibration import lane_rates, step_timing
+from tidegate.agent.calibration.hardware import hardware as hardware_of
+from tidegate.agent.calibration.lane_rates import Load, Ops, Round
+from tidegate.agent.calibration.saved import kept_card
 from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
 from tidegate.agent.ranks import cpu_lane_threads
-from tidegate.agent.tiers.path import PathSettings
+from tidegate.agent.tiers.file_path import PathSettings
+from tidegate.cli import calibrate
 from tidegate.errors import ConfigError, PathFull, PathUnusable
-from tidegate.model import Rank, RateCard, what_if
-from tidegate.model.calibration import Calibration, file_of, keep, kept
-from tidegate.model.in_steps import Step
-from tidegate.plan.effective import Effective
+from tidegate.plan.effective_knobs import Effective
 from tidegate.plan.ops import CPU, OpKind, Subgroup
-from tidegate.plan.split import PathSpeeds
+from tidegate.plan.tier_split import PathSpeeds
+from tidegate.simulator.calibration_fit import Step
+from tidegate.simulator.steady_state import Rank
+from tidegate.simulator.what_if import what_if
+from tidegate.speeds.rate_card import RateCard
+from tidegate.speeds.saved_calibration import Calibration, file_of, keep, kept
 
 SMALL: Final[dict[str, Any]] = {"seconds": 0.001, "numel": 1000, "op_bytes": 1 << 16, "rounds": 1}
 
@@ -93,7 +95,7 @@ def test_with_a_device_paths_are_corrected_by_steps_of_an_engine(
     taken: list[Step] = []
 
     def kept_steps(*args: Any) -> list[Step]:
-        taken.extend(calibrate_steps.engine_steps(*args))
+        taken.extend(step_timing.engine_steps(*args))
         return taken
 
     monkeypatch.setattr(measure, "engine_steps", kept_steps)
@@ -113,7 +115,7 @@ def test_gradients_are_copied_before_the_update_of_a_calibrations_step() -> None
     """What a backward hides must not count as the update's. Gradients of 0.4 MB take 40 ms here."""
     rates = EmulatedRates(d2h_bytes_per_second=1e7)
     with closing(EmulatedDevice(1 << 22, rates)) as device:
-        steps = calibrate_steps.engine_steps(device, 200_000, 1, rates.d2h_bytes_per_second, {})
+        steps = step_timing.engine_steps(device, 200_000, 1, rates.d2h_bytes_per_second, {})
     late = [
         max(span.end for span in step.spans if span.kind is OpKind.GRAD_D2H) - step.called
         for step in steps
@@ -137,10 +139,10 @@ def test_a_path_without_room_for_an_engine_is_refused_at_start(tmp_path: Path) -
 def test_what_an_op_costs_is_told_from_what_a_byte_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An op takes 2 seconds, and 1 for 10 bytes: pieces of 1000 and of 100 show both."""
     pieces = {1000: (102.0, 1000.0), 100: (12.0, 100.0)}
-    monkeypatch.setattr(calibrate_rates, "paced", lambda once, _: pieces[once()])
-    found = calibrate_rates.ops(Load("h2d", lambda: 1000, lambda: 100), 0.1)
+    monkeypatch.setattr(lane_rates, "paced", lambda once, _: pieces[once()])
+    found = lane_rates.ops(Load("h2d", lambda: 1000, lambda: 100), 0.1)
     assert found == pytest.approx(Ops(rate=10.0, op_seconds=2.0, once=1000 / 102))
-    same = calibrate_rates.ops(Load("h2d", lambda: 1000, lambda: 1000), 0.1)
+    same = lane_rates.ops(Load("h2d", lambda: 1000, lambda: 1000), 0.1)
     assert same == pytest.approx(Ops(rate=1000 / 102, op_seconds=0.0, once=1000 / 102)), "too small to tell"
 
 
@@ -151,7 +153,7 @@ def test_medians_of_rounds_and_shares_within_each() -> None:
         alone = {lane: Ops(8 * speed, 0.5, 8 * speed) for lane in ("cpu", "h2d")}
         return Round(alone, {("cpu", "h2d"): (6 * speed, 9 * speed)})
 
-    alone, keeps = calibrate_rates.typical([round_(1.0), round_(0.5), round_(1.0)])
+    alone, keeps = lane_rates.typical([round_(1.0), round_(0.5), round_(1.0)])
     assert alone["cpu"] == Ops(8.0, 0.5, 8.0)
     assert keeps == {"cpu": {"h2d": 0.75}, "h2d": {"cpu": 1.0}}
 
@@ -162,7 +164,7 @@ def test_an_error_of_the_other_lane_is_told() -> None:
 
     for works in ([lambda: 1.0, broken], [broken, lambda: 1.0]):
         with pytest.raises(OSError, match="gone"):
-            calibrate_rates.together(works, 0.0)
+            lane_rates.together(works, 0.0)
 
 
 def test_each_lane_is_counted_while_the_other_is_at_work() -> None:
@@ -183,7 +185,7 @@ def test_each_lane_is_counted_while_the_other_is_at_work() -> None:
             seen.append(changed.wait_for(lambda: pieces >= enough, timeout=60))
         return 1.0
 
-    calibrate_rates.together([counted, other], 0.0)
+    lane_rates.together([counted, other], 0.0)
     assert len(seen) >= 2, "a first piece that is not counted, and one that is"
     assert all(seen[:2])
 
@@ -282,11 +284,11 @@ def test_the_command_shows_what_is_kept(
     monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path))
     hardware = hardware_of()
     keep(file_of(tmp_path, hardware["host"], {}), calibration(hardware))
-    cli_calibrate.calibrate(as_json=True)
+    calibrate.calibrate(as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["measured_now"] is False
     assert Calibration.from_dict(found) == calibration(hardware)
-    cli_calibrate.calibrate()
+    calibrate.calibrate()
     shown = capsys.readouterr().out
     assert "cpu, 2 threads" in shown
     assert "disk:read 80%" in shown
@@ -294,7 +296,7 @@ def test_the_command_shows_what_is_kept(
     assert "as in steps" not in shown
     with_device = replace(calibration(hardware), card=RateCard(cpu_params_per_second=2e9, h2d_bytes_per_second=1e10))
     keep(file_of(tmp_path, hardware["host"], {}), with_device)
-    cli_calibrate.calibrate()
+    calibrate.calibrate()
     assert "alone, as in steps" in capsys.readouterr().out
 
 
@@ -311,7 +313,7 @@ def test_each_set_of_paths_is_kept_on_its_own(tmp_path: Path, monkeypatch: pytes
         (tmp_path / name).mkdir()
     sets = [[], [f"a={tmp_path}/one"], [f"a={tmp_path}/two"], [f"a={tmp_path}/one", f"b={tmp_path}/two"]]
     for path in (*sets, *sets, [*reversed(sets[-1])]):
-        cli_calibrate.calibrate(path=path, as_json=True)
+        calibrate.calibrate(path=path, as_json=True)
     assert len(measured) == len(sets)
 
 
@@ -319,4 +321,4 @@ def test_the_command_refuses_what_is_no_path(tmp_path: Path) -> None:
     done = command(tmp_path, "--path", "disk")
     assert (done.returncode, "is not NAME=DIR" in done.stderr) == (2, True)
     with pytest.raises(ConfigError, match="cannot be called"):
-        cli_calibrate.calibrate(path=["Host=/tmp"])
+        calibrate.calibrate(path=["Host=/tmp"])

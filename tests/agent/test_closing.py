@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tidegate
-from tidegate.agent.closing import close_all
+from tidegate.agent.cleanup import close_all
 
 
 def failing(name: str) -> Any:

@@ -13,11 +13,11 @@ import torch
 import tidegate
 from tests.agent.fake_cuda import FakeCuda
 from tests.agent.vector_clocks import RaceError
-from tidegate.agent.devices import choose, cuda
+from tidegate.agent.devices import cuda, selection
 from tidegate.agent.devices.base import Copy, GradRef
-from tidegate.agent.devices.choose import choose_device
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.emulated import EmulatedDevice
+from tidegate.agent.devices.selection import choose_device
 from tidegate.errors import MemoryBudgetError, ParameterError
 from tidegate.kernels import GradDtype
 from tidegate.plan.ops import D2H, DEVICE, H2D
@@ -167,7 +167,7 @@ def test_the_gpu_that_the_parameters_are_on(monkeypatch: pytest.MonkeyPatch) -> 
         chosen.append(device)
         return FakeCuda(memory_bytes=1000)
 
-    monkeypatch.setattr(choose, "TorchCuda", runtime)
+    monkeypatch.setattr(selection, "TorchCuda", runtime)
     device = choose_device(tidegate.Offload(device_memory_bytes=400), on("cuda:1", "cuda:1"))
     assert chosen == [torch.device("cuda:1")]
     assert (device.kind, device.capacity_bytes) == ("cuda", 400)
@@ -191,8 +191,8 @@ def test_what_no_one_device_serves(params: list[Any], settings: dict[str, Any], 
 def test_few_queues_of_the_gpu_are_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, queues: str, warns: bool
 ) -> None:
-    monkeypatch.setattr(choose, "TorchCuda", lambda _: FakeCuda())
-    monkeypatch.setattr(choose, "_warned", set())
+    monkeypatch.setattr(selection, "TorchCuda", lambda _: FakeCuda())
+    monkeypatch.setattr(selection, "_warned", set())
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -28,9 +28,9 @@ from tests.services import until
 from tidegate.agent.devices.base import Copy, DoneEvent, GradRef
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.engine.executor import Issued
-from tidegate.agent.engine.runner import MemoryRunner
-from tidegate.agent.gradients import reference
-from tidegate.agent.subgroups import Layout
+from tidegate.agent.engine.op_runner import MemoryRunner
+from tidegate.agent.gradients.gradients import reference
+from tidegate.agent.parameters.subgroups import Layout
 from tidegate.kernels import GradDtype
 from tidegate.plan import Plan
 from tidegate.plan.ops import CPU, D2H, DEVICE, H2D, Op, OpKind

@@ -14,16 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tidegate.agent.integrations.deepspeed import _state_is_ours
-from tidegate.agent.integrations.deepspeed_norm import gradient_factor
-from tidegate.agent.integrations.deepspeed_scalars import CpuAdamScalars
-from tidegate.agent.integrations.deepspeed_settings import block_of, settings_of
-from tidegate.agent.integrations.deepspeed_state import join_bf16, rounded, split_bf16
-from tidegate.agent.integrations.deepspeed_support import digests, unsupported_optimizer
-from tidegate.agent.integrations.deepspeed_vectors import vector_numel
+from tidegate.agent.integrations.deepspeed.enable import _state_is_ours
+from tidegate.agent.integrations.deepspeed.norm import gradient_factor
+from tidegate.agent.integrations.deepspeed.scalars import CpuAdamScalars
+from tidegate.agent.integrations.deepspeed.settings import block_of, settings_of
+from tidegate.agent.integrations.deepspeed.state import join_bf16, rounded, split_bf16
+from tidegate.agent.integrations.deepspeed.support import digests, unsupported_optimizer
+from tidegate.agent.integrations.deepspeed.vectors import vector_numel
 from tidegate.errors import ConfigError, KnobError
-from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, oracle, scalars
-from tidegate.knobs import AUTO, OFF
+from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, scalars
+from tidegate.kernels.arithmetic import oracle
+from tidegate.knobs.knobs import AUTO, OFF
 
 
 def settings(block: dict[str, Any], **zero: Any) -> Any:

@@ -15,9 +15,9 @@ from tests.agent.fake_cuda import FakeCuda
 from tests.agent.fake_memory import dies_of, read_byte
 from tests.agent.fake_training import watched
 from tests.agent.test_exactness import make_params, random_grads
-from tidegate.agent import construction
 from tidegate.agent.devices.base import Copy, GradRef
 from tidegate.agent.devices.cuda import CudaDevice
+from tidegate.agent.optimizer import engine_builder
 from tidegate.kernels import GradDtype
 from tidegate.plan.ops import D2H, DEVICE, H2D
 
@@ -102,7 +102,7 @@ def test_an_optimizer_that_is_dropped_leaves_nothing_registered() -> None:
 
 def test_a_device_is_closed_when_its_engine_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCuda()
-    monkeypatch.setattr(construction, "Engine", refused_after_a_buffer)
+    monkeypatch.setattr(engine_builder, "Engine", refused_after_a_buffer)
     with watched(fake), pytest.raises(ValueError, match="refused on purpose") as refused:
         tidegate.AdamW(make_params(SHAPES, 1))
     assert not fake.pinned, "while the traceback still holds the device"

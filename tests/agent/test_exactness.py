@@ -13,8 +13,8 @@ from hypothesis import given, settings
 import tidegate
 from tests.agent.plain import PlainAdamW
 from tests.examples import examples
-from tidegate.agent.subgroups import grad_dtype_of
-from tidegate.knobs import Knobs
+from tidegate.agent.parameters.subgroups import grad_dtype_of
+from tidegate.knobs.knobs import Knobs
 
 FAST = tidegate.EmulatedRates(h2d_bytes_per_second=1e12, d2h_bytes_per_second=1e12, update_params_per_second=1e12)
 

@@ -19,13 +19,13 @@ from tests.services import ROOT, until
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.engine.clock import MonotonicClock, VirtualClock
 from tidegate.agent.engine.executor import Executor, Issued, StepSkipped
-from tidegate.agent.engine.process_end import end_all
+from tidegate.agent.engine.interpreter_exit import end_all
 from tidegate.errors import EngineError, LaneStuckError
-from tidegate.model.rates import RateCard
-from tidegate.model.simulate import simulate
 from tidegate.plan import Placement, Plan, Subgroup, make_plan, place, steady
 from tidegate.plan.ops import LANES, Op, OpKind
-from tidegate.timeline import Span
+from tidegate.simulator.simulate import simulate
+from tidegate.speeds.rate_card import RateCard
+from tidegate.timeline.timeline import Span
 
 RATES = RateCard(
     h2d_bytes_per_second=3e3, d2h_bytes_per_second=2e3, cpu_params_per_second=500.0,

@@ -19,9 +19,9 @@ from prometheus_client.samples import Exemplar
 
 from tests.agent.replay import replay
 from tidegate.agent.telemetry.exposition import Exposition
-from tidegate.agent.telemetry.meter import Histogram, Meter
-from tidegate.catalogue import METRICS
-from tidegate.metric import Metric
+from tidegate.agent.telemetry.metric_store import Histogram, Meter
+from tidegate.metrics.catalogue import METRICS
+from tidegate.metrics.family import Metric
 
 
 class Oracle(Collector):

@@ -22,9 +22,9 @@ from tests.kernels.states import State, by_oracle
 from tidegate.agent.devices import cuda_torch, gpu_kernels
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.agent.devices.gpu_kernels import TORCH, TRITON, load_kernels
-from tidegate.kernels import oracle, torch_adamw, trial
-from tidegate.kernels.device_calls import GpuKernels, Gradient, Update
-from tidegate.kernels.scalars import Arithmetic
+from tidegate.kernels.arithmetic import oracle, self_test, torch_adamw
+from tidegate.kernels.arithmetic.device_calls import GpuKernels, Gradient, Update
+from tidegate.kernels.arithmetic.scalars import Arithmetic
 
 CPU = torch.device("cpu")
 MODULE = "#include <Python.h>\nPyMODINIT_FUNC PyInit_launcher(void) { return NULL; }"
@@ -32,7 +32,7 @@ MODULE = "#include <Python.h>\nPyMODINIT_FUNC PyInit_launcher(void) { return NUL
 
 
 class TorchOnCpu:
-    """kernels/torch_adamw.py on the CPU: what Triton's place is taken by here."""
+    """kernels/arithmetic/torch_adamw.py on the CPU: what Triton's place is taken by here."""
 
     update = staticmethod(functools.partial(torch_adamw.update, device_type="cpu"))
     sum_of_squares = staticmethod(torch_adamw.sum_of_squares)
@@ -231,7 +231,7 @@ def is_unaligned(run: Update) -> bool:
 
 
 def has_another_gradient(run: Update) -> bool:
-    return run.grad_dtype is not trial.USUAL_GRADS[run.weight_format]
+    return run.grad_dtype is not self_test.USUAL_GRADS[run.weight_format]
 
 
 def is_deepspeeds(run: Update) -> bool:
@@ -274,7 +274,7 @@ def test_a_sum_in_another_order_is_told() -> None:
             out_bad[1] += 1
 
     kernels: Any = Backwards
-    assert trial.differences(kernels, CPU) == ["the sum of squares of BF16 gradients"]
+    assert self_test.differences(kernels, CPU) == ["the sum of squares of BF16 gradients"]
 
 
 def test_where_torchs_own_kernels_fail_the_device_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:

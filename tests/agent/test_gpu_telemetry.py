@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import tidegate
 from tests.agent.training import Training
 from tests.services import free_port, until
-from tidegate.agent.telemetry import watch
+from tidegate.agent.telemetry import rank_metrics
 from tidegate.agent.telemetry.gpu import COMPARE_SECONDS, GpuFigures, GpuSampler
 from tidegate.agent.telemetry.nvml import (
     MAX_LINK_BYTES_PER_SECOND,
@@ -330,7 +330,7 @@ def test_a_watch_that_cannot_begin_serves_nothing(stub: Stub, monkeypatch: pytes
         raise RuntimeError("no such GPU")
 
     training, port = Training(), free_port()
-    monkeypatch.setattr(watch, "_sampler", broken)
+    monkeypatch.setattr(rank_metrics, "_sampler", broken)
     with training.optimizer as optimizer:
         with pytest.raises(RuntimeError, match="no such GPU"):
             tidegate.attach(optimizer, training.model, run="gpu", metrics_port=port)
@@ -367,8 +367,8 @@ def test_a_rank_on_a_gpu_exports_what_nvml_says_and_any_other_nothing(
         training.step()
         url = f"http://{attachment.metrics_address}/metrics"
         assert "tidegate_gpu" not in httpx.get(url, trust_env=False).text
-        assert watch._sampler(real, attachment.recorder) is None
-        sampler = attachment._watch._sampler = watch._sampler(on_gpu, attachment.recorder)  # type: ignore[arg-type]
+        assert rank_metrics._sampler(real, attachment.recorder) is None
+        sampler = attachment._watch._sampler = rank_metrics._sampler(on_gpu, attachment.recorder)  # type: ignore[arg-type]
         assert sampler is not None
         until(lambda: sampler.figures.source, "a sample")
         stub.moved(h2d=7, d2h=5)

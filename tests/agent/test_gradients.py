@@ -19,9 +19,9 @@ from tests.services import until
 from tidegate.agent.devices.base import GradRef
 from tidegate.agent.devices.cuda_runtime import Norms
 from tidegate.agent.engine import engine
-from tidegate.agent.fingerprint import Fingerprints, sample_view
+from tidegate.agent.parameters.fingerprint import Fingerprints, sample_view
 from tidegate.errors import EngineError, ParameterError
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 
 KEPT = tidegate.Offload(stride="off", subgroup_numel=50, emulated=FAST)
 RELEASED = tidegate.Offload(stride=2.0, static_ratio=0.2, subgroup_numel=50, emulated=FAST, gradients="release")

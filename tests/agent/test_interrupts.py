@@ -15,7 +15,7 @@ from tests.agent.test_exactness import backward, random_grads
 from tests.agent.test_optimizer import MIXED, params_of
 from tests.agent.test_overlap import overlapped, tokens
 from tidegate.agent.engine.executor import Issued
-from tidegate.agent.interrupts import Uninterrupted
+from tidegate.agent.engine.interrupts import Uninterrupted
 from tidegate.plan import Plan
 from tidegate.plan.ops import Op, OpKind
 

@@ -18,7 +18,7 @@ from tidegate.agent.engine.executor import Executor, Issued
 from tidegate.errors import LaneStuckError
 from tidegate.plan import Placement, Plan, make_plan
 from tidegate.plan.ops import Op, OpKind, path_lanes
-from tidegate.timeline import Span
+from tidegate.timeline.timeline import Span
 
 READ, WRITE = path_lanes("nvme")
 LONG = 20.0

@@ -18,10 +18,10 @@ import tidegate
 from tests.agent.training import Training
 from tests.daemon.live import hello
 from tests.services import ROOT, DaemonProcess, daemon_process, free_port, until
-from tidegate.agent.attach import Attachment
-from tidegate.agent.link import AgentLink, _pause
-from tidegate.agent.telemetry.finished import FinishedStep
-from tidegate.client import DaemonClient
+from tidegate.agent.control.attach import Attachment
+from tidegate.agent.control.daemon_link import AgentLink, _pause
+from tidegate.agent.telemetry.step_record import FinishedStep
+from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import KnobError, StaleKnobs
 from tidegate.wire.agent import AgentReport
 

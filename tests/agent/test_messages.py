@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tidegate
-from tidegate.agent.devices import choose
+from tidegate.agent.devices import selection
 from tidegate.errors import ConfigError, ParameterError, StorageError
 
 
@@ -99,7 +99,7 @@ def test_attachments_and_checkpoints_are_shown_in_a_line(tmp_path: Path) -> None
 def test_that_the_device_is_emulated_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
     with caplog.at_level(logging.WARNING, "tidegate"):
         for _ in range(2):
             model = torch.nn.Linear(8, 8)

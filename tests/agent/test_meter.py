@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.agent.telemetry.meter import Meter
-from tidegate.agent.telemetry.phases import PhaseClock
+from tidegate.agent.engine.phases import PhaseClock
+from tidegate.agent.telemetry.metric_store import Meter
 
 BYTES = "tidegate_path_bytes_total"
 LANE = ("nvme", "read", "update")

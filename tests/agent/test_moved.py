@@ -18,11 +18,11 @@ from tests.agent.plain import PlainAdamW
 from tests.agent.test_exactness import FAST, backward, random_grads
 from tests.agent.test_optimizer import MIXED, params_of, run_steps
 from tests.agent.vector_clocks import RaceError
-from tidegate.agent.devices import choose
+from tidegate.agent.devices import selection
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.errors import MemoryBudgetError, ParameterError
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 
 RELEASING = tidegate.Offload(stride=2.0, subgroup_numel=50, emulated=FAST, gradients="release")
 SHAPES = ((40, 3), (77,))
@@ -58,7 +58,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         found.append(device)
         return AtOnce()
 
-    monkeypatch.setattr(choose, "TorchCuda", runtime)
+    monkeypatch.setattr(selection, "TorchCuda", runtime)
     return found
 
 
@@ -271,7 +271,7 @@ def test_other_parameters_in_the_groups_are_taken_as_fsdp_puts_them_there() -> N
 
 
 def test_figures_of_an_attached_run_are_of_the_new_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tidegate.agent.telemetry.watch._sampler", lambda *_: None)
+    monkeypatch.setattr("tidegate.agent.telemetry.rank_metrics._sampler", lambda *_: None)
     params = placed_params()
     offload = tidegate.Offload(subgroup_numel=50, emulated=FAST, paths={"disk": tmp_path}, host_cache=0)
     with tidegate.AdamW(params, offload=offload) as optimizer, tidegate.attach(optimizer, run="moved") as attachment:
@@ -342,7 +342,7 @@ def test_a_dtype_that_cannot_be_offloaded_is_refused_and_can_be_taken_back() -> 
 
 
 def test_knobs_that_do_not_fit_the_new_device_are_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "TorchCuda", lambda _: AtOnce(memory_bytes=2000))
+    monkeypatch.setattr(selection, "TorchCuda", lambda _: AtOnce(memory_bytes=2000))
     params = placed_params()
     optimizer = tidegate.AdamW(params, offload=tidegate.Offload(static_ratio=1.0, stride="off", emulated=FAST))
     move(params)

@@ -14,7 +14,7 @@ import tidegate
 from tests.agent.plain import PlainAdamW, array
 from tests.agent.test_exactness import FAST, backward, random_grads
 from tidegate.errors import ConfigError, EngineError, KnobError, MemoryBudgetError, ParameterError
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 
 MIXED = tidegate.Offload(stride=2.0, static_ratio=0.25, subgroup_numel=50, emulated=FAST)
 

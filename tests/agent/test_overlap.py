@@ -15,10 +15,10 @@ from hypothesis import given, settings
 import tidegate
 from tests.agent.plain import PlainAdamW
 from tests.examples import examples
-from tidegate.agent.overlap import units
-from tidegate.agent.subgroups import Layout, flat
+from tidegate.agent.optimizer.forward_overlap import units
+from tidegate.agent.parameters.subgroups import Layout, flat
 from tidegate.errors import ConfigError
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 from tidegate.plan.ops import Op, OpKind
 
 SLOW = tidegate.EmulatedRates(h2d_bytes_per_second=4e6, d2h_bytes_per_second=4e6, update_params_per_second=1e6)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.agent.engine.pace import OTHER, Pace, PathPace
-from tidegate.plan.clock import SHORTEST_SECONDS
-from tidegate.plan.split import PathSpeeds
+from tidegate.agent.engine.planning_inputs import OTHER, Pace, PathPace
+from tidegate.plan.path_times import SHORTEST_SECONDS
+from tidegate.plan.tier_split import PathSpeeds
 
 seconds = st.floats(0, 1e4)
 

@@ -17,7 +17,7 @@ from tests import forked
 from tests.agent.training import Training
 from tests.services import ROOT, DaemonProcess, daemon_process, until
 from tidegate.agent.engine.engine import StepResult
-from tidegate.agent.telemetry.phases import StepPhases
+from tidegate.agent.engine.phases import StepPhases
 
 RUN = "path-knobs"
 

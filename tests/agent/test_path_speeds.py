@@ -10,11 +10,11 @@ import tidegate
 from tests.agent.test_exactness import FAST
 from tests.agent.test_optimizer import params_of, run_steps
 from tidegate.agent.engine.engine import StepResult
-from tidegate.agent.engine.residences import traffic
-from tidegate.model.split import SplitEstimator
+from tidegate.agent.engine.residency import traffic
 from tidegate.plan.ops import OpKind
-from tidegate.plan.split import PathSpeeds
-from tidegate.timeline import Span
+from tidegate.plan.tier_split import PathSpeeds
+from tidegate.timeline.timeline import Span
+from tidegate.tuner.split_decision import SplitEstimator
 
 
 def spans(kind: OpKind, *times: tuple[float, float]) -> list[Span]:

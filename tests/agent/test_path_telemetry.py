@@ -24,15 +24,15 @@ from tests.agent.test_exactness import FAST
 from tests.agent.test_optimizer import params_of, run_steps
 from tests.agent.training import Training, batch
 from tests.services import program, until
+from tidegate.agent.checkpoints import snapshot
 from tidegate.agent.telemetry import paths as path_telemetry
-from tidegate.agent.telemetry.division import divided, moves_by_phase
+from tidegate.agent.telemetry.bytes_by_phase import divided, moves_by_phase
 from tidegate.agent.telemetry.paths import MIN_WEAR_SECONDS, WEAR_WINDOW_SECONDS, Wear
-from tidegate.agent.tiers import snapshot
 from tidegate.agent.tiers.file_moves import FileMover
 from tidegate.agent.tiers.transfers import Transfer
-from tidegate.catalogue import METRICS
 from tidegate.errors import ConfigError
-from tidegate.timeline import PhaseSpan
+from tidegate.metrics.catalogue import METRICS
+from tidegate.timeline.timeline import PhaseSpan
 from tidegate.wire.step import StepReport
 
 STEPS = 8

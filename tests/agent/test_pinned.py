@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tidegate.agent.devices import pinned
-from tidegate.agent.devices.pinned import PinnedPool, host_available_bytes, near_cpus
+from tidegate.agent.devices import pinned_memory
+from tidegate.agent.devices.pinned_memory import PinnedPool, host_available_bytes, near_cpus
 from tidegate.errors import MemoryBudgetError
 
 PAGE = mmap.PAGESIZE
@@ -70,15 +70,15 @@ def test_a_buffer_comes_back_when_its_last_view_goes_and_is_zeroed_for_the_next(
 
 
 def test_large_buffers_are_touched_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "TOUCH_BYTES", 3 * PAGE)
+    monkeypatch.setattr(pinned_memory, "TOUCH_BYTES", 3 * PAGE)
     touched: dict[int, int] = {}
-    fill = pinned.fill
+    fill = pinned_memory.fill
 
     def noting(dst: int, byte: int, nbytes: int) -> None:
         touched[dst] = nbytes
         fill(dst, byte, nbytes)
 
-    monkeypatch.setattr(pinned, "fill", noting)
+    monkeypatch.setattr(pinned_memory, "fill", noting)
     before = os.sched_getaffinity(0)
     buffer = PinnedPool(Pinner()).take(100 * PAGE)
     assert sum(touched.values()) == 100 * PAGE
@@ -112,7 +112,7 @@ def test_close_unpins_what_came_back_and_nothing_that_is_held() -> None:
 
 def test_memory_that_the_host_lacks_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     left = [10 * PAGE]
-    monkeypatch.setattr(pinned, "host_available_bytes", lambda: left[0])
+    monkeypatch.setattr(pinned_memory, "host_available_bytes", lambda: left[0])
     pinner = Pinner()
     pool = PinnedPool(pinner)
     returned = pool.take(8 * PAGE)

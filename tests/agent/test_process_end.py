@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.services import until
-from tidegate.agent.engine.process_end import _GLOO_THREAD, _states_of_threads, _wait_for_gloo
+from tidegate.agent.engine.interpreter_exit import _GLOO_THREAD, _states_of_threads, _wait_for_gloo
 
 PR_SET_NAME = 15
 

@@ -16,8 +16,8 @@ from tests.agent.test_path_telemetry import LANES, PATHS, kernel_bytes
 from tests.agent.training import Training
 from tests.services import Prometheus, free_port, program, until
 from tidegate.agent.engine.engine import StepResult
-from tidegate.agent.telemetry.phases import StepPhases
-from tidegate.timeline import PHASES
+from tidegate.agent.engine.phases import StepPhases
+from tidegate.timeline.timeline import PHASES
 
 WARM_UP_STEPS = 3
 """The first fetch of a state reads nothing: it is zeros. The planner may think anew of the paths' speeds."""

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tidegate.agent.telemetry.recent import RECENT_PLANS, RecentPlans
+from tidegate.agent.telemetry.plan_cache import RECENT_PLANS, RecentPlans
 from tidegate.plan import Placement, Plan, Subgroup, make_plan
 
 SUBGROUP = Subgroup(id=0, numel=1_000, weight_bytes=2, grad_bytes=2, state_bytes=10)

@@ -9,10 +9,10 @@ from functools import cache
 import pytest
 
 from tests.agent.replay import Values, expected, recorded_steps, replay, values
-from tidegate.agent.telemetry.meter import Labels, Meter
-from tidegate.analysis import compute_seconds
-from tidegate.catalogue import BY_NAME, METRICS
-from tidegate.metric import Metric
+from tidegate.agent.telemetry.metric_store import Labels, Meter
+from tidegate.metrics.catalogue import BY_NAME, METRICS
+from tidegate.metrics.family import Metric
+from tidegate.timeline.stall_analysis import compute_seconds
 
 
 class Deaf(Meter):

@@ -20,7 +20,7 @@ from tests.agent.test_exactness import backward, make_params, random_grads
 from tests.agent.test_optimizer import params_of
 from tidegate.agent.devices.base import Copy
 from tidegate.agent.devices.cuda import CudaDevice
-from tidegate.agent.devices.pieces import PIECE_BYTES, in_pieces
+from tidegate.agent.devices.split_copies import PIECE_BYTES, in_pieces
 from tidegate.plan.ops import D2H, H2D, OpKind
 
 GRAD_BYTES = 2000

@@ -34,9 +34,9 @@ from tests.services import (
     resources,
     until,
 )
-from tidegate.agent import link
-from tidegate.agent.process import has_ended, is_seen, this_host, this_process
-from tidegate.client import DaemonClient
+from tidegate.agent.control import daemon_link
+from tidegate.agent.control.process_identity import has_ended, is_seen, this_host, this_process
+from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import ConfigError, NotAuthorized, RankTaken, TidegateError
 from tidegate.wire.agent import Holder
 from tidegate.wire.run import RankView
@@ -221,7 +221,7 @@ def test_the_rank_of_one_that_ended_elsewhere_is_taken_when_its_lease_ends() -> 
 def test_a_strict_attach_waits_for_a_lease_but_not_for_any(
     lease_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "LONGEST_STRICT_SECONDS", 0.6)
+    monkeypatch.setattr(daemon_link, "LONGEST_STRICT_SECONDS", 0.6)
     held = {"type": "rank-taken", "detail": "held", "lease_seconds": lease_seconds,
             "holder": {"agent": "a", "host": "elsewhere", "pid": 1}}  # fmt: skip
     tiny, began = Tiny(), time.monotonic()

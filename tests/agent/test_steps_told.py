@@ -14,9 +14,9 @@ import torch
 import tidegate
 from tests.agent.training import Training
 from tests.daemon.live import Daemon, new_run, threaded, wait_until
-from tidegate.agent import link
+from tidegate.agent.control import daemon_link
 from tidegate.agent.telemetry.recorder import Recorder
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 
 OFFLOAD = tidegate.Offload(device="emulated", stride=2.0, subgroup_numel=64, cpu_threads=1)
 
@@ -24,8 +24,8 @@ OFFLOAD = tidegate.Offload(device="emulated", stride=2.0, subgroup_numel=64, cpu
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports come as soon as there is something to tell."""
-    monkeypatch.setattr(link, "REPORT_SECONDS", 0.05)
-    monkeypatch.setattr(link, "LONGEST_REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(daemon_link, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(daemon_link, "LONGEST_REPORT_SECONDS", 0.05)
 
 
 @pytest.fixture(scope="module")

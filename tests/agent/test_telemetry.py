@@ -23,15 +23,16 @@ from prometheus_client.parser import text_string_to_metric_families
 import tidegate
 from tests.agent.training import Training, batch
 from tests.services import program
-from tidegate.agent.telemetry import exporter, phases, recorder
-from tidegate.agent.telemetry.finished import FinishedStep
-from tidegate.agent.telemetry.phases import SHORT_SECONDS, PhaseClock, StepPhases
-from tidegate.analysis import compute_seconds, stalls
-from tidegate.catalogue import METRICS
-from tidegate.knobs import Off, device_share
-from tidegate.model.tuner import FIRST_LOOK_STEPS
+from tidegate.agent.engine import phases
+from tidegate.agent.engine.phases import SHORT_SECONDS, PhaseClock, StepPhases
+from tidegate.agent.telemetry import exporter, recorder
+from tidegate.agent.telemetry.step_record import FinishedStep
+from tidegate.knobs.knobs import Off, device_share
+from tidegate.metrics.catalogue import METRICS
 from tidegate.plan import Plan
-from tidegate.timeline import PHASES
+from tidegate.timeline.stall_analysis import compute_seconds, stalls
+from tidegate.timeline.timeline import PHASES
+from tidegate.tuner.tuner import FIRST_LOOK_STEPS
 from tidegate.wire.timeline import MAX_SPANS
 
 STEPS = 12

@@ -28,9 +28,9 @@ from tests.agent.test_exactness import (
     with_special_values,
 )
 from tests.examples import examples
-from tidegate.agent.subgroups import grad_dtype_of
-from tidegate.agent.tiers.path import PathSettings
-from tidegate.knobs import Knobs
+from tidegate.agent.parameters.subgroups import grad_dtype_of
+from tidegate.agent.tiers.file_path import PathSettings
+from tidegate.knobs.knobs import Knobs
 from tidegate.plan.ops import is_path
 
 PATHS = ("nvme", "pfs", "usb")

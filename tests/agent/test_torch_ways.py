@@ -14,7 +14,7 @@ from tests.agent.test_awkward import grads_of, plain_of
 from tests.agent.test_exactness import FAST, backward, random_grads
 from tests.agent.test_optimizer import MIXED, params_of, run_steps
 from tidegate.errors import ConfigError, MemoryBudgetError, ParameterError
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 
 # ---- loss scaling
 

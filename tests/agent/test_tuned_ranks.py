@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.model.tuner import FIRST_LOOK_STEPS
+from tidegate.tuner.tuner import FIRST_LOOK_STEPS
 
 ROOT = Path(__file__).parents[2]
 

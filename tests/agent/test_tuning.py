@@ -10,20 +10,20 @@ import pytest
 
 import tidegate
 from tests.agent.training import Training
-from tidegate.agent import host_cache as cache_module
-from tidegate.agent import tuning as tuning_module
-from tidegate.agent.attach import Attachment
+from tidegate.agent.control import tuning as tuning_module
+from tidegate.agent.control.attach import Attachment
 from tidegate.agent.devices.emulated import EmulatedDevice
-from tidegate.agent.devices.pinned import host_available_bytes
+from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine import memory as memory_module
-from tidegate.agent.engine.residences import _near
+from tidegate.agent.engine.residency import _near
+from tidegate.agent.optimizer import host_cache as cache_module
 from tidegate.agent.telemetry.recorder import Recorder
-from tidegate.knobs import Knobs
-from tidegate.model.live import PERSISTENT_STEPS, WINDOW_STEPS
-from tidegate.model.rates import PathRates
-from tidegate.model.settled import Rank
-from tidegate.model.tuner import FIRST_LOOK_STEPS, LONGEST_WAIT_STEPS, Move
-from tidegate.plan.effective import Effective
+from tidegate.knobs.knobs import Knobs
+from tidegate.plan.effective_knobs import Effective
+from tidegate.simulator.steady_state import Rank
+from tidegate.speeds.live_rates import PERSISTENT_STEPS, WINDOW_STEPS
+from tidegate.speeds.rate_card import PathRates
+from tidegate.tuner.tuner import FIRST_LOOK_STEPS, LONGEST_WAIT_STEPS, Move
 
 
 def two(folder: Path) -> dict[str, str]:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.namespaces import Host, Switch, switched, why_not
 from tests.services import ROOT, until
-from tidegate.client import DaemonClient
+from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import DaemonError
 from tidegate.wire.run import RunView
 

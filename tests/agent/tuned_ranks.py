@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 import tidegate
-from tidegate.agent.attach import Attachment
+from tidegate.agent.control.attach import Attachment
 from tidegate.errors import ConfigError, MemoryBudgetError
-from tidegate.knobs import Knobs
-from tidegate.model.tuner import Move
-from tidegate.model.vote import Judged, Setting
-from tidegate.plan.effective import Effective
+from tidegate.knobs.knobs import Knobs
+from tidegate.plan.effective_knobs import Effective
+from tidegate.tuner.consensus import Judged, Setting
+from tidegate.tuner.tuner import Move
 
 WANTED = {0: 4.0, 1: 3.0}
 """What each rank's model asks for."""

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from tidegate.daemon.main import serve
-from tidegate.daemon.settings import Settings
+from tidegate.daemon.configuration.settings import Settings
+from tidegate.daemon.server.main import serve
 
 LEASE_SECONDS = 2.0
 

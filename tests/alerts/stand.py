@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.agent.tiers.broken_file_systems import MEGABYTE, loop_file_system
 from tests.services import ROOT, Alertmanager, Prometheus, alertmanager, daemon_process, prometheus, until
-from tidegate.client import DaemonClient
+from tidegate.client.daemon_client import DaemonClient
 
 RUN = "llama"
 PATHS = ("nvme", "pfs")

@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from tests.alerts.cases import CASES, Case
 from tests.alerts.scaling import SECONDS, scaled
 from tests.services import ROOT, program
-from tidegate.catalogue import BY_NAME
+from tidegate.metrics.catalogue import BY_NAME
 
 RULES = sorted((ROOT / "grafana" / "prometheus" / "rules").glob("*.yml"))
 RECORDED = Path(__file__).with_name("recorded.prom").read_text().splitlines()

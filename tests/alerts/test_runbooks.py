@@ -12,8 +12,8 @@ import typer
 from tests.alerts.pages import HEADINGS, PLACEHOLDERS, RUNBOOKS, commands, filled, section
 from tests.alerts.test_rules import RULES, alerts
 from tests.services import ROOT
-from tidegate.catalogue import BY_NAME
-from tidegate.cli import app
+from tidegate.cli.main import app
+from tidegate.metrics.catalogue import BY_NAME
 
 PAGES = {path.stem: path.read_text() for path in RUNBOOKS.glob("*.md") if path.stem != "README"}
 VALUES = {

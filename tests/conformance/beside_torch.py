@@ -10,7 +10,7 @@ import torch
 
 import tidegate
 from tests.conformance.substitutes import OFFLOAD
-from tidegate.agent.gradients import Mode
+from tidegate.agent.gradients.gradients import Mode
 
 SHAPES = ((40, 50), (700,), (7, 3, 5), (), (2500,))
 """More than one subgroup, and subgroups that are resident, updated on the device and by the CPU."""

@@ -115,7 +115,7 @@ def without_device_ids(ddp: Callable[..., Any]) -> Callable[..., Any]:
 def _whole_state_on_request() -> None:
     """DeepSpeed's inner optimizer is empty under Tidegate, but while a checkpoint is written or read. Tests that call
     the two methods between which it writes its checkpoints find state there as well."""
-    from tidegate.agent.integrations.deepspeed_stage3 import TidegateZeroOptimizer as Ours
+    from tidegate.agent.integrations.deepspeed.stage3 import TidegateZeroOptimizer as Ours
 
     fill, clear = Ours._set_fp32_optimizer_param_groups, Ours._clear_fp32_optimizer_param_groups
 

@@ -16,7 +16,7 @@ from alembic.config import Config
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import Engine
 
-from tidegate.daemon.store import Store
+from tidegate.daemon.storage.store import Store
 
 KILLED = 9
 

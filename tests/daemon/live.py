@@ -20,11 +20,11 @@ import httpx
 
 from tests import forked
 from tests.services import PATIENCE
-from tidegate.client import SCOPES, DaemonClient
-from tidegate.daemon.app import create_app
-from tidegate.daemon.main import make_server
-from tidegate.daemon.settings import Settings
-from tidegate.state_files import home_of
+from tidegate.client.daemon_client import SCOPES, DaemonClient
+from tidegate.client.state_files import home_of
+from tidegate.daemon.configuration.settings import Settings
+from tidegate.daemon.server.app import create_app
+from tidegate.daemon.server.main import make_server
 from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Lease, Vote
 from tidegate.wire.step import StepReport
 

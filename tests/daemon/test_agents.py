@@ -14,11 +14,11 @@ import pytest
 from sqlalchemy.exc import SQLAlchemyError
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
-from tidegate.daemon.control.plane import ControlPlane
+from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.run import WOKEN_AT_ONCE, Bell, Clock
-from tidegate.daemon.store import Store
+from tidegate.daemon.storage.store import Store
 from tidegate.errors import DaemonError, NotFound, RankTaken
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 from tidegate.wire.agent import AgentReport, Rates, Vote
 from tidegate.wire.step import PathRow
 from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView

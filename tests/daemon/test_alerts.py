@@ -11,7 +11,7 @@ import pytest
 
 from tests.daemon.live import Agent, Daemon, new_run, threaded, wait_until
 from tidegate.daemon.control import alerts as book
-from tidegate.daemon.store import Store
+from tidegate.daemon.storage.store import Store
 from tidegate.errors import NotFound
 from tidegate.wire.alert import AlertView
 

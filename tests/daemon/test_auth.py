@@ -15,13 +15,13 @@ from starlette.routing import Route
 
 from tests.certificates import certificate_for
 from tests.daemon.live import Agent, Daemon, Process, hello, new_run, threaded, wait_until
-from tidegate.client import SCOPES, DaemonClient, find_token
-from tidegate.daemon.app import create_app
-from tidegate.daemon.auth import UNKNOWN_REFRESH_SECONDS, Caller, Tokens
-from tidegate.daemon.limits import KEPT, Failures
-from tidegate.daemon.settings import Settings
-from tidegate.daemon.store import Store
-from tidegate.daemon.tokens import StoredToken, digest_of
+from tidegate.client.daemon_client import SCOPES, DaemonClient, find_token
+from tidegate.daemon.configuration.settings import Settings
+from tidegate.daemon.security.failure_limiter import KEPT, Failures
+from tidegate.daemon.security.tokens import UNKNOWN_REFRESH_SECONDS, Caller, Tokens
+from tidegate.daemon.server.app import create_app
+from tidegate.daemon.storage.store import Store
+from tidegate.daemon.storage.token_table import StoredToken, digest_of
 from tidegate.errors import DaemonError, DaemonUnreachable, NotAuthorized
 
 FILLED = {"{agent}": "nobody", "{run}": "nothing", "{rank}": "0"}

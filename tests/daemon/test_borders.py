@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report
 from tests.examples import examples
-from tidegate.daemon.lean import LeanRoute
+from tidegate.daemon.routes.fast_route import LeanRoute
 from tidegate.wire.agent import AgentReport
 from tidegate.wire.timeline import TimelineView
 

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
-from tidegate.daemon.control.canary import Canary, Step, as_json, common_steps, from_json, judge, measure, rank_score
-from tidegate.daemon.control.plane import ControlPlane
+from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.preview import preview
 from tidegate.daemon.control.run import Clock
 from tidegate.daemon.control.trials import Predicted
-from tidegate.daemon.control.window import Figures
-from tidegate.daemon.store import Store
+from tidegate.daemon.decisions.canary import Canary, Step, as_json, common_steps, from_json, judge, measure, rank_score
+from tidegate.daemon.decisions.step_window import Figures
+from tidegate.daemon.storage.store import Store
 from tidegate.errors import DaemonError, NotFound
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 from tidegate.wire.agent import AgentReport, Applied, Vote
 from tidegate.wire.canary import CanaryRequest
 from tidegate.wire.prediction import KnobPreview

@@ -15,7 +15,7 @@ import torch
 
 import tidegate
 from tests.daemon.live import ROOT, Daemon, environment, new_run, wait_until
-from tidegate.knobs import KnobValue
+from tidegate.knobs.knobs import KnobValue
 from tidegate.wire.canary import CanaryRequest
 from tidegate.wire.knobs import GenerationView
 

@@ -21,9 +21,9 @@ import pytest
 from tests.daemon.live import ROOT, Agent, Daemon, Process, environment, file_tokens, new_run, threaded, wait_until
 from tests.daemon.test_auth import certificate_for
 from tests.services import PATIENCE
-from tidegate.client import DaemonClient
-from tidegate.daemon.connections import WHY, Connections
-from tidegate.metric import REFUSALS
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.daemon.security.connections import WHY, Connections
+from tidegate.metrics.family import REFUSALS
 
 SECONDS = 1.0
 DESCRIPTORS = 1_024
@@ -31,7 +31,7 @@ SILENT = 1_200
 _LOWERED = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, {DESCRIPTORS}))
-from tidegate.cli import main
+from tidegate.cli.main import main
 sys.argv[0] = "tidegate"
 main()
 """

@@ -13,7 +13,7 @@ import pytest
 
 from tests import forked
 from tests.daemon.live import ROOT, Agent, Daemon, Process, hello, threaded
-from tidegate.doctor_state import examine_state
+from tidegate.cli.doctor.daemon_state import examine_state
 from tidegate.errors import DaemonError
 
 AUDIT = "INSERT INTO audit (timestamp, actor, action, run, before, after, reason, effect) VALUES "

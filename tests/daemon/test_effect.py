@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.daemon.live import step_report
-from tidegate.daemon.control.effect import measure
 from tidegate.daemon.control.liveness import liveness, of_run
-from tidegate.daemon.control.window import Figures
+from tidegate.daemon.decisions.knob_effect import measure
+from tidegate.daemon.decisions.step_window import Figures
 from tidegate.wire.base import Liveness
 
 

@@ -10,12 +10,12 @@ import httpx
 import pytest
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, wait_until
+from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.event_ids import RESERVED, EventIds
-from tidegate.daemon.control.plane import ControlPlane
 from tidegate.daemon.control.run import Clock
-from tidegate.daemon.store import Store
+from tidegate.daemon.storage.store import Store
 from tidegate.errors import NotFound
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 from tidegate.wire.event import Event
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.daemon.live import Agent, Daemon, Process, hello, new_run, step_report
 from tests.examples import examples
-from tidegate.client import MAX_BODY_BYTES
+from tidegate.client.daemon_client import MAX_BODY_BYTES
 from tidegate.wire.agent import AgentReport
 
 JSON = st.recursive(

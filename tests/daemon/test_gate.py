@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.daemon.live import Agent, Daemon, hello, new_run
-from tidegate.client import MAX_BODY_BYTES
-from tidegate.daemon.main import _listen
-from tidegate.daemon.settings import Settings
+from tidegate.client.daemon_client import MAX_BODY_BYTES
+from tidegate.daemon.configuration.settings import Settings
+from tidegate.daemon.server.main import _listen
 
 
 def test_the_body_of_an_answer_waits_for_no_acknowledgement_of_its_head() -> None:

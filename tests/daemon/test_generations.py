@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.daemon.control.canary import Canary, Step
-from tidegate.daemon.control.generations import (
+from tidegate.daemon.decisions.canary import Canary, Step
+from tidegate.daemon.decisions.generations import (
     NO_RANKS,
     Apply,
     Cast,

@@ -16,16 +16,16 @@ from sqlalchemy import event
 from sqlalchemy.exc import IntegrityError
 
 from tests.daemon.live import hello, step_report
-from tidegate.daemon import steps
-from tidegate.daemon import views as views_of
-from tidegate.daemon.control import plane as plane_module
+from tidegate.daemon.control import control_plane as plane_module
 from tidegate.daemon.control import retention
-from tidegate.daemon.control.history import STEPS_BEFORE_CLEANING, SWEEP_SECONDS, WRITE_SECONDS, History
-from tidegate.daemon.control.plane import FLUSH_SECONDS, ControlPlane
+from tidegate.daemon.control import serializers as views_of
+from tidegate.daemon.control.control_plane import FLUSH_SECONDS, ControlPlane
 from tidegate.daemon.control.run import Clock, Member
-from tidegate.daemon.control.window import STEPS_KEPT, Figures, Window
-from tidegate.daemon.store import Store
-from tidegate.knobs import Knobs
+from tidegate.daemon.control.step_writer import STEPS_BEFORE_CLEANING, SWEEP_SECONDS, WRITE_SECONDS, History
+from tidegate.daemon.decisions.step_window import STEPS_KEPT, Figures, Window
+from tidegate.daemon.storage import step_table
+from tidegate.daemon.storage.store import Store
+from tidegate.knobs.knobs import Knobs
 from tidegate.wire.agent import AgentReport
 
 UNKNOWN = st.none() | st.floats(0, 1e12)
@@ -101,7 +101,7 @@ def test_what_may_have_been_written_is_written_again(store: Store) -> None:
 
 
 def test_many_are_written_in_several_transactions(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(step_table, "ROWS_AT_ONCE", 4)
     begun: list[object] = []
     event.listen(store.steps._engine, "begin", begun.append)
     rank = Rank(store)

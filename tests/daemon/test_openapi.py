@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.live import ROOT, Agent, Daemon, threaded
-from tidegate.daemon.examples import EXAMPLES
-from tidegate.knobs import SPECS
+from tidegate.daemon.routes.examples import EXAMPLES
+from tidegate.knobs.knobs import SPECS
 
 SNAPSHOT = ROOT / "docs" / "openapi.json"
 CONFIG = """
@@ -32,7 +32,7 @@ def test_the_description_is_the_committed_one(daemon: Daemon) -> None:
     found = daemon.http("GET", "/v1/openapi.json", "read").json()
     kept = json.loads(SNAPSHOT.read_text())
     found["info"].pop("version"), kept["info"].pop("version")
-    assert found == kept, "the API changed: python -m tidegate.daemon.openapi > docs/openapi.json"
+    assert found == kept, "the API changed: python -m tidegate.daemon.routes.api_description > docs/openapi.json"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded
 from tests.daemon.test_knobs import RATES, SIZES
 from tidegate.errors import KnobError
-from tidegate.model.tuner import MINIMUM_GAIN
+from tidegate.tuner.tuner import MINIMUM_GAIN
 from tidegate.wire.prediction import KnobPreview
 from tidegate.wire.step import PathState
 

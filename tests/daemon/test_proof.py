@@ -18,9 +18,9 @@ import pytest
 
 from tests import forked
 from tests.daemon.live import BARE, ROOT, Daemon, Process, environment, listen, threaded
-from tidegate.client import DaemonClient, find_daemon, find_token
+from tidegate.client.daemon_client import DaemonClient, find_daemon, find_token
+from tidegate.client.daemon_proof import FromState, read_key, sign
 from tidegate.errors import DaemonUnproven
-from tidegate.proof import FromState, read_key, sign
 
 GIVEN = ("TIDEGATE_DAEMON", "TIDEGATE_TOKEN", "TIDEGATE_TOKEN_DIR", "TIDEGATE_OPERATE_TOKEN", "TIDEGATE_READ_TOKEN")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.daemon.live import Agent, Process, listen, new_run, step_report, wait_until
-from tidegate.client import DaemonClient
+from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import DaemonUnreachable
 from tidegate.wire.agent import Rates
 from tidegate.wire.canary import CanaryRequest

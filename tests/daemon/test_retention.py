@@ -12,12 +12,12 @@ import pytest
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
 from tidegate.daemon.control import retention
-from tidegate.daemon.control.plane import ControlPlane
+from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.run import Clock
 from tidegate.daemon.problems import ProblemError
-from tidegate.daemon.store import Store
+from tidegate.daemon.storage.store import Store
 from tidegate.errors import DaemonError, NotFound
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 from tidegate.wire.agent import AgentReport
 
 DAY = 86_400.0

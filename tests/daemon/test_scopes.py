@@ -10,9 +10,9 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 
 from tests.daemon.live import Daemon, threaded
-from tidegate.client import SCOPES, Scope
-from tidegate.daemon import scopes
-from tidegate.daemon.settings import Settings
+from tidegate.client.daemon_client import SCOPES, Scope
+from tidegate.daemon.configuration.settings import Settings
+from tidegate.daemon.security import scopes
 
 ANYBODY = {
     "/", "/docs", "/docs/start.js", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/v1/openapi.json",

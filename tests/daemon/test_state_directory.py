@@ -19,12 +19,12 @@ import pytest
 from sqlalchemy import event
 
 from tests.daemon.live import ROOT, Agent, Daemon, Process, environment, file_tokens, new_run, threaded, wait_until
-from tidegate.client import SCOPES, find_daemon, find_token
-from tidegate.daemon.app import create_app
-from tidegate.daemon.settings import Settings
-from tidegate.daemon.state_directory import exclusive, prepare, write_private
+from tidegate.client.daemon_client import SCOPES, find_daemon, find_token
+from tidegate.client.state_files import OWN_FOLDER
+from tidegate.daemon.configuration.settings import Settings
+from tidegate.daemon.server.app import create_app
+from tidegate.daemon.storage.state_directory import exclusive, prepare, write_private
 from tidegate.errors import DaemonError
-from tidegate.state_files import OWN_FOLDER
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -67,7 +67,7 @@ def test_a_directory_that_others_may_enter_gets_a_folder_of_our_own(
 @as_root
 def test_a_volume_of_root_serves_a_daemon_of_another_user() -> None:
     code = (
-        "import os, sys; from pathlib import Path; from tidegate.daemon.state_directory import prepare; "
+        "import os, sys; from pathlib import Path; from tidegate.daemon.storage.state_directory import prepare; "
         f"os.setuid({NOBODY}); print(prepare(Path(sys.argv[1])))"
     )
     with tempfile.TemporaryDirectory() as volume:  # where another user may go
@@ -362,7 +362,7 @@ def test_a_full_disk_is_told_and_takes_no_changes(tmp_path: Path) -> None:
 
 COMMANDS_ON_A_FULL_DISK = """
 import contextlib, io, json, pathlib, sqlite3, sys
-from tidegate.cli import main
+from tidegate.cli.main import main
 state, told = pathlib.Path(sys.argv[1]), []
 def run(*words):
     sys.argv[1:] = [*words, "--state-dir", str(state)]

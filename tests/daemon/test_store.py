@@ -26,9 +26,9 @@ from tests.daemon.live import ROOT, Agent, Daemon, new_run, threaded, wait_until
 from tests.services import PATIENCE
 from tidegate.daemon.control import turns
 from tidegate.daemon.problems import ProblemError
-from tidegate.daemon.schema import Base
-from tidegate.daemon.store import WAIT_SECONDS, Store
-from tidegate.daemon.tokens import digest_of
+from tidegate.daemon.storage.schema import Base
+from tidegate.daemon.storage.store import WAIT_SECONDS, Store
+from tidegate.daemon.storage.token_table import digest_of
 from tidegate.errors import DaemonError
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.live import Agent, Daemon, Process, new_run, wait_until
-from tidegate.client import DaemonClient
+from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import DaemonError, DaemonUnreachable, StaleKnobs
 from tidegate.wire.knobs import GenerationView
 

@@ -13,14 +13,14 @@ if ROOT not in sys.path:
     sys.path.append(ROOT)
 
 from tests.dashboard.scripted import Daemon, start_daemon  # noqa: E402
-from tidegate.dashboard import feed  # noqa: E402
+from tidegate.dashboard.data import queries  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def _nothing_cached() -> Iterator[None]:
-    feed.forget()
+    queries.forget()
     yield
-    feed.forget()
+    queries.forget()
 
 
 @pytest.fixture(autouse=True)

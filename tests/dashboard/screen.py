@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
 from tidegate import dashboard
-from tidegate.dashboard import kept
+from tidegate.dashboard.data import read_cache
 
 MAIN = Path(dashboard.__file__).with_name("main.py")
 
@@ -30,7 +30,7 @@ def page(path: str = "run", **query: str) -> AppTest:
 
 
 def again(app: AppTest) -> AppTest:
-    kept.expire()
+    read_cache.expire()
     app.run()
     assert not app.exception
     return app

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.services import meanwhile, until
-from tidegate.client import DaemonClient
-from tidegate.daemon.app import create_app
-from tidegate.daemon.main import make_server
-from tidegate.daemon.settings import Settings
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.daemon.configuration.settings import Settings
+from tidegate.daemon.server.app import create_app
+from tidegate.daemon.server.main import make_server
 from tidegate.errors import DaemonError
 from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Rates, SubgroupSizes, Vote
 from tidegate.wire.base import DeviceKind

@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from tests.dashboard.browser import settle
 from tests.dashboard.stand import RUN, Stand, Viewer, stand
 from tests.services import until
-from tidegate.dashboard.screens import SCREENS
+from tidegate.dashboard.pages.registry import SCREENS
 
 pytestmark = pytest.mark.slow
 ACCEPTED = re.compile("is (applied on|accepted by) all ranks")

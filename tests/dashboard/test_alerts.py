@@ -10,8 +10,8 @@ import pytest
 from tests.dashboard.screen import again, field, page, text
 from tests.dashboard.scripted import Agent, Daemon
 from tests.services import until
-from tidegate.dashboard.parts.alerts import own_runbook, runbook
-from tidegate.dashboard.records import Filter, change, chosen
+from tidegate.dashboard.data.audit_filter import Filter, change, chosen
+from tidegate.dashboard.widgets.alerts import own_runbook, runbook
 from tidegate.wire.audit import AuditRow
 
 BEGIN, NEVER = "2026-03-01T10:00:00Z", "0001-01-01T00:00:00Z"

@@ -10,17 +10,19 @@ import plotly.graph_objects as go
 import pytest
 
 from tests.dashboard.scripted import RATES, SUBGROUPS, step_report, timeline
-from tidegate.dashboard import charts, edits, gantt, palette, plot, tide, units
-from tidegate.dashboard.digest import digest, pace, verdict
-from tidegate.dashboard.lanes import lane_use
-from tidegate.dashboard.parts.gantt import expected
-from tidegate.dashboard.parts.resources import MIN_CEILING_BYTES, link_ceilings
-from tidegate.dashboard.parts.storage import speed
-from tidegate.dashboard.storage import PathUse
-from tidegate.knobs import SPECS
-from tidegate.model.rates import RateCard
+from tidegate.dashboard.data import knob_edits
+from tidegate.dashboard.data.lane_stats import lane_use
+from tidegate.dashboard.data.path_stats import PathUse
+from tidegate.dashboard.data.step_stats import digest, pace, verdict
+from tidegate.dashboard.figures import chart_style, charts, gantt, memory_chart
+from tidegate.dashboard.style import palette, units
+from tidegate.dashboard.widgets.gantt import expected
+from tidegate.dashboard.widgets.resources import MIN_CEILING_BYTES, link_ceilings
+from tidegate.dashboard.widgets.storage import speed
+from tidegate.knobs.knobs import SPECS
 from tidegate.plan.ops import LANE_OF, LANES, OpKind
-from tidegate.timeline import PHASES, STALL_CAUSES
+from tidegate.speeds.rate_card import RateCard
+from tidegate.timeline.timeline import PHASES, STALL_CAUSES
 from tidegate.wire.base import Liveness
 from tidegate.wire.knobs import GenerationView, KnobBound
 from tidegate.wire.run import RankView, RunView
@@ -180,7 +182,7 @@ def test_a_prediction_that_is_far_off_leaves_the_measured_update_readable(times:
     )
     figure = gantt.gantt(view, predicted=view.model_copy(update={"phases": phases}))
     seconds = shown * (last - first)
-    assert figure["layout"]["xaxis"]["range"][1] == pytest.approx(seconds * plot.time_scale(seconds)[0])
+    assert figure["layout"]["xaxis"]["range"][1] == pytest.approx(seconds * chart_style.time_scale(seconds)[0])
 
 
 def test_lanes_with_a_prediction_are_compared() -> None:
@@ -197,20 +199,20 @@ def test_lanes_with_a_prediction_are_compared() -> None:
 
 
 def test_the_tide_has_a_wave_for_each_phase_in_its_place() -> None:
-    waves = tide.waves(STEPS[:2])
+    waves = memory_chart.waves(STEPS[:2])
     assert [wave.phase for wave in waves] == 2 * ["forward", "backward", "update"]
     assert waves[0].at == 1.0
     assert waves[1].at == pytest.approx(1.0 + waves[0].width)
     assert waves[3].at == 2.0
     whole = STEPS[0].phase_seconds
     assert waves[0].width == pytest.approx(whole["forward"] / sum(whole.values()))
-    figure = go.Figure(tide.tide(STEPS, 80_000_000_000))
+    figure = go.Figure(memory_chart.tide(STEPS, 80_000_000_000))
     assert {trace.name for trace in figure.data} >= {"backward", "host state", "host mirror", "host gradient"}
-    assert len(next(trace for trace in figure.data if trace.name == "backward").x) == tide.STEPS
+    assert len(next(trace for trace in figure.data if trace.name == "backward").x) == memory_chart.STEPS
     assert figure.layout.yaxis2.autorange == "reversed"
     assert "80.0 GB in all" in figure.layout.annotations[-1].text
     none = [step.model_copy(update={"device_memory_peak_bytes": {}}) for step in STEPS]
-    bare = go.Figure(tide.tide(none, 80_000_000_000))
+    bare = go.Figure(memory_chart.tide(none, 80_000_000_000))
     assert all(trace.name.startswith("host") for trace in bare.data)
     assert not bare.layout.shapes
 
@@ -264,7 +266,7 @@ def test_every_chart_can_be_drawn(steps: tuple[StepReport, ...]) -> None:
         charts.stalls_by_cause(steps),
         charts.link_bytes(steps),
         charts.cpu_cores(steps),
-        tide.tide(steps, 80_000_000_000),
+        memory_chart.tide(steps, 80_000_000_000),
         charts.series(([s.step for s in steps], [s.loss or 0.0 for s in steps]), "none", "#000000"),
     ]
     for figure in map(go.Figure, figures):
@@ -283,7 +285,7 @@ def test_the_outcome_of_a_refusal_has_its_figures() -> None:
         run="r", generation=5, state="refused", knobs={}, changes={"static_ratio": 0.5}, author="ana", created_at=0.0,
         outcome="rank 0 needs 21.3 GB, 14.0 GB are free.",
     )  # fmt: skip
-    good, sentence = edits.outcome(refused)
+    good, sentence = knob_edits.outcome(refused)
     assert not good
     assert "21.3 GB, 14.0 GB" in sentence
 
@@ -292,7 +294,8 @@ def test_no_label_that_moves_with_the_steps_is_measured() -> None:
     """Plotly would remember its size at each place where it ever stood, and lay out the page for each."""
     figures = [
         charts.phase_history(STEPS), charts.stalls_by_cause(STEPS), charts.link_bytes(STEPS), charts.cpu_cores(STEPS),
-        charts.series(([1, 2], [1.0, 2.0]), "", "#000000"), tide.tide(STEPS, 80_000_000_000), gantt.gantt(timeline(7)),
+        charts.series(([1, 2], [1.0, 2.0]), "", "#000000"), memory_chart.tide(STEPS, 80_000_000_000),
+        gantt.gantt(timeline(7)),
     ]  # fmt: skip
     for figure in figures:
         axes = {name: axis for name, axis in figure["layout"].items() if "axis" in name}
@@ -302,14 +305,14 @@ def test_no_label_that_moves_with_the_steps_is_measured() -> None:
             still = axis.get("type") == "category" or "ticktext" in axis
             if not still:
                 assert (axis["automargin"], axis["tickangle"], axis["ticklabeloverflow"]) == (False, 0, "allow")
-        template = plot.themed(figure, "dark")["layout"]["template"]["layout"]
+        template = chart_style.themed(figure, "dark")["layout"]["template"]["layout"]
         assert not {"title", "automargin"} & {*template["xaxis"], *template["yaxis"]}
         assert len(json.dumps(figure)) < 25_000, "small enough to send often"
 
 
 def test_a_chart_keeps_what_it_says_under_either_theme() -> None:
     figure = charts.phase_history(STEPS)
-    light, dark = (go.Figure(plot.themed(figure, theme)) for theme in ("light", "dark"))
+    light, dark = (go.Figure(chart_style.themed(figure, theme)) for theme in ("light", "dark"))
     assert light.data == dark.data
     assert light.layout.template.layout.font.color != dark.layout.template.layout.font.color
-    assert light.layout.height == dark.layout.height == plot.TALL
+    assert light.layout.height == dark.layout.height == chart_style.TALL

@@ -31,9 +31,11 @@ from tests.dashboard.browser import PATIENCE_MS, chromium, session, settle
 from tests.dashboard.screen import page as drawn
 from tests.dashboard.scripted import Agent, Daemon, start_daemon
 from tests.services import ROOT, free_port, until
-from tidegate import cli
-from tidegate.dashboard import PUBLIC_VARIABLE, codes, entrance, guard, sessions
-from tidegate.dashboard.screens import SCREENS
+from tidegate.cli import main
+from tidegate.dashboard import PUBLIC_VARIABLE
+from tidegate.dashboard.pages.registry import SCREENS
+from tidegate.dashboard.server import request_guard, sign_in
+from tidegate.dashboard.session import browser_sessions, one_time_codes
 
 LINK = re.compile(r"http://127\.0\.0\.1:\d+/open\?code=([\w-]+)")
 
@@ -140,17 +142,17 @@ def may_operate(page: Page, url: str) -> bool:
 
 
 def test_a_code_opens_once(tmp_path: Path) -> None:
-    code = codes.mint(tmp_path / "codes")
-    assert codes.redeem(code, tmp_path / "codes")
-    assert not codes.redeem(code, tmp_path / "codes")
+    code = one_time_codes.mint(tmp_path / "codes")
+    assert one_time_codes.redeem(code, tmp_path / "codes")
+    assert not one_time_codes.redeem(code, tmp_path / "codes")
 
 
 def test_of_many_who_come_with_one_code_at_once_one_is_let_in(tmp_path: Path) -> None:
-    code, let_in, begin = codes.mint(tmp_path), [], threading.Barrier(8)
+    code, let_in, begin = one_time_codes.mint(tmp_path), [], threading.Barrier(8)
 
     def come() -> None:
         begin.wait()
-        let_in.append(codes.redeem(code, tmp_path))
+        let_in.append(one_time_codes.redeem(code, tmp_path))
 
     threads = [threading.Thread(target=come) for _ in range(8)]
     for thread in threads:
@@ -161,38 +163,38 @@ def test_of_many_who_come_with_one_code_at_once_one_is_let_in(tmp_path: Path) ->
 
 
 def test_an_old_code_opens_nothing_and_is_gone(tmp_path: Path) -> None:
-    code = codes.mint(tmp_path)
+    code = one_time_codes.mint(tmp_path)
     (kept,) = tmp_path.iterdir()
-    old = time.time() - codes.LIFE_SECONDS - 1
+    old = time.time() - one_time_codes.LIFE_SECONDS - 1
     os.utime(kept, (old, old))
-    assert not codes.redeem(code, tmp_path)
+    assert not one_time_codes.redeem(code, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_codes_that_nobody_used_do_not_pile_up(tmp_path: Path) -> None:
-    codes.mint(tmp_path)
+    one_time_codes.mint(tmp_path)
     for kept in tmp_path.iterdir():
         os.utime(kept, (1.0, 1.0))
-    codes.mint(tmp_path)
+    one_time_codes.mint(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("code", ["", "x", "../operate.token", "é", "a" * 100_000])
 def test_what_is_no_code_opens_nothing(tmp_path: Path, code: str) -> None:
-    codes.mint(tmp_path)
-    assert not codes.redeem(code, tmp_path)
+    one_time_codes.mint(tmp_path)
+    assert not one_time_codes.redeem(code, tmp_path)
 
 
 def test_what_is_kept_of_a_code_is_private_and_opens_nothing(tmp_path: Path) -> None:
     where = tmp_path / "codes"
     where.mkdir(mode=0o755)
-    code = codes.mint(where)
+    code = one_time_codes.mint(where)
     (kept,) = where.iterdir()
     assert stat.S_IMODE(where.stat().st_mode) == 0o700
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert code not in kept.name
     assert code not in kept.read_text()
-    assert not codes.redeem(kept.name, where)
+    assert not one_time_codes.redeem(kept.name, where)
 
 
 # ---- in a browser
@@ -228,7 +230,7 @@ def test_the_link_lets_this_browser_operate_and_nobody_else(
 
         (cookie,) = (one for one in context.cookies() if one["name"].startswith("tidegate"))
         assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
-        assert 0 < cookie["expires"] - time.time() <= sessions.LIFE_SECONDS
+        assert 0 < cookie["expires"] - time.time() <= browser_sessions.LIFE_SECONDS
         assert "tidegate" not in page.evaluate("document.cookie")
         assert cookie["value"] not in (code, daemon.token("operate"))
 
@@ -273,10 +275,10 @@ def test_another_site_on_this_machine_cannot_use_the_browsers_right(
     answer = httpx.get(link, trust_env=False)
     name, value = answer.headers["set-cookie"].partition(";")[0].split("=", 1)
     own = {"host": f"127.0.0.1:{started.port}", "origin": started.url}
-    assert sessions.cookie_name(own["host"]) == name
-    assert sessions.same_origin(own)
-    assert not sessions.same_origin({**own, "origin": "http://127.0.0.1:9999"})
-    assert not sessions.same_origin({**own, "origin": "null"})
+    assert browser_sessions.cookie_name(own["host"]) == name
+    assert browser_sessions.same_origin(own)
+    assert not browser_sessions.same_origin({**own, "origin": "http://127.0.0.1:9999"})
+    assert not browser_sessions.same_origin({**own, "origin": "null"})
     assert value
 
 
@@ -380,12 +382,12 @@ def test_tokens_that_the_view_does_not_know_are_shown_to_the_daemon(
 ) -> None:
     """In a container the view has the read token only."""
     monkeypatch.setenv("TIDEGATE_TOKEN_DIR", str(tmp_path / "none"))
-    assert entrance._check(daemon.token("operate")) == (daemon.token("operate"), "")
-    assert entrance._check(daemon.token("read")) == ("", "")
-    assert "does not accept" in entrance._check(daemon.token("alert"))[1]
-    assert "does not accept" in entrance._check("tide_é")[1]
+    assert sign_in._check(daemon.token("operate")) == (daemon.token("operate"), "")
+    assert sign_in._check(daemon.token("read")) == ("", "")
+    assert "does not accept" in sign_in._check(daemon.token("alert"))[1]
+    assert "does not accept" in sign_in._check("tide_é")[1]
     daemon.stop()
-    assert "could not be checked" in entrance._check(daemon.token("read"))[1]
+    assert "could not be checked" in sign_in._check(daemon.token("read"))[1]
 
 
 @pytest.mark.parametrize("then", ["//evil.test", "http://evil.test", "/\\evil.test", "\t//evil.test", "evil"])
@@ -406,21 +408,21 @@ def test_the_entrance_takes_no_large_form_and_none_of_another_site(running: tupl
 
 
 def test_sessions_end_and_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = {"tidegate-1": sessions.begin("secret")}
-    found = sessions.find("host:1", first)
+    first = {"tidegate-1": browser_sessions.begin("secret")}
+    found = browser_sessions.find("host:1", first)
     assert found is not None
     assert found.operate == "secret"
-    assert sessions.find("host:2", first) is None
-    assert sessions.find("host:999999", first) is None
-    sessions.only_look("host:1", first)
-    assert sessions.find("host:1", first) == sessions.Session("", found.ends_at)
+    assert browser_sessions.find("host:2", first) is None
+    assert browser_sessions.find("host:999999", first) is None
+    browser_sessions.only_look("host:1", first)
+    assert browser_sessions.find("host:1", first) == browser_sessions.Session("", found.ends_at)
     monkeypatch.setattr(time, "time", lambda: found.ends_at)
-    assert sessions.find("host:1", first) is None
-    old = {"tidegate-1": sessions.begin()}
-    for _ in range(sessions.KEPT):
-        newest = {"tidegate-1": sessions.begin()}
-    assert sessions.find("host:1", old) is None
-    assert sessions.find("host:1", newest) is not None
+    assert browser_sessions.find("host:1", first) is None
+    old = {"tidegate-1": browser_sessions.begin()}
+    for _ in range(browser_sessions.KEPT):
+        newest = {"tidegate-1": browser_sessions.begin()}
+    assert browser_sessions.find("host:1", old) is None
+    assert browser_sessions.find("host:1", newest) is not None
 
 
 def test_a_websocket_ends_with_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +431,7 @@ def test_a_websocket_ends_with_its_session(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         while heard.append((await receive())["type"]) or heard[-1] != "websocket.disconnect":
-            sessions.forget()
+            browser_sessions.forget()
 
     async def receive() -> Message:
         return {"type": "websocket.receive", "bytes": b""}
@@ -439,22 +441,22 @@ def test_a_websocket_ends_with_its_session(monkeypatch: pytest.MonkeyPatch) -> N
     async def send(message: Message) -> None:
         sent.append(message)
 
-    cookie = f"tidegate-1={sessions.begin()}".encode()
+    cookie = f"tidegate-1={browser_sessions.begin()}".encode()
     scope = {
         "type": "websocket", "path": "/_stcore/stream", "query_string": b"",
         "headers": [(b"host", b"127.0.0.1:1"), (b"cookie", cookie)],
     }  # fmt: skip
     with ThreadPoolExecutor(1) as apart:  # this thread has the browser's event loop
-        apart.submit(asyncio.run, guard.Guard(app)(scope, receive, send)).result()
+        apart.submit(asyncio.run, request_guard.Guard(app)(scope, receive, send)).result()
     assert heard == ["websocket.receive", "websocket.disconnect"]
-    assert [message["code"] for message in sent] == [guard.POLICY_VIOLATION]
+    assert [message["code"] for message in sent] == [request_guard.POLICY_VIOLATION]
 
 
 def test_public_needs_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     stranger = HTTPConnection({"type": "http", "path": "/run", "headers": [(b"host", b"127.0.0.1:1")]})
-    assert not guard.may_pass(stranger)
+    assert not request_guard.may_pass(stranger)
     monkeypatch.setenv(PUBLIC_VARIABLE, "1")
-    assert guard.may_pass(stranger)
+    assert request_guard.may_pass(stranger)
 
 
 @pytest.mark.parametrize(
@@ -471,6 +473,6 @@ def test_the_command_says_who_gets_in(
     monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path))
     given: list[dict[str, str]] = []
     monkeypatch.setattr(os, "execve", lambda program, words, env: given.append(env))
-    said = CliRunner().invoke(cli.app, ["dashboard", "--port", "0", "--no-open", *arguments]).output
+    said = CliRunner().invoke(main.app, ["dashboard", "--port", "0", "--no-open", *arguments]).output
     assert told in said
     assert [env[PUBLIC_VARIABLE] for env in given] == ["1" if "--public" in arguments else ""]

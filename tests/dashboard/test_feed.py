@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.dashboard.scripted import Agent, Daemon
-from tidegate.client import DaemonClient
-from tidegate.dashboard import feed, kept, readers
-from tidegate.dashboard.kept import Kept
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.dashboard.data import clients, queries, read_cache
+from tidegate.dashboard.data.read_cache import Kept
 from tidegate.errors import DaemonUnreachable
 from tidegate.wire.run import StepsView
 
@@ -32,8 +32,8 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def numbers(daemon: Daemon) -> list[int]:
-    kept.expire()
-    look = feed.look(daemon.url, "llama-7b", 0)
+    read_cache.expire()
+    look = queries.look(daemon.url, "llama-7b", 0)
     assert look.snapshot is not None
     return [step.step for step in look.snapshot.steps]
 
@@ -45,11 +45,11 @@ def test_only_new_steps_are_asked_for(daemon: Daemon, limits: list[int]) -> None
     agent.train(3)
     assert numbers(daemon) == list(range(54, 254))
     assert numbers(daemon) == list(range(54, 254))
-    assert limits == [feed.NUM_STEPS, 3 + feed.OVERLAP, feed.OVERLAP]
+    assert limits == [queries.NUM_STEPS, 3 + queries.OVERLAP, queries.OVERLAP]
     with daemon.operator() as client:
-        snapshot = feed.look(daemon.url, "llama-7b", 0).snapshot
+        snapshot = queries.look(daemon.url, "llama-7b", 0).snapshot
         assert snapshot is not None
-        assert snapshot.steps == client.steps("llama-7b", 0, feed.NUM_STEPS).steps
+        assert snapshot.steps == client.steps("llama-7b", 0, queries.NUM_STEPS).steps
 
 
 def test_steps_of_a_run_that_begins_again_are_read_anew(daemon: Daemon, limits: list[int]) -> None:
@@ -60,14 +60,14 @@ def test_steps_of_a_run_that_begins_again_are_read_anew(daemon: Daemon, limits: 
     begun_again = Agent(daemon, process="b", step=18)  # from its last checkpoint
     begun_again.train(4)
     assert numbers(daemon) == [19, 20, 21, 22], "the steps of now, and no others"
-    assert limits == [feed.NUM_STEPS] * 2
+    assert limits == [queries.NUM_STEPS] * 2
 
 
 def test_more_steps_than_are_shown_leave_no_gap(daemon: Daemon) -> None:
     agent = Agent(daemon)
     agent.train(5)
     numbers(daemon)
-    agent.train(feed.NUM_STEPS + 20)
+    agent.train(queries.NUM_STEPS + 20)
     assert numbers(daemon) == list(range(26, 226))
 
 
@@ -121,9 +121,9 @@ def test_what_was_wanted_longest_ago_goes_first() -> None:
 
 
 def test_one_client_for_each_daemon_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "CLIENTS_KEPT", 2)
-    first = readers.reader("http://127.0.0.1:1")
-    assert readers.reader("http://127.0.0.1:1") is first
+    monkeypatch.setattr(clients, "CLIENTS_KEPT", 2)
+    first = clients.reader("http://127.0.0.1:1")
+    assert clients.reader("http://127.0.0.1:1") is first
     for port in (2, 3):
-        readers.reader(f"http://127.0.0.1:{port}")
-    assert readers.reader("http://127.0.0.1:1") is not first
+        clients.reader(f"http://127.0.0.1:{port}")
+    assert clients.reader("http://127.0.0.1:1") is not first

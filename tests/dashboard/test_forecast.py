@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.dashboard.scripted import step_report
-from tidegate.dashboard import forecast
+from tidegate.dashboard.data import knob_preview
 from tidegate.wire.knobs import MeasuredEffect
 from tidegate.wire.prediction import KnobPreview, PredictedUpdate
 from tidegate.wire.step import StallRow
@@ -50,7 +50,7 @@ def preview(**more: Any) -> KnobPreview:
 
 
 def test_each_line_has_what_is_measured_and_both_predictions() -> None:
-    found = {line.name: (line.measured, line.now, line.then) for line in forecast.lines(preview(), STEPS)}
+    found = {line.name: (line.measured, line.now, line.then) for line in knob_preview.lines(preview(), STEPS)}
     assert found["step"] == (3.5, 2.5, 2.0)
     assert found["update"] == (2.0, 1.0, 0.5), "medians: one slow step says little"
     assert found["stalled"] == (0.2, 0.1, 0.3), "of the update alone"
@@ -66,19 +66,19 @@ def test_each_line_has_what_is_measured_and_both_predictions() -> None:
     ("now", "then", "change"), [(2.0, 1.0, -0.5), (2.0, 2.005, 0.0), (0.0, 1.0, None), (None, 1.0, None)]
 )
 def test_a_change_is_a_share_or_none_to_speak_of(now: float | None, then: float, change: float | None) -> None:
-    line = forecast.Line(name="x", measured=None, now=now, then=then, show=str)
+    line = knob_preview.Line(name="x", measured=None, now=now, then=then, show=str)
     assert line.change == change
 
 
 def test_without_a_prediction_there_are_no_lines_and_a_reason() -> None:
     nothing = preview(predicted_before=None, predicted_update_seconds_before=None, no_prediction="No rates yet.")
-    assert forecast.lines(nothing, STEPS) == []
-    assert forecast.headline(nothing) == "No rates yet."
-    assert forecast.lines(preview(), []) != [], "steps may be missing: what is predicted is shown"
+    assert knob_preview.lines(nothing, STEPS) == []
+    assert knob_preview.headline(nothing) == "No rates yet."
+    assert knob_preview.lines(preview(), []) != [], "steps may be missing: what is predicted is shown"
 
 
 def test_a_headline_says_how_far_predictions_are_off() -> None:
-    assert forecast.headline(preview()) == (
+    assert knob_preview.headline(preview()) == (
         "Predicted update: 1.00 s → 500 ms (\u221250 %). Predictions of this run are off by 12 % now."
     )
 
@@ -87,5 +87,5 @@ def test_an_effect_is_told_beside_its_prediction() -> None:
     effect = MeasuredEffect(steps_before=20, steps_after=8, update_seconds_before=2.0, update_seconds_after=1.0)
     measured = "measured: update 2.00 s → 1.00 s (\u221250 %)"
     counted = "8 steps after, 20 before"
-    assert forecast.against(effect, None) == f"{measured}; {counted}"
-    assert forecast.against(effect, (2.0, 0.5)) == f"{measured}; predicted: 2.00 s → 500 ms (\u221275 %); {counted}"
+    assert knob_preview.against(effect, None) == f"{measured}; {counted}"
+    assert knob_preview.against(effect, (2.0, 0.5)) == f"{measured}; predicted: 2.00 s → 500 ms (\u221275 %); {counted}"

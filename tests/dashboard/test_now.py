@@ -12,10 +12,10 @@ from tests.dashboard.screen import again, page, text
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report
 from tests.dashboard.test_alerts import tell
 from tests.services import until
-from tidegate.client import DaemonClient
-from tidegate.dashboard import firing, kept, urgency
-from tidegate.dashboard.digest import digest, verdict
-from tidegate.dashboard.parts import card
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.dashboard.data import firing_alerts, read_cache, triage
+from tidegate.dashboard.data.step_stats import digest, verdict
+from tidegate.dashboard.widgets import card
 from tidegate.errors import DaemonUnreachable
 from tidegate.wire.alert import AlertView
 from tidegate.wire.base import Liveness
@@ -77,42 +77,42 @@ BLOCKED = CALM.model_copy(update={"stalls": (StallRow(phase="update", cause="col
     ],
 )
 def test_what_a_run_wants(run: RunView, alerts: tuple[AlertView, ...], page_: str, words: str) -> None:
-    found = urgency.task(run, alerts, NOW)
+    found = triage.task(run, alerts, NOW)
     assert found is not None
     assert (found.page, words in found.sentence) == (page_, True), found
 
 
 def test_a_calm_or_finished_run_wants_nothing() -> None:
-    assert urgency.task(run_of("r", step=SHORT), (), NOW) is None
-    assert urgency.task(run_of("r"), (), NOW) is None
-    assert urgency.task(run_of("r", "finished", STALLED), (alert_of("critical"),), NOW) is None
+    assert triage.task(run_of("r", step=SHORT), (), NOW) is None
+    assert triage.task(run_of("r"), (), NOW) is None
+    assert triage.task(run_of("r", "finished", STALLED), (alert_of("critical"),), NOW) is None
     resolved = alert_of("critical").model_copy(update={"state": "resolved"})
-    assert urgency.task(run_of("r", step=SHORT), (resolved,), NOW) is None
+    assert triage.task(run_of("r", step=SHORT), (resolved,), NOW) is None
 
 
 def test_what_goes_on_comes_first_and_the_newest_of_it() -> None:
     made = [("d", "finished", 3.0), ("c", "live", 1.0), ("b", "live", 2.0), ("a", "stale", 5.0), ("e", "lost", 9.0)]
     runs = [run_of(name, liveness, started_at=at) for name, liveness, at in made]  # type: ignore[arg-type]
-    assert [run.run for run in urgency.ordered(runs)] == ["a", "b", "c", "e", "d"]
-    assert urgency.counted(runs) == "2 live, 1 finished, 1 stale, 1 lost"
+    assert [run.run for run in triage.ordered(runs)] == ["a", "b", "c", "e", "d"]
+    assert triage.counted(runs) == "2 live, 1 finished, 1 stale, 1 lost"
 
 
 def test_who_is_lost_for_days_is_no_task() -> None:
-    assert urgency.task(run_of("r", "lost"), (), NOW + 60) is not None
-    assert urgency.task(run_of("r", "lost"), (), NOW + 2 * urgency.LOST_SECONDS) is None
+    assert triage.task(run_of("r", "lost"), (), NOW + 60) is not None
+    assert triage.task(run_of("r", "lost"), (), NOW + 2 * triage.LOST_SECONDS) is None
 
 
 def test_the_worst_task_comes_first() -> None:
     asked = [
-        urgency.task(run_of("waits", step=STALLED), (), NOW),
-        urgency.task(run_of("late", "stale"), (), NOW),
-        urgency.task(run_of("critical", step=CALM), (alert_of("critical"),), NOW),
-        urgency.task(run_of("warned", step=CALM), (alert_of("warning"),), NOW),
-        urgency.task(run_of("lost", "lost"), (), NOW),
-        urgency.task(run_of("blocked", step=BLOCKED), (), NOW),
-        urgency.task(run_of("large", step=CALM), (), NOW),
+        triage.task(run_of("waits", step=STALLED), (), NOW),
+        triage.task(run_of("late", "stale"), (), NOW),
+        triage.task(run_of("critical", step=CALM), (alert_of("critical"),), NOW),
+        triage.task(run_of("warned", step=CALM), (alert_of("warning"),), NOW),
+        triage.task(run_of("lost", "lost"), (), NOW),
+        triage.task(run_of("blocked", step=BLOCKED), (), NOW),
+        triage.task(run_of("large", step=CALM), (), NOW),
     ]
-    order = [task.run for task in urgency.sorted_tasks([task for task in asked if task])]
+    order = [task.run for task in triage.sorted_tasks([task for task in asked if task])]
     assert order == ["lost", "critical", "warned", "late", "blocked", "waits", "large"]
 
 
@@ -122,9 +122,9 @@ def test_advice_is_given_where_knobs_help() -> None:
     unknown = Advice(run="r", sentence="No rates.")
 
     def told(run: RunView, advice: Advice | None) -> tuple[str, str] | None:
-        found = urgency.task(run, (), NOW)
+        found = triage.task(run, (), NOW)
         assert found is not None
-        found = urgency.with_advice(found, advice)
+        found = triage.with_advice(found, advice)
         return (found.page, found.sentence.removesuffix(".")) if found else None
 
     spent = "13 % of each step is spent waiting for h2d."
@@ -207,13 +207,13 @@ def test_one_question_tells_what_fires_in_all_runs(daemon: Daemon, monkeypatch: 
     tell(daemon, "TidegatePathSlow", "warning", "")
     tell(daemon, "TidegateDaemonSlow", "critical", "", run="")
     monkeypatch.setattr(DaemonClient, "alerts", lambda *_: pytest.fail("asked for one run"))
-    found = firing.firing(daemon.url)
-    named = {run: [alert.alert for alert in found.of(run)] for run in ("llama-7b", "other", firing.NO_RUN)}
+    found = firing_alerts.firing(daemon.url)
+    named = {run: [alert.alert for alert in found.of(run)] for run in ("llama-7b", "other", firing_alerts.NO_RUN)}
     assert named == {"llama-7b": ["TidegatePathSlow"], "other": [], "": ["TidegateDaemonSlow"]}
     assert found.problem is None
-    kept.expire()
+    read_cache.expire()
     daemon.stop()
-    away = firing.firing(daemon.url)
+    away = firing_alerts.firing(daemon.url)
     assert away.problem
     assert away.by_run == found.by_run, "what was known last stays"
 
@@ -226,7 +226,7 @@ def test_what_is_not_known_is_not_said_to_be_nothing(daemon: Daemon, monkeypatch
     assert "Nothing to do." in text(page("now"))
     assert "Nothing fires." in text(page("alerts"))
     for kind in ("ALERTS", "FIRING"):
-        monkeypatch.setattr(kept, kind, kept.Kept(unanswered, 5.0))
+        monkeypatch.setattr(read_cache, kind, read_cache.Kept(unanswered, 5.0))
     shown = text(page("now"))
     assert "Nothing to do is known." in shown
     assert "What fires is not known in full: It does not answer." in shown
@@ -291,6 +291,6 @@ def test_the_start_page_goes_on_to_now_and_an_old_address_to_its_run(daemon: Dae
 
 def test_no_age_is_negative() -> None:
     ahead = run_of("r", "lost", last_seen=time.time() + 5)
-    found = urgency.task(ahead, (), time.time())
+    found = triage.task(ahead, (), time.time())
     assert found is not None
     assert "for 0 s." in found.sentence

@@ -24,8 +24,11 @@ from websockets.sync.client import connect
 from tests.daemon.live import hello
 from tests.dashboard.browser import chromium, serve, session, settle, sign_in
 from tests.services import DaemonProcess, daemon_process, until
-from tidegate.client import DaemonClient
-from tidegate.dashboard import HOSTS_VARIABLE, charts, gantt, guard, markup, plot, tide
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.dashboard import HOSTS_VARIABLE
+from tidegate.dashboard.figures import chart_style, charts, gantt, memory_chart
+from tidegate.dashboard.server import request_guard
+from tidegate.dashboard.style import markup
 from tidegate.errors import NotAuthorized
 from tidegate.wire.agent import AgentReport, Applied, Vote
 from tidegate.wire.step import LinkRow, StallRow, StepReport
@@ -227,7 +230,7 @@ def test_no_text_from_outside_becomes_markup_in_a_figure(text: str) -> None:
     timeline = evil_timeline(1, text)
     figures = (
         charts.phase_history(steps, marks), charts.stalls_by_cause(steps), charts.link_bytes(steps),
-        charts.cpu_cores(steps), tide.tide(steps), plot.empty(text),
+        charts.cpu_cores(steps), memory_chart.tide(steps), chart_style.empty(text),
         *(gantt.gantt(timeline, scope, predicted=timeline, ink="#000000") for scope in get_args(gantt.Scope)),
     )  # fmt: skip
     shown = [said for figure in figures for said in texts_of(figure)]
@@ -320,10 +323,10 @@ def test_a_websocket_with_another_host_or_origin_is_refused(view: str) -> None:
 
 def test_names_that_were_allowed_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Headers({"host": "tide.example.com"})
-    assert guard.refused(asked) is not None
+    assert request_guard.refused(asked) is not None
     monkeypatch.setenv(HOSTS_VARIABLE, "other.example.com, Tide.example.com")
-    assert guard.refused(asked) is None
-    assert guard.refused(Headers({"host": "evil.test"})) is not None
+    assert request_guard.refused(asked) is None
+    assert request_guard.refused(Headers({"host": "evil.test"})) is not None
     monkeypatch.setenv(HOSTS_VARIABLE, "*")
-    assert guard.refused(Headers({"host": "evil.test"})) is None
-    assert guard.refused(Headers({"host": "[bad"})) is not None
+    assert request_guard.refused(Headers({"host": "evil.test"})) is None
+    assert request_guard.refused(Headers({"host": "[bad"})) is not None

@@ -12,7 +12,7 @@ import pytest
 from tests.dashboard.screen import again, page, text
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report, timeline
 from tests.services import until
-from tidegate.dashboard import feed, kept
+from tidegate.dashboard.data import queries, read_cache
 from tidegate.wire.agent import AgentReport
 
 
@@ -207,22 +207,24 @@ def test_a_run_that_begins_again_shows_no_timeline_of_before(daemon: Daemon, mon
     after = before.model_copy(update={"origin": before.origin + 500})
     Agent(daemon, step=3).report(timeline=before)
     page("timeline")
-    assert feed.timeline(daemon.url, "llama-7b", 0, 3) == before
+    assert queries.timeline(daemon.url, "llama-7b", 0, 3) == before
     Agent(daemon, step=3).report(timeline=after)
-    kept.expire()
-    monkeypatch.setattr(feed, "_TIMELINES", kept.Kept(lambda *_: None, 1.0))  # the newest is not on a screen yet
-    assert feed.look(daemon.url, "llama-7b", 0).snapshot
-    assert feed.timeline(daemon.url, "llama-7b", 0, 3) == after
+    read_cache.expire()
+    monkeypatch.setattr(
+        queries, "_TIMELINES", read_cache.Kept(lambda *_: None, 1.0)
+    )  # the newest is not on a screen yet
+    assert queries.look(daemon.url, "llama-7b", 0).snapshot
+    assert queries.timeline(daemon.url, "llama-7b", 0, 3) == after
 
 
 def test_of_timelines_the_ones_looked_at_last_are_kept(monkeypatch: pytest.MonkeyPatch, daemon: Daemon) -> None:
-    monkeypatch.setattr(feed, "TIMELINES_KEPT", 2)
+    monkeypatch.setattr(queries, "TIMELINES_KEPT", 2)
     agent = Agent(daemon)
     for step in (1, 2, 1, 3):
         if step > agent.step:
             agent.train()
-        assert feed.timeline(daemon.url, "llama-7b", 0, step) is not None
-    assert [key[-1] for key in feed._timelines] == [1, 3]
+        assert queries.timeline(daemon.url, "llama-7b", 0, step) is not None
+    assert [key[-1] for key in queries._timelines] == [1, 3]
 
 
 def test_a_timeline_without_rates_has_no_prediction(daemon: Daemon) -> None:
@@ -256,7 +258,7 @@ def test_an_error_in_a_part_is_a_sentence_and_not_a_trace(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     Agent(daemon).train(2)
-    monkeypatch.setattr("tidegate.dashboard.markup.verdict", lambda _: 1 / 0)
+    monkeypatch.setattr("tidegate.dashboard.style.markup.verdict", lambda _: 1 / 0)
     app = page(path)
     assert "could not be drawn (ZeroDivisionError)" in text(app)
     assert not app.exception

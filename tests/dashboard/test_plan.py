@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st_
 
 from tests.dashboard.screen import again, page, text
-from tidegate.dashboard.planning import Question, names
-from tidegate.model.machine import GPUS, STATE_BYTES
+from tidegate.capacity.machine import GPUS, STATE_BYTES
+from tidegate.dashboard.data.plan_question import Question, names
 
 QUESTIONS = st_.builds(
     Question,

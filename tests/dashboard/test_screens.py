@@ -13,8 +13,8 @@ from streamlit.testing.v1 import AppTest
 
 from tests.dashboard.screen import again, page
 from tests.dashboard.scripted import Agent, Daemon
-from tidegate.catalogue import BY_NAME
-from tidegate.dashboard.screens import SCREENS
+from tidegate.dashboard.pages.registry import SCREENS
+from tidegate.metrics.catalogue import BY_NAME
 
 SHOWN = {
     "phase_seconds": "forward 610 ms",

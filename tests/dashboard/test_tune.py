@@ -10,10 +10,10 @@ from streamlit.testing.v1 import AppTest
 from tests.dashboard.screen import again, field, page, press, text
 from tests.dashboard.scripted import Agent, Daemon
 from tests.services import until
-from tidegate.dashboard import edits
-from tidegate.dashboard.desk import Desk
-from tidegate.dashboard.parts import editor
-from tidegate.knobs import specs_for
+from tidegate.dashboard.data import knob_edits
+from tidegate.dashboard.session.edit_session import Desk
+from tidegate.dashboard.widgets import editor
+from tidegate.knobs.knobs import specs_for
 from tidegate.wire.knobs import GenerationView, KnobBound
 
 BOUNDS = {name: KnobBound.of(spec) for name, spec in specs_for(()).items()}
@@ -30,16 +30,16 @@ def knobs_of(app: AppTest) -> list[str]:
     return [e.label for e in [*app.text_input, *app.selectbox] if e.label not in ("Operate token", "Reason")]
 
 
-def draft(**fields: str) -> edits.Draft:
-    return edits.Draft(generation=3, desired={"stride": "auto", "static_ratio": 0.0}, fields=fields)
+def draft(**fields: str) -> knob_edits.Draft:
+    return knob_edits.Draft(generation=3, desired={"stride": "auto", "static_ratio": 0.0}, fields=fields)
 
 
 def test_only_what_was_typed_is_sent_and_bounds_are_the_daemons() -> None:
-    assert edits.parse(draft(stride="", static_ratio="  "), BOUNDS).changes == {}
-    assert edits.parse(draft(stride=" 3 "), BOUNDS).changes == {"stride": 3.0}
-    assert edits.parse(draft(stride="OFF", static_ratio=""), BOUNDS).changes == {"stride": "off"}
-    assert edits.parse(draft(stride="auto", static_ratio="0.0"), BOUNDS).changes == {}, "as it is"
-    wrong = edits.parse(draft(static_ratio="1.5", stride="2"), BOUNDS)
+    assert knob_edits.parse(draft(stride="", static_ratio="  "), BOUNDS).changes == {}
+    assert knob_edits.parse(draft(stride=" 3 "), BOUNDS).changes == {"stride": 3.0}
+    assert knob_edits.parse(draft(stride="OFF", static_ratio=""), BOUNDS).changes == {"stride": "off"}
+    assert knob_edits.parse(draft(stride="auto", static_ratio="0.0"), BOUNDS).changes == {}, "as it is"
+    wrong = knob_edits.parse(draft(static_ratio="1.5", stride="2"), BOUNDS)
     assert wrong.changes == {"stride": 2.0}
     assert "0 to 1" in wrong.errors["static_ratio"]
 
@@ -49,7 +49,7 @@ def test_a_conflict_names_the_other_change() -> None:
         run="r", generation=4, state="applied", knobs={"stride": 3.0, "static_ratio": 0.0}, changes={"stride": 3.0},
         author="ana", reason="fewer crossings", created_at=time.time(),
     )  # fmt: skip
-    sentence = edits.conflict(draft(static_ratio="0.25"), (other,))
+    sentence = knob_edits.conflict(draft(static_ratio="0.25"), (other,))
     assert "ana made generation 4, stride auto → 3 (“fewer crossings”); it is applied" in sentence
     assert "Your edit is kept" in sentence
 

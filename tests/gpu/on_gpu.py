@@ -11,7 +11,7 @@ import tidegate
 from tests.agent.plain import PlainAdamW, array
 from tests.agent.test_exactness import backward
 from tidegate.agent.devices.cuda import CudaDevice
-from tidegate.timeline import Span
+from tidegate.timeline.timeline import Span
 
 GPU = "cuda"
 

@@ -18,7 +18,7 @@ from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.errors import MemoryBudgetError
 from tidegate.plan.ops import D2H, DEVICE, H2D
-from tidegate.timeline import Span
+from tidegate.timeline.timeline import Span
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ from tests.agent.plain import array
 from tests.gpu.on_gpu import GPU, Run, grads_on_gpu, params_on_gpu
 from tidegate.agent.devices.base import GradRef
 from tidegate.agent.devices.cuda_torch import TorchCuda
-from tidegate.agent.subgroups import GRAD_DTYPES
-from tidegate.kernels import oracle
-from tidegate.knobs import Knobs
+from tidegate.agent.parameters.subgroups import GRAD_DTYPES
+from tidegate.kernels.arithmetic import oracle
+from tidegate.knobs.knobs import Knobs
 
 pytestmark = pytest.mark.gpu
 

@@ -27,7 +27,7 @@ VALUES = [
 
 
 def test_triton_does_the_updates() -> None:
-    assert load_kernels(torch.device(GPU)).__name__ == "tidegate.kernels.triton_adamw"  # type: ignore[attr-defined]
+    assert load_kernels(torch.device(GPU)).__name__ == "tidegate.kernels.arithmetic.triton_adamw"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("weight_format", list(WeightFormat))

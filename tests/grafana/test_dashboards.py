@@ -19,10 +19,10 @@ import tidegate
 from tests.agent.training import RATES, Training
 from tests.grafana.promql import QUERY_VARIABLE, VARIABLE, filled, has_data, legend_labels, parts
 from tests.services import ROOT, Prometheus, daemon_process, prometheus, until
-from tidegate.agent.tiers.path import PathSettings
-from tidegate.catalogue import BY_NAME
+from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.grafana.dashboards import DASHBOARDS, FOLDER
 from tidegate.grafana.dashboards.panels import COLUMNS
+from tidegate.metrics.catalogue import BY_NAME
 
 RUN = "dashboards"
 WINDOW_SECONDS = 30

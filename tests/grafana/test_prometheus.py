@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from tidegate.catalogue import BY_NAME
 from tidegate.daemon.routes.alerts import MAX_ALERTS
-from tidegate.knobs import SPECS
+from tidegate.knobs.knobs import SPECS
+from tidegate.metrics.catalogue import BY_NAME
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "grafana" / "prometheus"

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from tests.kernels.states import Array, Ref, State, assert_same, by_oracle, of, ordinary, run_of, special
-from tidegate.kernels import Arithmetic, GradDtype, Scalars, WeightFormat, oracle, scalars, trial, triton_adamw
-from tidegate.kernels.scalars import SCALAR_NAMES
+from tidegate.kernels import Arithmetic, GradDtype, Scalars, WeightFormat, scalars
+from tidegate.kernels.arithmetic import oracle, self_test, triton_adamw
+from tidegate.kernels.arithmetic.scalars import SCALAR_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is NumPy: NaN and overflow
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
@@ -141,4 +142,4 @@ def test_no_gradients() -> None:
 
 
 def test_the_trial_at_construction_finds_no_difference() -> None:
-    assert trial.differences(triton_adamw, torch.device("cpu")) == []
+    assert self_test.differences(triton_adamw, torch.device("cpu")) == []

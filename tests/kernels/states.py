@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tidegate.kernels import Arithmetic, GradDtype, Scalars, WeightFormat, oracle
+from tidegate.kernels import Arithmetic, GradDtype, Scalars, WeightFormat
+from tidegate.kernels.arithmetic import oracle
 
 Array = np.ndarray[Any, Any]
 

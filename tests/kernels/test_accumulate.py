@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tidegate import kernels
-from tidegate.kernels import GradDtype, ThreadPool, oracle
+from tidegate.kernels import GradDtype, ThreadPool
+from tidegate.kernels.arithmetic import oracle
 
 Array = np.ndarray[Any, Any]
 STORED: dict[GradDtype, Any] = {GradDtype.F32: np.float32, GradDtype.BF16: np.uint16, GradDtype.F16: np.float16}

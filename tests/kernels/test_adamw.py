@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.kernels.states import State, assert_same, by_oracle, canonical, make, of, ordinary, special
 from tidegate import kernels
-from tidegate.kernels import Arithmetic, GradDtype, Scalars, ThreadPool, WeightFormat, oracle, scalars
+from tidegate.kernels import Arithmetic, GradDtype, Scalars, ThreadPool, WeightFormat, scalars
+from tidegate.kernels.arithmetic import oracle
 
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate import kernels
-from tidegate.kernels import GradDtype, Scalars, ThreadPool, WeightFormat, oracle
+from tidegate.kernels import GradDtype, Scalars, ThreadPool, WeightFormat
+from tidegate.kernels.arithmetic import oracle
 
 Array = np.ndarray[Any, Any]
 # m becomes the gradient, the weight stays what it is: an update that only converts

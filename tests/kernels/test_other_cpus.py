@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.states import State, assert_same, by_oracle, of, ordinary, special
-from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, oracle, scalars
+from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, scalars
+from tidegate.kernels.arithmetic import oracle
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "kernels" / "src" / f"{name}.cpp" for name in ("adamw", "stream", "sum_of_squares", "thread_pool")]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tidegate import kernels
-from tidegate.kernels import GradDtype, ThreadPool, oracle
+from tidegate.kernels import GradDtype, ThreadPool
+from tidegate.kernels.arithmetic import oracle
 
 Array = np.ndarray[Any, Any]
 DTYPES = pytest.mark.parametrize("dtype", list(GradDtype))

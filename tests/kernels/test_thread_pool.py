@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from tidegate import kernels
-from tidegate.kernels import GradDtype, ThreadPool, oracle
+from tidegate.kernels import GradDtype, ThreadPool
+from tidegate.kernels.arithmetic import oracle
 
 TASKS = Path("/proc/self/task")
 ELEMENTS = np.arange(1_000_000, dtype=np.float32)

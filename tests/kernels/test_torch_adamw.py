@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.kernels.states import Array, Ref, State, assert_same, by_oracle, of, ordinary, run_of, special
-from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, oracle, scalars, torch_adamw
+from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, scalars
+from tidegate.kernels.arithmetic import oracle, torch_adamw
 
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))

@@ -17,8 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, triton_adamw
-from tidegate.kernels.scalars import SCALAR_NAMES
+from tidegate.kernels import Arithmetic, GradDtype, WeightFormat
+from tidegate.kernels.arithmetic import triton_adamw
+from tidegate.kernels.arithmetic.scalars import SCALAR_NAMES
 
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.model.band import MINIMUM_STEPS, Band, band
+from tidegate.simulator.prediction_interval import MINIMUM_STEPS, Band, band
 
 ratios = st.lists(st.floats(0.1, 10), min_size=MINIMUM_STEPS, max_size=40)
 

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tidegate.agent.integrations.deepspeed_settings import settings_of
+from tidegate.agent.integrations.deepspeed.settings import settings_of
+from tidegate.capacity.footprint import FRAMEWORK_HOST_BYTES, SUMS_STAGING_BYTES, device_room, host_room
+from tidegate.capacity.machine import GPUS, Machine, StoragePath, Workload, parse_path
+from tidegate.capacity.model_shapes import MODELS, PAPER_MODELS, ModelShape, model_from, model_from_config
+from tidegate.capacity.pass_times import gather_seconds
+from tidegate.capacity.placement_fit import fit
+from tidegate.capacity.planner import CapacityPlan, plan_capacity
+from tidegate.capacity.recipe import deepspeed, python
+from tidegate.capacity.recipe import settings as recipe
+from tidegate.capacity.recommendations import best_changes
 from tidegate.errors import ConfigError
-from tidegate.knobs import OFF
-from tidegate.model.capacity import CapacityPlan, plan_capacity
-from tidegate.model.changes import best_changes
-from tidegate.model.fitting import fit
-from tidegate.model.footprint import FRAMEWORK_HOST_BYTES, SUMS_STAGING_BYTES, device_room, host_room
-from tidegate.model.machine import GPUS, Machine, StoragePath, Workload, parse_path
-from tidegate.model.phases import gather_seconds
-from tidegate.model.recipe import deepspeed, python
-from tidegate.model.recipe import settings as recipe
-from tidegate.model.shapes import MODELS, PAPER_MODELS, ModelShape, model_from, model_from_config
+from tidegate.knobs.knobs import OFF
 
 NVME = parse_path("nvme:6.9/5.3")
 PFS = parse_path("pfs:3.6/3.6")

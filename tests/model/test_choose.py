@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tidegate.errors import ConfigError
-from tidegate.knobs import Off, device_share
-from tidegate.model import Rank, RateCard, best
-from tidegate.model.choose import _ROUNDING, CANDIDATE_STRIDES, _floor_seconds, candidates
-from tidegate.model.what_if import predicted_seconds
+from tidegate.knobs.knobs import Off, device_share
 from tidegate.plan import Subgroup
-from tidegate.plan.effective import Effective
-from tidegate.plan.split import PathSpeeds
+from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.tier_split import PathSpeeds
+from tidegate.simulator.steady_state import Rank
+from tidegate.simulator.what_if import predicted_seconds
+from tidegate.speeds.rate_card import RateCard
+from tidegate.tuner.search import _ROUNDING, CANDIDATE_STRIDES, _floor_seconds, best, candidates
 
 H100 = RateCard(
     h2d_bytes_per_second=52e9,

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tidegate.errors import ConfigError, PlanError
-from tidegate.model import RateCard, simulate
-from tidegate.model.bound import both_seconds
-from tidegate.model.contention import contended_times, speed
 from tidegate.plan import Op, OpKind, Plan, Subgroup, make_plan
 from tidegate.plan.plan import Placement
+from tidegate.simulator.interference import contended_times, speed
+from tidegate.simulator.lower_bound import both_seconds
+from tidegate.simulator.simulate import simulate
+from tidegate.speeds.rate_card import RateCard
 from tidegate.wire.agent import Rates
 
 CARD = RateCard(

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from tests.model.virtual import VirtualTraining
-from tidegate.model import RateCard
-from tidegate.plan.effective import Effective
+from tidegate.plan.effective_knobs import Effective
+from tidegate.speeds.rate_card import RateCard
 
 FAST_LINK = RateCard(
     h2d_bytes_per_second=25e9,

@@ -7,9 +7,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tidegate.errors import ConfigError
-from tidegate.model import cpu_to_device_ratio, ratio_from_stride, stride_from_ratio
-from tidegate.model.equations import interleaved_seconds, stored_seconds
-from tidegate.plan.split import PathSpeeds
+from tidegate.plan.tier_split import PathSpeeds
+from tidegate.simulator.paper_equations import (
+    cpu_to_device_ratio,
+    interleaved_seconds,
+    ratio_from_stride,
+    stored_seconds,
+    stride_from_ratio,
+)
 
 V100 = {"B": 3e9, "U_c": 2e9, "U_g": 35e9, "D_c": 8.7e9}
 """DOS section 5.4, the V100 node."""

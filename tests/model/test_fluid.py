@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tidegate.model.fluid import Demand, fair_speeds, shared_times
-from tidegate.model.machine import Machine, StoragePath, Workload
-from tidegate.model.scale import MEMORY, NodeShare
+from tidegate.capacity.machine import Machine, StoragePath, Workload
+from tidegate.capacity.many_ranks import MEMORY, NodeShare
 from tidegate.plan import Plan, Subgroup, make_plan, place, steady
 from tidegate.plan.ops import CPU, DEVICE, Op, OpKind
 from tidegate.plan.plan import Placement
+from tidegate.simulator.fair_share import Demand, fair_speeds, shared_times
 
 DEMANDS = st.dictionaries(
     st.integers(0, 7),

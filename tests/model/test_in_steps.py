@@ -8,12 +8,12 @@ from typing import Final
 
 import pytest
 
-from tidegate.model import PathRates, RateCard
-from tidegate.model.in_steps import MOST_FACTOR, Step, corrected
-from tidegate.model.simulate import simulate
 from tidegate.plan import Placement, Subgroup, make_plan
 from tidegate.plan.ops import LANE_OF, Op, OpKind
 from tidegate.plan.placement import place, steady
+from tidegate.simulator.calibration_fit import MOST_FACTOR, Step, corrected
+from tidegate.simulator.simulate import simulate
+from tidegate.speeds.rate_card import PathRates, RateCard
 
 CARD: Final = RateCard(
     h2d_bytes_per_second=6e9, d2h_bytes_per_second=6e9, cpu_params_per_second=1.5e9, device_params_per_second=0.8e9,

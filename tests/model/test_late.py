@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tidegate.model.late import Ran, late_seconds
-from tidegate.model.live import LATE_STEPS, LiveRates
 from tidegate.plan.ops import OpKind
-from tidegate.timeline import Span
+from tidegate.speeds.dispatch_latency import Ran, late_seconds
+from tidegate.speeds.live_rates import LATE_STEPS, LiveRates
+from tidegate.timeline.timeline import Span
 
 CALLED = 10.0
 

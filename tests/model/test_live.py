@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tidegate.model.live import PERSISTENT_STEPS, TYPICAL_STEPS, WINDOW_STEPS, LiveRates, drifted
-from tidegate.model.rates import RateCard, Seen
+from tidegate.speeds.live_rates import PERSISTENT_STEPS, TYPICAL_STEPS, WINDOW_STEPS, LiveRates, drifted
+from tidegate.speeds.rate_card import RateCard, Seen
 
 
 def copied(seconds: float, nbytes: int = 1000) -> Seen:

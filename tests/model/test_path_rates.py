@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tidegate.errors import ConfigError
-from tidegate.model import PathRates, RateCard, simulate
-from tidegate.model.rates import seen
 from tidegate.plan import Op, OpKind, Placement, Plan, Subgroup, make_plan
+from tidegate.simulator.simulate import simulate
+from tidegate.speeds.rate_card import PathRates, RateCard, seen
 from tidegate.wire.agent import Rates
 
 CARD = RateCard(

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tidegate.errors import ConfigError
-from tidegate.model import RateCard, simulate
-from tidegate.model.rates import seen
 from tidegate.plan import Op, OpKind, Subgroup, make_plan, place, steady
-from tidegate.plan.split import PathSpeeds
-from tidegate.timeline import Span
+from tidegate.plan.tier_split import PathSpeeds
+from tidegate.simulator.simulate import simulate
+from tidegate.speeds.rate_card import RateCard, seen
+from tidegate.timeline.timeline import Span
 
 CARD = RateCard(
     h2d_bytes_per_second=100.0,

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.model.test_simulate import H100, plan_of, plans
 from tidegate.errors import ConfigError
-from tidegate.model import simulate
-from tidegate.model.replay import replay
 from tidegate.plan import Plan
-from tidegate.timeline import PhaseSpan, Timeline
+from tidegate.simulator.replay import replay
+from tidegate.simulator.simulate import simulate
+from tidegate.timeline.timeline import PhaseSpan, Timeline
 
 
 def later(timeline: Timeline, seconds: float) -> Timeline:

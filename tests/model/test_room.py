@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import pytest
 
 from tests.model.test_what_if import SLOTS, STORED, subgroups
-from tidegate.knobs import EQ1
-from tidegate.model import Rank
-from tidegate.model.room import no_room
-from tidegate.plan.effective import Effective, Split
+from tidegate.knobs.knobs import EQ1
+from tidegate.plan.effective_knobs import Effective, Split
+from tidegate.simulator.path_capacity import no_room
+from tidegate.simulator.steady_state import Rank
 
 CACHE_OF_TWO = 2_000_000_000
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tidegate.errors import PlanError
-from tidegate.model import RateCard, simulate
 from tidegate.plan import OpKind, Plan, Policy, Subgroup, make_plan, place, steady
-from tidegate.timeline import PhaseSpan
+from tidegate.simulator.simulate import simulate
+from tidegate.speeds.rate_card import RateCard
+from tidegate.timeline.timeline import PhaseSpan
 
 H100 = RateCard(
     h2d_bytes_per_second=52e9,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from tidegate.errors import CapacityError
-from tidegate.model.split import PathTraffic, SplitEstimator, WholeStep
-from tidegate.plan.split import Counts, PathSpeeds, balanced_split, makespan_seconds
+from tidegate.plan.tier_split import Counts, PathSpeeds, balanced_split, makespan_seconds
+from tidegate.tuner.split_decision import PathTraffic, SplitEstimator, WholeStep
 
 SUBGROUP_BYTES = 1_000_000_000
 COUNT = 70

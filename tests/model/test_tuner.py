@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from tidegate.knobs import Off
-from tidegate.model.live import PERSISTENT_STEPS
-from tidegate.model.tuner import (
+from tidegate.knobs.knobs import Off
+from tidegate.plan.effective_knobs import Effective
+from tidegate.speeds.live_rates import PERSISTENT_STEPS
+from tidegate.tuner.tuner import (
     BLOCK_STEPS,
     FIRST_LOOK_STEPS,
     LONG_BLOCK_STEPS,
@@ -27,7 +28,6 @@ from tidegate.model.tuner import (
     Move,
     Tuner,
 )
-from tidegate.plan.effective import Effective
 
 SLOW, FAST = Effective("off", 0.0), Effective(2.0, 0.0)
 TURN = SETTLE_STEPS + BLOCK_STEPS

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from tidegate.model.vote import MAX_PROPOSALS, Judged, Setting, elected, proposals
-from tidegate.plan.effective import Effective
+from tidegate.plan.effective_knobs import Effective
+from tidegate.tuner.consensus import MAX_PROPOSALS, Judged, Setting, elected, proposals
 
 TWO, THREE = Setting(2.0, False, False), Setting(3.0, False, False)
 

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tidegate.errors import ConfigError
-from tidegate.knobs import EQ1, Off
-from tidegate.model import Prediction, Rank, RateCard, bound, what_if
-from tidegate.model.settled import sampled, settled
-from tidegate.model.what_if import predicted_seconds
+from tidegate.knobs.knobs import EQ1, Off
 from tidegate.plan import Subgroup, make_plan, place, steady, verify
-from tidegate.plan.effective import Effective, Split
+from tidegate.plan.effective_knobs import Effective, Split
 from tidegate.plan.ops import OpKind
-from tidegate.plan.split import PathSpeeds
+from tidegate.plan.tier_split import PathSpeeds
+from tidegate.simulator.lower_bound import bound
+from tidegate.simulator.steady_state import Rank, sampled, settled
+from tidegate.simulator.what_if import Prediction, predicted_seconds, what_if
+from tidegate.speeds.rate_card import RateCard
 
 H100 = RateCard(
     h2d_bytes_per_second=52e9,

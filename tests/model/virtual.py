@@ -7,16 +7,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from tidegate.knobs import Off
-from tidegate.model import Rank, RateCard, simulate
-from tidegate.model.live import LiveRates
-from tidegate.model.look import look
-from tidegate.model.rates import seen
-from tidegate.model.settled import settled
-from tidegate.model.tuner import Move, Tuner
+from tidegate.knobs.knobs import Off
 from tidegate.plan import Plan, Subgroup
-from tidegate.plan.effective import Effective
+from tidegate.plan.effective_knobs import Effective
 from tidegate.plan.ops import Op
+from tidegate.simulator.simulate import simulate
+from tidegate.simulator.steady_state import Rank, settled
+from tidegate.speeds.live_rates import LiveRates
+from tidegate.speeds.rate_card import RateCard, seen
+from tidegate.tuner.proposal import look
+from tidegate.tuner.tuner import Move, Tuner
 
 STRIDES: tuple[float | Off, ...] = ("off", *(1 + i / 4 for i in range(29)), 10.0, 12.0, 16.0)
 """What the best is looked for among: finer than the tuner's own list."""

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from tidegate.plan import Op, OpKind, Subgroup, make_plan
-from tidegate.plan.clock import PathClock
+from tidegate.plan.path_times import PathClock
 from tidegate.plan.plan import Placement
 from tidegate.plan.schedule import TypicalClock
-from tidegate.plan.split import PathSpeeds
+from tidegate.plan.tier_split import PathSpeeds
 
 DISK = PathSpeeds(read_bytes_per_second=400.0, write_bytes_per_second=100.0)
 

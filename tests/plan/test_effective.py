@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from tidegate.plan.effective import Effective, cached
+from tidegate.plan.effective_knobs import Effective, cached
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tidegate.errors import CapacityError, ConfigError
-from tidegate.plan.split import (
+from tidegate.plan.tier_split import (
     PathSpeeds,
     assign,
     balanced_split,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.plan.test_planner import names, subgroups
 from tidegate.errors import PlanError
-from tidegate.model import PathRates, RateCard, simulate
-from tidegate.model.simulate import update_seconds
 from tidegate.plan import Op, OpKind, Placement, Plan, Policy, make_plan, place, steady, verify
 from tidegate.plan.plan import Placement as P
+from tidegate.simulator.simulate import simulate, update_seconds
+from tidegate.speeds.rate_card import PathRates, RateCard
 
 POLICIES: tuple[Policy, Policy] = ("interleaved", "sequential")
 TIERED = P("cpu", "nvme", "nvme", False)

@@ -13,7 +13,7 @@ from tests.examples import examples
 from tests.plan.test_verify import DAMAGES, AnyClock, renumbered, sizes, with_op
 from tidegate.errors import PlanError
 from tidegate.plan import Op, OpKind, Placement, Plan, Subgroup, effects, make_plan, verify
-from tidegate.plan.link import link
+from tidegate.plan.dependencies import link
 from tidegate.plan.ops import LANES, path_lanes
 from tidegate.plan.plan import Policy
 from tidegate.plan.verify import _happens_before

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import tidegate
-from tidegate.agent.attach import Attachment
-from tidegate.agent.optimizer import AdamW
+from tidegate.agent.control.attach import Attachment
+from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.demo import DemoOptions
 from tidegate.demo.place import Place, choose_place
 from tidegate.demo.services import start_daemon, start_view

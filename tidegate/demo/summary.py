@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tidegate.agent.attach import Attachment
+from tidegate.agent.control.attach import Attachment
 from tidegate.agent.engine.engine import StepResult
-from tidegate.agent.optimizer import AdamW
-from tidegate.agent.telemetry.phases import StepPhases
-from tidegate.timeline import Timeline, cause_in_words
-from tidegate.trace import write_trace
+from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.timeline.chrome_trace import write_trace
+from tidegate.timeline.timeline import Timeline, cause_in_words
 
 TRACED_STEPS = 5
 LOSS_WINDOW = 5

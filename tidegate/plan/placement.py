@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from tidegate.errors import KnobError
-from tidegate.knobs import OFF, Off, spec
+from tidegate.knobs.knobs import OFF, Off, spec
 from tidegate.plan.ops import Processor, Residence
 from tidegate.plan.plan import Placement
 

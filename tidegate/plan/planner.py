@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tidegate.errors import PlanError
-from tidegate.plan.link import link
+from tidegate.plan.dependencies import link
 from tidegate.plan.ops import PATH_NAME, Norms, Subgroup, is_path
 from tidegate.plan.plan import Placement, Plan, Policy
 from tidegate.plan.schedule import Clock, TypicalClock, ordered

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from tidegate.plan.link import hazards
+from tidegate.plan.dependencies import hazards
 from tidegate.plan.ops import CPU, DEVICE, LANES, Norms, Op, OpKind
 from tidegate.plan.plan import Policy
 from tidegate.plan.tasks import Origin, Task, Work

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, NoReturn
 
 from tidegate.errors import PlanError
-from tidegate.plan.contents import check_contents
+from tidegate.plan.content_check import check_contents
 from tidegate.plan.ops import PATH_NAME, Op, OpKind, Place, effects, is_path
 from tidegate.plan.plan import Placement, Plan
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from tidegate.knobs import check_path_name
+from tidegate.knobs.knobs import check_path_name
 
 # What comes from outside has bounds: of the length of a text, of the number of items, of a number. A text with any such
 # bound is also checked to be text that UTF-8 can encode: lone surrogates are refused.

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tidegate.knobs import KnobKind, KnobSpec
+from tidegate.knobs.knobs import KnobKind, KnobSpec
 from tidegate.wire.base import Count, KnobChanges, Label, Liveness, Message, Rank, RunName, Seconds, Text
 from tidegate.wire.canary import CanaryRequest, CanaryView
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tidegate.plan.ops import CONTENT_OF, OpKind
-from tidegate.timeline import PHASES, PhaseSpan, Span, Timeline
+from tidegate.timeline.timeline import PHASES, PhaseSpan, Span, Timeline
 from tidegate.wire.timeline import MAX_SPANS, PhaseRow, SpanRow, TimelineView
 
 

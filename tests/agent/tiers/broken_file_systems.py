@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.agent.tiers.faults import Snapshot, lives, store_of, train, training
-from tidegate.agent.devices.pinned import host_available_bytes
+from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine import memory
-from tidegate.agent.tiers import path
-from tidegate.agent.tiers.path import PathSettings
+from tidegate.agent.tiers import file_path
+from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.errors import (
     EngineError,
     LaneStuckError,
@@ -30,7 +30,7 @@ from tidegate.errors import (
     StorageError,
 )
 from tidegate.kernels import open_direct
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 
 MEGABYTE = 1 << 20
 FIRST_WRITES = r"failed to write the state of subgroup [02] after step 1 in "
@@ -120,7 +120,7 @@ def full_device(base: Path) -> None:
 
 def late_write_error(base: Path) -> None:
     """Through the page cache the error comes with the synchronisation, while the state is still in memory."""
-    path.open_direct = lambda name, **how: open_direct(name, **how, direct=False)  # type: ignore[assignment]
+    file_path.open_direct = lambda name, **how: open_direct(name, **how, direct=False)  # type: ignore[assignment]
     backing = tmpfs(base / "backing", 24 * MEGABYTE)
     paths = {"bad": loop_file_system(base / "bad", backing / "image", 64 * MEGABYTE), "good": good(base)}
     with training(paths, tier_split="bad:1,good:1") as pair:

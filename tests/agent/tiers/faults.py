@@ -21,8 +21,8 @@ import torch
 import tidegate
 from tests.agent.test_exactness import FAST
 from tests.agent.test_tiered_exactness import Pair
-from tidegate.agent.tiers.path import PathSettings
-from tidegate.agent.tiers.store import TierStore
+from tidegate.agent.tiers.file_path import PathSettings
+from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.kernels import IoPool
 
 NUMEL, SUBGROUP = 40_000, 5_000
@@ -184,7 +184,7 @@ def is_locked(settings: PathSettings) -> bool:
     """Whether another process would have to wait for the path: asked from another one, as locks are per process."""
     code = (
         "import sys\n"
-        "from tidegate.agent.tiers.locks import TierLocks, device_key, lock_directory\n"
+        "from tidegate.agent.tiers.path_locks import TierLocks, device_key, lock_directory\n"
         "locks = TierLocks(lock_directory(), device_key(sys.argv[1]), int(sys.argv[2]), timeout_seconds=0.2)\n"
         "with locks.hold() as held:\n"
         "    print(held.acquired)\n"

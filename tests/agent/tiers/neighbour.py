@@ -12,8 +12,8 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from tidegate.agent.tiers import locks as locks_module
-from tidegate.agent.tiers.locks import Held, TierLocks
+from tidegate.agent.tiers import path_locks as locks_module
+from tidegate.agent.tiers.path_locks import Held, TierLocks
 
 SPAWN = mp.get_context("spawn")
 

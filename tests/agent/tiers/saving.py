@@ -12,7 +12,7 @@ import torch
 
 import tidegate
 from tests.agent.plain import PlainAdamW
-from tidegate.agent.tiers.writers import LOCK
+from tidegate.agent.checkpoints.writer_lock import LOCK
 
 SIZES = (3000, 500, 77, 4096)
 

@@ -19,10 +19,10 @@ import torch
 
 import tidegate
 from tests.agent.tiers.saving import WAYS, Run, both, files_of, links, names_in, other_ways, state_files
-from tidegate.agent.tiers import drain as draining
-from tidegate.agent.tiers.drain import PendingCheckpoint
-from tidegate.agent.tiers.manifest import find_checkpoints
-from tidegate.agent.tiers.snapshot import StateInFile
+from tidegate.agent.checkpoints import background as draining
+from tidegate.agent.checkpoints.background import PendingCheckpoint
+from tidegate.agent.checkpoints.manifest import find_checkpoints
+from tidegate.agent.checkpoints.snapshot import StateInFile
 from tidegate.errors import BlockDamaged, CheckpointFailed, ConfigError, EngineError, WeightsMismatch
 
 

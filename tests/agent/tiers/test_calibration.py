@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.agent.tiers.path import PathSettings, StoragePath
+from tidegate.agent.tiers.file_path import PathSettings, StoragePath
 
 
 @pytest.fixture

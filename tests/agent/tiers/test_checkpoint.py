@@ -14,10 +14,10 @@ import torch
 
 import tidegate
 from tests.agent.tiers.saving import Run, both, files_of, links, names_in, state_files
-from tidegate.agent.tiers import drain as draining
-from tidegate.agent.tiers import spares
-from tidegate.agent.tiers.manifest import find_checkpoints
-from tidegate.agent.tiers.resume import read_header
+from tidegate.agent.checkpoints import background as draining
+from tidegate.agent.checkpoints import spare_files
+from tidegate.agent.checkpoints.manifest import find_checkpoints
+from tidegate.agent.checkpoints.reader import read_header
 from tidegate.errors import (
     CheckpointFailed,
     PathFull,
@@ -216,7 +216,7 @@ def test_a_save_that_fails_changes_nothing(tmp_path: Path, disk: Path, monkeypat
 def test_no_room_is_said_when_it_is_saved(tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Run(paths={"disk": disk}, host_cache=0, stride="off") as run:
         run.steps(0, 2)
-        monkeypatch.setattr(spares, "free_bytes", lambda _: 100_000)
+        monkeypatch.setattr(spare_files, "free_bytes", lambda _: 100_000)
         with pytest.raises(PathFull, match="100,000 are free") as caught:
             run.optimizer.save_checkpoint(tmp_path / "saved")
         files = len(run.optimizer.engine.layouts)

@@ -16,7 +16,7 @@ import pytest
 import tidegate
 from tests.agent.tiers.refused import descriptors_left, held_to_permissions
 from tests.agent.tiers.saving import Run, flip, repack, state_files
-from tidegate.agent.tiers.manifest import read_manifest
+from tidegate.agent.checkpoints.manifest import read_manifest
 from tidegate.errors import FileUnreadable, ManifestDamaged, NewerFormat, PathUnusable
 
 

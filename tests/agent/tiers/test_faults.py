@@ -36,8 +36,7 @@ from tests.agent.tiers.faults import (
     training,
 )
 from tests.examples import examples
-from tidegate.agent.tiers.path import PathSettings
-from tidegate.analysis import exposed_waits
+from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.errors import (
     BlockDamaged,
     CapacityError,
@@ -47,9 +46,10 @@ from tidegate.errors import (
     LaneStuckError,
     StateLost,
 )
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 from tidegate.plan.ops import OpKind
-from tidegate.timeline import Timeline
+from tidegate.timeline.stall_analysis import exposed_waits
+from tidegate.timeline.timeline import Timeline
 
 GOOD, BAD = "good", "bad"
 FILE_BYTES = 4096 + 40_960

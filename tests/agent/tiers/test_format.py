@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tidegate.agent.tiers.format import (
+from tidegate.agent.tiers.state_file import (
     PAGE_BYTES,
     Header,
     StateKind,

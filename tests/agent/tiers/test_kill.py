@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.agent.tiers.victim import Places, live, uninterrupted
-from tidegate.agent.tiers.locks import TierLocks, device_key
+from tidegate.agent.tiers.path_locks import TierLocks, device_key
 from tidegate.agent.tiers.scratch import find_leftovers, remove
 
 LONGEST_LIFE_SECONDS = 0.5
 FORKS = mp.get_context("forkserver")
 # What takes seconds to import, once for all lives; torch imports the second when an optimizer is first built.
-FORKS.set_forkserver_preload(["torch", "torch._dynamo", "tidegate.agent.optimizer"])
+FORKS.set_forkserver_preload(["torch", "torch._dynamo", "tidegate.agent.optimizer.adamw"])
 
 
 @pytest.fixture

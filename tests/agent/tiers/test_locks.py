@@ -16,8 +16,8 @@ import pytest
 
 from tests.agent.tiers.neighbour import SPAWN, neighbour
 from tests.services import until
-from tidegate.agent.tiers import locks as locks_module
-from tidegate.agent.tiers.locks import TierLocks, device_key, lock_directory
+from tidegate.agent.tiers import path_locks as locks_module
+from tidegate.agent.tiers.path_locks import TierLocks, device_key, lock_directory
 from tidegate.errors import LocksUnusable
 
 LONG = 60.0

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import tidegate
 from tests.agent.tiers.saving import Run
 from tests.examples import examples
-from tidegate.agent.tiers.manifest import Manifest
+from tidegate.agent.checkpoints.manifest import Manifest
 from tidegate.errors import ManifestDamaged, StorageError
 
 KEPT: dict[str, Any] = {}

@@ -38,12 +38,12 @@ from tests.agent.tiers.object_server import (
 )
 from tests.examples import examples
 from tests.services import ROOT, free_port
-from tidegate.agent.tiers.format import StateKind, padded_bytes
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.object_settings import ObjectSettings
+from tidegate.agent.tiers.state_file import StateKind, padded_bytes
 from tidegate.errors import BlockDamaged, ConfigError, DataTruncated, PathFailed, PathFull, PathUnusable, StateLost
 from tidegate.kernels import aligned_buffer
-from tidegate.knobs import Knobs
+from tidegate.knobs.knobs import Knobs
 
 
 @pytest.fixture(scope="module")

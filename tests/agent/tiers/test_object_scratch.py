@@ -32,7 +32,7 @@ from tidegate.errors import PathUnusable, ScratchTaken
 
 TRAINER = """
 import sys
-from tidegate.agent.tiers.format import StateKind
+from tidegate.agent.tiers.state_file import StateKind
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.kernels import aligned_buffer

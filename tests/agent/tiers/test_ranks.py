@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import tidegate
-from tidegate.agent.tiers import drain as draining
-from tidegate.agent.tiers.drain import PendingCheckpoint
-from tidegate.agent.tiers.manifest import Manifest
+from tidegate.agent.checkpoints import background as draining
+from tidegate.agent.checkpoints.background import PendingCheckpoint
+from tidegate.agent.checkpoints.manifest import Manifest
 from tidegate.errors import CheckpointFailed, ForeignState, NoCheckpoint
 
 SPAWN = mp.get_context("spawn")

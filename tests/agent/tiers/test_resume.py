@@ -18,7 +18,7 @@ import tidegate
 from tests.agent.plain import WEIGHT_DTYPES
 from tests.agent.tiers.saving import SIZES, WAYS, Run, both, flip, names_in, other_ways, repack
 from tests.examples import examples
-from tidegate.agent.tiers.manifest import Manifest, find_checkpoints
+from tidegate.agent.checkpoints.manifest import Manifest, find_checkpoints
 from tidegate.errors import (
     BlockDamaged,
     ConfigError,

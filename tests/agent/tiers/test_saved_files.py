@@ -15,8 +15,8 @@ import torch
 
 import tidegate
 from tests.agent.tiers.saving import Run, flip
-from tidegate.agent.tiers import drain as draining
-from tidegate.agent.tiers import manifest as manifests
+from tidegate.agent.checkpoints import background as draining
+from tidegate.agent.checkpoints import manifest as manifests
 from tidegate.errors import ConfigError, DataTruncated, FileDamaged, ManifestDamaged, StrangeEntry
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.agent.tiers.trainer import trainer
-from tidegate.agent.tiers.locks import locked_by_other
+from tidegate.agent.tiers.path_locks import locked_by_other
 from tidegate.agent.tiers.scratch import Leftover, Scratch, find_leftovers, free_bytes, remove, reserve
 from tidegate.errors import PathFull, PathUnusable, ScratchTaken
 

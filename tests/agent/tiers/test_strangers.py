@@ -14,7 +14,7 @@ import pytest
 
 import tidegate
 from tests.agent.tiers.saving import Run
-from tidegate.agent.tiers import locks
+from tidegate.agent.tiers import path_locks
 from tidegate.errors import CheckpointFailed, PathUnusable, StrangeEntry
 
 
@@ -195,7 +195,7 @@ def test_lock_files_that_cannot_be_had_do_not_stop_training(
     (tmp_path / "runtime").mkdir()
     make(tmp_path / "runtime")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
-    assert locks.lock_directory() == tmp_path / "runtime" / "tidegate"
+    assert path_locks.lock_directory() == tmp_path / "runtime" / "tidegate"
     with Run(paths={"disk": disk}, host_cache=0) as run:
         run.steps(0, 3)
         run.optimizer.save_checkpoint(tmp_path / "saved")

@@ -19,8 +19,8 @@ import torch
 
 import tidegate
 from tests.agent.plain import PlainAdamW, array
-from tidegate.agent.tiers import drain as draining
-from tidegate.agent.tiers.drain import PendingCheckpoint
+from tidegate.agent.checkpoints import background as draining
+from tidegate.agent.checkpoints.background import PendingCheckpoint
 
 SHAPES = (((60, 100), torch.float32), ((4001,), torch.bfloat16), ((77,), torch.bfloat16), ((90, 90), torch.float32))
 OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "max_grad_norm": 3.0}

@@ -1,0 +1,1 @@
+"""Calibration: measures how fast this machine copies, updates, reads and writes."""

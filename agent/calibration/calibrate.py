@@ -1,0 +1,150 @@
+"""Measures what this machine can do: each lane alone, then lanes together, on real hardware and nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from tidegate.agent.calibration.dispatch_overhead import handover_seconds, step_seconds
+from tidegate.agent.calibration.hardware import PathLike, available_cpus, hardware, settings_of
+from tidegate.agent.calibration.lane_loads import BYTES_PER_PARAM, NORM, STATE_BYTES, cpu_load, device_loads, path_loads
+from tidegate.agent.calibration.lane_rates import Load, Ops, Round, measure, rate, typical
+from tidegate.agent.calibration.step_timing import engine_steps
+from tidegate.agent.devices.base import Device
+from tidegate.agent.devices.cuda import CudaDevice
+from tidegate.agent.devices.cuda_torch import TorchCuda
+from tidegate.agent.devices.pinned_memory import host_available_bytes
+from tidegate.agent.ranks import cpu_lane_threads
+from tidegate.agent.tiers.file_path import StoragePath
+from tidegate.agent.tiers.object_path import ObjectPath
+from tidegate.agent.tiers.tier_store import TierStore
+from tidegate.errors import ConfigError, PathFull
+from tidegate.kernels import ThreadPool
+from tidegate.plan.ops import CPU, D2H, DEVICE, H2D, path_lanes
+from tidegate.simulator.calibration_fit import Step, corrected
+from tidegate.speeds.rate_card import PathRates, RateCard
+from tidegate.speeds.saved_calibration import Calibration
+
+NUMEL: Final = 16_000_000
+"""Parameters of the update that is measured: with its state far more than any cache holds."""
+OP_BYTES: Final = 16 << 20
+"""Of each copy, fetch and flush."""
+SECONDS: Final = 0.15
+"""Of each measurement. With one GPU and two paths there are about forty in a round."""
+ROUNDS: Final = 3
+"""What is found is the median of so many rounds: one may meet what others do on the machine."""
+Progress = Callable[[str], None]
+
+
+def calibrate(
+    paths: Mapping[str, PathLike] | None = None,
+    *,
+    device: Device | None = None,
+    cpu_threads: int = 0,
+    seconds: float = SECONDS,
+    numel: int = NUMEL,
+    op_bytes: int = OP_BYTES,
+    rounds: int = ROUNDS,
+    progress: Progress = lambda _: None,
+) -> Calibration:
+    """Measures CPU and paths, and the GPU where there is one. What is not there has no rate: nothing is emulated.
+
+    paths: directories by name, or settings. device: instead of the GPU; who gives an emulated one keeps its card apart
+    from others. cpu_threads: of the update on the CPU, as in `Offload`. seconds: of each measurement. op_bytes: of each
+    copy, fetch and flush; four of them are stored on each path, and with a device the state of `numel` parameters.
+    progress: told what is measured next.
+
+    ConfigError when memory does not suffice, PathUnusable or PathFull for a directory that cannot hold state.
+    """
+    needed = 5 * sum(BYTES_PER_PARAM) * numel + 4 * op_bytes * (1 + len(paths or {}))
+    if needed > host_available_bytes():
+        raise ConfigError(f"Calibration needs {needed:,} bytes of host memory: free some, or lower numel={numel:,}.")
+    threads = cpu_threads or cpu_lane_threads()
+    settings = {name: settings_of(path) for name, path in (paths or {}).items()}
+    with ExitStack() as stack:
+        by_threads = _by_threads(numel, seconds, threads, progress)
+        loads = [cpu_load(stack.enter_context(ThreadPool(threads)), numel)]
+        alone_only: list[Load] = []
+        if device is None and torch.cuda.is_available():
+            device = CudaDevice(TorchCuda(torch.device("cuda")))
+            stack.callback(device.close)
+        if device is not None:
+            found = device_loads(stack, device, numel, op_bytes)
+            loads += [load for load in found if load.lane != NORM]
+            alone_only = [load for load in found if load.lane == NORM]
+        store = TierStore(settings)
+        stack.callback(store.close)
+        for path in store.paths.values():
+            if device is not None:
+                _check_room(path, 4 * op_bytes + numel * STATE_BYTES * 5 // 4)
+            loads += path_loads(stack, path, op_bytes)
+        measured: list[Round] = []
+        steps: list[Step] = []
+        for _ in range(rounds):
+            measured.append(measure(loads, alone_only, seconds, progress))
+            if device is not None:
+                progress("steps of an engine, on each path too" if settings else "steps of an engine")
+                steps += engine_steps(device, numel, threads, measured[-1].alone[D2H].rate, settings)
+        progress("ops that do nothing")
+        overhead = handover_seconds(list(settings))
+        card = replace(_card(*typical(measured), list(settings)), overhead_seconds=overhead)
+        if steps:
+            alone, card = card, corrected(card, steps)
+            in_steps = (card.cpu_params_per_second or 1.0) / (alone.cpu_params_per_second or 1.0)
+            by_threads = {count: found * in_steps for count, found in by_threads.items()}
+        else:
+            progress("a step of one subgroup")
+            card = replace(card, step_seconds=step_seconds(overhead))
+    return Calibration(
+        card=card,
+        hardware=hardware(paths),
+        cpu_threads=by_threads | {threads: card.cpu_params_per_second or 0.0},
+        card_threads=threads,
+        measured_at=time.time(),
+    )
+
+
+def _check_room(path: StoragePath | ObjectPath, needed_bytes: int) -> None:
+    """For what is measured alone and for the state of an engine: PathFull at start, not after a minute."""
+    free = path.free_bytes
+    if free is not None and needed_bytes > free:
+        raise PathFull(
+            f"Calibration stores up to {needed_bytes:,} bytes on path {path.name}, {free:,} are free: free some, or "
+            "raise its capacity_bytes.",
+            needed_bytes, free,
+        )  # fmt: skip
+
+
+def _card(alone: Mapping[str, Ops], keeps: Mapping[str, Mapping[str, float]], paths: Sequence[str]) -> RateCard:
+    rates = {lane: found.rate for lane, found in alone.items()}
+    lanes = {name: path_lanes(name) for name in paths}
+    return RateCard(
+        cpu_params_per_second=rates[CPU],
+        h2d_bytes_per_second=rates.get(H2D),
+        d2h_bytes_per_second=rates.get(D2H),
+        device_params_per_second=rates.get(DEVICE),
+        norm_params_per_second=rates.get(NORM),
+        paths={
+            name: PathRates(read_bytes_per_second=rates[read], write_bytes_per_second=rates[write])
+            for name, (read, write) in lanes.items()
+        },
+        op_seconds={lane: found.op_seconds for lane, found in alone.items() if found.op_seconds},
+        keeps=keeps,
+    )
+
+
+def _by_threads(numel: int, seconds: float, besides: int, progress: Progress) -> dict[int, float]:
+    """Parameters per second of the update on the CPU by 1, 2, 4… threads and all of them, but not `besides`."""
+    cpus = available_cpus()
+    counts = {cpus, *(2**power for power in range(cpus.bit_length()) if 2**power <= cpus)} - {besides}
+    found: dict[int, float] = {}
+    for threads in sorted(counts):
+        progress(f"update on the CPU, {threads} thread{'s' * (threads > 1)}")
+        with ThreadPool(threads) as pool:
+            found[threads] = rate(cpu_load(pool, numel).once, seconds)
+    return found

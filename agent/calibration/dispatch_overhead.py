@@ -1,0 +1,88 @@
+"""What steps and ops cost that do nothing: handing an op to its lane, waking the lane, noting that it has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Final
+
+import torch
+
+from tidegate.agent.devices.base import DoneEvent, Event
+from tidegate.agent.devices.emulated import EmulatedRates
+from tidegate.agent.engine.clock import MonotonicClock
+from tidegate.agent.engine.executor import Executor, Issued
+from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.offload import Offload
+from tidegate.plan import Placement, Plan, Subgroup, make_plan
+from tidegate.plan.ops import LANES, Op, path_lanes
+
+SUBGROUPS: Final = 24
+STEPS: Final = 7
+FEW: Final = 64
+"""Parameters."""
+EARLY_OPS: Final = 1
+"""The copy of the gradient is over when `step()` is called."""
+SETTLE_SECONDS: Final = 0.01
+
+
+class _Nothing:
+    """Runs ops by doing nothing."""
+
+    def wait(self, lane: str, event: Event) -> None:
+        return
+
+    def run(self, op: Op, begun: Callable[[], None]) -> Issued:
+        now = time.monotonic()
+        return Issued(DoneEvent(now, now), 0, 0)
+
+
+def handover_seconds(paths: Sequence[str]) -> float:
+    """Seconds for each op of a step whose ops do nothing, updated in turns on the CPU and on the device."""
+    plan = _plan(paths)
+    lanes = [lane for path in paths for lane in path_lanes(path)]
+    executor = Executor(_Nothing(), MonotonicClock(), lanes=(*LANES, *lanes), ahead=lanes)
+    try:
+        return median(_seconds(executor, plan) for _ in range(STEPS)) / len(plan.ops)
+    finally:
+        executor.close()
+
+
+def step_seconds(op_seconds: float) -> float:
+    """Seconds of a step with next to nothing to update, less those of its ops."""
+    weight = torch.nn.Parameter(torch.zeros(FEW, dtype=torch.bfloat16))
+    gradient = torch.zeros_like(weight)
+    found: list[float] = []
+    # What the device is paced to does not matter here: nothing is copied to speak of.
+    settings = Offload(device="emulated", emulated=EmulatedRates(), stride="off")
+    with AdamW([weight], offload=settings) as optimizer:
+        ops: list[int] = []
+        optimizer.observers.append(lambda result, _: ops.append(len(result.spans)))
+        for _ in range(STEPS):
+            weight.backward(gradient)
+            time.sleep(SETTLE_SECONDS)
+            began = time.monotonic()
+            optimizer.step()
+            found.append(time.monotonic() - began)
+            optimizer.zero_grad()
+    return max(0.0, median(found) - (ops[-1] - EARLY_OPS) * op_seconds)
+
+
+def _seconds(executor: Executor, plan: Plan) -> float:
+    began = time.monotonic()
+    executor.start(plan)
+    executor.step()
+    executor.finish()
+    return time.monotonic() - began
+
+
+def _plan(paths: Sequence[str]) -> Plan:
+    subgroups = [Subgroup(i, 1, weight_bytes=2, grad_bytes=2, state_bytes=10) for i in range(SUBGROUPS)]
+    homes = [*paths] or ["host"]
+    placements = []
+    for i in range(SUBGROUPS):
+        home = homes[i // 2 % len(homes)]
+        on_cpu = i % 2 == 0
+        placements.append(Placement("cpu" if on_cpu else "device", home, home, mirror_valid=on_cpu and home == "host"))
+    return make_plan(subgroups, placements, num_slots=2, host_slots=dict.fromkeys(paths, 3))

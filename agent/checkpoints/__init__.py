@@ -1,0 +1,1 @@
+"""Checkpoints: manifests, writing (at once or in the background), reading, inspection and locks of directories."""

@@ -1,0 +1,165 @@
+"""Reads a checkpoint back, into subgroups that may be cut, placed and stored in any other way."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, Checkpoint, ParamForm, Stored
+from tidegate.agent.checkpoints.snapshot import finish
+from tidegate.agent.checkpoints.writer import THREADS, weights_checksum
+from tidegate.agent.engine.engine import Engine
+from tidegate.agent.engine.memory import state_arrays
+from tidegate.agent.parameters.subgroups import Segment
+from tidegate.agent.ranks import Ranks
+from tidegate.agent.tiers.plain_files import open_plain
+from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, StateKind, bytes_to_read, padded_bytes
+from tidegate.agent.tiers.tier_store import RULE
+from tidegate.errors import BlockDamaged, CheckpointFailed, DataTruncated, ForeignState, ManifestDamaged
+from tidegate.kernels import IoPool, WeightFormat, aligned_buffer, crc32c, open_direct
+
+
+class Reader:
+    """One rank's part of a checkpoint, for parameters that it was found to fit. A context manager."""
+
+    def __init__(self, checkpoint: Checkpoint, params: Sequence[torch.Tensor], ranks: Ranks) -> None:
+        """Looks at all that can be seen without reading the data; nothing is changed.
+
+        ForeignState for another model, rule or number of ranks; WeightsMismatch for other weights than those that the
+        state was saved with; other errors of `StateFileError` for damage.
+        """
+        self._checkpoint, self._params = checkpoint, params
+        self._check_fits(ranks)
+        with read_from(checkpoint.folder):
+            checkpoint.verify()
+        self._headers = [self._header(i, stored) for i, stored in enumerate(checkpoint.manifest.subgroups)]
+        self._parts: defaultdict[int, list[tuple[int, Segment]]] = defaultdict(list)
+        for i, stored in enumerate(checkpoint.manifest.subgroups):
+            for segment in stored.segments:
+                self._parts[segment.param].append((i, segment))
+        self._pool = IoPool(THREADS)
+        self._buffer = aligned_buffer(max((padded_bytes(h.data_bytes) for h in self._headers), default=PAGE_BYTES))
+        self._read: tuple[int, dict[str, torch.Tensor]] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+
+    def optimizer(self) -> dict[str, Any]:
+        """What was small enough to be stored as a whole."""
+        path = self._checkpoint.folder / OPTIMIZER_FILE
+        with read_from(path), open_plain(path) as file:
+            data = file.read()
+        if zlib.crc32(data) != self._checkpoint.manifest.optimizer_crc:
+            raise ManifestDamaged(
+                path, f"checksum {zlib.crc32(data):#010x}", f"{self._checkpoint.manifest.optimizer_crc:#010x}"
+            )
+        loaded: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
+        return loaded
+
+    def scatter(self, engine: Engine) -> None:
+        """Puts the state where the engine's subgroups live. Every block is verified as it is read: BlockDamaged or
+        DataTruncated, when some state is replaced already."""
+        for layout in engine.layouts:
+            with engine.memory.arrays(layout.id) as arrays:
+                for wanted in layout.segments:
+                    for index, part in self._overlapping(wanted):
+                        first = max(wanted.offset, part.offset)
+                        numel = min(wanted.offset + wanted.numel, part.offset + part.numel) - first
+                        to, given = wanted.start + first - wanted.offset, part.start + first - part.offset
+                        for name, array in self._arrays(index).items():
+                            arrays[name][to : to + numel] = array[given : given + numel]
+
+    def _overlapping(self, wanted: Segment) -> Iterator[tuple[int, Segment]]:
+        """In the order of the files, each of which is so read once: parameters are in the same order in both cuts."""
+        for index, part in self._parts[wanted.param]:
+            if part.offset < wanted.offset + wanted.numel and wanted.offset < part.offset + part.numel:
+                yield index, part
+
+    def _arrays(self, index: int) -> dict[str, torch.Tensor]:
+        if self._read is None or self._read[0] != index:
+            self._read = None
+            header = self._headers[index]
+            self._fetch(self._path(index), header)
+            block = torch.from_numpy(self._buffer)
+            self._read = index, state_arrays(block, header.kind.numel, list(WeightFormat)[header.kind.weight_format])
+        return self._read[1]
+
+    def _fetch(self, path: Path, header: Header) -> None:
+        nbytes, expected = padded_bytes(header.data_bytes), np.array(header.block_checksums, np.uint32)
+        fd, _ = open_direct(path)
+        try:
+            ticket = finish(
+                self._pool.read(fd, self._buffer.ctypes.data, nbytes, header.header_bytes, header.block_bytes, expected)
+            )
+        finally:
+            os.close(fd)
+        if ticket.checksum_mismatch:
+            offset, size = header.block(ticket.failed_block)
+            at = self._buffer.ctypes.data + offset - header.header_bytes
+            found = crc32c(at, size)
+            raise BlockDamaged(path, ticket.failed_block, offset, found, header.block_checksums[ticket.failed_block])
+        if ticket.end_of_file:
+            raise DataTruncated(path, f"{path.stat().st_size:,} bytes", f"{header.file_bytes:,}")
+        if not ticket.ok:
+            raise CheckpointFailed(f"{path} cannot be read: {os.strerror(ticket.error or errno.EIO)}.")
+
+    # ---- before anything is changed
+
+    def _check_fits(self, ranks: Ranks) -> None:
+        manifest, name = self._checkpoint.manifest, self._checkpoint.directory
+        if (manifest.rule, manifest.ranks) != (RULE, ranks.count):
+            raise ForeignState(name, f"{manifest.rule} of {manifest.ranks} ranks", f"{RULE} of {ranks.count}")
+        mine = [ParamForm.of(param) for param in self._params]
+        if len(mine) != len(manifest.params):
+            raise ForeignState(name, f"{len(manifest.params)} parameters", f"{len(mine)}")
+        for index, (saved, wanted) in enumerate(zip(manifest.params, mine, strict=True)):
+            if saved != wanted:
+                raise ForeignState(name, f"parameter {index} as {saved}", wanted)
+
+    def _header(self, index: int, stored: Stored) -> Header:
+        path, manifest = self._path(index), self._checkpoint.manifest
+        header = read_header(path)
+        header.check_run(bytes.fromhex(manifest.run_id), path)
+        kind = StateKind(manifest.rule, manifest.rank, index, stored.numel, stored.weight_format, stored.state_bytes)
+        header.check_kind(kind, path)
+        header.check_step(stored.step, path)
+        with read_from(path):
+            header.check_file(path.stat().st_size, path)
+        header.check_weights(weights_checksum(self._params, stored.segments), path)
+        return header
+
+    def _path(self, index: int) -> Path:
+        return self._checkpoint.folder / self._checkpoint.manifest.subgroups[index].file
+
+
+def read_header(path: Path) -> Header:
+    """The header of a state file. `StateFileError` by what is wrong with it."""
+    with read_from(path), open_plain(path) as file:
+        first = file.read(PAGE_BYTES)
+        # A damaged number may call for more than there is.
+        nbytes = min(bytes_to_read(first, path), os.fstat(file.fileno()).st_size)
+        return Header.unpack(first + file.read(max(nbytes - len(first), 0)), path)
+
+
+@contextmanager
+def read_from(path: Path) -> Iterator[None]:
+    """DataTruncated when it is not there, CheckpointFailed when it cannot be read."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataTruncated(path, "no file", "one") from error
+    except OSError as error:
+        raise CheckpointFailed(f"{path} cannot be read: {error.strerror}.") from error

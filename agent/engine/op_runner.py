@@ -1,0 +1,295 @@
+"""Binds ops to memory: which addresses an op copies or updates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRun
+from tidegate.agent.engine.executor import Issued, StepSkipped
+from tidegate.agent.engine.memory import StateMemory, state_addresses
+from tidegate.agent.gradients.gradients import Gradients, Taken, reference
+from tidegate.agent.parameters.shards import Norm, tail_of
+from tidegate.agent.parameters.subgroups import Layout, Segment, flat
+from tidegate.errors import NoPathLeft
+from tidegate.kernels import Scalars, ThreadPool
+from tidegate.plan.ops import D2H, DEVICE, H2D, Op, OpKind
+
+DEVICE_LANES = frozenset({H2D, D2H, DEVICE})
+"""Streams: they wait for each other on the device. The other lanes are host threads."""
+
+
+@dataclass
+class StepInputs:
+    """What a step's updates read besides memory; complete when `step()` has begun.
+
+    `scalars(group, step, grad_scale)`; `steps[param]` is the number of this update for that parameter (from 1).
+    `clip(total_norm)` is the factor for all gradients. `skip`: nothing may be updated, whatever the gradients are.
+    """
+
+    steps: list[int]
+    scalars: Callable[[int, int, float], Scalars]
+    clip: Callable[[float], float]
+    skip: bool = False
+    unscale: float = 1.0
+    """What a loss scaler's scale is divided out with, for the norm that is reported."""
+    grad_scale: float = 1.0
+    grad_norm: float | None = None
+    has_grad: list[bool] = field(default_factory=list)
+    bad_params: tuple[int, ...] = ()
+    """Parameters whose gradients are not finite on this rank, when the step is skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Squares:
+    """Sums of squares and non-finite counts of these parameters. `found` has them, in this order, after `ready`."""
+
+    params: tuple[int, ...]
+    ready: Event
+    found: list[tuple[float, int]]
+
+
+class MemoryRunner:
+    """Runs ops against device and state memory. Lanes at once, one op at a time but for those of paths."""
+
+    def __init__(
+        self,
+        device: Device,
+        memory: StateMemory,
+        gradients: Gradients,
+        weights: Sequence[torch.Tensor],
+        norm: Norm,
+        pool: ThreadPool,
+    ) -> None:
+        """`weights`: of this rank, as they grow with the engine's."""
+        self._device = device
+        self._memory = memory
+        self._gradients = gradients
+        self._weights = weights
+        self.norm_over_ranks = norm
+        self._pool = pool
+        self.copied: dict[int, Taken] = {}
+        """What gradients that are kept were when they were copied to the host, by subgroup."""
+        self.squares: list[Squares] = []
+        """What was summed early."""
+        self.inputs: StepInputs | None = None
+
+    def begin(self) -> None:
+        """A new plan: nothing of the last one holds."""
+        self.copied.clear()
+        self.squares.clear()
+
+    def wait(self, lane: str, event: Event) -> None:
+        if lane in DEVICE_LANES:
+            self._device.wait(lane, event)
+        else:
+            event.wait()
+
+    def run(self, op: Op, begun: Callable[[], None]) -> Issued:
+        match op.kind:
+            case OpKind.NORM:
+                return self._norm()
+            case OpKind.GRAD_NORM:
+                return self._grad_norm(op, self._memory.layouts[op.subgroup])
+            case OpKind.CPU_UPDATE:
+                return self._cpu_update(op, self._memory.layouts[op.subgroup])
+            case OpKind.DEVICE_UPDATE:
+                return self._device_update(op, self._memory.layouts[op.subgroup])
+            case OpKind.GRAD_D2H:
+                return self._grad_d2h(op, self._memory.layouts[op.subgroup])
+            case OpKind.FETCH | OpKind.FLUSH:
+                return self._transfer(op, begun)
+        return self._copy(op.lane, list(self._copies(op, self._memory.layouts[op.subgroup])))
+
+    def _copy(self, lane: str, copies: Sequence[Copy]) -> Issued:
+        return Issued(self._device.copy(lane, copies), sum(copy.nbytes for copy in copies), 0)
+
+    def _transfer(self, op: Op, begun: Callable[[], None]) -> Issued:
+        """To or from a path; the lane may begin its next op when this one is queued."""
+        store = self._memory.store
+        assert store is not None, "only engines with paths plan these"
+        assert op.path is not None, "the planner names the path"
+        start, address = time.monotonic(), self._memory.on_host(op.host_state)
+        try:
+            move = store.fetch if op.kind is OpKind.FETCH else store.flush
+            moved = move(op.path, op.subgroup, address, begun)
+        except NoPathLeft:
+            if not self._memory.keep(op.subgroup, op.host_state):
+                raise
+            return Issued(DoneEvent(start, time.monotonic()), 0, 0)
+        # What is moved, padding and all, is the store's affair; a state that was never written needs no moving.
+        return Issued(moved, op.nbytes if moved.nbytes else 0, 0)
+
+    # ---- copies
+
+    def _copies(self, op: Op, layout: Layout) -> Iterator[Copy]:
+        s, memory = layout.id, self._memory
+        match op.kind:
+            case OpKind.GRAD_H2D if op.slot is not None:
+                yield Copy(memory.slot_gradient(op.slot), memory.on_host(op.host_grad), op.nbytes)
+            case OpKind.WEIGHT_D2H:
+                for weight, mirror, nbytes in self._weight_pieces(op, layout):
+                    yield Copy(mirror, weight, nbytes)
+            case OpKind.WEIGHT_H2D:
+                for weight, mirror, nbytes in self._weight_pieces(op, layout):
+                    yield Copy(weight, mirror, nbytes)
+            case OpKind.STATE_H2D:
+                yield Copy(memory.on_device(s, op.slot), memory.on_host(op.host_state), op.nbytes)
+            case OpKind.STATE_D2H:
+                yield Copy(memory.on_host(op.host_state), memory.on_device(s, op.slot), op.nbytes)
+
+    def _grad_d2h(self, op: Op, layout: Layout) -> Issued:
+        size, base = layout.format.grad_bytes, self._memory.on_host(op.host_grad)
+        taken = self._gradients.take(layout)
+        if self._gradients.mode == "keep":
+            # The copy that this one repeats may still read a gradient that nobody holds any longer.
+            for replaced in self.copied.get(layout.id, ()):
+                if replaced is not None:
+                    self._device.used_by(op.lane, replaced.dense)
+            self.copied[layout.id] = taken
+        copies: list[Copy] = []
+        for segment, arrived in zip(layout.segments, taken, strict=True):
+            if arrived is not None:
+                self._device.wait(op.lane, arrived.ready)
+                grad = flat(arrived.dense).data_ptr() + segment.offset * size
+                copies.append(Copy(base + segment.start * size, grad, segment.numel * size))
+        issued = self._copy(op.lane, copies)
+        self._gradients.was_read(layout, taken, op.lane, issued.event)
+        return issued
+
+    def _weight_pieces(self, op: Op, layout: Layout) -> Iterator[tuple[int, int, int]]:
+        size, mirror = layout.format.weight_bytes, self._memory.on_host(op.host_weight)
+        for segment in layout.segments:
+            yield self._weight(segment, size), mirror + segment.start * size, segment.numel * size
+
+    def _weight(self, segment: Segment, size: int) -> int:
+        return flat(self._weights[segment.param]).data_ptr() + segment.offset * size
+
+    # ---- compute
+
+    def _grad_norm(self, op: Op, layout: Layout) -> Issued:
+        """Parameters belong to the subgroup that they begin in: squares are summed over whole parameters."""
+        taken = self._gradients.take(layout)
+        mine = [(s.param, a) for s, a in zip(layout.segments, taken, strict=True) if a is not None and s.offset == 0]
+        for _, arrived in mine:
+            self._device.wait(op.lane, arrived.ready)
+        references = [reference(arrived) for _, arrived in mine]
+        event, found = self._device.norms(references)
+        self.squares.append(Squares(tuple(param for param, _ in mine), event, found))
+        self._gradients.was_read(layout, taken, op.lane, event)
+        return Issued(event, 0, sum(reference.numel for reference in references))
+
+    def _norm(self) -> Issued:
+        inputs = self._step_inputs()
+        inputs.has_grad = self._gradients.present
+        early = {param for squares in self.squares for param in squares.params}
+        late = [i for i, has in enumerate(inputs.has_grad) if has and i not in early]
+        present = [self._gradients.reference(i) for i in late]
+        event, found = self._device.norms(present)
+        known: dict[int, tuple[float, int]] = {}
+        for summed in (*self.squares, Squares(tuple(late), event, found)):
+            summed.ready.wait()  # fetches the numbers of all its parameters: once, not once for each of them
+            known.update(zip(summed.params, summed.found, strict=True))
+        all_known_at = time.monotonic()
+        squares = {i: known[i] for i, has in enumerate(inputs.has_grad) if has}
+        total, skip = self.norm_over_ranks.total(squares, inputs.skip)
+        norm = total**0.5
+        inputs.grad_norm = norm * inputs.unscale
+        if skip:
+            inputs.bad_params = tuple(i for i, (_, bad) in squares.items() if bad)
+            raise StepSkipped
+        inputs.grad_scale = inputs.clip(norm)
+        numel = sum(reference.numel for reference in present)
+        return Issued(event if present else DoneEvent(all_known_at, time.monotonic()), 0, numel)
+
+    def _cpu_update(self, op: Op, layout: Layout) -> Issued:
+        start, fmt = time.monotonic(), layout.format
+        state, weight, grad = (self._memory.on_host(place) for place in (op.host_state, op.host_weight, op.host_grad))
+        updated = 0
+        for first, numel, values in self._joined(layout):
+            run = self._run(
+                layout,
+                state,
+                weight + first * fmt.weight_bytes,
+                grad + first * fmt.grad_bytes,
+                first,
+                numel,
+                values,
+            )
+            run.apply(self._pool)
+            updated += numel
+        return Issued(DoneEvent(start, time.monotonic()), 0, updated)
+
+    def _device_update(self, op: Op, layout: Layout) -> Issued:
+        fmt, block, runs = layout.format, self._memory.on_device(layout.id, op.slot), []
+        taken = self._gradients.take(layout)
+        for segment, arrived in zip(layout.segments, taken, strict=True):
+            if not self._has_grad(segment):
+                continue
+            if op.spilled and op.slot is not None:
+                grad = self._memory.slot_gradient(op.slot) + segment.start * fmt.grad_bytes
+            else:
+                assert arrived is not None, "gradients stay until their last reader is done"
+                grad = flat(arrived.dense).data_ptr() + segment.offset * fmt.grad_bytes
+            weight = self._weight(segment, fmt.weight_bytes)
+            for offset, numel, values in self._pieces(layout, segment):
+                piece = weight + offset * fmt.weight_bytes, grad + offset * fmt.grad_bytes, segment.start + offset
+                runs.append(self._run(layout, block, *piece, numel, values))
+        issued = Issued(self._device.update(runs), 0, sum(run.numel for run in runs))
+        if not op.spilled:
+            self._gradients.was_read(layout, taken, op.lane, issued.event)
+        return issued
+
+    def _run(
+        self, layout: Layout, block: int, weight: int, grad: int, first: int, numel: int, values: Scalars
+    ) -> UpdateRun:
+        """Elements `first` to `first + numel` of the subgroup whose state begins at `block`."""
+        state = state_addresses(layout, block)
+        return UpdateRun(
+            numel=numel,
+            weight=weight,
+            weight_format=layout.format.weight,
+            aux=state.aux + first * layout.format.aux_bytes if state.aux else 0,
+            exp_avg=state.exp_avg + 4 * first,
+            exp_avg_sq=state.exp_avg_sq + 4 * first,
+            grad=grad,
+            grad_dtype=layout.format.grad,
+            scalars=values,
+        )
+
+    def _joined(self, layout: Layout) -> Iterator[tuple[int, int, Scalars]]:
+        """Runs of neighbouring elements with a gradient and the same scalars: (first, numel, scalars)."""
+        open_run: tuple[int, int, Scalars] | None = None
+        for segment in layout.segments:
+            if not self._has_grad(segment):
+                continue
+            for offset, numel, values in self._pieces(layout, segment):
+                start = segment.start + offset
+                if open_run and open_run[0] + open_run[1] == start and open_run[2] == values:
+                    open_run = (open_run[0], open_run[1] + numel, values)
+                    continue
+                if open_run:
+                    yield open_run
+                open_run = (start, numel, values)
+        if open_run:
+            yield open_run
+
+    def _pieces(self, layout: Layout, segment: Segment) -> Iterator[tuple[int, int, Scalars]]:
+        """A segment, in two where its parameter's tail begins: (offset in the segment, numel, scalars)."""
+        inputs, weight = self._step_inputs(), self._weights[segment.param]
+        values = inputs.scalars(layout.group, inputs.steps[segment.param], inputs.grad_scale)
+        tail = min(max(segment.offset + segment.numel - weight.numel() + tail_of(weight), 0), segment.numel)
+        if tail < segment.numel:
+            yield 0, segment.numel - tail, values
+        if tail:
+            yield segment.numel - tail, tail, values.of_tail()
+
+    def _has_grad(self, segment: Segment) -> bool:
+        return self._step_inputs().has_grad[segment.param]
+
+    def _step_inputs(self) -> StepInputs:
+        assert self.inputs is not None, "updates begin after step()"
+        return self.inputs

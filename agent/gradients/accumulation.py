@@ -1,0 +1,188 @@
+"""Sums of micro-batches' gradients in host memory, so that the device holds none of them between two backward passes.
+
+A gradient that has arrived in a backward that is not the last of its step is copied to the host and added by one
+thread beside the backward; its memory on the device is free then. In the last backward the sum comes back, parameter by
+parameter, and the gradient is that of the whole step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, Literal
+
+import torch
+
+from tidegate.agent.cleanup import close_all
+from tidegate.agent.devices.base import Copy, Device, Event
+from tidegate.agent.devices.pinned_memory import host_available_bytes
+from tidegate.agent.parameters.subgroups import GRAD_DTYPES, flat, grad_dtype_of
+from tidegate.errors import MemoryBudgetError
+from tidegate.kernels import ThreadPool, accumulate
+from tidegate.plan.ops import D2H, H2D
+
+Accumulation = Literal["device", "host", "host_fp32"]
+
+CHUNK_BYTES: Final = 32 << 20
+"""Of gradients on their way to a sum that is there: memory beside the sums."""
+MAX_WAITING: Final = 4
+"""Gradients that may wait on the device to be copied; the backward waits for the first of them then."""
+
+
+class HostSums:
+    """One sum for each parameter, in the order of its storage. `fp32`: sums of 16-bit gradients are fp32."""
+
+    def __init__(self, device: Device, pool: ThreadPool, fp32: bool) -> None:
+        self._device, self._pool, self._fp32 = device, pool, fp32
+        self._sums: dict[int, torch.Tensor] = {}
+        """Buffers, kept from step to step: pinning takes long."""
+        self._last: dict[int, Future[None]] = {}
+        """Of parameters that have a sum this step: what added to it last."""
+        self._returning: dict[int, Event] = {}
+        """When the device has read what is in a buffer."""
+        self._staging: torch.Tensor | None = None
+        self._waiting: deque[Future[None]] = deque()
+        self._lock = threading.Lock()
+        """Gradients of several devices come from several threads."""
+        self._thread = ThreadPoolExecutor(1, "tidegate-accumulate")
+
+    @property
+    def any(self) -> bool:
+        """Some parameter has a sum."""
+        return bool(self._last)
+
+    def params(self) -> Sequence[int]:
+        """Those that have a sum."""
+        return list(self._last)
+
+    def stage(self, param: int, weight: torch.Tensor) -> None:
+        """Takes the memory of this parameter's sum now, not in a backward: pinning takes long. Between steps."""
+        if weight.numel():
+            self._buffer(param, weight.numel(), self._dtype(grad_dtype_of(weight)))
+            self._chunk()
+
+    def add(self, param: int, dense: torch.Tensor) -> None:
+        """Adds a gradient, as the thread that has made it sees it; it is in the order of the weight's storage.
+
+        It is held until it was copied. Raises what an earlier one failed with, MemoryBudgetError for one.
+        """
+        self._device.adopt(dense)
+        ready = self._device.now()
+        with self._lock:
+            before = self._last.get(param)
+            done = self._last[param] = self._thread.submit(self._add, param, dense, ready, before)
+            self._waiting.append(done)
+            late = self._waiting.popleft() if len(self._waiting) > MAX_WAITING else None
+        if late is not None:
+            late.result()
+
+    def take(self, param: int, weight: torch.Tensor) -> torch.Tensor | None:
+        """The sum of a parameter on the device, with the weight's strides, for what the calling thread enqueues next;
+        None when it has none. It has none afterwards."""
+        with self._lock:
+            done = self._last.pop(param, None)
+        if done is None:
+            return None
+        done.result()
+        found = torch.empty_like(
+            weight, dtype=self._dtype(grad_dtype_of(weight)), memory_format=torch.preserve_format, requires_grad=False
+        )
+        self._device.adopt(found)
+        # Its memory may have been the framework's for something that is still to be done.
+        self._device.wait(H2D, self._device.now())
+        nbytes = found.numel() * found.element_size()
+        if nbytes:
+            event = self._device.copy(H2D, [Copy(flat(found).data_ptr(), self._sums[param].data_ptr(), nbytes)])
+            self._device.block(event)
+            self._returning[param] = event
+        return found
+
+    def forget(self) -> None:
+        """Drops all sums; what is being added is waited for."""
+        with self._lock:
+            pending, self._last = list(self._last.values()), {}
+            self._waiting.clear()
+        for done in pending:
+            done.exception()
+
+    def host_bytes(self) -> int:
+        """What it has taken of host memory."""
+        buffers = [*tuple(self._sums.values()), *([] if self._staging is None else [self._staging])]
+        return sum(buffer.numel() for buffer in buffers)
+
+    def close(self) -> None:
+        self.forget()
+        self._thread.shutdown()
+        try:
+            close_all(*(event.wait for event in self._returning.values()))
+        finally:
+            self._sums.clear()
+            self._staging = None
+
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self._fp32 else dtype
+
+    def _buffer(self, param: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if param not in self._sums:
+            self._sums[param] = self._device.host_buffer(numel * dtype.itemsize)
+        return self._sums[param]
+
+    def _chunk(self) -> torch.Tensor:
+        if self._staging is None:
+            self._staging = self._device.host_buffer(CHUNK_BYTES)
+        return self._staging
+
+    # ---- the thread
+
+    def _add(self, param: int, dense: torch.Tensor, ready: Event, before: Future[None] | None) -> None:
+        """To what `before` has left there; a sum of which one part is missing must never be used."""
+        if before is not None:
+            before.result()
+        first = before is None
+        returned = self._returning.pop(param, None)
+        if returned is not None:
+            returned.wait()
+        self._device.wait(D2H, ready)
+        dtype = self._dtype(dense.dtype)
+        total = self._buffer(param, dense.numel(), dtype)
+        if first and dtype == dense.dtype:
+            self._copy(total, dense, 0, dense.numel())
+            return
+        if first:
+            total.view(torch.float32).fill_(-0.0)  # changes no number that is added to it
+        staging = self._chunk()
+        size = dense.element_size()
+        for start in range(0, dense.numel(), CHUNK_BYTES // size):
+            numel = min(CHUNK_BYTES // size, dense.numel() - start)
+            self._copy(staging, dense, start, numel)
+            accumulate(
+                self._pool, total.data_ptr() + start * dtype.itemsize, GRAD_DTYPES[dtype],
+                staging.data_ptr(), GRAD_DTYPES[dense.dtype], numel,
+            )  # fmt: skip
+
+    def _copy(self, to: torch.Tensor, dense: torch.Tensor, start: int, numel: int) -> None:
+        size = dense.element_size()
+        if numel:
+            source = flat(dense).data_ptr() + start * size
+            self._device.copy(D2H, [Copy(to.data_ptr(), source, numel * size)]).wait()
+
+
+def host_bytes(params: Sequence[torch.Tensor], accumulation: Accumulation) -> int:
+    """What sums of these parameters' gradients take in host memory."""
+    if accumulation == "device":
+        return 0
+    sizes = (p.numel() * (4 if accumulation == "host_fp32" else grad_dtype_of(p).itemsize) for p in params)
+    return CHUNK_BYTES + sum(sizes)
+
+
+def check_fits(params: Sequence[torch.Tensor], accumulation: Accumulation) -> None:
+    """MemoryBudgetError with figures when the sums do not fit in host memory."""
+    needed, available = host_bytes(params, accumulation), host_available_bytes()
+    if needed > available:
+        raise MemoryBudgetError(
+            f"accumulation={accumulation!r} needs {needed:,} bytes of host memory for the sums of gradients, "
+            f"{available:,} are available. Use 'host' instead of 'host_fp32', or 'device'.",
+            needed, available,
+        )  # fmt: skip

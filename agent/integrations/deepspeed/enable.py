@@ -1,0 +1,136 @@
+"""DeepSpeed ZeRO-3 by its JSON: `tidegate.enable_deepspeed()` once, and a top-level `"tidegate": {…}` block.
+
+    import tidegate
+    tidegate.enable_deepspeed()
+    engine, *_ = deepspeed.initialize(model=model, config="ds.json", …)
+
+Nothing changes for configurations without the block.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tidegate.agent.control.attach import attach
+from tidegate.agent.integrations.deepspeed import support as support
+from tidegate.agent.integrations.deepspeed.settings import Settings, block_of, settings_of
+from tidegate.errors import ConfigError
+
+log = logging.getLogger("tidegate")
+
+INHERITS = ("deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.mics")
+"""Modules that make classes of ZeRO-3's optimizer: they must see DeepSpeed's own."""
+
+
+def enable_deepspeed() -> None:
+    """From now on `deepspeed.initialize` lets Tidegate keep and update the optimizer state of ZeRO-3 runs whose
+    configuration has a `"tidegate"` block. Call it once, before; calling it again changes nothing.
+
+    `deepspeed.initialize` then raises ConfigError for settings that cannot work, and for a DeepSpeed that differs from
+    those tested, with what differs; with `"fallback": true` in the block it warns and goes on without Tidegate.
+
+    ImportError when DeepSpeed is not installed.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    configure = DeepSpeedEngine._configure_optimizer
+    if not hasattr(configure, "_tidegate"):
+        DeepSpeedEngine._configure_optimizer = _with_tidegate(configure)
+
+
+def _with_tidegate(configure: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(configure)
+    def configured(engine: Any, *args: Any, **given: Any) -> None:
+        block = block_of(engine.config)
+        settings = Settings(enabled=False) if block is None else settings_of(block, engine.config)
+        if not settings.enabled or not _usable(_obstacles(engine), settings):
+            configure(engine, *args, **given)
+            return
+        _make_nvme_path(engine, settings)
+        with _state_is_ours(engine) as restore, _class_is_ours(settings, restore):
+            configure(engine, *args, **given)
+        optimizer = getattr(engine.optimizer, "tidegate", None)
+        if optimizer is not None and settings.attach:
+            attach(optimizer, engine.module, **settings.attach)
+
+    configured._tidegate = True  # type: ignore[attr-defined]
+    return configured
+
+
+def _obstacles(engine: Any) -> list[str]:
+    import deepspeed
+
+    stage3 = importlib.import_module("deepspeed.runtime.zero.stage3")
+    differences = support.differences(stage3.DeepSpeedZeroOptimizer_Stage3, deepspeed.__version__)
+    return [*differences, *support.unsupported_settings(engine)]
+
+
+def _usable(obstacles: list[str], settings: Settings) -> bool:
+    """Whether there are none. ConfigError where there are, and DeepSpeed's own optimizer is not allowed instead."""
+    if not obstacles:
+        return True
+    reasons = "\n".join(f"- {obstacle}" for obstacle in obstacles)
+    if not settings.fallback:
+        raise ConfigError(f"Tidegate cannot work with this DeepSpeed run:\n{reasons}")
+    log.warning("Tidegate is not used in this DeepSpeed run, as it allows (fallback):\n%s", reasons)
+    return False
+
+
+def _make_nvme_path(engine: Any, settings: Settings) -> None:
+    """DeepSpeed makes the folder that its own setting names; where that is a path of ours, so do we."""
+    offload = engine._config.zero_config.offload_optimizer
+    given = settings.offload.paths.get("nvme")
+    if offload is not None and offload.nvme_path is not None and isinstance(given, str):
+        folder = Path(offload.nvme_path)
+        if folder == Path(given):
+            folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _state_is_ours(engine: Any) -> Iterator[Callable[[], Any]]:
+    """DeepSpeed is not to look for state that it has swapped to NVMe itself: it has none. Gives what takes that back,
+    and returns where DeepSpeed is to keep its state then."""
+    zero = engine._config.zero_config
+    given = zero.offload_optimizer
+    if engine.zero_nvme_offload_optimizer():
+        zero.offload_optimizer = given.model_copy(update={"device": "cpu"})
+
+    def restore() -> Any:
+        zero.offload_optimizer = given
+        return given
+
+    try:
+        yield restore
+    except BaseException:
+        restore()
+        raise
+
+
+@contextmanager
+def _class_is_ours(settings: Settings, restore: Callable[[], Any]) -> Iterator[None]:
+    """The engine makes our optimizer where it makes ZeRO-3's: it looks the name up when it does. `restore` gives where
+    DeepSpeed's own is to keep its state."""
+    stage3: Any = importlib.import_module("deepspeed.runtime.zero.stage3")
+    for module in INHERITS:
+        with suppress(ImportError):
+            importlib.import_module(module)
+    from tidegate.agent.integrations.deepspeed.stage3 import TidegateZeroOptimizer
+
+    original = stage3.DeepSpeedZeroOptimizer_Stage3
+
+    def build(module: Any, init_optimizer: Any, *args: Any, **given: Any) -> Any:
+        if not _usable(support.unsupported_optimizer(init_optimizer), settings):
+            return original(module, init_optimizer, *args, **{**given, "offload_optimizer_config": restore()})
+        return TidegateZeroOptimizer(settings.offload, module, init_optimizer, *args, **given)
+
+    stage3.DeepSpeedZeroOptimizer_Stage3 = build
+    try:
+        yield
+    finally:
+        stage3.DeepSpeedZeroOptimizer_Stage3 = original

@@ -1,0 +1,56 @@
+"""The gradients' norm over ranks and the factor that clips them, rounded where ZeRO-3 rounds them.
+
+ZeRO-3 sums squares in fp64 within a parameter and over those of a subgroup, then goes on in fp32: over ranks, and over
+subgroups. Ours begins with the same sums but for their last bits in fp64, which rounding to fp32 nearly always hides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tidegate.agent.parameters.shards import Part
+from tidegate.errors import ConfigError
+
+
+class ZeroNorm:
+    """In place of `NormOverRanks`, called like it: a collective where parts are divided.
+
+    subgroups: DeepSpeed's, of each part. All parts are divided among the same ranks.
+    """
+
+    def __init__(self, parts: Sequence[Part], subgroups: Sequence[int]) -> None:
+        self._subgroups = list(subgroups)
+        self._groups, self._device = parts[0].groups, parts[0].device
+
+    def extend(self, params: Sequence[torch.Tensor]) -> None:
+        raise ConfigError("Under DeepSpeed parameters cannot be added once the engine is made: make another one.")
+
+    def total(self, squares: Mapping[int, tuple[float, int]], skip: bool) -> tuple[float, bool]:
+        """The square of the norm over all ranks (exactly that of an fp32 number), and whether to skip the step:
+        gradients are not finite, their norm is not in fp32, or any rank says so."""
+        sums, bad = [0.0] * (max(self._subgroups) + 1), int(skip)
+        for part in sorted(squares):
+            square, count = squares[part]
+            sums[self._subgroups[part]] += square
+            bad += count
+        found = torch.tensor([*sums, float(bad)], dtype=torch.float64).float().to(self._device)
+        for group in self._groups:
+            dist.all_reduce(found, group=group)
+        *of_subgroups, any_bad = found.cpu()
+        # One by one, as DeepSpeed does: torch's square root of a vector is another than that of a number.
+        norm = float(torch.linalg.vector_norm(torch.stack([one**0.5 for one in of_subgroups])))
+        return norm**2, bool(any_bad) or not np.isfinite(norm)
+
+
+def gradient_factor(norm: float, unscale: float, max_grad_norm: float | None) -> float:
+    """What gradients are multiplied with, as in `unscale_and_clip_grads`. `norm` is of the gradients as they are; the
+    bound is meant for those that are multiplied with `unscale`."""
+    if max_grad_norm is None:
+        return unscale
+    one, loss_scale = np.float32(1), np.float32(1.0 / unscale)
+    clip = (np.float32(norm) / loss_scale + np.float32(1e-6)) / np.float32(max_grad_norm)
+    return float(one / (max(clip, one) * loss_scale))

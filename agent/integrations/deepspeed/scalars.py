@@ -1,0 +1,71 @@
+"""The scalars of an update as DeepSpeed's cpu_adam has them, so that ours has the same bits.
+
+cpu_adam keeps betas and their powers in fp32 (1 − 0.999f is 1.3e-5 off 0.001, and the second moments with it), and
+rounds a product and the sum after it together: `kernels.Arithmetic.DEEPSPEED`. At the end of an array, where no whole
+vector is left, it does so in another order.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from tidegate.kernels import Arithmetic, Scalars
+from tidegate.kernels.arithmetic.scalars import to_f32
+
+
+class CpuAdamScalars:
+    """Called like `kernels.scalars`, from any thread. The same step has the same scalars in a resumed run.
+
+    several_betas: param groups have different ones. cpu_adam then takes powers anew at each step, in double precision;
+        otherwise it multiplies in fp32, step by step.
+    """
+
+    def __init__(self) -> None:
+        self.several_betas = False
+        self._powers: dict[float, tuple[int, np.float32]] = {}
+        """By base: the last exponent, and its power."""
+        self._lock = threading.Lock()
+
+    def __call__(
+        self,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        decoupled: bool = True,
+        grad_scale: float = 1.0,
+    ) -> Scalars:
+        alpha, first, second = np.float32(lr), np.float32(beta1), np.float32(beta2)
+        correction1 = np.float32(1) - self._power(beta1, step)
+        correction2 = np.float32(1) - self._power(beta2, step)
+        return Scalars(
+            grad_scale=to_f32(grad_scale),
+            l2=0.0 if decoupled else to_f32(weight_decay),
+            decay=float(alpha * np.float32(weight_decay)) if decoupled else 0.0,
+            beta1=float(first),
+            one_minus_beta1=float(np.float32(1) - first),
+            beta2=float(second),
+            one_minus_beta2=float(np.float32(1) - second),
+            step_size=float(alpha / correction1),
+            inverse_bias_correction2_sqrt=float(np.float32(1) / np.sqrt(correction2)),
+            eps=to_f32(eps),
+            arithmetic=Arithmetic.DEEPSPEED,
+        )
+
+    def _power(self, base: float, exponent: int) -> np.float32:
+        if self.several_betas:
+            return np.float32(float(np.float32(base)) ** exponent)
+        with self._lock:
+            at, power = self._powers.get(base, (0, np.float32(1)))
+            if at > exponent:
+                at, power = 0, np.float32(1)
+            if at < exponent:
+                factors = np.full(exponent - at + 1, base, np.float32)
+                factors[0] = power
+                power = np.multiply.accumulate(factors)[-1]
+                self._powers[base] = exponent, power
+            return power

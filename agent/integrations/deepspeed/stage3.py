@@ -1,0 +1,400 @@
+"""DeepSpeed's ZeRO-3 optimizer with our engine in it: partitioning, communication and loss scale are DeepSpeed's;
+state, gradients once they are reduced, the update and all swapping are ours.
+
+Each parameter's partition on this rank is a parameter of a `tidegate.AdamW`, in the memory of DeepSpeed's flat buffers.
+Where DeepSpeed reads or writes fp32 state as a whole (checkpoints), it is given tensors as its own code has them, for
+that long.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
+
+from tidegate.agent.engine.engine import StepResult
+from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.integrations.deepspeed import state as states
+from tidegate.agent.integrations.deepspeed.norm import ZeroNorm, gradient_factor
+from tidegate.agent.integrations.deepspeed.scalars import CpuAdamScalars
+from tidegate.agent.integrations.deepspeed.state import Flat, Place
+from tidegate.agent.integrations.deepspeed.vectors import vector_numel
+from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.offload import Offload
+from tidegate.agent.optimizer.state_dicts import MOMENTS
+from tidegate.agent.parameters.shards import Part
+from tidegate.agent.ranks import Ranks
+from tidegate.errors import ConfigError
+
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+"""What schedulers and users may change in DeepSpeed's param groups while training runs."""
+
+
+def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an Adam of DeepSpeed's or torch's decays weights apart from gradients (AdamW)."""
+    own = getattr(optimizer, "adam_w_mode", None)
+    return isinstance(optimizer, torch.optim.AdamW) if own is None else bool(own)
+
+
+class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    """Made in place of its base where the configuration has a `"tidegate"` block. `tidegate` is the optimizer inside,
+    for `tidegate.attach` and its figures."""
+
+    tidegate: AdamW
+
+    def __init__(self, offload: Offload, module: Any, init_optimizer: Any, *args: Any, **given: Any) -> None:
+        self._offload = offload
+        self._flats: list[Flat] | None = None
+        self._result: StepResult | None = None
+        self._scalars: CpuAdamScalars | None = None
+        super().__init__(module, init_optimizer, *args, **given)
+
+    # ---- what is built
+
+    def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
+        super()._configure_offloading(offload_optimizer_config, offload_param_config)
+        # As with state in host memory: DeepSpeed then makes no state, and keeps no gradients of its own.
+        self.offload_optimizer = True
+        self.swap_optimizer = self.offload_optimizer_pin_memory = False
+        self.partial_offload = 1.0
+
+    def _create_fp32_partitions(self) -> None:
+        self._places: list[Place] = []
+        self._numbers: dict[int, int] = {}
+        """Number of the part by its parameter's `ds_id`."""
+        by_group: dict[int, list[Part]] = defaultdict(list)
+        is_cpu_adam = isinstance(self.optimizer, DeepSpeedCPUAdam)
+        vector = vector_numel(self.optimizer.ds_opt_adam) if is_cpu_adam else 1
+        for subgroup, params in enumerate(self.fp16_groups):
+            flat, offset = self.fp16_partitioned_groups_flat[subgroup], 0
+            tail_begins = flat.numel() - flat.numel() % vector
+            for param in params:
+                numel = param.partition_numel()
+                tail = min(max(offset + numel - tail_begins, 0), numel)
+                part = Part(flat.narrow(0, offset, numel), self._groups_of(param), tail)
+                if part.dtype != self.gradient_accumulation_dtype:
+                    part.grad_dtype = self.gradient_accumulation_dtype
+                self._numbers[param.ds_id] = len(self._places)
+                self._places.append(Place(subgroup, offset, numel))
+                by_group[self.sub_group_to_group_id[subgroup]].append(part)
+                offset += numel
+        self._sources = list(by_group)
+        """Param groups of DeepSpeed's optimizer that ours are made of."""
+        self.tidegate = AdamW(
+            [{"params": by_group[source], **self._hyperparameters(source)} for source in self._sources],
+            decoupled=is_decoupled(self.optimizer), max_grad_norm=self.clip_grad or None, offload=self._offload,
+        )  # fmt: skip
+        self.tidegate.make_factor = gradient_factor
+        if is_cpu_adam:
+            self._scalars = self.tidegate.make_scalars = CpuAdamScalars()
+        self.tidegate.observers.append(self._on_step)
+        self._parts: list[Part] = [part for parts in by_group.values() for part in parts]
+        assert self._sources == sorted(self._sources), "DeepSpeed makes subgroups param group by param group"
+        self.tidegate.engine.sum_norms_with(ZeroNorm(self._parts, [place.subgroup for place in self._places]))
+        self._no_flats()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+    def _groups_of(self, param: Any) -> tuple[Any, ...]:
+        group = self._get_param_partition_group(param)
+        return (group,) if dist.get_world_size(group=group) > 1 else ()
+
+    def _hyperparameters(self, source: int) -> dict[str, Any]:
+        return {name: self.optimizer.param_groups[source][name] for name in HYPERPARAMETERS}
+
+    def _setup_for_real_optimizer(self) -> None:
+        self._create_fp32_partitions()
+        self._create_next_swappable_fp32_groups()
+        if self.contiguous_gradients:
+            for dtype, bucket in self.ipg_buckets.items():
+                bucket.buffer = torch.empty(
+                    self.reduce_bucket_size, dtype=dtype, device=get_accelerator().current_device_name()
+                )
+        dist.barrier()
+
+    def destroy(self) -> None:
+        """Closes the engine, too."""
+        super().destroy()
+        self.tidegate.close()
+
+    # ---- gradients
+
+    @torch.no_grad()
+    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
+        """Takes what a bucket's reduction has left on this rank; `.grad` of the whole parameters is free then."""
+        last = self.is_gradient_accumulation_boundary()
+        for param, gradient in zip(params_to_release, grad_partitions, strict=True):
+            if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel:
+                self._take(self._numbers[param.ds_id], gradient, last)
+            if param.grad is not None and not get_accelerator().is_synchronized_device():
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+
+    def _take(self, number: int, gradient: torch.Tensor, last: bool) -> None:
+        """The buffer that `gradient` is in is used again."""
+        part, gradients = self._parts[number], self.tidegate.engine.gradients
+        if self.micro_step_id == 0 or part.grad is None:
+            own = gradient.new_zeros(part.numel(), dtype=self.gradient_accumulation_dtype)
+            own[: gradient.numel()] = gradient.view(-1)
+            part.grad = own
+        else:
+            part.grad[: gradient.numel()] += gradient.view(-1).to(part.grad.dtype)
+        gradients.accumulating = not last
+        if last or self._offload.accumulation != "device":
+            self.tidegate.gradient_arrived(number)
+        gradients.accumulating = False
+
+    def _finalize_offload_gradient_accumulation(self) -> None:
+        """Gradients that were summed are seen when the step begins."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops what was accumulated."""
+        super().zero_grad(set_to_none)
+        self.tidegate.zero_grad()
+
+    def _gradient_of(self, param: Any) -> torch.Tensor:
+        """This rank's part, whose gradient is zeros if the backward left it out. ConfigError when it is released."""
+        if self._offload.gradients == "release":
+            raise ConfigError(
+                'gradients="release" hands gradients over as they arrive: they can be read or set only with "keep".'
+            )
+        part = self._parts[self._numbers[param.ds_id]]
+        if part.grad is None:
+            part.grad = torch.zeros_like(part, dtype=self.gradient_accumulation_dtype)
+        return part.grad
+
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+        self._await_reduction()
+        gradient = self._gradient_of(param)
+        return gradient, self._place_of(param).subgroup
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        if param.requires_grad:
+            self._set_gradient(param, self._own_slice(value, param))
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        if param.requires_grad:
+            self._set_gradient(param, value.flatten())
+
+    def update_fp32_grad_for_param_vectorized(
+        self, update_func: Callable[[torch.Tensor, Any], torch.Tensor], param_list: Sequence[Any]
+    ) -> None:
+        for param in param_list:
+            if param.requires_grad:
+                self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
+
+    @torch.no_grad()
+    def _set_gradient(self, param: Any, values: torch.Tensor) -> None:
+        self._await_reduction()
+        self._gradient_of(param)[: values.numel()].copy_(values)
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+        self._await_reduction()
+        return {
+            subgroup: {i: self._gradient_of(param).float() for i, param in enumerate(params)}
+            for subgroup, params in enumerate(self.fp16_groups)
+        }
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: Sequence[Any]) -> torch.Tensor:
+        """The norm over ranks of the gradients that these parameters have now: DeepSpeed's own code sums what it noted
+        as they arrived. ConfigError when they are released."""
+        self._await_reduction()
+        for param in params:
+            self.norm_for_param_grads[self.get_param_id(param)] = self._gradient_of(param).float().norm()
+        found: torch.Tensor = super().complete_grad_norm_calculation_for_cpu_offload(params)
+        return found
+
+    def _await_reduction(self) -> None:
+        if not get_accelerator().resolves_data_dependency():
+            self.reduce_and_partition_stream.synchronize()
+
+    # ---- a step
+
+    def step(self, closure: None = None) -> None:
+        """One update, or none on any rank when gradients are not finite on one."""
+        self._pre_step()
+        self._partition_all_parameters()
+        self._await_reduction()
+        self.timers(OPTIMIZER_STEP_TIMER).start()
+        self._complete_gradients()
+        self._take_hyperparameters()
+        self.tidegate.step()
+        result, self._result = self._result, None
+        assert result is not None, "every part has a gradient"
+        self.overflow = result.skipped
+        norm = result.grad_norm
+        if self._loss_scale_update_and_overflow_cleanup():
+            self.timers(OPTIMIZER_STEP_TIMER).stop()
+            return
+        self._global_grad_norm = torch.tensor(norm, dtype=torch.float32)
+        self.tidegate.zero_grad()
+        self.timers(OPTIMIZER_STEP_TIMER).stop()
+        self._post_step({OPTIMIZER_STEP_TIMER})
+
+    def _take_hyperparameters(self) -> None:
+        groups = self.tidegate.param_groups
+        for group, source in zip(groups, self._sources, strict=True):
+            group |= self._hyperparameters(source)
+        if self._scalars is not None:
+            self._scalars.several_betas = len({tuple(map(float, group["betas"])) for group in groups}) > 1
+        self.tidegate.max_grad_norm = self.clip_grad or None
+        self.tidegate.grad_scale = self.loss_scale  # type: ignore[attr-defined]
+
+    def _on_step(self, result: StepResult, _: StepPhases) -> None:
+        self._result = result
+
+    def _complete_gradients(self) -> None:
+        """Subgroups of DeepSpeed's are updated as wholes: what the backward left out has a gradient of zeros."""
+        waiting = self.tidegate.engine.gradients.set_aside_params
+        for number, part in enumerate(self._parts):
+            if part.grad is None and number not in waiting:
+                part.grad = torch.zeros_like(part, dtype=self.gradient_accumulation_dtype)
+
+    # ---- state of one parameter
+
+    def _place_of(self, param: Any) -> Place:
+        return self._places[self._numbers[param.ds_id]]
+
+    def _get_fp32_opt_state_partition(
+        self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
+    ) -> tuple[torch.Tensor, int]:
+        self._await_reduction()
+        number = self._numbers[param.ds_id]
+        return states.read_one(self.tidegate, number, optim_state_key), self._places[number].subgroup
+
+    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        if param.requires_grad:
+            if value.numel() != param.ds_numel:
+                raise ConfigError(f"The parameter has {param.ds_numel} elements, the value {value.numel()}.")
+            self._set_state(param, optim_state_key, self._own_slice(value, param))
+            if optim_state_key is None and param.ds_status == ZeroParamStatus.AVAILABLE:
+                # A small parameter that stays gathered, or one that is gathered now.
+                param.data.copy_(states.rounded(value, param.dtype).view(param.data.shape))
+
+    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        if param.requires_grad:
+            if value.numel() != param.ds_tensor.numel():
+                raise ConfigError(f"This rank has {param.ds_tensor.numel()} elements, the value {value.numel()}.")
+            self._set_state(param, optim_state_key, value.flatten())
+
+    def _set_state(self, param: Any, name: str | None, values: torch.Tensor) -> None:
+        number = self._numbers[param.ds_id]
+        whole = states.read_one(self.tidegate, number, name)
+        whole[: values.numel()] = values
+        states.write_one(self.tidegate, number, name, whole)
+
+    def _own_slice(self, value: torch.Tensor, param: Any) -> torch.Tensor:
+        """What this rank has of a whole parameter, without padding."""
+        numel, flat = param.partition_numel(), value.flatten()
+        start = min(numel * self._get_param_partition_rank(param), flat.numel())
+        return flat[start : min(start + numel, flat.numel())]
+
+    # ---- all state at once, as DeepSpeed has it
+
+    def _no_flats(self) -> None:
+        self._flats = None
+        self.optimizer.state.clear()
+        self.fp32_partitioned_groups_flat = [torch.empty(0) for _ in self.fp16_groups]
+
+    @contextmanager
+    def _as_deepspeed_has_it(self, *, filled: bool, taken: bool) -> Iterator[None]:
+        """`fp32_partitioned_groups_flat` and the optimizer's state are there, in host memory. `filled`: with what the
+        engine has. `taken`: what they hold at the end is the engine's."""
+        sizes = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
+        states.require_room(sum(sizes), Ranks.now())
+        steps = self._steps_by_subgroup()
+        self._flats = [
+            Flat(torch.zeros(n), {name: torch.zeros(n) for name in MOMENTS} if filled and step else {})
+            for n, step in zip(sizes, steps, strict=True)
+        ]
+        self.fp32_partitioned_groups_flat = [flat.master for flat in self._flats]
+        try:
+            if filled:
+                states.read(self.tidegate, self._places, self._flats)
+                self._fill_state(steps)
+            yield
+            if taken:
+                loaded = [self.optimizer.state.get(flat.master, {}) for flat in self._flats]
+                moments = [{name: state[name] for name in MOMENTS if name in state} for state in loaded]
+                states.write(
+                    self.tidegate,
+                    self._places,
+                    [Flat(flat.master.detach(), given) for flat, given in zip(self._flats, moments, strict=True)],
+                    [int(state.get("step", 0)) for state in loaded],
+                )
+        finally:
+            self._no_flats()
+
+    def _fill_state(self, steps: Sequence[int]) -> None:
+        count_as_tensor = isinstance(self.optimizer, torch.optim.Adam)
+        for flat, step in zip(self._flats or (), steps, strict=True):
+            flat.master.requires_grad_(True)  # as DeepSpeed's own, which loaders of its checkpoints copy
+            if step:
+                own_step = torch.tensor(float(step)) if count_as_tensor else step
+                self.optimizer.state[flat.master] = {"step": own_step, **flat.moments}
+
+    def _steps_by_subgroup(self) -> list[int]:
+        steps = [0] * len(self.fp16_groups)
+        for place, step in zip(self._places, self.tidegate.steps, strict=True):
+            steps[place.subgroup] = step
+        return steps
+
+    def _rigid_state_dict(self) -> dict[str, Any]:
+        with self._as_deepspeed_has_it(filled=True, taken=False):
+            found: dict[str, Any] = super()._rigid_state_dict()
+            return found
+
+    def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        self._check_loadable(state_dict)
+        with self._as_deepspeed_has_it(filled=not load_optimizer_states, taken=True):
+            super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+
+    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
+        """ConfigError, with nothing changed, for a checkpoint whose state is elsewhere or of another model."""
+        saved = [int(tensor.numel()) for tensor in state_dict["fp32_flat_groups"]]
+        wanted = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
+        if saved != wanted:
+            elsewhere = len(saved) == len(wanted) and 0 in saved
+            raise ConfigError(
+                "The checkpoint's state was swapped to NVMe by DeepSpeed itself, and its files are in DeepSpeed's own "
+                'format. Load it with offload_optimizer.device "nvme" without Tidegate, and save weights from there.'
+                if elsewhere
+                else f"The checkpoint has subgroups of {saved} elements on this rank, this run {wanted}: it is of "
+                "another model, another number of ranks or another sub_group_size."
+            )
+
+    def _load_universal_checkpoint(
+        self, checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool
+    ) -> None:
+        with self._as_deepspeed_has_it(filled=not load_optimizer_states, taken=True):
+            super()._load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)
+
+    def _restore_from_bit16_weights(self) -> None:
+        """fp32 weights are what the weights are."""
+        if self._flats is not None:
+            super()._restore_from_bit16_weights()
+            return
+        self.tidegate.wait()
+        self.tidegate.engine.quiesce()
+        self.tidegate.engine.weights.loaded()
+
+    def reset_swap_buffers(self) -> None:
+        """Nothing of DeepSpeed's is swapped."""
+
+    # ---- what cannot be
+
+    def offload_states(self, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            "offload_states moves DeepSpeed's own state, which is Tidegate's here: set static_ratio to 0 instead."
+        )
+
+    def reload_states(self, *_: Any, **__: Any) -> NoReturn:
+        self.offload_states()

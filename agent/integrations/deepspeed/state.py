@@ -1,0 +1,170 @@
+"""State of this rank's parts as DeepSpeed keeps it: fp32 weights and moments, one flat tensor each for a subgroup of
+DeepSpeed's."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tidegate.agent.devices.pinned_memory import host_available_bytes
+from tidegate.agent.engine.engine import Engine
+from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.state_dicts import MOMENTS
+from tidegate.agent.parameters.subgroups import Segment, flat
+from tidegate.agent.ranks import Ranks
+from tidegate.errors import ConfigError, MemoryBudgetError
+
+BYTES_PER_PARAM = 12
+"""fp32 weight, exp_avg, exp_avg_sq."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part is in DeepSpeed's layout: its flat subgroup, and the first element there."""
+
+    subgroup: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A subgroup of DeepSpeed's, in host memory. `master` is the fp32 weights; moments are absent before any step."""
+
+    master: torch.Tensor
+    moments: Mapping[str, torch.Tensor]
+
+
+def split_bf16(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 as bf16 (nearest, ties away from zero) and the remainder of its bits: `oracle.split_bf16` in torch."""
+    bits = master.view(torch.int32)
+    nan = master.isnan()
+    high = torch.where(nan, bits >> 16 | 0x40, (bits + 0x8000) >> 16)
+    low = torch.where(nan, 0, bits - (high << 16))
+    return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
+
+
+def join_bf16(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The fp32 values that `split_bf16` took apart."""
+    return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+
+
+def require_room(numel: int, ranks: Ranks) -> None:
+    """MemoryBudgetError, on all ranks, when fp32 weights and moments of so many parameters on each of them do not fit
+    in the memory of some host."""
+    host = socket.gethostname()
+    said = ranks.of_all((host, numel * BYTES_PER_PARAM, host_available_bytes()))
+    for one in dict.fromkeys(where for where, _, _ in said):
+        needed = sum(nbytes for where, nbytes, _ in said if where == one)
+        available = min(nbytes for where, _, nbytes in said if where == one)
+        if needed > available:
+            raise MemoryBudgetError(
+                f"DeepSpeed's checkpoints hold the whole state of a host's ranks: {needed:,} bytes of host memory are "
+                f"needed for it on {one}, {available:,} are available. Lower host_cache, or use more hosts.",
+                needed, available,
+            )  # fmt: skip
+
+
+def at_rest(optimizer: AdamW) -> Engine:
+    """The engine, with no step going on and edits of weights noticed."""
+    optimizer.wait()
+    engine = optimizer.engine
+    engine.require_usable()
+    engine.quiesce()
+    engine.weights.take_edited()
+    return engine
+
+
+def read(optimizer: AdamW, places: Sequence[Place], flats: Sequence[Flat]) -> None:
+    """Copies the state of all parts into `flats`."""
+    engine = at_rest(optimizer)
+    for layout in engine.layouts:
+        with engine.memory.arrays(layout.id, changed=False) as arrays:
+            for s in layout.segments:
+                place = places[s.param]
+                where = slice(place.offset + s.offset, place.offset + s.offset + s.numel)
+                into = flats[place.subgroup]
+                into.master[where] = _master(arrays, s, engine.shards[s.param])
+                for name, moment in into.moments.items():
+                    moment[where] = arrays[name][s.start : s.start + s.numel]
+
+
+def write(optimizer: AdamW, places: Sequence[Place], flats: Sequence[Flat], steps: Sequence[int]) -> None:
+    """Takes the state of all parts from `flats`: weights, what makes them fp32, moments. `steps`: of each subgroup."""
+    optimizer.wait()
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for i, (place, part) in enumerate(zip(places, optimizer.engine.shards, strict=True)):
+        where, found = slice(place.offset, place.offset + place.numel), flats[place.subgroup]
+        own = _set_weight(part, found.master[where])
+        nothing = torch.zeros(1).expand(place.numel)
+        own |= {name: found.moments[name][where] if name in found.moments else nothing for name in MOMENTS}
+        state[i] = own | {"step": torch.tensor(float(steps[place.subgroup]))}
+    numbers = iter(range(len(places)))
+    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def read_one(optimizer: AdamW, part: int, name: str | None) -> torch.Tensor:
+    """The fp32 weights of one part, or one of its moments, in host memory."""
+    engine = at_rest(optimizer)
+    found = torch.empty(engine.shards[part].numel(), dtype=torch.float32)
+    for layout in engine.gradients.subgroups_of(part):
+        with engine.memory.arrays(layout.id, changed=False) as arrays:
+            for s in layout.segments:
+                if s.param == part:
+                    whole = engine.shards[part]
+                    values = _master(arrays, s, whole) if name is None else _array(arrays, _known(name), s)
+                    found[s.offset : s.offset + s.numel] = values
+    return found
+
+
+def write_one(optimizer: AdamW, part: int, name: str | None, values: torch.Tensor) -> None:
+    """Sets the fp32 weights of one part (and its weights, rounded), or one of its moments."""
+    engine = at_rest(optimizer)
+    if name is None:
+        own = _set_weight(engine.shards[part], values)
+        engine.weights.take_edited()
+    else:
+        own = {_known(name): values}
+    for layout in engine.gradients.subgroups_of(part) if own else ():
+        with engine.memory.arrays(layout.id) as arrays:
+            for s in layout.segments:
+                for key, given in own.items() if s.param == part else ():
+                    _array(arrays, key, s).copy_(given[s.offset : s.offset + s.numel])
+
+
+def _known(name: str) -> str:
+    if name not in MOMENTS:
+        raise ConfigError(f"The optimizer has no state {name!r}: {', '.join(MOMENTS)}.")
+    return name
+
+
+def _array(arrays: Mapping[str, torch.Tensor], name: str, s: Segment) -> torch.Tensor:
+    return arrays[name][s.start : s.start + s.numel]
+
+
+def _master(arrays: Mapping[str, torch.Tensor], s: Segment, part: torch.Tensor) -> torch.Tensor:
+    """The fp32 weights of a segment."""
+    if "master" in arrays:
+        return _array(arrays, "master", s)
+    weight = flat(part)[s.offset : s.offset + s.numel].cpu()
+    return join_bf16(weight, _array(arrays, "remainder", s)) if "remainder" in arrays else weight
+
+
+def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 weights as the engine rounds them."""
+    return split_bf16(master.float().contiguous())[0] if dtype == torch.bfloat16 else master.to(dtype)
+
+
+@torch.no_grad()
+def _set_weight(part: torch.Tensor, master: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Rounds fp32 weights into a part; what makes it fp32 again, by the name it has in state."""
+    if part.dtype == torch.bfloat16:
+        weight, remainder = split_bf16(master.contiguous())
+        part.copy_(weight)
+        return {"remainder": remainder}
+    part.copy_(master)
+    return {"master": master} if part.dtype == torch.float16 else {}

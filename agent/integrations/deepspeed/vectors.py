@@ -1,0 +1,64 @@
+"""How wide the vectors of DeepSpeed's cpu_adam are, as it was compiled on this machine, seen from one update by it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tidegate.agent.integrations.deepspeed.scalars import CpuAdamScalars
+from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, adamw_update
+
+log = logging.getLogger("tidegate.deepspeed")
+
+WIDTHS: Final = (16, 8, 4, 1, sys.maxsize)
+"""In elements: of AVX-512, AVX2 and NEON; where nothing is left over; and where everything is, without vectors."""
+NUMEL: Final = 127
+LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
+
+
+def vector_numel(cpu_adam: Any) -> int:
+    """How many elements DeepSpeed's op `cpu_adam` updates at a time. What is left over at the end of an array is
+    updated one by one, and rounded otherwise (`kernels.Arithmetic`).
+
+    Nothing says it but an update: the op may have been built for another machine, and another compiler may fuse
+    otherwise. Where no width gives the op's bits, weights are near DeepSpeed's and not equal, which is logged.
+    """
+    wanted = _updated_by(cpu_adam)
+    for width in WIDTHS:
+        if all(map(torch.equal, _updated_here(width), wanted)):
+            return width
+    log.warning(
+        "DeepSpeed's cpu_adam, as it was compiled here, rounds otherwise than Tidegate knows of: weights will be near "
+        "those of DeepSpeed's own offload, but not equal bit for bit."
+    )
+    return 1
+
+
+def _arrays() -> list[torch.Tensor]:
+    """Weight, moments and gradient of an update."""
+    values = np.random.default_rng(0).standard_normal((4, NUMEL)).astype(np.float32)
+    values[2] *= values[2]
+    return list(torch.from_numpy(values))
+
+
+def _updated_by(cpu_adam: Any) -> list[torch.Tensor]:
+    number, found = -1, _arrays()
+    weight, exp_avg, exp_avg_sq, grad = found
+    cpu_adam.create_adam(number, LR, *BETAS, EPS, DECAY, True, False)
+    cpu_adam.adam_update(number, 1, LR, *BETAS, EPS, DECAY, True, weight, grad, exp_avg, exp_avg_sq)
+    cpu_adam.destroy_adam(number)
+    return found
+
+
+def _updated_here(width: int) -> list[torch.Tensor]:
+    values, found, body = CpuAdamScalars()(LR, *BETAS, EPS, DECAY, step=1), _arrays(), NUMEL - NUMEL % width
+    with ThreadPool(1) as pool:
+        for part, chosen in ((slice(body), values), (slice(body, None), values.of_tail())):
+            weight, exp_avg, exp_avg_sq, grad = (array[part].data_ptr() for array in found)
+            numel = len(found[0][part])
+            adamw_update(pool, numel, weight, WeightFormat.F32, 0, exp_avg, exp_avg_sq, grad, GradDtype.F32, chosen)
+    return found

@@ -1,0 +1,73 @@
+"""What updates cost between two entries of a framework's log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tidegate.agent.control.attach import Attachment
+from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.gradient_arrival import Delivery
+from tidegate.timeline.verdict import Taken, verdict
+
+PREFIX: Final = "tidegate_"
+"""Of the names of figures in a framework's log."""
+VERDICT: Final = f"{PREFIX}verdict"
+"""The only one that is a sentence."""
+
+
+class Figures:
+    """Of an attached optimizer, for one entry of a log after the other."""
+
+    def __init__(self, attachment: Attachment, optimizer: AdamW) -> None:
+        self._attachment, self._optimizer = attachment, optimizer
+        self._before = _Passed()
+
+    def since_last(self) -> dict[str, Any]:
+        """`tidegate_update_seconds` and `tidegate_stall_seconds`, of all steps since the last entry together, and
+        `tidegate_verdict`, a sentence on them."""
+        now = _Passed.of(self._attachment)
+        passed, self._before = now.since(self._before), now
+        return {
+            f"{PREFIX}update_seconds": round(passed.update, 6),
+            f"{PREFIX}stall_seconds": round(sum(seconds for _, seconds in passed.stalls), 6),
+            VERDICT: verdict(passed.taken(self._attachment), self._optimizer.engine.effective),
+        }
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """Seconds since the run was attached."""
+
+    step: float = 0.0
+    update: float = 0.0
+    stalls: tuple[tuple[str, float], ...] = ()
+    delivery: Delivery = field(default_factory=Delivery)
+
+    @classmethod
+    def of(cls, attachment: Attachment) -> _Passed:
+        recorder = attachment.recorder
+        with recorder.lock:
+            stalls = recorder.rows("tidegate_stall_seconds_total")
+            phases = {phase: seconds for (phase,), seconds in recorder.seconds("tidegate_phase_seconds").items()}
+            spill = sum(recorder.rows("tidegate_update_spill_seconds_total").values())
+            delivery = recorder.totals.delivery
+        by_cause = tuple((cause, seconds) for (phase, cause), seconds in stalls.items() if phase == "update")
+        return cls(sum(phases.values()), phases.get("update", 0.0) + spill, by_cause, delivery)
+
+    def since(self, before: _Passed) -> _Passed:
+        earlier = dict(before.stalls)
+        stalls = tuple((cause, seconds - earlier.get(cause, 0.0)) for cause, seconds in self.stalls)
+        delivery = self.delivery - before.delivery
+        return _Passed(self.step - before.step, self.update - before.update, stalls, delivery)
+
+    def taken(self, attachment: Attachment) -> Taken:
+        return Taken(
+            step_seconds=self.step,
+            update_seconds=self.update,
+            stalls=dict(self.stalls),
+            paths=attachment.recorder.path_names,
+            recopied=self.delivery.recopied,
+            first_gradient=self.delivery.first_gradient,
+            together=self.delivery.together,
+        )

@@ -1,0 +1,1 @@
+"""`tidegate.AdamW`: the optimizer, its settings, state dicts, and its overlap with the forward pass."""

@@ -1,0 +1,194 @@
+"""Overlap of the update with the next forward: a module waits for its own weights, not for the whole update.
+
+Off unless asked for. The gates: a unit of the model (a block, an embedding, a head) waits for all weights below it; a
+module that holds units waits for the weights that are directly its own. Which weights a forward reads elsewhere is
+learnt from one forward, and the whole model waits for those. Evaluation, `state_dict` and `load_state_dict` of model
+and optimizer wait for everything, as do the next backward's first gradient and the next `step()`. Whatever else reads
+or writes weights (an average of weights, for one) calls `tidegate.wait()` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.module_hooks import ModelHook
+from tidegate.errors import ConfigError
+
+CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+
+
+class ForwardOverlap:
+    """Hooks on a model, from construction to `close()`."""
+
+    def __init__(self, optimizer: AdamW, model: torch.nn.Module) -> None:
+        _require_gated_reads(optimizer, model)
+        optimizer.follow_params()
+        self._optimizer = optimizer
+        self._model = model
+        self._numbers: dict[int, int] = {}
+        self._units: dict[torch.nn.Module, frozenset[int]] = {}
+        self._early: set[int] = set()
+        """Weights that somebody reads before the module that holds them is called, or whose module never is."""
+        self._learner: _ReadsBeforeCall | None = None
+        self._handles: list[Any] = []
+        self.rebuild()
+        optimizer.overlap = self
+
+    def rebuild(self) -> None:
+        """The optimizer has other parameters: everything is learnt anew, from the next forward."""
+        for handle in self._handles:
+            handle.remove()
+        self._optimizer.background = False
+        self._numbers = {id(p): i for i, p in enumerate(_params(self._optimizer))}
+        self._units = {module: self._own(params) for module, params in units(self._model)}
+        self._early.clear()
+        self._handles = list(self._hook())
+
+    def close(self) -> None:
+        """`step()` waits for the whole update again. Idempotent."""
+        if self._optimizer.overlap is self:
+            self._optimizer.wait()
+            self._optimizer.overlap = None
+            self._optimizer.background = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _own(self, params: Iterable[torch.nn.Parameter]) -> frozenset[int]:
+        return frozenset(self._numbers[id(p)] for p in params if id(p) in self._numbers)
+
+    def _hook(self) -> Iterator[Any]:
+        yield self._model.register_forward_pre_hook(ModelHook(self._before_model))
+        yield self._model.register_forward_hook(ModelHook(self._learnt))
+        yield self._model.register_forward_hook(ModelHook(self._stop_learning), always_call=True)
+        for module, numbers in self._units.items():
+            if numbers:
+                yield module.register_forward_pre_hook(ModelHook(self._before_unit, numbers))
+        for module in self._model.modules():
+            yield module.register_state_dict_pre_hook(ModelHook(self._wait_for_all))
+            yield module.register_load_state_dict_pre_hook(ModelHook(self._wait_for_all))
+
+    def _before_unit(self, numbers: frozenset[int], module: torch.nn.Module, *_: Any) -> None:
+        if self._learner is not None:
+            self._learner.called |= numbers
+        if not torch.is_grad_enabled() or not module.training:
+            self._optimizer.wait()
+        else:
+            self._optimizer.wait_for_weights(numbers)
+
+    def _before_model(self, model: torch.nn.Module, *_: Any) -> None:
+        self._stop_learning()  # a forward that was cut short may have left it
+        if not torch.is_grad_enabled() or not model.training:
+            self._optimizer.wait()
+        elif self._optimizer.background:
+            self._optimizer.wait_for_weights(self._early)
+        else:
+            self._learner = _ReadsBeforeCall(self._numbers)
+            self._learner.__enter__()  # type: ignore[no-untyped-call]
+
+    def _learnt(self, *_: Any) -> None:
+        """Only from a forward that came to its end."""
+        if self._learner is not None:
+            self._early |= self._learner.found | (set(self._numbers.values()) - self._learner.called)
+            self._optimizer.background = True
+
+    def _stop_learning(self, *_: Any) -> None:
+        learner, self._learner = self._learner, None
+        if learner is not None:
+            learner.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _wait_for_all(self, *_: Any, **__: Any) -> None:
+        self._optimizer.wait()
+
+
+class _ReadsBeforeCall(TorchFunctionMode):
+    """Sees every torch function: weights that are read before the unit that holds them was called."""
+
+    def __init__(self, numbers: dict[int, int]) -> None:
+        super().__init__()
+        self._numbers = numbers
+        self.called: set[int] = set()
+        self.found: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                number = self._numbers.get(id(tensor))
+                if number is not None and number not in self.called:
+                    self.found.add(number)
+        return func(*args, **(kwargs or {}))
+
+
+def units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
+    """The modules that wait, and for which weights: all below a unit; of what holds units only its own.
+
+    A module that holds a container (ModuleList, ModuleDict, Sequential) somewhere below it is no unit; what a container
+    holds is, however it looks inside.
+    """
+    if isinstance(model, CONTAINERS) or any(isinstance(m, CONTAINERS) for m in model.modules()):
+        yield model, list(model.parameters(recurse=False))
+        for child in model.children():
+            if isinstance(model, CONTAINERS):
+                yield child, list(child.parameters())
+            else:
+                yield from units(child)
+    else:
+        yield model, list(model.parameters())
+
+
+def overlap_forward(optimizer: AdamW, model: torch.nn.Module) -> ForwardOverlap:
+    """After one training forward `step()` returns as soon as it is known that there is an update; the next forward
+    waits for each weight where it is read. Results are the same, bit for bit. Methods other than `forward` that read
+    weights while training call `tidegate.wait()` first.
+
+    Needs `Offload(gradients="release")`: nobody else may write to gradients that an update still reads. ConfigError for
+    models whose reads of weights cannot be gated (`torch.compile`, FSDP2 and other DTensors).
+    """
+    return ForwardOverlap(optimizer, model)
+
+
+def wait(optimizer: AdamW) -> None:
+    """Waits until `optimizer`'s last update is done: before weights are read or written outside a training forward."""
+    optimizer.wait()
+
+
+def _require_gated_reads(optimizer: AdamW, model: torch.nn.Module) -> None:
+    if optimizer.overlap is not None:
+        raise ConfigError("This optimizer overlaps a model's forward already; close() that first.")
+    if optimizer.offload.gradients != "release":
+        raise ConfigError(
+            'Overlap with the forward needs Offload(gradients="release"): '
+            "gradients that are kept could be written while the update still reads them."
+        )
+    inside = {id(param) for param in model.parameters()}
+    if any(id(param) not in inside for param in _params(optimizer)):
+        raise ConfigError(
+            "The optimizer has parameters that are not in this model: nobody would wait for them. Give the module that "
+            "holds all of them."
+        )
+    if isinstance(model, torch._dynamo.OptimizedModule) or any(m._compiled_call_impl for m in model.modules()):
+        raise ConfigError("Overlap with the forward is off under torch.compile: its reads of weights are not gated.")
+    _require_plain(list(model.parameters()))
+
+
+def _params(optimizer: AdamW) -> Iterator[torch.Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _require_plain(params: Sequence[torch.Tensor]) -> None:
+    if torch.distributed.is_available():
+        from torch.distributed.tensor import DTensor
+
+        if any(isinstance(param, DTensor) for param in params):
+            raise ConfigError("Overlap with the forward is off for DTensor parameters (FSDP2): reads are not gated.")

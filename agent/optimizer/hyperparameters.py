@@ -1,0 +1,148 @@
+"""Hyperparameters as `torch.optim.AdamW` has them, and the scalars of one step made from them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tidegate.agent.engine.op_runner import StepInputs
+from tidegate.errors import ConfigError
+from tidegate.kernels import Scalars, scalars
+from tidegate.kernels.arithmetic.oracle import clip_scale
+
+TORCH_DEFAULTS: Mapping[str, Any] = {
+    "amsgrad": False,
+    "foreach": None,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""What else torch's param groups hold: state moves both ways with the same keys. `foreach` and `fused` choose among
+torch's implementations and mean nothing here."""
+
+REFUSED = {
+    "amsgrad": "it needs another state",
+    "capturable": "an offloaded update cannot be captured in a CUDA graph",
+    "differentiable": "an offloaded update is outside of autograd",
+}
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """ConfigError for hyperparameters of a param group that cannot work. Those that are absent are not checked."""
+    lr = group.get("lr")
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ConfigError(f"lr is a tensor of {lr.numel()} elements: it must have 1.")
+    for name in ("lr", "eps", "weight_decay"):
+        if name in group and not group[name] >= 0.0:
+            raise ConfigError(f"{name}={group[name]} is out of range: at least 0.")
+    for i, beta in enumerate(group.get("betas", ())):
+        if not 0.0 <= beta < 1.0:
+            raise ConfigError(f"betas[{i}]={beta} is out of range: from 0 to below 1.")
+    for name, reason in REFUSED.items():
+        if group.get(name):
+            raise ConfigError(f"{name}=True is not supported: {reason}. Leave it out.")
+
+
+def defaults_of(hyperparameters: Mapping[str, Any], torch_options: Mapping[str, Any]) -> dict[str, Any]:
+    """What param groups have where they say nothing themselves, with the keys that torch's have.
+
+    ConfigError for options that torch does not have, and for values that cannot work.
+    """
+    unknown = sorted(set(torch_options) - set(TORCH_DEFAULTS))
+    if unknown:
+        raise ConfigError(f"{unknown[0]!r} is not an option of AdamW.")
+    defaults = {**hyperparameters, **TORCH_DEFAULTS, **torch_options}
+    check_group(defaults)
+    return defaults
+
+
+def check_max_grad_norm(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0.0:
+        raise ConfigError(f"max_grad_norm={max_grad_norm} is out of range: above 0, or None.")
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """What a GradScaler says of this step: gradients are so many times too large; or they are not finite somewhere."""
+
+    inverse: float = 1.0
+    found_inf: bool = False
+
+    @classmethod
+    def of(cls, optimizer: Any) -> LossScale:
+        """From the attributes that `GradScaler.step` sets on optimizers with `_step_supports_amp_scaling`."""
+        scale = getattr(optimizer, "grad_scale", None)
+        found = getattr(optimizer, "found_inf", None)
+        return cls(1.0 if scale is None else 1.0 / float(scale), found is not None and bool(float(found)))
+
+
+def asked_by_grad_scaler() -> bool:
+    """Whether the code that reads the property which calls this is torch's GradScaler.
+
+    Others read `_step_supports_amp_scaling`, too: Lightning takes it for "gradients cannot be clipped from outside",
+    with a scaler or without one. Who is not told divides the gradients itself, which is as right, and slower.
+    """
+    return sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
+
+
+def gradient_factor(norm: float, unscale: float, max_grad_norm: float | None) -> float:
+    """What gradients are multiplied with. `norm` is of the gradients as they are; the bound is meant for those that are
+    multiplied with `unscale`."""
+    return unscale if max_grad_norm is None else unscale * float(clip_scale(norm * unscale, max_grad_norm))
+
+
+def step_inputs(
+    groups: Sequence[Mapping[str, Any]],
+    steps: Sequence[int],
+    loss_scale: LossScale,
+    max_grad_norm: float | None,
+    make_scalars: Callable[..., Scalars] = scalars,
+    make_factor: Callable[[float, float, float | None], float] = gradient_factor,
+) -> StepInputs:
+    """What a step computes with: a snapshot, later changes of `groups` do not touch it. `steps` are those done.
+
+    make_scalars, make_factor: called like `kernels.scalars` and `gradient_factor`.
+    """
+    frozen = [_frozen(group) for group in groups]
+    known: dict[tuple[int, int, float], Scalars] = {}
+
+    def of(group: int, step: int, grad_scale: float) -> Scalars:
+        key = (group, step, grad_scale)
+        if key not in known:
+            known[key] = _scalars(make_scalars, frozen[group], step, grad_scale)
+        return known[key]
+
+    return StepInputs(
+        steps=[step + 1 for step in steps], scalars=of,
+        clip=lambda norm: make_factor(norm, loss_scale.inverse, max_grad_norm),
+        skip=loss_scale.found_inf, unscale=loss_scale.inverse,
+    )  # fmt: skip
+
+
+def _frozen(group: Mapping[str, Any]) -> dict[str, Any]:
+    """As numbers: schedulers change tensors in place, and lanes look later."""
+    return {
+        "lr": _number(group["lr"]),
+        "beta1": _number(group["betas"][0]),
+        "beta2": _number(group["betas"][1]),
+        "eps": _number(group["eps"]),
+        "weight_decay": _number(group["weight_decay"]),
+        "decoupled": bool(group.get("decoupled_weight_decay", True)),
+        "maximize": bool(group.get("maximize")),
+    }
+
+
+def _scalars(make: Callable[..., Scalars], values: Mapping[str, Any], step: int, grad_scale: float) -> Scalars:
+    numbers = {name: value for name, value in values.items() if name != "maximize"}
+    return make(step=step, grad_scale=-grad_scale if values["maximize"] else grad_scale, **numbers)
+
+
+def _number(value: Any) -> float:
+    """torch takes tensors for lr and betas, too."""
+    return float(value.item()) if isinstance(value, torch.Tensor) else float(value)

@@ -1,0 +1,346 @@
+"""What `optimizer.state` shows of a state that lives elsewhere: torch's entries, with tensors that have no memory.
+
+Whoever walks it finds `step`, `exp_avg` and `exp_avg_sq` (and what makes a 16-bit weight an fp32 one) for each
+parameter that was updated, reads them as tensors, and may put them back as they are. To empty an entry, or all of
+them, begins the state anew. What would be written elsewhere is refused, as it would be lost.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from tidegate.agent.optimizer.state_dicts import ARRAYS
+from tidegate.agent.parameters.shards import as_part_of, is_divided, shard_of
+from tidegate.errors import ConfigError
+
+NAMES = ("step", *ARRAYS)
+"""What belongs to the engine in an entry; other names are the user's."""
+REMEDY = (
+    "The state lives in the engine, and optimizer.state shows it. To change it, take state = optimizer.state_dict(), "
+    "change that, and call optimizer.load_state_dict(state). To begin it anew, call optimizer.state.clear()."
+)
+
+VIEWS_BY_ANOTHER_NAME = (torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_split_with_sizes.default)
+"""Their results share memory with what they are given, and their schemas do not say so."""
+
+
+class Owner(Protocol):
+    """The optimizer whose state it is."""
+
+    def read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """All of this parameter's state, as `state_dict` has it."""
+
+    def reset_state(self, params: Collection[torch.Tensor] | None) -> None:
+        """The state of these parameters, of all with None, begins anew."""
+
+
+class OffloadedTensor(torch.Tensor):
+    """One tensor of the state, or a view of one, without memory: what reads it brings it from where it lives. It says
+    that it is on the CPU, and stays itself when it is moved to another device: where state lives is the engine's
+    business."""
+
+    _read: Callable[[], torch.Tensor]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> OffloadedTensor:
+        """like: has the shape and the strides."""
+        made: OffloadedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=dtype, device=torch.device("cpu")
+        )
+        made._read = read
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            return args[0]
+        if (func.is_view or func in VIEWS_BY_ANOTHER_NAME) and isinstance(args[0], cls):
+            return cls._view(func, args, kwargs)
+        for place, argument in enumerate(func._schema.arguments):
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write and _any_of_state(given):
+                raise ConfigError(f"{func} would write to a tensor of optimizer.state. {REMEDY}")
+        return func(*map(_real, args), **{name: _real(value) for name, value in kwargs.items()})
+
+    @classmethod
+    def _view(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `func` makes of a tensor of the state shares its memory: it is read with it, and as little written."""
+        whole = args[0]
+        like = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
+
+        def read(number: int | None = None) -> torch.Tensor:
+            made = func(whole._read(), *args[1:], **kwargs)
+            viewed: torch.Tensor = made if number is None else made[number]
+            return viewed
+
+        shown = func(like, *args[1:], **kwargs)
+        if isinstance(shown, torch.Tensor):
+            return cls(shown, shown.dtype, read)
+        return [cls(one, one.dtype, partial(read, number)) for number, one in enumerate(shown)]
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, _: torch.Tensor) -> None:
+        raise ConfigError(f".data = … would not reach the state. {REMEDY}")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy that cannot be written to."""
+        array = self._read().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        return self._read().tolist()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"OffloadedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._read().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self._read()
+
+
+def _any_of_state(given: Any) -> bool:
+    return any(isinstance(one, OffloadedTensor) for one in (given if isinstance(given, (list, tuple)) else [given]))
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, OffloadedTensor):
+        return value._read()
+    if is_divided(value):
+        return as_part_of(value, _real(shard_of(value)))
+    return type(value)(map(_real, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether they are one tensor of the state: DTensors around it are made anew by what moves them."""
+    return one is other or (is_divided(one) and is_divided(other) and shard_of(one) is shard_of(other))
+
+
+class ParamState(dict[str, Any]):
+    """The entry of one parameter. Its user may add names of his own; the engine's stay as they are."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in NAMES:
+            _refuse_unless(_is_same(self.get(name), value), f"state[parameter][{name!r}] = …")
+        else:
+            super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        _refuse_unless(name not in NAMES, f"del state[parameter][{name!r}]")
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        _refuse_unless(name not in NAMES or name not in self, f"state[parameter].pop({name!r})")
+        return super().pop(name, *default)
+
+    def popitem(self) -> NoReturn:
+        _refuse_unless(False, "state[parameter].popitem()")
+        raise AssertionError
+
+    def clear(self) -> None:
+        _refuse_unless(not any(name in NAMES for name in self), "state[parameter].clear()")
+        super().clear()
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *given: Any, **named: Any) -> None:
+        for name, value in dict(*given, **named).items():
+            self[name] = value
+
+    def __ior__(self, given: Any) -> ParamState:  # type: ignore[override, misc]
+        self.update(given)
+        return self
+
+    def users(self) -> dict[str, Any]:
+        """What is not the engine's."""
+        return users_part(self)
+
+    def __reduce__(self) -> Any:
+        return dict, (list(self.items()),)
+
+
+class OffloadedState(defaultdict[Any, Any]):
+    """`optimizer.state`. Keys that are no parameters are the user's."""
+
+    def __init__(self, owner: Owner) -> None:
+        super().__init__(dict)
+        self._owner = weakref.ref(owner)
+
+    # ---- what the optimizer says
+
+    def show(self, param: torch.Tensor, names: Collection[str]) -> None:
+        """This parameter was updated: its entry has these names."""
+        entry = super().setdefault(param, ParamState())
+        for name in names:
+            dict.__setitem__(entry, name, self._lazy(param, name))
+
+    def forget(self, params: Iterable[torch.Tensor]) -> None:
+        """They have no state any more; what is the user's stays."""
+        for param in params:
+            entry = self.get(param, {})
+            for name in set(entry) & set(NAMES):
+                dict.__delitem__(entry, name)
+
+    def begin(self, users: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """No parameter has a state; `users`: what is the user's of each."""
+        for key in [key for key in self if isinstance(key, torch.Tensor)]:
+            super().__delitem__(key)
+        for param, values in users.items():
+            if values:
+                super().__setitem__(param, ParamState(values))
+
+    def users(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
+        """What is the user's of each of these."""
+        return {param: self[param].users() for param in params if param in self}
+
+    def with_values(self, values: Mapping[torch.Tensor, Mapping[str, Any]]) -> dict[Any, Any]:
+        """All of it, with these values in place of tensors without memory. Parameters that are not there are left out:
+        they have no state."""
+        others = {key: value for key, value in self.items() if not isinstance(key, torch.Tensor)}
+        return others | {param: {**self[param].users(), **own} for param, own in values.items()}
+
+    def take_others(self, given: Mapping[Any, Any]) -> None:
+        """A loaded state holds these beside that of parameters."""
+        for key in [key for key in self if not isinstance(key, torch.Tensor)]:
+            super().__delitem__(key)
+        for key, value in given.items():
+            super().__setitem__(key, value)
+
+    def _lazy(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """A DTensor where the parameter is one, whose shard is without memory."""
+        owner, param_ref = self._owner, weakref.ref(param)
+
+        def read() -> torch.Tensor:
+            optimizer, whole = owner(), param_ref()
+            if optimizer is None or whole is None:
+                raise ConfigError("The optimizer that this state belongs to is gone; take its state_dict() before.")
+            return shard_of(optimizer.read_state(whole)[name])
+
+        if name == "step":
+            return OffloadedTensor(torch.empty((), device="meta"), torch.float32, read)
+        dtype = torch.int16 if name == "remainder" else torch.float32
+        like = torch.empty_like(shard_of(param), device="meta")
+        return as_part_of(param, OffloadedTensor(like, dtype, read))
+
+    # ---- what users do
+
+    def __missing__(self, key: Any) -> Any:
+        entry: dict[str, Any] = ParamState() if isinstance(key, torch.Tensor) else {}
+        super().__setitem__(key, entry)
+        return entry
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(key, torch.Tensor):
+            super().__setitem__(key, value)
+            return
+        now = self.get(key, {})
+        if value is now:
+            return
+        theirs = {name: given for name, given in value.items() if name in NAMES}
+        if any(name in NAMES for name in now) and not theirs:
+            self._reset([key])
+        else:
+            mine = {name: kept for name, kept in now.items() if name in NAMES}
+            same = theirs.keys() == mine.keys() and all(_is_same(theirs[name], mine[name]) for name in mine)
+            _refuse_unless(same, "state[parameter] = {…}")
+        entry = self[key]
+        for name in set(entry) - set(value) - set(NAMES):
+            del entry[name]
+        entry.update(users_part(value))
+
+    def __delitem__(self, key: Any) -> None:
+        if isinstance(key, torch.Tensor) and key in self:
+            self._reset([key])
+            super().pop(key, None)
+        else:
+            super().__delitem__(key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self:
+            return super().pop(key, *default)
+        entry = (
+            {name: _real(value) for name, value in self[key].items()} if isinstance(key, torch.Tensor) else self[key]
+        )
+        del self[key]
+        return entry
+
+    def popitem(self) -> tuple[Any, Any]:
+        if not self:
+            raise KeyError("popitem(): dictionary is empty")
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def clear(self) -> None:
+        self._reset(None)
+        super().clear()
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = {} if default is None else default
+        return self[key]
+
+    def update(self, *given: Any, **named: Any) -> None:
+        for key, value in dict(*given, **named).items():
+            self[key] = value
+
+    def __ior__(self, given: Any) -> OffloadedState:  # type: ignore[misc]
+        self.update(given)
+        return self
+
+    def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        return defaultdict(dict, self)
+
+    def __copy__(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        return self.copy()
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
+
+    def replace(self, given: Mapping[Any, Any]) -> None:
+        """`optimizer.state = given`: nothing in it begins all anew, the same entries change nothing."""
+        if given is self:
+            return
+        gone = [key for key in self if key not in given]
+        if not given:
+            self.clear()
+            return
+        for key in gone:
+            del self[key]
+        self.update(given)
+
+    def _reset(self, params: list[torch.Tensor] | None) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.reset_state(params)
+
+
+def users_part(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a parameter's state is not the engine's."""
+    return {name: value for name, value in entry.items() if name not in NAMES}
+
+
+def _refuse_unless(allowed: bool, what: str) -> None:
+    if not allowed:
+        raise ConfigError(f"{what} would not reach the state. {REMEDY}")

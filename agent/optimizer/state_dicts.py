@@ -1,0 +1,188 @@
+"""Optimizer state in and out of `state_dict`: whole tensors for each parameter, as torch.optim.AdamW keeps them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tidegate.agent.engine.engine import Engine
+from tidegate.agent.optimizer.hyperparameters import check_group
+from tidegate.agent.parameters.shards import as_part_of, own_part
+from tidegate.agent.parameters.subgroups import Segment, flat, format_of
+from tidegate.errors import ConfigError
+from tidegate.kernels import WeightFormat
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+ARRAYS = (*MOMENTS, "remainder", "master")
+"""What the engine has of a parameter. A state may have more, which is the user's."""
+
+ParamState = Mapping[str, torch.Tensor]
+
+
+def gather(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int]) -> dict[int, dict[str, torch.Tensor]]:
+    """The state of each parameter that was updated: step, moments, and `remainder` or `master` of 16-bit weights."""
+    if not any(steps):
+        return {}  # as cheap as it is for torch: Accelerate asks at construction
+    shards = engine.shards
+    found: list[dict[str, torch.Tensor]] = [_empty_moments(shard) for shard in shards]
+    for layout in engine.layouts:
+        if not any(steps[s.param] for s in layout.segments):
+            continue
+        with engine.memory.arrays(layout.id, changed=False) as arrays:
+            for s in layout.segments:
+                for name, array in arrays.items():
+                    # On the host, where it comes from: the device need not have room for it.
+                    like = shards[s.param]
+                    whole = found[s.param].setdefault(name, torch.empty_like(like, dtype=array.dtype, device="cpu"))
+                    flat(whole)[s.offset : s.offset + s.numel] = array[s.start : s.start + s.numel]
+    return {
+        i: {
+            "step": torch.tensor(float(step)),
+            **{name: as_part_of(params[i], part) for name, part in found[i].items()},
+        }
+        for i, step in enumerate(steps)
+        if step
+    }
+
+
+def names(engine: Engine, param: int) -> tuple[str, ...]:
+    """What the state of this parameter consists of."""
+    shard = engine.shards[param]
+    weight = format_of(shard).weight
+    aux = (
+        ()
+        if not weight.aux_bytes or not shard.numel()
+        else (("remainder",) if weight == WeightFormat.BF16_REMAINDER else ("master",))
+    )
+    return ("step", *MOMENTS, *aux)
+
+
+def reset(engine: Engine, params: Collection[int]) -> None:
+    """The state of these parameters is as before their first update: moments of 0, weights as they are."""
+    for layout in engine.layouts:
+        segments = [s for s in layout.segments if s.param in params]
+        if not segments:
+            continue
+        with engine.memory.arrays(layout.id) as arrays:
+            for s in segments:
+                for name in MOMENTS:
+                    arrays[name][s.start : s.start + s.numel] = 0
+        for s in segments:
+            engine.memory.reset_aux(layout.id, s.start, flat(engine.shards[s.param])[s.offset : s.offset + s.numel])
+
+
+def _empty_moments(param: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Parameters of no elements are in no subgroup."""
+    return (
+        {} if param.numel() else {name: torch.empty_like(param, dtype=torch.float32, device="cpu") for name in MOMENTS}
+    )
+
+
+def as_pre_hooks_make_it(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that is to be loaded, after the hooks that torch runs before it is."""
+    given = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, given)
+        given = given if changed is None else changed
+    return given
+
+
+@contextmanager
+def without_load_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """torch's loader does not run them: before the state is in, it is too early."""
+    names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    kept = {name: getattr(optimizer, name) for name in names}
+    for name in names:
+        setattr(optimizer, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name, hooks in kept.items():
+            setattr(optimizer, name, hooks)
+
+
+def by_position(state_dict: Mapping[str, Any]) -> tuple[dict[int, ParamState], dict[Any, Any]]:
+    """The state of each parameter by its place among the parameters of all groups, whatever the groups call them; and
+    whatever else the state holds."""
+    places: dict[Any, int] = {}
+    for group in state_dict["param_groups"]:
+        for key in group["params"]:
+            places.setdefault(key, len(places))
+    own: dict[int, ParamState] = {}
+    others: dict[Any, Any] = {}
+    for key, values in state_dict["state"].items():
+        if key in places:
+            if values:  # none: somebody looked at the entry of a parameter that was not updated
+                own[places[key]] = values
+        elif isinstance(key, int):
+            raise ConfigError(
+                f"The state has a parameter {key}, its groups have {len(places)}: it is of another model, or damaged."
+            )
+        else:
+            others[key] = values
+    return own, others
+
+
+def with_num_steps(packed: dict[str, Any], num_steps: int, steps: Sequence[int]) -> dict[str, Any]:
+    """`packed`, and how many steps there were where `steps` of parameters do not say it, as some were skipped. torch's
+    optimizers ignore the name; `torch.distributed.checkpoint` drops it, and would miss it in a state that lacks it."""
+    return packed if num_steps == max(steps, default=0) else {**packed, "num_steps": num_steps}
+
+
+def num_steps_of(given: Mapping[str, Any], steps: Sequence[int]) -> int:
+    """How many steps there were before this state was saved: at least as many as a parameter has."""
+    return max(int(given.get("num_steps", 0)), *steps, 0)
+
+
+def check(
+    param_groups: Sequence[Mapping[str, Any]], state: Mapping[int, ParamState], params: Sequence[torch.Tensor]
+) -> None:
+    """ConfigError when this state cannot be loaded; to be asked before anything is changed."""
+    for group in param_groups:
+        check_group(group)
+    for index, given in state.items():
+        if index >= len(params):
+            raise ConfigError(
+                f"The state has a parameter {index}, the model has {len(params)}: it is of another model."
+            )
+        if "step" not in given:
+            raise ConfigError(f"The state of parameter {index} lacks step: it is not AdamW's.")
+        for name in MOMENTS:
+            if name not in given:
+                raise ConfigError(f"The state of parameter {index} lacks {name}: it is not AdamW's.")
+            if given[name].shape != params[index].shape:
+                raise ConfigError(
+                    f"{name} of parameter {index} has shape {tuple(given[name].shape)}, "
+                    f"the parameter {tuple(params[index].shape)}: the state belongs to another model."
+                )
+
+
+def scatter(engine: Engine, params: Sequence[torch.Tensor], state: Mapping[int, ParamState]) -> None:
+    """Puts a checked state where the subgroups live; moments of parameters without state become 0."""
+    engine.weights_loaded()
+    mine = {i: {name: own_part(value, params[i]) for name, value in given.items() if name in ARRAYS}
+            for i, given in state.items()}  # fmt: skip
+    for layout in engine.layouts:
+        with engine.memory.arrays(layout.id) as arrays:
+            for s in layout.segments:
+                for name, array in arrays.items():
+                    part = array[s.start : s.start + s.numel]
+                    _set_part(part, s, name, mine.get(s.param, {}), engine.shards[s.param])
+
+
+def _set_part(part: torch.Tensor, s: Segment, name: str, given: ParamState, param: torch.Tensor) -> None:
+    if name not in given:
+        if name in MOMENTS:
+            part.zero_()
+        return
+    whole = torch.empty_like(param, dtype=part.dtype, device="cpu").copy_(given[name])
+    values = flat(whole)[s.offset : s.offset + s.numel]
+    if name == "master":
+        # The weight is authoritative: a master that does not round to it belongs to another weight.
+        weight = flat(param)[s.offset : s.offset + s.numel].cpu()
+        values = torch.where(values.to(weight.dtype) == weight, values, weight.float())
+    part.copy_(values)

@@ -1,0 +1,1 @@
+"""Parameters of the optimizer: subgroups, shards, owners, and what tells that a parameter has changed."""

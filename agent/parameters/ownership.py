@@ -1,0 +1,121 @@
+"""Which optimizer a parameter belongs to: one, and its memory is nobody else's. The newest takes what is idle."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tidegate.agent.parameters.shards import shard_of
+from tidegate.agent.parameters.subgroups import check_param
+from tidegate.errors import ParameterError
+
+log = logging.getLogger("tidegate")
+
+
+class Owner(Protocol):
+    """An optimizer that holds parameters."""
+
+    @property
+    def is_mid_step(self) -> bool:
+        """Closing it now would break a step, or lose gradients."""
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """It was not inherited by a fork."""
+
+    def give_way(self) -> None:
+        """Closes itself, because another one takes its parameters."""
+
+
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameter → weak reference to the optimizer that holds it."""
+
+
+def claim(owner: Owner, params: Sequence[torch.Tensor], beside: Sequence[torch.Tensor] = ()) -> None:
+    """`params` belong to `owner`, `beside` those that it has already, until it is collected or gives them up.
+
+    Optimizers that held some of them are collected if nothing but cycles holds them; else they are closed, and a
+    warning says so. ParameterError, with nothing claimed, for parameters that cannot be offloaded or share memory, and
+    when another optimizer that holds some is in the middle of a step. What `owner` has already it may claim again.
+    """
+    for index, param in enumerate(params, start=len(beside)):
+        check_param(shard_of(param), index)
+    _check_separate([shard_of(param) for param in (*beside, *params)])
+    if _held_by_others(owner, params):
+        gc.collect()
+        _close_others(_held_by_others(owner, params), first=len(beside))
+    for param in params:
+        _owners[param] = weakref.ref(owner)
+
+
+def _held_by_others(owner: Owner, params: Sequence[torch.Tensor]) -> dict[int, weakref.ref[Owner]]:
+    """Which of `params` belong to other optimizers of this process that still live. Holds none of them."""
+    found: dict[int, weakref.ref[Owner]] = {}
+    for index, param in enumerate(params):
+        holder = _owners.get(param)
+        other = None if holder is None else holder()
+        if holder is not None and other is not None and other is not owner:
+            found[index] = holder
+    return found
+
+
+def _close_others(held: dict[int, weakref.ref[Owner]], first: int) -> None:
+    """`first`: how many parameters the new owner has before those that are numbered in `held`."""
+    others: dict[int, tuple[Owner, list[int]]] = {}
+    for index, holder in held.items():
+        other = holder()
+        if other is not None:
+            others.setdefault(id(other), (other, []))[1].append(index + first)
+    for other, indices in others.values():
+        if not other.is_of_this_process:
+            raise ParameterError(
+                f"Parameter {indices[0]} belongs to a Tidegate optimizer of the process that this one was forked "
+                "from, whose hooks are still on it. Fork before the optimizer is built, or train a "
+                "copy.deepcopy() of the model."
+            )
+        if other.is_mid_step:
+            raise ParameterError(
+                f"Parameter {indices[0]} belongs to another Tidegate optimizer, which is in the middle of a step. Let "
+                "its step() end; or drop its gradients with its zero_grad() and close() it."
+            )
+    for other, indices in others.values():
+        log.warning(
+            "An earlier Tidegate optimizer is closed: %d of its parameters (from parameter %d on) belong to a new one "
+            "now. Its state is not taken along: state_dict() of the one and load_state_dict() of the other do that. "
+            "To end an optimizer without this warning, call its close().",
+            len(indices), indices[0],
+        )  # fmt: skip
+        try:
+            other.give_way()
+        except Exception:
+            log.exception("an earlier optimizer could not be closed as it should")
+
+
+def give_up(owner: Owner, params: Sequence[torch.Tensor]) -> None:
+    """`params` that belong to `owner` are free for another."""
+    for param in params:
+        holder = _owners.get(param)
+        if holder is not None and holder() is owner:
+            del _owners[param]
+
+
+def _check_separate(params: Sequence[torch.Tensor]) -> None:
+    """Each of two that share memory would undo the other's update."""
+    ranges = sorted(
+        (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), index)
+        for index, param in enumerate(params)
+        if param.numel()
+    )
+    for (_, end, one), (start, _, other) in pairwise(ranges):
+        if start < end:
+            raise ParameterError(
+                f"Parameters {min(one, other)} and {max(one, other)} share memory. Tie weights by giving both modules "
+                "the same Parameter, which counts once; or give the optimizer one of the two."
+            )

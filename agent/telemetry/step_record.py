@@ -1,0 +1,88 @@
+"""One finished step: what was noted when it ended. Everything else is made of it when somebody asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from tidegate.agent.engine.engine import StepResult
+from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.optimizer.gradient_arrival import Delivery, delivery_of
+from tidegate.agent.telemetry.paths import PathNote
+from tidegate.timeline.timeline import PhaseSpan, Span, Timeline
+from tidegate.wire.timeline import MAX_SPANS, TimelineView
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedStep:
+    """Times of `result` and `phases` are on the monotonic clock; `deps` are the plan's."""
+
+    number: int
+    result: StepResult
+    phases: StepPhases
+    deps: dict[int, tuple[int, ...]]
+    host_bytes: dict[str, int]
+    subgroups: dict[str, int]
+    """By residence."""
+    paths: tuple[PathNote, ...] = ()
+    timestamp: float = field(default_factory=time.time)
+    _wall: float = field(default_factory=lambda: time.time() - time.monotonic())
+    """Seconds since the epoch at second 0 of the monotonic clock."""
+
+    @property
+    def as_measured(self) -> Timeline:
+        """On the monotonic clock: for what does not care where second 0 is, and cannot afford a copy of each span."""
+        return Timeline(self.number, "measured", self.result.spans, self.phases.spans, self.deps, self._wall)
+
+    @cached_property
+    def delivery(self) -> Delivery:
+        return delivery_of(self.result, self.phases)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """From second 0 on."""
+        zero = self._zero
+        return Timeline(
+            step=self.number,
+            source="measured",
+            spans=tuple(
+                Span(
+                    s.op, s.kind, s.lane, s.subgroup, s.start - zero, s.end - zero, s.nbytes, s.numel, s.content, s.slot
+                )
+                for s in self.result.spans
+            ),
+            phases=tuple(PhaseSpan(p.phase, p.start - zero, p.end - zero) for p in self.phases.with_tail),
+            deps=self.deps,
+            origin=self._wall + zero,
+        )
+
+    def view(self) -> TimelineView:
+        """The timeline on the wire. Made of dicts: one validation of all is half the work of a model for each row."""
+        zero = self._zero
+        phases = [{"phase": p.phase, "start": p.start - zero, "end": p.end - zero} for p in self.phases.with_tail]
+        sent = [s.op for s in self.result.spans[:MAX_SPANS]]
+        return TimelineView.model_validate({
+            "step": self.number,
+            "source": "measured",
+            "origin": self._wall + zero,
+            "phases": phases,
+            "spans": list(self._rows(zero)),
+            "num_spans": len(self.result.spans),
+            "deps": {op: deps for op in sent if (deps := self.deps.get(op))},
+        })  # fmt: skip
+
+    def _rows(self, zero: float) -> Iterator[dict[str, Any]]:
+        for s in self.result.spans[:MAX_SPANS]:
+            yield {
+                "op": s.op, "kind": s.kind, "lane": s.lane, "subgroup": s.subgroup, "start": s.start - zero,
+                "end": s.end - zero, "nbytes": s.nbytes, "numel": s.numel, "slot": s.slot,
+            }  # fmt: skip
+
+    @property
+    def _zero(self) -> float:
+        """The monotonic time at which the step began."""
+        starts = [span.start for span in self.result.spans] + [phase.start for phase in self.phases.spans]
+        return min(starts, default=-self._wall)

@@ -1,0 +1,1 @@
+"""Configuration of the daemon: its settings and its TLS certificate."""

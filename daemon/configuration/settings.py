@@ -1,0 +1,115 @@
+"""What an administrator may set about the daemon."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from tidegate.client.daemon_client import MAX_BODY_BYTES, state_dir
+from tidegate.client.state_files import home_of
+from tidegate.daemon.configuration.tls import why_not
+from tidegate.errors import DaemonError
+
+
+class Settings(BaseModel):
+    """Settings of one daemon. Durations are seconds, sizes are bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    state_dir: Path = Field(default_factory=state_dir)
+    token_dir: Path | None = None
+    """Holds `<scope>.token` for every scope, made by somebody else: secrets as files. They are read, never written.
+    None: the daemon makes them in `home`."""
+    database_url: str | None = None
+    """Any SQLAlchemy URL; None is an SQLite file in `home`."""
+    bind: str = "127.0.0.1"
+    port: int = Field(default=8790, ge=0, le=65_535)
+    """0 takes a free one."""
+    advertise_address: str | None = None
+    """Name or address by which other machines reach this daemon."""
+    allowed_hosts: tuple[str, ...] = ()
+    """More values of the Host header to accept; `*.example.com` accepts all below that name, `*` any."""
+    metrics: bool = True
+    tls_certificate: Path | None = None
+    """PEM file with the certificate and its chain; with it the daemon speaks HTTPS only."""
+    tls_key: Path | None = None
+    """PEM file with its private key; None where the certificate's file holds it."""
+    forgiven_failures: int = Field(default=20, ge=1)
+    """Requests with a token that opens nothing, of one token or one address, before they are told to wait."""
+    request_seconds: float = Field(default=10.0, gt=0, le=3_600)
+    """A connection without a valid token is closed when no request has come in, and been answered, for so long."""
+    lease_seconds: float = Field(default=10.0, gt=0, le=86_400)
+    proposal_seconds: float = Field(default=5.0, gt=0)
+    keep_reports_seconds: float = Field(default=7 * 86_400.0, gt=0)
+    """Steps that were reported longer ago are deleted; of each rank the newest 256 are kept at most."""
+    keep_runs_seconds: float = Field(default=30 * 86_400.0, gt=0)
+    """Runs of which no rank has spoken for so long, and none goes on, are deleted; the audit log stays."""
+    max_body_bytes: int = Field(default=MAX_BODY_BYTES, gt=0)
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if "*" in host.removeprefix("*.") and host != "*":
+                raise ValueError(
+                    f"{host!r} cannot be allowed: give the name of a host, *.example.com for all below example.com, "
+                    "or * for any"
+                )
+        return hosts
+
+    @property
+    def url(self) -> str:
+        """The database's URL."""
+        return self.database_url or f"sqlite:///{self.database}"
+
+    @property
+    def home(self) -> Path:
+        """The folder that holds the state: `state_dir`, or the daemon's own one in it (`state_directory.prepare`)."""
+        return home_of(self.state_dir)
+
+    @property
+    def database(self) -> Path:
+        """The SQLite file, where `database_url` names no other database."""
+        return self.home / "tidegate.db"
+
+    def announced_host(self, listening: str) -> str:
+        """What clients of this machine are told to call the daemon that listens on this address.
+
+        With TLS it is a name that the certificate is for: the advertised one, else one that the machine has.
+        DaemonError when there is none, or the certificate cannot be used.
+        """
+        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listening, listening)
+        if self.tls_certificate is None:
+            if self.tls_key is not None:
+                raise DaemonError("A key without its certificate: give --tls-certificate too.")
+            return shown
+        if self.advertise_address:
+            names = [_hostname(self.advertise_address)]
+        else:
+            names = list(dict.fromkeys((shown, "localhost", socket.gethostname(), socket.getfqdn())))
+        reasons = {name: why_not(self.tls_certificate, self.tls_key, name) for name in names}
+        good = next((name for name, reason in reasons.items() if not reason), None)
+        if good is None:
+            remedy = (
+                "get one for that name" if self.advertise_address else "name one that it is for: --advertise-address"
+            )
+            told = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in reasons.items())
+            raise DaemonError(f"Clients would refuse the certificate {self.tls_certificate} ({told}): {remedy}.")
+        return good
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Values of the Host header that are this daemon; others are a web page that plays tricks with DNS."""
+        own = {"127.0.0.1", "localhost", "::1", socket.gethostname(), socket.getfqdn(), self.bind}
+        if self.advertise_address:
+            own.add(_hostname(self.advertise_address))
+        return frozenset(host.lower() for host in own | set(self.allowed_hosts))
+
+
+def _hostname(address: str) -> str:
+    """The host of `host`, `host:port`, `[v6]` or `[v6]:port`."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address.rpartition(":")[0] if address.count(":") == 1 else address

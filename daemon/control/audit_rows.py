@@ -1,0 +1,60 @@
+"""The rows of the audit log: who, what, before, after, why, effect."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tidegate.daemon.decisions.generations import Control, Decision, Generation
+from tidegate.daemon.storage.store import AuditNote
+from tidegate.wire.agent import AgentHello
+from tidegate.wire.base import KnobChanges
+
+AUDITED: Final = frozenset(
+    {"proposed", "committed", "refused", "aborted", "superseded", "applied", "promoted", "condemned", "canary_ended"}
+)
+TEXT: Final = 2_000
+
+
+def decision_note(run: str, before: Control, decision: Decision, at: float) -> AuditNote:
+    """The row of one decision about a generation."""
+    made = decision.generation
+    effect = made.outcome
+    if decision.what == "applied":
+        effect = "first step with it: " + ", ".join(f"rank {r} {s}" for r, s in sorted(made.applied.items())[:32])
+    if decision.what in ("promoted", "condemned", "canary_ended") and made.canary is not None:
+        effect = f"{made.canary.state.replace('_', ' ')}: {made.canary.verdict}"
+    actor = made.author if decision.what == "proposed" else "daemon"
+    return note(run, at, actor, decision.what, made, before=before.committed.knobs, effect=effect)
+
+
+def taken_over_notes(hello: AgentHello, held: AgentHello | None, at: float) -> list[AuditNote]:
+    """What is written down when a rank is taken over from a process that has ended without a goodbye."""
+    if held is None or held.agent != hello.replaces or hello.process == held.process is not None:
+        return []
+    ended = f"Process {held.pid} on {held.host} has ended without a goodbye."
+    text = f"{ended} Process {hello.pid} has taken over rank {hello.rank}."
+    return [note(hello.run, at, f"rank {hello.rank}", "taken over", reason=text)]
+
+
+def note(
+    run: str,
+    at: float,
+    actor: str,
+    action: str,
+    made: Generation | None = None,
+    *,
+    before: KnobChanges | None = None,
+    reason: str = "",
+    effect: str = "",
+) -> AuditNote:
+    return AuditNote(
+        timestamp=at,
+        actor=actor,
+        action=action,
+        run=run,
+        generation=made.number if made else None,
+        before=before,
+        after=made.knobs if made else None,
+        reason=(reason or (made.reason if made else ""))[:TEXT],
+        effect=effect[:TEXT],
+    )

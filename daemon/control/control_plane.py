@@ -1,0 +1,429 @@
+"""The control plane: takes what agents and operators say, decides, stores the decision, then tells.
+
+All of it runs on one event loop. What decides is called in a turn (`turns.py`), one at a time, so every method is
+atomic to the others. What is decided is stored before it is visible: an exception of the store leaves the memory as it
+was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Final
+
+from sqlalchemy.exc import OperationalError
+
+from tidegate.daemon.control import serializers
+from tidegate.daemon.control.audit_rows import AUDITED, decision_note, note, taken_over_notes
+from tidegate.daemon.control.event_ids import EventIds
+from tidegate.daemon.control.registry import Roster
+from tidegate.daemon.control.restore import restore
+from tidegate.daemon.control.retention import GONE_RANKS_KEPT, LAST_STEPS_KEPT, Retention
+from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.control.step_writer import History
+from tidegate.daemon.control.trials import Predicted, Trials
+from tidegate.daemon.control.turns import Turns
+from tidegate.daemon.decisions.generations import (
+    Apply,
+    Cast,
+    Control,
+    Generation,
+    Happening,
+    Join,
+    Leave,
+    Propose,
+    Tick,
+    decide,
+)
+from tidegate.daemon.decisions.knob_effect import WINDOW_STEPS, measure
+from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.storage.step_table import step_of
+from tidegate.daemon.storage.store import AgentRecord, AuditNote, Store, is_busy
+from tidegate.knobs.knobs import Knobs
+from tidegate.wire.agent import AgentHello, AgentReport, Lease, Vote
+from tidegate.wire.base import KnobChanges
+from tidegate.wire.canary import CanaryRequest
+
+FLUSH_SECONDS: Final = 30.0
+RESET: Final = "reset_knobs at start-up"
+RETRY_SECONDS: Final = 2.0
+log = logging.getLogger(__name__)
+
+
+class ControlPlane:
+    """Everything the daemon decides. Durations are seconds."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        lease_seconds: float = 10.0,
+        proposal_seconds: float = 5.0,
+        keep_seconds: float = 7 * 86_400.0,
+        keep_runs_seconds: float = 30 * 86_400.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self.store = store
+        self.turns = Turns(store)
+        self._lease_seconds = lease_seconds
+        self.closing = False
+        self._proposal_seconds = proposal_seconds
+        self._clock = clock or Clock()
+        self._flushed = self._clock.mono()
+        self._not_before: dict[str, float] = {}
+        """When the deadlines of a run that failed are looked at again."""
+        known = restore(store, lease_seconds, self._clock, GONE_RANKS_KEPT, LAST_STEPS_KEPT)
+        damaged = store.run_names() - known[0].keys()
+        self._event_ids = EventIds(store)
+        self.roster = Roster(*known, lease_seconds, self._clock, self._event_ids, damaged)
+        self.history = History(store.steps, keep_seconds, self._clock)
+        self._trials = Trials(store, self._advance, self._clock, proposal_seconds)
+        self.retention = Retention(store, self.roster, self.history, self._trials, self._clock, keep_runs_seconds)
+
+    # ---- agents
+
+    def hello(self, hello: AgentHello, knobs: Knobs, owner: str = "") -> Lease:
+        """Registers a rank. `knobs` are its start-up settings, complete; `owner` is the id of its token."""
+        run, now = self.roster.runs.get(hello.run), self._clock.wall()
+        held = run.members.get(hello.rank) if run else None
+        self.roster.check_free(hello)
+        self.retention.admit(hello, owner)
+        same = held is not None and held.hello.agent == hello.agent
+        member = held if held and same else Member(hello=hello, seen=0.0, last_seen=now)
+        seated = AgentRecord(
+            hello=hello, liveness="live", last_seen=now, step=member.step,
+            applied_generation=member.applied_generation, told=member.told, owner=owner,
+        )  # fmt: skip
+        taken_over = taken_over_notes(hello, held.hello if held else None, now)
+        if run is None:
+            run = self._new_run(hello, knobs, seated, now)
+        elif hello.reset_knobs and not same and knobs != serializers.knobs_of(run.control.committed):
+            self._reset(run, hello, knobs, seated, taken_over)
+        else:
+            self.store.save(run.name, notes=taken_over, agents=[seated])
+        member.hello, member.finished, member.owner = hello, False, owner
+        self._see(member)
+        if held is not None:
+            self.roster.agents.pop(held.hello.agent, None)
+            if not same:
+                self.history.drop(held.hello.agent)
+                run.orders.call(held.hello.agent)
+        run.seat(member)
+        self.roster.agents[hello.agent] = (run.name, hello.rank)
+        self._advance(run, Join(hello.rank, fresh=not same))
+        self.roster.tell_agent(run, member)
+        self._finish_left_over(run)
+        return self._lease(run, member)
+
+    def report(self, agent: str, report: AgentReport) -> Lease:
+        run, member = self.roster.member(agent)
+        if member.is_past(report):
+            detail = f"The report of step {report.step} is older than what rank {member.hello.rank} has told since."
+            raise ProblemError(409, "past-report", detail)
+        self._revive(run, member)
+        self.history.add(member, member.take(report))
+        rank = member.hello.rank
+        if report.applied is not None:
+            self._applied(run, member, report.applied.generation, report.applied.step)
+        if report.generation == member.reported_generation:  # told twice: its own word on the step is not coming
+            self._applied(run, member, report.generation, report.step)
+        member.reported_generation = report.generation
+        self._measure_effect(run, rank)
+        self._trials.look(run)
+        data = {"rank": rank, "step": report.step, "phase": report.phase, "generation": report.generation}
+        self.roster.publish(run, "report", data)
+        if report.finished:
+            self.goodbye(agent)
+        return self._lease(run, member)
+
+    def vote(self, agent: str, vote: Vote) -> None:
+        run, member = self.roster.member(agent)
+        self._revive(run, member)
+        self._advance(run, Cast(member.hello.rank, vote.generation, vote.can, vote.reason, self._clock.wall()))
+
+    def goodbye(self, agent: str) -> None:
+        """The rank ends on purpose. Saying it again is fine."""
+        name, rank = self.roster.agents.get(agent, ("", -1))
+        if not name:
+            self.roster.member(agent)  # raises
+        run = self.roster.runs[name]
+        member = run.members[rank]
+        if member.finished:
+            return
+        self._finish(run, member, f"rank {rank}", "")
+
+    # ---- operators
+
+    def patch(
+        self,
+        run: Run,
+        knobs: Knobs,
+        changes: KnobChanges,
+        author: str,
+        reason: str,
+        trial: tuple[CanaryRequest, Predicted] | None = None,
+    ) -> Generation:
+        """Makes the next generation on top of whatever is newest; the caller has checked If-Match."""
+        at, deadline = self._clock.wall(), self._clock.mono() + self._proposal_seconds
+        self._advance(
+            run,
+            Propose(
+                knobs=_all(run, knobs),
+                changes=changes,
+                author=author,
+                reason=reason,
+                at=at,
+                deadline=deadline,
+                canary=self._trials.begin(run, *trial) if trial else None,
+            ),
+        )
+        return run.latest
+
+    def roll_back(self, run: Run, to: int | None, author: str, reason: str) -> Generation:
+        """Makes a generation with the knobs of an earlier one."""
+        return self._trials.roll_back(run, to, author, reason)
+
+    async def recall(self, run: Run) -> None:
+        """Reads the last step of those ranks of the run that are gone for so long that it is not in memory any more."""
+        forgotten = {m.hello.agent: m for m in run.members.values() if not m.recent and m.window.newest >= 0}
+        if not forgotten:
+            return
+        for agent, step in (await asyncio.to_thread(self.store.steps.last, list(forgotten))).items():
+            if not forgotten[agent].recent and (report := step_of(agent, step)):
+                forgotten[agent].recent.append(report)
+
+    # ---- time
+
+    def tick(self) -> None:
+        """Deadlines and leases; to be called several times a second. Where those of a run fail, the others go on, and
+        it has its turn again after `RETRY_SECONDS`; raises at the end where another process holds the write lock."""
+        now, at, busy = self._clock.mono(), self._clock.wall(), None
+        flush = now - self._flushed >= FLUSH_SECONDS
+        for run in list(self.roster.runs.values()):
+            if self._not_before.get(run.name, now) > now:
+                continue
+            self._not_before.pop(run.name, None)
+            try:
+                self._tick(run, now, at, flush)
+            except Exception as error:  # what one run meets must not end deadlines and leases of the others
+                if isinstance(error, OperationalError) and is_busy(error):
+                    busy = error
+                    continue
+                log.exception("deadlines and leases of run %s failed, next try in %g s", run.name, RETRY_SECONDS)
+                self._not_before[run.name] = now + RETRY_SECONDS
+        if busy is not None:
+            raise busy
+        if flush:
+            self._flushed = now
+            self.retention.forget_gone()
+            self._event_ids.refill()
+        self.history.tick(now)
+        self.retention.tick(now)
+
+    def _tick(self, run: Run, now: float, at: float, flush: bool) -> None:
+        self._advance(run, Tick(now, at))
+        self._trials.look(run)
+        self._trials.tick(run, now)
+        changed = [member for member in run.members.values() if self._watch(run, member, at)]
+        if changed:
+            self._finish_left_over(run)
+        present = [run.members[rank] for rank in run.control.present]
+        if flush and present:
+            self.store.touch([self._record(member) for member in present])
+
+    def close(self) -> None:
+        """Wakes everyone who waits, for good."""
+        self.closing = True
+        for run in self.roster.runs.values():
+            run.bell.ring()
+            run.orders.ring()
+
+    def save_all(self) -> None:
+        """What can be stored is stored, whatever becomes of the rest; raises what went wrong."""
+        with ExitStack() as stack:
+            for run in self.roster.runs.values():
+                stack.callback(self.store.touch, [self._record(member) for member in run.members.values()])
+            stack.callback(self.history.close)
+            stack.callback(self.history.write)
+
+    # ---- inside
+
+    def _lease(self, run: Run, member: Member) -> Lease:
+        return Lease(
+            lease_seconds=self._lease_seconds,
+            directive=serializers.directive(run, member.hello.rank),
+            report_seconds=self._trials.report_seconds(run),
+        )
+
+    def _new_run(self, hello: AgentHello, knobs: Knobs, seated: AgentRecord, now: float) -> Run:
+        first = Generation(
+            number=0,
+            state="committed",
+            knobs=knobs.as_dict(paths=bool(hello.paths)),
+            changes={},
+            author=f"rank {hello.rank}@{hello.host}"[:64],
+            reason="start-up settings",
+            created_at=now,
+            decided_at=now,
+        )
+        self.store.add_run(hello.run, now, first, seated)
+        control = Control(newest=0, committed=first)
+        self.roster.runs[hello.run] = run = Run(name=hello.run, created_at=now, control=control, latest=first)
+        return run
+
+    def _reset(
+        self, run: Run, hello: AgentHello, knobs: Knobs, seated: AgentRecord, taken_over: list[AuditNote]
+    ) -> None:
+        """Makes the rank's settings those of the run. They are stored together with the rank: a hello that was not
+        stored can be said again."""
+        now, others = self._clock.wall(), run.control.present - {hello.rank}
+        paths = bool(hello.paths) or any(run.members[rank].hello.paths for rank in others)
+        before, after = serializers.knobs_of(run.control.committed).as_dict(paths=paths), knobs.as_dict(paths=paths)
+        author = f"rank {hello.rank}@{hello.host}"[:64]
+        reset = AuditNote(
+            timestamp=now, actor=author, action="reset", run=run.name, generation=run.control.newest + 1,
+            before=before, after=after, reason=RESET,
+        )  # fmt: skip
+        self._advance(
+            run,
+            Propose(
+                knobs=after,
+                changes={name: value for name, value in after.items() if before.get(name) != value},
+                author=author,
+                reason=RESET,
+                at=now,
+                deadline=math.inf,
+                commit=True,
+            ),
+            [seated],
+            [*taken_over, reset],
+        )
+
+    def _applied(self, run: Run, member: Member, generation: int, step: int) -> None:
+        member.applied.setdefault(generation, step)
+        member.applied_generation = max(member.applied_generation, generation)
+        self._advance(run, Apply(member.hello.rank, generation, step))
+
+    def _revive(self, run: Run, member: Member) -> None:
+        was = self.roster.liveness(member)
+        if not run.goes_on:
+            self.retention.check_quota(run, member.owner)
+        self._see(member)
+        if member.hello.rank not in run.control.present:
+            self._advance(run, Join(member.hello.rank, fresh=False))
+        if was != "live":
+            self.roster.tell_agent(run, member)
+
+    def _see(self, member: Member) -> None:
+        member.seen, member.last_seen, member.announced = self._clock.mono(), self._clock.wall(), "live"
+
+    def _finish(self, run: Run, member: Member, actor: str, reason: str) -> None:
+        rank, at = member.hello.rank, self._clock.wall()
+        record = replace(self._record(member), liveness="finished")
+        self.store.save(run.name, agents=[record], notes=[note(run.name, at, actor, "goodbye", reason=reason)])
+        member.finished, member.announced = True, "finished"
+        self._advance(run, Leave(rank, at))
+        run.orders.call(member.hello.agent)
+        self.roster.tell_agent(run, member)
+
+    def _finish_left_over(self, run: Run) -> None:
+        """Lost ranks that the run was started again without: nobody will bring them back, so they are no fault."""
+        size = run.world_size
+        for rank, member in run.members.items():
+            if rank >= size and self.roster.liveness(member) == "lost":
+                self._finish(run, member, "daemon", f"Rank {rank} is lost and the run goes on with {size} ranks.")
+
+    def _watch(self, run: Run, member: Member, at: float) -> bool:
+        """Tells of a liveness that is another one; whether it is."""
+        state = self.roster.liveness(member)
+        if state == member.announced:
+            return False
+        if state == "lost":
+            rank, silent = member.hello.rank, self._lease_seconds * 3
+            lost = note(run.name, at, "daemon", "lost", reason=f"Rank {rank} said nothing for {silent:g} s.")
+            self.store.save(run.name, agents=[self._record(member)], notes=[lost])
+            self._advance(run, Leave(rank, at))
+        member.announced = state
+        self.roster.tell_agent(run, member)
+        return True
+
+    def _measure_effect(self, run: Run, rank: int) -> None:
+        committed = run.control.committed
+        if (
+            run.lead is None
+            or run.lead[0] != rank
+            or (committed.effect and committed.effect.steps_after >= WINDOW_STEPS)
+        ):
+            return
+        member = run.members[rank]
+        effect = measure(member.window, member.applied, committed.number)
+        if effect is None or effect == committed.effect:
+            return
+        measured = replace(committed, effect=effect)
+        if committed.effect and effect.steps_after < WINDOW_STEPS:  # not written for each step: it is found again
+            run.control = replace(run.control, committed=measured)
+            run.latest = measured if run.latest.number == measured.number else run.latest
+            self._tell(run, measured)
+            return
+        before, after = effect.update_seconds_before, effect.update_seconds_after
+        text = f"update {before:.3f} s before, {after:.3f} s after (median of {effect.steps_after} steps)"
+        notes = (
+            [] if committed.effect else [note(run.name, self._clock.wall(), "daemon", "effect", measured, effect=text)]
+        )
+        self._store_and_tell(run, replace(run.control, committed=measured), [measured], notes)
+
+    def _advance(
+        self, run: Run, event: Happening, agents: Sequence[AgentRecord] = (), also: Sequence[AuditNote] = ()
+    ) -> None:
+        """Decides, stores what was decided (with these agents and rows of the audit log), and tells."""
+        before = run.control
+        control, decisions = decide(before, event)
+        notes = [decision_note(run.name, before, d, self._clock.wall()) for d in decisions if d.what in AUDITED]
+        # A vote is void after a restart, and ranks tell again what they have: neither is worth a write for each rank.
+        if all(d.what in ("voted", "rank_applied") for d in decisions):
+            run.control = control
+            run.latest = next((d.generation for d in decisions if d.generation.number == control.newest), run.latest)
+            return
+        self._store_and_tell(run, control, [d.generation for d in decisions], [*notes, *also], agents)
+        run.orders.ring()
+
+    def _store_and_tell(
+        self,
+        run: Run,
+        control: Control,
+        generations: list[Generation],
+        notes: Sequence[AuditNote],
+        agents: Sequence[AgentRecord] = (),
+    ) -> None:
+        newest = {g.number: g for g in generations}
+        if newest:
+            self.store.save(run.name, newest.values(), notes, agents)
+        run.control = control
+        run.latest = newest.get(control.newest, run.latest)
+        for generation in newest.values():
+            self._tell(run, generation)
+
+    def _tell(self, run: Run, generation: Generation) -> None:
+        self.roster.publish(
+            run, "generation", serializers.generation_view(run.name, generation).model_dump(mode="json")
+        )
+
+    def _record(self, member: Member) -> AgentRecord:
+        return AgentRecord(
+            hello=member.hello,
+            liveness=self.roster.liveness(member),
+            last_seen=member.last_seen,
+            step=member.step,
+            applied_generation=member.applied_generation,
+            told=member.told,
+            owner=member.owner,
+        )
+
+
+def _all(run: Run, knobs: Knobs) -> KnobChanges:
+    """Every knob that the run has."""
+    return knobs.as_dict(paths=bool(run.paths))

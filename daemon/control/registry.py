@@ -1,0 +1,121 @@
+"""Who is there: every run, every rank, every agent, and how alive each is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, Final
+
+from tidegate.daemon.control.event_ids import EventIds
+from tidegate.daemon.control.liveness import STALE_LEASES, of_run
+from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.storage.row_reader import REMEDY
+from tidegate.wire.agent import AgentHello, Holder
+from tidegate.wire.base import Liveness
+
+NAMED: Final = 10
+"""Runs or ranks of a kind in a message."""
+
+
+class Roster:
+    """Looks things up, and ends the request with a problem that lists what there is when they are not there."""
+
+    def __init__(
+        self,
+        runs: dict[str, Run],
+        agents: dict[str, tuple[str, int]],
+        lease_seconds: float,
+        clock: Clock,
+        event_ids: EventIds,
+        damaged: Collection[str] = (),
+    ) -> None:
+        """`damaged`: runs of which the store has what nobody can read."""
+        self.runs = runs
+        self.agents = agents
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._event_ids = event_ids
+        self._damaged = frozenset(damaged)
+
+    def run(self, name: str) -> Run:
+        if name not in self.runs:
+            self._check_damaged(name)
+            raise ProblemError(404, "unknown-run", f"There is no run {name!r}. {self._known()}")
+        return self.runs[name]
+
+    def _check_damaged(self, name: str) -> None:
+        if name in self._damaged:
+            detail = f"What is stored of run {name!r} cannot be read: {REMEDY}; or choose another name."
+            raise ProblemError(409, "run-damaged", detail)
+
+    def _known(self) -> str:
+        """The runs that go on, and the newest of those that ended, as a sentence."""
+        newest = sorted(self.runs.values(), key=lambda run: -run.created_at)
+        goes_on = [run.name for run in newest if of_run(self.states(run).values()) in ("live", "stale")]
+        ended = [run.name for run in newest if run.name not in set(goes_on)]
+        told = [f"{what}: {', '.join(names[:NAMED])}" for what, names in (("Live", goes_on), ("Ended", ended)) if names]
+        return f"{'. '.join(told)}." if told else "There is none yet."
+
+    def rank(self, name: str, rank: int) -> Member:
+        run = self.run(name)
+        if rank not in run.members:
+            known = ", ".join(map(str, sorted(run.members))) or "none"
+            raise ProblemError(404, "unknown-rank", f"Run {name!r} has no rank {rank}. Its ranks: {known}.")
+        return run.members[rank]
+
+    def member(self, agent: str) -> tuple[Run, Member]:
+        """The run and rank that the agent holds. One that has finished is unknown."""
+        if seat := self.agents.get(agent):
+            run = self.runs[seat[0]]
+            member = run.members[seat[1]]
+            if not member.finished:
+                return run, member
+        raise ProblemError(404, "unknown-agent", f"The daemon does not know agent {agent!r}: say hello first.")
+
+    def check_free(self, hello: AgentHello) -> None:
+        """A rank is taken while another agent that is live holds it, unless that one is known to have ended; an agent
+        is one rank for its whole life."""
+        self._check_damaged(hello.run)
+        run = self.runs.get(hello.run)
+        held = run.members.get(hello.rank) if run else None
+        if held and held.hello.agent not in (hello.agent, hello.replaces) and self.liveness(held) == "live":
+            raise ProblemError(
+                409,
+                "rank-taken",
+                f"Rank {hello.rank} of run {hello.run!r} is held by process {held.hello.pid} on {held.hello.host}, "
+                f"which is live. Stop it, wait {self._lease_seconds:g} s if it died, or choose another run name.",
+                rank=hello.rank,
+                holder=_holder(held.hello).model_dump(mode="json"),
+                lease_seconds=self._lease_seconds,
+            )
+        if self.agents.get(hello.agent, (hello.run, hello.rank)) != (hello.run, hello.rank):
+            raise ProblemError(409, "agent-taken", f"Agent {hello.agent!r} already is another rank: make a new id.")
+
+    @property
+    def lost_seconds(self) -> float:
+        """A rank that was silent for so long is lost."""
+        return STALE_LEASES * self._lease_seconds
+
+    def liveness(self, member: Member) -> Liveness:
+        return member.liveness(self._clock.mono(), self._lease_seconds)
+
+    def states(self, run: Run) -> dict[int, Liveness]:
+        return {rank: self.liveness(member) for rank, member in run.members.items()}
+
+    def reachable(self) -> Iterator[Member]:
+        """Ranks with metrics to scrape: those that are live or stale."""
+        for run in self.runs.values():
+            for member in run.members.values():
+                if member.hello.metrics_address and self.liveness(member) in ("live", "stale"):
+                    yield member
+
+    def publish(self, run: Run, kind: str, data: dict[str, Any]) -> None:
+        run.publish(self._event_ids.take(), kind, self._clock.wall(), data)
+
+    def tell_agent(self, run: Run, member: Member) -> None:
+        data = {"rank": member.hello.rank, "agent": member.hello.agent, "liveness": self.liveness(member)}
+        self.publish(run, "agent", data)
+
+
+def _holder(hello: AgentHello) -> Holder:
+    return Holder(agent=hello.agent, host=hello.host, pid=hello.pid, process=hello.process)

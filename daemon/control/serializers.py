@@ -1,0 +1,150 @@
+"""What operators see of a run, made from what the daemon knows."""
+
+from __future__ import annotations
+
+import functools
+
+from tidegate.daemon.control.audit_rows import TEXT
+from tidegate.daemon.control.liveness import of_run
+from tidegate.daemon.control.run import Member, Run
+from tidegate.daemon.control.step_totals import totals
+from tidegate.daemon.decisions.canary import Canary
+from tidegate.daemon.decisions.generations import Generation
+from tidegate.knobs.knobs import Knobs, KnobValue, specs_for
+from tidegate.wire.agent import Directive
+from tidegate.wire.base import KnobChanges, Liveness
+from tidegate.wire.canary import CanaryView
+from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, RankKnobs
+from tidegate.wire.run import RankView, RunView
+from tidegate.wire.standards import SdTarget
+
+
+def generation_view(run: str, g: Generation) -> GenerationView:
+    return GenerationView(
+        run=run,
+        generation=g.number,
+        state=g.state,
+        knobs=g.knobs,
+        changes=g.changes,
+        author=g.author,
+        reason=g.reason,
+        created_at=g.created_at,
+        decided_at=g.decided_at,
+        outcome=g.outcome[:TEXT],
+        applied=dict(g.applied),
+        measured_effect=g.effect,
+        canary=canary_view(g.canary) if g.canary else None,
+        restores=g.restores,
+    )
+
+
+def canary_view(canary: Canary) -> CanaryView:
+    return CanaryView(
+        base=canary.base,
+        steps=canary.steps,
+        min_effect=canary.min_effect,
+        min_headroom=canary.min_headroom,
+        state=canary.state,
+        verdict=canary.verdict[:TEXT],
+        predicted_update_seconds_before=canary.predicted_before,
+        predicted_update_seconds_after=canary.predicted_after,
+        measured=canary.measured,
+    )
+
+
+def run_view(run: Run, states: dict[int, Liveness]) -> RunView:
+    members = [run.members[rank] for rank in sorted(run.members)]
+    lead = run.lead
+    return RunView(
+        run=run.name,
+        liveness=of_run(states.values()),
+        device_kind=lead[1].hello.device_kind if lead else "emulated",
+        world_size=run.world_size,
+        step=max((m.step for m in members), default=0),
+        generation=run.control.committed.number,
+        started_at=run.created_at,
+        last_seen=run.last_seen,
+        paths=run.paths,
+        totals=totals(run),
+        ranks=tuple(_rank_view(m, states[m.hello.rank]) for m in members),
+    )
+
+
+def _rank_view(member: Member, state: Liveness) -> RankView:
+    hello = member.hello
+    return RankView(
+        rank=hello.rank,
+        agent=hello.agent,
+        host=hello.host,
+        pid=hello.pid,
+        device_kind=hello.device_kind,
+        metrics_address=hello.metrics_address,
+        liveness=state,
+        last_seen=member.last_seen,
+        started_at=hello.started_at,
+        phase=member.phase,
+        step=member.step,
+        applied_generation=member.applied_generation,
+        effective=member.effective,
+        last_step=member.recent[-1] if member.recent else None,
+        predicted_update_seconds=member.predicted_update_seconds,
+        device_memory_bytes=hello.device_memory_bytes,
+    )
+
+
+def knobs_view(run: Run, states: dict[int, Liveness]) -> KnobsView:
+    votes = run.latest.votes
+    return KnobsView(
+        run=run.name,
+        generation=run.control.newest,
+        desired=_desired(run),
+        bounds={name: KnobBound.of(spec) for name, spec in specs_for(run.paths).items()},
+        ranks=tuple(
+            RankKnobs(
+                rank=rank,
+                liveness=states[rank],
+                applied_generation=run.members[rank].applied_generation,
+                effective=run.members[rank].effective,
+                refused=votes[rank].reason if rank in votes and not votes[rank].can else None,
+            )
+            for rank in sorted(run.members)
+        ),
+        pending=generation_view(run.name, run.control.pending) if run.control.pending else None,
+    )
+
+
+def _desired(run: Run) -> KnobChanges:
+    """The committed knobs, those of storage when the run has paths."""
+    knobs = knobs_of(run.control.committed)
+    return knobs.as_dict(paths=True) if run.paths else knobs.fitted(()).as_dict()
+
+
+def knobs_of(generation: Generation) -> Knobs:
+    """The full set of a generation; one stored before a knob existed has its default."""
+    return Knobs(**generation.knobs)  # type: ignore[arg-type]
+
+
+def directive(run: Run, rank: int) -> Directive:
+    """What the daemon wants of a rank; a proposal that it has voted on is not asked again.
+
+    Desired knobs may be older than the paths: the rank gets what it can have of them, and votes on what the run can.
+    """
+    pending, paths = run.control.pending, run.members[rank].hello.paths
+    asked = pending if pending is not None and rank not in pending.votes else None
+    return Directive(
+        committed=run.control.committed.number,
+        committed_knobs=_fitted(tuple(run.control.committed.knobs.items()), paths),
+        proposed=asked.number if asked else None,
+        proposed_knobs=_fitted(tuple(asked.knobs.items()), run.paths) if asked else None,
+    )
+
+
+@functools.lru_cache(maxsize=1024)  # all ranks of a run are told the same
+def _fitted(knobs: tuple[tuple[str, KnobValue], ...], paths: tuple[str, ...]) -> KnobChanges:
+    return Knobs(**dict(knobs)).fitted(paths).as_dict()  # type: ignore[arg-type]
+
+
+def sd_target(member: Member) -> SdTarget:
+    hello = member.hello
+    labels = {"run": hello.run, "rank": str(hello.rank), "host": hello.host, "device_kind": hello.device_kind}
+    return SdTarget(targets=(hello.metrics_address,), labels=labels)

@@ -1,0 +1,202 @@
+"""Whether a change on trial helps or harms: steps with it against steps before it. Pure functions of what was measured.
+
+A step's time has outliers and is no normal distribution. So the change is the Hodges-Lehmann shift (median of all
+differences, after minus before), and whether it could be chance is the rank test of Mann and Whitney. Both are asked of
+the whole step, which may suffer where knobs do not act directly, and of its exposed part, which is ours and far less
+noisy than the model's own computing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, quantiles
+from typing import Final
+
+from tidegate.daemon.decisions.step_window import Figures
+from tidegate.wire.canary import CanaryMeasure, CanaryState
+
+MIN_STEPS_BEFORE: Final = 5
+SETTLING_STEPS: Final = 1
+"""The first step with a generation moves state, and says little of those that follow."""
+CHANCE: Final = 2.33
+"""Standard score that chance exceeds once in a hundred."""
+EARLY_SHARE, EARLY_RATIO = 4, 1.5
+"""After a quarter of the steps: when each took half as long again as the slowest before, no more are needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step on its slowest rank; `free_share` of device memory at its peak, None where the size is not known."""
+
+    seconds: float
+    exposed_seconds: float
+    update_seconds: float
+    free_share: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canary:
+    """A trial. `before` is kept with it, so that a restart of the daemon does not end it."""
+
+    base: int
+    steps: int
+    min_effect: float
+    min_headroom: float
+    before: tuple[Step, ...]
+    state: CanaryState = "waiting"
+    verdict: str = ""
+    predicted_before: float | None = None
+    predicted_after: float | None = None
+    measured: CanaryMeasure | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether its end is still to come."""
+        return self.state in ("waiting", "condemned")
+
+    def closed(self, state: CanaryState, verdict: str) -> Canary:
+        """Its end; a verdict that was reached stays."""
+        return replace(self, state=state, verdict=self.verdict or verdict) if self.open else self
+
+
+def common_steps(
+    ranks: Iterable[tuple[Iterable[Figures], int | None]], *, first: int = 0, end: int | None = None
+) -> list[Step]:
+    """Steps in [first, end) that every rank has told of, skipped ones left out, oldest first.
+
+    ranks: the steps of each rank, and its device memory in bytes.
+    """
+    tables = [
+        ({s.step: s for s in steps if s.step >= first and (end is None or s.step < end)}, m) for steps, m in ranks
+    ]
+    if not tables:
+        return []
+    shared = sorted(set.intersection(*(set(table) for table, _ in tables)))
+    rows = [[(table[number], memory) for table, memory in tables] for number in shared]
+    return [_slowest(row) for row in rows if all(s.update_seconds is not None and not s.skipped for s, _ in row)]
+
+
+def _slowest(row: Sequence[tuple[Figures, int | None]]) -> Step:
+    shares = [1 - s.peak_bytes / memory for s, memory in row if memory and s.peak_bytes is not None]
+    return Step(
+        seconds=max(s.seconds for s, _ in row),
+        exposed_seconds=max(s.exposed_seconds for s, _ in row),
+        update_seconds=max(s.update_seconds or 0.0 for s, _ in row),
+        free_share=min(shares, default=None),
+    )
+
+
+def judge(canary: Canary, after: Sequence[Step]) -> Canary:
+    """The canary with its verdict; as it is while there are too few steps. `after` begins at the first step with it."""
+    seen = after[SETTLING_STEPS : SETTLING_STEPS + canary.steps]
+    if canary.state != "waiting" or not seen:
+        return canary
+    short = _short_of_memory(canary, seen)
+    early = len(seen) >= max(3, canary.steps // EARLY_SHARE) and min(s.seconds for s in seen) > EARLY_RATIO * max(
+        s.seconds for s in canary.before
+    )
+    if not short and not early and len(seen) < canary.steps:
+        return canary
+    measured = measure(canary.before, seen)
+    # What the model's own computing varies by, on a machine that is shared say, is no effect of knobs.
+    least = max(canary.min_effect, spread([s.seconds for s in canary.before]) / max(measured.step_seconds_before, 1e-9))
+    slower = _differs(measured.exposed_shift, measured.exposed_score, canary.min_effect) or _differs(
+        measured.step_shift, measured.step_score, least
+    )
+    faster = _differs(-measured.exposed_shift, -measured.exposed_score, canary.min_effect)
+    told = f"{_in_words(measured)}; {_against_prediction(canary, measured)}"
+    if short:
+        return replace(canary, state="condemned", verdict=f"Harmful: {short}; {told}.", measured=measured)
+    if early or slower:
+        return replace(canary, state="condemned", verdict=f"Harmful: {told}.", measured=measured)
+    what = "Helpful" if faster else f"No change beyond {canary.min_effect:.0%}"
+    return replace(canary, state="promoted", verdict=f"{what}: {told}.", measured=measured)
+
+
+def _differs(shift: float, score: float, least: float) -> bool:
+    return shift > least and score > CHANCE
+
+
+def spread(values: Sequence[float]) -> float:
+    """Between the quartiles."""
+    low, _, high = quantiles(values, n=4) if len(values) > 1 else (0.0, 0.0, 0.0)
+    return high - low
+
+
+def measure(before: Sequence[Step], after: Sequence[Step]) -> CanaryMeasure:
+    """Both sides need at least one step."""
+    old, new = [s.seconds for s in before], [s.seconds for s in after]
+    ours, now = [s.exposed_seconds for s in before], [s.exposed_seconds for s in after]
+    whole = max(median(old), 1e-9)
+    shares = [s.free_share for s in after if s.free_share is not None]
+    return CanaryMeasure(
+        steps_before=len(before),
+        steps_after=len(after),
+        step_seconds_before=median(old),
+        step_seconds_after=median(new),
+        exposed_seconds_before=median(ours),
+        exposed_seconds_after=median(now),
+        update_seconds_before=median(s.update_seconds for s in before),
+        update_seconds_after=median(s.update_seconds for s in after),
+        step_shift=shift(old, new) / whole,
+        step_score=rank_score(old, new),
+        exposed_shift=shift(ours, now) / whole,
+        exposed_score=rank_score(ours, now),
+        headroom=min(shares, default=None),
+    )
+
+
+def shift(old: Sequence[float], new: Sequence[float]) -> float:
+    """Hodges and Lehmann's estimate of how much larger `new` is."""
+    return median(b - a for a in old for b in new)
+
+
+def rank_score(old: Sequence[float], new: Sequence[float]) -> float:
+    """Standard score of Mann and Whitney's U, positive when `new` tends to be larger; ties count half."""
+    wins = sum((b > a) + 0.5 * (b == a) for a in old for b in new)
+    pairs = len(old) * len(new)
+    return (wins - pairs / 2) / math.sqrt(pairs * (len(old) + len(new) + 1) / 12)
+
+
+def _in_words(m: CanaryMeasure) -> str:
+    return (
+        f"a step took {m.step_seconds_after:.4g} s, {m.step_seconds_before:.4g} s before ({m.step_shift:+.1%}); "
+        f"exposed {m.exposed_seconds_after:.4g} s, {m.exposed_seconds_before:.4g} s before "
+        f"({m.exposed_shift:+.1%} of a step); {m.steps_after} steps against {m.steps_before}"
+    )
+
+
+def _short_of_memory(canary: Canary, after: Sequence[Step]) -> str:
+    before = min((s.free_share for s in canary.before if s.free_share is not None), default=None)
+    now = min((s.free_share for s in after if s.free_share is not None), default=None)
+    if before is None or now is None or now >= canary.min_headroom or before < canary.min_headroom:
+        return ""
+    return f"{max(now, 0):.1%} of device memory was free at the peak, {canary.min_headroom:.0%} must be"
+
+
+def _against_prediction(canary: Canary, measured: CanaryMeasure) -> str:
+    was, now = measured.update_seconds_before, measured.update_seconds_after
+    found = f"update {was:.4g} s before, {now:.4g} s after"
+    if canary.predicted_before is None or canary.predicted_after is None:
+        return f"{found}, not predicted"
+    return f"{found}, predicted {canary.predicted_before:.4g} s and {canary.predicted_after:.4g} s"
+
+
+def as_json(canary: Canary) -> Mapping[str, object]:
+    """For the database."""
+    rows = [[s.seconds, s.exposed_seconds, s.update_seconds, s.free_share] for s in canary.before]
+    measured = canary.measured.model_dump() if canary.measured else None
+    names = ("base", "steps", "min_effect", "min_headroom", "state", "verdict", "predicted_before", "predicted_after")
+    return {**{name: getattr(canary, name) for name in names}, "before": rows, "measured": measured}
+
+
+def from_json(found: Mapping[str, object]) -> Canary:
+    """Of the database."""
+    more: dict[str, object] = {
+        **found,
+        "before": tuple(Step(*row) for row in found["before"]),  # type: ignore[attr-defined]
+        "measured": CanaryMeasure.model_validate(found["measured"]) if found["measured"] else None,
+    }
+    return Canary(**more)  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""The API's description: what FastAPI knows, and what it does not: tokens, problems, bounds of knobs, examples.
+
+`python -m tidegate.daemon.routes.api_description` prints it; docs/openapi.json is what it was at the last commit.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from tidegate.daemon.problems import TITLES
+from tidegate.daemon.routes.examples import EXAMPLES
+from tidegate.daemon.security.scopes import Asked
+from tidegate.knobs.knobs import SPECS, KnobSpec
+from tidegate.wire.standards import Problem
+
+ALWAYS: Final = (400, 413, 422, 500)
+WITH_TOKEN: Final = (401, 403, 429)
+_DROPPED: Final = ("HTTPValidationError", "ValidationError")
+_DECIMAL: Final = r"[0-9]+(\.[0-9]+)?"
+Json = dict[str, Any]
+
+
+def describe(app: FastAPI) -> Json:
+    """The OpenAPI document of `app`."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes, description=__doc__.split("\n")[0])
+    schemas: Json = document["components"]["schemas"]
+    for name in _DROPPED:
+        schemas.pop(name, None)
+    schemas["Problem"] = Problem.model_json_schema()
+    for method, path, operation in _operations(document):
+        _complete(method, path, operation)
+    for example in EXAMPLES:
+        schemas[type(example).__name__]["examples"] = [example.model_dump(mode="json", exclude_unset=True)]
+    schemas["KnobPatch"]["properties"]["changes"] |= {
+        "additionalProperties": False,
+        "properties": {name: _values(spec) for name, spec in SPECS.items()},
+    }
+    return document
+
+
+def _operations(document: Json) -> Iterator[tuple[str, str, Json]]:
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            yield method, path, operation
+
+
+def _complete(method: str, path: str, operation: Json) -> None:
+    """Its token, and the problems that it may answer with."""
+    statuses = set(ALWAYS) | {int(status) for status in operation["responses"] if int(status) >= 400}
+    if "security" in operation:
+        asked = Asked(frozenset(scope for needed in operation["security"] for scope in needed["token"]))
+        operation["description"] = f"{operation.get('description', '')} Token: {asked.needed}.".strip()
+        statuses |= set(WITH_TOKEN)
+    if "{" in path:
+        statuses.add(404)
+    for status in sorted(statuses):
+        operation["responses"][str(status)] = {
+            "description": TITLES[status],
+            "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        }
+    for parameter in operation.get("parameters", ()):
+        if (method, parameter["name"]) == ("patch", "if-match"):
+            parameter["required"] = True
+
+
+def _values(spec: KnobSpec) -> Json:
+    """What a knob takes; `GET …/knobs` says what it takes in one run."""
+    words: list[Json] = [{"type": "string", "enum": list(spec.words)}] if spec.words else []
+    match spec.kind:
+        case "number":
+            kinds: list[Json] = [{"type": "number", "minimum": spec.minimum, "maximum": spec.maximum}]
+        case "size":
+            kinds = [
+                {"type": "integer", "minimum": spec.minimum, "maximum": spec.maximum},
+                {"type": "string", "pattern": rf"^{_DECIMAL} ?([KMGT]i?)?B$"},
+            ]
+        case "weights":
+            one = rf"[a-z0-9_-]{{1,32}}:{_DECIMAL}(e[+-]?[0-9]{{1,2}})?"
+            kinds = [{"type": "string", "pattern": f"^{one}(,{one})*$"}]
+        case "choice":
+            kinds = []
+    return {"anyOf": kinds + words, "description": spec.help}
+
+
+def main() -> None:
+    from tidegate.daemon.configuration.settings import Settings
+    from tidegate.daemon.server.app import create_app
+
+    with tempfile.TemporaryDirectory() as folder:
+        app = create_app(Settings(state_dir=Path(folder)))
+        app.state.plane.store.close()
+        print(json.dumps(app.openapi(), indent=1, sort_keys=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""/sd: Prometheus HTTP service discovery. Always 200 and complete: on an error Prometheus keeps what it had."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from tidegate.daemon.control import serializers
+from tidegate.daemon.routes.dependencies import Plane
+from tidegate.daemon.security.scopes import OPEN
+from tidegate.wire.standards import SdTarget
+
+router = APIRouter(tags=["prometheus"], dependencies=[OPEN])
+
+
+@router.get("/sd")
+async def sd(plane: Plane) -> list[SdTarget]:
+    """Every rank that can be scraped."""
+    return [serializers.sd_target(member) for member in plane.roster.reachable()]

@@ -1,0 +1,126 @@
+"""Whose token it is; `scopes.py` says what it may do. The first start writes one of each scope to private files."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from tidegate.client.daemon_client import SCOPES, Scope
+from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.storage.state_directory import read_private, unwritable, write_private
+from tidegate.daemon.storage.store import Store
+from tidegate.daemon.storage.token_table import StoredToken, digest_of
+from tidegate.errors import DaemonError
+
+REFRESH_SECONDS: Final = 2.0
+UNKNOWN_REFRESH_SECONDS: Final = 0.2
+"""Age of the tokens in memory from which a token that is not among them makes the daemon read them again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who holds the token. `run`: the only run that it opens; None opens all. `token`: its id."""
+
+    name: str
+    scope: Scope
+    run: str | None = None
+    token: str = field(default="", compare=False)
+
+    def may_see(self, run: str) -> bool:
+        return self.run is None or self.run == run
+
+    def check_run(self, run: str) -> None:
+        """Ends the request where the token is for another run."""
+        if not self.may_see(run):
+            raise ProblemError(403, "wrong-run", f"The token opens run {self.run!r} only.")
+
+
+def bearer(header: str) -> str:
+    """The token in an Authorization header; empty where there is none."""
+    kind, _, token = header.partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
+
+
+class Tokens:
+    """The tokens of the store. They are read again when they are two seconds old, so that withdrawn ones are refused,
+    and when an unknown token is shown, which may be a new one."""
+
+    def __init__(
+        self, store: Store, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._wall = wall
+        self._known: list[StoredToken] = []
+        self._read_at = -REFRESH_SECONDS
+
+    def check(self, token: str) -> Caller | str:
+        """Whose token it is, or why it opens nothing: `wrong`, `expired` or `revoked`.
+
+        Every stored digest is compared, each in constant time.
+        """
+        asked = digest_of(token)
+        self._refresh(REFRESH_SECONDS)
+        found = self._find(asked)
+        if found is None and self._refresh(UNKNOWN_REFRESH_SECONDS):
+            found = self._find(asked)
+        if found is None:
+            return "wrong"
+        state = found.state(self._wall())
+        return Caller(found.name, found.scope, found.run, found.id) if state == "valid" else state
+
+    def _refresh(self, age: float) -> bool:
+        """Reads the tokens from the store if those in memory are at least `age` seconds old."""
+        if self._clock() - self._read_at < age:
+            return False
+        self._known = self._store.tokens.all()
+        self._read_at = self._clock()
+        return True
+
+    def _find(self, digest: str) -> StoredToken | None:
+        found = None
+        for known in self._known:
+            if hmac.compare_digest(digest, known.digest):
+                found = known
+        return found
+
+
+def ensure_files(store: Store, home: Path) -> None:
+    """Makes sure that the token file of every scope exists, is private and holds a token that opens something."""
+    for scope in SCOPES:
+        path = home / f"{scope}.token"
+        try:
+            token = read_private(path)
+            known = store.tokens.find(digest_of(token)) if token else None
+            if token and known is None:
+                store.tokens.add(token, scope, scope)  # the database is a new one, the file is not
+            elif known is None or known.state(time.time()) != "valid":
+                write_private(path, store.tokens.issue(scope, scope))
+        except OSError as error:
+            raise DaemonError(f"The token file {path} cannot be used: {unwritable(error)}.") from error
+
+
+def read_files(store: Store, token_dir: Path) -> None:
+    """Makes the tokens in the files `<scope>.token`, one for every scope, known to the store.
+
+    Whoever mounts the files says who may read them: their modes are left alone. DaemonError for one without a token,
+    or with one that was withdrawn.
+    """
+    for scope in SCOPES:
+        path = token_dir / f"{scope}.token"
+        try:
+            token = path.read_text().strip()
+        except OSError as error:
+            raise DaemonError(f"The token file {path} cannot be read: {error.strerror}.") from error
+        if not token:
+            raise DaemonError(f"The token file {path} is empty: write a long random text into it.")
+        known = store.tokens.find(digest_of(token))
+        if known is None:
+            store.tokens.add(token, scope, scope)
+        elif known.scope != scope or (state := known.state(time.time())) != "valid":
+            why = f"is of scope {known.scope}" if known.scope != scope else f"is {state}"
+            raise DaemonError(f"The token in {path} {why}: write another one into it.")

@@ -1,0 +1,149 @@
+"""The application factory: settings in, ASGI application out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from tidegate.daemon import problems
+from tidegate.daemon.configuration.settings import Settings
+from tidegate.daemon.control.alerts import AlertBook
+from tidegate.daemon.control.control_plane import ControlPlane
+from tidegate.daemon.routes import (
+    advice,
+    agents,
+    alerts,
+    audit,
+    events,
+    health,
+    knobs,
+    proof,
+    runs,
+    service_discovery,
+    start_page,
+)
+from tidegate.daemon.routes.api_description import describe
+from tidegate.daemon.security.middleware import Gate
+from tidegate.daemon.security.scopes import Declared
+from tidegate.daemon.security.tokens import Tokens, ensure_files, read_files
+from tidegate.daemon.server.metrics import Measured, Requests, RunCollector, refused_connections
+from tidegate.daemon.storage.open_database import open_store
+from tidegate.daemon.storage.readiness import Readiness
+from tidegate.daemon.storage.state_directory import prepare, proof_key
+
+TICK_SECONDS: Final = 0.1
+RETRY_SECONDS: Final = 2.0
+log = logging.getLogger(__name__)
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The daemon as an application. Opens the store and writes the token files; DaemonError when it cannot."""
+    home = prepare(settings.state_dir)
+    store = open_store(settings)
+    if settings.token_dir is None:
+        ensure_files(store, home)
+    else:
+        read_files(store, settings.token_dir)
+    plane = ControlPlane(
+        store,
+        lease_seconds=settings.lease_seconds,
+        proposal_seconds=settings.proposal_seconds,
+        keep_seconds=settings.keep_reports_seconds,
+        keep_runs_seconds=settings.keep_runs_seconds,
+    )
+    store.hurry()
+    app = FastAPI(
+        title="Tidegate",
+        version=_version(),
+        openapi_url=None,  # one of our routes, as all others
+        docs_url=None,
+        redoc_url=None,
+        lifespan=_lifespan,
+        redirect_slashes=False,
+    )
+    app.state.plane = plane
+    app.state.proof_key = proof_key(home)
+    app.state.readiness = Readiness(store)
+    app.state.alerts = book = AlertBook(store)
+    plane.retention.deleted = book.forget
+    app.state.registry = registry = CollectorRegistry()
+    registry.register(RunCollector(plane))
+    app.state.refused = refused_connections(registry)
+    problems.install(app)
+    routers = [
+        agents.hot,
+        *(
+            part.router
+            for part in (
+                agents,
+                runs,
+                knobs,
+                audit,
+                alerts,
+                events,
+                service_discovery,
+                health,
+                proof,
+                advice,
+                start_page,
+            )
+        ),
+    ]
+    served = routers + ([health.metrics_router] if settings.metrics else [])
+    for router in served:
+        app.include_router(router)
+    app.state.metrics = settings.metrics
+    app.state.routes = [route for router in served for route in router.routes]
+    app.openapi = lambda: _described(app)  # type: ignore[method-assign]
+    app.state.tokens = tokens = Tokens(store)
+    app.add_middleware(Gate, tokens=tokens, declared=Declared(app.state.routes), settings=settings)
+    app.add_middleware(Measured, requests=Requests(registry))
+    return app
+
+
+def _described(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        app.openapi_schema = describe(app)
+    return app.openapi_schema
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    plane: ControlPlane = app.state.plane
+    ticker = asyncio.create_task(_tick(plane))
+    try:
+        yield
+    finally:
+        plane.close()
+        async with plane.turns.none():
+            ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ticker
+            try:
+                plane.save_all()
+            finally:
+                plane.store.close()
+
+
+async def _tick(plane: ControlPlane) -> None:
+    while True:
+        try:
+            await plane.turns.do(plane.tick)
+        except Exception:  # a full disk must not end deadlines and leases for good
+            log.exception("the control plane's tick failed")
+            await asyncio.sleep(RETRY_SECONDS)
+        await asyncio.sleep(TICK_SECONDS)
+
+
+def _version() -> str:
+    try:
+        return version("tidegate")
+    except PackageNotFoundError:
+        return "0"

@@ -1,0 +1,220 @@
+"""HTTP as uvicorn speaks it, with a bound on what a client may send and how long it may take; and what accepts it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import re
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any, Final
+
+import httptools
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from tidegate.daemon.problems import problem
+from tidegate.daemon.security.connections import Connection, Connections, Reason
+from tidegate.daemon.security.middleware import AUTHORITY
+
+MAX_HEADER_BYTES: Final = 65_536
+"""Request line and headers; trailers and the framing of chunks count as well."""
+FRAMING: Final = 8
+"""Bytes around one byte of a chunked body, at most, beside those."""
+BACKLOG: Final = 2_048
+AT_ONCE: Final = 16
+"""Connections that are accepted before those that are open have their turn."""
+PAUSE_SECONDS: Final = 0.05
+"""Where no connection can be accepted."""
+_AUTHORITY_END: Final = re.compile(rb"[/?#]")
+_NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+NO_UPGRADE: Final = "The daemon speaks HTTP/1.1 and nothing else: send a request with a body without `Upgrade`."
+
+
+class _OfferWithBody(Exception):
+    """A request with a body that offers another protocol: the parser would take its body for the next request."""
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection. Each request finds it at `request.state.connection`."""
+
+    def __init__(self, book: Connections, connection: Connection, **more: Any) -> None:
+        super().__init__(**more)
+        self._book = book
+        self._connection = connection
+        self._received = 0
+        """Bytes of the request that is coming in; those of its body are counted below, too."""
+        self._body = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._connection.close = self._end
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._book.leave(self._connection)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        self._received += len(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, OverflowError):
+                self._refuse_headers()
+            elif isinstance(error.__context__, _OfferWithBody):
+                self._refuse("invalid", problem(400, "no-upgrade", NO_UPGRADE))
+            else:
+                self._refuse("invalid", problem(400, "no-http", "This is no valid HTTP/1.1 request."))
+            return
+        if self._received - self._body > MAX_HEADER_BYTES + FRAMING * self._body:
+            self._refuse_headers()
+            return
+        self._book.progress(self._connection)
+
+    def _parse(self, data: bytes) -> None:
+        """The offer of another protocol is ignored (RFC 9110, 7.8): the next request is one of HTTP/1.1 as well."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._connection.incomplete = True
+        self.scope["state"]["connection"] = self._connection
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
+            raise OverflowError
+        if self.parser.should_upgrade() and any(_announces_body(name, value) for name, value in self.headers):
+            raise _OfferWithBody
+        if not self.url.startswith(b"/") and b"://" in self.url:
+            self.scope["state"][AUTHORITY] = _AUTHORITY_END.split(self.url.partition(b"://")[2], 1)[0].decode("latin-1")
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._received = self._body = 0
+        self._connection.incomplete = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._book.answered(self._connection)
+        super().on_response_complete()
+
+    def _refuse_headers(self) -> None:
+        detail = f"Request line and headers are larger than the {MAX_HEADER_BYTES} bytes that the daemon takes."
+        self._refuse("too-large", problem(431, "headers-too-large", detail))
+
+    def _refuse(self, reason: Reason, answer: Response) -> None:
+        self._book.refuse(reason, self._connection.address)
+        self._answer(answer)
+
+    def _end(self, reason: Reason) -> None:
+        """The book wants it closed."""
+        if reason == "deadline" and self._connection.incomplete and self.transport.get_write_buffer_size() == 0:
+            detail = f"The request did not come in within {self._book.seconds:g} s."
+            self._answer(problem(408, "too-slow", detail))
+        else:
+            self.transport.abort()
+
+    def _answer(self, answer: Response) -> None:
+        """Says why, unless another answer is under way or has been given, and closes."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if cycle.response_started or not cycle.more_body or self.pipeline:
+                self.transport.abort()
+                return
+            cycle.disconnected = True  # its application waits for the body: it finds the client gone
+            cycle.message_event.set()
+        head = [b"%s: %s\r\n" % header for header in (*answer.raw_headers, (b"connection", b"close"))]
+        self.transport.write(b"".join((STATUS_LINE[answer.status_code], *head, b"\r\n", bytes(answer.body))))
+        self.transport.close()
+
+
+def _announces_body(name: bytes, value: bytes) -> bool:
+    return name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0") != b"")
+
+
+class Acceptor:
+    """Accepts the connections of a listening socket from its being made until `close`, in the running event loop."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        book: Connections,
+        make: Callable[[Connection], Protocol],
+        context: ssl.SSLContext | None,
+    ) -> None:
+        self._listener, self._book, self._make, self._context = listener, book, make, context
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        self._task = self._loop.create_task(self._accept())
+
+    def close(self) -> None:
+        for task in (self._task, *self._opening):
+            task.cancel()
+
+    async def _accept(self) -> None:
+        accepted = 0
+        while True:
+            try:
+                taken, peer = await self._loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno in _NO_DESCRIPTOR:
+                    self._book.refuse("descriptors", "any address")
+                    for _ in range(AT_ONCE):
+                        self._book.evict()
+                await asyncio.sleep(PAUSE_SECONDS)
+                continue
+            self._take(taken, str(peer[0]))
+            accepted += 1
+            if accepted % AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    def _take(self, taken: socket.socket, address: str) -> None:
+        opening = _Opening(taken)
+        connection = self._book.admit(address, opening.cancel)
+        opening.task = task = self._loop.create_task(self._open(opening, connection))
+        self._opening.add(task)
+        task.add_done_callback(functools.partial(self._opened, opening, connection))
+
+    async def _open(self, opening: _Opening, connection: Connection) -> None:
+        """TLS's handshake included, if there is one; the book's deadline is for all of it."""
+        opening.begun = True
+        make = functools.partial(self._make, connection)
+        with contextlib.suppress(OSError):  # the client has gone, or speaks no TLS
+            await self._loop.connect_accepted_socket(make, opening.socket, ssl=self._context)
+            return
+        self._book.leave(connection)
+
+    def _opened(self, opening: _Opening, connection: Connection, task: asyncio.Task[None]) -> None:
+        self._opening.discard(task)
+        if task.cancelled() or task.exception() is not None:
+            self._book.leave(connection)
+            if not opening.begun:  # otherwise it is the event loop's
+                opening.socket.close()
+
+
+class _Opening:
+    """A connection that is accepted and has no protocol yet."""
+
+    def __init__(self, socket: socket.socket) -> None:
+        self.socket = socket
+        self.task: asyncio.Task[None] | None = None
+        self.begun = False
+
+    def cancel(self, reason: Reason) -> None:
+        if self.task is not None:
+            self.task.cancel()

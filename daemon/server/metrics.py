@@ -1,0 +1,89 @@
+"""The daemon's own /metrics: ranks by state and desired generations at scrape time, requests as they come."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Iterator
+from typing import Final, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tidegate.daemon.control.control_plane import ControlPlane
+from tidegate.daemon.security.connections import WHY
+from tidegate.metrics.catalogue import BY_NAME
+from tidegate.metrics.family import SECONDS_BUCKETS
+from tidegate.wire.base import Liveness
+
+STATES: Final[tuple[Liveness, ...]] = get_args(Liveness)
+
+
+class RunCollector(Collector):
+    """Reads the control plane when Prometheus asks."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+
+    def collect(self) -> Iterator[Metric]:
+        agents = GaugeMetricFamily("tidegate_agents", BY_NAME["tidegate_agents"].help, labels=["run", "state"])
+        name = "tidegate_desired_generation"
+        generations = GaugeMetricFamily(name, BY_NAME[name].help, labels=["run"])
+        for run in self._plane.roster.runs.values():
+            count = Tally(self._plane.roster.states(run).values())
+            for state in STATES:
+                agents.add_metric([run.name, state], count[state])
+            generations.add_metric([run.name], run.control.committed.number)
+        yield agents
+        yield generations
+
+
+class Requests:
+    """The request families, cached by their labels."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        total, seconds = "tidegate_requests_total", "tidegate_request_seconds"
+        self.total = Counter(total, BY_NAME[total].help, ["route", "method", "status"], registry=registry)
+        self.seconds = Histogram(
+            seconds, BY_NAME[seconds].help, ["route", "method"], buckets=SECONDS_BUCKETS, registry=registry
+        )
+
+
+def refused_connections(registry: CollectorRegistry) -> Counter:
+    """The family of connections that were refused."""
+    name = "tidegate_refused_connections_total"
+    counter = Counter(name, BY_NAME[name].help, ["reason"], registry=registry)
+    for reason in WHY:
+        counter.labels(reason)
+    return counter
+
+
+class Measured:
+    """ASGI middleware: counts and times every request under its route's template, so that labels stay few."""
+
+    def __init__(self, app: ASGIApp, *, requests: Requests) -> None:
+        self._app = app
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, begin = 500, time.perf_counter()
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            method = scope["method"] if scope["method"] in ("GET", "POST", "PATCH", "DELETE", "HEAD") else "other"
+            self._requests.total.labels(route, method, f"{status // 100}xx").inc()
+            self._requests.seconds.labels(route, method).observe(time.perf_counter() - begin)

@@ -1,0 +1,122 @@
+"""The stored steps of ranks: the newest of each agent, as it told them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import bindparam, delete, func, insert, select
+from sqlalchemy.engine import Engine
+from sqlalchemy.orm import aliased
+
+from tidegate.daemon.storage.row_reader import REMEDY, reason
+from tidegate.daemon.storage.schema import StepRow
+from tidegate.wire.step import StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class ToldStep:
+    """One step of an agent. `body`: its report in JSON; `at`: seconds since the epoch."""
+
+    agent: str
+    step: int
+    at: float
+    body: str
+
+
+log = logging.getLogger(__name__)
+ROWS_AT_ONCE: Final = 2_000
+AGENTS_AT_ONCE: Final = 500
+"""In one question: databases limit what it may hold."""
+LET_IN_SECONDS: Final = 0.05
+"""Between two transactions: who waits for SQLite's lock asks for it again only every so often."""
+_INSERT: Final = insert(StepRow)
+_NEWER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.step >= bindparam("first"))
+_LATER: Final = aliased(StepRow)
+_LAST: Final = select(func.max(_LATER.step)).where(_LATER.agent == StepRow.agent).scalar_subquery()
+_OLD: Final = delete(StepRow).where(StepRow.at < bindparam("before"), StepRow.step < _LAST)
+_OLDER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.step < bindparam("first"))
+
+
+def step_of(agent: str, body: str) -> StepReport | None:
+    """The report; None, and a line in the log, where it cannot be read."""
+    try:
+        return StepReport.model_validate_json(body)
+    except ValueError as error:
+        _tell(agent, reason(error))
+        return None
+
+
+@functools.lru_cache(maxsize=1_024)  # once for each
+def _tell(agent: str, why: str) -> None:
+    log.error("steps of agent %s cannot be read and are left out (%s): %s", agent, why, REMEDY)
+
+
+class StepTable:
+    """The steps of one database. Every method has committed when it returns. For any thread."""
+
+    def __init__(self, engine: Engine, reading: Engine) -> None:
+        """`reading`: for transactions that only read."""
+        self._engine, self._reading = engine, reading
+
+    def write(
+        self, steps: Iterable[ToldStep], firsts: Iterable[tuple[str, int]] = (), before: float | None = None
+    ) -> None:
+        """All of these, oldest first; writing them again is fine.
+
+        Each transaction has at most `ROWS_AT_ONCE`: after an outage, decisions need not wait for all.
+        firsts: agents, and the step before which what they told goes. before: a time; all that was told earlier goes,
+        but for the last step of each agent: what a run ended with stays.
+        """
+        rows = list(steps)
+        old = [{"of": agent, "first": first} for agent, first in firsts]
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            if start:
+                time.sleep(LET_IN_SECONDS)
+            self._write(rows[start : start + ROWS_AT_ONCE])
+        if not old and before is None:
+            return
+        with self._engine.begin() as connection:
+            if old:
+                connection.execute(_OLDER, old)
+            if before is not None:
+                connection.execute(_OLD, {"before": before})
+
+    def _write(self, rows: Sequence[ToldStep]) -> None:
+        begin = {s.agent: s.step for s in reversed(rows)}
+        with self._engine.begin() as connection:
+            connection.execute(_NEWER, [{"of": agent, "first": step} for agent, step in begin.items()])
+            connection.execute(_INSERT, [{name: getattr(s, name) for name in ToldStep.__slots__} for s in rows])
+
+    def newest(self, agent: str, limit: int) -> list[tuple[int, str]]:
+        """The newest `limit` steps of the agent, each with its report in JSON, oldest first."""
+        query = select(StepRow.step, StepRow.body).where(StepRow.agent == agent)
+        with self._reading.connect() as connection:
+            rows = connection.execute(query.order_by(StepRow.step.desc()).limit(limit)).all()
+            return [(step, body) for step, body in reversed(rows)]
+
+    def last(self, agents: Sequence[str]) -> dict[str, str]:
+        """The newest report of each of these agents, in JSON."""
+        found: dict[str, str] = {}
+        for start in range(0, len(agents), AGENTS_AT_ONCE):
+            newest = (
+                select(StepRow.agent, func.max(StepRow.step).label("step"))
+                .where(StepRow.agent.in_(agents[start : start + AGENTS_AT_ONCE]))
+                .group_by(StepRow.agent)
+                .subquery()
+            )
+            same = (StepRow.agent == newest.c.agent) & (StepRow.step == newest.c.step)
+            with self._reading.connect() as connection:
+                rows = connection.execute(select(StepRow.agent, StepRow.body).join(newest, same))
+                found.update((agent, body) for agent, body in rows)
+        return found
+
+    def newest_numbers(self) -> dict[str, int]:
+        """The newest step of every agent."""
+        query = select(StepRow.agent, func.max(StepRow.step)).group_by(StepRow.agent)
+        with self._reading.connect() as connection:
+            return {agent: newest for agent, newest in connection.execute(query)}  # noqa: C416

@@ -1,0 +1,32 @@
+"""What fires in all runs and in none of them, as far as the daemon answers; and whether that is all."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tidegate.dashboard.data import read_cache
+from tidegate.wire.alert import AlertView
+
+NO_RUN = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Firing:
+    """Alerts by run; those that concern none are under the empty name. `problem`: why some may be missing."""
+
+    by_run: Mapping[str, Sequence[AlertView]]
+    problem: str | None = None
+
+    def of(self, run: str) -> Sequence[AlertView]:
+        return self.by_run.get(run, ())
+
+
+def firing(url: str) -> Firing:
+    """One question for all runs, every few seconds at most."""
+    reading = read_cache.FIRING.get(url)
+    by_run: defaultdict[str, list[AlertView]] = defaultdict(list)
+    for alert in reading.value or ():
+        by_run[alert.run].append(alert)
+    return Firing(by_run=by_run, problem=reading.problem)

@@ -1,0 +1,69 @@
+"""What each storage path did in the newest steps: figures for the table of paths. Pure, as `digest.py`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tidegate.dashboard.data.step_stats import WINDOW
+from tidegate.wire.step import PathOperation, PathState, StepReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathUse:
+    """One direction of one path: means over the newest steps. `ceiling_share`: of what it can do alone."""
+
+    bytes_per_step: float
+    bytes_per_second: float | None
+    """While busy; None when nothing was moved."""
+    ceiling_share: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathFigures:
+    """One path: what it holds, moves and has left. Sums are since the run began."""
+
+    name: str
+    subgroups: int
+    read: PathUse
+    write: PathUse
+    lock_wait_seconds: float
+    errors: int
+    free_bytes: int | None
+    written_bytes_per_day: float | None
+
+
+def path_figures(steps: Sequence[StepReport]) -> list[PathFigures]:
+    """Of the newest WINDOW of `steps` (oldest first), in the order of the paths; none for a run without any."""
+    recent = list(steps)[-WINDOW:]
+    moved: defaultdict[tuple[str, str], float] = defaultdict(float)
+    busy: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for row in (row for step in recent for row in step.paths):
+        moved[row.path, row.operation] += row.bytes
+        busy[row.path, row.operation] += row.busy_seconds
+    last = recent[-1] if recent else None
+
+    def use(state: PathState, operation: PathOperation) -> PathUse:
+        nbytes, seconds = moved[state.path, operation], busy[state.path, operation]
+        speed = nbytes / seconds if seconds > 0 else None
+        ceiling = state.ceiling_bytes_per_second.get(operation)
+        return PathUse(
+            bytes_per_step=nbytes / len(recent),
+            bytes_per_second=speed,
+            ceiling_share=speed / ceiling if speed is not None and ceiling else None,
+        )
+
+    return [
+        PathFigures(
+            name=state.path,
+            subgroups=last.subgroups.get(state.path, 0) if last else 0,
+            read=use(state, "read"),
+            write=use(state, "write"),
+            lock_wait_seconds=sum(state.lock_wait_seconds.values()),
+            errors=sum(state.errors.values()),
+            free_bytes=state.free_bytes,
+            written_bytes_per_day=state.written_bytes_per_day,
+        )
+        for state in (last.path_states if last else ())
+    ]

@@ -1,0 +1,153 @@
+"""From reported steps to the few figures of the first screen. Pure: nothing here draws or asks the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from tidegate.dashboard.style import units
+from tidegate.timeline.timeline import PHASES, cause_in_words
+from tidegate.wire.base import Liveness
+from tidegate.wire.run import RunView
+from tidegate.wire.step import StepReport
+
+MANY_SKIPPED = 0.1
+"""Share of steps; a scaler of fp16 gradients skips one now and then."""
+WINDOW = 20
+"""Figures are medians or means over this many of the newest steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digest:
+    """Medians over the newest `steps` steps; durations in seconds, shares from 0 to 1. None: not reported."""
+
+    steps: int
+    pace: float | None
+    phase_seconds: dict[str, float]
+    exposed_seconds: float | None
+    stall_share: dict[str, float]
+    """Share of the update that waits for each cause, largest first."""
+    tokens_per_second: float | None
+    loss: float | None
+    grad_norm: float | None
+    skipped: int
+    skipped_lately: int = 0
+    """Of the newest `steps`."""
+
+    @property
+    def told(self) -> str:
+        """How many steps the figures are of: `20 steps`."""
+        return units.counted(self.steps, "step")
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.phase_seconds.values())
+
+    @property
+    def update_share(self) -> float | None:
+        total = self.step_seconds
+        return self.phase_seconds.get("update", 0.0) / total if total > 0 else None
+
+
+def digest(steps: Sequence[StepReport]) -> Digest:
+    """The figures of the newest WINDOW of `steps` (oldest first)."""
+    recent = list(steps)[-WINDOW:]
+    phases = {p: _median(s.phase_seconds.get(p, 0.0) for s in recent) for p in PHASES}
+    update_total = sum(s.phase_seconds.get("update", 0.0) for s in recent)
+    waits: dict[str, float] = {}
+    for row in (row for step in recent for row in step.stalls if row.phase == "update"):
+        waits[row.cause] = waits.get(row.cause, 0.0) + row.seconds
+    shares = {cause: value / update_total for cause, value in waits.items() if value > 0} if update_total > 0 else {}
+    last = recent[-1] if recent else None
+    return Digest(
+        steps=len(recent),
+        pace=pace(recent),
+        phase_seconds={phase: value for phase, value in phases.items() if value > 0},
+        exposed_seconds=_median(sum(s.exposed_seconds.values()) for s in recent) if _any_exposed(recent) else None,
+        stall_share=dict(sorted(shares.items(), key=lambda item: -item[1])),
+        tokens_per_second=tokens_per_second(recent),
+        loss=last.loss if last else None,
+        grad_norm=last.grad_norm if last else None,
+        skipped=sum(step.skipped for step in steps),
+        skipped_lately=sum(step.skipped for step in recent),
+    )
+
+
+def pace(steps: Sequence[StepReport]) -> float | None:
+    """Median seconds from the end of one step to the end of the next; the sum of phases when there is but one."""
+    gaps = [
+        (after.timestamp - before.timestamp) / (after.step - before.step)
+        for before, after in pairwise(steps)
+        if after.step > before.step and after.timestamp > before.timestamp
+    ]
+    if gaps:
+        return median(gaps)
+    return sum(steps[-1].phase_seconds.values()) if steps else None
+
+
+def tokens_per_second(steps: Sequence[StepReport]) -> float | None:
+    """Tokens of these steps over the wall time of their phases."""
+    counted = [step for step in steps if step.tokens is not None]
+    elapsed = sum(sum(step.phase_seconds.values()) for step in counted)
+    return sum(step.tokens or 0 for step in counted) / elapsed if elapsed > 0 else None
+
+
+def verdict(run: RunView, figures: Digest, now: float) -> str:
+    """One sentence: what this run spends its time on, or why that cannot be told."""
+    if run.liveness == "lost":
+        return f"Lost: no word from {_silent(run, 'lost')} for {units.age(now - _last_word(run, 'lost'))}."
+    if run.liveness == "stale":
+        return f"Late: no word from {_silent(run, 'stale')} for {units.age(now - _last_word(run, 'stale'))}."
+    if figures.skipped_lately > MANY_SKIPPED * figures.steps:
+        return (
+            f"{figures.skipped_lately} of the newest {figures.told} {'was' if figures.steps == 1 else 'were'} skipped, "
+            "because a gradient was not finite: the weights stay as they are."
+        )
+    if figures.steps == 0 or figures.update_share is None:
+        return _without_figures(run)
+    done = f"Finished after {units.integer(run.step)} steps: the" if run.liveness == "finished" else "The"
+    tense = ("was", "waited") if run.liveness == "finished" else ("is", "waits")
+    share = f"{done} update {tense[0]} {units.share(figures.update_share)} of the step"
+    cause, wait = next(iter(figures.stall_share.items()), ("", 0.0))
+    if wait < 0.02:
+        return f"{share}; hardly anything held it up."
+    rest = sum(figures.stall_share.values()) - wait
+    more = f", {units.share(rest)} on the rest" if rest >= 0.05 else ""
+    return f"{share}; it {tense[1]} {units.share(wait)} of its time on {cause_in_words(cause)}{more}."
+
+
+def _without_figures(run: RunView) -> str:
+    if run.liveness != "finished":
+        return "Waiting for the first step to finish."
+    if run.step:
+        return f"Finished after {units.integer(run.step)} steps; the daemon does not have them any more."
+    return "Finished without a step."
+
+
+def column(steps: Sequence[StepReport], pick: Callable[[StepReport], float | None]) -> tuple[list[int], list[float]]:
+    """Step numbers and values of those steps that have one."""
+    pairs = [(step.step, value) for step in steps if (value := pick(step)) is not None]
+    return [number for number, _ in pairs], [value for _, value in pairs]
+
+
+def _silent(run: RunView, state: Liveness) -> str:
+    ranks = [str(rank.rank) for rank in run.ranks if rank.liveness == state]
+    if len(ranks) < 2:
+        return f"rank {ranks[0]}" if ranks else "the run"
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return f"ranks {', '.join(ranks[:4])}{more}"
+
+
+def _last_word(run: RunView, state: Liveness) -> float:
+    return max((rank.last_seen for rank in run.ranks if rank.liveness == state), default=run.last_seen)
+
+
+def _median(values: Iterable[float]) -> float:
+    found = list(values)
+    return median(found) if found else 0.0
+
+
+def _any_exposed(steps: Sequence[StepReport]) -> bool:
+    return any(step.exposed_seconds for step in steps)

@@ -1,0 +1,166 @@
+"""What to look at first: runs in order, and the one thing to do for each. Pure: nothing here draws or asks a daemon."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from tidegate.dashboard.data.step_stats import Digest, digest
+from tidegate.dashboard.style import units
+from tidegate.timeline.timeline import cause_in_words
+from tidegate.wire.alert import SEVERITIES, AlertView
+from tidegate.wire.prediction import Advice
+from tidegate.wire.run import RankView, RunView
+
+WORTH_A_LOOK: Final = 0.1
+"""A wait of a smaller share of the step is not worth a change of knobs."""
+LARGE_UPDATE: Final = 0.25
+"""An update of a smaller share of the step, and without such a wait, is not worth asking the model about."""
+NEARLY_FULL: Final = 0.95
+LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
+"""Urgencies; what is in one class is ordered by the fraction. One that is late comes back by itself, mostly."""
+RUNNING: Final = ("live", "stale")
+LOST_SECONDS: Final = 86_400.0
+"""A run that is lost for longer is nobody's task any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One thing to do: how urgent (less is more), a sentence, and the page on which it is done."""
+
+    run: str
+    urgency: float
+    sentence: str
+    page: str
+    if_advised: bool = False
+    """It is one only if the model knows what to turn."""
+
+
+def running(runs: Collection[RunView]) -> list[RunView]:
+    """Those that go on, newest first."""
+    return _newest_first(run for run in runs if run.liveness in RUNNING)
+
+
+def ended(runs: Collection[RunView]) -> list[RunView]:
+    """Those that are lost or finished, newest first."""
+    return _newest_first(run for run in runs if run.liveness not in RUNNING)
+
+
+def ordered(runs: Collection[RunView]) -> list[RunView]:
+    """Those that go on, then those that ended, each newest first."""
+    return running(runs) + ended(runs)
+
+
+def counted(runs: Iterable[RunView]) -> str:
+    """How many there are of each kind: `3 live, 1 finished`."""
+    return ", ".join(f"{count} {liveness}" for liveness, count in Counter(r.liveness for r in runs).most_common())
+
+
+def _newest_first(runs: Iterable[RunView]) -> list[RunView]:
+    return sorted(runs, key=lambda run: (-run.started_at, run.run))
+
+
+def lead(run: RunView) -> RankView | None:
+    """The lowest rank that has finished a step, else the lowest."""
+    ranks = sorted(run.ranks, key=lambda rank: rank.rank)
+    return next((rank for rank in ranks if rank.last_step is not None), ranks[0] if ranks else None)
+
+
+def task(run: RunView, alerts: Sequence[AlertView], now: float) -> Task | None:
+    """What this run wants of its operator now; None when it wants nothing."""
+    if run.liveness == "finished" or (run.liveness == "lost" and now - run.last_seen > LOST_SECONDS):
+        return None
+    if run.liveness in ("lost", "stale"):
+        return _silent(run, now)
+    return _fires(run.run, alerts) or _full(run) or _slow(run)
+
+
+def of_no_run(alerts: Sequence[AlertView]) -> Task | None:
+    """What alerts that concern no run want; its `run` is empty."""
+    return _fires("", alerts)
+
+
+def _fires(run: str, alerts: Sequence[AlertView]) -> Task | None:
+    firing = [alert for alert in alerts if alert.state == "firing" and alert.severity in SEVERITIES]
+    if not firing:
+        return None
+    worst = min(firing, key=lambda alert: (SEVERITIES.index(alert.severity), alert.starts_at))
+    return Task(run=run, urgency=FIRING + SEVERITIES.index(worst.severity) / 10, sentence=_alert(worst), page="alerts")
+
+
+def sorted_tasks(tasks: Collection[Task]) -> list[Task]:
+    """The most urgent first."""
+    return sorted(tasks, key=lambda task: (task.urgency, task.run))
+
+
+def with_advice(found: Task, advice: Advice | None) -> Task | None:
+    """The task with what the model would turn, where it is a matter of knobs and the model has something to say.
+
+    None when it is a task only with advice, and there is none.
+    """
+    if found.page != "tune" or found.urgency < WAITING:
+        return found
+    if advice is not None and advice.changes:
+        return replace(found, sentence=f"{found.sentence} {advice.sentence}")
+    if found.if_advised:
+        return None
+    if advice is None or advice.predicted_update_seconds_now is None:
+        return found
+    return replace(found, sentence=f"{found.sentence} {advice.sentence} See what holds it up.", page="timeline")
+
+
+def _silent(run: RunView, now: float) -> Task:
+    silent = [rank for rank in run.ranks if rank.liveness == run.liveness]
+    urgency = LOST if run.liveness == "lost" else LATE
+    if not silent:
+        return Task(run=run.run, urgency=urgency, sentence="Nothing is heard of it.", page="run")
+    one = min(silent, key=lambda rank: rank.last_seen)
+    others = f" and {len(silent) - 1} more ranks" if len(silent) > 1 else ""
+    what = "Look at" if run.liveness == "lost" else "Late; if it stays so, look at"
+    sentence = (
+        f"{what} process {one.pid} on {one.host}: nothing was heard of rank {one.rank}{others} "
+        f"for {units.duration(max(0.0, now - one.last_seen))}."
+    )
+    return Task(run=run.run, urgency=urgency, sentence=sentence, page="run")
+
+
+def _alert(alert: AlertView) -> str:
+    knob = f" Turn {alert.knob}." if alert.knob and alert.knob != "none" else ""
+    return f"{alert.summary.removeprefix(alert.run).lstrip(': ')}.{knob}".replace("..", ".")
+
+
+def _full(run: RunView) -> Task | None:
+    for rank in run.ranks:
+        peaks = rank.last_step.device_memory_peak_bytes if rank.last_step else {}
+        if rank.device_memory_bytes and peaks and max(peaks.values()) > NEARLY_FULL * rank.device_memory_bytes:
+            phase = max(peaks, key=lambda name: peaks[name])
+            sentence = (
+                f"Device memory of rank {rank.rank} is full to {units.share(peaks[phase] / rank.device_memory_bytes)} "
+                f"in the {phase}: lower static_ratio."
+            )
+            return Task(run=run.run, urgency=FULL, sentence=sentence, page="tune")
+    return None
+
+
+def _slow(run: RunView) -> Task | None:
+    known = lead(run)
+    figures = digest([known.last_step] if known and known.last_step else [])
+    cause, wait = next(iter(figures.stall_share.items()), ("", 0.0))
+    share = wait * (figures.update_share or 0.0)
+    if share < WORTH_A_LOOK:
+        return _large(run, figures)
+    sentence = f"{units.share(share)} of each step is spent waiting for {cause_in_words(cause)}."
+    urgency = WAITING + 1 - share
+    if cause in ("collective", "scheduler"):
+        return Task(run=run.run, urgency=urgency, sentence=f"{sentence} See what holds it up.", page="timeline")
+    return Task(run=run.run, urgency=urgency, sentence=sentence, page="tune")
+
+
+def _large(run: RunView, figures: Digest) -> Task | None:
+    share = figures.update_share or 0.0
+    if share < LARGE_UPDATE:
+        return None
+    sentence = f"The update is {units.share(share)} of the step."
+    return Task(run=run.run, urgency=LARGE + 1 - share, sentence=sentence, page="tune", if_advised=True)

@@ -1,0 +1,1 @@
+"""Figures: charts as Plotly takes them."""

@@ -1,0 +1,268 @@
+"""One update, drawn: a bar for each op on its lane, and a hatched bar wherever nothing was being updated.
+
+Where there is a prediction each lane has two rows: what was measured above, what was predicted below, paler.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from tidegate.dashboard.figures import chart_style
+from tidegate.dashboard.figures.chart_style import Figure, Trace
+from tidegate.dashboard.style import markup, palette, units
+from tidegate.plan.ops import LANES
+from tidegate.timeline.stall_analysis import critical_path, stalls
+from tidegate.timeline.timeline import Stall
+from tidegate.wire.timeline import SpanRow, TimelineView
+from tidegate.wire.translation import as_timeline
+
+Scope = Literal["update", "step"]
+HEIGHT: Final = 330
+"""Of an empty chart."""
+FRAME_HEIGHT: Final = 96
+LANE_HEIGHT: Final = 36
+MAX_BARS: Final = 800
+WAITS: Final = "waits"
+PALE: Final = 0.5
+FURTHEST: Final = 2.0
+"""A prediction that is far off is cut at so many times what was measured, or that could not be read beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One op, or several neighbours of one kind that would be too thin to see."""
+
+    kind: str
+    lane: str
+    subgroup: int
+    slot: int | None
+    start: float
+    end: float
+    busy: float
+    nbytes: int
+    numel: int
+    num_ops: int = 1
+    critical: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where bars of one timeline go: the middle of each lane's row, how high bars are, how strong, and their words."""
+
+    middle: Mapping[str, float]
+    height: float
+    opacity: float
+    said: str
+
+
+def window(view: TimelineView, scope: Scope) -> tuple[float, float]:
+    """Seconds shown: the update (or all the step), from the timeline's origin."""
+    rows = [row for row in view.phases if scope == "step" or row.phase == "update"]
+    edges = [(row.start, row.end) for row in rows] or [(row.start, row.end) for row in view.spans] or [(0.0, 1e-3)]
+    return min(start for start, _ in edges), max(end for _, end in edges)
+
+
+def bars(rows: Sequence[SpanRow], finest: float, critical: Collection[int] = ()) -> list[Bar]:
+    """One bar a span; neighbours of one kind on a lane join where both bars and the gap are below `finest` seconds."""
+    joined: list[Bar] = []
+    by_lane: dict[str, list[SpanRow]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.start):
+        by_lane[row.lane].append(row)
+    for lane, spans in by_lane.items():
+        current: Bar | None = None
+        for row in spans:
+            length, is_critical = row.end - row.start, row.op in critical
+            if (
+                current
+                and current.kind == row.kind
+                and row.start - current.end < finest
+                and min(length, current.end - current.start) < finest
+            ):
+                current = Bar(
+                    current.kind, lane, current.subgroup, None, current.start, max(current.end, row.end),
+                    current.busy + length, current.nbytes + row.nbytes, current.numel + row.numel, current.num_ops + 1,
+                    current.critical or is_critical,
+                )  # fmt: skip
+                continue
+            if current:
+                joined.append(current)
+            current = Bar(
+                row.kind, lane, row.subgroup, row.slot, row.start, row.end, length, row.nbytes, row.numel,
+                critical=is_critical,
+            )  # fmt: skip
+        if current:
+            joined.append(current)
+    return joined
+
+
+def gantt(
+    view: TimelineView,
+    scope: Scope = "update",
+    *,
+    predicted: TimelineView | None = None,
+    ink: str | None = None,
+) -> Figure:
+    """Bars of the update, or of the whole step, by lane. Times are from the start of what is shown.
+
+    ink: the colour in which the critical path is drawn; None leaves it out.
+    """
+    first, last = window(view, scope)
+    if predicted is not None:
+        last = max(last, min(window(predicted, scope)[1], first + FURTHEST * (last - first)))
+    shown = _within(view, first, last)
+    if not shown:
+        return chart_style.empty("This step moved nothing and updated nothing here.", HEIGHT)
+    scale, unit = chart_style.time_scale(last - first)
+    names = [lane for lane in LANES if any(row.lane == lane for row in shown)]
+    names = [WAITS, *names, *sorted({row.lane for row in shown} - set(LANES))]
+    above, below = _rows(names, predicted is not None)
+    traces = _draw(view, above, first, last, scale, ink)
+    if predicted is not None:
+        traces += _draw(predicted, below, first, last, scale, None)
+    drawn = chart_style.figure(
+        traces,
+        chart_style.numbers(unit, range=[0, (last - first) * scale], nticks=12, showgrid=True),
+        {
+            "tickvals": list(range(len(names))), "ticktext": [markup.chart(name) for name in names],
+            "range": [len(names) - 0.5, -0.5],
+            "automargin": True, "fixedrange": True, "showgrid": False, "zeroline": False, "tickfont": chart_style.TICKS,
+        },
+        FRAME_HEIGHT + LANE_HEIGHT * len(names),
+        legend=True,
+        barmode="overlay",
+        dragmode="zoom",
+        uirevision=scope,
+    )  # fmt: skip
+    drawn["layout"]["legend"] |= {"itemwidth": 30, "tracegroupgap": 0}
+    if scope == "step":
+        drawn["layout"] |= _tints(view, first, last, scale)
+    return drawn
+
+
+def _rows(names: Sequence[str], two: bool) -> tuple[Row, Row]:
+    """Measured above predicted in each lane; all of the lane where there is no prediction."""
+    if not two:
+        whole = Row({name: float(at) for at, name in enumerate(names)}, 0.78, 1.0, "")
+        return whole, whole
+    above = Row({name: at - 0.18 for at, name in enumerate(names)}, 0.46, 1.0, "")
+    return above, Row({name: at + 0.24 for at, name in enumerate(names)}, 0.28, PALE, "predicted: ")
+
+
+def _within(view: TimelineView, first: float, last: float) -> list[SpanRow]:
+    return [row for row in view.spans if row.end > first and row.start < last]
+
+
+def _draw(view: TimelineView, row: Row, first: float, last: float, scale: float, ink: str | None) -> list[Trace]:
+    timeline = as_timeline(view)
+    critical = set(critical_path(timeline)) if ink else set()
+    shown = [span for span in _within(view, first, last) if span.lane in row.middle]
+    finest = 0.0 if len(shown) <= MAX_BARS else (last - first) / MAX_BARS
+    found = bars(shown, finest, critical)
+    by_kind: dict[str, list[Bar]] = defaultdict(list)
+    for bar in found:
+        by_kind[bar.kind].append(bar)
+    kinds = [*palette.KIND, *sorted(set(by_kind) - set(palette.KIND))]
+    traces = [_kind_trace(kind, by_kind[kind], row, first, scale) for kind in kinds if by_kind.get(kind)]
+    for cause, waits in _by_cause(stalls(timeline), first, last).items():
+        traces.append(_stall_trace(cause, waits, row, first, scale))
+    if ink:
+        traces.append(_path([bar for bar in found if bar.critical], row, first, scale, ink))
+    return traces
+
+
+def _by_cause(found: Sequence[Stall], first: float, last: float) -> dict[str, list[Stall]]:
+    by_cause: dict[str, list[Stall]] = defaultdict(list)
+    for stall in found:
+        if stall.end > first and stall.start < last:
+            by_cause[stall.cause].append(stall)
+    return by_cause
+
+
+def _bar_trace(name: str, row: Row, lanes: Sequence[str], spans: Sequence[tuple[float, float]]) -> Trace:
+    """Bars on their lanes, from start to end on the axis."""
+    label = markup.chart(name)
+    return {
+        "type": "bar", "orientation": "h", "name": label, "legendgroup": label, "showlegend": not row.said,
+        "y": [row.middle[lane] for lane in lanes], "width": row.height, "opacity": row.opacity,
+        "base": chart_style.short(start for start, _ in spans),
+        "x": chart_style.short(end - start for start, end in spans),
+        "hovertemplate": "%{customdata}<extra></extra>",
+    }  # fmt: skip
+
+
+def _kind_trace(kind: str, found: Sequence[Bar], row: Row, first: float, scale: float) -> Trace:
+    spans = [((bar.start - first) * scale, (bar.end - first) * scale) for bar in found]
+    edge = {"color": "rgba(128,128,128,0.55)", "width": 0.6 if len(found) < 200 else 0}
+    return _bar_trace(palette.KIND_NAME.get(kind, kind), row, [bar.lane for bar in found], spans) | {
+        "marker": {"color": palette.KIND.get(kind, palette.GREY), "line": edge},
+        "customdata": [row.said + _describe(bar, first) for bar in found],
+    }
+
+
+def _stall_trace(cause: str, found: Sequence[Stall], row: Row, first: float, scale: float) -> Trace:
+    name = f"waits for {cause}"
+    spans = [((stall.start - first) * scale, (stall.end - first) * scale) for stall in found]
+    return _bar_trace(name, row, [WAITS] * len(found), spans) | {
+        "marker": chart_style.hatched(palette.cause(cause)),
+        "customdata": [
+            f"{row.said}<b>{markup.chart(name)}</b>, {units.seconds(s.end - s.start)}<br>"
+            f"from {units.seconds(max(0.0, s.start - first))}: no update in progress"
+            for s in found
+        ],
+    }
+
+
+def _path(found: Sequence[Bar], row: Row, first: float, scale: float, ink: str) -> Trace:
+    """A line through the bars that decided when the update ended, from each to the next that waited for it."""
+    x: list[float] = []
+    y: list[float] = []
+    for bar in sorted(found, key=lambda bar: (bar.start, bar.end)):
+        x += [(bar.start - first) * scale, (bar.end - first) * scale]
+        y += [row.middle[bar.lane]] * 2
+    return {
+        "type": "scatter", "mode": "lines", "name": "critical path", "x": chart_style.short(x), "y": y,
+        "line": {"color": ink, "width": 2, "shape": "linear"}, "hoverinfo": "skip",
+    }  # fmt: skip
+
+
+def _describe(bar: Bar, first: float) -> str:
+    what = markup.chart(palette.KIND_NAME.get(bar.kind, bar.kind))
+    which = (
+        f"{bar.num_ops} ops" if bar.num_ops > 1 else "all subgroups" if bar.subgroup < 0 else f"subgroup {bar.subgroup}"
+    )
+    slot = "" if bar.slot is None else f", slot {bar.slot}"
+    start = bar.start - first
+    when = f"{units.seconds(start)} in" if start >= 0 else f"{units.seconds(-start)} before the update"
+    lines = [f"<b>{what}</b> · {which}{slot}", f"{units.seconds(bar.end - bar.start)}, begins {when}"]
+    busy = max(bar.busy, 1e-12)
+    if bar.nbytes:
+        lines.append(f"{units.nbytes(bar.nbytes)} at {units.rate(bar.nbytes / busy)}")
+    if bar.numel:
+        lines.append(f"{units.count(bar.numel)} parameters at {units.count(bar.numel / busy)}/s")
+    if bar.critical:
+        lines.append("on the critical path")
+    return "<br>".join(lines)
+
+
+def _tints(view: TimelineView, first: float, last: float, scale: float) -> dict[str, list[dict[str, object]]]:
+    """A tint behind each phase, with its name inside at the bottom where there is room."""
+    edges = [(row, (row.start - first) * scale, (row.end - first) * scale) for row in view.phases]
+    tints: list[dict[str, object]] = [
+        {
+            "type": "rect", "layer": "below", "x0": start, "x1": end, "yref": "paper", "y0": 0, "y1": 1,
+            "fillcolor": palette.PHASE.get(row.phase, palette.GREY), "opacity": 0.13, "line": {"width": 0},
+        }
+        for row, start, end in edges
+    ]  # fmt: skip
+    names: list[dict[str, object]] = [
+        {
+            "text": markup.chart(row.phase), "showarrow": False, "font": {"size": 10}, "x": start, "xanchor": "left",
+            "yref": "paper", "y": 0, "yanchor": "bottom",
+        }
+        for row, start, _ in edges
+        if row.end - row.start > 0.06 * (last - first)
+    ]  # fmt: skip
+    return {"shapes": tints, "annotations": names}

@@ -1,0 +1,1 @@
+"""The pages of the live view, one module each: which sections there are and where."""

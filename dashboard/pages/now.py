@@ -1,0 +1,124 @@
+"""Now: every run that goes on as a card, newest first, those that ended folded away, and the one thing to do next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import streamlit as st
+
+from tidegate.dashboard.data import firing_alerts, queries, read_cache, triage
+from tidegate.dashboard.session import links
+from tidegate.dashboard.session.page_context import Place, live
+from tidegate.dashboard.style import markup, palette
+from tidegate.dashboard.widgets import card, states
+from tidegate.wire.run import RunView
+
+CARDS: Final = 24
+"""More runs than that are rows of a table below."""
+ENDED_SHOWN: Final = 3
+"""Runs that ended and are cards while none goes on; others are folded away."""
+ASKED: Final = 3
+FILTER: Final = "now_filter"
+PLACES: Final = {"run": "Open the run", "tune": "Tune it", "timeline": "Open its timeline", "alerts": "See alerts"}
+
+
+def now(place: Place) -> None:
+    if len(queries.runs(place.url).runs) > CARDS:
+        st.text_input(
+            "Filter", key=FILTER, placeholder="part of a run's name", label_visibility="collapsed", width=260,
+            icon=":material/search:",
+        )  # fmt: skip
+    head = st.container()
+    _runs(place)
+    with head:
+        _next(place)
+
+
+@live
+def _runs(place: Place) -> None:
+    """All cards. Drawn before the one thing to do next, for which the daemon may have to think."""
+    found = queries.runs(place.url)
+    if not found.runs:
+        states.nothing_yet(place.url, found)
+        return
+    if found.problem:
+        st.html(markup.banner(f"{found.problem} What follows is what was last known.", palette.LIVENESS["lost"]))
+    shown = _filtered(found.runs)
+    if not shown:
+        st.caption("No run has a name like that.")
+    moment = time.time()
+    cards, folded = triage.running(shown), triage.ended(shown)
+    if not cards:
+        cards, folded = folded[:ENDED_SHOWN], folded[ENDED_SHOWN:]
+    with st.container(horizontal=True, key="cards"):
+        for number, run in enumerate(cards[:CARDS]):
+            card.card(number, run, moment, away=found.problem is not None)
+    if len(cards) > CARDS:
+        card.rows("more_runs", cards[CARDS:], moment, "More runs")
+    if folded:
+        with st.expander("Runs that ended", expanded=False):
+            card.rows("ended_runs", folded, moment, triage.counted(folded))
+
+
+def _filtered(runs: tuple[RunView, ...]) -> list[RunView]:
+    wanted = str(st.session_state.get(FILTER, "")).strip().lower()
+    return [run for run in runs if wanted in run.run.lower()]
+
+
+@live
+def _next(place: Place) -> None:
+    """How many there are of each kind, and what to do."""
+    found = queries.runs(place.url)
+    if not found.runs:
+        return
+    st.html(markup.title("Runs", triage.counted(found.runs)))
+    if found.problem:
+        return
+    runs = triage.ordered(found.runs)
+    fires = firing_alerts.firing(place.url)
+    moment = time.time()
+    tasks = [task for run in runs if (task := triage.task(run, fires.of(run.run), moment))]
+    tasks += [task for task in [triage.of_no_run(fires.of(firing_alerts.NO_RUN))] if task]
+    first, unknown = _most_urgent(place.url, triage.sorted_tasks(tasks), {run.run: run.generation for run in runs})
+    if fires.problem:
+        unknown = [f"What fires is not known in full: {fires.problem}", *unknown]
+    if first is None:
+        _nothing(unknown)
+        return
+    with st.container(horizontal=True, vertical_alignment="center", key="next"):
+        how_bad = "lost" if first.urgency <= triage.FIRING else "stale"
+        sentence = " ".join([first.sentence, *unknown])
+        st.html(markup.advice(f"Next: {first.run or 'what concerns no run'}", sentence, how_bad))
+        links.link(first.page, PLACES[first.page], run=first.run or runs[0].run)
+
+
+def _nothing(unknown: list[str]) -> None:
+    """Says so only where everything is known."""
+    if unknown:
+        st.html(markup.advice("Nothing to do is known.", " ".join(unknown), "stale"))
+        return
+    sentence = "No run is silent, nothing fires, and no change of knobs is predicted to help."
+    st.html(markup.advice("Nothing to do.", sentence, "live"))
+
+
+def _most_urgent(
+    url: str, tasks: list[triage.Task], generations: Mapping[str, int]
+) -> tuple[triage.Task | None, list[str]]:
+    """The first task that is one, with advice; and what is not known about those before it, as sentences.
+
+    The model is asked about a few runs at most."""
+    unknown = []
+    for task in tasks[:ASKED]:
+        advice = None
+        if task.page == "tune":
+            reading = read_cache.ADVICE.get(url, (task.run, generations[task.run]))
+            advice = reading.value
+            if reading.problem:
+                unknown.append(f"What the model advises for {task.run} is not known: {reading.problem}")
+        if (found := triage.with_advice(task, advice)) is not None:
+            return found, unknown
+    if tasks[ASKED:]:
+        unknown.append(f"Of {len(tasks)} runs that spend much of a step on the update, {ASKED} were looked into.")
+    return None, unknown

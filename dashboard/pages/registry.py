@@ -1,0 +1,37 @@
+"""The pages there are: their addresses, their names, what they are about, and who draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from tidegate.dashboard.pages import alerts, now, plan, run, timeline, tune
+from tidegate.dashboard.session.page_context import Place
+
+About = Literal["all", "run", "rank"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Screen:
+    """One page, at the address `/<path>`.
+
+    about: `all` is drawn whatever there is, even without a run or a daemon; `run` has a picker of runs and is drawn
+        only when there is one; `rank` has a picker of ranks besides.
+    """
+
+    path: str
+    title: str
+    about: About
+    draw: Callable[[Place], None]
+
+
+SCREENS: Final = (
+    Screen(path="now", title="Now", about="all", draw=now.now),
+    Screen(path="run", title="Run", about="rank", draw=run.run),
+    Screen(path="timeline", title="Timeline", about="rank", draw=timeline.timeline),
+    Screen(path="tune", title="Tune", about="run", draw=tune.tune),
+    Screen(path="plan", title="Plan", about="all", draw=plan.plan),
+    Screen(path="alerts", title="Alerts and audit", about="run", draw=alerts.alerts),
+)
+"""In the order of the bar; the first is the start page."""

@@ -1,0 +1,54 @@
+"""Run: where the time, the bytes and the memory of one rank go."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from tidegate.dashboard.data import queries
+from tidegate.dashboard.data.step_stats import digest
+from tidegate.dashboard.session.page_context import Place, live, slow
+from tidegate.dashboard.widgets import header, phases, resources, storage, update
+
+
+def run(place: Place) -> None:
+    _first_screen(place)
+    _below(place)
+
+
+@live
+def _first_screen(place: Place) -> None:
+    look = queries.look(place.url, place.run, place.rank)
+    snapshot = look.snapshot
+    if snapshot is None:
+        header.unread(place, look)
+        return
+    figures = digest(snapshot.steps)
+    header.header(look, snapshot, figures)
+    left, right = st.columns([9, 16], gap="medium")
+    with left:
+        phases.phases(snapshot, figures)
+        update.division(snapshot, figures)
+    with right:
+        phases.history(snapshot)
+        update.waits(snapshot, figures)
+
+
+@slow
+def _below(place: Place) -> None:
+    snapshot = queries.look(place.url, place.run, place.rank).snapshot
+    if snapshot is None:
+        return
+    figures = digest(snapshot.steps)
+    left, right = st.columns([16, 9], gap="medium")
+    with left:
+        resources.memory(snapshot)
+    with right:
+        resources.link_speeds(snapshot, figures)
+        resources.links(snapshot)
+    storage.paths(snapshot, figures)
+    columns = st.columns(4, gap="medium")
+    for column, draw in zip(
+        columns, (resources.cpu, resources.loss, resources.grad_norm, resources.tokens), strict=True
+    ):
+        with column:
+            draw(snapshot)

@@ -1,1 +1,0 @@
-"""Sections that pages are put together from: each draws one thing, and knows nothing of the page around it."""

@@ -1,0 +1,1 @@
+"""The server of the live view: start, request guard and sign-in."""

@@ -1,0 +1,9 @@
+"""What `streamlit run` serves: the pages of `main.py`, and the way in, behind the guard."""
+
+from starlette.middleware import Middleware
+from streamlit.starlette import App
+
+from tidegate.dashboard.server.request_guard import Guard
+from tidegate.dashboard.server.sign_in import ROUTES
+
+app = App("main.py", routes=ROUTES, middleware=[Middleware(Guard)])

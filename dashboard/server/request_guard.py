@@ -1,0 +1,135 @@
+"""What every request to the live view passes: its Host and Origin, its session, and the policy for pages.
+
+A page of another site can make a browser send requests here, and with DNS rebinding it even gives us its own name. A
+browser without a session gets the entrance page and no other, and no WebSocket, over which all figures come.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import ipaddress
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import streamlit
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tidegate.dashboard import HEALTH_PATH, HOSTS_VARIABLE, OPEN_PATH, PUBLIC_VARIABLE, SIGN_IN_PATH
+from tidegate.dashboard.server import sign_in
+from tidegate.dashboard.session import browser_sessions
+
+FREE: Final = (HEALTH_PATH, OPEN_PATH, SIGN_IN_PATH, "/favicon.png", "/favicon.ico")
+"""Paths that need no session."""
+STATIC: Final = "/static/"
+"""What is below is Streamlit's own, the same for everybody."""
+POLICY_VIOLATION: Final = 1008
+_NO_SESSION: Final = "This needs a session: open the live view in a browser, or see `tidegate dashboard --link`."
+_INLINE: Final = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
+
+
+def _own_scripts() -> str:
+    """The hashes of the scripts that Streamlit's page has in itself, as the policy names them."""
+    page = (Path(streamlit.__file__).parent / "static" / "index.html").read_bytes()
+    hashes = (base64.b64encode(hashlib.sha256(script).digest()).decode() for script in _INLINE.findall(page))
+    return " ".join(f"'sha256-{one}'" for one in hashes)
+
+
+POLICY: Final = (
+    f"default-src 'self'; script-src 'self' 'unsafe-eval' {_own_scripts()}; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; connect-src 'self'; "
+    "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'self'"
+)
+"""No page loads, sends or shows anything of another host, whatever text comes from outside. Charts evaluate expressions
+that are made here: they need 'unsafe-eval'."""
+
+
+class Guard:
+    """ASGI middleware before everything that the live view serves."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        refusal = refused(Headers(scope=scope))
+        if refusal is not None:
+            await PlainTextResponse(refusal, 400)(scope, receive, send)
+            return
+        connection = HTTPConnection(scope)
+        if not may_pass(connection):
+            await _refusal(connection)(scope, receive, send)
+            return
+
+        async def receive_in_session() -> Message:
+            message = await receive()
+            if message["type"] == "websocket.receive" and not may_pass(connection):
+                await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": "The session has ended."})
+                return {"type": "websocket.disconnect", "code": POLICY_VIOLATION}
+            return message
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("Content-Security-Policy", POLICY)
+                headers.setdefault("X-Content-Type-Options", "nosniff")
+                headers.setdefault("Referrer-Policy", "no-referrer")
+            await send(message)
+
+        await self._app(scope, receive_in_session, send_guarded)
+
+
+def may_pass(connection: HTTPConnection) -> bool:
+    """Whether the request has a session, or needs none."""
+    if os.environ.get(PUBLIC_VARIABLE) == "1":
+        return True
+    path = connection.scope["path"]
+    if connection.scope["type"] == "http" and (path in FREE or path.startswith(STATIC)):
+        return True
+    return browser_sessions.find(connection.headers.get("host", ""), connection.cookies) is not None
+
+
+def _refusal(connection: HTTPConnection) -> Response:
+    """The entrance where a browser asks for a page."""
+    if connection.scope["type"] == "http" and connection.scope["method"] in ("GET", "HEAD"):
+        return sign_in.page(sign_in.wanted(connection))
+    return PlainTextResponse(_NO_SESSION, 403)
+
+
+def refused(headers: Headers) -> str | None:
+    """Why a request with these headers is not answered, as a sentence; None when it is."""
+    host, origin = headers.get("host", ""), headers.get("origin")
+    name = hostname(host)
+    if not is_ours(name):
+        return f"This live view is not {name[:253]!r}. If it should be, start it with --allowed-host {name[:253]}."
+    if origin is not None and origin.partition("://")[2].lower() != host.lower():
+        return f"A page of {origin[:253]!r} may not use this live view."
+    return None
+
+
+def is_ours(name: str) -> bool:
+    """Whether this name of a host stands for us: no name of DNS that somebody else could point to this machine."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        own = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+        allowed = {one.strip().lower() for one in os.environ.get(HOSTS_VARIABLE, "").split(",")}
+        return bool(name) and (name in own or name in allowed or "*" in allowed)
+    return True
+
+
+def hostname(header: str) -> str:
+    """The host of `host`, `host:port`, `[v6]` or `[v6]:port`; empty for what is none of these."""
+    try:
+        return (urlsplit(f"//{header}").hostname or "").lower()
+    except ValueError:
+        return ""

@@ -1,0 +1,143 @@
+"""What the buttons of the page Tune do: each asks the daemon with the viewer's own token and leaves a notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.dashboard.data import knob_edits, queries
+from tidegate.dashboard.session import edit_session as desks
+from tidegate.dashboard.session.edit_session import Desk
+from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, StaleKnobs
+from tidegate.knobs.knobs import KnobValue
+from tidegate.wire.canary import CanaryRequest
+from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView
+
+WAIT_SECONDS: Final = 2.0
+"""How long a viewer waits for the ranks to agree; what becomes of a change later is on the page."""
+NOT_SET: Final = "Not set"
+TIMEOUT_SECONDS: Final = 10.0
+"""A preview of many subgroups takes a while."""
+
+
+def preview(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
+    """Asks what the edits would do; changes nothing."""
+    at = desks.desk(run)
+    changes = _changes(at, bounds)
+    if changes is None:
+        return
+
+    def ask(client: DaemonClient) -> None:
+        at.preview, at.notice = client.preview_knobs(run, changes, at.generation), None
+
+    _ask(url, run, at, ask, "No preview")
+
+
+def set_knobs(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
+    """Makes a generation of the edits, on trial if the viewer wants that. What was refused stays as it was typed."""
+    at = desks.desk(run)
+    changes = _changes(at, bounds)
+    if changes is None:
+        return
+    canary = CanaryRequest(steps=at.trial_steps) if at.trial else None
+
+    def ask(client: DaemonClient) -> None:
+        made = client.set_knobs(
+            run, changes, generation=at.generation, reason=at.reason.strip(), wait=WAIT_SECONDS, canary=canary
+        )
+        _made(at, made, client.knobs(run))
+
+    _ask(url, run, at, ask)
+
+
+def roll_back(url: str, run: str, to: int, reason: str) -> None:
+    """Brings back the knobs of generation `to`, whatever is being edited."""
+    at = desks.desk(run)
+
+    def ask(client: DaemonClient) -> None:
+        made = client.roll_back(run, to, reason=reason.strip(), wait=WAIT_SECONDS)
+        good, sentence = knob_edits.outcome(made)
+        at.notice = ("success" if good else "error", f"Back to the knobs of generation {to}. {sentence}")
+        at.begin(client.knobs(run))
+
+    _ask(url, run, at, ask)
+
+
+def keep_token(url: str, knobs: KnobsView, given: str) -> None:
+    """Keeps the token for this session once the daemon takes it, or while the daemon is away."""
+    at = desks.desk(knobs.run)
+    at.notice = None
+    name = next(iter(knobs.bounds))
+    nothing = {name: knobs.desired[name]} if name in knobs.desired else {}
+    if not given.strip() or not nothing:
+        desks.keep_token(given)
+        return
+    try:
+        with DaemonClient(url, given.strip(), TIMEOUT_SECONDS) as client:
+            client.preview_knobs(knobs.run, nothing, knobs.generation)
+    except NotAuthorized as error:
+        at.notice = ("error", f"The daemon does not accept this operate token. ({error})")
+        return
+    except (DaemonError, KnobError):
+        pass  # the token opened the door: what is wrong behind it is told when something is asked
+    desks.keep_token(given)
+
+
+def _made(at: Desk, made: GenerationView, now: KnobsView) -> None:
+    good, sentence = knob_edits.outcome(made)
+    seen = at.preview
+    if good and seen is not None and seen.generation == at.generation and seen.changed == made.changes:
+        before, after = seen.predicted_update_seconds_before, seen.predicted_update_seconds_after
+        if before is not None and after is not None:
+            at.predicted[made.generation] = (before, after)
+    if good:
+        at.clear()
+        trial = " It is on trial: the page shows how far." if made.canary else ""
+        sentence += trial
+    else:
+        sentence += " Your edit is kept."
+    at.base_on(now)
+    at.notice = ("success" if good else "error", sentence)
+
+
+def _changes(at: Desk, bounds: Mapping[str, KnobBound]) -> dict[str, KnobValue] | None:
+    """What the edits ask for; None, with a notice, when there is nothing to send."""
+    parsed = knob_edits.parse(at.draft, bounds)
+    if parsed.errors:
+        at.notice = ("error", " ".join(parsed.errors.values()))
+        return None
+    if not parsed.changes:
+        typed = "every field is as the run has it" if at.draft.edited() else "no field holds anything"
+        at.notice = ("info", f"Nothing to set: {typed}.")
+        return None
+    return parsed.changes
+
+
+def _ask(url: str, run: str, at: Desk, ask: Callable[[DaemonClient], None], failed: str = NOT_SET) -> None:
+    """Asks, and tells what went wrong as a sentence that begins with `failed`."""
+    try:
+        with DaemonClient(url, desks.token(), TIMEOUT_SECONDS) as client:
+            ask(client)
+    except StaleKnobs:
+        _conflict(url, run, at)
+    except NotAuthorized as error:
+        at.notice = ("error", f"{failed}: the daemon does not accept this operate token. Your edit is kept. ({error})")
+    except DaemonUnreachable as error:
+        begin = "It is not known whether this was set" if failed == NOT_SET else failed
+        at.notice = ("error", f"{begin}: {error} Your edit is kept.")
+    except (DaemonError, KnobError) as error:
+        why = error or f"the daemon at {url} answered with an error."
+        at.notice = ("error", f"{failed}: {why} Your edit is kept.")
+
+
+def _conflict(url: str, run: str, at: Desk) -> None:
+    """The edit stays; it stands on the newest generation now."""
+    draft = at.draft
+    try:
+        now, generations = queries.fresh_knobs(url, run)
+    except DaemonError as error:
+        at.notice = ("error", f"Not set: the knobs were changed meanwhile, and then {error} Your edit is kept.")
+        return
+    at.notice, at.preview = ("warning", knob_edits.conflict(draft, generations)), None
+    at.base_on(now)

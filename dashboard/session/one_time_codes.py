@@ -1,0 +1,80 @@
+"""One-time codes: who shows one may open the live view, once, within ten minutes.
+
+A code that was made is a file in a private folder, named by the code's digest. Whoever removes the file has redeemed
+the code, and only one can. Each user's codes are in that user's state directory, next to the tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import html
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Final
+
+from tidegate.client.daemon_client import state_dir
+from tidegate.client.state_files import home_of
+
+LIFE_SECONDS: Final = 600.0
+LONGEST: Final = 128
+"""No code is longer."""
+
+
+def folder() -> Path:
+    """Where this user's codes are."""
+    return home_of(state_dir()) / "codes"
+
+
+def mint(where: Path | None = None) -> str:
+    """A new code. OSError where the folder cannot be written."""
+    where = where or folder()
+    where.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    where.mkdir(exist_ok=True, mode=0o700)
+    where.chmod(0o700)
+    _remove_old(where)
+    code = secrets.token_urlsafe(32)
+    _write_private(where / _digest(code), "")
+    return code
+
+
+def redeem(code: str, where: Path | None = None) -> bool:
+    """Whether the code is one, for the first time, and soon enough."""
+    if not 0 < len(code) <= LONGEST:
+        return False
+    kept = (where or folder()) / _digest(code)
+    try:
+        made_at = kept.stat().st_mtime
+        kept.unlink()  # of several at once one succeeds
+    except OSError:
+        return False
+    return time.time() - made_at <= LIFE_SECONDS
+
+
+def redirect_file(link: str, where: Path | None = None) -> Path:
+    """A private page that leads to the link, for a browser that is to be opened: other users of the machine see the
+    arguments of a program."""
+    path = (where or folder()) / f"open-{secrets.token_hex(8)}.html"
+    address = html.escape(link, quote=True)
+    _write_private(
+        path, f'<!doctype html><meta http-equiv="refresh" content="0; url={address}"><title>Tidegate</title>'
+    )
+    return path
+
+
+def _digest(code: str) -> str:
+    return hashlib.sha256(code.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _write_private(path: Path, text: str) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+def _remove_old(where: Path) -> None:
+    for kept in where.iterdir():
+        with contextlib.suppress(OSError):  # somebody else removed it
+            if time.time() - kept.stat().st_mtime > LIFE_SECONDS:
+                kept.unlink()

@@ -1,0 +1,1 @@
+"""Style: colours, HTML and its escaping, numbers with units."""

@@ -1,1 +1,0 @@
-"""The pages of the live view, one module each: which sections there are and where. They are registered in `screens`."""

@@ -1,0 +1,90 @@
+"""The audit log of a run: who, what, why, before, after, effect; looked through by words, action and author."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import streamlit as st
+
+from tidegate.dashboard.data import audit_filter, read_cache
+from tidegate.dashboard.data.audit_filter import Filter
+from tidegate.dashboard.session.page_context import Place, live
+from tidegate.dashboard.style import markup, palette, snippets, units
+from tidegate.wire.audit import AuditRow
+
+SHOWN: Final = 100
+DEPTHS: Final = (500, 5_000)
+COLUMNS: Final = ("when", "who", "what", "gen.", "change", "why", "effect")
+_BAD: Final = ("refused", "aborted", "superseded", "condemned", "alert_firing")
+_GOOD: Final = ("applied", "promoted", "alert_resolved")
+
+
+def audit(place: Place) -> None:
+    """The filters, which a refresh leaves alone, and the rows that they take. The address keeps the filters."""
+    known = read_cache.AUDIT.get(place.url, (place.run, DEPTHS[0])).value or []
+    st.html(markup.title("Audit log", "append-only; every change of knobs and every alert"))
+    asked = st.query_params
+    words, what, who, depth = st.columns([4, 4, 3, 2], vertical_alignment="bottom")
+    text = words.text_input("Words", key=_at(place, "words", asked.get("q", "")), placeholder="Words in any column")
+    there, people = audit_filter.actions(known), audit_filter.actors(known)
+    wanted = [action for action in asked.get("what", "").split(",") if action in there]
+    picked = what.multiselect(
+        "What", there, key=_at(place, "what", wanted), format_func=audit_filter.words, placeholder="Everything"
+    )
+    first = asked["who"] if asked.get("who") in people else None
+    actor = who.selectbox("Who", people, index=None, key=_at(place, "who", first), placeholder="Everybody")
+    limit = depth.selectbox("Look through", DEPTHS, key=f"audit_depth:{place.run}", format_func=_depth)
+    found = Filter(text=text or "", actions=frozenset(picked), actor=actor or "")
+    _remember(place, found)
+    _rows(place, found, limit)
+
+
+@live
+def _rows(place: Place, wanted: Filter, limit: int) -> None:
+    reading = read_cache.AUDIT.get(place.url, (place.run, limit))
+    if reading.value is None:
+        st.html(snippets.nothing(reading.problem or "Nothing was read yet."))
+        return
+    found = audit_filter.chosen(reading.value, wanted)
+    if not found:
+        none = "No row says that." if reading.value else "Nothing was written yet: no knob was changed, no alert fired."
+        st.html(snippets.nothing(none))
+        return
+    seen = f"{len(found)} of {len(reading.value)} rows" + (f", newest {SHOWN} shown" if len(found) > SHOWN else "")
+    table = markup.table(COLUMNS, map(_cells, found[:SHOWN]), left=range(7), wide=(1, 4, 5, 6))
+    st.html(f'<div class="tg-muted" style="font-size:0.78rem">{seen}</div>{table}')
+
+
+def _cells(row: AuditRow) -> tuple[str, ...]:
+    color = "lost" if row.action in _BAD else "live" if row.action in _GOOD else "finished"
+    return (
+        time.strftime("%d %b %H:%M:%S", time.localtime(row.timestamp)),
+        row.actor,
+        markup.dot(audit_filter.words(row.action), palette.LIVENESS[color]),
+        "" if row.generation is None else str(row.generation),
+        audit_filter.change(row),
+        row.reason,
+        row.effect,
+    )
+
+
+def _at(place: Place, name: str, value: object) -> str:
+    """The key of a filter, which begins with `value`."""
+    key = f"audit_{name}:{place.run}"
+    st.session_state.setdefault(key, value)
+    return key
+
+
+def _remember(place: Place, found: Filter) -> None:
+    """In the address, so that it can be sent to somebody."""
+    values = {"q": found.text, "what": ",".join(sorted(found.actions)), "who": found.actor}
+    for name, value in values.items():
+        if value and st.query_params.get(name) != value:
+            st.query_params[name] = value
+        elif not value and name in st.query_params:
+            del st.query_params[name]
+
+
+def _depth(rows: int) -> str:
+    return f"newest {units.integer(rows)}"

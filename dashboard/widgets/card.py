@@ -1,0 +1,80 @@
+"""One run in a glance: how it is, its pace, what it spends its time on, and how old that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import streamlit as st
+
+from tidegate.dashboard.data import triage
+from tidegate.dashboard.data.step_stats import Digest, digest, verdict
+from tidegate.dashboard.session import links
+from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.widgets.header import EMULATED
+from tidegate.wire.run import RunView
+
+DRAWN: Final = "drawn:"
+"""Before the key of a table: names in it, as the viewer sees it."""
+
+
+def card(number: int, run: RunView, now: float, *, away: bool) -> None:
+    """away: the daemon does not answer, and how the run is now is not known."""
+    known = triage.lead(run)
+    figures = digest([known.last_step] if known and known.last_step else [])
+    liveness = "unknown" if away else run.liveness
+    with st.container(border=True, key=f"card-{number}"):
+        with st.container(horizontal=True, vertical_alignment="center", key=f"card-head-{number}"):
+            links.link("run", run.run, run=run.run)
+            st.html(markup.pill(liveness))
+        st.html(_figures(run, figures, now) + markup.verdict(verdict(run, figures, now)) + _phases(figures))
+
+
+def _figures(run: RunView, figures: Digest, now: float) -> str:
+    pace = f"{units.seconds(figures.step_seconds)}/step" if figures.steps else _no_figures(run)
+    ranks = f"{len(run.ranks)} of {run.world_size} ranks" if run.world_size > 1 else "1 rank"
+    device = "emulated" if run.device_kind == "emulated" else "CUDA"
+    details = [f"step {units.integer(run.step)}", ranks, device, f"heard of {units.age(now - run.last_seen)} ago"]
+    return markup.pace(pace, details, EMULATED if run.device_kind == "emulated" else "")
+
+
+def _no_figures(run: RunView) -> str:
+    return "steps not kept" if run.step else "no step yet"
+
+
+def _phases(figures: Digest) -> str:
+    """Where the last step's time went."""
+    total = figures.step_seconds
+    if total <= 0:
+        return ""
+    parts = [(phase, value / total, palette.PHASE[phase]) for phase, value in figures.phase_seconds.items()]
+    return markup.stack([(f"{name} {units.share(share)}", share, color) for name, share, color in parts])
+
+
+def rows(key: str, runs: Sequence[RunView], now: float, title: str) -> None:
+    """Runs that are no cards, as a table; a click opens one."""
+    st.html(markup.title(title, "click a row to open it"))
+    table = []
+    for run in runs:
+        known = triage.lead(run)
+        figures = digest([known.last_step] if known and known.last_step else [])
+        table.append(
+            {
+                "run": run.run,
+                "state": run.liveness,
+                "pace": f"{units.seconds(figures.step_seconds)}/step" if figures.steps else units.NONE,
+                "verdict": verdict(run, figures, now),
+                "step": run.step,
+                "heard of": f"{units.age(now - run.last_seen)} ago",
+            }
+        )
+    # A click is on a row of the table as it was drawn last; the order may be another one by now.
+    drawn: list[str] = st.session_state.get(DRAWN + key, [])
+    st.session_state[DRAWN + key] = [run.run for run in runs]
+    chosen = st.dataframe(
+        table, key=key, on_select="rerun", selection_mode="single-row", hide_index=True,
+        column_config={"verdict": st.column_config.TextColumn(width="large")},
+    )  # fmt: skip
+    picked = chosen["selection"]["rows"]
+    if picked and picked[0] < len(drawn):
+        links.go("run", run=drawn[picked[0]])

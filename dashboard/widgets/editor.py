@@ -1,0 +1,149 @@
+"""The fields that turn the knobs. Outside of the live parts, and empty until typed in: a refresh never eats an edit."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import streamlit as st
+
+from tidegate.client.daemon_client import token_dir
+from tidegate.dashboard.data import knob_edits
+from tidegate.dashboard.session import actions, edit_session
+from tidegate.dashboard.session.edit_session import Desk
+from tidegate.dashboard.session.page_context import Place
+from tidegate.dashboard.style import markup, snippets
+from tidegate.wire.canary import MAX_CANARY_STEPS
+from tidegate.wire.knobs import KnobBound, KnobsView
+
+UNCHANGED: Final = "as it is"
+_NOTICE: Final = {"error": st.error, "warning": st.warning, "success": st.success, "info": st.info}
+
+
+@st.fragment
+def editor(place: Place, knobs: KnobsView) -> None:
+    """Token, a field for each knob, and the buttons; drawn anew only when the viewer touches it."""
+    at, allowed = edit_session.desk(place.run), bool(edit_session.token())
+    at.begin(knobs)
+    st.html(markup.title("Turn the knobs", "all ranks apply a change between the same two steps"))
+    _access(place, knobs, allowed)
+    parsed = knob_edits.parse(at.draft, knobs.bounds)
+    for name, bound in knobs.bounds.items():
+        _field(at, place.run, name, bound, allowed, parsed.errors.get(name, ""))
+    _bar(place, knobs, at, allowed)
+    _notice(at)
+
+
+def _access(place: Place, knobs: KnobsView, allowed: bool) -> None:
+    """Asks for the operate token, or says that there is one."""
+    key = f"token:{place.run}"
+    with st.container(horizontal=True, vertical_alignment="center", key="access"):
+        if allowed:
+            st.caption("Changes are made with your operate token, which this page keeps for you.")
+            st.button("Forget it", key="forget_token", type="tertiary", on_click=edit_session.forget_token)
+            return
+        st.text_input(
+            "Operate token", type="password", key=key, autocomplete="off", label_visibility="collapsed",
+            placeholder="Operate token, to change anything", on_change=_take_token, args=(place.url, knobs, key),
+            help="It stays in this session.",
+        )  # fmt: skip
+        st.caption("Read-only")
+    st.caption(f"`tidegate dashboard --link` prints a link that opens this page for changes. {_where_it_is()}")
+
+
+def _where_it_is() -> str:
+    """Where the operate token is, in Markdown."""
+    file = token_dir() / "operate.token"
+    if file.is_file():
+        return f"The operate token is in `{file}`."
+    return "The daemon writes the operate token to `operate.token` in its state directory."
+
+
+def _take_token(url: str, knobs: KnobsView, key: str) -> None:
+    actions.keep_token(url, knobs, str(st.session_state[key]))
+
+
+def _field(at: Desk, run: str, name: str, bound: KnobBound, allowed: bool, problem: str) -> None:
+    """Name and bounds on the left; what is wrong stands where the bounds were, so that nothing moves."""
+    key = f"knob:{run}:{name}:{at.filling}"
+    left, right = st.columns([11, 9], gap="small", vertical_alignment="center")
+    left.html(snippets.knob_label(name, problem or knob_edits.accepted(bound), bound.help, wrong=bool(problem)))
+    _kept(key, at.edits.get(name) or (None if bound.kind == "choice" else ""))
+    more: dict[str, Any] = {
+        "key": key, "disabled": not allowed, "label_visibility": "collapsed", "on_change": _typed,
+        "args": (run, name, key, at.filling),
+    }  # fmt: skip
+    if bound.kind == "choice":
+        right.selectbox(name, bound.words, index=None, placeholder=UNCHANGED, **more)
+    else:
+        example = knob_edits.example(bound)
+        right.text_input(name, placeholder=f"{UNCHANGED}, or {example}" if example else UNCHANGED, **more)
+
+
+def _typed(run: str, name: str, key: str, filling: int) -> None:
+    at = edit_session.desk(run)
+    if at.filling == filling:
+        at.edits[name], at.notice = str(st.session_state[key] or ""), None
+
+
+def _bar(place: Place, knobs: KnobsView, at: Desk, allowed: bool) -> None:
+    run, off = place.run, not allowed
+    key = f"reason:{run}:{at.filling}"
+    _kept(key, at.reason)
+    st.text_input(
+        "Reason", key=key, max_chars=500, disabled=off, label_visibility="collapsed",
+        placeholder="Reason, for the audit log", on_change=_reasoned, args=(run, key, at.filling),
+    )  # fmt: skip
+    with st.container(horizontal=True, vertical_alignment="center", key="trial"):
+        _kept(f"trial:{run}", at.trial)
+        st.checkbox(
+            "On trial, for", key=f"trial:{run}", disabled=off, on_change=_tried, args=(run,),
+            help="A canary: kept only if the steps with it are no worse than those before; else the knobs before come "
+            "back by themselves.",
+        )  # fmt: skip
+        _kept(f"trial_steps:{run}", at.trial_steps)
+        st.number_input(
+            "Steps on trial", 5, MAX_CANARY_STEPS, step=5, key=f"trial_steps:{run}", label_visibility="collapsed",
+            disabled=off, on_change=_tried, args=(run,), width=120,
+        )  # fmt: skip
+        st.caption("steps")
+    with st.container(horizontal=True, key="bar_tune"):
+        sent = (place.url, run, knobs.bounds)
+        pressed = (
+            st.button("Set", key="set", type="primary", disabled=off, on_click=actions.set_knobs, args=sent),
+            st.button("Preview", key="preview", disabled=off, on_click=actions.preview, args=sent),
+            st.button("Discard", key="discard", disabled=off, on_click=_discard, args=(run, knobs)),
+        )
+    if any(pressed):
+        st.rerun()  # the live parts tell what came of it
+
+
+def _kept(key: str, value: object) -> None:
+    """What was typed before the viewer went to another page and came back."""
+    st.session_state.setdefault(key, value)
+
+
+def _reasoned(run: str, key: str, filling: int) -> None:
+    at = edit_session.desk(run)
+    if at.filling == filling:
+        at.reason = str(st.session_state[key])
+
+
+def _tried(run: str) -> None:
+    at = edit_session.desk(run)
+    at.trial, at.trial_steps = bool(st.session_state[f"trial:{run}"]), int(st.session_state[f"trial_steps:{run}"])
+
+
+def _discard(run: str, knobs: KnobsView) -> None:
+    """Empties the fields."""
+    at = edit_session.desk(run)
+    at.clear()
+    at.notice = None
+    at.base_on(knobs)
+
+
+def _notice(at: Desk) -> None:
+    """What came of the last press of a button; it goes with the next edit."""
+    if at.notice:
+        tone, sentence = at.notice
+        draw: Any = _NOTICE[tone]
+        draw(markup.plain(sentence))

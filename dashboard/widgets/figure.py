@@ -1,0 +1,21 @@
+"""A figure, on the page."""
+
+from __future__ import annotations
+
+import plotly.graph_objects as go
+import streamlit as st
+
+from tidegate.dashboard.figures import chart_style
+from tidegate.dashboard.style.palette import Theme
+
+CONFIG = {"displayModeBar": False, "responsive": True}
+
+
+def draw(figure: chart_style.Figure, key: str) -> None:
+    """In the colours of the viewer's theme, checked against Plotly's schema. What has not changed is not redrawn."""
+    st.plotly_chart(go.Figure(chart_style.themed(figure, theme())), key=key, config=CONFIG, theme=None)
+
+
+def theme() -> Theme:
+    """The viewer's."""
+    return "dark" if st.context.theme.type == "dark" else "light"

@@ -1,0 +1,112 @@
+"""The first lines: which run, how it is, one sentence, and the figures that matter most."""
+
+from __future__ import annotations
+
+import time
+
+import streamlit as st
+
+from tidegate.dashboard.data.queries import Look, Snapshot
+from tidegate.dashboard.data.step_stats import Digest, verdict
+from tidegate.dashboard.session.page_context import Place
+from tidegate.dashboard.style import markup, palette, units
+
+EMULATED = "Emulated device: rates are simulated, no performance claim"
+
+
+def unread(place: Place, look: Look) -> None:
+    """Nothing was ever read of this run: why."""
+    st.html(markup.head(place.run, "unknown", [place.url]) + markup.verdict(look.problem or "Nothing was read yet."))
+
+
+def header(look: Look, snapshot: Snapshot, figures: Digest) -> None:
+    """Everything above the charts: `brief`, and the figures that matter most."""
+    brief(look, snapshot, figures)
+    st.html(markup.kpis(_figures(snapshot, figures)))
+
+
+def brief(look: Look, snapshot: Snapshot, figures: Digest) -> None:
+    """Which run, how it is, how old what is shown, and one sentence."""
+    now = time.time()
+    st.html(
+        markup.head(snapshot.run.run, "unknown" if look.problem else snapshot.run.liveness, _details(snapshot, now))
+    )
+    if look.problem:
+        kept = (
+            f"{look.problem} What follows is {units.age(now - snapshot.read_at)} old; this page reconnects by itself."
+        )
+        st.html(markup.banner(kept, palette.LIVENESS["lost"]))
+    if snapshot.run.device_kind == "emulated":
+        st.html(markup.banner(EMULATED, palette.PHASE["update"]))
+    st.html(markup.verdict(verdict(snapshot.run, figures, now)))
+
+
+def _details(snapshot: Snapshot, now: float) -> list[str]:
+    run, rank = snapshot.run, snapshot.rank
+    device = {"cuda": "CUDA", "emulated": "emulated device"}[rank.device_kind]
+    details = [f"rank {rank.rank} of {run.world_size}", device, rank.host, f"step {units.integer(rank.step)}"]
+    if run.liveness == "finished":
+        lasted = units.age(max(0.0, rank.last_seen - rank.started_at))
+        return [*details, f"finished {units.age(now - rank.last_seen)} ago, after {lasted}"]
+    details += [f"in {rank.phase}", f"heard of {units.age(now - rank.last_seen)} ago"]
+    if snapshot.steps:
+        details.append(f"last step ended {units.age(now - snapshot.steps[-1].timestamp)} ago")
+    return details
+
+
+def _figures(snapshot: Snapshot, figures: Digest) -> list[tuple[str, str, str]]:
+    update = figures.phase_seconds.get("update")
+    exposed, total = figures.exposed_seconds, figures.step_seconds
+    tokens = figures.tokens_per_second
+    applied = snapshot.rank.applied_generation
+    predicted = snapshot.rank.predicted_update_seconds
+    return [
+        (
+            "pace",
+            f"{units.seconds(figures.pace)}/step" if figures.pace else units.NONE,
+            f"median of {figures.told}",
+        ),
+        ("update", units.seconds(update), f"{units.share(figures.update_share)} of the step"),
+        ("exposed", units.seconds(exposed), _part(exposed, total, "of the step blocked")),
+        (
+            "tokens",
+            f"{units.count(tokens)}/s" if tokens is not None else units.NONE,
+            f"mean of {figures.told}",
+        ),
+        ("loss", units.significant(figures.loss, 4) if figures.loss is not None else units.NONE, "last step"),
+        (
+            "gradient norm",
+            units.significant(figures.grad_norm) if figures.grad_norm is not None else units.NONE,
+            f"{figures.skipped} skipped of {len(snapshot.steps)}",
+        ),
+        ("predicted update", units.seconds(predicted), prediction_error(predicted, update)),
+        ("generation", str(applied), _generation_note(snapshot)),
+    ]
+
+
+def _generation_note(snapshot: Snapshot) -> str:
+    """What the run wants, next to what this rank has applied."""
+    good = [view.generation for view in snapshot.generations if view.state in ("committed", "applied")]
+    desired = max(good, default=0)
+    if snapshot.knobs.pending is not None:
+        return f"{snapshot.knobs.pending.generation} is proposed"
+    return "applied, as desired" if snapshot.rank.applied_generation >= desired else f"applied; desired is {desired}"
+
+
+def prediction(predicted: float | None, measured: float | None) -> str:
+    """predicted 1.40 s, measured 1.46 s, off by 4 %."""
+    error = prediction_error(predicted, measured)
+    if predicted is None or not measured:
+        return error
+    return f"predicted {units.seconds(predicted)}, measured {units.seconds(measured)}, {error}"
+
+
+def prediction_error(predicted: float | None, measured: float | None) -> str:
+    """How far the rank's simulator is from what was measured: |predicted - measured| / measured."""
+    if predicted is None:
+        return "no prediction yet"
+    return f"off by {units.share(abs(predicted - measured) / measured)}" if measured else "not measured yet"
+
+
+def _part(value: float | None, total: float, what: str) -> str:
+    return f"{units.share(value / total)} {what}" if value is not None and total > 0 else "not reported"

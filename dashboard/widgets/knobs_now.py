@@ -1,0 +1,141 @@
+"""The knobs as they are: desired, applied and effective, and where the newest generation is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import streamlit as st
+
+from tidegate.dashboard.data import knob_edits
+from tidegate.dashboard.data.queries import Snapshot
+from tidegate.dashboard.session import edit_session
+from tidegate.dashboard.style import markup, palette, units
+from tidegate.knobs.knobs import OFF, KnobValue
+from tidegate.wire.knobs import GenerationState, GenerationView, KnobsView, RankKnobs
+
+BAD: Final[tuple[GenerationState, ...]] = ("refused", "aborted", "superseded")
+MAX_NAMED: Final = 8
+"""Ranks that differ from the others are named up to so many."""
+
+
+def knobs_now(snapshot: Snapshot) -> None:
+    """A row for each knob, and ranks only where they need to be looked at."""
+    view = snapshot.knobs
+    live = taking_part(view)
+    rows = [_row(name, view, live) for name in view.bounds]
+    columns = ("knob", "desired", "effective", "bounds", "unit")
+    st.html(
+        markup.title("Knobs", f"generation {view.generation}; {_applied(view, live)}")
+        + markup.table(columns, rows, left=(0, 1, 2, 3, 4), wide=(2, 3))
+        + way(snapshot)
+        + _odd_ranks(view, live)
+    )
+    _newer(view)
+
+
+def taking_part(view: KnobsView) -> Sequence[RankKnobs]:
+    """Ranks that are there, or all of them when none is."""
+    return [rank for rank in view.ranks if rank.liveness in ("live", "stale")] or list(view.ranks)
+
+
+def way(snapshot: Snapshot) -> str:
+    """The newest generation from proposed to applied, or where it ended and why."""
+    newest = snapshot.knobs.pending or (snapshot.generations[-1] if snapshot.generations else None)
+    if newest is None:
+        return ""
+    live = taking_part(snapshot.knobs)
+    done = sum(rank.applied_generation >= newest.generation for rank in live)
+    applied = f"applied on {done} of {len(live)} ranks"
+    good, bad = palette.LIVENESS["live"], palette.LIVENESS["lost"]
+    if newest.state in BAD:
+        stations: list[markup.Station] = [("proposed", True, None), (newest.state, True, bad)]
+        more = newest.outcome
+    else:
+        reached = newest.state in ("committed", "applied")
+        complete = newest.state == "applied" or (reached and done == len(live))
+        stations = [("proposed", True, None), ("committed", reached, None)]
+        stations.append((applied, complete, good if complete else None))
+        more = ""
+    told = change(newest, snapshot.generations)
+    return markup.chain([(f"Generation {newest.generation}, {told}", True, None), *stations], more)
+
+
+def change(view: GenerationView, made: Sequence[GenerationView]) -> str:
+    """What a generation changed of the one that ran before it, in words. made: all of them, oldest first."""
+    ran = [earlier for earlier in made if earlier.generation < view.generation and earlier.state not in BAD]
+    back = f"back to generation {view.restores}" if view.restores is not None else ""
+    told = knob_edits.describe(view.changes, ran[-1].knobs if ran else None) if view.changes else ""
+    return ": ".join(part for part in (back, told) if part) or "start-up settings"
+
+
+def value(name: str, found: KnobValue | None) -> str:
+    """A knob's value; a stride also as the share that the device updates."""
+    text = units.knob(name, found)
+    if name == "stride" and isinstance(found, float | int) and found:
+        return f"{text} (device share {units.share(1 / found)})"
+    if name == "stride" and found == OFF:
+        return f"{text} (device share 0 %)"
+    return text
+
+
+def _row(name: str, view: KnobsView, live: Sequence[RankKnobs]) -> tuple[str, ...]:
+    bound = view.bounds[name]
+    return (
+        name,
+        units.knob(name, view.desired.get(name)),
+        _effective(name, live),
+        knob_edits.limits(bound),
+        bound.unit,
+    )
+
+
+def _effective(name: str, live: Sequence[RankKnobs]) -> str:
+    """One value where all ranks have the same; else each with how many have it."""
+    counted: dict[str, int] = {}
+    for rank in live:
+        told = value(name, rank.effective.get(name))
+        counted[told] = counted.get(told, 0) + 1
+    if len(counted) <= 1:
+        return next(iter(counted), units.NONE)
+    return ", ".join(f"{told} on {number} ranks" for told, number in sorted(counted.items(), key=lambda c: -c[1])[:4])
+
+
+def _applied(view: KnobsView, live: Sequence[RankKnobs]) -> str:
+    numbers = sorted({rank.applied_generation for rank in live})
+    if len(numbers) == 1:
+        return f"all {len(live)} ranks have applied {numbers[0]}" if len(live) > 1 else f"applied: {numbers[0]}"
+    return f"ranks have applied {numbers[0]} to {numbers[-1]}" if numbers else "no rank is there"
+
+
+def _odd_ranks(view: KnobsView, live: Sequence[RankKnobs]) -> str:
+    """Ranks that are not well, refused, or are behind the others."""
+    newest = max((rank.applied_generation for rank in live), default=0)
+    odd = [r for r in view.ranks if r.refused or r.liveness in ("stale", "lost") or r.applied_generation < newest]
+    if not odd:
+        return ""
+    rows = [
+        (
+            f"rank {rank.rank}",
+            markup.dot(rank.liveness, palette.LIVENESS.get(rank.liveness, palette.GREY)),
+            str(rank.applied_generation),
+            rank.refused or "",
+        )
+        for rank in odd[:MAX_NAMED]
+    ]
+    note = f"{MAX_NAMED} of {len(odd)}" if len(odd) > MAX_NAMED else ""
+    return markup.title("Ranks to look at", note) + markup.table(
+        ("", "state", "applied", "refused, because"), rows, left=(0, 1, 3), wide=(3,)
+    )
+
+
+def _newer(view: KnobsView) -> None:
+    """The viewer's edit stands on older knobs: say so before it is sent."""
+    at = edit_session.desk(view.run)
+    if at.draft.edited() and at.generation is not None and at.generation < view.generation:
+        st.html(
+            markup.banner(
+                f"Your edit was begun on generation {at.generation}; generation {view.generation} has been made since.",
+                palette.LIVENESS["stale"],
+            )
+        )

@@ -1,0 +1,66 @@
+"""Where a step's time goes: a row for each phase, and the newest steps as stacked bars."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import streamlit as st
+
+from tidegate.dashboard.data import knob_edits
+from tidegate.dashboard.data.queries import Snapshot
+from tidegate.dashboard.data.step_stats import WINDOW, Digest
+from tidegate.dashboard.figures import charts
+from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.widgets.figure import draw
+from tidegate.wire.step import StepReport
+
+MAX_MARKS = 8
+
+
+def phases(snapshot: Snapshot, figures: Digest) -> None:
+    st.html(markup.title("Phases", f"medians of {figures.told}") + _table(snapshot.steps, figures))
+
+
+def history(snapshot: Snapshot) -> None:
+    """Phase times over steps, with the steps from which on knobs were others."""
+    st.html(markup.title("Phases, step by step", "lines: knobs changed"))
+    draw(charts.phase_history(snapshot.steps, marks(snapshot)), "phase_history")
+
+
+def marks(snapshot: Snapshot) -> list[charts.Mark]:
+    """The generations that were applied, at their first step on this rank; start-up settings are no change."""
+    rank, before = snapshot.rank.rank, {g.generation: g.knobs for g in snapshot.generations}
+    found = []
+    for made in snapshot.generations:
+        step = made.applied.get(rank)
+        if step is not None and made.generation > 0 and made.changes:
+            change = knob_edits.describe(made.changes, before.get(made.generation - 1))
+            said = f"generation {made.generation} by {made.author}, from step {step} on:"
+            found.append(charts.Mark(step, f"{made.generation}", (said, change)))
+    return found[-MAX_MARKS:]
+
+
+def _table(steps: tuple[StepReport, ...], figures: Digest) -> str:
+    recent = steps[-WINDOW:]
+    last = recent[-1] if recent else None
+    total = figures.step_seconds
+    rows = []
+    for phase, value in figures.phase_seconds.items():
+        color = palette.PHASE[phase]
+        peak = last.device_memory_peak_bytes.get(phase) if last else None
+        rows.append(
+            (
+                markup.dot(phase, color),
+                units.seconds(value),
+                markup.bar(value / total, units.share(value / total), color),
+                units.seconds(_median([step.exposed_seconds.get(phase) for step in recent])),
+                units.seconds(_median([step.cpu_seconds.get(phase) for step in recent])),
+                units.nbytes(peak),
+            )
+        )
+    return markup.table(("phase", "time", "share", "exposed", "CPU time", "GPU peak"), rows)
+
+
+def _median(values: list[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return median(found) if found else None

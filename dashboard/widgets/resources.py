@@ -1,0 +1,106 @@
+"""Links, memory and what training makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from tidegate.dashboard.data.queries import Snapshot
+from tidegate.dashboard.data.step_stats import WINDOW, Digest, column, tokens_per_second
+from tidegate.dashboard.figures import charts
+from tidegate.dashboard.figures.memory_chart import tide
+from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.widgets.figure import draw
+from tidegate.wire.step import StepReport
+
+MIN_CEILING_BYTES = 1 << 20
+"""A phase that moved less says nothing of what the link can do."""
+
+
+def links(snapshot: Snapshot) -> None:
+    st.html(markup.title("Link", "bytes a step, by direction and content"))
+    draw(charts.link_bytes(snapshot.steps), "link_bytes")
+
+
+def link_speeds(snapshot: Snapshot, figures: Digest) -> None:
+    """Bytes and busy time of each direction in each phase, and how near that is to the best the link has done."""
+    ceilings = link_ceilings(snapshot.steps)
+    st.html(
+        markup.title(
+            "Link, by phase",
+            f"means of {figures.told}, against the fastest phase of {len(snapshot.steps)}",
+        )
+    )
+    rows = []
+    for (direction, phase), (moved, busy) in _by_phase(snapshot.steps[-WINDOW:]).items():
+        color = palette.LANE.get(direction, palette.GREY)
+        rows.append(
+            (
+                markup.dot(direction, color),
+                markup.dot(phase, palette.PHASE.get(phase, palette.GREY)),
+                units.nbytes(moved),
+                units.seconds(busy),
+                against(moved / busy if busy > 0 else None, ceilings.get(direction), color),
+            )
+        )
+    st.html(markup.table(("direction", "phase", "bytes", "busy", "of its ceiling, while busy"), rows, left=(0, 1)))
+
+
+def against(speed: float | None, ceiling: float | None, color: str) -> str:
+    """A speed as a share of what can be had."""
+    if speed is None or not ceiling:
+        return units.rate(speed)
+    share = speed / ceiling
+    return markup.bar(share, f"{units.share(share)}, {units.rate(speed)}", color)
+
+
+def link_ceilings(steps: Sequence[StepReport]) -> dict[str, float]:
+    """The highest mean speed of each direction in any phase of these steps that moved at least MIN_CEILING_BYTES."""
+    ceilings: dict[str, float] = {}
+    for step in steps:
+        for (direction, _), (moved, busy) in _by_phase((step,)).items():
+            if moved >= MIN_CEILING_BYTES and busy > 0:
+                ceilings[direction] = max(ceilings.get(direction, 0.0), moved / busy)
+    return ceilings
+
+
+def _by_phase(steps: tuple[StepReport, ...]) -> dict[tuple[str, str], tuple[float, float]]:
+    totals: dict[tuple[str, str], tuple[float, float]] = {}
+    for row in (row for step in steps for row in step.links):
+        moved, busy = totals.get((row.direction, row.phase), (0.0, 0.0))
+        totals[row.direction, row.phase] = (moved + row.bytes / len(steps), busy + row.busy_seconds / len(steps))
+    return dict(sorted(totals.items(), reverse=True))
+
+
+def memory(snapshot: Snapshot) -> None:
+    """The tide chart."""
+    st.html(markup.title("Memory", "the tide: peaks on the device, above what the engine holds in host memory"))
+    figure = tide(snapshot.steps, snapshot.rank.device_memory_bytes)
+    draw(figure, "memory")
+
+
+def cpu(snapshot: Snapshot) -> None:
+    st.html(markup.title("CPU, by phase", "cores busy"))
+    draw(charts.cpu_cores(snapshot.steps), "cpu")
+
+
+def loss(snapshot: Snapshot) -> None:
+    st.html(markup.title("Loss"))
+    points = column(snapshot.steps, lambda step: step.loss)
+    figure = charts.series(points, "No loss: call optimizer.log(loss=…).", palette.PHASE["backward"])
+    draw(figure, "loss")
+
+
+def grad_norm(snapshot: Snapshot) -> None:
+    st.html(markup.title("Gradient norm", "before clipping"))
+    points = column(snapshot.steps, lambda step: step.grad_norm)
+    figure = charts.series(points, "No gradient norm was reported.", palette.LANE["cpu"])
+    draw(figure, "grad_norm")
+
+
+def tokens(snapshot: Snapshot) -> None:
+    st.html(markup.title("Tokens", "per second, step by step"))
+    points = column(snapshot.steps, lambda step: tokens_per_second([step]))
+    figure = charts.series(points, "No tokens: call optimizer.log(tokens=…).", palette.PHASE["update"])
+    draw(figure, "tokens")

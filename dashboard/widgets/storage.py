@@ -1,0 +1,52 @@
+"""The storage paths of a run: what lives on each, how much it moves, and how near it is to what it can do."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from tidegate.dashboard.data.path_stats import PathFigures, PathUse, path_figures
+from tidegate.dashboard.data.queries import Snapshot
+from tidegate.dashboard.data.step_stats import Digest
+from tidegate.dashboard.style import markup, palette, units
+
+COLUMNS = (
+    "path", "state on it", "read a step", "of its ceiling", "written a step", "of its ceiling", "lock wait", "errors",
+    "free", "written a day",
+)  # fmt: skip
+
+
+def paths(snapshot: Snapshot, figures: Digest) -> None:
+    """A row for each path; nothing for a run without any."""
+    found = path_figures(snapshot.steps)
+    if not found:
+        return
+    total = sum(snapshot.steps[-1].subgroups.values())
+    st.html(
+        markup.title("Storage paths", f"means of {figures.told}; waits and errors since the run began")
+        + markup.table(COLUMNS, [_row(path, total) for path in found])
+    )
+
+
+def _row(path: PathFigures, total: int) -> tuple[str, ...]:
+    held = f"{path.subgroups} of {total}"
+    return (
+        markup.dot(path.name, palette.place(path.name)),
+        markup.bar(path.subgroups / total, held, palette.place(path.name)) if total else held,
+        units.nbytes(path.read.bytes_per_step),
+        speed(path.read, f"{path.name}:read"),
+        units.nbytes(path.write.bytes_per_step),
+        speed(path.write, f"{path.name}:write"),
+        units.seconds(path.lock_wait_seconds),
+        str(path.errors),
+        units.nbytes(path.free_bytes),
+        units.nbytes(path.written_bytes_per_day),
+    )
+
+
+def speed(use: PathUse, lane: str) -> str:
+    """While busy, as a share of what the path could do alone when the run began. Many small files, a cache in the drive
+    or another tenant who has left make it more than that: how much more says nothing."""
+    if use.bytes_per_second is None or use.ceiling_share is None:
+        return units.rate(use.bytes_per_second)
+    share = units.share(use.ceiling_share) if use.ceiling_share <= 1 else "over 100 %"
+    return markup.bar(use.ceiling_share, f"{share}, {units.rate(use.bytes_per_second)}", palette.lane(lane))

@@ -1,0 +1,69 @@
+"""What the last change did: its trial, if it is on one, and the measured effect beside the predicted one."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from tidegate.dashboard.data import knob_preview
+from tidegate.dashboard.data.queries import Snapshot
+from tidegate.dashboard.session import edit_session
+from tidegate.dashboard.style import markup, palette, snippets, units
+from tidegate.dashboard.widgets.knobs_now import BAD, change
+from tidegate.wire.canary import CanaryView
+from tidegate.wire.knobs import GenerationView
+
+STATES = {
+    "waiting": "on trial", "promoted": "kept", "condemned": "harmful: going back", "rolled_back": "rolled back",
+    "superseded": "trial ended by another change",
+}  # fmt: skip
+
+
+def last_change(snapshot: Snapshot) -> None:
+    """Of the newest generation that ran, start-up settings left out, and of an open trial."""
+    ran = [view for view in snapshot.generations if view.applied and view.generation > 0 and view.state not in BAD]
+    tried = next((v for v in reversed(ran) if v.canary and v.canary.state in ("waiting", "condemned")), None)
+    found = tried or (ran[-1] if ran else None)
+    if found is None:
+        return
+    st.html(
+        markup.title(
+            "What the last change did", f"generation {found.generation}: {change(found, snapshot.generations)}"
+        )
+        + (_trial(found, found.canary, snapshot) if found.canary else "")
+        + snippets.say(effect(found))
+    )
+
+
+def effect(view: GenerationView) -> str:
+    """Measured against predicted, or what is still missing."""
+    if view.measured_effect is None:
+        return "Not measured yet: that takes five steps with it, and some before."
+    told = knob_preview.against(view.measured_effect, predicted(view))
+    return told[0].upper() + told[1:] + "."
+
+
+def predicted(view: GenerationView) -> tuple[float, float] | None:
+    """Update seconds before and after, from its trial or from this viewer's preview."""
+    trial = view.canary
+    if trial and trial.predicted_update_seconds_before is not None and trial.predicted_update_seconds_after is not None:
+        return trial.predicted_update_seconds_before, trial.predicted_update_seconds_after
+    return edit_session.desk(view.run).predicted.get(view.generation)
+
+
+def progress(view: GenerationView, canary: CanaryView, snapshot: Snapshot) -> int:
+    """Steps with it that every rank has done; the first one, which moves state, does not count."""
+    done = [
+        rank.step - view.applied[rank.rank] for rank in snapshot.run.ranks if rank.rank in view.applied
+    ]  # fmt: skip
+    return max(0, min(canary.steps, min(done, default=0)))
+
+
+def _trial(view: GenerationView, canary: CanaryView, snapshot: Snapshot) -> str:
+    color = {"waiting": "stale", "promoted": "live"}.get(canary.state, "lost")
+    state = markup.dot(STATES[canary.state], palette.LIVENESS[color])
+    if canary.state != "waiting":
+        return snippets.say(state, canary.verdict)
+    done = progress(view, canary, snapshot)
+    bar = markup.bar(done / canary.steps, f"{done} of {canary.steps} steps", palette.LIVENESS["live"])
+    rest = f"kept unless steps get slower by more than {units.share(canary.min_effect)}; else back to {canary.base}"
+    return snippets.say(state, bar, rest)

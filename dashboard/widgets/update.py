@@ -1,0 +1,43 @@
+"""What updates wait for, and who does them."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from tidegate.dashboard.data.queries import Snapshot
+from tidegate.dashboard.data.step_stats import Digest
+from tidegate.dashboard.figures import charts
+from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.widgets.figure import draw
+from tidegate.dashboard.widgets.header import prediction
+
+
+def waits(snapshot: Snapshot, figures: Digest) -> None:
+    total = sum(figures.stall_share.values())
+    st.html(markup.title("Stalls by cause", f"{units.share(total)} of the update, mean of {figures.told}"))
+    draw(charts.stalls_by_cause(snapshot.steps), "stalls")
+
+
+def division(snapshot: Snapshot, figures: Digest) -> None:
+    """Who updates, what lives where, and what the simulator expected."""
+    last = snapshot.steps[-1] if snapshot.steps else None
+    rows = [*_shares("updated by", "params", last.update_params if last else {})]
+    rows += _shares("state on", "subgroups", last.subgroups if last else {})
+    note = prediction(snapshot.rank.predicted_update_seconds, figures.phase_seconds.get("update"))
+    st.html(
+        markup.title("Division of work", "last step")
+        + markup.table(("", "", ""), rows)
+        + markup.title("Update", f"{note} (median of {figures.told})")
+    )
+
+
+def _shares(what: str, unit: str, counts: dict[str, int]) -> list[tuple[str, str, str]]:
+    total = sum(counts.values())
+    return [
+        (
+            markup.dot(f"{what} {place}", palette.place(place)),
+            f"{units.count(number)} {unit if number != 1 else unit.removesuffix('s')}",
+            markup.bar(number / total, units.share(number / total), palette.place(place)) if total else units.NONE,
+        )
+        for place, number in sorted(counts.items(), reverse=True)
+    ]

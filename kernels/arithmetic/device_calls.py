@@ -1,0 +1,63 @@
+"""What a device's kernels are given: updates and gradients by address, and a stream. The agent has the values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from tidegate.kernels.arithmetic.scalars import GradDtype, Scalars, WeightFormat
+
+
+class Update(Protocol):
+    """One AdamW or Adam update of `numel` elements. All addresses are on the device; `aux` is 0 for F32."""
+
+    @property
+    def numel(self) -> int: ...
+    @property
+    def weight(self) -> int: ...
+    @property
+    def weight_format(self) -> WeightFormat: ...
+    @property
+    def aux(self) -> int: ...
+    @property
+    def exp_avg(self) -> int: ...
+    @property
+    def exp_avg_sq(self) -> int: ...
+    @property
+    def grad(self) -> int: ...
+    @property
+    def grad_dtype(self) -> GradDtype: ...
+    @property
+    def scalars(self) -> Scalars: ...
+
+
+class Gradient(Protocol):
+    """The gradient of one parameter, on the device."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def dtype(self) -> GradDtype: ...
+
+
+class GpuKernels(Protocol):
+    """`triton_adamw` and `torch_adamw`: both enqueue their work on torch's current stream."""
+
+    def update(self, runs: Sequence[Update]) -> None: ...
+
+    def sum_of_squares(self, refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None: ...
+
+
+@contextmanager
+def on_stream(stream: int | None) -> Iterator[None]:
+    """Makes the CUDA stream with this handle torch's current one; None leaves the current one."""
+    if stream is None:
+        yield
+    else:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            yield

@@ -1,0 +1,294 @@
+"""The update and the norm's sum on a GPU, in Triton, equal to `oracle` bit for bit.
+
+An ImportError says that Triton is missing or too old; `torch_adamw` offers the same functions without it.
+Arrays are given by address on the current device, and work goes to torch's current stream. Offsets have 64 bits.
+Integers are i64 and never specialised, whatever their value: a kernel has one signature for each set of its constants.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from tidegate.kernels.arithmetic.device_calls import Gradient, Update, on_stream
+from tidegate.kernels.arithmetic.oracle import BLOCK_NUMEL, NUM_ACCUMULATORS
+from tidegate.kernels.arithmetic.scalars import Arithmetic, GradDtype, WeightFormat
+
+# Older compilers flush denormals in square roots and divisions, and have no option against it.
+if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
+    raise ImportError(f"Triton {triton.__version__} flushes denormals: 3.6 or newer is needed")
+
+F32, BF16, F16 = (tl.constexpr(int(dtype)) for dtype in GradDtype)
+F32_WEIGHT, BF16_REMAINDER, F16_MASTER, BF16_MASTER = (tl.constexpr(int(form)) for form in WeightFormat)
+TORCH, DEEPSPEED, DEEPSPEED_TAIL = (tl.constexpr(int(arithmetic)) for arithmetic in Arithmetic)
+ACCUMULATORS = tl.constexpr(NUM_ACCUMULATORS)
+
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+"""Launch options: a × b + c stays two roundings. tests/kernels/test_triton.py reads the compiled code for it."""
+ELEMENTS_PER_PROGRAM = 1024
+UPDATE_WARPS = 8
+"""Four elements a thread: 16-byte loads of 32-bit arrays, 8-byte ones of 16-bit arrays. With eight elements a thread
+some forms spill registers (`bench/triton_registers.py`)."""
+BLOCKS_PER_PROGRAM = 2
+"""Sixteen accumulators each: one warp."""
+ROWS_AT_ONCE = 16
+"""Loads of a block in flight, to hide the latency of memory behind a chain of additions that must stay in order."""
+LEAVES = 1024
+"""Block sums that one pass of the tree takes; a parameter may have LEAVES² blocks, 69 · 10⁹ elements."""
+
+
+def update(runs: Sequence[Update], stream: int | None = None) -> None:
+    """Enqueues the updates of `runs` in order. `stream`: a CUDA stream's handle; None for torch's current one."""
+    with on_stream(stream):
+        for run in runs:
+            if run.numel == 0:
+                continue
+            addresses = (run.weight, run.aux, run.exp_avg, run.exp_avg_sq, run.grad)
+            _adamw[(triton.cdiv(run.numel, ELEMENTS_PER_PROGRAM),)](
+                run.numel, *addresses, *run.scalars.as_tuple(),
+                FORMAT=int(run.weight_format), GRAD=int(run.grad_dtype), ARITHMETIC=int(run.scalars.arithmetic),
+                L2=run.scalars.l2 != 0.0,
+                DECAY=run.scalars.decay != 0.0 and run.scalars.arithmetic is not Arithmetic.TORCH,
+                ALIGNED=all(address % 16 == 0 for address in addresses), BLOCK=ELEMENTS_PER_PROGRAM,
+                num_warps=UPDATE_WARPS, **EXACT,
+            )  # fmt: skip
+
+
+def sum_of_squares(refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
+    """Enqueues, for each gradient, the fp64 sum of squares of its finite elements and the count of the others.
+
+    out_sums, out_bad: contiguous fp64 and int64 tensors on the device, one element for each of `refs`.
+    """
+    if not refs:
+        return
+    order = sorted(range(len(refs)), key=lambda i: refs[i].dtype)
+    counts = np.array([-(-refs[i].numel // BLOCK_NUMEL) for i in order], np.int64)
+    assert counts.max() <= LEAVES**2
+    ends = np.cumsum(counts)
+    num_blocks, starts = int(ends[-1]), ends - counts
+    table = _to_device(np.concatenate([_block_table([refs[i] for i in order]), starts, counts, order]), out_sums.device)
+    sums = torch.empty(num_blocks, dtype=torch.float64, device=out_sums.device)
+    bad = torch.empty(num_blocks, dtype=torch.int32, device=out_sums.device)
+    for dtype in GradDtype:
+        places = [k for k, i in enumerate(order) if refs[i].dtype is dtype]
+        begin, end = (int(starts[places[0]]), int(ends[places[-1]])) if places else (0, 0)
+        if begin == end:
+            continue
+        _block_sums[(triton.cdiv(end - begin, BLOCKS_PER_PROGRAM),)](
+            table, num_blocks, begin, end, sums, bad,
+            GRAD=int(dtype), BLOCKS=BLOCKS_PER_PROGRAM, ROWS=ROWS_AT_ONCE, num_warps=1, **EXACT,
+        )  # fmt: skip
+    _trees[(len(refs),)](
+        table, 2 * num_blocks, len(refs), sums, bad, out_sums, out_bad,
+        LEAVES=LEAVES, LEVELS=LEAVES.bit_length() - 1, num_warps=4, **EXACT,
+    )  # fmt: skip
+
+
+def _block_table(refs: Sequence[Gradient]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Addresses of all blocks, then their numbers of elements."""
+    firsts = [np.arange(0, ref.numel, BLOCK_NUMEL, dtype=np.int64) for ref in refs]
+    addresses = [ref.address + first * ref.dtype.nbytes for ref, first in zip(refs, firsts, strict=True)]
+    numels = [np.minimum(ref.numel - first, BLOCK_NUMEL) for ref, first in zip(refs, firsts, strict=True)]
+    return np.concatenate([*addresses, *numels])
+
+
+def _to_device(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device) -> torch.Tensor:
+    """From pinned memory, or the host would wait for the stream."""
+    host = torch.from_numpy(table)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+@triton.jit
+def _at(address, index, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """What the compiler knows of an integer's alignment is lost when it becomes a pointer: say it again."""
+    pointer = address.to(tl.int64).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer + index
+
+
+@triton.jit
+def _tamed_bits(x):
+    """A NaN becomes a quiet one without low bits: rounding cannot carry it to infinity, and it leaves no remainder."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where(x != x, (bits | 0x00400000) & 0xFFFF0000, bits)
+
+
+@triton.jit
+def _bf16_of(tamed):
+    """Nearest, ties away from zero."""
+    return ((tamed + 0x8000) >> 16).to(tl.uint16)
+
+
+@triton.jit
+def _load_gradient(address, index, mask, GRAD: tl.constexpr, ALIGNED: tl.constexpr):
+    if GRAD == BF16:
+        halves = tl.load(_at(address, index, tl.uint16, ALIGNED), mask=mask)
+        gradient = (halves.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif GRAD == F16:
+        gradient = tl.load(_at(address, index, tl.float16, ALIGNED), mask=mask).to(tl.float32)
+    else:
+        gradient = tl.load(_at(address, index, tl.float32, ALIGNED), mask=mask)
+    return gradient
+
+
+@triton.jit
+def _load_weight(weight, aux, index, mask, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+    if FORMAT == BF16_REMAINDER:
+        hi = tl.load(_at(weight, index, tl.uint16, ALIGNED), mask=mask)
+        lo = tl.load(_at(aux, index, tl.int16, ALIGNED), mask=mask)
+        bits = (hi.to(tl.uint32) << 16) + lo.to(tl.int32).to(tl.uint32, bitcast=True)
+        master = bits.to(tl.float32, bitcast=True)
+    elif FORMAT == F32_WEIGHT:
+        master = tl.load(_at(weight, index, tl.float32, ALIGNED), mask=mask)
+    else:
+        master = tl.load(_at(aux, index, tl.float32, ALIGNED), mask=mask)
+    return master
+
+
+@triton.jit
+def _store_weight(weight, aux, index, mask, p, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+    if FORMAT == F32_WEIGHT:
+        tl.store(_at(weight, index, tl.float32, ALIGNED), p, mask=mask)
+    elif FORMAT == BF16_REMAINDER:
+        bits = _tamed_bits(p)
+        tl.store(_at(weight, index, tl.uint16, ALIGNED), _bf16_of(bits), mask=mask)
+        tl.store(_at(aux, index, tl.uint16, ALIGNED), (bits & 0xFFFF).to(tl.uint16), mask=mask)
+    else:
+        if FORMAT == F16_MASTER:
+            tl.store(_at(weight, index, tl.float16, ALIGNED), p.to(tl.float16), mask=mask)
+        else:
+            tl.store(_at(weight, index, tl.uint16, ALIGNED), _bf16_of(_tamed_bits(p)), mask=mask)
+        tl.store(_at(aux, index, tl.float32, ALIGNED), p, mask=mask)
+
+
+@triton.jit(do_not_specialize=["numel", "weight", "aux", "exp_avg", "exp_avg_sq", "grad"])
+def _adamw(
+    numel: tl.int64, weight: tl.int64, aux: tl.int64, exp_avg: tl.int64, exp_avg_sq: tl.int64, grad: tl.int64,
+    grad_scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt,
+    eps, FORMAT: tl.constexpr, GRAD: tl.constexpr, ARITHMETIC: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    index = begin + tl.arange(0, BLOCK)
+    if begin + BLOCK <= numel:  # a mask that may end anywhere would keep loads from being 16 bytes wide
+        _adamw_block(
+            index, None, weight, aux, exp_avg, exp_avg_sq, grad, grad_scale, l2, decay, beta1, one_minus_beta1, beta2,
+            one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps,
+            FORMAT, GRAD, ARITHMETIC, L2, DECAY, ALIGNED,
+        )  # fmt: skip
+    else:
+        _adamw_block(
+            index, index < numel, weight, aux, exp_avg, exp_avg_sq, grad, grad_scale, l2, decay, beta1,
+            one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps,
+            FORMAT, GRAD, ARITHMETIC, L2, DECAY, ALIGNED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _adamw_block(
+    index, mask, weight, aux, exp_avg, exp_avg_sq, grad,
+    grad_scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt,
+    eps, FORMAT: tl.constexpr, GRAD: tl.constexpr, ARITHMETIC: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The order of operations is that of the oracle. tl.full makes fp32 of scalars also in Triton's interpreter."""
+    p = _load_weight(weight, aux, index, mask, FORMAT, ALIGNED)
+    g = _load_gradient(grad, index, mask, GRAD, ALIGNED) * tl.full((), grad_scale, tl.float32)
+    m = tl.load(_at(exp_avg, index, tl.float32, ALIGNED), mask=mask)
+    v = tl.load(_at(exp_avg_sq, index, tl.float32, ALIGNED), mask=mask)
+    if ARITHMETIC == TORCH:
+        if L2:
+            g = g + tl.full((), l2, tl.float32) * p
+        p = p * tl.full((), decay, tl.float32)
+        m = m + (g - m) * tl.full((), one_minus_beta1, tl.float32)
+        v = v * tl.full((), beta2, tl.float32) + (g * g) * tl.full((), one_minus_beta2, tl.float32)
+        root = tl.sqrt_rn(v) * tl.full((), inverse_bias_correction2_sqrt, tl.float32)
+        p = p - tl.full((), step_size, tl.float32) * tl.div_rn(m, root + tl.full((), eps, tl.float32))
+    else:
+        if L2:
+            g = tl.fma(p, tl.full((), l2, tl.float32), g)
+        m = _weighted_sum(m, beta1, g, one_minus_beta1, ARITHMETIC)
+        v = _weighted_sum(v, beta2, g * g, one_minus_beta2, ARITHMETIC)
+        factor, small = tl.full((), inverse_bias_correction2_sqrt, tl.float32), tl.full((), eps, tl.float32)
+        quotient = tl.div_rn(m, tl.fma(tl.sqrt_rn(v), factor, small))
+        if DECAY:
+            p = tl.fma(p, tl.full((), decay, tl.float32) * -1.0, p)  # Triton's own minus is 0 − x: it loses −0
+        p = tl.fma(quotient, tl.full((), step_size, tl.float32) * -1.0, p)
+    tl.store(_at(exp_avg, index, tl.float32, ALIGNED), m, mask=mask)
+    tl.store(_at(exp_avg_sq, index, tl.float32, ALIGNED), v, mask=mask)
+    _store_weight(weight, aux, index, mask, p, FORMAT, ALIGNED)
+
+
+@triton.jit
+def _weighted_sum(old, beta, fresh, rest, ARITHMETIC: tl.constexpr):
+    """One product is rounded, then the other and the sum together."""
+    beta, rest = tl.full((), beta, tl.float32), tl.full((), rest, tl.float32)
+    return tl.fma(old, beta, fresh * rest) if ARITHMETIC == DEEPSPEED_TAIL else tl.fma(fresh, rest, old * beta)
+
+
+@triton.jit(do_not_specialize=["table", "num_blocks", "begin", "end", "sums", "bad"])
+def _block_sums(
+    table, num_blocks: tl.int64, begin: tl.int64, end: tl.int64, sums, bad,
+    GRAD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Lane j of a block adds its elements j, j + 16, … in order; then halves are added until one is left."""
+    lane = tl.arange(0, BLOCKS * ACCUMULATORS)
+    block = begin + tl.program_id(0) * BLOCKS + lane // ACCUMULATORS
+    live = block < end
+    address = tl.load(table + block, mask=live, other=0)
+    numel = tl.load(table + num_blocks + block, mask=live, other=0).to(tl.int32)
+    sum_of = tl.zeros((BLOCKS * ACCUMULATORS,), tl.float64)
+    bad_of = tl.zeros((BLOCKS * ACCUMULATORS,), tl.int32)
+    rows = (tl.max(numel, axis=0) + ACCUMULATORS - 1) // ACCUMULATORS
+    for row in range(0, rows, ROWS):
+        for k in tl.static_range(ROWS):
+            index = (row + k) * ACCUMULATORS + lane % ACCUMULATORS
+            inside = index < numel
+            gradient = _load_gradient(address, index, inside, GRAD, False)
+            finite = (gradient.to(tl.uint32, bitcast=True) & 0x7F800000) != 0x7F800000
+            value = tl.where(inside & finite, gradient, 0.0).to(tl.float64)
+            sum_of = sum_of + value * value
+            bad_of = bad_of + (inside & (finite == 0)).to(tl.int32)
+    for k in tl.static_range(4):
+        sum_of = tl.sum(tl.reshape(sum_of, (BLOCKS, 2, 8 >> k)), axis=1)
+        bad_of = tl.sum(tl.reshape(bad_of, (BLOCKS, 2, 8 >> k)), axis=1)
+    mine = begin + tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    tl.store(sums + mine, tl.reshape(sum_of, (BLOCKS,)), mask=mine < end)
+    tl.store(bad + mine, tl.reshape(bad_of, (BLOCKS,)), mask=mine < end)
+
+
+@triton.jit
+def _tree(leaves, LEAVES: tl.constexpr, LEVELS: tl.constexpr):
+    """Adjacent pairs. A missing leaf is 0, which changes no sum of squares: an odd one is carried up."""
+    for k in tl.static_range(LEVELS):
+        leaves = tl.sum(tl.reshape(leaves, (LEAVES >> (k + 1), 2)), axis=1)
+    return tl.sum(leaves, axis=0)
+
+
+@triton.jit(do_not_specialize=["table", "first", "num_refs", "sums", "bad", "out_sums", "out_bad"])
+def _trees(
+    table, first: tl.int64, num_refs: tl.int64, sums, bad, out_sums, out_bad, LEAVES: tl.constexpr, LEVELS: tl.constexpr
+):  # fmt: skip
+    """One program a gradient: a tree over each 1024 block sums, then one over the roots."""
+    ref = tl.program_id(0)
+    start = tl.load(table + first + ref)
+    count = tl.load(table + first + num_refs + ref)
+    place = tl.load(table + first + 2 * num_refs + ref)
+    leaf = tl.arange(0, LEAVES)
+    roots = tl.zeros((LEAVES,), tl.float64)
+    total_bad = tl.zeros((LEAVES,), tl.int64)
+    for chunk in range(tl.cdiv(count, LEAVES)):
+        block = chunk * LEAVES + leaf
+        leaves = tl.load(sums + start + block, mask=block < count, other=0.0)
+        roots = tl.where(leaf == chunk, _tree(leaves, LEAVES, LEVELS), roots)
+        total_bad += tl.load(bad + start + block, mask=block < count, other=0).to(tl.int64)
+    tl.store(out_sums + place, _tree(roots, LEAVES, LEVELS))
+    tl.store(out_bad + place, tl.sum(total_bad, axis=0))

@@ -1,0 +1,1 @@
+"""Direct I/O: reads and writes around the page cache by native threads."""

@@ -1,0 +1,227 @@
+"""A machine as a planner is told of it: GPUs, nodes, memory, storage paths, and how fast each of them is."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Final
+
+from tidegate.errors import ConfigError
+from tidegate.knobs.knobs import check_path_name
+from tidegate.speeds.rate_card import RateCard
+
+GB: Final = 10**9
+_SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)(GB|TB|PB)", re.IGNORECASE)
+_BYTES_OF: Final = {"GB": 1e9, "TB": 1e12, "PB": 1e15}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoragePath:
+    """A storage path. Speeds are what one node gets of it; with `all_nodes`, what all nodes get together.
+
+    duplex: reads and writes run at full speed at once; otherwise they share the device. capacity_bytes: of one node,
+    or of all with `all_nodes`; 0 for enough. endurance_bytes: what may be written to it in its life, 0 for not known.
+    """
+
+    name: str
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    duplex: bool = False
+    all_nodes: bool = False
+    capacity_bytes: float = 0.0
+    endurance_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_path_name(self.name)
+        for name in ("read_bytes_per_second", "write_bytes_per_second"):
+            _check_positive(f"{name} of path {self.name}", getattr(self, name))
+        for name in ("capacity_bytes", "endurance_bytes"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)!r} of path {self.name} must not be negative.")
+
+
+def parse_path(text: str) -> StoragePath:
+    """The path in `NAME:READ/WRITE`, GB/s, and what follows it: `:duplex`, `:all-nodes`, `:1.6TB` of capacity,
+    `:endure=3PB`. ConfigError for anything else."""
+    name, _, rest = text.partition(":")
+    speeds, *options = rest.split(":")
+    read, _, write = speeds.partition("/")
+    form = "NAME:READ/WRITE in GB/s, as in nvme:6.9/5.3, then :duplex, :all-nodes, :1.6TB, :endure=3PB as wanted"
+    try:
+        reads, writes = float(read) * GB, float(write) * GB
+    except ValueError as error:
+        raise ConfigError(f"The path {text!r} is not {form}.") from error
+    more: dict[str, Any] = {}
+    for option in options:
+        key, _, value = option.rpartition("=")
+        size = _SIZE.fullmatch(value)
+        if option in ("duplex", "all-nodes"):
+            more[option.replace("-", "_")] = True
+        elif size is not None and key in ("", "endure"):
+            nbytes = float(size[1]) * _BYTES_OF[size[2].upper()]
+            _check_positive(f"{option!r} in the path {text!r}", nbytes)
+            more["endurance_bytes" if key else "capacity_bytes"] = nbytes
+        else:
+            raise ConfigError(f"{option!r} in the path {text!r} is unknown: the form is {form}.")
+    return StoragePath(name=name, read_bytes_per_second=reads, write_bytes_per_second=writes, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What a GPU can do at most: floating-point operations a second on 16-bit matrices, bytes of its memory a second,
+    bytes a second on its link to the host, each way."""
+
+    memory_bytes: float
+    flops_per_second: float
+    memory_bytes_per_second: float
+    link_bytes_per_second: float
+
+
+GPUS: Final[dict[str, Gpu]] = {
+    "v100-32": Gpu(
+        memory_bytes=32 * GB, flops_per_second=125e12, memory_bytes_per_second=0.9e12, link_bytes_per_second=12e9
+    ),
+    "a100-40": Gpu(
+        memory_bytes=40 * GB, flops_per_second=312e12, memory_bytes_per_second=1.55e12, link_bytes_per_second=25e9
+    ),
+    "a100-80": Gpu(
+        memory_bytes=80 * GB, flops_per_second=312e12, memory_bytes_per_second=2.0e12, link_bytes_per_second=25e9
+    ),
+    "h100-80": Gpu(
+        memory_bytes=80 * GB, flops_per_second=989e12, memory_bytes_per_second=3.35e12, link_bytes_per_second=55e9
+    ),
+    "h200-141": Gpu(
+        memory_bytes=141 * GB, flops_per_second=989e12, memory_bytes_per_second=4.8e12, link_bytes_per_second=55e9
+    ),
+    "l40s-48": Gpu(
+        memory_bytes=48 * GB, flops_per_second=362e12, memory_bytes_per_second=0.86e12, link_bytes_per_second=25e9
+    ),
+    "rtx4090-24": Gpu(
+        memory_bytes=24 * GB, flops_per_second=165e12, memory_bytes_per_second=1.0e12, link_bytes_per_second=25e9
+    ),
+}
+"""From data sheets, without sparsity; links as measured pinned copies have them (DOS 5.1, MLP Table 1)."""
+
+
+def gpu_named(name: str) -> Gpu:
+    """ConfigError lists those that are known."""
+    if name not in GPUS:
+        raise ConfigError(f"There is no GPU {name!r} here. Known are: {', '.join(GPUS)}.")
+    return GPUS[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Equal nodes of equal GPUs, with one rank on each GPU.
+
+    host_memory_bytes, cpu_params_per_second, host_bytes_per_second: of one node, shared by its ranks. The latter is
+    what the host's memory moves, reads and writes together; updates on the CPU, copies to and from GPUs and storage
+    all take of it. cpu_params_per_second: None for as fast as that memory lets an update be. flop_share: of the GPU's
+    peak that training reaches. node_link_bytes_per_second: of one GPU to those of its node, fabric_…: of one GPU to
+    those of other nodes.
+    """
+
+    gpus: int
+    nodes: int = 1
+    gpu_memory_bytes: float = 80 * GB
+    host_memory_bytes: float = 512 * GB
+    paths: tuple[StoragePath, ...] = ()
+    h2d_bytes_per_second: float = 25e9
+    d2h_bytes_per_second: float = 25e9
+    device_bytes_per_second: float = 2.0e12
+    flops_per_second: float = 312e12
+    flop_share: float = 0.45
+    host_bytes_per_second: float = 200e9
+    cpu_params_per_second: float | None = None
+    node_link_bytes_per_second: float = 130e9
+    fabric_bytes_per_second: float = 12e9
+
+    def __post_init__(self) -> None:
+        for name, most in (("gpus", 64), ("nodes", 4096)):
+            value = getattr(self, name)
+            if not 1 <= value <= most:
+                raise ConfigError(f"{name}={value!r} is out of range: 1 to {most}.")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, float | int) and one.name not in ("gpus", "nodes"):
+                _check_positive(one.name, value)
+        if self.flop_share > 1:
+            raise ConfigError(f"flop_share={self.flop_share!r} must be at most 1.")
+        if len({path.name for path in self.paths}) != len(self.paths):
+            raise ConfigError("A storage path stands twice: give each its own name.")
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus * self.nodes
+
+    @classmethod
+    def of(cls, gpu: Gpu, **values: Any) -> Machine:
+        """A machine of these GPUs; `values` go before what the GPU says."""
+        found = {
+            "gpu_memory_bytes": gpu.memory_bytes,
+            "h2d_bytes_per_second": gpu.link_bytes_per_second,
+            "d2h_bytes_per_second": gpu.link_bytes_per_second,
+            "device_bytes_per_second": gpu.memory_bytes_per_second,
+            "flops_per_second": gpu.flops_per_second,
+        }
+        return cls(**{**found, **values})
+
+    def measured(self, card: RateCard) -> Machine:
+        """This machine with what `tidegate calibrate` has found on one of its nodes, as far as it found it."""
+        changes = {
+            name: value
+            for name in ("h2d_bytes_per_second", "d2h_bytes_per_second", "cpu_params_per_second")
+            if (value := getattr(card, name)) is not None
+        }
+        return replace(self, **changes)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, StoragePath]:
+        return {path.name: path for path in self.paths}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained on it.
+
+    microbatch: sequences of one rank at a time. accumulation: micro-batches of each update. weight: dtype of weights
+    and gradients. checkpointing: activations are kept at block boundaries and computed again in the backward.
+    subgroup_numel: parameters of a subgroup.
+    """
+
+    sequence: int = 2048
+    microbatch: int = 1
+    accumulation: int = 1
+    weight: str = "bfloat16"
+    checkpointing: bool = True
+    subgroup_numel: int = 100_000_000
+    num_slots: int = 2
+    host_slots: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "microbatch", "accumulation", "subgroup_numel", "num_slots", "host_slots"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name}={value!r} is out of range: at least 1.")
+        if self.weight not in STATE_BYTES:
+            raise ConfigError(f"weight={self.weight!r} is unknown: {', '.join(STATE_BYTES)}.")
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 if self.weight == "float32" else 2
+
+    @property
+    def state_bytes(self) -> int:
+        return STATE_BYTES[self.weight]
+
+
+STATE_BYTES: Final = {"bfloat16": 10, "float16": 12, "float32": 8}
+"""Bytes a parameter of what moves: both moments, and what makes the weight an fp32 one."""
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name}={value!r} must be a positive number.")

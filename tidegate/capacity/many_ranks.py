@@ -1,0 +1,160 @@
+"""The update of one rank among many: its node's paths, cores and memory are shared, and equal ranks run in step.
+
+Ranks of a job hold equal shares of the state and make equal plans. Under fair sharing they then do the same at the same
+time, so that one of them on its share of the node says what all do: 512 ranks take no longer to simulate than one.
+(`fluid` can run several ranks at once; a test holds both against each other.) What that cannot show is ranks that get
+out of step, as exclusive access to a path makes them on purpose: a path serves as many bytes either way, and what one
+rank waits another works.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from tidegate.capacity.machine import Machine, Workload
+from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.ops import CPU, DEVICE, LANES, Op, OpKind
+from tidegate.plan.plan import Plan
+from tidegate.plan.tier_split import PathSpeeds
+from tidegate.simulator.fair_share import Demand, shared_times
+from tidegate.simulator.steady_state import Rank, Settled, sampled, settled
+from tidegate.speeds.rate_card import RateCard
+
+MEMORY: Final = "host memory"
+"""The resource that updates on the CPU and all copies share: what host memory moves, reads and writes together."""
+_STREAMED: Final = 0.7
+"""Share of its memory's peak that an update on a GPU reaches: it reads and writes many arrays at once."""
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What one rank has of its node, and of paths that all nodes share, while all other ranks do the same.
+
+    cpu_bytes: bytes a parameter that an update on the CPU moves in host memory; 0 for those of our kernels.
+    """
+
+    machine: Machine
+    work: Workload
+    cpu_bytes: int = 0
+
+    @cached_property
+    def touched_bytes(self) -> int:
+        """Bytes a parameter that our update moves in memory: state both ways, the gradient, the weight both ways."""
+        return 2 * self.work.state_bytes + 3 * self.work.weight_bytes
+
+    @cached_property
+    def memory_bytes_per_second(self) -> float:
+        return self.machine.host_bytes_per_second / self.machine.gpus
+
+    @cached_property
+    def card(self) -> RateCard:
+        """Speeds of this rank's lanes, each alone, while the other ranks use the same lanes."""
+        machine = self.machine
+        on_cpu = machine.cpu_params_per_second or machine.host_bytes_per_second / (self.cpu_bytes or self.touched_bytes)
+        on_device = _STREAMED * machine.device_bytes_per_second
+        speeds = {}
+        for path in machine.paths:
+            ranks = machine.ranks if path.all_nodes else machine.gpus
+            speeds[path.name] = PathSpeeds(
+                read_bytes_per_second=path.read_bytes_per_second / ranks,
+                write_bytes_per_second=path.write_bytes_per_second / ranks,
+                duplex=path.duplex,
+            )
+        return RateCard(
+            h2d_bytes_per_second=machine.h2d_bytes_per_second,
+            d2h_bytes_per_second=machine.d2h_bytes_per_second,
+            cpu_params_per_second=on_cpu / machine.gpus,
+            device_params_per_second=on_device / self.touched_bytes,
+            norm_params_per_second=on_device / self.work.weight_bytes,
+            overhead_seconds=0.0,
+        ).with_paths(speeds)
+
+    def demand(self, op: Op) -> Demand:
+        """Share of each shared resource that `op` takes at the full speed of its lane; a GPU and its link are its
+        rank's own."""
+        seconds = self.card.seconds(op)
+        if seconds <= 0 or op.lane == DEVICE:
+            return {}
+        on_cpu = self.cpu_bytes or self.touched_bytes
+        moved = op.numel * on_cpu if op.kind is OpKind.CPU_UPDATE else op.nbytes
+        memory = {MEMORY: moved / seconds / self.memory_bytes_per_second}
+        if op.path is None:
+            return {**memory, CPU: 1.0} if op.lane == CPU else memory
+        return {**memory, (op.lane if self.machine.by_name[op.path].duplex else op.path): 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePrediction:
+    """One update of one rank, in seconds from `step()` until everything is done; the mean where orders alternate.
+
+    busy: seconds of full work of each resource within that time: lanes, `host memory`, and paths whose reads and writes
+    share the device. lane_bytes: of a step, whole.
+    """
+
+    seconds: float
+    busy: Mapping[str, float]
+    lane_bytes: Mapping[str, int]
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource that is busy for longest."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+    @property
+    def share_of_bound(self) -> float:
+        """The busiest resource's work by the time the update takes: 1 where no schedule could be shorter."""
+        return min(1.0, self.busy[self.bottleneck] / self.seconds) if self.seconds > 0 else 1.0
+
+
+def predict_update(
+    rank: Rank, effective: Effective, share: NodeShare, *, backward_seconds: float = 0.0
+) -> UpdatePrediction:
+    """The update of `rank` under these knobs once they have settled, beside as many more as the machine has.
+
+    backward_seconds: of the last micro-batch, in which early copies and fetches run. The planner makes the plans; of
+    many subgroups some stand for all, and the backward shrinks with them.
+    """
+    few, smaller, scale = sampled(rank, effective)
+    steps = settled(few, smaller, share.card)
+    seconds, busy = 0.0, defaultdict[str, float](float)
+    for step in steps:
+        backward = backward_seconds / scale
+        took, used = run(step.plan(share.card, backward), share.card.seconds, share.demand, backward)
+        seconds += took * scale / len(steps)
+        for resource, work in used.items():
+            busy[resource] += work * scale / len(steps)
+    whole = steps if few is rank else settled(rank, effective, share.card)
+    return UpdatePrediction(seconds=seconds, busy=dict(busy), lane_bytes=_mean_bytes(whole))
+
+
+def run(
+    plan: Plan, seconds_of: Callable[[Op], float], demand_of: Callable[[Op], Demand], step_at: float
+) -> tuple[float, dict[str, float]]:
+    """Seconds of the update of `plan`, whose `step()` comes at `step_at`, and the work of each resource within it.
+
+    seconds_of: what an op takes at full speed; demand_of: what it takes of each resource then.
+    """
+    seconds = {op.id: seconds_of(op) for op in plan.ops}
+    demands = {op.id: demand_of(op) for op in plan.ops}
+    [(starts, ends)] = shared_times(
+        [plan],
+        lambda op: seconds[op.id],
+        lambda op: demands[op.id],
+        lambda op: step_at if op.gate == "step" else 0.0,
+    )
+    busy = defaultdict[str, float](float, dict.fromkeys(LANES, 0.0))
+    for op in plan.ops:
+        elapsed = ends[op.id] - starts[op.id]
+        late = max(0.0, ends[op.id] - max(step_at, starts[op.id])) / elapsed if elapsed > 0 else 0.0
+        for resource, part in ({op.lane: 1.0} | dict(demands[op.id])).items():
+            busy[resource] += late * part * seconds[op.id]
+    return max(step_at, *ends.values()) - step_at, dict(busy)
+
+
+def _mean_bytes(steps: list[Settled]) -> dict[str, int]:
+    moved = [step.lane_bytes() for step in steps]
+    return {lane: sum(bytes_of[lane] for bytes_of in moved) // len(moved) for lane in moved[0]}

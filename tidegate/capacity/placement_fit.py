@@ -1,0 +1,170 @@
+"""Where state goes on a machine: as much on the GPU as fits, then in host memory, what is left on paths."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tidegate.capacity.footprint import (
+    FRAMEWORK_HOST_BYTES,
+    device_bytes,
+    device_room,
+    host_room,
+    subgroups_of,
+    sums_bytes,
+)
+from tidegate.capacity.machine import Machine, Workload
+from tidegate.capacity.many_ranks import NodeShare
+from tidegate.capacity.model_shapes import ModelShape
+from tidegate.knobs.knobs import OFF
+from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.ops import Subgroup
+from tidegate.simulator.steady_state import Rank, Settled, settled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """What does not fit. `where`: `GPU memory` of each GPU, `host memory` of each node, or `storage paths`, of all."""
+
+    where: str
+    needed_bytes: float
+    available_bytes: float
+
+    @property
+    def missing_bytes(self) -> float:
+        return self.needed_bytes - self.available_bytes
+
+    def __str__(self) -> str:
+        needed, available = self.needed_bytes / 1e9, self.available_bytes / 1e9
+        return (
+            f"{self.where}: {needed:,.1f} GB are needed, {available:,.1f} GB can be used: {needed - available:,.1f} GB "
+            "are missing"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Where everything goes. With a shortage, what follows it was not worked out.
+
+    device, host: bytes of one rank by kind. effective: knobs; the stride is yet to be chosen, unless there is no room
+    for staging slots.
+    """
+
+    rank: Rank
+    effective: Effective
+    gradients: Literal["keep", "release"]
+    device: Mapping[str, float]
+    host: Mapping[str, float]
+    shortages: tuple[Shortage, ...] = ()
+    may_stage: bool = True
+
+    def state_bytes(self, share: NodeShare) -> dict[str, int]:
+        """Bytes of this rank's state by where they are between two steps."""
+        found: Counter[str] = Counter()
+        for s, p in zip(self.rank.subgroups, settled(self.rank, self.effective, share.card)[0].placements, strict=True):
+            found[p.after] += s.nbytes("state")
+        return dict(found)
+
+
+def fit(shape: ModelShape, machine: Machine, work: Workload, gradients: Literal["keep", "release"] = "keep") -> Fit:
+    """As much state on the GPU as there is room for, the rest in host memory, what that cannot take on paths.
+
+    gradients: `release` leaves more room on the GPU, and takes some of host memory.
+    """
+    share = NodeShare(machine, work)
+    subgroups = subgroups_of(-(-shape.params // machine.ranks), work)
+    largest, total = subgroups[0].nbytes("state"), sum(s.nbytes("state") for s in subgroups)
+    room = device_room(machine)
+    device = device_bytes(shape, machine, work, gradients)
+    rank = Rank(subgroups, work.num_slots, {}, gradients)
+    free = room - sum(device.values())
+    if free < 0:
+        short = Shortage(where="GPU memory", needed_bytes=sum(device.values()), available_bytes=room)
+        return Fit(
+            rank=rank, effective=Effective(OFF, 0.0), gradients=gradients, device=device, host={}, shortages=(short,)
+        )
+    may_stage = free >= work.num_slots * largest
+    ratio = 1.0 if free >= total else _whole((free - may_stage * work.num_slots * largest) // largest, len(subgroups))
+    effective = Effective(OFF, ratio)
+    device = {
+        **device,
+        "state": float(round(ratio * len(subgroups)) * largest) if ratio < 1 else float(total),
+        "slots": float(work.num_slots * largest) if may_stage and ratio < 1 else 0.0,
+    }
+    base = Fit(
+        rank=rank, effective=effective, gradients=gradients, device=device, host={}, may_stage=may_stage and ratio < 1
+    )
+    return _on_host(base, share)
+
+
+def _on_host(found: Fit, share: NodeShare) -> Fit:
+    """Without paths when host memory has room for all of it, or when there are none."""
+    room, machine = host_room(share.machine), share.machine
+    host = _host_bytes(found.rank, found.effective, share)
+    if sum(host.values()) <= room:
+        return replace(found, host=host)
+    stored = list(found.rank.subgroups[: round((1 - found.effective.static_ratio) * len(found.rank.subgroups))])
+    if not machine.paths or not stored:
+        return replace(found, host=host, shortages=(_host_shortage(host, room, machine),))
+    capacity = _capacity(found.rank.subgroups[0], share)
+    # A path without room for one subgroup is none: a capacity of 0 means one that was retired.
+    usable = [path.name for path in machine.paths if capacity.get(path.name) != 0]
+    unit = stored[0].nbytes("state")
+    if not usable:
+        whole = float(len(stored) * unit * machine.ranks)
+        return replace(
+            found, host=host, shortages=(Shortage(where="storage paths", needed_bytes=whole, available_bytes=0.0),)
+        )
+    capacity = {name: most for name, most in capacity.items() if most}
+    rank = replace(found.rank, host_slots=dict.fromkeys(usable, share.work.host_slots), capacity=capacity)
+    unlimited = replace(rank, capacity={})
+    least = _host_bytes(unlimited, found.effective, share)
+    if sum(least.values()) > room:
+        return replace(found, rank=rank, host=least, shortages=(_host_shortage(least, room, machine),))
+    one = _host_bytes(unlimited, replace(found.effective, host_cache_bytes=unit), share)
+    each = max(1.0, sum(one.values()) - sum(least.values()))
+    cached = min(len(stored) - 1, int((room - sum(least.values())) // each))
+    effective = replace(found.effective, host_cache_bytes=cached * unit)
+    kept = replace(found, rank=rank, effective=effective, host=_host_bytes(unlimited, effective, share))
+    takes = sum(capacity.get(name, len(stored)) for name in usable)
+    if takes < len(stored) - cached:
+        short = Shortage(
+            where="storage paths",
+            needed_bytes=float((len(stored) - cached) * unit * machine.ranks),
+            available_bytes=float(takes * unit * machine.ranks),
+        )
+        return replace(kept, shortages=(short,))
+    return kept
+
+
+def _capacity(subgroup: Subgroup, share: NodeShare) -> dict[str, int]:
+    """Most subgroups of one rank on each path whose capacity is known."""
+    machine = share.machine
+    return {
+        path.name: int(path.capacity_bytes / (machine.ranks if path.all_nodes else machine.gpus))
+        // subgroup.nbytes("state")
+        for path in machine.paths
+        if path.capacity_bytes
+    }
+
+
+def _host_shortage(host: Mapping[str, float], room: float, machine: Machine) -> Shortage:
+    return Shortage(
+        where="host memory", needed_bytes=sum(host.values()) * machine.gpus, available_bytes=room * machine.gpus
+    )
+
+
+def _host_bytes(rank: Rank, effective: Effective, share: NodeShare) -> dict[str, float]:
+    """Of one rank, by kind, with everything that is not resident updated on the CPU: no stride needs more."""
+    steps: list[Settled] = settled(rank, effective, share.card)
+    found = max((step.host_bytes() for step in steps), key=lambda kinds: sum(kinds.values()))
+    sums = sums_bytes(sum(s.numel for s in rank.subgroups), share.work, rank.gradients)
+    whole = {**found, **({"sums": sums} if sums else {}), "framework": FRAMEWORK_HOST_BYTES}
+    return {kind: float(nbytes) for kind, nbytes in whole.items()}
+
+
+def _whole(count: float, of: int) -> float:
+    """The share that `count` subgroups are, rounded down to a ratio that people can read and that still gives them."""
+    return int(10_000 * max(0.0, count) / of) / 10_000

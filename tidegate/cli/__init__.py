@@ -1,0 +1,1 @@
+"""The command line `tidegate`: one module for each group of commands."""

@@ -1,0 +1,93 @@
+"""`tidegate calibrate`: measures this machine once, keeps what it found, and shows it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tidegate.cli.training import needs
+from tidegate.client.daemon_client import state_dir
+from tidegate.errors import ConfigError
+from tidegate.knobs.knobs import check_path_name
+from tidegate.speeds.saved_calibration import Calibration, file_of, keep, kept
+from tidegate.terminal import say
+
+
+def calibrate(
+    path: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=DIR", help="A storage path to measure; repeat it.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure even if this hardware was measured before.")] = False,
+    seconds: Annotated[float, typer.Option(help="Of each measurement.", min=0.01, max=60)] = 0.15,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Measure what this machine can do: each lane alone, then together. Kept until the hardware changes."""
+    paths = _paths(path or [])
+    with needs():
+        from tidegate.agent.calibration import calibrate as measure
+        from tidegate.agent.calibration.hardware import hardware as hardware_of
+    hardware = hardware_of(paths)
+    file = file_of(state_dir(), hardware["host"], paths)
+    found = None if again else kept(file, hardware)
+    fresh = found is None
+    if found is None:
+        found = measure.calibrate(paths, seconds=seconds, progress=_told)
+        keep(file, found)
+    if as_json:
+        say(json.dumps({**found.to_dict(), "file": str(file), "measured_now": fresh}))
+        return
+    _print(found, file, fresh)
+
+
+def _paths(words: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, directory = word.partition("=")
+        if not equals or not directory:
+            raise ConfigError(f"--path {word!r} is not NAME=DIR, as in nvme=/nvme/tide.")
+        found[check_path_name(name)] = directory
+    return found
+
+
+def _told(what: str) -> None:
+    """Progress is for people: on stderr, so that a pipe gets the result alone."""
+    say(f"measuring: {what}", file=sys.stderr, flush=True)
+
+
+def _print(found: Calibration, file: Path, fresh: bool) -> None:
+    from tidegate.cli.tables import table
+
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.measured_at))
+    say(", ".join(f"{name} {value}" for name, value in found.hardware.items()))
+    no_device = found.card.h2d_bytes_per_second is None
+    table(("lane", "alone" if no_device else "alone, as in steps", "beside others it keeps"), _rows(found))
+    say(f"Measured {'now' if fresh else when}, kept in {file}." + ("" if fresh else " --again measures anew."))
+    if no_device:
+        say("No GPU here: copies and updates on a device are not measured.")
+
+
+def _rows(found: Calibration) -> Iterator[tuple[str, str, str]]:
+    card = found.card
+    for threads, params in sorted(found.cpu_threads.items()):
+        measured_beside = threads == found.card_threads
+        shares = _shares(found, "cpu") if measured_beside else ""
+        yield f"cpu, {threads} thread{'s' * (threads > 1)}", f"{params / 1e9:.3f} G params/s", shares
+    for lane, measured in (("device", card.device_params_per_second), ("norm", card.norm_params_per_second)):
+        if measured is not None:
+            yield lane, f"{measured / 1e9:.3f} G params/s", _shares(found, lane)
+    for lane, rate in (("h2d", card.h2d_bytes_per_second), ("d2h", card.d2h_bytes_per_second)):
+        if rate is not None:
+            yield lane, f"{rate / 1e9:.2f} GB/s", _shares(found, lane)
+    for name, speeds in card.paths.items():
+        for way, speed in (("read", speeds.read_bytes_per_second), ("write", speeds.write_bytes_per_second)):
+            yield f"{name}:{way}", f"{(speed or 0) / 1e9:.2f} GB/s", _shares(found, f"{name}:{way}")
+
+
+def _shares(found: Calibration, lane: str) -> str:
+    return "  ".join(f"{other} {share:.0%}" for other, share in found.card.keeps.get(lane, {}).items())

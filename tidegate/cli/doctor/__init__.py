@@ -1,0 +1,1 @@
+"""`tidegate doctor`: checks of the machine, the GPU, storage paths, checkpoints and a daemon's state."""

@@ -1,0 +1,72 @@
+"""`tidegate doctor --checkpoints`: whether checkpoints are sound, and the removal of damaged ones."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tidegate.cli.doctor.machine import Finding
+from tidegate.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from tidegate.agent.checkpoints.inspection import Inspected
+
+
+def look(places: Sequence[str | os.PathLike[str]]) -> list[Inspected]:
+    """All checkpoints in these directories; every byte of them is read. PathUnusable when one cannot be read."""
+    if not places:
+        return []
+    from tidegate.agent.checkpoints.inspection import inspect
+
+    return [found for place in places for found in inspect(place)]
+
+
+def findings(places: Sequence[str | os.PathLike[str]], found: Sequence[Inspected]) -> list[Finding]:
+    """One for each checkpoint, or one that says that there is none."""
+    if not found:
+        return [Finding("checkpoint", "good", f"no checkpoint in {', '.join(map(str, places))}")]
+    return [_finding(one) for one in found]
+
+
+def _finding(found: Inspected) -> Finding:
+    what = f"{found.directory}: {found.nbytes / 1e6:,.1f} MB"
+    if found.unreadable:
+        return Finding("checkpoint", "bad", f"{what}, cannot be looked at: {found.unreadable}")
+    if found.damage is not None:
+        remedy = " Remove it with --remove." if found.damage.is_removable else ""
+        return Finding("checkpoint", "bad", f"{what}, damaged: {found.damage.reason}{remedy}")
+    if not found.is_complete:
+        return Finding("checkpoint", "missing", f"{what}, not complete: the next checkpoint of its run removes it")
+    return Finding("checkpoint", "good", f"{what}, sound")
+
+
+def remove_damaged(found: Sequence[Inspected], yes: bool, ask: Callable[[str], bool]) -> list[Finding]:
+    """Removes damaged checkpoints, after `ask(question)` unless `yes`: a finding for each. Others are not touched.
+
+    ConfigError when there is nobody to ask.
+    """
+    from tidegate.agent.checkpoints.inspection import remove_damaged as remove
+
+    damaged = [one for one in found if one.damage is not None and one.damage.is_removable]
+    if not damaged:
+        return [Finding("checkpoint", "good", "nothing to remove: no checkpoint there is damaged")]
+    places = "\n".join(f"  {one.directory}: {one.damage.reason}" for one in damaged if one.damage is not None)
+    total = f"{sum(one.nbytes for one in damaged) / 1e6:,.1f} MB"
+    if not yes and not sys.stdin.isatty():
+        raise ConfigError(
+            f"Nothing was removed: there is no terminal to ask on. Add --yes to remove {len(damaged)} damaged "
+            f"checkpoints, {total}:\n{places}"
+        )
+    if not yes and not ask(f"{places}\nRemove {len(damaged)} damaged checkpoints, {total}?"):
+        return [Finding("checkpoint", "missing", "nothing was removed")]
+    done = []
+    for one in damaged:
+        try:
+            remove(one)
+        except StorageError as error:
+            done.append(Finding("checkpoint", "bad", str(error)))
+        else:
+            done.append(Finding("checkpoint", "good", f"removed {one.directory}, {one.nbytes / 1e6:,.1f} MB"))
+    return done

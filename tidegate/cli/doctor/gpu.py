@@ -1,0 +1,210 @@
+"""`tidegate doctor --gpu`: whether a GPU does here what training needs, each thing tried for real, with what helps."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tidegate.agent.devices.base import Copy, Device
+from tidegate.agent.devices.cuda import CudaDevice
+from tidegate.agent.devices.cuda_problem import cuda_problem
+from tidegate.agent.devices.cuda_runtime import CudaRuntime
+from tidegate.agent.devices.cuda_torch import TorchCuda
+from tidegate.agent.telemetry.nvml import DividedGpuError, Gpu
+from tidegate.cli.doctor.machine import Finding
+from tidegate.kernels.arithmetic import self_test
+from tidegate.kernels.arithmetic.device_calls import GpuKernels
+from tidegate.plan.ops import D2H, H2D
+from tidegate.triton_needs import missing_for_triton
+
+PINNED_BYTES: Final = 64 << 20
+COPY_BYTES: Final = 256 << 20
+COPIES: Final = 4
+Span = tuple[float, float]
+
+
+class CheckFailed(Exception):
+    """What went wrong, and what helps: phrases without a full stop."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}; {remedy}")
+
+
+@dataclass(frozen=True)
+class Check:
+    """`run` gives what it found; `remedy` is for errors that it does not foresee."""
+
+    name: str
+    run: Callable[[], str]
+    remedy: str
+
+    def finding(self) -> Finding:
+        try:
+            return Finding(self.name, "good", self.run())
+        except CheckFailed as failed:
+            return Finding(self.name, "bad", str(failed))
+        except Exception as error:  # a broken driver raises anything: it is what the doctor is asked about
+            said = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+            return Finding(self.name, "bad", f"{type(error).__name__}: {said}; {self.remedy}")
+
+
+def examine_gpu() -> list[Finding]:
+    """One finding for each check; only the first that failed where the others cannot be tried without it."""
+    problem = cuda_problem()
+    if problem is not None:
+        return [Finding("driver", "bad", str(problem))]
+    place = torch.device("cuda", torch.cuda.current_device())
+    build = "install a torch build for this GPU and driver (docs/gpu.md)"
+    findings = [Check("driver", driver, build).finding(), Check("context", lambda: context(place), build).finding()]
+    if findings[-1].verdict == "bad":
+        return findings
+    checks = (
+        Check("pinned memory", lambda: pinned_memory(TorchCuda(place)), "see dmesg for what the driver refused"),
+        Check("Triton", lambda: triton(place), "updates run as torch operations, slower and not exact, until it works"),
+        Check("copies", lambda: copies(TorchCuda(place)), "run bench/gpu.sh links and report its file"),
+        Check("NVML", lambda: nvml(place), "training works; dashboards lack the GPU's own figures"),
+    )
+    return [*findings, *(check.finding() for check in checks)]
+
+
+def lines(findings: Sequence[Finding]) -> list[str]:
+    """One line for each."""
+    width = max(len(finding.check) for finding in findings)
+    return [
+        f"{'ok' if finding.verdict == 'good' else 'failed':6}  {finding.check:{width}}  {finding.detail}"
+        for finding in findings
+    ]
+
+
+# ---- the checks
+
+
+def driver() -> str:
+    count = torch.cuda.device_count()
+    return (
+        f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees {count} GPU{'' if count == 1 else 's'}"
+    )
+
+
+def context(place: torch.device) -> str:
+    """Runs a kernel of torch's: a build without code for this GPU fails here."""
+    found = torch.arange(8, device=place).square().sum().item()
+    if found != 140:
+        raise CheckFailed(f"the GPU sums the squares up to 7 to {found}, not 140", "the GPU is faulty: see dmesg")
+    properties = torch.cuda.get_device_properties(place)
+    free, total = torch.cuda.mem_get_info(place)
+    return (
+        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+        f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    )
+
+
+def pinned_memory(runtime: CudaRuntime) -> str:
+    """Registers pages as state in host memory is registered."""
+    pages = mmap.mmap(-1, PINNED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    array = np.frombuffer(pages, np.uint8)
+    array.fill(0)
+    reason = runtime.pin(array.ctypes.data, PINNED_BYTES)
+    if reason:
+        raise CheckFailed(
+            f"{PINNED_BYTES >> 20} MiB could not be registered ({reason})",
+            "raise the limit of locked memory (ulimit -l; in a container --ulimit memlock=-1), and see that the "
+            "container or virtual machine allows it: without it copies are slow and do not overlap",
+        )
+    runtime.unpin(array.ctypes.data)
+    return f"{PINNED_BYTES >> 20} MiB registered and given back"
+
+
+def triton(place: torch.device) -> str:
+    missing = missing_for_triton()
+    if missing:
+        raise CheckFailed(" ".join(missing).rstrip("."), "updates run as torch operations until then")
+    return launch(place, importlib.import_module("tidegate.kernels.arithmetic.triton_adamw"))
+
+
+def launch(place: torch.device, kernels: GpuKernels) -> str:
+    """Each kernel once, held against the oracle."""
+    different = self_test.differences(kernels, place)
+    if different:
+        raise CheckFailed(
+            f"results differ from the oracle's: {', '.join(different)}",
+            "updates run as torch operations; report GPU, driver, torch and Triton versions",
+        )
+    return "each kernel was compiled and launched; results equal the oracle's bit for bit"
+
+
+def copies(runtime: CudaRuntime) -> str:
+    """Copies both ways at once, on the lanes of the engine."""
+    device = CudaDevice(runtime)
+    try:
+        spans = both_ways(device)
+    finally:
+        device.close()
+    together = overlap(spans[H2D], spans[D2H])
+    if together == 0.0:
+        raise CheckFailed(
+            "copies to and from the GPU never ran at once",
+            "unset CUDA_DEVICE_MAX_CONNECTIONS and CUDA_LAUNCH_BLOCKING, and see that memory can be pinned: state that "
+            "comes and state that goes wait for each other",
+        )
+    rates = ", ".join(
+        f"{lane} {COPIES * COPY_BYTES / sum(end - start for start, end in found) / 1e9:.1f} GB/s"
+        for lane, found in spans.items()
+    )
+    return f"{rates}, {together / min(map(_seconds, spans.values())):.0%} of it at once"
+
+
+def both_ways(device: Device) -> dict[str, list[Span]]:
+    """When each of the copies ran, by lane."""
+    there, back = device.host_buffer(COPY_BYTES), device.host_buffer(COPY_BYTES)
+    places = {lane: device.alloc(COPY_BYTES) for lane in (H2D, D2H)}
+    for lane in places:
+        device.wait(lane, device.now())
+    events: dict[str, list[Any]] = {H2D: [], D2H: []}
+    for _ in range(COPIES):
+        events[H2D].append(device.copy(H2D, [Copy(places[H2D], there.data_ptr(), COPY_BYTES)]))
+        events[D2H].append(device.copy(D2H, [Copy(back.data_ptr(), places[D2H], COPY_BYTES)]))
+    for event in itertools.chain(*events.values()):
+        event.wait()
+    for place in places.values():
+        device.free(place)
+    return {lane: [event.span() for event in found] for lane, found in events.items()}
+
+
+def overlap(ones: Sequence[Span], others: Sequence[Span]) -> float:
+    """Seconds in which one of each was in progress; those of one side follow each other."""
+    pairs = itertools.product(ones, others)
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs)
+
+
+def _seconds(spans: Sequence[Span]) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def nvml(place: torch.device) -> str:
+    try:
+        pynvml = importlib.import_module("pynvml")
+    except ImportError as error:
+        raise CheckFailed(f"nvidia-ml-py cannot be imported ({error})", "pip install nvidia-ml-py") from error
+    uuid = f"GPU-{torch.cuda.get_device_properties(place).uuid}"
+    try:
+        gpu = Gpu(pynvml, uuid)
+    except DividedGpuError:
+        return "this is a part of a GPU (MIG): NVML has no figures of it; training works"
+    except pynvml.NVMLError as error:
+        raise CheckFailed(
+            f"NVML does not know {uuid} ({error})",
+            "a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+        ) from error
+    try:
+        busy, source = gpu.utilization_ratio(), gpu.pcie.name if gpu.pcie is not None else "none"
+    finally:
+        gpu.close()
+    return f"utilization {'not told' if busy is None else f'{busy:.0%}'}, PCIe figures from: {source}"

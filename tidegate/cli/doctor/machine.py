@@ -1,0 +1,142 @@
+"""`tidegate doctor`: what this machine has, and what stands in the way. Each check looks at the real thing."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import platform
+import socket
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Final, Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from tidegate.cli.tables import console
+from tidegate.client.daemon_client import DEFAULT_URL, DaemonClient, find_token, state_dir
+from tidegate.client.state_files import home_of, read_no_link
+from tidegate.errors import DaemonError
+from tidegate.terminal import visible
+
+Verdict = Literal["good", "missing", "bad"]
+_SIGNS: Final[dict[Verdict, Text]] = {
+    "good": Text("ok", "green"),
+    "missing": Text("--", "yellow"),
+    "bad": Text("!!", "red"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`missing` is something that some commands need and others do not; `bad` needs a hand."""
+
+    check: str
+    verdict: Verdict
+    detail: str
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def examine(daemon_url: str) -> list[Finding]:
+    """All findings; a check that fails in an unforeseen way is a finding too."""
+    checks: tuple[tuple[str, Callable[[], list[Finding]]], ...] = (
+        ("python", _python),
+        ("torch", _torch),
+        ("kernels", _kernels),
+        ("daemon", lambda: _daemon(daemon_url)),
+        ("tokens", _tokens),
+        ("ports", lambda: _ports(daemon_url)),
+    )
+    findings: list[Finding] = []
+    for name, check in checks:
+        try:
+            findings += check()
+        except Exception as error:  # a broken driver raises anything: it is what the doctor is asked about
+            findings.append(Finding(name, "bad", f"{type(error).__name__}: {error}".splitlines()[0]))
+    return findings
+
+
+def print_findings(findings: list[Finding]) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for finding in findings:
+        table.add_row(_SIGNS[finding.verdict], visible(finding.check), visible(finding.detail))
+    console.print(table)
+
+
+def _python() -> list[Finding]:
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    good = sys.version_info >= (3, 11) and platform.system() == "Linux"
+    return [Finding("python", "good" if good else "bad", detail if good else f"{detail}: 3.11 on Linux is needed")]
+
+
+def _torch() -> list[Finding]:
+    try:
+        torch = importlib.import_module("torch")
+    except ModuleNotFoundError:
+        return [Finding("torch", "missing", "not installed; training needs it: pip install 'tidegate[agent]'")]
+    found = [Finding("torch", "good", str(torch.__version__))]
+    if not torch.cuda.is_available():
+        return [*found, Finding("device", "missing", "no CUDA device: training uses the emulated one")]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(Finding("device", "good", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"))
+    return found
+
+
+def _kernels() -> list[Finding]:
+    try:
+        kernels = importlib.import_module("tidegate.kernels")
+    except ImportError as error:
+        return [Finding("kernels", "missing", f"not built ({error}); training needs them")]
+    return [Finding("kernels", "good", f"instruction set {kernels.instruction_set()}")]
+
+
+def _daemon(url: str) -> list[Finding]:
+    try:
+        with DaemonClient(url, find_token("read")) as client:
+            if not client.health():
+                return [Finding("daemon", "missing", f"none answers at {url}: start one with `tidegate daemon`")]
+            runs = client.runs()
+    except DaemonError as error:
+        return [Finding("daemon", "bad", str(error))]
+    return [Finding("daemon", "good", f"{url}, {len(runs)} run{'' if len(runs) == 1 else 's'}")]
+
+
+def _tokens() -> list[Finding]:
+    found = []
+    for scope in ("read", "operate", "agent"):
+        path = home_of(state_dir()) / f"{scope}.token"
+        try:
+            if path.is_symlink():
+                raise OSError(errno.ELOOP, "is a symbolic link, which is not followed")
+            mode = stat.S_IMODE(read_no_link(path)[1].st_mode)
+        except FileNotFoundError:
+            found.append(Finding(f"{scope} token", "missing", f"no {path}: the daemon writes it at its first start"))
+        except OSError as error:
+            found.append(Finding(f"{scope} token", "bad", f"{path}: {error.strerror}"))
+        else:
+            private = not mode & 0o077
+            told = f"{path}, mode {mode:04o}" + ("" if private else f": others can read it, chmod 600 {path}")
+            found.append(Finding(f"{scope} token", "good" if private else "bad", told))
+    return found
+
+
+def _ports(daemon_url: str) -> list[Finding]:
+    daemon_here = daemon_url == DEFAULT_URL and DaemonClient(daemon_url).health()
+    return [_port(8790, "the daemon", daemon_here), _port(8501, "the live view", False)]
+
+
+def _port(port: int, user: str, ours: bool) -> Finding:
+    if ours:
+        return Finding(f"port {port}", "good", f"{user} listens there")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return Finding(f"port {port}", "missing", f"{error.strerror}: give {user} another one with --port")
+    return Finding(f"port {port}", "good", f"free for {user}")

@@ -1,0 +1,103 @@
+"""`tidegate doctor --path`: what runs have left on storage paths, and its removal where nobody uses it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from tidegate.cli.doctor.machine import Finding, Verdict
+from tidegate.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from tidegate.agent.tiers.object_scratch import ObjectLeftover
+    from tidegate.agent.tiers.scratch import Leftover
+
+    AnyLeftover = Leftover | ObjectLeftover
+
+_UNITS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"))
+
+
+def look(places: Sequence[str | os.PathLike[str]], endpoint: str = "") -> list[AnyLeftover]:
+    """State on these paths, that of live runs too: directories, or prefixes of the object store at `endpoint`.
+
+    PathUnusable when one cannot be read, ConfigError for an address that is none.
+    """
+    from tidegate.agent.tiers.scratch import find_leftovers
+
+    found: list[AnyLeftover] = []
+    for place in places:
+        url = os.fspath(place)
+        found += _in_objects(url, endpoint) if "://" in url else find_leftovers(place)
+    return found
+
+
+def _in_objects(url: str, endpoint: str) -> list[ObjectLeftover]:
+    from tidegate.agent.tiers.object_scratch import find_object_leftovers
+    from tidegate.agent.tiers.object_settings import ObjectSettings
+
+    return find_object_leftovers(ObjectSettings(url=url, endpoint=endpoint))
+
+
+def findings(places: Sequence[str | os.PathLike[str]], found: Sequence[AnyLeftover]) -> list[Finding]:
+    """One for each leftover, or one that says that there is none."""
+    if not found:
+        return [Finding("path", "good", f"no state of any run in {', '.join(map(str, places))}")]
+    return [_finding(leftover) for leftover in found]
+
+
+def _finding(leftover: AnyLeftover) -> Finding:
+    what = f"{leftover.directory}: {leftover.nbytes / 1e6:,.1f} MB, {_age(leftover.age_seconds)} old"
+    who = f"process {leftover.owner.pid} on {leftover.owner.host}" if leftover.owner else "a process that left no name"
+    said: dict[str, tuple[Verdict, str]] = {
+        "yes": ("good", f"in use by {who}"),
+        "no": ("missing", f"left behind by {who}, which is dead: remove it with --remove"),
+        "unknown": ("missing", f"of {who}, and nobody can tell from here whether it lives: look there, then delete it"),
+    }
+    verdict, sentence = said[leftover.alive]
+    return Finding("path", verdict, f"{what}, {sentence}")
+
+
+def remove_dead(found: Sequence[AnyLeftover], yes: bool, ask: Callable[[str], bool]) -> list[Finding]:
+    """Removes what dead runs left, after `ask(question)` unless `yes`: a finding for each. Live ones are not touched,
+    nor those of which nobody can tell.
+
+    ConfigError when there is nobody to ask.
+    """
+    dead = [leftover for leftover in found if leftover.alive == "no"]
+    if not dead:
+        return [Finding("path", "good", "nothing to remove: no dead run left anything there")]
+    total = sum(leftover.nbytes for leftover in dead)
+    places = "\n".join(f"  {leftover.directory}" for leftover in dead)
+    if not yes and not sys.stdin.isatty():
+        raise ConfigError(
+            f"Nothing was removed: there is no terminal to ask on. Add --yes to remove the state of {len(dead)} dead "
+            f"ranks, {total / 1e6:,.1f} MB:\n{places}"
+        )
+    if not yes and not ask(f"{places}\nRemove the state of {len(dead)} dead ranks, {total / 1e6:,.1f} MB?"):
+        return [Finding("path", "missing", "nothing was removed")]
+    done = []
+    for leftover in dead:
+        try:
+            _remove(leftover)
+        except StorageError as error:
+            done.append(Finding("path", "bad", str(error)))
+        else:
+            done.append(Finding("path", "good", f"removed {leftover.directory}, {leftover.nbytes / 1e6:,.1f} MB"))
+    return done
+
+
+def _remove(leftover: AnyLeftover) -> None:
+    """Looks again before. StorageError when it is not dead, or cannot be removed."""
+    from tidegate.agent.tiers.object_scratch import ObjectLeftover, remove_objects
+    from tidegate.agent.tiers.scratch import remove
+
+    if isinstance(leftover, ObjectLeftover):
+        remove_objects(leftover)
+    else:
+        remove(leftover)
+
+
+def _age(seconds: float) -> str:
+    return next((f"{seconds / size:.1f} {unit}" for size, unit in _UNITS if seconds >= size), f"{seconds:.0f} s")

@@ -1,0 +1,162 @@
+"""`tidegate knobs get | set`, `history`, `rollback` and `advice`: what a run has, had, is to have, and might."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Final
+
+import typer
+
+from tidegate.cli.options import Daemon, Json, Reason, RunOption, Wait, choose, client_for, print_json, utf8
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.errors import ConfigError
+from tidegate.knobs.knobs import KnobValue, show
+from tidegate.knobs.knobs import spec as knob_spec
+from tidegate.terminal import say
+from tidegate.wire.canary import MAX_CANARY_STEPS, CanaryRequest
+from tidegate.wire.knobs import GenerationView, RankKnobs
+
+APPLY_SECONDS: Final = 2.0
+"""How long ranks are waited for once they have agreed: they apply knobs between two steps."""
+app = typer.Typer(help="Read and turn the knobs of a run.", no_args_is_help=True)
+
+
+@app.command("get")
+def get(
+    run: Annotated[str | None, typer.Argument(help="Name of the run.", callback=utf8)] = None,
+    url: Daemon = None,
+    as_json: Json = False,
+) -> None:
+    """Show the desired knobs, and what each rank has."""
+    with client_for("read", url) as client:
+        view = client.knobs(choose(client, run).run)
+    if as_json:
+        print_json(view)
+        return
+    from tidegate.cli.tables import print_knobs
+
+    print_knobs(view)
+
+
+@app.command("set")
+def change(
+    changes: Annotated[list[str], typer.Argument(metavar="[RUN] KNOB=VALUE...", callback=utf8)],
+    run: RunOption = None,
+    reason: Reason = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what it would do.")] = False,
+    canary: Annotated[
+        int | None,
+        typer.Option(
+            help="Compare so many steps with those before, and go back if they are slower.",
+            min=5,
+            max=MAX_CANARY_STEPS,
+        ),
+    ] = None,
+    min_effect: Annotated[
+        float | None, typer.Option(help="Share of a step's time that counts; 0.05 if not told.", min=0.001, max=1)
+    ] = None,
+    generation: Annotated[int | None, typer.Option(help="Only if this still is the newest generation.")] = None,
+    wait: Wait = 10.0,
+    url: Daemon = None,
+    as_json: Json = False,
+) -> None:
+    """Change knobs while the run trains, as in `stride=3 static_ratio=0.25`: at all ranks, or at none."""
+    if run is None and "=" not in changes[0]:
+        run, changes = changes[0], changes[1:]
+    wanted, trial = _parse_changes(changes), _trial(canary, min_effect)
+    from tidegate.cli.tables import print_preview
+
+    with client_for("operate", url) as client:
+        name = choose(client, run).run
+        seen = client.knobs(name).generation if generation is None else generation
+        if dry_run:
+            preview = client.preview_knobs(name, wanted, seen)
+            print_json(preview) if as_json else print_preview(preview)
+            return
+        made = client.set_knobs(name, wanted, generation=seen, reason=reason, wait=wait, canary=trial)
+        ranks = _ranks_with(client, made)
+    _show(made, ranks, as_json)
+
+
+def rollback(
+    to: Annotated[int | None, typer.Argument(help="The generation to go back to; default: the one before.")] = None,
+    run: RunOption = None,
+    reason: Reason = "",
+    wait: Wait = 10.0,
+    url: Daemon = None,
+    as_json: Json = False,
+) -> None:
+    """Bring back the knobs of an earlier generation, at once. Ends a canary that is running."""
+    with client_for("operate", url) as client:
+        name = choose(client, run).run
+        made = client.roll_back(name, to, reason=reason, wait=wait)
+        ranks = _ranks_with(client, made)
+    _show(made, ranks, as_json)
+
+
+def history(run: RunOption = None, url: Daemon = None, as_json: Json = False) -> None:
+    """List every change of a run's knobs, and what became of it."""
+    with client_for("read", url) as client:
+        found = client.generations(choose(client, run).run)
+    if as_json:
+        print_json(found)
+        return
+    from tidegate.cli.tables import print_generations
+
+    print_generations(found)
+
+
+def advice(run: RunOption = None, url: Daemon = None, as_json: Json = False) -> None:
+    """Say which knobs the model would choose for a run, and what that would gain. Changes nothing."""
+    with client_for("read", url) as client:
+        found = client.advice(choose(client, run).run)
+    if as_json:
+        print_json(found)
+        return
+    say(found.sentence)
+    if found.changes:
+        words = " ".join(f"{name}={show(name, value)}" for name, value in found.changes.items())
+        say(f"Try it: tidegate knobs set --run {found.run} {words} --canary 20")
+
+
+def _ranks_with(client: DaemonClient, made: GenerationView) -> tuple[RankKnobs, ...]:
+    """The ranks, when those that are live have what was decided, or soon after: steps may be long."""
+    latest = time.monotonic() + APPLY_SECONDS
+    while True:
+        ranks = client.knobs(made.run).ranks
+        behind = [r for r in ranks if r.liveness == "live" and r.applied_generation < made.generation]
+        if made.state != "committed" or not behind or time.monotonic() > latest:
+            return ranks
+        time.sleep(0.1)
+
+
+def _show(made: GenerationView, ranks: tuple[RankKnobs, ...], as_json: bool) -> None:
+    """Exit code 1 where the ranks do not have it, or not yet."""
+    from tidegate.cli.tables import print_generation
+
+    print_json(made) if as_json else print_generation(made, ranks)
+    if made.state not in ("committed", "applied"):
+        sys.exit(1)
+
+
+def _trial(steps: int | None, min_effect: float | None) -> CanaryRequest | None:
+    if steps is None:
+        if min_effect is not None:
+            raise ConfigError("--min-effect says when a canary harms: give --canary too.")
+        return None
+    return CanaryRequest(steps=steps, **({} if min_effect is None else {"min_effect": min_effect}))
+
+
+def _parse_changes(words: list[str]) -> dict[str, KnobValue]:
+    changes: dict[str, KnobValue] = {}
+    if not words:
+        raise ConfigError("Say what to change, as in stride=3.")
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r} is not KNOB=VALUE, as in stride=3.")
+        if name.strip() in changes:
+            raise ConfigError(f"{name.strip()} is set twice ({' '.join(words)}): say one value.")
+        changes[name.strip()] = knob_spec(name.strip()).parse(value.strip())
+    return changes

@@ -1,0 +1,271 @@
+"""The command line. Parts are imported by the commands that need them, so that `tidegate status` runs anywhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from pydantic import ValidationError
+
+from tidegate.cli import knobs, runs, tokens, watch
+from tidegate.cli.calibrate import calibrate
+from tidegate.cli.options import Daemon, Json, RunOption, choose, client_for, duration, utf8
+from tidegate.cli.plan import plan
+from tidegate.cli.training import needs, training_command
+from tidegate.client.daemon_client import find_daemon, state_dir
+from tidegate.errors import ConfigError, TidegateError
+from tidegate.logs import VARIABLE, LogFormat, configure, visible_without_handlers
+from tidegate.terminal import confirm, say
+
+if TYPE_CHECKING:
+    from tidegate.cli.doctor.machine import Finding
+
+app = typer.Typer(
+    name="tidegate",
+    help="Moves optimizer state between GPU, host and storage at the right moment, and shows where it went.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+app.add_typer(knobs.app, name="knobs")
+app.add_typer(runs.app, name="runs")
+app.add_typer(tokens.app, name="token")
+
+
+def main() -> NoReturn:
+    """Exit codes: 0 done, 1 failed, 2 used wrongly. Errors are one sentence on stderr."""
+    visible_without_handlers()
+    try:
+        app()
+    except ConfigError as error:
+        _fail(str(error), 2)
+    except TidegateError as error:
+        _fail(str(error), 1)
+    except BrokenPipeError:  # `tidegate … | head`
+        sys.stderr.close()
+        sys.exit(1)
+    sys.exit(0)
+
+
+# ---- the daemon and the screens
+
+
+@app.command()
+def daemon(
+    bind: Annotated[str, typer.Option(help="Address to listen on.", callback=utf8)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65_535)] = 8790,
+    state: Annotated[Path | None, typer.Option("--state-dir", help="Where tokens and the database live.")] = None,
+    tokens: Annotated[
+        Path | None, typer.Option("--token-dir", help="Holds SCOPE.token for every scope; not written.")
+    ] = None,
+    database_url: Annotated[
+        str | None, typer.Option(help="Any SQLAlchemy URL; default: SQLite.", callback=utf8)
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option("--advertise-address", help="Its name on other machines.", callback=utf8)
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="One more Host header to accept.", callback=utf8)
+    ] = None,
+    metrics: Annotated[bool, typer.Option(help="Serve /metrics.")] = True,
+    log_format: Annotated[LogFormat, typer.Option(help="Form of the log on stderr.", envvar=VARIABLE)] = LogFormat.TEXT,
+    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file: speak HTTPS with this certificate.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key, if not in the same file.")] = None,
+    keep_reports: Annotated[str, typer.Option(help="How long steps that ranks reported are kept, as in 12h.")] = "7d",
+    keep_runs: Annotated[str, typer.Option(help="How long runs are kept after their end, as in 30d.")] = "30d",
+) -> None:
+    """Run the control daemon until it is told to stop."""
+    with needs():
+        from tidegate.daemon.configuration.settings import Settings
+        from tidegate.daemon.server.main import serve
+    try:
+        settings = Settings(
+            state_dir=(state or state_dir()).expanduser().absolute(),
+            token_dir=tokens,
+            database_url=database_url,
+            bind=bind,
+            port=port,
+            advertise_address=advertise,
+            allowed_hosts=tuple(allowed_host or ()),
+            metrics=metrics,
+            tls_certificate=tls_certificate,
+            tls_key=tls_key,
+            keep_reports_seconds=duration(keep_reports, "--keep-reports"),
+            keep_runs_seconds=duration(keep_runs, "--keep-runs"),
+        )
+    except ValidationError as error:
+        raise ConfigError(f"The settings are not valid: {error.errors()[0]['msg']}.") from error
+    configure(log_format)
+    sys.exit(serve(settings))
+
+
+@app.command()
+def dashboard(
+    port: Annotated[int, typer.Option(help="Port of the live view.", min=0, max=65_535)] = 8501,
+    bind: Annotated[str, typer.Option(help="Address to listen on.", callback=utf8)] = "127.0.0.1",
+    browse: Annotated[
+        bool | None, typer.Option("--open/--no-open", help="Open a browser; default: where there is a terminal.")
+    ] = None,
+    link: Annotated[
+        bool, typer.Option("--link", help="Print a link that opens, once, the live view that runs at --port.")
+    ] = False,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="One more name that the live view has.", callback=utf8)
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Let whoever reaches the address look, without a link or a token.")
+    ] = False,
+    url: Daemon = None,
+) -> None:
+    """Serve the live view, and print a link that lets a browser in."""
+    with needs("dashboard"):
+        import streamlit  # noqa: F401
+
+        from tidegate.dashboard import address_of, launch, link_to, no_link, read_only, wants_browser
+    if link:
+        made = link_to(address_of(port, bind))
+        if made is None:
+            raise TidegateError(f"There is {no_link()}")
+        say(made)
+        if only_looks := read_only():
+            say(only_looks, file=sys.stderr)
+        return
+    browse = wants_browser() if browse is None else browse
+    sys.exit(launch(port, url or find_daemon(), bind, browse, tuple(allowed_host or ()), public))
+
+
+# ---- runs
+
+
+app.command()(watch.status)
+app.command()(watch.events)
+app.command()(knobs.history)
+app.command()(knobs.rollback)
+app.command()(knobs.advice)
+
+
+@app.command()
+def trace(
+    run: RunOption = None,
+    rank: Annotated[int, typer.Option(help="Rank.", min=0)] = 0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("trace.json"),
+    url: Daemon = None,
+) -> None:
+    """Write the last update of a rank as a trace file, for Perfetto or chrome://tracing."""
+    from tidegate.cli.trace import write
+
+    with client_for("read", url) as client:
+        name = choose(client, run).run
+        view = client.timeline(name, rank)
+    if view is None:
+        raise TidegateError(f"Rank {rank} of run {name!r} has not sent a timeline yet: wait for its next step.")
+    write(view, name, rank, output)
+    say(f"Step {view.step} of run {name!r}, rank {rank}: {len(view.spans)} of {view.num_spans} spans in {output}.")
+
+
+@app.command()
+def doctor(
+    path: Annotated[
+        list[str] | None, typer.Option("--path", help="A directory or s3://bucket/prefix of storage paths; repeat it.")
+    ] = None,
+    endpoint: Annotated[
+        str, typer.Option("--endpoint", help="The server of s3:// paths, where not Amazon's.", callback=utf8)
+    ] = "",
+    checkpoints: Annotated[
+        list[str] | None,
+        typer.Option("--checkpoints", help="A directory of checkpoints: each is read and checked; repeat it."),
+    ] = None,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Remove what dead runs left on --path, and damaged --checkpoints.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before removing.")] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Try driver, context, pinned memory, Triton, copies and NVML, alone.")
+    ] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option("--state", help="A daemon's state directory: what cannot be read is moved away."),
+    ] = None,
+    url: Daemon = None,
+    as_json: Json = False,
+) -> None:
+    """Check what this machine has, whether the daemon can be reached, what runs have left on storage paths, and whether
+    checkpoints and a daemon's state are sound."""
+    from tidegate.cli.doctor import checkpoint_files, storage_paths
+    from tidegate.cli.doctor.machine import examine
+
+    if remove and not (path or checkpoints):
+        raise ConfigError("Say where to remove what dead runs left: --path DIRECTORY, or --checkpoints DIRECTORY.")
+    if gpu:
+        if path or checkpoints:
+            raise ConfigError("--gpu and --path or --checkpoints are two questions: ask one at a time.")
+        _doctor_gpu(as_json)
+        return
+    if state is not None:
+        if path or checkpoints:
+            raise ConfigError("--state and --path or --checkpoints are two questions: ask one at a time.")
+        _doctor_state(state, as_json)
+        return
+    leftovers = storage_paths.look(path or [], endpoint)
+    inspected = checkpoint_files.look(checkpoints or [])
+    findings: list[Finding] = [] if remove else examine(url or find_daemon())
+    if path:
+        findings += (
+            storage_paths.remove_dead(leftovers, yes, confirm) if remove else storage_paths.findings(path, leftovers)
+        )
+    if checkpoints:
+        findings += (
+            checkpoint_files.remove_damaged(inspected, yes, confirm)
+            if remove
+            else checkpoint_files.findings(checkpoints, inspected)
+        )
+    _tell(findings, as_json)
+
+
+def _tell(findings: list[Finding], as_json: bool) -> None:
+    from tidegate.cli.doctor.machine import print_findings
+
+    if as_json:
+        say(json.dumps([finding.as_dict() for finding in findings]))
+    else:
+        print_findings(findings)
+    if any(finding.verdict == "bad" for finding in findings):
+        sys.exit(1)
+
+
+def _doctor_state(state: Path, as_json: bool) -> None:
+    with needs():
+        from tidegate.cli.doctor.daemon_state import examine_state
+    _tell(examine_state(state), as_json)
+
+
+def _doctor_gpu(as_json: bool) -> None:
+    with needs("agent"):
+        from tidegate.cli.doctor.gpu import examine_gpu, lines
+    findings = examine_gpu()
+    say(json.dumps([finding.as_dict() for finding in findings]) if as_json else "\n".join(lines(findings)))
+    if any(finding.verdict == "bad" for finding in findings):
+        sys.exit(1)
+
+
+# ---- this machine
+
+
+app.command("calibrate")(calibrate)
+app.command("plan")(plan)
+
+
+# ---- training
+
+
+train = app.command("train")(training_command(view=False))
+demo = app.command("demo")(training_command(view=True))
+
+
+def _fail(sentence: str, code: int) -> NoReturn:
+    say(f"tidegate: {sentence}", file=sys.stderr)
+    sys.exit(code)

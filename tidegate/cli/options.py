@@ -1,0 +1,73 @@
+"""What the commands share: their options, the daemon they speak to, the run they mean, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Final, Literal
+
+import typer
+from pydantic import BaseModel
+
+from tidegate.client.daemon_client import DaemonClient, find_daemon, find_token
+from tidegate.errors import ConfigError, TidegateError
+from tidegate.terminal import encodable, say
+from tidegate.wire.run import RunView
+
+
+def utf8(param: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
+    """For `callback` of options whose text is stored or sent. ConfigError for bytes that were no UTF-8."""
+    for text in (value,) if isinstance(value, str) else value or ():
+        encodable(text, param.opts[0] if param.opts[0].startswith("-") else (param.name or "").upper())
+    return value
+
+
+Daemon = Annotated[
+    str | None,
+    typer.Option("--daemon", help="Address of the daemon; default: the one of this user.", callback=utf8),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+RunOption = Annotated[
+    str | None,
+    typer.Option("--run", help="Name of the run; not needed while only one is running.", callback=utf8),
+]
+Reason = Annotated[str, typer.Option(help="Why, for the audit log.", callback=utf8)]
+Wait = Annotated[float, typer.Option(help="Seconds to wait for the outcome.", min=0, max=60)]
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+
+
+def client_for(scope: Literal["read", "operate"], url: str | None) -> DaemonClient:
+    return DaemonClient(url or find_daemon(), find_token(scope))
+
+
+def choose(client: DaemonClient, name: str | None) -> RunView:
+    """The run of that name, or the only one that is running."""
+    if name:
+        return client.run(name)
+    runs = newest_first(client.runs())
+    running = [run for run in runs if run.liveness in ("live", "stale")]
+    if len(running) == 1:
+        return running[0]
+    if running:
+        raise ConfigError(f"Several runs are running, say which: {', '.join(run.run for run in running)}.")
+    known = f" Earlier ones, newest first: {', '.join(run.run for run in runs[:10])}." if runs else ""
+    raise TidegateError(f"No run is running.{known}")
+
+
+def newest_first(runs: Iterable[RunView]) -> list[RunView]:
+    """In the order of every list of runs, whatever the daemon's version."""
+    return sorted(runs, key=lambda run: -run.started_at)
+
+
+def print_json(found: BaseModel | list[Any]) -> None:
+    rows = [row.model_dump(mode="json") for row in found] if isinstance(found, list) else found.model_dump(mode="json")
+    say(json.dumps(rows))
+
+
+def duration(text: str, option: str) -> float:
+    """Seconds of `90s`, `15m`, `12h`, `30d`, `4w`; ConfigError naming the option for anything else."""
+    found = re.fullmatch(r"(\d{1,6})([smhdw])", text.strip().lower())
+    if found is None or int(found[1]) == 0:
+        raise ConfigError(f"{option} {text!r} is no duration: say 12h or 30d (s, m, h, d, w).")
+    return float(int(found[1]) * _SECONDS[found[2]])

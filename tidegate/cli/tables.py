@@ -1,0 +1,208 @@
+"""What the command line shows people, as tables."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from tidegate.knobs.kinds import show_size
+from tidegate.knobs.knobs import KnobValue, show
+from tidegate.terminal import say, visible
+from tidegate.timeline.timeline import cause_in_words
+from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, RankKnobs
+from tidegate.wire.prediction import KnobPreview, PredictedUpdate
+from tidegate.wire.run import RankView, RunView
+
+RUNNING: Final = ("live", "stale")
+ENDED_SHOWN: Final = 3
+# A pipe has no width: columns are not squeezed into a terminal that is not there.
+console: Final = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
+
+
+def print_runs(runs: Sequence[RunView], everything: bool = False) -> None:
+    if not runs:
+        say("No runs yet: train with tidegate.attach(optimizer, model, run=…), or try `tidegate demo`.")
+        return
+    shown = list(runs) if everything else unfolded(runs)
+    console.print(runs_table(shown))
+    if any(run.device_kind == "emulated" and run.liveness in RUNNING for run in shown):
+        say("Emulated devices copy and compute at stated rates: their speeds are no measurement.")
+    if len(shown) < len(runs):
+        kinds = Counter(run.liveness for run in runs if run not in shown)
+        told = " and ".join(f"{count} {liveness}" for liveness, count in kinds.most_common())
+        say(f"Not shown: {told}. See them with `tidegate status --all`.")
+
+
+def unfolded(runs: Sequence[RunView]) -> list[RunView]:
+    """Runs that go on; while there is none, those that ended last."""
+    return [run for run in runs if run.liveness in RUNNING] or list(runs[:ENDED_SHOWN])
+
+
+def runs_table(runs: Sequence[RunView]) -> Table:
+    columns = ("run", "rank", "state", "step", "phase", "update", "exposed", "loss", "device", "host", "knobs")
+    return _made(columns, [row for run in runs for row in _run_rows(run)])
+
+
+def _run_rows(run: RunView) -> list[tuple[str, ...]]:
+    """One for each rank and, where there are several, one for all: times are the slowest rank's."""
+    rows = [_rank_row(run, rank) for rank in run.ranks]
+    if (sums := run.totals) is not None and sums.ranks > 1:
+        slowest = f"rank {sums.slowest_rank} slowest"
+        times = (_seconds(sums.update_seconds), _seconds(sums.exposed_seconds))
+        rows.append((run.run, f"all {sums.ranks}", run.liveness, str(sums.step), slowest, *times, *[""] * 4))
+    return rows
+
+
+def _rank_row(run: RunView, rank: RankView) -> tuple[str, ...]:
+    last = rank.last_step
+    silent = f" {max(0.0, time.time() - rank.last_seen):.0f} s" if rank.liveness in ("stale", "lost") else ""
+    return (
+        run.run,
+        f"{rank.rank}/{run.world_size}",
+        rank.liveness + silent,
+        str(rank.step),
+        rank.phase if rank.liveness == "live" else "",
+        _seconds(last.phase_seconds.get("update")) if last else "",
+        _seconds(sum(last.exposed_seconds.values())) if last else "",
+        f"{last.loss:.4f}" if last and last.loss is not None else "",
+        rank.device_kind,
+        rank.host,
+        f"#{rank.applied_generation} " + shown(rank.effective),
+    )
+
+
+def print_knobs(view: KnobsView) -> None:
+    rows = [
+        (
+            name,
+            show(name, value),
+            _accepted(bound),
+            bound.help,
+        )
+        for name, value in view.desired.items()
+        if (bound := view.bounds.get(name))
+    ]
+    say(f"Run {view.run}, newest generation {view.generation}")
+    table(("knob", "desired", "bounds", "what it does"), rows)
+    if view.pending:
+        say(f"Generation {view.pending.generation} waits for the ranks: {shown(view.pending.changes)}")
+    print_ranks(view.ranks)
+
+
+def print_ranks(ranks: Iterable[RankKnobs]) -> None:
+    rows = [(str(r.rank), r.liveness, str(r.applied_generation), shown(r.effective), r.refused or "") for r in ranks]
+    if rows:
+        table(("rank", "state", "applied", "effective", "refused because"), rows)
+
+
+def print_generation(made: GenerationView, ranks: Iterable[RankKnobs]) -> None:
+    if made.state == "proposed":
+        say(f"Generation {made.generation} is still being voted on: see `tidegate history`.")
+    else:
+        say(f"Generation {made.generation} {made.state}: {shown(made.knobs)}. {made.outcome}")
+    if made.canary is not None and made.canary.state == "waiting":
+        say(f"Canary: {made.canary.steps} steps decide; watch it with `tidegate history` or `tidegate events -f`.")
+    print_ranks(ranks)
+
+
+def print_preview(preview: KnobPreview) -> None:
+    if not preview.changed:
+        say("Nothing would change.")
+    rows: list[tuple[str, ...]] = [
+        (name, show(name, preview.before[name]), show(name, value)) for name, value in preview.changed.items()
+    ]
+    before, after = preview.predicted_update_seconds_before, preview.predicted_update_seconds_after
+    if before is not None and after is not None:
+        rows.append(("update, predicted", _seconds(before), _seconds(after)))
+    rows += _predicted_rows(preview.predicted_before, preview.predicted_after)
+    table(("", "now", "then"), rows)
+    if preview.error_ratio is not None:
+        say(f"The prediction of the present knobs is off by {preview.error_ratio:.0%} of what was measured.")
+    if preview.no_prediction:
+        say(preview.no_prediction)
+    if preview.no_room:
+        say(preview.no_room)
+
+
+def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | None) -> Iterator[tuple[str, ...]]:
+    """Stalls by cause, memory and the lower bound."""
+    if before is None or after is None:
+        return
+    if after.low_seconds is not None and after.high_seconds is not None:
+        yield "9 of 10 updates", *(_range(p.low_seconds, p.high_seconds) for p in (before, after))
+    for cause in dict.fromkeys([*before.stalls, *after.stalls]):
+        yield (
+            f"stalled by {cause_in_words(cause)}",
+            _seconds(before.stalls.get(cause, 0.0)),
+            _seconds(after.stalls.get(cause, 0.0)),
+        )
+    yield "at least, and why", *(f"{_seconds(p.bound_seconds)} {p.bound_by}" for p in (before, after))
+    yield "host memory", *(show_size(sum(p.host_memory_bytes.values())) for p in (before, after))
+    yield "device memory for state", *(show_size(p.device_memory_bytes) for p in (before, after))
+
+
+def _range(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{_seconds(low)} to {_seconds(high)}"
+
+
+def print_generations(found: Iterable[GenerationView]) -> None:
+    rows = []
+    for made in found:
+        effect = made.measured_effect
+        measured = (
+            f"{_seconds(effect.update_seconds_before)} → {_seconds(effect.update_seconds_after)}" if effect else ""
+        )
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.created_at))
+        what = shown(made.changes) or shown(made.knobs)
+        told = " ".join(part for part in (made.outcome, made.reason and f"({made.reason})", _trial(made)) if part)
+        rows.append((str(made.generation), made.state, what, made.author, when, measured, told))
+    table(("#", "state", "change", "who", "when", "update", "outcome"), rows)
+
+
+def _trial(made: GenerationView) -> str:
+    if made.canary is None:
+        return ""
+    return f"[canary {made.canary.state.replace('_', ' ')}: {made.canary.verdict or 'too few steps yet'}]"
+
+
+def shown(knobs: dict[str, KnobValue]) -> str:
+    return " ".join(f"{name}={show(name, value)}" for name, value in knobs.items())
+
+
+def _accepted(bound: KnobBound) -> str:
+    match bound.kind:
+        case "number":
+            told = f"{bound.minimum:g} to {bound.maximum:g}"
+        case "size":
+            told = f"{show_size(bound.minimum)} to {show_size(bound.maximum)}"
+        case "weights":
+            told = ",".join(f"{path}:WEIGHT" for path in bound.paths)
+        case "choice":
+            told = ""
+    return ", ".join(part for part in (told, *bound.words) if part)
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints the rows under their columns; nothing where there are none."""
+    made = _made(columns, rows)
+    if made.row_count:
+        console.print(made)
+
+
+def _made(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    made = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        made.add_row(*map(visible, row))
+    return made

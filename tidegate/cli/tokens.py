@@ -1,0 +1,133 @@
+"""`tidegate token create | list | revoke`: on the database itself, so that they work whether or not a daemon runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+
+from tidegate.cli.options import duration, utf8
+from tidegate.cli.training import needs
+from tidegate.client.daemon_client import SCOPES, actor, state_dir
+from tidegate.errors import ConfigError, DaemonError, TidegateError
+from tidegate.terminal import say
+from tidegate.wire.base import RunName
+
+if TYPE_CHECKING:
+    from tidegate.daemon.storage.token_table import StoredToken, TokenTable
+
+app = typer.Typer(help="Make, list and withdraw the tokens of a daemon.", no_args_is_help=True)
+
+State = Annotated[Path | None, typer.Option("--state-dir", help="State directory of the daemon.")]
+Database = Annotated[
+    str | None, typer.Option("--database-url", help="The daemon's database, if not SQLite.", callback=utf8)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+@app.command()
+def create(
+    scope: Annotated[str, typer.Argument(help=f"One of: {', '.join(SCOPES)}.")],
+    name: Annotated[str | None, typer.Option(help="Whose it is, for the audit log.", callback=utf8)] = None,
+    run: Annotated[str | None, typer.Option(help="The only run that it opens.", callback=utf8)] = None,
+    expires: Annotated[str | None, typer.Option(help="How long it opens anything, as in 12h or 30d.")] = None,
+    state: State = None,
+    database_url: Database = None,
+) -> None:
+    """Make a token and print it, once. The running daemon knows it at its first use, or a fifth of a second later."""
+    found = next((known for known in SCOPES if known == scope), None)
+    if found is None:
+        raise ConfigError(f"There is no scope {scope!r}. The scopes are: {', '.join(SCOPES)}.")
+    if run is not None and found == "alert":
+        raise ConfigError("A token of scope alert is for no single run, it would open nothing: leave out --run.")
+    if run is not None:
+        _check_run(run)
+    ends = time.time() + duration(expires, "--expires") if expires is not None else None
+    with _tokens(state, database_url, "No token was made") as tokens:
+        say(tokens.issue(found, (name or scope)[:64], run=run, expires_at=ends, actor=actor()))
+
+
+@app.command("list")
+def show(state: State = None, database_url: Database = None, as_json: Json = False) -> None:
+    """List the tokens: what they open and until when. What they are is stored nowhere."""
+    with _tokens(state, database_url, "Nothing can be listed") as tokens:
+        rows = [_row(token) for token in tokens.all()]
+    if as_json:
+        say(json.dumps(rows))
+        return
+    from tidegate.cli.tables import table
+
+    columns = ("id", "scope", "run", "name", "made", "ends", "state")
+    table(columns, [tuple(_cell(row[column]) for column in columns) for row in rows])
+
+
+@app.command()
+def revoke(
+    id: Annotated[str, typer.Argument(help="The beginning of its id, from `tidegate token list`.", callback=utf8)],
+    state: State = None,
+    database_url: Database = None,
+) -> None:
+    """Withdraw a token for good. The running daemon refuses it within two seconds."""
+    with _tokens(state, database_url, "Nothing was withdrawn, the token stays valid") as tokens:
+        revoked = tokens.revoke(id, actor())
+    if revoked is None:
+        raise TidegateError(f"Not exactly one token has an id that begins with {id!r}: see `tidegate token list`.")
+    say(f"Token {revoked.id} ({revoked.scope}, {revoked.name}) opens nothing any more.")
+
+
+@contextmanager
+def _tokens(state: Path | None, database_url: str | None, undone: str) -> Iterator[TokenTable]:
+    """`undone`: what has not happened where the database cannot be used, for the error."""
+    with needs():
+        from tidegate.daemon.configuration.settings import Settings
+        from tidegate.daemon.storage.database_file import told
+        from tidegate.daemon.storage.store import Store
+    settings = Settings(state_dir=(state or state_dir()).expanduser().absolute(), database_url=database_url)
+    if database_url is None and not settings.database.is_file():
+        raise ConfigError(
+            f"There is no database of a daemon at {settings.database}: name its state directory with --state-dir or "
+            "TIDEGATE_STATE_DIR (a daemon that starts for the first time makes it), or its --database-url."
+        )
+    try:
+        store = Store(settings.url)
+    except DaemonError as error:
+        raise DaemonError(f"{error} {undone}.") from error
+    try:
+        with told(undone):
+            yield store.tokens
+    finally:
+        store.close()
+
+
+def _row(token: StoredToken) -> dict[str, Any]:
+    return {
+        "id": token.id,
+        "scope": token.scope,
+        "run": token.run,
+        "name": token.name,
+        "made": token.created_at,
+        "ends": token.expires_at,
+        "state": token.state(time.time()),
+    }
+
+
+def _cell(value: str | float | None) -> str:
+    if isinstance(value, float):
+        return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return value or ""
+
+
+def _check_run(name: str) -> None:
+    try:
+        TypeAdapter(RunName).validate_python(name)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{name!r} cannot be the name of a run: letters, digits, '.', '_' and '-', 64 at most."
+        ) from error

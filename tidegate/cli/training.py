@@ -1,0 +1,151 @@
+"""The commands `train` and `demo`: their options, handed to `tidegate.demo`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from tidegate.cli.options import utf8
+from tidegate.demo import DemoOptions, run_demo
+from tidegate.errors import ConfigError, TidegateError
+from tidegate.knobs.knobs import check_path_name, spec
+from tidegate.logs import VARIABLE, LogFormat, configure
+
+_DEFAULT: Final = DemoOptions()
+_EXTRAS: Final = {
+    "daemon": ("alembic", "fastapi", "starlette", "uvicorn", "sqlalchemy", "prometheus_client"),
+    "dashboard": ("streamlit", "plotly", "pandas", "altair"),
+    "agent": ("torch", "numpy", "psutil"),
+    "demo": ("transformers",),
+}
+
+
+@contextlib.contextmanager
+def needs(extra: str = "") -> Iterator[None]:
+    """Turns a package that is not installed into a sentence that names the extra to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if (error.name or "").startswith("tidegate.kernels."):
+            raise TidegateError("The native kernels are not built for this Python: run `pip install .`.") from error
+        named = extra or next((name for name, packages in _EXTRAS.items() if missing in packages), "")
+        if not named or missing == "tidegate":
+            raise
+        raise TidegateError(f"This needs {missing}: pip install 'tidegate[{named}]'.") from error
+
+
+def _paths(words: Sequence[str] | None) -> tuple[tuple[str, Path | str], ...] | None:
+    """The paths in `--path NAME=DIR` or NAME=s3://…, None without any. ConfigError for what is not of that form."""
+    if not words:
+        return None
+    found: dict[str, Path | str] = {}
+    for word in words:
+        name, equals, directory = word.partition("=")
+        if not equals or not directory:
+            raise ConfigError(f"--path {word!r} is not NAME=DIR, as in --path nvme=/nvme/tide.")
+        if check_path_name(name) in found:
+            raise ConfigError(f"--path names {name!r} twice: give each path its own name.")
+        found[name] = directory if "://" in directory else Path(directory)
+    return tuple(found.items())
+
+
+def _cache(text: str) -> int | str:
+    value = spec("host_cache").parse(text)
+    return value if isinstance(value, str) else int(value)
+
+
+def training_command(*, view: bool) -> Callable[..., None]:
+    """The command with or without the live view."""
+
+    def command(
+        text: Annotated[Path | None, typer.Option(help="Folder of text; default: Python's own source.")] = None,
+        steps: Annotated[int, typer.Option(help="Optimizer steps.", min=1)] = _DEFAULT.steps,
+        run: Annotated[
+            str | None, typer.Option(help="Name of the run; default: made from the time.", callback=utf8)
+        ] = None,
+        seconds: Annotated[float, typer.Option(help="Stop after so many; 0: no limit.", min=0)] = _DEFAULT.seconds,
+        headless: Annotated[bool | None, typer.Option(help="Do not wait at the end; default: as the terminal.")] = None,
+        port: Annotated[int, typer.Option(help="Port of the daemon.", min=1, max=65_535)] = _DEFAULT.port,
+        dashboard_port: Annotated[int, typer.Option(help="Port of the live view.", min=1, max=65_535)] = (
+            _DEFAULT.dashboard_port
+        ),
+        emulated: Annotated[bool, typer.Option("--emulated", help="Use the emulated device even with a GPU.")] = False,
+        stride: Annotated[str, typer.Option(help="auto, off, or a number of at least 1.")] = str(_DEFAULT.stride),
+        static_ratio: Annotated[float, typer.Option(help="Share of subgroups that stay on the device.")] = (
+            _DEFAULT.static_ratio
+        ),
+        subgroup_numel: Annotated[int, typer.Option(help="Parameters per subgroup.", min=1)] = _DEFAULT.subgroup_numel,
+        path: Annotated[
+            list[str] | None,
+            typer.Option(
+                metavar="NAME=DIR",
+                help="A storage path, also NAME=s3://…; repeat it. Default: two in the run's folder.",
+            ),
+        ] = None,
+        tier_split: Annotated[str, typer.Option(help="What each path gets: nvme:2,pfs:1; or auto.")] = (
+            _DEFAULT.tier_split
+        ),
+        host_cache: Annotated[str, typer.Option(help="Host memory for state, as in 12MB; or auto.")] = str(
+            _DEFAULT.host_cache
+        ),
+        order: Annotated[str, typer.Option(help="pinned, alternate or auto.")] = _DEFAULT.order,
+        reset_knobs: Annotated[bool, typer.Option("--reset-knobs", help="Forget the run's earlier knobs.")] = False,
+        daemon: Annotated[
+            str | None, typer.Option(help="Address of a daemon elsewhere; none is started then.", callback=utf8)
+        ] = None,
+        metrics_bind: Annotated[
+            str, typer.Option(help="Address on which /metrics listens.", callback=utf8)
+        ] = _DEFAULT.metrics_bind,
+        metrics_port: Annotated[int, typer.Option(help="Port of /metrics; 0 takes a free one.", min=0, max=65_535)] = (
+            _DEFAULT.metrics_port
+        ),
+        advertise_host: Annotated[
+            str | None, typer.Option(help="This machine's name for Prometheus.", callback=utf8)
+        ] = None,
+        log_format: Annotated[
+            LogFormat | None, typer.Option(help="Log every event to stderr in this form; default: warnings alone.")
+        ] = None,
+    ) -> None:
+        if log_format is not None:
+            os.environ[VARIABLE] = log_format  # the daemon that is started with it logs so, too
+            configure(log_format)
+        options = DemoOptions(
+            text=text,
+            steps=steps,
+            run=run,
+            seconds=seconds,
+            headless=headless,
+            port=port,
+            dashboard_port=dashboard_port,
+            emulated=emulated,
+            stride=spec("stride").parse(stride),
+            static_ratio=float(spec("static_ratio").parse(static_ratio)),
+            subgroup_numel=subgroup_numel,
+            paths=_paths(path),
+            tier_split=str(spec("tier_split").parse(tier_split)),
+            host_cache=_cache(host_cache),
+            order=str(spec("order").parse(order)),
+            reset_knobs=reset_knobs,
+            view=view,
+            daemon=daemon,
+            metrics_bind=metrics_bind,
+            metrics_port=metrics_port,
+            advertise_host=advertise_host,
+        )
+        with needs("demo"):
+            status = run_demo(options)
+        sys.exit(status)
+
+    command.__doc__ = (
+        "Train a small model with everything on, live view included, to see all of it at once."
+        if view
+        else "Train a small model with daemon and metrics, without the live view."
+    )
+    return command

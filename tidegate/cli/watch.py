@@ -1,0 +1,148 @@
+"""`tidegate status` and `tidegate events`: what runs do now, once or for as long as one looks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Final
+
+import typer
+
+from tidegate.cli.options import Daemon, Json, RunOption, choose, client_for, newest_first, print_json
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.errors import ConfigError, DaemonUnreachable, NotAuthorized
+from tidegate.terminal import say, visible
+from tidegate.wire.event import Event
+from tidegate.wire.run import RunView
+
+PAUSE_SECONDS: Final = 2.0
+PATIENCE_SECONDS: Final = 60.0
+"""How long a daemon may be away before one who follows it gives up."""
+
+
+def status(
+    run: RunOption = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 s, until Ctrl-C.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show runs that ended, too.")] = False,
+    url: Daemon = None,
+    as_json: Json = False,
+) -> None:
+    """Show the runs, newest first, their ranks and their last step."""
+    with client_for("read", url) as client:
+
+        def ask() -> list[RunView]:
+            return [client.run(run)] if run else newest_first(client.runs())
+
+        if not watch:
+            runs = ask()
+        elif as_json:
+            raise ConfigError("--watch is for people, --json for machines: `tidegate events --follow --json` streams.")
+        else:
+            _watch(ask, everything)
+            return
+    if as_json:
+        print_json(runs)
+        return
+    from tidegate.cli.tables import print_runs
+
+    print_runs(runs, everything)
+
+
+def events(
+    run: RunOption = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with those that come, until Ctrl-C.")] = False,
+    after: Annotated[int, typer.Option(help="Only those after this id.", min=0)] = 0,
+    url: Daemon = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
+) -> None:
+    """Print what happened in a run: generations, canaries, ranks that came and went. Reports only with --json."""
+    with client_for("read", url) as client:
+        name = choose(client, run).run
+        newest = None if follow else client.newest_event(name)
+        last, told = after, Told()
+        try:
+            while newest is None or last < newest:
+                last = _print_events(client, name, last, newest, as_json, told)
+        except KeyboardInterrupt:
+            return
+
+
+def _print_events(client: DaemonClient, run: str, last: int, end: int | None, as_json: bool, told: Told) -> int:
+    """Until the stream ends. The id to go on from; patient with a daemon that starts again. told: as in `sentence`."""
+    lost_at: float | None = None
+    while True:
+        try:
+            for event in client.events(run, last_event_id=last):
+                last, lost_at = event.id, None
+                if text := event.model_dump_json() if as_json else sentence(event, told):
+                    say(text, flush=True)
+                if end is not None and last >= end:
+                    return last
+            time.sleep(PAUSE_SECONDS)  # the daemon closed the stream: it ends, or starts again
+            return last
+        except NotAuthorized:
+            raise
+        except DaemonUnreachable:
+            lost_at = lost_at or time.monotonic()
+            if end is not None or time.monotonic() - lost_at > PATIENCE_SECONDS:
+                raise
+            time.sleep(PAUSE_SECONDS)
+
+
+@dataclass
+class Told:
+    """What was printed last: saying it again is no news."""
+
+    generations: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """State of each and of its canary, by number."""
+    ranks: dict[int, str] = field(default_factory=dict)
+    """Liveness of each."""
+
+
+def sentence(event: Event, told: Told) -> str:
+    """What happened, for people; empty for reports, which come every second, and for what is no news.
+
+    told: is brought up to date.
+    """
+    data, at = event.data, time.strftime("%H:%M:%S", time.localtime(event.timestamp))
+    if event.kind == "agent":
+        rank, liveness = int(data.get("rank", -1)), str(data.get("liveness"))
+        known, told.ranks[rank] = told.ranks.get(rank), liveness
+        return f"{at}  rank {rank} is {liveness}" if liveness != known else ""  # it says hello when it connects again
+    if event.kind != "generation":
+        return ""
+    number, trial = int(data.get("generation", -1)), data.get("canary") or {}
+    before, now = told.generations.get(number, ("", "")), (str(data.get("state")), str(trial.get("state", "")))
+    told.generations[number] = now
+    if before == now:  # its effect was measured anew: see `history`
+        return ""
+    from tidegate.cli.tables import shown
+
+    if before[0] == now[0]:
+        return f"{at}  generation {number}, canary {now[1].replace('_', ' ')}: {trial.get('verdict', '')}".rstrip(". ")
+    words = [f"{at}  generation {number} {now[0]}: {shown(data.get('knobs') or {})}"]
+    words += [str(data["outcome"])] if data.get("outcome") and now[0] != "applied" else []
+    return ". ".join(word.rstrip(".") for word in words)
+
+
+def _watch(ask: Callable[[], list[RunView]], everything: bool) -> None:
+    from rich.live import Live
+    from rich.table import Table
+
+    from tidegate.cli.tables import console, runs_table, unfolded
+
+    def shown() -> Table:
+        runs = ask()
+        return runs_table(runs if everything else unfolded(runs))
+
+    try:
+        with Live(shown(), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(PAUSE_SECONDS)
+                try:
+                    live.update(shown(), refresh=True)
+                except DaemonUnreachable as error:
+                    live.update(visible(f"{error} Trying again."), refresh=True)
+    except KeyboardInterrupt:
+        return

@@ -1,0 +1,1 @@
+"""The client of the daemon: finding it, proving who it is, and HTTP with deadlines."""

@@ -1,0 +1,147 @@
+"""HTTP over connections that end in time (`tidegate.client.streams`), through the environment's proxy.
+
+On httpcore alone: httpx on top of it takes as much processor time again for each small exchange, and agents have one
+every few seconds on the cores of a training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import httpcore
+import httpx
+
+from tidegate.client.streams import Backend, bounded_framing, bounded_head
+from tidegate.errors import DaemonError
+from tidegate.terminal import visible
+
+HTTP_ERRORS: Final = (
+    httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError,
+    httpcore.UnsupportedProtocol,
+)  # fmt: skip
+"""What an exchange raises that does not come to an answer."""
+
+
+class Answer:
+    """What a server answers: `status`, `headers` (names in lower case, a repeated one joined by ", "), and its body in
+    pieces, which can be read once."""
+
+    def __init__(self, answer: httpcore.Response) -> None:
+        self.status = answer.status
+        self.headers: dict[str, str] = {}
+        for name, value in answer.headers:
+            key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+            self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+        self._answer = answer
+
+    def pieces(self) -> Iterator[bytes]:
+        assert isinstance(self._answer.stream, Iterable)
+        return bounded_framing(self._answer.stream)
+
+
+class Exchanges:
+    """HTTP/1.1 with the server at `url`, through the proxy that the environment names for it unless `direct`.
+
+    It knows no cookies and follows no redirect. Exchanges end in time where they are made in `streams.within`.
+    check: is called with each new connection before anything is sent on it; what it raises ends the exchange.
+    """
+
+    def __init__(
+        self,
+        url: httpx.URL,
+        trust: ssl.SSLContext,
+        direct: bool,
+        check: Callable[[httpcore.NetworkStream], None] | None = None,
+    ) -> None:
+        self._url = url
+        self._path = url.raw_path.partition(b"?")[0].rstrip(b"/")
+        # Connections are kept for less long than the daemon keeps them, or it would close one under our request.
+        limits: dict[str, Any] = {"ssl_context": trust, "keepalive_expiry": 30.0, "network_backend": Backend(check)}
+        proxy = None if direct else _proxy_for(url)
+        if proxy is None:
+            self._pool = httpcore.ConnectionPool(**limits)
+        elif proxy.url.scheme.startswith("socks"):
+            try:
+                self._pool = httpcore.SOCKSProxy(str(proxy.url), proxy_auth=proxy.raw_auth, **limits)
+            except RuntimeError as error:
+                raise DaemonError(
+                    f"The proxy {proxy.url} in the environment speaks SOCKS, for which the package socksio is needed: "
+                    "install it, or except the daemon's host with NO_PROXY."
+                ) from error
+        else:
+            # A proxy is trusted as the system says: TIDEGATE_CA_FILE is about the daemon.
+            outer = system_trust() if proxy.url.scheme == "https" else None
+            self._pool = httpcore.HTTPProxy(
+                str(proxy.url), proxy_auth=proxy.raw_auth, proxy_ssl_context=outer, **limits
+            )
+
+    @contextlib.contextmanager
+    def open(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        content: bytes | None = None,
+        *,
+        seconds: float,
+        read_seconds: float | None = None,
+    ) -> Iterator[Answer]:
+        """Sends a request and gives its answer, whose body can be read in the block. Raises what `HTTP_ERRORS` has.
+
+        path: with its query, quoted. seconds: for connecting, and for each single read and write. read_seconds: for
+            each read, if not the same."""
+        limits = {"connect": seconds, "read": read_seconds or seconds, "write": seconds, "pool": seconds}
+        asked = httpcore.Request(
+            method=method,
+            url=httpcore.URL(
+                scheme=self._url.raw_scheme, host=self._url.raw_host, port=self._url.port,
+                target=self._path + path.encode("ascii"),
+            ),
+            headers=[(b"Host", self._url.netloc), *((k.encode(), v.encode("latin-1")) for k, v in headers.items())],
+            content=content,
+            extensions={"timeout": limits},
+        )  # fmt: skip
+        with bounded_head():
+            answer = self._pool.handle_request(asked)
+        try:
+            yield Answer(answer)
+        finally:
+            answer.close()
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def _proxy_for(url: httpx.URL) -> httpx.Proxy | None:
+    """The proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY name for this address, unless NO_PROXY excepts it."""
+    named = urllib.request.getproxies()
+    proxy = named.get(url.scheme) or named.get("all")
+    if not proxy or urllib.request.proxy_bypass(url.host):
+        return None
+    try:
+        made = httpx.Proxy(proxy if "://" in proxy else f"http://{proxy}")
+        if not made.url.host or not 0 < (made.url.port or 1) < 1 << 16:
+            raise ValueError("no host, or no port that can be")
+        return made
+    except (httpx.InvalidURL, ValueError) as error:
+        variable = f"{url.scheme}_proxy" if named.get(url.scheme) else "all_proxy"
+        shown = visible(proxy.rpartition("@")[2])[:200]  # a name and a password may come before
+        raise DaemonError(
+            f"The environment's {variable.upper()} names no proxy that can be used ({shown!r}): give it as "
+            "http://host:port, or except the daemon's host with NO_PROXY."
+        ) from error
+
+
+def system_trust() -> ssl.SSLContext:
+    """Whom the system trusts, or SSL_CERT_FILE and SSL_CERT_DIR say."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        raise DaemonError(
+            f"The system's certificates cannot be read: {error.strerror or error}. Look at SSL_CERT_FILE and "
+            "SSL_CERT_DIR."
+        ) from error

@@ -1,0 +1,1 @@
+"""The knobs: what an operator may change while training runs, their kinds, bounds and parser."""

@@ -1,0 +1,161 @@
+"""The knobs: what an operator may change while training runs, with their bounds and their one parser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from tidegate.errors import KnobError
+from tidegate.knobs.kinds import KnobKind, KnobSpec, KnobValue, check_path_name, weights_of
+
+__all__ = [
+    "AUTO",
+    "EQ1",
+    "OFF",
+    "PATH_KNOBS",
+    "SPECS",
+    "Auto",
+    "KnobKind",
+    "KnobSpec",
+    "KnobValue",
+    "Knobs",
+    "Off",
+    "Order",
+    "Stride",
+    "check_path_name",
+    "device_share",
+    "same",
+    "show",
+    "spec",
+    "specs_for",
+    "weights_of",
+]
+
+Auto = Literal["auto"]
+Off = Literal["off"]
+Stride = float | Auto | Off
+Order = Literal["auto", "pinned", "alternate"]
+
+AUTO: Final = "auto"
+EQ1: Final = "eq1"
+OFF: Final = "off"
+
+SPECS: Final[dict[str, KnobSpec]] = {
+    spec.name: spec
+    for spec in (
+        KnobSpec(
+            name="stride",
+            minimum=1.0,
+            maximum=1_000_000.0,
+            words=(AUTO, OFF),
+            unit="subgroups",
+            help="Every stride-th subgroup that is not resident is updated on the device: device share = 1/stride.",
+        ),
+        KnobSpec(
+            name="static_ratio",
+            minimum=0.0,
+            maximum=1.0,
+            unit="share of subgroups",
+            help="Share of the subgroups whose state stays on the device between updates.",
+        ),
+        KnobSpec(
+            name="tier_split",
+            kind="weights",
+            minimum=0.0,
+            maximum=1_000_000.0,
+            words=(AUTO, EQ1),
+            unit="subgroups, as weights",
+            help="How the subgroups in storage are divided among the paths; one that is not named gets none. "
+            "eq1: by the slower of each path's read and write bandwidth (MLP-Offload, Eq. 1).",
+        ),
+        KnobSpec(
+            name="host_cache",
+            kind="size",
+            minimum=0.0,
+            maximum=float(2**50),
+            words=(AUTO,),
+            unit="bytes",
+            help="Host memory of each rank that holds tiered subgroups between steps.",
+        ),
+        KnobSpec(
+            name="order",
+            kind="choice",
+            words=(AUTO, "pinned", "alternate"),
+            help="pinned: the same subgroups stay in the host cache. alternate: every other update runs backwards.",
+        ),
+    )
+}
+PATH_KNOBS: Final = ("tier_split", "host_cache", "order")
+"""Knobs that only runs with storage paths have; all of them may be `auto`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """One full set of desired knobs. Values outside the bounds raise KnobError at construction.
+
+    tier_split: `auto`, `eq1`, or weights as text, see `weights_of`. host_cache: `auto` or bytes.
+    """
+
+    stride: Stride = AUTO
+    static_ratio: float = 0.0
+    tier_split: str = AUTO
+    host_cache: int | Auto = AUTO
+    order: Order = AUTO
+
+    def __post_init__(self) -> None:
+        for name, spec in SPECS.items():
+            object.__setattr__(self, name, spec.parse(getattr(self, name)))
+
+    def as_dict(self, *, paths: bool = False) -> dict[str, KnobValue]:
+        """The knobs by name. Those of storage paths are left out where they are `auto`, unless `paths`."""
+        values: dict[str, KnobValue] = {name: getattr(self, name) for name in SPECS}
+        return {n: value for n, value in values.items() if paths or n not in PATH_KNOBS or value != AUTO}
+
+    def changed(self, changes: Mapping[str, Any], specs: Mapping[str, KnobSpec] = SPECS) -> Knobs:
+        """These knobs with `changes` applied, which `specs` (see `specs_for`) check; what it lacks raises KnobError."""
+        values: dict[str, Any] = {name: spec(name, specs).parse(value) for name, value in changes.items()}
+        return replace(self, **values)
+
+    def fitted(self, paths: Sequence[str]) -> Knobs:
+        """What of these knobs a run with `paths` can have.
+
+        Desired knobs outlive a restart, and paths may not: without any, their knobs are `auto`, and so is a tier split
+        that names a path which is gone.
+        """
+        if not paths:
+            return replace(self, tier_split=AUTO, host_cache=AUTO, order=AUTO)
+        known = self.tier_split in (AUTO, EQ1) or set(weights_of(self.tier_split)) <= set(paths)
+        return self if known else replace(self, tier_split=AUTO)
+
+
+def specs_for(paths: Sequence[str]) -> dict[str, KnobSpec]:
+    """The knobs of a run that has these storage paths: without any, those of storage are not among them."""
+    if not paths:
+        return {name: spec for name, spec in SPECS.items() if name not in PATH_KNOBS}
+    return {**SPECS, "tier_split": replace(SPECS["tier_split"], paths=tuple(paths))}
+
+
+def spec(name: str, specs: Mapping[str, KnobSpec] = SPECS) -> KnobSpec:
+    """The spec of the knob `name`; one that is not there raises KnobError that says why, or lists the known ones."""
+    if name in specs:
+        return specs[name]
+    if name in PATH_KNOBS:
+        sentence = f"{name} cannot be set: this run has no storage paths; start it with Offload(paths=…)."
+        raise KnobError(sentence, name)
+    raise KnobError(f"There is no knob {name!r}. The knobs are: {', '.join(specs)}.", name)
+
+
+def show(name: str, value: KnobValue) -> str:
+    """The value of a knob as people read it; one of another version as it is."""
+    return SPECS[name].show(value) if name in SPECS else value if isinstance(value, str) else f"{value:g}"
+
+
+def same(name: str, one: KnobValue, other: KnobValue) -> bool:
+    """Whether both values of a knob ask for the same."""
+    return SPECS[name].same(one, other) if name in SPECS else one == other
+
+
+def device_share(stride: float | Off) -> float:
+    """Share of the non-resident subgroups that the device updates (DOS Algorithm 1: 1/stride)."""
+    return 0.0 if stride == OFF else 1.0 / float(stride)

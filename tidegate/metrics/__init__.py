@@ -1,0 +1,1 @@
+"""Prometheus metrics: their families, the catalogue of all of them, and the page that documents them."""

@@ -1,0 +1,46 @@
+"""Whether paths can hold what knobs would put there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from tidegate.errors import CapacityError
+from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.ops import is_path
+from tidegate.simulator.steady_state import Rank, settled
+from tidegate.speeds.rate_card import RateCard
+
+
+def no_room(rank: Rank, effective: Effective, rates: RateCard) -> str:
+    """Which path gets more subgroups by these knobs than it can hold, and what becomes of them, as a sentence.
+
+    Empty when all have room. Where speeds decide the split none is asked for more than it holds. ConfigError when the
+    speed of a path is not known.
+    """
+    if not rank.host_slots:
+        return ""
+    try:
+        given = _stored(rank, effective, rates)
+    except CapacityError as error:
+        return str(error)
+    if effective.tier_split is None:
+        return ""
+    retired = {path: most for path, most in rank.capacity.items() if not most}
+    wanted = _stored(replace(rank, capacity=retired), effective, rates)
+    full = [
+        f"path {path} would get {count:,} subgroups and can hold {given[path]:,}"
+        for path, count in wanted.items()
+        if given[path] < count
+    ]
+    if not full:
+        return ""
+    more = [f"{path} takes {count:,}" for path, count in given.items() if count > wanted[path]]
+    said = " and ".join(full) + "; " + ", ".join(more)
+    return f"{said[0].upper()}{said[1:]}. Give it less of tier_split, free space there, or raise host_cache."
+
+
+def _stored(rank: Rank, effective: Effective, rates: RateCard) -> Counter[str]:
+    """Subgroups by path, at the end of a step."""
+    step = settled(rank, effective, rates)[0]
+    return Counter(placement.after for placement in step.placements if is_path(placement.after))

@@ -1,0 +1,103 @@
+"""Runs a plan in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tidegate.errors import PlanError
+from tidegate.plan.ops import GATE_OF, Op
+from tidegate.plan.plan import Plan
+from tidegate.simulator.event_loop import Times
+from tidegate.simulator.interference import contended_times
+from tidegate.speeds.rate_card import RateCard
+from tidegate.timeline.timeline import PhaseSpan, Span, Timeline
+
+
+def simulate(
+    plan: Plan,
+    rates: RateCard,
+    *,
+    step_at: float,
+    gradient_ready: Mapping[int, float] | None = None,
+    step: int = 0,
+    durations: Callable[[Op], float] | None = None,
+) -> Timeline:
+    """What `plan` does on a machine with `rates`, in seconds since the backward pass began.
+
+    An op starts as soon as its lane's last op, its dependencies and its gate let it. `gradient_ready` tells for each
+    subgroup when its gradient is there (0.0 when absent), `step_at` when `step()` is called. Lanes slow each other down
+    as the card says. `durations` replaces its speeds. Equal inputs give equal timelines.
+    """
+    starts, ends = _times(plan, rates, step_at, gradient_ready or {}, durations or rates.seconds)
+    return _timeline(plan, step, step_at, starts, ends)
+
+
+def update_seconds(plan: Plan, rates: RateCard, *, step_at: float) -> float:
+    """From the call of `step()`, `step_at` seconds after the backward pass began, until it returns."""
+    ends = _times(plan, rates, step_at, {}, rates.seconds)[1]
+    return max(step_at, *ends.values()) - step_at + (rates.step_seconds or 0.0)
+
+
+def _times(
+    plan: Plan,
+    rates: RateCard,
+    step_at: float,
+    gradient_ready: Mapping[int, float],
+    seconds: Callable[[Op], float],
+) -> tuple[Times, Times]:
+    """When each op starts and ends."""
+    if not rates.keeps:
+        return _alone(plan, seconds, step_at, gradient_ready)
+    opens = {"step": step_at, "none": 0.0}
+    gates = {op.id: opens.get(op.gate, gradient_ready.get(op.subgroup, 0.0)) for op in plan.ops}
+    return contended_times(plan, {op.id: seconds(op) for op in plan.ops}, rates.keeps, gates)
+
+
+def _alone(
+    plan: Plan, seconds: Callable[[Op], float], step_at: float, gradient_ready: Mapping[int, float]
+) -> tuple[Times, Times]:
+    """When each op starts and ends if lanes do not slow each other down.
+
+    That follows from the ends of what it waits for, so that plans need no events: one pass over the ops does it when
+    they stand in an order in which they could run one at a time, as those of the planner do. What waits for a later
+    one is left for the next pass.
+    """
+    starts: Times = {}
+    ends: Times = {}
+    lane_ends: dict[str, float] = {}
+    left: Sequence[Op] = plan.ops
+    while left:
+        blocked: dict[str, list[Op]] = {}
+        for op in left:
+            lane, gate = op.lane, GATE_OF.get(op.kind)
+            if lane in blocked or any(dep not in ends for dep in op.deps):
+                blocked.setdefault(lane, []).append(op)
+                continue
+            start = 0.0 if gate is None else step_at if gate == "step" else gradient_ready.get(op.subgroup, 0.0)
+            start = max([start, lane_ends.get(lane, start), *[ends[dep] for dep in op.deps]])
+            starts[op.id] = start
+            ends[op.id] = lane_ends[lane] = start + seconds(op)
+        waiting = [op for ops in blocked.values() for op in ops]
+        if len(waiting) == len(left):
+            raise PlanError(
+                f"Nothing can run and op {waiting[0].id} ({waiting[0].name}) still waits: the plan deadlocks.",
+                "deadlock",
+            )
+        left = waiting
+    return starts, ends
+
+
+def _timeline(plan: Plan, step: int, step_at: float, starts: dict[int, float], ends: dict[int, float]) -> Timeline:
+    spans = [
+        Span(op.id, op.kind, op.lane, op.subgroup, starts[op.id], ends[op.id], op.nbytes, op.numel, op.content, op.slot)
+        for op in plan.ops
+    ]
+    spans.sort(key=lambda span: (span.start, span.op))
+    end = max(step_at, *ends.values())
+    return Timeline(
+        step=step,
+        source="simulated",
+        spans=tuple(spans),
+        phases=(PhaseSpan("backward", 0.0, step_at), PhaseSpan("update", step_at, end)),
+        deps={op.id: op.deps for op in plan.ops},
+    )

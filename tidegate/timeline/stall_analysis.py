@@ -1,0 +1,245 @@
+"""What a timeline tells: where an update stalled and why, its critical path, how busy each lane was."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Final, Protocol
+
+from tidegate.plan.ops import COMPUTE_LANES
+from tidegate.timeline.timeline import Phase, PhaseSpan, Span, Stall, Timeline
+
+SCHEDULER: Final = "scheduler"
+_IN_TIME: Final = attrgetter("start", "end", "op")
+
+
+_Piece = tuple[str, float, float]
+"""Cause, start, end."""
+
+
+class Interval(Protocol):
+    """Anything with a start and an end in seconds: a span, a phase, a stall."""
+
+    @property
+    def start(self) -> float: ...
+
+    @property
+    def end(self) -> float: ...
+
+
+def union(intervals: Iterable[Interval], window: tuple[float, float] | None = None) -> list[tuple[float, float]]:
+    """The time in which at least one interval runs, as disjoint stretches in order, cut to `window`."""
+    low, high = window or (float("-inf"), float("inf"))
+    stretches: list[tuple[float, float]] = []
+    for start, end in sorted((max(i.start, low), min(i.end, high)) for i in intervals):
+        if start >= end:
+            continue
+        if stretches and start <= stretches[-1][1]:
+            stretches[-1] = (stretches[-1][0], max(stretches[-1][1], end))
+        else:
+            stretches.append((start, end))
+    return stretches
+
+
+def busy_seconds(spans: Iterable[Interval], window: tuple[float, float] | None = None) -> float:
+    """Length of the union of the spans: what runs twice at once counts once."""
+    return sum(end - start for start, end in union(spans, window))
+
+
+def both_busy_seconds(one: Iterable[Interval], other: Iterable[Interval]) -> float:
+    """Seconds in which a span of each is in progress."""
+    one, other = list(one), list(other)
+    return max(0.0, busy_seconds(one) + busy_seconds(other) - busy_seconds([*one, *other]))
+
+
+def busy_by_lane(timeline: Timeline, phase: Phase | None = None) -> dict[str, float]:
+    """Busy seconds of each lane that has spans, in one phase or in all."""
+    window = timeline.window(phase) if phase is not None else None
+    if phase is not None and window is None:
+        return {}
+    by_lane: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        by_lane[span.lane].append(span)
+    return {lane: busy_seconds(spans, window) for lane, spans in sorted(by_lane.items())}
+
+
+def compute_seconds(timeline: Timeline) -> float:
+    """Seconds of the update in which the CPU or the device computes; with its stalls, the wall time of the update."""
+    window = timeline.window("update")
+    return busy_seconds(_compute(timeline), window) if window else 0.0
+
+
+def stalls(timeline: Timeline) -> tuple[Stall, ...]:
+    """The time of the update in which no compute op runs, divided by cause, in order.
+
+    A gap is blamed by following the blocking chain back from the op that ends it: time in which the op that it waited
+    for was running goes to that op's lane, time in between to `scheduler` (a gate, or the agent itself). The last gap
+    ends with the update, which waits for the span that ends last.
+    """
+    return tuple(_merged(Stall("update", *piece) for piece in _pieces(timeline)))
+
+
+def exposed_waits(timeline: Timeline) -> dict[str, float]:
+    """Seconds for which each cause kept the update from computing: `stalls`, added up."""
+    waits: defaultdict[str, float] = defaultdict(float)
+    for cause, start, end in _pieces(timeline):
+        waits[cause] += end - start
+    return dict(waits)
+
+
+def critical_path(timeline: Timeline) -> tuple[int, ...]:
+    """Ids of the ops that decided when the step ended, first to last: each was the last thing that the next needed."""
+    if not timeline.spans:
+        return ()
+    last = max(timeline.spans, key=lambda span: (span.end, span.op))
+    blockers = _Blockers(timeline.spans, timeline.deps)
+    return tuple(span.op for span in blockers.back_from(last))[::-1]
+
+
+def split_by_phase(span: Interval, phases: Sequence[PhaseSpan]) -> dict[Phase, float]:
+    """Share of a span's time in each phase that it meets; what no phase covers is `other`. The shares add up to 1.
+
+    A span of no length belongs to the phase in which it lies.
+    """
+    if span.end <= span.start:
+        return {next((p.phase for p in phases if p.start <= span.start <= p.end), "other"): 1.0}
+    for phase in phases:
+        # Nearly every span: it lies in one phase.
+        if phase.start <= span.start and span.end <= phase.end:
+            return {phase.phase: 1.0}
+    seconds: defaultdict[Phase, float] = defaultdict(float)
+    for phase in phases:
+        overlap = min(span.end, phase.end) - max(span.start, phase.start)
+        if overlap > 0:
+            seconds[phase.phase] += overlap
+    total = span.end - span.start
+    uncovered = total - busy_seconds(phases, (span.start, span.end))
+    # Less than a billionth of the span is rounding, not a hole between phases.
+    if uncovered > 1e-9 * total:
+        seconds["other"] += uncovered
+    covered = sum(seconds.values())
+    return {phase: part / covered for phase, part in seconds.items()}
+
+
+def _compute(timeline: Timeline) -> Iterator[Span]:
+    return (span for span in timeline.spans if span.lane in COMPUTE_LANES)
+
+
+def _pieces(timeline: Timeline) -> list[_Piece]:
+    """The stalls of the update, gap by gap and each from its end to its start. Runs after every step of a training."""
+    window = timeline.window("update")
+    if window is None:
+        return []
+    compute = list(_compute(timeline))
+    gaps = list(_gaps(union(compute, window), window))
+    if not gaps:
+        return []
+    # What ended before the update began explains nothing in it.
+    blockers = _Blockers([span for span in timeline.spans if span.end > window[0]], timeline.deps)
+    by_start = _first_by_start(compute)
+    pieces: list[_Piece] = []
+    for low, high in gaps:
+        # What ends a gap runs after it; the chain that explains the gap begins with what that waited for.
+        blamed = _last(timeline, high) if high == window[1] else blockers.of(by_start[high])
+        _blame(low, high, blamed, blockers, pieces)
+    return pieces
+
+
+def _first_by_start(spans: Iterable[Span]) -> dict[float, Span]:
+    """By start, the span with the lowest op."""
+    found: dict[float, Span] = {}
+    for span in spans:
+        if span.end > span.start and (span.start not in found or span.op <= found[span.start].op):
+            found[span.start] = span
+    return found
+
+
+def _last(timeline: Timeline, end: float) -> Span | None:
+    """The span that ends last of those that began before `end`."""
+    return max((s for s in timeline.spans if s.start < end), key=attrgetter("end", "op"), default=None)
+
+
+def _gaps(stretches: list[tuple[float, float]], window: tuple[float, float]) -> Iterator[tuple[float, float]]:
+    """What the stretches leave of the window."""
+    cursor, high = window
+    for start, end in stretches:
+        if start > cursor:
+            yield cursor, start
+        cursor = end
+    if cursor < high:
+        yield cursor, high
+
+
+class _Blockers:
+    """For each span, the span it waited for: the last to end of its dependencies and its lane's last one."""
+
+    def __init__(self, spans: Collection[Span], deps: Mapping[int, Sequence[int]]) -> None:
+        self.longest_chain = len(spans)
+        """Clocks that disagree can make a chain go in circles: what is beyond this many spans was met before."""
+        self._deps = deps
+        # An op that was repeated has several spans; whoever depends on it waited for the last.
+        self._last_run: dict[int, Span] = {}
+        # By identity: hashing all fields of a span takes longer than everything else here.
+        self._lane_before: dict[int, Span] = {}
+        lane_last: dict[str, Span] = {}
+        for span in sorted(spans, key=_IN_TIME):
+            lane = span.lane
+            self._last_run[span.op] = span
+            if lane in lane_last:
+                self._lane_before[id(span)] = lane_last[lane]
+            lane_last[lane] = span
+
+    def of(self, span: Span) -> Span | None:
+        found = self._lane_before.get(id(span))
+        latest = -math.inf if found is None else found.end
+        for dep in self._deps.get(span.op, ()):
+            blocker = self._last_run.get(dep)
+            if blocker is not None and blocker.end >= latest:
+                end = blocker.end
+                if end > latest or found is None or blocker.op >= found.op:
+                    found, latest = blocker, end
+        return found
+
+    def back_from(self, span: Span | None) -> Iterator[Span]:
+        """The span, what it waited for, what that waited for…, each once."""
+        met: set[int] = set()
+        while span is not None and id(span) not in met:
+            yield span
+            met.add(id(span))
+            span = self.of(span)
+
+
+def _blame(low: float, high: float, span: Span | None, blockers: _Blockers, pieces: list[_Piece]) -> None:
+    """Cuts a gap along the chain that begins with `span`, from its end to its start."""
+    cursor, left = high, blockers.longest_chain
+    while span is not None and cursor > low and left:
+        start, end = span.start, span.end
+        if end < cursor:
+            if end < low:
+                end = low
+            pieces.append((SCHEDULER, end, cursor))
+            cursor = end
+        if low < cursor and start < cursor:
+            if start < low:
+                start = low
+            pieces.append((span.lane, start, cursor))
+            cursor = start
+        span, left = blockers.of(span), left - 1
+    if low < cursor:
+        pieces.append((SCHEDULER, low, cursor))
+
+
+def _merged(pieces: Iterable[Stall]) -> Iterator[Stall]:
+    """Pieces in order of time, neighbours of one cause made one."""
+    last: Stall | None = None
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        if last is not None and (last.cause, last.end) == (piece.cause, piece.start):
+            last = Stall(last.phase, last.cause, last.start, piece.end)
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last

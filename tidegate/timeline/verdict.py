@@ -1,0 +1,151 @@
+"""The verdict on a step, in one sentence: what its update waited for, with figures, and the knob to turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from tidegate.knobs.knobs import OFF, device_share
+from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.ops import COMPUTE_LANES, LINK_LANES
+from tidegate.timeline.timeline import cause_in_words
+
+HARDLY: Final = 0.02
+"""Share of an update below which waiting is not worth a word."""
+RECOPIED: Final = 0.5
+"""Share of the gradients from which on it is worth a word that they were copied twice."""
+LATE: Final = 0.75
+"""Share of a backward from which on it is worth a word that no gradient had come."""
+TOGETHER: Final = 0.75
+"""Share of the gradients from which on it is worth a word that one node of the graph handed them over."""
+
+SKIPPED: Final = "the step was skipped, because a gradient was not finite: the weights are as they were"
+"""Of a step without an update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What one step took, or several together. Seconds, bytes and parameters.
+
+    stalls: seconds of the update by cause. lanes: bytes and busy seconds of link and paths in the update, by lane.
+    ceilings: bytes per second that a lane of a path can do alone. updated: parameters by processor.
+    recopied: share of the bytes of gradients on the host that were copied beside the backward and then again.
+    first_gradient: share of the backward that had passed when its first gradient came.
+    together: share of the gradients that one node of autograd's graph handed over together, as torch.compile makes it.
+    """
+
+    step_seconds: float
+    update_seconds: float
+    stalls: Mapping[str, float]
+    lanes: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    ceilings: Mapping[str, float] = field(default_factory=dict)
+    updated: Mapping[str, int] = field(default_factory=dict)
+    paths: Sequence[str] = ()
+    recopied: float = 0.0
+    first_gradient: float = 0.0
+    together: float = 0.0
+
+    @property
+    def cause(self) -> tuple[str, float]:
+        """What the update waited for longest, and for how many seconds; an empty name where for nothing."""
+        return max(self.stalls.items(), key=lambda item: item[1], default=("", 0.0))
+
+
+def verdict(taken: Taken, ran: Effective | None = None) -> str:
+    """One sentence without a final stop. `ran`: the knobs, to say which of them to turn."""
+    if taken.step_seconds <= 0 or taken.update_seconds <= 0:
+        return "no update yet"
+    whole = f"the update took {taken.update_seconds:.3g} s, {taken.update_seconds / taken.step_seconds:.0%} of the step"
+    cause, wait = taken.cause
+    remedy = f"; {advice}" if ran is not None and (advice := remedy_of(taken, ran)) else ""
+    remedy += "".join(f"; {hint}" for hint in _of_gradients(taken))
+    if wait < HARDLY * taken.update_seconds:
+        return f"{whole}; hardly anything held it up{_computed(taken)}{remedy}"
+    waited = f"{wait / taken.update_seconds:.0%} of it for {cause_in_words(cause)}"
+    return f"{whole}; it waited {waited}{_speed(taken, cause)}{remedy}"
+
+
+def remedy_of(taken: Taken, ran: Effective) -> str:
+    """The knob to turn, by what the update waited for; empty where no knob would help.
+
+    A rule of thumb: `GET /v1/runs/{run}/advice` asks the model, with figures.
+    """
+    cause, wait = taken.cause
+    if wait < HARDLY * taken.update_seconds:
+        return _other_processor(taken, ran)
+    if cause in LINK_LANES:
+        return "raise stride: fewer subgroups cross the link" if ran.stride != OFF else _keep_on_device(ran)
+    if cause in COMPUTE_LANES:
+        return _other_processor(taken, ran)
+    if cause.rpartition(":")[0] in taken.paths:
+        return _of_paths(taken, ran)
+    return {
+        "lock": "raise host_cache: other processes of the node use the path, too",
+        "collective": "it is not this rank that holds the update up",
+    }.get(cause, "")
+
+
+def _of_gradients(taken: Taken) -> Iterator[str]:
+    """Why copies of gradients gained nothing from being made beside the backward."""
+    if taken.recopied >= RECOPIED:
+        yield (
+            f"{taken.recopied:.0%} of the gradients were copied again, because something changed them in place after "
+            "the backward: clip with the optimizer's max_grad_norm instead of clip_grad_norm_"
+        )
+    if taken.together >= TOGETHER:
+        yield (
+            f"{taken.together:.0%} of the gradients came together, when one node of the graph had done its work, too "
+            "late to be copied beside the backward: where torch.compile has the whole model, compile its blocks instead"
+        )
+    elif taken.first_gradient >= LATE:
+        yield (
+            f"no gradient came before {taken.first_gradient:.0%} of the backward had passed, too late to be copied "
+            "beside it: where torch.compile has the whole model, compile its blocks instead"
+        )
+
+
+def _of_paths(taken: Taken, ran: Effective) -> str:
+    """Paths that are not done at the same time are divided badly; else less must go through them."""
+    busy = [taken.lanes.get(f"{p}:read", (0, 0.0))[1] + taken.lanes.get(f"{p}:write", (0, 0.0))[1] for p in taken.paths]
+    if ran.tier_split is not None and len(busy) > 1 and min(busy) < 0.8 * max(busy):
+        return "set tier_split to auto: some paths are done long before others"
+    return "raise host_cache, or add a path: storage sets the pace"
+
+
+def _keep_on_device(ran: Effective) -> str:
+    return "raise static_ratio: state that stays on the device is not moved" if ran.static_ratio < 1 else ""
+
+
+def _other_processor(taken: Taken, ran: Effective) -> str:
+    """Where compute sets the pace, a share of it may be the other processor's; which, their busy times would tell."""
+    share = device_share(ran.stride)
+    if not taken.updated.get("cpu"):
+        return "raise stride: the CPU has nothing to update" if share == 1 else ""
+    if share < 1 and not _is_full(taken):
+        return f"lower stride ({ran.stride} now): the link has room for more updates on the device"
+    return ""
+
+
+def _is_full(taken: Taken) -> bool:
+    """Whether a direction of the link was busy for most of the update."""
+    return any(taken.lanes.get(lane, (0, 0.0))[1] > 0.8 * taken.update_seconds for lane in LINK_LANES)
+
+
+def _computed(taken: Taken) -> str:
+    total = sum(taken.updated.values())
+    return f", and the device updated {taken.updated.get('device', 0) / total:.0%} of the parameters" if total else ""
+
+
+def _speed(taken: Taken, lane: str) -> str:
+    """How fast that lane was, by what it can do."""
+    nbytes, seconds = taken.lanes.get(lane, (0, 0.0))
+    if not nbytes or seconds <= 0:
+        return ""
+    ceiling = taken.ceilings.get(lane)
+    beside = f" of {_gigabytes(ceiling)}" if ceiling else ""
+    return f", which moved {_gigabytes(nbytes / seconds)}{beside}"
+
+
+def _gigabytes(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.3g} GB/s"
