@@ -1,14 +1,11 @@
 """The API's description: what FastAPI knows, and what it does not: tokens, problems, bounds of knobs, examples.
 
-`python -m tidegate.daemon.routes.api_description` prints it; docs/openapi.json is what it was at the last commit.
+`python -m tidegate.daemon.openapi` prints it; docs/openapi.json is what it was at the last commit.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -87,17 +84,3 @@ def _values(spec: KnobSpec) -> Json:
         case "choice":
             kinds = []
     return {"anyOf": kinds + words, "description": spec.help}
-
-
-def main() -> None:
-    from tidegate.daemon.configuration.settings import Settings
-    from tidegate.daemon.server.app import create_app
-
-    with tempfile.TemporaryDirectory() as folder:
-        app = create_app(Settings(state_dir=Path(folder)))
-        app.state.plane.store.close()
-        print(json.dumps(app.openapi(), indent=1, sort_keys=True))
-
-
-if __name__ == "__main__":
-    main()

@@ -32,7 +32,7 @@ def test_the_description_is_the_committed_one(daemon: Daemon) -> None:
     found = daemon.http("GET", "/v1/openapi.json", "read").json()
     kept = json.loads(SNAPSHOT.read_text())
     found["info"].pop("version"), kept["info"].pop("version")
-    assert found == kept, "the API changed: python -m tidegate.daemon.routes.api_description > docs/openapi.json"
+    assert found == kept, "the API changed: python -m tidegate.daemon.openapi > docs/openapi.json"
 
 
 @pytest.mark.parametrize(
