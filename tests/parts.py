@@ -58,7 +58,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "operation": (
         "alerts/test_*.py", "deployment/test_*.py", "grafana/test_*.py", "test_cli.py", "test_demo*.py",
-        "test_doctor_gpu.py", "test_layers.py", "test_packaging.py",
+        "test_docs.py", "test_doctor_gpu.py", "test_layers.py", "test_packaging.py",
     ),
 }  # fmt: skip
 """File names and patterns below `tests/`."""
