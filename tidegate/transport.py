@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import httpcore
-import httpx
 
 from tidegate.errors import DaemonError
 from tidegate.streams import Backend, bounded_framing, bounded_head
 from tidegate.terminal import visible
+from tidegate.undrawn import httpx
 
 
 class BoundedTransport(httpx.BaseTransport):
