@@ -21,7 +21,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "kernels": ("kernels/test_*.py",),
     "engine": (
         "agent/test_accumulation.py", "agent/test_attached_models.py", "agent/test_awkward.py",
-        "agent/test_buffers.py", "agent/test_clock.py", "agent/test_closing.py", "agent/test_cuda*.py",
+        "agent/test_buffers.py", "agent/test_clock.py", "agent/test_closing.py", "agent/test_compiled_step.py",
+        "agent/test_cuda*.py",
         "agent/test_device_life.py",
         "agent/test_emulated.py", "agent/test_exactness.py", "agent/test_executor.py", "agent/test_fruitless.py",
         "agent/test_gradients.py", "agent/test_replaced_gradients.py",
