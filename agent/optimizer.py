@@ -50,6 +50,7 @@ from tidegate.agent.tiers.checkpoint import Target
 from tidegate.agent.tiers.drain import PendingCheckpoint
 from tidegate.agent.tiers.manifest import Checkpoint
 from tidegate.agent.tiers.resume import Reader
+from tidegate.agent.uncompiled import leave_uncompiled
 from tidegate.errors import CheckpointFailed, ConfigError, EngineError, ParameterError
 from tidegate.kernels import Scalars, scalars
 from tidegate.knobs import Knobs, KnobValue, Off
@@ -120,6 +121,7 @@ class AdamW(torch.optim.Optimizer):
         if not params:
             raise ParameterError("The optimizer got no parameters: pass model.parameters().")
         super().__init__(params, defaults)
+        leave_uncompiled()
         self.offload = as_offload(offload)
         self.max_grad_norm = max_grad_norm
         self.make_scalars: Callable[..., Scalars] = scalars

@@ -17,7 +17,6 @@ from typing import Any, Final, Literal, Self, TypeVar, cast, get_args
 from urllib.parse import quote, urlencode, urlsplit
 
 import httpcore
-import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tidegate.errors import (
@@ -37,6 +36,7 @@ from tidegate.state_files import home_of, read_no_link
 from tidegate.streams import within
 from tidegate.terminal import encodable, visible
 from tidegate.transport import HTTP_ERRORS, Answer, Exchanges, system_trust
+from tidegate.undrawn import httpx
 from tidegate.wire.agent import AgentHello, AgentReport, Directive, Holder, Lease, LeaseSeconds, Rates, Vote
 from tidegate.wire.alert import AlertView
 from tidegate.wire.audit import AuditRow

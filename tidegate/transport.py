@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import httpcore
-import httpx
 
 from tidegate.errors import DaemonError
 from tidegate.streams import Backend, bounded_framing, bounded_head
 from tidegate.terminal import visible
+from tidegate.undrawn import httpx
 
 HTTP_ERRORS: Final = (
     httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError,
