@@ -421,15 +421,16 @@ class AdamW(torch.optim.Optimizer):
         if self.engine.usable:
             self.wait()
         self.engine.quiesce()
-        with checkpoint.without_load_hooks(self):
-            # torch's own loader would cast moments to the dtype of the weight.
-            super().load_state_dict({"state": others, "param_groups": given["param_groups"]})
-        with self.phases.within("checkpoint"):
-            checkpoint.scatter(self.engine, self._params, state)
-            self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
-            self._outcomes.forget()
-            self._restate({self._params[i]: users_part(values) for i, values in state.items()})
-            self._resume_at(checkpoint.num_steps_of(given, self._steps))
+        with Uninterrupted():
+            with checkpoint.without_load_hooks(self):
+                # torch's own loader would cast moments to the dtype of the weight.
+                super().load_state_dict({"state": others, "param_groups": given["param_groups"]})
+            with self.phases.within("checkpoint"), self.engine.whole_or_lost():
+                checkpoint.scatter(self.engine, self._params, state)
+                self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
+                self._outcomes.forget()
+                self._restate({self._params[i]: users_part(values) for i, values in state.items()})
+                self._resume_at(checkpoint.num_steps_of(given, self._steps))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -549,10 +550,11 @@ class AdamW(torch.optim.Optimizer):
         self.engine.quiesce()
         wanted = None if params is None else set(map(id, params))
         updated = {i for i, one in enumerate(self._params) if self._steps[i] and (wanted is None or id(one) in wanted)}
-        checkpoint.reset(self.engine, updated)
-        for number in updated:
-            self._steps[number] = 0
-        self._state.forget([self._params[number] for number in updated])
+        with Uninterrupted(), self.engine.whole_or_lost():
+            checkpoint.reset(self.engine, updated)
+            for number in updated:
+                self._steps[number] = 0
+            self._state.forget([self._params[number] for number in updated])
 
     def _show_state(self, param: int) -> None:
         self._state.show(self._params[param], checkpoint.names(self.engine, param))
@@ -665,6 +667,10 @@ class AdamW(torch.optim.Optimizer):
         self.engine.require_usable()
         self.follow_params()
         self.engine.quiesce()
+        with Uninterrupted():
+            self._add_param_group(param_group)
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
             params = self.param_groups[-1]["params"]
@@ -722,12 +728,13 @@ class AdamW(torch.optim.Optimizer):
 
     def _close(self) -> None:
         parts = [part.close for part in (self.overlap, self.attachment) if part is not None]
-        close_all(
-            *parts,
-            lambda: self.engine.close(self._why_closed),
-            lambda: give_up(self, self._params),
-            self._checkpoints.close,
-        )
+        with Uninterrupted():
+            close_all(
+                *parts,
+                lambda: self.engine.close(self._why_closed),
+                lambda: give_up(self, self._params),
+                self._checkpoints.close,
+            )
 
     @property
     def is_mid_step(self) -> bool:
