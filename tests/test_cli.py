@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, listen, n
 from tests.services import daemon_process
 from tidegate.cli import watch
 from tidegate.client.daemon_client import DaemonClient
-from tidegate.errors import DaemonUnreachable
+from tidegate.errors import DaemonError, DaemonUnreachable
 from tidegate.wire.agent import AgentReport, Vote
 from tidegate.wire.event import Event
 from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
@@ -394,6 +395,52 @@ def test_who_follows_gives_up_on_a_daemon_that_does_not_come_back(
     with Gone("http://127.0.0.1:9", "token") as client, pytest.raises(DaemonUnreachable):
         watch._print_events(client, "llama-7b", 0, None, False, watch.Told())
     assert next(tries) > 1, "it is patient for a while"
+
+
+class Scripted(DaemonClient):
+    """Its events are those that a test names."""
+
+    def __init__(self, *given: Event) -> None:
+        super().__init__("http://127.0.0.1:9", "token")
+        self._given = given
+
+    def events(self, run: str, last_event_id: int | None = None) -> Iterator[Event]:
+        yield from self._given
+
+
+def test_no_line_of_a_reason_looks_like_an_event(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = "Rank 0 refused: no\n23:59:59  generation 7 applied"
+    event = Event(
+        id=1,
+        kind="generation",
+        run="llama",
+        timestamp=1.0,
+        data={"generation": 1, "state": "refused", "outcome": outcome},
+    )
+    with Scripted(event) as client:
+        watch._print_events(client, "llama", 0, 1, False, watch.Told())
+    first, *more = capsys.readouterr().out.splitlines()
+    assert "Rank 0 refused" in first
+    assert [line.lstrip() for line in more] == ["23:59:59  generation 7 applied"]
+    assert more[0].startswith(" " * 10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "timestamp", "data"),
+    [
+        ("agent", 1e300, {}),
+        ("agent", 1.0, {"rank": "x"}),
+        ("generation", 1.0, {"generation": []}),
+        ("generation", 1.0, {"generation": 1, "canary": "x"}),
+        ("generation", 1.0, {"generation": 1, "knobs": 7, "state": "committed"}),
+    ],
+)
+def test_an_event_of_another_form_is_an_error_with_a_sentence(
+    kind: str, timestamp: float, data: dict[str, Any]
+) -> None:
+    event = Event(id=1, kind=kind, run="llama", timestamp=timestamp, data=data)
+    with Scripted(event) as client, pytest.raises(DaemonError, match="event 1"):
+        watch._print_events(client, "llama", 0, 1, False, watch.Told())
 
 
 def _asked(daemon: Daemon, route: str) -> float:

@@ -101,8 +101,9 @@ class Reader:
         nbytes, expected = padded_bytes(header.data_bytes), np.array(header.block_checksums, np.uint32)
         fd, _ = open_direct(path)
         try:
+            address = self._buffer.ctypes.data
             ticket = finish(
-                self._pool.read(fd, self._buffer.ctypes.data, nbytes, header.header_bytes, header.block_bytes, expected)
+                lambda: self._pool.read(fd, address, nbytes, header.header_bytes, header.block_bytes, expected)
             )
         finally:
             os.close(fd)

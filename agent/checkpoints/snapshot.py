@@ -10,11 +10,13 @@ import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 
+from tidegate.agent.engine.interrupts import Uninterrupted
 from tidegate.agent.tiers.file_moves import PASSING
 from tidegate.agent.tiers.file_path import HeldFile, write_header
 from tidegate.agent.tiers.scratch import reserve
@@ -128,7 +130,8 @@ def write_state(pool: IoPool, state: State, target: Path, buffer: int = 0, pace:
                 pace(size)
             address = state.load(pool, first, size, buffer)
             some = checksums[first // block_bytes : num_blocks(first + size, block_bytes)]
-            _check(finish(pool.write(fd, address, size, data_at + first, block_bytes, some)), target)
+            begin = partial(pool.write, fd, address, size, data_at + first, block_bytes, some)
+            _check(finish(begin), target)
         write_header(fd, state.header(tuple(map(int, checksums))))
     finally:
         os.close(fd)
@@ -145,20 +148,29 @@ def buffer_bytes(state: State) -> int:
     return min(chunk_bytes(state.block_bytes), padded_bytes(state.kind.data_bytes))
 
 
-def finish(ticket: IoTicket) -> IoTicket:
-    """When it is done; Python handles signals meanwhile."""
-    while not ticket.wait(POLL_SECONDS):
-        pass
+def finish(begin: Callable[[], IoTicket]) -> IoTicket:
+    """The ticket of a transfer that has ended. Whatever is raised meanwhile comes when its threads are done with file
+    and memory, which the caller then lets go of."""
+    with Uninterrupted():
+        ticket = begin()
+        try:
+            while not ticket.wait(POLL_SECONDS):
+                pass  # lets Python handle signals
+        except BaseException:
+            ticket.cancel()
+            while not ticket.wait(POLL_SECONDS):
+                pass
+            raise
     return ticket
 
 
 def _tried(begin: Callable[[], IoTicket]) -> IoTicket:
     """Again where the error may pass."""
     for _ in range(ATTEMPTS - 1):
-        ticket = finish(begin())
+        ticket = finish(begin)
         if ticket.ok or (ticket.error not in PASSING and not ticket.checksum_mismatch):
             return ticket
-    return finish(begin())
+    return finish(begin)
 
 
 def _check(ticket: IoTicket, name: str | os.PathLike[str]) -> None:

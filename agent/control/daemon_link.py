@@ -39,6 +39,8 @@ TOLD_AGAIN_SECONDS = 3.0
 """The daemon writes what it is told once a second: the reports that arrived so long before the newest one are told
 again when it was killed, however many they are."""
 MAX_BACKOFF_SECONDS = 5.0
+_SPREAD = random.SystemRandom()
+"""Not the generator of the module `random`: a script may have seeded that."""
 ANSWER_SECONDS = 5.0
 """How long one exchange with the daemon may take, beside what a long poll waits for; and all of the first hello."""
 MAX_ANSWER_BYTES = 1 << 20
@@ -527,4 +529,4 @@ def _fitting(reason: str) -> str:
 
 def _backoff(failures: int) -> float:
     """Seconds to wait before the next try: doubled each time, spread so that ranks do not come back all at once."""
-    return random.uniform(0.5, 1.0) * min(MAX_BACKOFF_SECONDS, 0.25 * 2.0 ** min(failures, 10))
+    return _SPREAD.uniform(0.5, 1.0) * min(MAX_BACKOFF_SECONDS, 0.25 * 2.0 ** min(failures, 10))

@@ -10,8 +10,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -360,18 +360,18 @@ class Engine:
         try:
             self._executor.step(repeat=self._stale(flight.plan))
             goes_on = self._executor.decided()
+            made_at = made.span()[1]  # NORM comes after it, and was waited for
+            self.gradients_made_at = made_at if made_at > called else None
+            if self.store is not None:
+                self._pace.observe(max(made_at, called) - flight.began)
+            flight.stepped = tuple(i for i, has in enumerate(inputs.has_grad) if has) if goes_on else ()
+            for index in flight.stepped:
+                torch.autograd.graph.increment_version(self.shards[index])
+            self.weights.note()
+            self.gradients.clear_released()
         except BaseException as error:
             self._fail(error)
             raise
-        made_at = made.span()[1]  # NORM comes after it, and was waited for
-        self.gradients_made_at = made_at if made_at > called else None
-        if self.store is not None:
-            self._pace.observe(max(made_at, called) - flight.began)
-        flight.stepped = tuple(i for i, has in enumerate(inputs.has_grad) if has) if goes_on else ()
-        for index in flight.stepped:
-            torch.autograd.graph.increment_version(self.shards[index])
-        self.weights.note()
-        self.gradients.clear_released()
         return flight.stepped
 
     def _begin_anew_if_needed(self) -> None:
@@ -397,14 +397,14 @@ class Engine:
         with Uninterrupted():
             try:
                 spans, skipped = self._executor.finish()
+                self._runner.inputs = None
+                self._flight = None
+                inputs = flight.inputs
+                assert inputs is not None
+                self._finish(flight, skipped, spans)
             except BaseException as error:
                 self._fail(error)
                 raise
-            self._runner.inputs = None
-            self._flight = None
-            inputs = flight.inputs
-            assert inputs is not None
-            self._finish(flight, skipped, spans)
             dropped = tuple(self._dropped)
             self._dropped.clear()
             return StepResult(
@@ -505,6 +505,15 @@ class Engine:
             self._settle_new()
         self.weights.loaded()
         self._broken = None
+
+    @contextmanager
+    def whole_or_lost(self) -> Iterator[None]:
+        """State is replaced inside: when that ends half-way, nothing can be done until a whole one is loaded."""
+        try:
+            yield
+        except BaseException as error:
+            self.state_lost(error)
+            raise
 
     def state_lost(self, error: BaseException) -> None:
         """What replaced the state failed half-way: nothing can be done until a whole one is loaded."""

@@ -45,6 +45,7 @@ from tidegate.agent.optimizer.offload import Offload, as_offload
 from tidegate.agent.optimizer.shown_state import OffloadedState, users_part
 from tidegate.agent.optimizer.state_transfer import Regrouping, carried, check_can_follow, hand_over, warn_of_removed
 from tidegate.agent.optimizer.step_results import Outcomes
+from tidegate.agent.optimizer.uncompiled import leave_uncompiled
 from tidegate.agent.parameters.ownership import claim, give_up
 from tidegate.agent.parameters.parameter_identity import Homes, name_of
 from tidegate.agent.parameters.shards import Part, shard_of
@@ -120,6 +121,7 @@ class AdamW(torch.optim.Optimizer):
         if not params:
             raise ParameterError("The optimizer got no parameters: pass model.parameters().")
         super().__init__(params, defaults)
+        leave_uncompiled()
         self.offload = as_offload(offload)
         self.max_grad_norm = max_grad_norm
         self.make_scalars: Callable[..., Scalars] = scalars
@@ -419,15 +421,16 @@ class AdamW(torch.optim.Optimizer):
         if self.engine.usable:
             self.wait()
         self.engine.quiesce()
-        with state_dicts.without_load_hooks(self):
-            # torch's own loader would cast moments to the dtype of the weight.
-            super().load_state_dict({"state": others, "param_groups": given["param_groups"]})
-        with self.phases.within("checkpoint"):
-            state_dicts.scatter(self.engine, self._params, state)
-            self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
-            self._outcomes.forget()
-            self._restate({self._params[i]: users_part(values) for i, values in state.items()})
-            self._resume_at(state_dicts.num_steps_of(given, self._steps))
+        with Uninterrupted():
+            with state_dicts.without_load_hooks(self):
+                # torch's own loader would cast moments to the dtype of the weight.
+                super().load_state_dict({"state": others, "param_groups": given["param_groups"]})
+            with self.phases.within("checkpoint"), self.engine.whole_or_lost():
+                state_dicts.scatter(self.engine, self._params, state)
+                self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
+                self._outcomes.forget()
+                self._restate({self._params[i]: users_part(values) for i, values in state.items()})
+                self._resume_at(state_dicts.num_steps_of(given, self._steps))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -547,10 +550,11 @@ class AdamW(torch.optim.Optimizer):
         self.engine.quiesce()
         wanted = None if params is None else set(map(id, params))
         updated = {i for i, one in enumerate(self._params) if self._steps[i] and (wanted is None or id(one) in wanted)}
-        state_dicts.reset(self.engine, updated)
-        for number in updated:
-            self._steps[number] = 0
-        self._state.forget([self._params[number] for number in updated])
+        with Uninterrupted(), self.engine.whole_or_lost():
+            state_dicts.reset(self.engine, updated)
+            for number in updated:
+                self._steps[number] = 0
+            self._state.forget([self._params[number] for number in updated])
 
     def _show_state(self, param: int) -> None:
         self._state.show(self._params[param], state_dicts.names(self.engine, param))
@@ -663,6 +667,10 @@ class AdamW(torch.optim.Optimizer):
         self.engine.require_usable()
         self.follow_params()
         self.engine.quiesce()
+        with Uninterrupted():
+            self._add_param_group(param_group)
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
             params = self.param_groups[-1]["params"]
@@ -720,12 +728,13 @@ class AdamW(torch.optim.Optimizer):
 
     def _close(self) -> None:
         parts = [part.close for part in (self.overlap, self.attachment) if part is not None]
-        close_all(
-            *parts,
-            lambda: self.engine.close(self._why_closed),
-            lambda: give_up(self, self._params),
-            self._checkpoints.close,
-        )
+        with Uninterrupted():
+            close_all(
+                *parts,
+                lambda: self.engine.close(self._why_closed),
+                lambda: give_up(self, self._params),
+                self._checkpoints.close,
+            )
 
     @property
     def is_mid_step(self) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential
 
+from tidegate.agent.engine.interrupts import Uninterrupted
 from tidegate.agent.tiers.path_locks import TierLocks
 from tidegate.agent.tiers.scratch import free_bytes
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, padded_bytes
@@ -111,21 +112,22 @@ class FileMover:
         """The ticket of a transfer that has ended. Whatever is raised meanwhile, the kernel is done with the memory."""
         where = header_bytes(len(file.checksums))
         begin = self.pools["read"].read if operation == "read" else self.pools["write"].write
-        ticket = begin(file.fd, address, file.data_bytes, where, self._block_bytes, file.checksums)
-        self._moving.add(ticket)
-        try:
+        with Uninterrupted():  # outside a lane
+            ticket = begin(file.fd, address, file.data_bytes, where, self._block_bytes, file.checksums)
+            self._moving.add(ticket)
             try:
-                begun()
-                while not ticket.wait(POLL_SECONDS):
-                    pass  # lets Python handle signals
-            except BaseException:  # Ctrl-C, outside a lane
-                ticket.cancel()
-                while not ticket.wait(POLL_SECONDS):
-                    pass
-                raise
-            return ticket
-        finally:
-            self._moving.discard(ticket)
+                try:
+                    begun()
+                    while not ticket.wait(POLL_SECONDS):
+                        pass  # lets Python handle signals
+                except BaseException:  # a second Ctrl-C, or what another handler raises
+                    ticket.cancel()
+                    while not ticket.wait(POLL_SECONDS):
+                        pass
+                    raise
+            finally:
+                self._moving.discard(ticket)
+        return ticket
 
     def _check(self, operation: Operation, file: StateFile, address: int, ticket: IoTicket) -> None:
         if ticket.ok:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import importlib
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,8 @@ from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential, wait_random
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential
+from tenacity.wait import wait_base
 
 from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.errors import ConfigError, PathUnusable
@@ -52,6 +54,14 @@ class Refused(Exception):
 
 def _nothing() -> None:
     pass
+
+
+class _Spread(wait_base):
+    """Adds a little to a pause, so that threads do not come back all at once. A script may have seeded the module
+    `random`, so nothing is drawn from its generator."""
+
+    def __call__(self, retry_state: RetryCallState) -> float:
+        return random.SystemRandom().uniform(0.0, FIRST_PAUSE_SECONDS)
 
 
 class Client:
@@ -91,7 +101,7 @@ class Client:
         """`repeated` is called before each attempt but the first."""
         attempts = Retrying(
             stop=stop_after_delay(self._retry_seconds),
-            wait=wait_exponential(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS) + wait_random(0, FIRST_PAUSE_SECONDS),
+            wait=wait_exponential(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS) + _Spread(),
             retry=retry_if_exception(lambda error: isinstance(error, Refused) and error.passing),
             before_sleep=lambda _: repeated(),
             reraise=True,

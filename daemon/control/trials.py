@@ -22,7 +22,9 @@ from tidegate.wire.canary import CanaryRequest
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 5.0
-"""A rank that did not agree to go back is asked again after so long."""
+"""A rank that did not agree to go back is asked again after so long, then after twice as long each time."""
+MOST_RETRY_SECONDS: Final = 300.0
+"""But never later: each time costs a generation and two rows of the audit log, which are kept."""
 LOOK_RATIO: Final = 20.0
 """How much longer than a look the time to the next one is: a look goes over all steps of all ranks."""
 REPORTS_A_TRIAL: Final = 8
@@ -49,8 +51,8 @@ class Trials:
         self._advance = advance
         self._clock = clock
         self._proposal_seconds = proposal_seconds
-        self._asked: dict[str, float] = {}
-        """When the ranks of a run were last asked to go back."""
+        self._ask_again: dict[str, tuple[float, float]] = {}
+        """When the ranks of a run may be asked again to go back, and how long that was after the last time."""
         self._not_before: dict[str, float] = {}
         """When a run may be looked at again."""
 
@@ -109,12 +111,14 @@ class Trials:
         """Asks the ranks to go back while a condemned generation is what they have. What people ask goes first."""
         committed, canary = run.control.committed, run.control.committed.canary
         if canary is None or canary.state != "condemned":
-            self._asked.pop(run.name, None)
+            self._ask_again.pop(run.name, None)
             return
         if run.control.pending is not None:  # perhaps the way back itself: when it was asked for still counts
             return
-        if now - self._asked.get(run.name, -RETRY_SECONDS) >= RETRY_SECONDS:
-            self._asked[run.name] = now
+        due, waited = self._ask_again.get(run.name, (now, 0.0))
+        if now >= due:
+            wait = min(max(RETRY_SECONDS, 2 * waited), MOST_RETRY_SECONDS)
+            self._ask_again[run.name] = (now + wait, wait)
             base = self._store.generation(run.name, canary.base)
             if base is None:
                 log.error("run %s cannot go back to generation %d, which cannot be read", run.name, canary.base)
@@ -123,7 +127,7 @@ class Trials:
 
     def forget(self, run: str) -> None:
         """The run is deleted."""
-        self._asked.pop(run, None)
+        self._ask_again.pop(run, None)
         self._not_before.pop(run, None)
 
     def roll_back(self, run: Run, to: int | None, author: str, reason: str) -> Generation:

@@ -14,11 +14,12 @@ from typing import Any, Final
 
 import httptools
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from tidegate.daemon.problems import problem
 from tidegate.daemon.security.connections import Connection, Connections, Reason
 from tidegate.daemon.security.middleware import AUTHORITY
+from tidegate.pipelining import Pipelined
 
 MAX_HEADER_BYTES: Final = 65_536
 """Request line and headers; trailers and the framing of chunks count as well."""
@@ -38,7 +39,7 @@ class _OfferWithBody(Exception):
     """A request with a body that offers another protocol: the parser would take its body for the next request."""
 
 
-class Protocol(HttpToolsProtocol):
+class Protocol(Pipelined):
     """One connection. Each request finds it at `request.state.connection`."""
 
     def __init__(self, book: Connections, connection: Connection, **more: Any) -> None:
@@ -57,11 +58,11 @@ class Protocol(HttpToolsProtocol):
         self._book.leave(self._connection)
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
+    def take(self, piece: bytes) -> None:
         self._unset_keepalive_if_required()
-        self._received += len(data)
+        self._received += len(piece)
         try:
-            self._parse(data)
+            self._parse(piece)
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, OverflowError):
                 self._refuse_headers()

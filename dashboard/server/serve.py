@@ -4,6 +4,8 @@ A refresh is a dozen small messages. Streamlit listens on a socket that does not
 Nagle's algorithm off only where TCP is named: a message would then wait for the viewer's browser to acknowledge the one
 before, up to 40 ms. A connection inherits the option from the socket that listens.
 
+Whoever sends requests without waiting for answers is read no faster than answered (`tidegate/pipelining.py`).
+
 When it answers, it opens the page that the launcher names in the user's browser.
 """
 
@@ -19,6 +21,7 @@ import webbrowser
 from typing import Final
 
 from streamlit.web import cli
+from uvicorn.config import HTTP_PROTOCOLS
 
 from tidegate.dashboard import OPEN_VARIABLE
 
@@ -39,6 +42,11 @@ def send_at_once() -> None:
     socket.socket.listen = at_once  # type: ignore[assignment, method-assign]
 
 
+def read_as_answered() -> None:
+    """uvicorn takes Tidegate's protocol where Streamlit names none."""
+    HTTP_PROTOCOLS["auto"] = "tidegate.pipelining:Pipelined"
+
+
 def open_when_ready(health: str, page: str) -> None:
     """Opens `page` once `health` answers; gives up after a minute."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -54,6 +62,7 @@ def open_when_ready(health: str, page: str) -> None:
 
 if __name__ == "__main__":
     send_at_once()
+    read_as_answered()
     if told := os.environ.pop(OPEN_VARIABLE, "").split():
         threading.Thread(target=open_when_ready, args=told, daemon=True).start()
     sys.exit(cli.main(prog_name="streamlit"))

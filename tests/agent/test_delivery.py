@@ -94,16 +94,15 @@ def dynamo() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def compiled(model: torch.nn.Sequential) -> torch.nn.Module:
-    whole: torch.nn.Module = torch.compile(model, backend="aot_eager")
-    return whole
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 @pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("attached", ["what is compiled", "what torch.compile returns", "a module around it"])
-def test_a_model_that_is_compiled_as_a_whole_is_told(attached: str) -> None:
+def test_a_model_that_is_compiled_as_a_whole_is_told(attached: str, backend: str) -> None:
     inner = blocks()
-    whole = compiled(inner)
+    whole: torch.nn.Module = torch.compile(inner, backend=backend)
     model = {"what is compiled": inner, "a module around it": torch.nn.Sequential(whole, torch.nn.Softplus())}.get(
         attached, whole
     )
@@ -114,10 +113,11 @@ def test_a_model_that_is_compiled_as_a_whole_is_told(attached: str) -> None:
 
 
 @pytest.mark.usefixtures("dynamo")
-def test_one_that_is_compiled_block_by_block_is_not() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_that_is_compiled_block_by_block_is_not(backend: str) -> None:
     model = torch.nn.Sequential(*(blocks() for _ in range(3)))
     for block in model:
-        block.compile(backend="aot_eager")
+        block.compile(backend=backend)
     said, totals = trained(model, model)
     assert "came together" not in said
     assert totals.delivery.together < 0.75

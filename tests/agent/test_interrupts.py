@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 
 import tidegate
 from tests.agent.test_awkward import plain_of
 from tests.agent.test_exactness import backward, random_grads
 from tests.agent.test_optimizer import MIXED, params_of
 from tests.agent.test_overlap import overlapped, tokens
+from tidegate.agent.checkpoints.snapshot import finish
 from tidegate.agent.engine.executor import Issued
 from tidegate.agent.engine.interrupts import Uninterrupted
+from tidegate.agent.tiers import scratch
+from tidegate.errors import EngineError
+from tidegate.kernels import IoTicket
 from tidegate.plan import Plan
 from tidegate.plan.ops import Op, OpKind
 
@@ -132,3 +141,144 @@ def interrupt_at(optimizer: tidegate.AdamW, kind: OpKind) -> None:
         return run(runner, op, begun)
 
     runner.run = interrupting  # type: ignore[method-assign]
+
+
+class SlowTicket:
+    """A transfer that ends when it was cancelled, or waited for often enough."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self.is_cancelled = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits += 1
+        if self.waits == 1:
+            raise TimeoutError("a handler of the user's")
+        return self.waits > 3
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def test_what_interrupts_a_transfer_of_a_checkpoint_is_raised_when_the_transfer_is_over() -> None:
+    ticket = SlowTicket()
+    with pytest.raises(TimeoutError, match="of the user's"):
+        finish(lambda: cast(IoTicket, ticket))
+    assert ticket.is_cancelled
+    assert ticket.waits == 4
+
+
+def test_ctrl_c_between_the_begin_of_a_transfer_and_its_wait_comes_after_the_transfer() -> None:
+    ticket = SlowTicket()
+    ticket.waits = 1
+
+    def begin() -> IoTicket:
+        signal.raise_signal(signal.SIGINT)
+        return cast(IoTicket, ticket)
+
+    with pytest.raises(KeyboardInterrupt):
+        finish(begin)
+    assert ticket.waits == 4
+    assert not ticket.is_cancelled
+
+
+def interrupting(calls: int, what: Callable[..., Any], error: BaseException | None = None) -> Callable[..., Any]:
+    """`what`, but that SIGINT comes, or the error is raised, in the call of that number."""
+    seen = 0
+
+    def called(*given: Any, **named: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen == calls:
+            if error is not None:
+                raise error
+            signal.raise_signal(signal.SIGINT)
+        return what(*given, **named)
+
+    return called
+
+
+def trained(params: list[torch.nn.Parameter], optimizer: tidegate.AdamW, plain: Any, steps: range) -> bool:
+    for step in steps:
+        optimizer.zero_grad()
+        grads = random_grads(params, step, some=False)
+        backward(params, grads)
+        optimizer.step()
+        plain.step(grads)
+    return bool(plain.same_weights(params))
+
+
+@pytest.mark.parametrize("how", ["load", "reset"])
+def test_ctrl_c_while_a_state_is_replaced_comes_when_it_is_whole(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = params_of((400,), (300,))
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+        plain = plain_of(optimizer)
+        assert trained(params, optimizer, plain, range(3))
+        state = copy.deepcopy(optimizer.state_dict())
+        if how == "load":
+            optimizer.reset_state(None)
+        monkeypatch.setattr(optimizer.engine.memory, "arrays", interrupting(2, optimizer.engine.memory.arrays))
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.load_state_dict(state) if how == "load" else optimizer.reset_state(None)
+        if how == "reset":
+            assert optimizer.steps == (0, 0)
+            assert not optimizer.state_dict()["state"]
+        else:
+            assert trained(params, optimizer, plain, range(3, 6))
+
+
+def test_a_state_that_was_loaded_by_half_is_never_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = params_of((400,), (300,))
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+        plain = plain_of(optimizer)
+        assert trained(params, optimizer, plain, range(3))
+        state = copy.deepcopy(optimizer.state_dict())
+        with monkeypatch.context() as patched:
+            full = interrupting(2, optimizer.engine.memory.arrays, OSError(errno.ENOMEM, "Cannot allocate memory"))
+            patched.setattr(optimizer.engine.memory, "arrays", full)
+            with pytest.raises(OSError, match="Cannot allocate"):
+                optimizer.load_state_dict(state)
+        with pytest.raises(EngineError, match="loading its state failed: OSError"):
+            trained(params, optimizer, plain, range(3, 4))
+        optimizer.load_state_dict(state)
+        assert trained(params, optimizer, plain, range(3, 6))
+
+
+def test_ctrl_c_while_a_group_is_added_comes_when_it_is_there() -> None:
+    params, added = params_of((400,)), params_of((300,))
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+        backward(params, random_grads(params, 0, some=False))
+        optimizer.step()
+        optimizer.engine.extend = interrupting(1, optimizer.engine.extend)  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.add_param_group({"params": added})
+        backward([*params, *added], random_grads([*params, *added], 1, some=False))
+        optimizer.step()
+        assert optimizer.steps == (2, 1)
+
+
+def test_ctrl_c_while_it_closes_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = params_of((400,))
+    offload = tidegate.Offload(paths={"one": tmp_path}, host_cache=0, subgroup_numel=100)
+    optimizer = tidegate.AdamW(params, offload=offload)
+    backward(params, random_grads(params, 0, some=False))
+    optimizer.step()
+    monkeypatch.setattr(scratch, "_remove_tree", interrupting(1, scratch._remove_tree))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.close()
+    assert not list(tmp_path.iterdir())
+    optimizer.close()
+
+
+@pytest.mark.parametrize("where", ["commit", "note"])
+def test_what_cuts_the_end_of_a_step_short_makes_the_optimizer_unusable(where: str) -> None:
+    params = params_of((400,), (300,))
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+        grads = random_grads(params, 0, some=False)
+        backward(params, grads)
+        at = optimizer.engine.memory if where == "commit" else optimizer.engine.weights
+        setattr(at, where, interrupting(1, getattr(at, where), SystemExit(5)))
+        with pytest.raises(SystemExit):
+            optimizer.step()
+        with pytest.raises(EngineError, match="not usable: SystemExit: 5"):
+            trained(params, optimizer, None, range(1))

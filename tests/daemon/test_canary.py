@@ -192,8 +192,9 @@ def test_a_rank_that_does_not_agree_to_go_back_is_asked_again(daemon: Daemon, mo
     assert client.generations(agent.message.run)[1].canary.state == "rolled_back"  # type: ignore[union-attr]
 
 
-def test_the_way_back_is_asked_for_once_in_five_seconds(tmp_path: Path) -> None:
-    """Of a rank that always refuses, by a clock of the test's."""
+@pytest.mark.parametrize(("seconds", "newest"), [(4.5, 2), (9, 3), (3_600, 18)])
+def test_a_rank_that_always_refuses_is_asked_ever_less_often(tmp_path: Path, seconds: float, newest: int) -> None:
+    """By a clock of the test's: at once, after 5 s, then after twice as long each time, up to five minutes."""
     now = [1000.0]
     store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
     plane = ControlPlane(store, clock=Clock(wall=lambda: now[0], mono=lambda: now[0]))
@@ -216,14 +217,17 @@ def test_the_way_back_is_asked_for_once_in_five_seconds(tmp_path: Path) -> None:
     plane.patch(run, Knobs(stride=4.0, static_ratio=0.0), {"stride": 4.0}, "ada", "", (ASK, Predicted()))
     plane.vote(message.agent, Vote(generation=1, can=True))
     say(1, *range(13, 24), seconds=3.0)
-    for _ in range(90):  # 9 s
+    last = 23
+    while now[0] < 1000.0 + seconds:
         asked = run.control.pending
-        now[0] += 0.1
+        now[0] += 0.5
         plane.tick()
+        last += 1
+        say(1, last, seconds=3.0)  # it is live
         if asked is not None:
             plane.vote(message.agent, Vote(generation=asked.number, can=False, reason="not now"))
     store.close()
-    assert [run.control.committed.number, run.control.newest] == [1, 3], "2 at once, 3 after 5 s"
+    assert [run.control.committed.number, run.control.newest] == [1, newest]
 
 
 def test_at_once_on_request(daemon: Daemon) -> None:

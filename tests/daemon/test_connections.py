@@ -23,6 +23,7 @@ from tests.daemon.test_auth import certificate_for
 from tests.services import PATIENCE
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.daemon.security.connections import WHY, Connections
+from tidegate.daemon.server.http_protocol import Protocol
 from tidegate.metrics.family import REFUSALS
 
 SECONDS = 1.0
@@ -186,6 +187,40 @@ def test_an_answer_that_nobody_reads_is_no_way_to_stay(short: Daemon) -> None:
         connection.sendall(ask * 8)
         server = short.app.state.connections
         wait_until(lambda: not server.unauthorized, "a closed connection")
+
+
+def test_requests_that_wait_for_answers_are_few(short: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends without end and reads nothing is no longer read: requests that wait take memory."""
+    waiting: list[int] = []
+    begin = Protocol.on_message_begin
+
+    def begun(self: Protocol) -> None:
+        waiting.append(len(self.pipeline))
+        begin(self)
+
+    monkeypatch.setattr(Protocol, "on_message_begin", begun)
+    ask = b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" + b"GET / HTTP/1.1\r\n\r\n" * 10_000
+    with connect(short) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        connection.setblocking(False)
+        end = time.monotonic() + SECONDS / 2
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                connection.send(ask)
+        assert 1 < max(waiting) < 100
+
+
+def test_each_request_of_many_sent_at_once_is_answered(short: Daemon) -> None:
+    many, ask = 2_000, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    last = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    said = b""
+    with connect(short) as connection:
+        sender = threading.Thread(target=connection.sendall, args=(ask * many + last,))
+        sender.start()
+        while found := connection.recv(65_536):
+            said += found
+        sender.join()
+    assert said.count(b"HTTP/1.1 200 ") == many + 1
 
 
 @pytest.mark.parametrize("between", [b"a: b\r\n", b"a"])

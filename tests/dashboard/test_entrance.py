@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -476,3 +477,32 @@ def test_the_command_says_who_gets_in(
     said = CliRunner().invoke(main.app, ["dashboard", "--port", "0", "--no-open", *arguments]).output
     assert told in said
     assert [env[PUBLIC_VARIABLE] for env in given] == ["1" if "--public" in arguments else ""]
+
+
+def test_who_sends_without_reading_takes_no_memory(running: tuple[Daemon, View]) -> None:
+    """Without a session, too: requests that come before the answers to earlier ones are not read."""
+    view = running[1]
+    ask = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 20_000
+    before = server_bytes(view)
+    with ExitStack() as stack:
+        senders = [stack.enter_context(socket.create_connection(("127.0.0.1", view.port))) for _ in range(10)]
+        for sender in senders:
+            sender.setblocking(False)
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            for sender in senders:
+                with suppress(OSError):
+                    sender.send(ask)
+        assert server_bytes(view) < before + (40 << 20)
+    until(lambda: httpx.get(f"{view.url}/_stcore/health").status_code == 200, "an answer")
+
+
+def server_bytes(view: View) -> int:
+    """Resident memory of the command and of what it started."""
+    pids = {view.process.pid}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = path.read_text().rpartition(")")
+            if int(rest.split()[1]) in pids:
+                pids.add(int(name.split()[0]))
+    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids) * os.sysconf("SC_PAGE_SIZE")

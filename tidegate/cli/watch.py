@@ -11,7 +11,7 @@ import typer
 
 from tidegate.cli.options import Daemon, Json, RunOption, choose, client_for, newest_first, print_json
 from tidegate.client.daemon_client import DaemonClient
-from tidegate.errors import ConfigError, DaemonUnreachable, NotAuthorized
+from tidegate.errors import ConfigError, DaemonError, DaemonUnreachable, NotAuthorized
 from tidegate.terminal import say, visible
 from tidegate.wire.event import Event
 from tidegate.wire.run import RunView
@@ -19,6 +19,8 @@ from tidegate.wire.run import RunView
 PAUSE_SECONDS: Final = 2.0
 PATIENCE_SECONDS: Final = 60.0
 """How long a daemon may be away before one who follows it gives up."""
+CONTINUED: Final = "\n" + " " * 10
+"""Lines of a reason stand below its first one: none of them looks like another event."""
 
 
 def status(
@@ -75,8 +77,8 @@ def _print_events(client: DaemonClient, run: str, last: int, end: int | None, as
         try:
             for event in client.events(run, last_event_id=last):
                 last, lost_at = event.id, None
-                if text := event.model_dump_json() if as_json else sentence(event, told):
-                    say(text, flush=True)
+                if text := event.model_dump_json() if as_json else _told(event, told):
+                    say(text.replace("\n", CONTINUED), flush=True)
                 if end is not None and last >= end:
                     return last
             time.sleep(PAUSE_SECONDS)  # the daemon closed the stream: it ends, or starts again
@@ -98,6 +100,17 @@ class Told:
     """State of each and of its canary, by number."""
     ranks: dict[int, str] = field(default_factory=dict)
     """Liveness of each."""
+
+
+def _told(event: Event, told: Told) -> str:
+    """The sentence of an event; DaemonError where its data are none that a daemon of this version sends."""
+    try:
+        return sentence(event, told)
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise DaemonError(
+            f"What is said of event {event.id} has another form than this version knows: use the daemon's version of "
+            "Tidegate, or --json.", 502,
+        ) from error  # fmt: skip
 
 
 def sentence(event: Event, told: Told) -> str:

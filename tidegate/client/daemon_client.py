@@ -17,13 +17,13 @@ from typing import Any, Final, Literal, Self, TypeVar, cast, get_args
 from urllib.parse import quote, urlencode, urlsplit
 
 import httpcore
-import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tidegate.client.daemon_proof import FromState, is_proven
 from tidegate.client.exchanges import HTTP_ERRORS, Answer, Exchanges, system_trust
 from tidegate.client.state_files import home_of, read_no_link
 from tidegate.client.streams import within
+from tidegate.client.undrawn_httpx import httpx
 from tidegate.errors import (
     ConfigError,
     DaemonError,

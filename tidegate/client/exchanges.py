@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import httpcore
-import httpx
 
 from tidegate.client.streams import Backend, bounded_framing, bounded_head
+from tidegate.client.undrawn_httpx import httpx
 from tidegate.errors import DaemonError
 from tidegate.terminal import visible
 
