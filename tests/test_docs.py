@@ -15,8 +15,11 @@ from tests.services import ROOT
 PLACES = ("*.md", "bench/**/*.md", "docs/**/*.md", "examples/**/*.md", "tests/**/*.md")
 PAGES = sorted(str(path.relative_to(ROOT)) for place in PLACES for path in ROOT.glob(place))
 FILE = re.compile(r"`((?:[\w-]+/)+(?:[\w-]+\.(?:py|cpp|h))?)`")
-OTHERS = ("checkpoint/", "runtime/", "test/", "v1/")
-"""Folders of tests in other people's repositories, which `docs/conformance.md` names."""
+OTHERS = (
+    *("checkpoint/", "runtime/", "test/", "v1/"),
+    *("dcgan/", "distributed/", "example/", "projects/", "scripts/", "time_sequence_prediction/"),
+)
+"""Folders in other people's repositories, which `docs/conformance.md` and `docs/frameworks.md` name."""
 NAMED = re.compile(r"`((?:\w+/)+\w+\.py)`:\s+`([A-Za-z_][\w.]*)`")
 """A file and what it defines, as the walks have them."""
 

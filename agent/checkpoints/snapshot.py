@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from tidegate.agent.engine.interrupts import Uninterrupted
+from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.tiers.file_moves import PASSING
 from tidegate.agent.tiers.file_path import HeldFile, write_header
 from tidegate.agent.tiers.scratch import reserve

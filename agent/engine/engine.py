@@ -20,7 +20,6 @@ from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
-from tidegate.agent.engine.interrupts import Uninterrupted
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.op_runner import MemoryRunner, StepInputs
 from tidegate.agent.engine.planning_inputs import Pace, PathPace
@@ -28,6 +27,7 @@ from tidegate.agent.engine.residency import Residences
 from tidegate.agent.engine.weight_edits import Weights
 from tidegate.agent.gradients.accumulation import Accumulation, HostSums
 from tidegate.agent.gradients.gradients import Gradients, Mode
+from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.parameters.shards import Norm, NormOverRanks, shard_of
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.tier_store import TierStore

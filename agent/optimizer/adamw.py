@@ -23,9 +23,9 @@ from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.selection import check_one_place, choose_device, say_if_emulated
 from tidegate.agent.engine.engine import Engine
-from tidegate.agent.engine.interrupts import Uninterrupted
 from tidegate.agent.engine.phases import PhaseClock
 from tidegate.agent.gradients.accumulation import check_fits
+from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.optimizer import state_dicts
 from tidegate.agent.optimizer.auto_knobs import Auto, in_force
 from tidegate.agent.optimizer.engine_builder import build_engine

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tidegate.agent.engine.engine import Engine, StepResult
-from tidegate.agent.engine.interrupts import Uninterrupted
 from tidegate.agent.engine.phases import PhaseClock, StepPhases
+from tidegate.agent.interrupts import Uninterrupted
 from tidegate.timeline.timeline import PhaseSpan
 
 Observer = Callable[[StepResult, StepPhases], None]

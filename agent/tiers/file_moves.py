@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential
 
-from tidegate.agent.engine.interrupts import Uninterrupted
+from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.tiers.path_locks import TierLocks
 from tidegate.agent.tiers.scratch import free_bytes
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, padded_bytes

@@ -21,7 +21,7 @@ from tests.agent.test_optimizer import MIXED, params_of
 from tests.agent.test_overlap import overlapped, tokens
 from tidegate.agent.checkpoints.snapshot import finish
 from tidegate.agent.engine.executor import Issued
-from tidegate.agent.engine.interrupts import Uninterrupted
+from tidegate.agent.interrupts import Uninterrupted
 from tidegate.agent.tiers import scratch
 from tidegate.errors import EngineError
 from tidegate.kernels import IoTicket

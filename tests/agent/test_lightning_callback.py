@@ -304,8 +304,9 @@ def test_what_it_cannot_attach_is_said_before_the_first_step(tmp_path: Path) -> 
 def test_it_is_a_callback_of_the_package_that_was_imported(package: str, tmp_path: Path) -> None:
     program = f"""
 import sys, torch, tidegate
-from tidegate.agent import attach, optimizer
-from tidegate.agent.integrations import figures
+from tidegate.agent.control import attach
+from tidegate.agent.integrations import log_figures
+from tidegate.agent.optimizer import adamw
 packages = {{"lightning", "pytorch_lightning"}}
 assert not packages & set(sys.modules)
 import {package} as chosen

@@ -419,7 +419,7 @@ def test_how_far_it_is_can_be_seen(
 
 ENDS = """
 import sys, torch, tidegate
-from tidegate.agent.tiers import drain
+from tidegate.agent.checkpoints import background as drain
 at, how = sys.argv[1:]
 write = drain.write_state
 def slow(*args):
