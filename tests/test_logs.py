@@ -31,7 +31,7 @@ logging.getLogger("theirs").info("not ours")
 
 TRAINING = """
 import logging, os, sys
-from tidegate import cli, cli_training
+from tidegate.cli import main, training
 
 def train(options):
     logging.getLogger("tidegate").info("trained %d steps", options.steps)
@@ -39,9 +39,9 @@ def train(options):
     print(os.environ.get("TIDEGATE_LOG_FORMAT"))
     return 0
 
-cli_training.run_demo = train
+training.run_demo = train
 sys.argv = ["tidegate", *{arguments!r}]
-cli.main()
+main.main()
 """
 
 
