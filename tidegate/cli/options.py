@@ -63,9 +63,10 @@ def newest_first(runs: Iterable[RunView]) -> list[RunView]:
 
 def print_json(message: BaseModel | list[Any]) -> None:
     """Prints a message, or a list of messages, as JSON."""
-    is_list = isinstance(message, list)
-    rows = [row.model_dump(mode="json") for row in message] if is_list else message.model_dump(mode="json")
-    say(json.dumps(rows))
+    if isinstance(message, list):
+        say(json.dumps([row.model_dump(mode="json") for row in message]))
+    else:
+        say(json.dumps(message.model_dump(mode="json")))
 
 
 def duration(text: str, option: str) -> float:

@@ -1,6 +1,5 @@
 """Generator of the page that documents all metrics, from the catalogue:
-`python -m tidegate.metrics.page > docs/metrics.md`.
-"""
+`python -m tidegate.metrics.page > docs/metrics.md`."""
 
 from __future__ import annotations
 

@@ -58,8 +58,7 @@ class Check:
 
 def examine_gpu() -> list[Finding]:
     """Runs the checks of the GPU, and gives one finding for each. Stops at a failure that makes later checks
-    impossible.
-    """
+    impossible."""
     problem = cuda_problem()
     if problem is not None:
         return [Finding("driver", "bad", str(problem))]
