@@ -1,8 +1,8 @@
-"""The CPU kernels: named formats and scalars in front of the native code.
+"""The CPU kernels: Python API of the native code (AdamW update, sum of squares, accumulation, copies, checksums, I/O).
 
 Arrays are given by address and number of elements. The interpreter lock is released while native code runs, and
-results do not depend on the number of threads, the instruction set or the caller's floating-point mode. A NaN is a
-NaN: its sign and payload are not part of the contract.
+results do not depend on the number of threads, the instruction set or the caller's floating-point mode. The sign and
+payload of NaN results are not specified.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ require_current()
 
 
 class ThreadPool:
-    """Threads that wait for kernel calls.
+    """A pool of native threads for kernel calls.
 
-    num_threads: threads that work on a call, the calling one included: num_threads - 1 are started.
-    cpus: where started threads may run, ValueError for one this process may not use; None for anywhere. The calling
-    thread stays where it is.
+    num_threads: number of threads that work on a call, including the calling thread: num_threads - 1 are started.
+    cpus: CPUs on which the started threads may run; None for all; ValueError for a CPU that this process may not use.
+    The CPU of the calling thread is not changed.
 
-    Calls from several threads take turns. After `close`, and in a forked child, the calling thread works alone.
+    Calls from several threads run one after another. After `close`, and in a forked child, the calling thread works
+    alone.
     """
 
     def __init__(self, num_threads: int, cpus: Sequence[int] | None = None) -> None:
@@ -105,18 +106,18 @@ def stream_like(
     grad: int,
     grad_dtype: GradDtype,
 ) -> None:
-    """Reads and writes what `adamw_update` does, with no arithmetic: what the memory of this machine allows.
+    """Memory bandwidth benchmark: reads and writes the same memory as `adamw_update`, without arithmetic.
 
-    Changes nothing.
+    The values do not change. Its time is the lower limit that the memory of this machine sets for the update.
     """
     _native.stream_like(pool._native, numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype)
 
 
 def sum_of_squares(pool: ThreadPool, address: int, numel: int, dtype: GradDtype) -> tuple[float, int]:
-    """The fp64 sum of the squares of all finite elements, and the count of the others.
+    """The fp64 sum of the squares of all finite elements, and the number of elements that are not finite.
 
-    Blocks of 65536 elements and a fixed tree over them: call it on a whole parameter for a norm that does not depend
-    on how the parameter is cut into subgroups.
+    Elements are summed in blocks of 65536, and the blocks in a fixed tree: call this on a whole parameter to get a norm
+    that does not depend on how the parameter is cut into subgroups.
     """
     return _native.sum_of_squares(pool._native, address, numel, dtype)
 
@@ -124,41 +125,43 @@ def sum_of_squares(pool: ThreadPool, address: int, numel: int, dtype: GradDtype)
 def accumulate(pool: ThreadPool, sums: int, sum_dtype: GradDtype, address: int, dtype: GradDtype, numel: int) -> None:
     """Adds the gradient at `address` to `sums`, element by element; equals `oracle.accumulate` bit for bit.
 
-    Each addition is one of fp32; a sum of 16 bits is then rounded to nearest, ties to even: as torch adds into `.grad`.
+    Additions are in fp32; a 16-bit sum is then rounded to nearest, ties to even, as torch does in `.grad`.
     """
     _native.accumulate(pool._native, sums, sum_dtype, address, dtype, numel)
 
 
 def copy(dst: int, src: int, nbytes: int) -> None:
-    """Copies `nbytes` between two places that do not overlap."""
+    """Copies `nbytes` bytes from address `src` to address `dst`; both ranges must not overlap."""
     _native.copy(dst, src, nbytes)
 
 
 def fill(dst: int, byte: int, nbytes: int) -> None:
-    """Sets `nbytes` to `byte` (0 to 255)."""
+    """Sets `nbytes` bytes at address `dst` to the value `byte` (0 to 255)."""
     _native.fill(dst, byte, nbytes)
 
 
 def crc32c(address: int, nbytes: int, seed: int = 0) -> int:
-    """The CRC-32C (Castagnoli) of `nbytes` at `address`: that of b"123456789" is 0xE3069283.
+    """The CRC-32C (Castagnoli) checksum of `nbytes` bytes at `address`. For b"123456789" it is 0xE3069283.
 
-    seed: the checksum of what stands before, to go on from there.
+    seed: the checksum of the preceding bytes, to continue a checksum over several calls.
     """
     return _native.crc32c(address, nbytes, seed)
 
 
 def instruction_sets() -> list[str]:
-    """What the loops were compiled for and this CPU offers, of "baseline", "avx2" and "avx512"; the widest is last."""
+    """The instruction sets for which the loops were compiled and which this CPU has, of "baseline", "avx2" and
+    "avx512"; the widest is last."""
     return _native.instruction_sets()
 
 
 def instruction_set() -> str:
-    """What the loops run with: the widest, unless `use_instruction_set` chose another."""
+    """The active instruction set: the widest, unless `use_instruction_set` chose another."""
     return instruction_sets()[_native.current_instruction_set()]
 
 
 def use_instruction_set(name: str) -> None:
-    """Makes every loop of this process run with `name`: for tests and comparisons, results are the same."""
+    """Selects the instruction set `name` for all loops of this process, for tests and benchmarks; results are the
+    same."""
     offered = instruction_sets()
     if name not in offered:
         raise ValueError(f"instruction set {name!r} is not offered here, only {', '.join(offered)}")

@@ -95,7 +95,7 @@ def test_a_hugging_face_config_and_measured_rates(tmp_path: Path) -> None:
         (("--model", "7B", "--gpu-memory", "-1"), "gpu_memory_bytes"),
         (("--model", "7B", "--gpu", "abacus"), "There is no GPU 'abacus'"),
         (("--model", "7B", "--path", "nvme"), "The path 'nvme' is not NAME:READ/WRITE"),
-        (("--model", "7B", "--path", "nvme:1/1", "--path", "nvme:2/2"), "stands twice"),
+        (("--model", "7B", "--path", "nvme:1/1", "--path", "nvme:2/2"), "the same name"),
         (("--model", "7B", "--weight", "int8"), "weight='int8'"),
         (("--model", "7B", "--rates", "/nowhere.json"), "holds no calibration"),
     ],

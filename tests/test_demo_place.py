@@ -103,9 +103,9 @@ class Optimizer(torch.optim.SGD):
 
 def test_batches_go_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     demo = _session(monkeypatch, Place(ELSEWHERE), steps=2)
-    monkeypatch.setattr(demo, "_tell", lambda *_: None)
+    monkeypatch.setattr(demo, "_show_progress", lambda *_: None)
     losses: list[float] = []
-    summary: Any = SimpleNamespace(planned=None, stepped=lambda loss, tokens: losses.append(loss))
+    summary: Any = SimpleNamespace(record_plan=None, record_step=lambda loss, tokens: losses.append(loss))
     model = Strict()
     optimizer = Optimizer(model.parameters(), lr=0.1)
     optimizer.observers = []

@@ -56,7 +56,7 @@ def test_pages_are_registered_and_given_back() -> None:
 
 def test_kernels_with_other_results_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
-    monkeypatch.setattr(gpu.trial, "differences", lambda kernels, place: found)
+    monkeypatch.setattr(gpu.self_test, "differences", lambda kernels, place: found)
     assert "bit for bit" in launch(CPU, torch_adamw)
     found.append("the update of F32 weights")
     with pytest.raises(CheckFailed, match=r"differ from the oracle's: the update of F32 weights; updates run as torch"):

@@ -1,4 +1,5 @@
-"""Tidegate: optimizer state outside the device, visible while it moves, tunable while training runs."""
+"""Tidegate: offloads optimizer state from the GPU to host memory and storage, shows the transfers while training runs,
+and lets the user tune them at run time."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a part when one of its names is first used, so that the core imports without torch."""
+    """Imports the subpackage of a public name on its first use, so that `import tidegate` does not import torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'tidegate' has no attribute {name!r}")
     try:

@@ -1,39 +1,39 @@
-"""Every error a user can meet, as one tree.
+"""All exceptions that Tidegate raises, as one hierarchy.
 
 TidegateError
-├── ConfigError            a setting that cannot work; said at start
+├── ConfigError            a setting that cannot work; raised at start
 │   ├── KnobError          a knob unknown, out of range or of the wrong type
-│   ├── MemoryBudgetError  what was asked for does not fit; carries the figures
+│   ├── MemoryBudgetError  more memory is needed than is available; carries the figures
 │   ├── CapacityError      subgroups that do not fit on the storage paths; carries the figures
 │   └── ParameterError     parameters that cannot be optimized (none, sparse, owned by another optimizer)
 ├── PlanError              a plan that would not give the right result, or would deadlock
 ├── EngineError            the engine could not finish a step
 │   ├── LaneStuckError     an op outlived the watchdog; names lane and op
 │   └── DeviceAccessError  an op touched memory that is not where it must be
-├── StorageError           a path cannot hold state, or what lies there is not the state that was asked for
-│   ├── PathFailed         a read or a write that failed for good; names path, subgroup and step
-│   ├── StateLost          the only copy of a subgroup's state cannot be had; names subgroup, path, step, checkpoint
-│   ├── NoPathLeft         state that no path takes, nor host memory; names subgroup, path, step; carries the figures
+├── StorageError           a path cannot hold state, or its files are not the expected state
+│   ├── PathFailed         a read or a write failed, also when repeated; names path, subgroup and step
+│   ├── StateLost          the only copy of a subgroup's state cannot be read; names subgroup, path, step, checkpoint
+│   ├── NoPathLeft         no path and no host memory for state; names subgroup, path, step; carries the figures
 │   ├── PathUnusable       missing, not a directory, not writable, read-only, another user's
-│   ├── PathFull           no room; carries the figures
+│   ├── PathFull           not enough free space; carries the figures
 │   ├── LocksUnusable      the folder of lock files is not private, or cannot lock
-│   ├── ScratchTaken       scratch that is, or may be, in use; or that an earlier run left behind
-│   ├── NoCheckpoint       none that is complete, or none of that step
-│   ├── CheckpointFailed   a checkpoint that could not be written; the one before is as it was
+│   ├── ScratchTaken       scratch files that another run uses, may use, or left behind
+│   ├── NoCheckpoint       no complete checkpoint, or none of the given step
+│   ├── CheckpointFailed   a checkpoint could not be written; the previous checkpoint is unchanged
 │   │   └── CheckpointTaken  another run or optimizer writes to the directory
-│   └── StateFileError     one file of state; names what was found and what was expected
+│   └── StateFileError     a file without the expected state; names what was found and what was expected
 │       ├── NotAStateFile, NewerFormat, ForeignByteOrder, UnknownChecksum
 │       ├── HeaderTruncated, HeaderDamaged, HeaderContradiction, DataTruncated
 │       ├── ManifestDamaged, FileDamaged, StrangeEntry
-│       ├── FileUnreadable  the system refuses to read it; what is in it may be sound
+│       ├── FileUnreadable  the operating system refuses to read it; its content may be sound
 │       ├── BlockDamaged   the data differ from their checksum; names block and offset
 │       └── ForeignRun, ForeignState, WrongStep, WeightsMismatch
 ├── DaemonError            the daemon answered with a problem (RFC 9457), or cannot be reached
 │   ├── DaemonUnreachable
-│   │   └── DaemonUnproven  what answers there does not prove to be the daemon whose token this is
+│   │   └── DaemonUnproven  the server does not prove to be the daemon to which the token belongs
 │   ├── NotAuthorized
 │   ├── NotFound
-│   ├── StaleKnobs         If-Match did not match: someone else changed the knobs
+│   ├── StaleKnobs         If-Match did not match: another client has changed the knobs
 │   └── RankTaken          another live agent already holds this run and rank
 └── DataError              training text that cannot be read
 """
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class TidegateError(Exception):
-    """Base of all errors that Tidegate raises on purpose. The message says what, the bound and the remedy."""
+    """Base of all errors that Tidegate raises. The message names the problem, the bound and the remedy."""
 
 
 class ConfigError(TidegateError, ValueError):
@@ -65,10 +65,7 @@ class KnobError(ConfigError):
 
 
 class MemoryBudgetError(ConfigError):
-    """What was asked for does not fit in memory.
-
-    `needed_bytes` and `available_bytes` are the figures behind the message.
-    """
+    """More memory is needed than is available. `needed_bytes` and `available_bytes` are the figures of the message."""
 
     def __init__(self, message: str, needed_bytes: int, available_bytes: int) -> None:
         super().__init__(message)
@@ -110,11 +107,11 @@ class DeviceAccessError(EngineError):
 
 
 class StorageError(TidegateError):
-    """A path cannot hold state, or what lies there is not the state that was asked for."""
+    """A path cannot hold state, or the files on it are not the expected state."""
 
 
 class PathFailed(StorageError):
-    """A read or a write of one subgroup's state failed, and went on failing. `errno` is what the system said."""
+    """A read or a write of one subgroup's state failed, also when repeated. `errno`: error number of the system."""
 
     def __init__(self, message: str, path: str, subgroup: int, errno: int) -> None:
         super().__init__(message)
@@ -126,7 +123,7 @@ class PathFailed(StorageError):
 class StateLost(StorageError):
     """The only copy of a subgroup's state cannot be read, or is damaged. The cause is chained.
 
-    `step`: number of the update whose result it was. `checkpoint`: the last good one, None when there is none.
+    `step`: number of the update that made the state. `checkpoint`: the last good checkpoint, None if there is none.
     """
 
     def __init__(self, why: object, path: str, subgroup: int, step: int, checkpoint: str | None) -> None:
@@ -142,9 +139,10 @@ class StateLost(StorageError):
 
 
 class NoPathLeft(StorageError):
-    """State that its path failed to take, and for which there is room neither on another path nor in host memory.
+    """State whose path failed, and which fits neither on another path nor in host memory.
 
-    `needed_bytes`; `free_bytes` is the most that a path which still works has, `step` the number of the update.
+    `needed_bytes`: size of the state. `free_bytes`: largest free space of a path that still works. `step`: number of
+    the update.
     """
 
     def __init__(self, why: object, path: str, subgroup: int, step: int, needed_bytes: int, free_bytes: int) -> None:
@@ -165,7 +163,7 @@ class PathUnusable(StorageError):
 
 
 class PathFull(StorageError):
-    """What was asked for does not fit on a path. `needed_bytes` and `free_bytes` are the figures behind the message."""
+    """Not enough free space on a path. `needed_bytes` and `free_bytes` are the figures of the message."""
 
     def __init__(self, message: str, needed_bytes: int, free_bytes: int) -> None:
         super().__init__(message)
@@ -178,25 +176,25 @@ class LocksUnusable(StorageError):
 
 
 class ScratchTaken(StorageError):
-    """Scratch that is in use, may be in use, or was left behind by an earlier run."""
+    """Scratch files (state on a storage path) that another run uses, may use, or has left behind."""
 
 
 class NoCheckpoint(StorageError):
-    """No complete checkpoint where one was asked for."""
+    """There is no complete checkpoint in the given directory, or none of the given step."""
 
 
 class CheckpointFailed(StorageError):
-    """A checkpoint that could not be written; the one before is as it was."""
+    """A checkpoint could not be written. The previous checkpoint is unchanged."""
 
 
 class CheckpointTaken(CheckpointFailed):
-    """The directory of checkpoints is written to by another run, or by another optimizer of this one."""
+    """Another run, or another optimizer of this run, writes to the directory of checkpoints."""
 
 
 class StateFileError(StorageError):
-    """A file that does not hold the state that was asked for; nothing of it may be used.
+    """A file does not contain the expected state; no part of it may be used.
 
-    The message names file, trouble, what was found, what was expected, and the remedy.
+    The message names file, problem (`trouble`), what was found, what was expected, and the remedy.
     """
 
     trouble: ClassVar[str] = "is not what was asked for"
@@ -210,14 +208,14 @@ class StateFileError(StorageError):
 
 
 class NotAStateFile(StateFileError):
-    """The file does not begin as state files do."""
+    """The file does not begin with the magic bytes of a state file."""
 
     trouble = "is not a state file of Tidegate, or its first bytes are damaged"
     remedy = "Give the directory that Tidegate wrote, or load a checkpoint."
 
 
 class NewerFormat(StateFileError):
-    """A later Tidegate wrote the file."""
+    """A newer version of Tidegate wrote the file."""
 
     trouble = "has a format that this Tidegate does not know"
     remedy = "Read it with the Tidegate that wrote it, or a later one."
@@ -231,7 +229,7 @@ class ForeignByteOrder(StateFileError):
 
 
 class UnknownChecksum(StateFileError):
-    """The blocks carry checksums of a kind that is not known here."""
+    """The blocks have checksums of a kind that this version does not know."""
 
     trouble = "carries checksums of an unknown kind"
     remedy = "Read it with the Tidegate that wrote it, or a later one."
@@ -250,40 +248,41 @@ class HeaderDamaged(StateFileError):
 
 
 class HeaderContradiction(StateFileError):
-    """Values in the header cannot be true together."""
+    """Values in the header contradict each other."""
 
     trouble = "has a header that contradicts itself"
 
 
 class DataTruncated(StateFileError):
-    """The file ends before its data do."""
+    """The file ends before the end of its data."""
 
     trouble = "is too short for its data"
 
 
 class ManifestDamaged(StateFileError):
-    """The list of what a checkpoint holds is not what was written."""
+    """The manifest (list of contents) of a checkpoint is damaged."""
 
     trouble = "is a damaged manifest"
     remedy = "Load another checkpoint; `tidegate doctor --checkpoints` lists and removes damaged ones."
 
 
 class FileDamaged(StateFileError):
-    """A file that `save_also` wrote differs from its checksum."""
+    """A file of a checkpoint that `save_also` wrote differs from its checksum."""
 
     trouble = "is not as it was saved"
     remedy = "Load weights and state of another one; `tidegate doctor --checkpoints` lists and removes damaged ones."
 
 
 class StrangeEntry(StateFileError):
-    """A link, a FIFO, a socket or a device where Tidegate puts a plain file or a directory."""
+    """A link, a FIFO, a socket or a device file where Tidegate makes a plain file or a directory."""
 
     trouble = "is something else than Tidegate makes"
     remedy = "Look who put it there, and remove it; nothing was read through it."
 
 
 class FileUnreadable(StateFileError):
-    """A file or directory that the system refuses to read: what is in it may be sound. `errno` is what it said."""
+    """A file or directory that the operating system refuses to read; its content may be sound. `errno`: error number of
+    the system."""
 
     trouble = "cannot be read"
     remedy = "What is in it may be sound, and nothing removes it: put right what the system says, then look again."
@@ -317,21 +316,21 @@ class ForeignRun(StateFileError):
 
 
 class ForeignState(StateFileError):
-    """The state of another rank, subgroup, format or update rule."""
+    """The file contains state of another rank, subgroup, format or update rule."""
 
     trouble = "holds the state of another model, rank or optimizer"
     remedy = "Resume with the model, dtype, optimizer and number of ranks that wrote it."
 
 
 class WrongStep(StateFileError):
-    """The state is that of another step."""
+    """The file contains state of another step."""
 
     trouble = "holds the state of another step"
     remedy = "A flush was lost, or checkpoints were mixed: load one checkpoint as a whole."
 
 
 class WeightsMismatch(StateFileError):
-    """The weights in the model are not those that the state belongs to."""
+    """The state belongs to other weights than the model has."""
 
     trouble = "belongs to other weights than the model has"
     remedy = "Load weights and state of the same checkpoint, or start the optimizer anew."
@@ -354,15 +353,15 @@ class DaemonUnreachable(DaemonError):
 
 
 class DaemonUnproven(DaemonUnreachable):
-    """What answers does not prove to be the daemon whose token would be sent; it was not sent."""
+    """The server does not prove to be the daemon to which the token belongs; the token was not sent."""
 
 
 class NotAuthorized(DaemonError):
-    """No token, a wrong one, or one without the scope."""
+    """The request had no token, an invalid token, or a token without the required scope."""
 
 
 class NotFound(DaemonError):
-    """No such run, rank or generation."""
+    """There is no such run, rank or generation."""
 
 
 class StaleKnobs(DaemonError):
@@ -372,8 +371,8 @@ class StaleKnobs(DaemonError):
 class RankTaken(DaemonError):
     """Another live agent already holds this run and rank.
 
-    `holder` is that agent, None from a daemon that does not say; it counts as live for `lease_seconds` after its last
-    word.
+    `holder` is that agent; None from an older daemon, which does not name it. The agent counts as live for
+    `lease_seconds` after its last report.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Logs for people and for machines: one line for each event that matters, as text or as JSON.
+"""Logging: one line for each event, as text or as JSON.
 
-Code logs as ever, and adds what a machine wants to know: `log.info("path %s is full", p, extra=event("path_full",
-path=p))`. As JSON each line has `timestamp`, `level`, `logger`, `message`, and where given `event` and its fields.
+Code uses the normal logging calls, and adds structured fields with `event`:
+`log.info("path %s is full", p, extra=event("path_full", path=p))`. As JSON, each line has `timestamp`, `level`,
+`logger`, `message` and, where given, `event` and its fields.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tidegate.errors import ConfigError
 from tidegate.terminal import visible
 
 VARIABLE: Final = "TIDEGATE_LOG_FORMAT"
-"""How the agent logs in other people's programs: they have handlers of their own, or set this to get ours."""
+"""Environment variable that makes the agent log to stderr in this format, in training scripts without log handlers of
+their own."""
 
 
 class LogFormat(StrEnum):
@@ -27,12 +29,12 @@ class LogFormat(StrEnum):
 
 
 def event(name: str, **fields: Any) -> dict[str, Any]:
-    """For `extra` of a log call. The name says what happened, in the past: `path_retired`."""
+    """The argument `extra` of a log call, for a structured event. The name is in the past tense: `path_retired`."""
     return {"event": name, "fields": fields}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record, on one line."""
+    """Formats each record as one JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         row: dict[str, Any] = {
@@ -49,14 +51,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """For people, in which texts from elsewhere cannot hide anything."""
+    """Formats records as text, with control characters escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 class _Handler(logging.StreamHandler[Any]):
-    """To stderr. A class of its own, so that none of ours is there twice."""
+    """Tidegate's handler, which writes to stderr. It is a class of its own, so that an installed one can be found."""
 
     def __init__(self, form: LogFormat) -> None:
         super().__init__(sys.stderr)
@@ -67,27 +69,27 @@ class _Handler(logging.StreamHandler[Any]):
 
 
 def configure(form: LogFormat) -> None:
-    """For our own commands: everything that is logged in this process goes to stderr in this form. Of others'
-    libraries, warnings and errors."""
+    """For Tidegate's commands: sends all logs of this process to stderr in this format; from other libraries only
+    warnings and errors."""
     root = logging.getLogger()
-    for handler in _ours():
+    for handler in _installed_handlers():
         root.removeHandler(handler)
     root.addHandler(_Handler(form))
     logging.getLogger("tidegate").setLevel(logging.INFO)
 
 
 def visible_without_handlers() -> None:
-    """For our own commands: what is logged where nobody has set up logs goes to stderr as before, and nothing in it is
-    an order to the terminal."""
+    """For Tidegate's commands: escapes control characters in logs of a process without log handlers. They go to stderr,
+    as by default."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(TextFormatter("%(message)s"))
 
 
 def configure_from_environment() -> None:
-    """For the agent: our own logs, where TIDEGATE_LOG_FORMAT is set and nobody has said it otherwise. ConfigError for a
-    value that is no format."""
+    """For the agent: installs a handler for Tidegate's logs if TIDEGATE_LOG_FORMAT is set and none is installed yet.
+    ConfigError for a value that is not a format."""
     wanted = os.environ.get(VARIABLE)
-    if not wanted or _ours():
+    if not wanted or _installed_handlers():
         return
     try:
         form = LogFormat(wanted)
@@ -100,6 +102,7 @@ def configure_from_environment() -> None:
     log.propagate = False
 
 
-def _ours() -> list[logging.Handler]:
+def _installed_handlers() -> list[logging.Handler]:
+    """Tidegate's handlers that are installed."""
     handlers = [*logging.getLogger().handlers, *logging.getLogger("tidegate").handlers]
     return [handler for handler in handlers if isinstance(handler, _Handler)]

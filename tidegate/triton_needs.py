@@ -1,4 +1,4 @@
-"""What Triton needs of a machine before its first kernel runs. Imports nothing but Python's own modules."""
+"""Checks of what Triton needs on a machine before its first kernel can run. Uses only Python's standard library."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Final
 
 OLDEST: Final = (3, 6)
-"""Older compilers flush denormals."""
+"""Oldest supported version of Triton: compilers of older versions flush denormals."""
 LDCONFIG: Final = Path("/sbin/ldconfig")
-"""Triton asks it where the driver's library is, and nothing else."""
+"""The program with which Triton looks up the driver's library."""
 
 
 def missing_for_triton() -> list[str]:
-    """One sentence for each thing that is missing, with the remedy; empty where all is there."""
+    """One sentence with the remedy for each missing requirement; empty if nothing is missing."""
     checks = (_version, _compiler, python_headers, _ldconfig, _cache)
     return [sentence for sentence in (check() for check in checks) if sentence]
 
@@ -44,7 +44,7 @@ def _compiler() -> str:
 
 
 def python_headers() -> str:
-    """What is said where Python.h is missing. The C++ extension needs it, too."""
+    """A sentence with the remedy if Python.h is missing, else empty. The C++ extension needs Python.h, too."""
     scheme = sysconfig.get_default_scheme()
     include = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
     if Path(include, "Python.h").is_file():
@@ -59,7 +59,7 @@ def _ldconfig() -> str:
 
 
 def _cache() -> str:
-    """Triton compiles into this folder, and loads libraries from it."""
+    """A sentence with the remedy if Triton cannot use its cache: it writes compiled kernels there and loads them."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
     remedy = "set TRITON_CACHE_DIR to a folder that can be written and whose files may be executed."

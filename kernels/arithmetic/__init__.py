@@ -1,1 +1,2 @@
-"""Arithmetic: the update and the norm on CPU and GPU, and the oracle that all of them must equal bit for bit."""
+"""Arithmetic of the update and of the norm, on CPU and GPU, and the reference implementation (`oracle`) that the
+kernels must equal bit for bit."""

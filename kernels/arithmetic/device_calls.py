@@ -1,4 +1,5 @@
-"""What a device's kernels are given: updates and gradients by address, and a stream. The agent has the values."""
+"""Interfaces of the arguments of GPU kernels: updates and gradients by address, and a stream. The agent implements
+them."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Gradient(Protocol):
 
 
 class GpuKernels(Protocol):
-    """`triton_adamw` and `torch_adamw`: both enqueue their work on torch's current stream."""
+    """The functions of a module of GPU kernels (`triton_adamw`, `torch_adamw`). They enqueue work on torch's current
+    stream."""
 
     def update(self, runs: Sequence[Update]) -> None: ...
 
@@ -55,7 +57,7 @@ class GpuKernels(Protocol):
 
 @contextmanager
 def on_stream(stream: int | None) -> Iterator[None]:
-    """Makes the CUDA stream with this handle torch's current one; None leaves the current one."""
+    """Makes the CUDA stream with this handle torch's current stream in the block; None: no change."""
     if stream is None:
         yield
     else:

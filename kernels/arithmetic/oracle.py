@@ -1,7 +1,7 @@
-"""The arithmetic that every kernel must equal bit for bit, in NumPy and in the simplest form.
+"""Reference implementation of the kernels in NumPy: the specification that every kernel must equal bit for bit.
 
-bf16 is uint16 bits; fp16 is float16. Only + − × ÷ √ and, where DeepSpeed has it, × and + together; each rounded once,
-in the order written here.
+bf16 is stored as uint16 bits; fp16 is float16. Operations are + − × ÷ √ and, where DeepSpeed uses it, fused
+multiply-add; each is rounded once, in the order written here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_ACCUMULATORS = 16
 
 
 def split_bf16(values: F32) -> tuple[U16, I16]:
-    """fp32 as bf16 (nearest, ties away from zero) and the signed remainder of its bits."""
+    """Splits fp32 into bf16 (nearest, ties away from zero) and the signed 16-bit remainder of its bits."""
     bits = values.view(np.uint32)
     nan = np.isnan(values)
     hi = np.where(nan, bits >> 16 | 0x40, (bits.astype(np.uint64) + 0x8000) >> 16).astype(np.uint16)
@@ -33,7 +33,7 @@ def split_bf16(values: F32) -> tuple[U16, I16]:
 
 
 def join_bf16(hi: U16, lo: I16) -> F32:
-    """The fp32 values that `split_bf16` took apart."""
+    """The fp32 values from the parts of `split_bf16`."""
     return ((hi.astype(np.int64) << 16) + lo).astype(np.uint32).view(np.float32)
 
 
@@ -46,7 +46,7 @@ def from_bf16(bits: U16) -> F32:
 
 
 def to_f16(values: F32) -> npt.NDArray[np.float16]:
-    """fp32 as fp16, to nearest even as IEEE 754 says."""
+    """fp32 as fp16, rounded to nearest, ties to even (IEEE 754)."""
     with np.errstate(all="ignore"):
         return values.astype(np.float16)
 
@@ -57,14 +57,15 @@ def load_gradient(grad: Array, dtype: GradDtype) -> F32:
 
 
 def accumulate(sums: Array, sum_dtype: GradDtype, grad: Array, dtype: GradDtype) -> None:
-    """Adds a gradient to `sums` in place: one fp32 addition, then one rounding (to even) to what `sums` holds."""
+    """Adds a gradient to `sums` in place: one fp32 addition, then one rounding (ties to even) to the dtype of
+    `sums`."""
     with np.errstate(all="ignore"):
         added: F32 = load_gradient(sums, sum_dtype) + load_gradient(grad, dtype)
         sums[:] = bf16_nearest_even(added) if sum_dtype is GradDtype.BF16 else added.astype(sums.dtype)
 
 
 def bf16_nearest_even(values: F32) -> U16:
-    """The nearest bf16, ties to even, as torch rounds; where there is no remainder beside it."""
+    """The nearest bf16, ties to even, as torch rounds; used for values without a remainder."""
     bits = np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded: U16 = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
@@ -102,7 +103,7 @@ def adamw_update(
     grad_dtype: GradDtype,
     scalars: Scalars,
 ) -> None:
-    """One AdamW or Adam update in place. Arrays are one-dimensional and of one length; `aux` is None for F32."""
+    """One AdamW or Adam update in place. Arrays have one dimension and the same length; `aux` is None for F32."""
     s = {name: np.float32(getattr(scalars, name)) for name in SCALAR_NAMES}
     with np.errstate(all="ignore"):
         p = load_weight(weight, weight_format, aux)
@@ -145,12 +146,15 @@ def _deepspeed_step(p: F32, m: F32, v: F32, g: F32, s: Mapping[str, np.float32],
 
 
 def fma(a: F32, b: F32 | np.float32, c: F32 | np.float32) -> F32:
-    """a × b + c of fp32, rounded once. The product is exact in fp64, and the sum there is rounded to odd: its last bit
-    says whether anything was cut off, so that the second rounding, to less than half the bits, is not misled."""
+    """Fused multiply-add: a × b + c in fp32, rounded once.
+
+    The product is exact in fp64. The fp64 sum is rounded to odd: its last bit is 1 if the sum is inexact, so that the
+    second rounding, to fewer than half of the bits, gives the correct result.
+    """
     product = a.astype(np.float64) * b.astype(np.float64)
     added = c.astype(np.float64)
     total = product + added
-    # What the sum is too large by (Knuth's TwoSum): exact.
+    # The exact rounding error of the sum (Knuth's TwoSum).
     part = total - product
     excess = (total - part - product) - (added - part)
     bits = total.view(np.int64)
@@ -162,7 +166,8 @@ def fma(a: F32, b: F32 | np.float32, c: F32 | np.float32) -> F32:
 
 
 def sum_of_squares(elements: Array, dtype: GradDtype) -> tuple[float, int]:
-    """The fp64 sum of the squares of all finite elements of one parameter, and the count of the others."""
+    """The fp64 sum of the squares of all finite elements of one parameter, and the number of elements that are not
+    finite."""
     gradient = load_gradient(elements, dtype)
     finite = np.isfinite(gradient)
     values = np.where(finite, gradient, np.float32(0)).astype(np.float64)
@@ -173,7 +178,8 @@ def sum_of_squares(elements: Array, dtype: GradDtype) -> tuple[float, int]:
 
 
 def _block_sum(values: npt.NDArray[np.float64]) -> float:
-    """Accumulator j adds elements j, j + 16, … in order; then halves are added until one is left."""
+    """The sum of squares of one block: accumulator j adds elements j, j + 16, … in order; then the upper half of the
+    accumulators is added to the lower half, until one is left."""
     rows = -(-len(values) // NUM_ACCUMULATORS)
     padded = np.zeros(rows * NUM_ACCUMULATORS)
     padded[: len(values)] = values
@@ -187,5 +193,5 @@ def _block_sum(values: npt.NDArray[np.float64]) -> float:
 
 
 def clip_scale(total_norm: float, max_norm: float) -> np.float32:
-    """What gradients are multiplied by so that their norm is at most `max_norm`: computed in fp64, rounded once."""
+    """The clip factor of gradients, with which their norm is at most `max_norm`: computed in fp64, rounded once."""
     return np.float32(min(1.0, max_norm / (total_norm + 1e-6)))

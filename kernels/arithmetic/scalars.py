@@ -1,4 +1,4 @@
-"""The values a kernel call carries besides its arrays: formats, and scalars rounded once to fp32."""
+"""Arguments of kernel calls other than arrays: formats, and scalars rounded once to fp32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from enum import IntEnum
 
 
 class WeightFormat(IntEnum):
-    """How a weight and what stands beside it (`aux`) are stored. The numbers are those of kernels/src/formats.h."""
+    """The storage format of a weight and its auxiliary array (`aux`). The numbers are those of
+    kernels/src/formats.h."""
 
     F32 = 0
     """fp32, its own master; no aux."""
@@ -41,16 +42,18 @@ class GradDtype(IntEnum):
 
 
 class Arithmetic(IntEnum):
-    """Whose roundings an update has: the formulas are the same. The numbers are those of kernels/src/kernels.h."""
+    """The rounding behaviour of an update; the formulas are the same. The numbers are those of
+    kernels/src/kernels.h."""
 
     TORCH = 0
     """Each of + − × ÷ √ rounds once, in the order of `torch.optim.AdamW`."""
     DEEPSPEED = 1
-    """As the vector loop of DeepSpeed's cpu_adam (csrc/includes/cpu_adam.h, Step_AVX): a product and the sum after it
-    round together."""
+    """Like the vector loop of DeepSpeed's cpu_adam (csrc/includes/cpu_adam.h, Step_AVX): a product and the sum after it
+    are rounded together (fused multiply-add)."""
     DEEPSPEED_TAIL = 2
-    """As what its vectors leave over at the end of an array (csrc/adam/cpu_adam_impl.cpp, Step_1), the way GCC fuses
-    that loop: in both moments it is the old moment's product that is not rounded, not the gradient's."""
+    """Like DeepSpeed's scalar loop for the elements after the last full vector of an array
+    (csrc/adam/cpu_adam_impl.cpp, Step_1), as GCC compiles it: in both moments the product of the old moment is not
+    rounded, instead of the gradient's product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,8 @@ class Scalars:
     grad_scale: float
     l2: float
     decay: float
-    """TORCH: what the weight is multiplied with. Otherwise the share of it that is taken away; 0 for none, or l2."""
+    """TORCH: the factor of the weight. Otherwise the share of the weight that is subtracted; 0 without decay, or with
+    l2."""
     beta1: float
     """Not used by TORCH, which adds (gradient − exp_avg) × (1 − beta1)."""
     one_minus_beta1: float
@@ -72,12 +76,12 @@ class Scalars:
     arithmetic: Arithmetic = Arithmetic.TORCH
 
     def of_tail(self) -> Scalars:
-        """The same, for elements that cpu_adam's vectors leave over; itself where the arithmetic knows no tail."""
+        """The scalars for the elements after cpu_adam's last full vector; unchanged if the arithmetic has no tail."""
         is_vector = self.arithmetic is Arithmetic.DEEPSPEED
         return replace(self, arithmetic=Arithmetic.DEEPSPEED_TAIL) if is_vector else self
 
     def as_tuple(self) -> tuple[float, ...]:
-        """The numbers, in the order of `SCALAR_NAMES` (dataclasses.astuple would copy each, at 10 µs a call)."""
+        """The numbers, in the order of `SCALAR_NAMES`. (dataclasses.astuple copies each, and takes 10 µs a call.)"""
         return (
             self.grad_scale,
             self.l2,
@@ -93,7 +97,7 @@ class Scalars:
 
 
 SCALAR_NAMES = tuple(field.name for field in fields(Scalars) if field.name != "arithmetic")
-"""Of the numbers among the scalars, in the order in which every kernel takes them."""
+"""Names of the numeric scalars, in the order of the kernels' parameters."""
 
 
 def scalars(

@@ -1,4 +1,5 @@
-"""Small launches of each GPU kernel, held against the oracle: what fails or differs is known before training."""
+"""Self-test of the GPU kernels: runs each on small arrays and compares with the oracle, so that failures and
+differences are known before training."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tidegate.kernels.arithmetic.device_calls import GpuKernels
 from tidegate.kernels.arithmetic.scalars import Arithmetic, GradDtype, Scalars, WeightFormat, scalars
 
 NUMEL = 1100
-"""One program of the update works on a whole block, another on a block that ends early."""
+"""Elements of an array: one program of the update works on a full block, another on a partial block."""
 USUAL_GRADS = {
     WeightFormat.F32: GradDtype.F32,
     WeightFormat.BF16_REMAINDER: GradDtype.BF16,
@@ -29,7 +30,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class TrialUpdate:
-    """An `Update` of the arrays of a trial."""
+    """An `Update` of the self-test's arrays."""
 
     numel: int
     weight: int
@@ -44,7 +45,7 @@ class TrialUpdate:
 
 @dataclass(frozen=True)
 class TrialGradient:
-    """A `Gradient` of a trial."""
+    """A `Gradient` of the self-test."""
 
     address: int
     numel: int
@@ -53,7 +54,8 @@ class TrialGradient:
 
 @dataclass(frozen=True)
 class Form:
-    """What of an update layouts and param groups choose, beside the weight's format. Kernels are compiled for each."""
+    """A variant of the update, apart from the weight's format: gradient dtype, scalars and alignment. Kernels are
+    compiled for each variant."""
 
     name: str
     grads: Mapping[WeightFormat, GradDtype]
@@ -62,7 +64,8 @@ class Form:
 
 
 def forms() -> tuple[Form, ...]:
-    """Together they go each way that a kernel has: not each combination, which would take minutes to compile."""
+    """Variants that together cover every branch of a kernel; not every combination, which would take minutes to
+    compile."""
     adamw = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37)
     adam = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37, decoupled=False)
     deepspeed = replace(adamw, arithmetic=Arithmetic.DEEPSPEED, decay=1e-4)
@@ -74,10 +77,10 @@ def forms() -> tuple[Form, ...]:
 
 
 def differences(kernels: GpuKernels, device: torch.device) -> list[str]:
-    """Runs each kernel in each of `forms` on `device` and waits. The names of the results that differ from the oracle's
-    bits.
+    """Runs each kernel in each of `forms` on `device`, and waits. Returns the names of the results that differ from the
+    oracle's by any bit.
 
-    Every error of a launch is raised as it comes.
+    Errors of a launch are not caught.
     """
     with _current(device):
         found = [
@@ -92,7 +95,7 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _updates(kernels: GpuKernels, device: torch.device, weight_format: WeightFormat, form: Form) -> bool:
-    """Whether one update of ordinary and denormal numbers has the oracle's bits."""
+    """Whether one update of normal and denormal numbers equals the oracle's bit for bit."""
     grad_dtype, values = form.grads[weight_format], form.scalars
     master, exp_avg, grad = _numbers(3)
     exp_avg_sq = np.square(exp_avg)  # where exp_avg is small, this is denormal
@@ -110,7 +113,7 @@ def _updates(kernels: GpuKernels, device: torch.device, weight_format: WeightFor
 
 
 def _wrong_sums(kernels: GpuKernels, device: torch.device) -> Iterator[str]:
-    """The dtypes of gradients whose sum of squares, or count of infinite elements, is not the oracle's."""
+    """The gradient dtypes whose sum of squares, or number of non-finite elements, differs from the oracle's."""
     (numbers,) = _numbers(1)
     numbers[7] = np.inf
     grads = [_as_grad(numbers, dtype) for dtype in GradDtype]
@@ -125,7 +128,7 @@ def _wrong_sums(kernels: GpuKernels, device: torch.device) -> Iterator[str]:
 
 
 def _numbers(count: int) -> Array:
-    """fp32 of all magnitudes from those of weights down to denormal ones."""
+    """Random fp32 numbers of shape (count, NUMEL), with magnitudes from those of weights down to denormal numbers."""
     rng = np.random.default_rng(0)
     magnitudes = 10.0 ** rng.uniform(-42, -1, (count, NUMEL))
     numbers: Array = (rng.standard_normal((count, NUMEL)) * magnitudes).astype(np.float32)
@@ -148,8 +151,8 @@ def _as_grad(values: Array, dtype: GradDtype) -> Array:
 
 
 def _to(array: Array, device: torch.device, is_aligned: bool = True) -> torch.Tensor:
-    """The bytes of `array` on `device`, never the array's own memory; one element behind where memory begins if they
-    are not to be aligned."""
+    """A copy of the bytes of `array` on `device`. If `is_aligned` is False, it begins one element after the start of
+    its memory, and so is not aligned."""
     data = array.view(np.uint8)
     skipped = 0 if is_aligned else array.itemsize
     memory = torch.empty(skipped + len(data), dtype=torch.uint8, device=device)

@@ -1,4 +1,5 @@
-"""What an update waited for, natively: it is asked after every step of a training, on its cores."""
+"""Native stall analysis of an update, because the analysis runs after every training step, on the cores of the
+training."""
 
 from __future__ import annotations
 
@@ -7,6 +8,6 @@ from tidegate.timeline.timeline import Timeline
 
 
 def exposed_waits(timeline: Timeline) -> dict[str, float]:
-    """`tidegate.timeline.stall_analysis.exposed_waits`, which says what it means: the same seconds, to the last bit."""
+    """The same as `tidegate.timeline.stall_analysis.exposed_waits`, with equal results to the last bit."""
     window = timeline.window("update")
     return {} if window is None else _native.exposed_waits(timeline.spans, timeline.deps, *window)

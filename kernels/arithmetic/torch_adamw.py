@@ -1,11 +1,10 @@
-"""The update and the norm's sum in plain torch: what a device does where Triton is not installed.
+"""The update and the sum of squares in plain torch operations, for GPUs where Triton is not installed.
 
-Same functions and addresses as `triton_adamw`, some 30 passes over memory instead of one (with DeepSpeed's
-arithmetic some 130, most of them in fp64). What is known of its
-rounding: every step is one elementwise operation, so each rounds once and in the oracle's order; but whether
-torch's square root and division round correctly is torch's affair (its fp32 square root on some CPUs does not), so
-agreement with the oracle is promised within fp32 rounding, not bit for bit. Conversions of 16-bit formats are exact.
-The sum of squares adds in torch's order: within fp64 rounding of the oracle's.
+It has the same functions as `triton_adamw`, but makes about 30 passes over memory instead of one (with DeepSpeed's
+arithmetic about 130, most of them in fp64). Rounding: every step is one elementwise operation, so that each is rounded
+once and in the oracle's order. But it is not guaranteed that torch's square root and division are rounded correctly (on
+some CPUs the fp32 square root is not). So results agree with the oracle within fp32 rounding, not bit for bit.
+Conversions of 16-bit formats are exact. The sum of squares is added in torch's order, and agrees within fp64 rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tidegate.kernels.arithmetic.device_calls import Gradient, Update, on_stream
 from tidegate.kernels.arithmetic.scalars import Arithmetic, GradDtype, Scalars, WeightFormat
 
 CHUNK_NUMEL = 1 << 22
-"""Bounds the temporaries: about 100 MiB."""
+"""Elements that are updated at a time; this limits temporary tensors to about 100 MiB."""
 GRAD_DTYPES = {GradDtype.F32: torch.float32, GradDtype.BF16: torch.bfloat16, GradDtype.F16: torch.float16}
 
 
@@ -33,7 +32,7 @@ def update(runs: Sequence[Update], stream: int | None = None, device_type: str =
 
 
 def sum_of_squares(refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
-    """Enqueues, for each gradient, the fp64 sum of squares of its finite elements and the count of the others.
+    """Enqueues, for each gradient, the fp64 sum of squares of its finite elements, and the number of non-finite ones.
 
     out_sums, out_bad: fp64 and int64 tensors on the device, one element for each of `refs`.
     """
@@ -50,7 +49,8 @@ def sum_of_squares(refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: to
 
 
 def wrap(address: int, numel: int, dtype: torch.dtype, device_type: str) -> torch.Tensor:
-    """The `numel` elements at `address` as a tensor that owns nothing: the memory must outlive it."""
+    """The `numel` elements at `address` as a tensor that does not own its memory; the memory must outlive the
+    tensor."""
     if device_type == "cuda":
         return torch.as_tensor(_CudaMemory(address, numel * dtype.itemsize), device="cuda").view(dtype)
     if device_type != "cpu":
@@ -59,7 +59,7 @@ def wrap(address: int, numel: int, dtype: torch.dtype, device_type: str) -> torc
 
 
 class _CudaMemory:
-    """Bytes on a GPU, as the CUDA array interface describes them."""
+    """Bytes on a GPU with the CUDA array interface, from which torch makes a tensor."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -76,7 +76,8 @@ def _chunks(numel: int) -> Iterator[tuple[int, int]]:
 
 
 def _update_chunk(run: Update, begin: int, numel: int, device_type: str) -> None:
-    """No operation here takes a factor along (`alpha`, `value`): a device might fuse it."""
+    """Updates `numel` elements from `begin` on. No operation uses a fused factor (`alpha`, `value`), because a device
+    might round product and sum together."""
 
     def at(address: int, dtype: torch.dtype) -> torch.Tensor:
         return wrap(address + begin * dtype.itemsize, numel, dtype, device_type)
@@ -101,7 +102,7 @@ def _update_chunk(run: Update, begin: int, numel: int, device_type: str) -> None
 
 
 def _step(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: Scalars) -> torch.Tensor:
-    """The oracle's arithmetic: moments in place, the new master returned."""
+    """One update with the oracle's arithmetic: changes the moments in place, and returns the new master."""
     g = g * s.grad_scale
     if s.arithmetic is not Arithmetic.TORCH:
         return _deepspeed_step(p, g, m, v, s)
@@ -130,7 +131,7 @@ def _deepspeed_step(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.
 
 
 def fma(a: torch.Tensor, b: float, c: torch.Tensor) -> torch.Tensor:
-    """a × b + c of fp32, rounded once: an exact product, a sum rounded to odd. `b` is an fp32 value."""
+    """Fused multiply-add: a × b + c in fp32, rounded once, as in `oracle.fma`. `b` is an fp32 value."""
     product, added = a.double() * b, c.double()
     total = product + added
     part = total - product
@@ -143,11 +144,12 @@ def fma(a: torch.Tensor, b: float, c: torch.Tensor) -> torch.Tensor:
 
 
 def _tamed_bits(x: torch.Tensor) -> torch.Tensor:
-    """A NaN becomes a quiet one without low bits: rounding cannot carry it to infinity, and it leaves no remainder."""
+    """The bits of fp32 values, with every NaN made a quiet NaN whose low 16 bits are 0: rounding cannot turn it into
+    infinity, and it has no remainder."""
     bits = x.view(torch.int32)
     return torch.where(x.isnan(), (bits | 0x00400000) & -0x10000, bits)
 
 
 def _bf16_of(tamed: torch.Tensor) -> torch.Tensor:
-    """Nearest, ties away from zero, as int16."""
+    """The bits of the nearest bf16, ties away from zero, as int16. `tamed`: bits from `_tamed_bits`."""
     return ((tamed + 0x8000) >> 16).short()

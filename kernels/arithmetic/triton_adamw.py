@@ -1,8 +1,8 @@
-"""The update and the norm's sum on a GPU, in Triton, equal to `oracle` bit for bit.
+"""The update and the sum of squares on a GPU, in Triton, equal to `oracle` bit for bit.
 
-An ImportError says that Triton is missing or too old; `torch_adamw` offers the same functions without it.
-Arrays are given by address on the current device, and work goes to torch's current stream. Offsets have 64 bits.
-Integers are i64 and never specialised, whatever their value: a kernel has one signature for each set of its constants.
+Importing this module raises ImportError if Triton is missing or too old; `torch_adamw` has the same functions without
+Triton. Arrays are given by address on the current device, and work is enqueued on torch's current stream. Offsets have
+64 bits. Integers are i64 and are never specialised by value: a kernel is compiled once for each set of its constants.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -21,7 +21,7 @@ from tidegate.kernels.arithmetic.device_calls import Gradient, Update, on_stream
 from tidegate.kernels.arithmetic.oracle import BLOCK_NUMEL, NUM_ACCUMULATORS
 from tidegate.kernels.arithmetic.scalars import Arithmetic, GradDtype, WeightFormat
 
-# Older compilers flush denormals in square roots and divisions, and have no option against it.
+# Compilers of older versions flush denormals in square roots and divisions, without an option to prevent it.
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
     raise ImportError(f"Triton {triton.__version__} flushes denormals: 3.6 or newer is needed")
 
@@ -31,17 +31,17 @@ TORCH, DEEPSPEED, DEEPSPEED_TAIL = (tl.constexpr(int(arithmetic)) for arithmetic
 ACCUMULATORS = tl.constexpr(NUM_ACCUMULATORS)
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
-"""Launch options: a × b + c stays two roundings. tests/kernels/test_triton.py reads the compiled code for it."""
+"""Launch options: a × b + c is rounded twice, not fused. tests/kernels/test_triton.py checks the compiled code."""
 ELEMENTS_PER_PROGRAM = 1024
 UPDATE_WARPS = 8
-"""Four elements a thread: 16-byte loads of 32-bit arrays, 8-byte ones of 16-bit arrays. With eight elements a thread
-some forms spill registers (`bench/triton_registers.py`)."""
+"""Warps of an update program, with four elements per thread: 16-byte loads of 32-bit arrays, 8-byte loads of 16-bit
+arrays. With eight elements per thread some variants spill registers (`bench/triton_registers.py`)."""
 BLOCKS_PER_PROGRAM = 2
-"""Sixteen accumulators each: one warp."""
+"""Blocks of a program that sums squares: two blocks with sixteen accumulators each are one warp."""
 ROWS_AT_ONCE = 16
-"""Loads of a block in flight, to hide the latency of memory behind a chain of additions that must stay in order."""
+"""Loads of a block that are in flight at a time, to hide memory latency: the additions must stay in order."""
 LEAVES = 1024
-"""Block sums that one pass of the tree takes; a parameter may have LEAVES² blocks, 69 · 10⁹ elements."""
+"""Block sums that one pass of the tree adds; a parameter may have up to LEAVES² blocks (69 · 10⁹ elements)."""
 
 
 def update(runs: Sequence[Update], stream: int | None = None) -> None:
@@ -62,7 +62,7 @@ def update(runs: Sequence[Update], stream: int | None = None) -> None:
 
 
 def sum_of_squares(refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
-    """Enqueues, for each gradient, the fp64 sum of squares of its finite elements and the count of the others.
+    """Enqueues, for each gradient, the fp64 sum of squares of its finite elements, and the number of non-finite ones.
 
     out_sums, out_bad: contiguous fp64 and int64 tensors on the device, one element for each of `refs`.
     """
@@ -92,7 +92,7 @@ def sum_of_squares(refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: to
 
 
 def _block_table(refs: Sequence[Gradient]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Addresses of all blocks, then their numbers of elements."""
+    """A table with the addresses of all blocks, followed by the number of elements of each block."""
     firsts = [np.arange(0, ref.numel, BLOCK_NUMEL, dtype=np.int64) for ref in refs]
     addresses = [ref.address + first * ref.dtype.nbytes for ref, first in zip(refs, firsts, strict=True)]
     numels = [np.minimum(ref.numel - first, BLOCK_NUMEL) for ref, first in zip(refs, firsts, strict=True)]
@@ -100,14 +100,15 @@ def _block_table(refs: Sequence[Gradient]) -> np.ndarray[Any, np.dtype[np.int64]
 
 
 def _to_device(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device) -> torch.Tensor:
-    """From pinned memory, or the host would wait for the stream."""
+    """A copy of `table` on `device`, made from pinned memory: otherwise the host would wait for the stream."""
     host = torch.from_numpy(table)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 @triton.jit
 def _at(address, index, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """What the compiler knows of an integer's alignment is lost when it becomes a pointer: say it again."""
+    """The pointer to element `index` at `address`. The compiler loses an integer's alignment when it is cast to a
+    pointer, so that the alignment is stated again."""
     pointer = address.to(tl.int64).to(tl.pointer_type(TYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -116,14 +117,15 @@ def _at(address, index, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _tamed_bits(x):
-    """A NaN becomes a quiet one without low bits: rounding cannot carry it to infinity, and it leaves no remainder."""
+    """The bits of fp32 values, with every NaN made a quiet NaN whose low 16 bits are 0: rounding cannot turn it into
+    infinity, and it has no remainder."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(x != x, (bits | 0x00400000) & 0xFFFF0000, bits)
 
 
 @triton.jit
 def _bf16_of(tamed):
-    """Nearest, ties away from zero."""
+    """The bits of the nearest bf16, ties away from zero. `tamed`: bits from `_tamed_bits`."""
     return ((tamed + 0x8000) >> 16).to(tl.uint16)
 
 
@@ -178,7 +180,7 @@ def _adamw(
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     index = begin + tl.arange(0, BLOCK)
-    if begin + BLOCK <= numel:  # a mask that may end anywhere would keep loads from being 16 bytes wide
+    if begin + BLOCK <= numel:  # without a mask: with one, the compiler could not use 16-byte loads
         _adamw_block(
             index, None, weight, aux, exp_avg, exp_avg_sq, grad, grad_scale, l2, decay, beta1, one_minus_beta1, beta2,
             one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps,
@@ -199,7 +201,8 @@ def _adamw_block(
     eps, FORMAT: tl.constexpr, GRAD: tl.constexpr, ARITHMETIC: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The order of operations is that of the oracle. tl.full makes fp32 of scalars also in Triton's interpreter."""
+    """Updates one block, with the oracle's order of operations. tl.full makes scalars fp32 also in Triton's
+    interpreter."""
     p = _load_weight(weight, aux, index, mask, FORMAT, ALIGNED)
     g = _load_gradient(grad, index, mask, GRAD, ALIGNED) * tl.full((), grad_scale, tl.float32)
     m = tl.load(_at(exp_avg, index, tl.float32, ALIGNED), mask=mask)
@@ -229,7 +232,7 @@ def _adamw_block(
 
 @triton.jit
 def _weighted_sum(old, beta, fresh, rest, ARITHMETIC: tl.constexpr):
-    """One product is rounded, then the other and the sum together."""
+    """old × beta + fresh × rest: one product is rounded, then the other product and the sum together."""
     beta, rest = tl.full((), beta, tl.float32), tl.full((), rest, tl.float32)
     return tl.fma(old, beta, fresh * rest) if ARITHMETIC == DEEPSPEED_TAIL else tl.fma(fresh, rest, old * beta)
 
@@ -239,7 +242,8 @@ def _block_sums(
     table, num_blocks: tl.int64, begin: tl.int64, end: tl.int64, sums, bad,
     GRAD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Lane j of a block adds its elements j, j + 16, … in order; then halves are added until one is left."""
+    """The sum of squares of each block: lane j of a block adds its elements j, j + 16, … in order; then the upper half
+    of the lanes is added to the lower half, until one is left."""
     lane = tl.arange(0, BLOCKS * ACCUMULATORS)
     block = begin + tl.program_id(0) * BLOCKS + lane // ACCUMULATORS
     live = block < end
@@ -267,7 +271,8 @@ def _block_sums(
 
 @triton.jit
 def _tree(leaves, LEAVES: tl.constexpr, LEVELS: tl.constexpr):
-    """Adjacent pairs. A missing leaf is 0, which changes no sum of squares: an odd one is carried up."""
+    """Sums the leaves in a tree of adjacent pairs. A missing leaf is 0, which changes no sum of squares: so an odd leaf
+    moves to the next level."""
     for k in tl.static_range(LEVELS):
         leaves = tl.sum(tl.reshape(leaves, (LEAVES >> (k + 1), 2)), axis=1)
     return tl.sum(leaves, axis=0)
@@ -277,7 +282,8 @@ def _tree(leaves, LEAVES: tl.constexpr, LEVELS: tl.constexpr):
 def _trees(
     table, first: tl.int64, num_refs: tl.int64, sums, bad, out_sums, out_bad, LEAVES: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """One program a gradient: a tree over each 1024 block sums, then one over the roots."""
+    """Sums the block sums of a gradient (one program for each): a tree over each LEAVES block sums, then over the
+    roots."""
     ref = tl.program_id(0)
     start = tl.load(table + first + ref)
     count = tl.load(table + first + num_refs + ref)

@@ -1,1 +1,1 @@
-"""Direct I/O: reads and writes around the page cache by native threads."""
+"""Direct I/O: reads and writes of files by native threads, bypassing the page cache."""

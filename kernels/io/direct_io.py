@@ -1,7 +1,7 @@
-"""Reads and writes of one storage path around the page cache: native threads, aligned memory, checksums per block.
+"""Direct I/O for one storage path, bypassing the page cache: native threads, aligned memory, checksums per block.
 
-Memory is given by address, as in the other kernels, and must live until its transfer is done. Nothing here is inherited
-by a forked child: no thread, no buffer, no descriptor beyond exec.
+Memory is given by address, as in the other kernels, and must exist until its transfer is done. Pools and buffers cannot
+be used in a forked child, and file descriptors are closed on exec.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from numpy.typing import NDArray
 from tidegate.kernels import _native
 
 ALIGNMENT = _native.DIRECT_ALIGNMENT
-"""What addresses, sizes and offsets of direct transfers must be multiples of, in bytes."""
+"""Required alignment of addresses, sizes and offsets of direct transfers, in bytes."""
 
 IoTicket = _native.IoTicket
 
 
 def num_blocks(nbytes: int, block_bytes: int) -> int:
-    """How many blocks a transfer has; the last one may be shorter."""
+    """The number of blocks of a transfer of `nbytes`; the last block may be shorter."""
     return -(-nbytes // block_bytes)
 
 
 class IoPool:
-    """Native threads that move blocks between memory and the files of one storage path.
+    """A pool of native threads that read and write blocks of the files of one storage path.
 
-    threads: how many blocks move at once, 1 or more.
+    threads: number of blocks that are transferred at the same time, 1 or more.
 
-    Transfers are queued and cut into blocks, which the threads take in order: those of the next transfer as soon as
-    each block of the one before has a thread, so that the queue of the device stays full. Several Python threads may
-    use one pool. In a forked child `read` and `write` raise RuntimeError, `close` does nothing.
+    Transfers are queued and divided into blocks, which the threads process in order. The next transfer begins as soon
+    as the previous one has no blocks left that have not started, so that the queue of the device stays full. Several
+    Python threads may use one pool. In a forked child `read` and `write` raise RuntimeError, and `close` does nothing.
     """
 
     def __init__(self, threads: int) -> None:
@@ -54,12 +54,12 @@ class IoPool:
         block_bytes: int,
         expected: NDArray[np.uint32] | None = None,
     ) -> IoTicket:
-        """Begins to read `nbytes` at `offset` of the file into `address`.
+        """Starts a read of `nbytes` bytes at `offset` of the file into memory at `address`.
 
-        expected: the CRC-32C of each block, verified by the thread that read it; None or empty: not verified.
+        expected: the CRC-32C of each block, verified by the thread that reads it; None or empty: not verified.
 
-        Raises ValueError for arguments that cannot work (with a direct `fd`: not aligned), RuntimeError after `close`.
-        What goes wrong later is in the ticket.
+        ValueError for invalid arguments (with a direct `fd` also for misaligned ones), RuntimeError after `close`.
+        Later errors are reported by the ticket.
         """
         checksums = _checked(expected, num_blocks(nbytes, max(block_bytes, 1)), "expected")
         return self._native.read(fd, address, nbytes, offset, block_bytes, _address(checksums), checksums)
@@ -67,11 +67,12 @@ class IoPool:
     def write(
         self, fd: int, address: int, nbytes: int, offset: int, block_bytes: int, found: NDArray[np.uint32] | None = None
     ) -> IoTicket:
-        """Begins to write `nbytes` from `address` at `offset` of the file. Durable only after fsync.
+        """Starts a write of `nbytes` bytes from memory at `address` to `offset` of the file. Durable only after fsync.
 
-        found: takes the CRC-32C of each block, computed by the thread that is about to write it; None or empty: none.
+        found: array for the CRC-32C of each block, which the thread that writes the block computes; None or empty: no
+        checksums.
 
-        Raises as `read` does.
+        Errors as in `read`.
         """
         checksums = _checked(found, num_blocks(nbytes, max(block_bytes, 1)), "found")
         if checksums is not None and not checksums.flags.writeable:
@@ -79,7 +80,8 @@ class IoPool:
         return self._native.write(fd, address, nbytes, offset, block_bytes, _address(checksums), checksums)
 
     def close(self) -> None:
-        """Lets all that is queued end, then ends the threads. May be called twice. Cancel tickets to be quicker."""
+        """Waits for all queued transfers, then ends the threads. May be called twice. Cancel tickets first to end
+        sooner."""
         self._native.close()
 
     def __enter__(self) -> IoPool:
@@ -107,25 +109,28 @@ def _address(array: NDArray[np.uint32] | None) -> int:
 def open_direct(
     path: str | os.PathLike[str], *, write: bool = False, create: bool = False, direct: bool = True
 ) -> tuple[int, bool]:
-    """Opens a file for positional transfers: its descriptor, closed on exec, and whether it goes around the page cache.
+    """Opens a file for positional transfers. Returns its descriptor (closed on exec), and whether it bypasses the page
+    cache.
 
-    write: for reading and writing, else for reading only. create: make the file if it is not there (needs `write`).
-    direct: ask for O_DIRECT. A file system that refuses it (EINVAL, when opening or when first read) gets ordinary,
-    buffered I/O, and the second value is False.
+    write: open for reading and writing, else for reading only. create: create the file if it is missing (needs
+    `write`).
+    direct: use O_DIRECT. On a file system that refuses it (EINVAL when opening or at the first read), the file is
+    opened for ordinary buffered I/O, and the second value is False.
 
-    Raises OSError as `os.open` does, ValueError for `create` without `write`.
+    OSError as in `os.open`, ValueError for `create` without `write`.
     """
     if create and not write:
         raise ValueError("create is True and write is False: a new file can only be made for writing")
     flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0) | os.O_CLOEXEC
     if direct:
-        fd = _opened_or_refused(path, flags | os.O_DIRECT)
+        fd = _open_o_direct(path, flags | os.O_DIRECT)
         if fd is not None:
             return fd, True
     return os.open(path, flags, 0o666), False
 
 
-def _opened_or_refused(path: str | os.PathLike[str], flags: int) -> int | None:
+def _open_o_direct(path: str | os.PathLike[str], flags: int) -> int | None:
+    """A descriptor of the file with O_DIRECT; None if the file system refuses O_DIRECT."""
     fd = None
     try:
         fd = os.open(path, flags, 0o666)
@@ -141,12 +146,13 @@ def _opened_or_refused(path: str | os.PathLike[str], flags: int) -> int | None:
 
 
 def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
-    """Zeroed memory that begins at a page and that a forked child does not have: touching it there is a crash.
+    """Zeroed memory that begins at a page boundary and is not mapped in a forked child: access there crashes the child.
 
-    A child that shared it would make writes of the parent copy pages under a transfer. Huge pages are asked for. The
-    memory is freed with the last array on it; `torch.from_numpy` makes a tensor of it without a copy.
+    If a child shared the memory, writes of the parent would copy pages (copy-on-write) during a transfer. Huge pages
+    are requested. The memory is freed with the last array on it; `torch.from_numpy` makes a tensor of it without a
+    copy.
 
-    Raises ValueError for less than one byte, OSError where there is no memory.
+    ValueError for less than one byte, OSError if memory cannot be allocated.
     """
     if nbytes < 1:
         raise ValueError(f"nbytes is {nbytes}, must be 1 or more")

@@ -239,7 +239,7 @@ AWAY = "http://192.0.2.1:9"
 NOT_USABLE: dict[str, tuple[dict[str, str], str, str]] = {
     "token": ({"TIDEGATE_AGENT_TOKEN": "tök"}, AWAY, "characters that no token has"),
     "token file": ({"TIDEGATE_TOKEN_DIR": "{tmp}"}, AWAY, "agent.token holds no token"),
-    "home of nobody": ({"TIDEGATE_TOKEN_DIR": "~no-such-user/tokens"}, AWAY, "home directory of nobody"),
+    "home of nobody": ({"TIDEGATE_TOKEN_DIR": "~no-such-user/tokens"}, AWAY, "home directory of an unknown user"),
     "certificates": ({"TIDEGATE_CA_FILE": "/nowhere.pem"}, "https://192.0.2.1:9", "/nowhere.pem cannot be used"),
     "no certificates": ({"TIDEGATE_CA_FILE": __file__}, "https://192.0.2.1:9", "cannot be used"),
     "system's certificates": ({"SSL_CERT_FILE": "/nowhere.pem"}, "https://192.0.2.1:9", "cannot be read"),

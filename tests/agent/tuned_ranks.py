@@ -62,7 +62,7 @@ def main(folder: Path) -> None:
         WANTED.update({0: 8.0, 1: 8.0})
         refuse_on_last(optimizer, rank)
         tuner._recent.clear()
-        tuner._look_anew()
+        tuner._discard_findings()
         tuner._urgent_look_at = 0.0  # the looks before, on busy cores, were not dear
         for _ in range(8):
             step()

@@ -19,7 +19,7 @@ from tidegate.plan.tier_split import PathSpeeds
 from tidegate.simulator.steady_state import Rank
 from tidegate.simulator.what_if import predicted_seconds
 from tidegate.speeds.rate_card import RateCard
-from tidegate.tuner.search import _ROUNDING, CANDIDATE_STRIDES, _floor_seconds, best, candidates
+from tidegate.tuner.search import _ROUNDING, CANDIDATE_STRIDES, _bound_seconds, best, candidates
 
 H100 = RateCard(
     h2d_bytes_per_second=52e9,
@@ -101,7 +101,7 @@ def test_what_is_not_simulated_could_not_have_been_better(
     all_of_them = list(candidates(rank, now, rates, free, 0))
     seconds = {one: predicted_seconds(rank, one, rates, backward_seconds=backward) for one in all_of_them}
     for one, found in seconds.items():
-        assert _floor_seconds(rank, one, rates) <= found * _ROUNDING
+        assert _bound_seconds(rank, one, rates) <= found * _ROUNDING
     choice = best(rank, now, rates, free, backward_seconds=backward)
     assert choice is not None
     score = min((float(f"{seconds[one]:.9g}"), device_share(one.stride)) for one in all_of_them)

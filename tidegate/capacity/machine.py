@@ -1,4 +1,5 @@
-"""A machine as a planner is told of it: GPUs, nodes, memory, storage paths, and how fast each of them is."""
+"""Description of a machine for the capacity planner: GPUs, nodes, memory, storage paths, their speeds, and the
+workload."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ _BYTES_OF: Final = {"GB": 1e9, "TB": 1e12, "PB": 1e15}
 
 @dataclass(frozen=True, kw_only=True)
 class StoragePath:
-    """A storage path. Speeds are what one node gets of it; with `all_nodes`, what all nodes get together.
+    """A storage path as input of the planner. Speeds are per node; with `all_nodes`, the total of all nodes.
 
-    duplex: reads and writes run at full speed at once; otherwise they share the device. capacity_bytes: of one node,
-    or of all with `all_nodes`; 0 for enough. endurance_bytes: what may be written to it in its life, 0 for not known.
+    duplex: reads and writes run at full speed at the same time; otherwise they share the device. capacity_bytes: per
+    node, or in total with `all_nodes`; 0 for unlimited. endurance_bytes: bytes that may be written over its life; 0 if
+    not known.
     """
 
     name: str
@@ -44,8 +46,8 @@ class StoragePath:
 
 
 def parse_path(text: str) -> StoragePath:
-    """The path in `NAME:READ/WRITE`, GB/s, and what follows it: `:duplex`, `:all-nodes`, `:1.6TB` of capacity,
-    `:endure=3PB`. ConfigError for anything else."""
+    """Parses `NAME:READ/WRITE` (speeds in GB/s) with options: `:duplex`, `:all-nodes`, `:1.6TB` (capacity),
+    `:endure=3PB` (endurance). ConfigError for any other text."""
     name, _, rest = text.partition(":")
     speeds, *options = rest.split(":")
     read, _, write = speeds.partition("/")
@@ -71,8 +73,8 @@ def parse_path(text: str) -> StoragePath:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What a GPU can do at most: floating-point operations a second on 16-bit matrices, bytes of its memory a second,
-    bytes a second on its link to the host, each way."""
+    """The data sheet of a GPU: its memory, peak floating-point operations per second on 16-bit matrices, peak memory
+    bandwidth, and the speed of its link to the host in each direction."""
 
     memory_bytes: float
     flops_per_second: float
@@ -103,11 +105,12 @@ GPUS: Final[dict[str, Gpu]] = {
         memory_bytes=24 * GB, flops_per_second=165e12, memory_bytes_per_second=1.0e12, link_bytes_per_second=25e9
     ),
 }
-"""From data sheets, without sparsity; links as measured pinned copies have them (DOS 5.1, MLP Table 1)."""
+"""GPUs by name. Values are from data sheets, without sparsity; link speeds are from measured copies of pinned memory
+(DOS 5.1, MLP Table 1)."""
 
 
 def gpu_named(name: str) -> Gpu:
-    """ConfigError lists those that are known."""
+    """The GPU with this name in `GPUS`; ConfigError with the known names otherwise."""
     if name not in GPUS:
         raise ConfigError(f"There is no GPU {name!r} here. Known are: {', '.join(GPUS)}.")
     return GPUS[name]
@@ -117,11 +120,11 @@ def gpu_named(name: str) -> Gpu:
 class Machine:
     """Equal nodes of equal GPUs, with one rank on each GPU.
 
-    host_memory_bytes, cpu_params_per_second, host_bytes_per_second: of one node, shared by its ranks. The latter is
-    what the host's memory moves, reads and writes together; updates on the CPU, copies to and from GPUs and storage
-    all take of it. cpu_params_per_second: None for as fast as that memory lets an update be. flop_share: of the GPU's
-    peak that training reaches. node_link_bytes_per_second: of one GPU to those of its node, fabric_…: of one GPU to
-    those of other nodes.
+    host_memory_bytes, cpu_params_per_second, host_bytes_per_second: per node, shared by its ranks.
+    host_bytes_per_second: memory bandwidth of the host, reads plus writes; updates on the CPU, copies from and to GPUs
+    and storage all use it. cpu_params_per_second: speed of updates on the CPU; None if memory bandwidth limits them.
+    flop_share: share of the GPU's peak that training reaches. node_link_bytes_per_second: from one GPU to the GPUs of
+    its node. fabric_bytes_per_second: from one GPU to the GPUs of other nodes.
     """
 
     gpus: int
@@ -144,14 +147,14 @@ class Machine:
             value = getattr(self, name)
             if not 1 <= value <= most:
                 raise ConfigError(f"{name}={value!r} is out of range: 1 to {most}.")
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if isinstance(value, float | int) and one.name not in ("gpus", "nodes"):
-                _check_positive(one.name, value)
+        for of_machine in fields(self):
+            value = getattr(self, of_machine.name)
+            if isinstance(value, float | int) and of_machine.name not in ("gpus", "nodes"):
+                _check_positive(of_machine.name, value)
         if self.flop_share > 1:
             raise ConfigError(f"flop_share={self.flop_share!r} must be at most 1.")
         if len({path.name for path in self.paths}) != len(self.paths):
-            raise ConfigError("A storage path stands twice: give each its own name.")
+            raise ConfigError("Two storage paths have the same name: give each its own name.")
 
     @property
     def ranks(self) -> int:
@@ -159,18 +162,18 @@ class Machine:
 
     @classmethod
     def of(cls, gpu: Gpu, **values: Any) -> Machine:
-        """A machine of these GPUs; `values` go before what the GPU says."""
-        found = {
+        """A machine with this GPU. `values`: fields of Machine; they override values of the GPU's data sheet."""
+        from_gpu = {
             "gpu_memory_bytes": gpu.memory_bytes,
             "h2d_bytes_per_second": gpu.link_bytes_per_second,
             "d2h_bytes_per_second": gpu.link_bytes_per_second,
             "device_bytes_per_second": gpu.memory_bytes_per_second,
             "flops_per_second": gpu.flops_per_second,
         }
-        return cls(**{**found, **values})
+        return cls(**{**from_gpu, **values})
 
     def measured(self, card: RateCard) -> Machine:
-        """This machine with what `tidegate calibrate` has found on one of its nodes, as far as it found it."""
+        """This machine with the speeds that `tidegate calibrate` has measured on one of its nodes, where measured."""
         changes = {
             name: value
             for name in ("h2d_bytes_per_second", "d2h_bytes_per_second", "cpu_params_per_second")
@@ -180,16 +183,18 @@ class Machine:
 
     @cached_property
     def by_name(self) -> Mapping[str, StoragePath]:
+        """The storage paths by name."""
         return {path.name: path for path in self.paths}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained on it.
+    """The training workload.
 
-    microbatch: sequences of one rank at a time. accumulation: micro-batches of each update. weight: dtype of weights
-    and gradients. checkpointing: activations are kept at block boundaries and computed again in the backward.
-    subgroup_numel: parameters of a subgroup.
+    sequence: tokens of a sequence. microbatch: sequences of one rank in a micro-batch. accumulation: micro-batches of
+    each update. weight: dtype of weights and gradients. checkpointing: activations are kept at block boundaries and
+    computed again in the backward. subgroup_numel: parameters of a subgroup. num_slots: staging slots on the GPU.
+    host_slots: staging slots in host memory for each path.
     """
 
     sequence: int = 2048
@@ -219,7 +224,7 @@ class Workload:
 
 
 STATE_BYTES: Final = {"bfloat16": 10, "float16": 12, "float32": 8}
-"""Bytes a parameter of what moves: both moments, and what makes the weight an fp32 one."""
+"""Bytes of state per parameter: both moments, and the remainder or master that makes the weight an fp32 weight."""
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -1,10 +1,10 @@
-"""The update of one rank among many: its node's paths, cores and memory are shared, and equal ranks run in step.
+"""Prediction of an update with many ranks: simulates one rank with its share of the node's paths, cores and memory.
 
-Ranks of a job hold equal shares of the state and make equal plans. Under fair sharing they then do the same at the same
-time, so that one of them on its share of the node says what all do: 512 ranks take no longer to simulate than one.
-(`fluid` can run several ranks at once; a test holds both against each other.) What that cannot show is ranks that get
-out of step, as exclusive access to a path makes them on purpose: a path serves as many bytes either way, and what one
-rank waits another works.
+Ranks of a job hold equal shares of the state and make equal plans. Under fair sharing they do the same at the same
+time, so that it is enough to simulate one rank with its share of the node: 512 ranks take no longer to simulate than
+one. (`fair_share` can simulate several ranks at once; a test compares both.) Not simulated are ranks that get out of
+step, as exclusive access to a path causes on purpose: that changes the times of single ranks, but not the total
+throughput, because a path serves as many bytes in both cases, and while one rank waits another rank works.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from tidegate.simulator.steady_state import Rank, Settled, sampled, settled
 from tidegate.speeds.rate_card import RateCard
 
 MEMORY: Final = "host memory"
-"""The resource that updates on the CPU and all copies share: what host memory moves, reads and writes together."""
+"""Name of the resource that updates on the CPU and all copies share: memory bandwidth of the host, reads plus
+writes."""
 _STREAMED: Final = 0.7
-"""Share of its memory's peak that an update on a GPU reaches: it reads and writes many arrays at once."""
+"""Share of the GPU's peak memory bandwidth that an update reaches, because it reads and writes many arrays at once."""
 
 
 @dataclass(frozen=True)
 class NodeShare:
-    """What one rank has of its node, and of paths that all nodes share, while all other ranks do the same.
+    """The share of one rank in its node, and in paths that all nodes share, while all other ranks work in the same way.
 
-    cpu_bytes: bytes a parameter that an update on the CPU moves in host memory; 0 for those of our kernels.
+    cpu_bytes: bytes per parameter that an update on the CPU reads and writes in host memory; 0 for the bytes of
+    Tidegate's kernels (`touched_bytes`).
     """
 
     machine: Machine
@@ -43,16 +45,18 @@ class NodeShare:
 
     @cached_property
     def touched_bytes(self) -> int:
-        """Bytes a parameter that our update moves in memory: state both ways, the gradient, the weight both ways."""
+        """Memory traffic of Tidegate's update in bytes per parameter: state and weight are read and written, the
+        gradient (of the weight's size) is read."""
         return 2 * self.work.state_bytes + 3 * self.work.weight_bytes
 
     @cached_property
     def memory_bytes_per_second(self) -> float:
+        """Host memory bandwidth of one rank."""
         return self.machine.host_bytes_per_second / self.machine.gpus
 
     @cached_property
     def card(self) -> RateCard:
-        """Speeds of this rank's lanes, each alone, while the other ranks use the same lanes."""
+        """The rate card of this rank: the speed of each lane alone, while the other ranks use the same lane."""
         machine = self.machine
         on_cpu = machine.cpu_params_per_second or machine.host_bytes_per_second / (self.cpu_bytes or self.touched_bytes)
         on_device = _STREAMED * machine.device_bytes_per_second
@@ -74,8 +78,8 @@ class NodeShare:
         ).with_paths(speeds)
 
     def demand(self, op: Op) -> Demand:
-        """Share of each shared resource that `op` takes at the full speed of its lane; a GPU and its link are its
-        rank's own."""
+        """The share of each shared resource that `op` uses at the full speed of its lane. A GPU and its link belong to
+        one rank and are not shared."""
         seconds = self.card.seconds(op)
         if seconds <= 0 or op.lane == DEVICE:
             return {}
@@ -89,10 +93,11 @@ class NodeShare:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePrediction:
-    """One update of one rank, in seconds from `step()` until everything is done; the mean where orders alternate.
+    """The predicted update of one rank: seconds from the call of `step()` until all ops are done; the mean of both
+    steps where orders alternate.
 
-    busy: seconds of full work of each resource within that time: lanes, `host memory`, and paths whose reads and writes
-    share the device. lane_bytes: of a step, whole.
+    busy: seconds of work at full speed of each resource within that time: lanes, `host memory`, and paths whose reads
+    and writes share the device. lane_bytes: bytes of the whole step, by lane.
     """
 
     seconds: float
@@ -106,25 +111,27 @@ class UpdatePrediction:
 
     @property
     def share_of_bound(self) -> float:
-        """The busiest resource's work by the time the update takes: 1 where no schedule could be shorter."""
+        """Utilisation of the busiest resource: its seconds of work divided by the seconds of the update. 1: no schedule
+        could be shorter."""
         return min(1.0, self.busy[self.bottleneck] / self.seconds) if self.seconds > 0 else 1.0
 
 
 def predict_update(
     rank: Rank, effective: Effective, share: NodeShare, *, backward_seconds: float = 0.0
 ) -> UpdatePrediction:
-    """The update of `rank` under these knobs once they have settled, beside as many more as the machine has.
+    """Predicts the update of `rank` under these knobs in the steady state, while all other ranks of the machine run,
+    too.
 
-    backward_seconds: of the last micro-batch, in which early copies and fetches run. The planner makes the plans; of
-    many subgroups some stand for all, and the backward shrinks with them.
+    backward_seconds: length of the last micro-batch's backward, in which early copies and fetches run. If there are
+    many subgroups, a sample is simulated, with a backward that is shorter in the same ratio.
     """
     few, smaller, scale = sampled(rank, effective)
     steps = settled(few, smaller, share.card)
     seconds, busy = 0.0, defaultdict[str, float](float)
     for step in steps:
         backward = backward_seconds / scale
-        took, used = run(step.plan(share.card, backward), share.card.seconds, share.demand, backward)
-        seconds += took * scale / len(steps)
+        elapsed, used = run(step.plan(share.card, backward), share.card.seconds, share.demand, backward)
+        seconds += elapsed * scale / len(steps)
         for resource, work in used.items():
             busy[resource] += work * scale / len(steps)
     whole = steps if few is rank else settled(rank, effective, share.card)
@@ -134,9 +141,10 @@ def predict_update(
 def run(
     plan: Plan, seconds_of: Callable[[Op], float], demand_of: Callable[[Op], Demand], step_at: float
 ) -> tuple[float, dict[str, float]]:
-    """Seconds of the update of `plan`, whose `step()` comes at `step_at`, and the work of each resource within it.
+    """Simulates the update of `plan`, with `step()` called at `step_at`. Returns its seconds, and the seconds of work
+    of each resource within it.
 
-    seconds_of: what an op takes at full speed; demand_of: what it takes of each resource then.
+    seconds_of: gives the run time of an op at full speed. demand_of: gives its share of each resource at full speed.
     """
     seconds = {op.id: seconds_of(op) for op in plan.ops}
     demands = {op.id: demand_of(op) for op in plan.ops}

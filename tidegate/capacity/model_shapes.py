@@ -12,15 +12,17 @@ from tidegate.errors import ConfigError
 
 _LLAMA_VOCAB: Final = 32_000
 MAX_PARAMS: Final = 10**13
-"""More are a mistake in a config, and would take minutes to plan."""
+"""Most parameters of a model: more are most likely a mistake in a config, and would take minutes to plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A transformer of equal blocks: attention, then an inner layer; norms and biases are left out (below 0.1 %).
+    """The shape of a transformer of equal blocks: attention, then an inner (feed-forward) layer. Norms and biases are
+    left out (below 0.1 % of the parameters).
 
-    ffn: width of the inner layer. gated: it has three matrices instead of two (SwiGLU). experts: inner layers of each
-    block, of which `active_experts` work on a token. tied: the output uses the embedding's matrix.
+    ffn: width of the inner layer. gated: the inner layer has three matrices instead of two (SwiGLU). experts: number of
+    inner layers of each block, of which `active_experts` process a token. tied: the output layer uses the embedding's
+    matrix.
     """
 
     name: str
@@ -35,7 +37,7 @@ class ModelShape:
     experts: int = 1
     active_experts: int = 1
     head_width: int = 0
-    """Of one attention head; 0 for hidden / heads."""
+    """Width of one attention head; 0 for hidden / heads."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "active_experts"):
@@ -53,11 +55,12 @@ class ModelShape:
 
     @property
     def embedding_params(self) -> int:
-        """Of the matrix at the input; the one at the output has as many."""
+        """Parameters of the input embedding; the matrix of the output layer has the same number."""
         return self.vocab * self.hidden
 
     @property
     def params(self) -> int:
+        """All parameters of the model."""
         return self.layers * self.block_params + self.embedding_params * (1 if self.tied else 2)
 
     @property
@@ -77,7 +80,7 @@ class ModelShape:
 
 
 def _gpt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
-    """As both papers have them: inner layers of four times the width, the tokenizer of Llama 2."""
+    """A model shape as in both papers: inner layers of four times the hidden width, the vocabulary of Llama 2."""
     return ModelShape(
         name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=heads, ffn=4 * hidden, vocab=_LLAMA_VOCAB,
         tied=True,
@@ -109,7 +112,7 @@ PAPER_MODELS: Final[dict[str, ModelShape]] = {
         _gpt("280B", 72, 16384, 128),
     )
 }
-"""DOS Table 2 and MLP Table 2, as they stand there: 20B has 48 layers, which make 22 billion parameters."""
+"""The models of DOS Table 2 and MLP Table 2, unchanged: 20B has 48 layers, and thus 22 billion parameters."""
 
 MODELS: Final[dict[str, ModelShape]] = {
     **PAPER_MODELS,
@@ -126,7 +129,7 @@ MODELS: Final[dict[str, ModelShape]] = {
         )
     },
 }
-"""Shapes by name: those of the papers, and what is often trained."""
+"""Shapes by name: the models of the papers, and common models."""
 
 _GATED: Final = frozenset(
     {
@@ -135,15 +138,15 @@ _GATED: Final = frozenset(
     }
 )  # fmt: skip
 """Model types (`model_type`) of equal blocks whose inner layers are gated."""
-_PLAIN: Final = frozenset(
+_UNGATED: Final = frozenset(
     {
         "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt",
         "persimmon", "phi", "starcoder2",
     }
 )  # fmt: skip
-"""Those whose inner layers are not."""
+"""Model types of equal blocks whose inner layers are not gated."""
 _OTHER_SHAPES: Final = ("kv_lora_rank", "is_encoder_decoder", "moe_intermediate_size", "ffn_config", "attn_config")
-"""Keys of what blocks have that are not counted here."""
+"""Config keys of architectures whose parameters cannot be counted here."""
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -158,7 +161,7 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
 
 
 def model_named(name: str) -> ModelShape:
-    """The shape of that name, whatever its case. ConfigError lists those that are known."""
+    """The shape with this name (upper or lower case); ConfigError with the known names otherwise."""
     found = {known.lower(): shape for known, shape in MODELS.items()}.get(name.lower())
     if found is None:
         raise ConfigError(
@@ -169,7 +172,7 @@ def model_named(name: str) -> ModelShape:
 
 
 def model_from(where: str) -> ModelShape:
-    """The shape of a name, or of a Hugging Face config: the file, or the folder in which its config.json is."""
+    """The shape of a model name, or of a Hugging Face config: the file, or a folder with a config.json."""
     if where.lower() in (name.lower() for name in MODELS):
         return model_named(where)
     file = Path(where)
@@ -187,8 +190,9 @@ def model_from(where: str) -> ModelShape:
 def model_from_config(values: Any, *, name: str = "model") -> ModelShape:
     """The shape that a Hugging Face config (the parsed JSON) describes.
 
-    ConfigError when a size is missing or no number, and for shapes that are not known to be counted rightly here (other
-    types, latent attention, encoders with decoders): a wrong count would be worse than none.
+    ConfigError when a size is missing or not a number, and for architectures whose parameters this function cannot
+    count correctly (other model types, latent attention, encoders with decoders): a wrong count would be worse than
+    none.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"The config of {name} is no JSON object: give the config.json of a Hugging Face model.")
@@ -206,10 +210,10 @@ def model_from_config(values: Any, *, name: str = "model") -> ModelShape:
     missing = [_NAMES[size][0] for size in ("layers", "hidden", "heads", "vocab") if not sizes[size]]
     if missing:
         raise ConfigError(f"The config of {name} lacks {', '.join(missing)}: is it the config of a language model?")
-    if kind not in _GATED | _PLAIN:
+    if kind not in _GATED | _UNGATED:
         raise ConfigError(
             f"The config of {name} has model_type {kind[:40]!r}, which cannot be counted here. Known are "
-            f"{', '.join(sorted(_GATED | _PLAIN))}. Give the name of a model of about its size."
+            f"{', '.join(sorted(_GATED | _UNGATED))}. Give the name of a model of about its size."
         )
     one_kv_head = values.get("multi_query") and not values.get("new_decoder_architecture")
     return ModelShape(
@@ -221,8 +225,8 @@ def model_from_config(values: Any, *, name: str = "model") -> ModelShape:
         ffn=sizes["ffn"] or 4 * sizes["hidden"],
         vocab=sizes["vocab"],
         gated=kind in _GATED,
-        # Where a config does not say: gated models other than Gemma have a matrix of its own at the output.
-        tied=bool(values.get("tie_word_embeddings", kind.startswith("gemma") or kind in _PLAIN)),
+        # Default if the config has no value: gated models other than Gemma have a separate matrix in the output layer.
+        tied=bool(values.get("tie_word_embeddings", kind.startswith("gemma") or kind in _UNGATED)),
         experts=sizes["experts"] or 1,
         active_experts=sizes["active_experts"] or 1,
         head_width=sizes["head_width"],
@@ -230,7 +234,8 @@ def model_from_config(values: Any, *, name: str = "model") -> ModelShape:
 
 
 def _size(values: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
-    """The first of these keys that is there, 0 when none is."""
+    """The value of the first of these keys that is present; 0 when none is. ConfigError when it is not a whole
+    number."""
     for key in keys:
         if (value := values.get(key)) is not None:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

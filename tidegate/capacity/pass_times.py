@@ -1,8 +1,9 @@
-"""Forward and backward of one micro-batch on a sharded model: floating-point work beside the collectives.
+"""Times of the forward and backward pass of one micro-batch on a sharded model.
 
-Estimates, for what share of an iteration the update is. Work: 2 operations a parameter and token forwards, twice that
-backwards, once more where activations are computed again. Collectives: ZeRO-3 gathers all weights in each pass and
-reduces all gradients; they run beside the work.
+Rough estimates, used only to find the share of an iteration that the update takes. Compute: 2 floating-point operations
+per parameter and token in the forward, twice as many in the backward, and 2 more where activations are computed again.
+Collectives: ZeRO-3 gathers all weights in each pass and reduces all gradients; they run at the same time as the
+compute.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tidegate.capacity.model_shapes import ModelShape
 
 
 class Pass(NamedTuple):
-    """Seconds of one micro-batch, and whether the work or the collectives decide them."""
+    """Seconds of the forward and the backward of one micro-batch, and their bottleneck: `compute` or `collectives`."""
 
     forward: float
     backward: float
@@ -22,7 +23,7 @@ class Pass(NamedTuple):
 
 
 def passes(shape: ModelShape, machine: Machine, work: Workload) -> Pass:
-    """What one micro-batch takes on each rank."""
+    """The pass times of one micro-batch on each rank."""
     compute = forward_flops(shape, work) / (machine.flops_per_second * machine.flop_share)
     gather = gather_seconds(shape.params * work.weight_bytes, machine)
     again = 3 if work.checkpointing else 2
@@ -38,7 +39,7 @@ def forward_flops(shape: ModelShape, work: Workload) -> float:
 
 
 def gather_seconds(nbytes: float, machine: Machine) -> float:
-    """Seconds in which every rank gets `nbytes` of which each holds an equal share, over rings."""
+    """Seconds of an all-gather of `nbytes`, of which each rank holds an equal share, over rings."""
     within = nbytes * (machine.ranks - 1) / machine.ranks / machine.node_link_bytes_per_second
     between = nbytes * (machine.nodes - 1) / machine.nodes / (machine.gpus * machine.fabric_bytes_per_second)
     return max(within, between)

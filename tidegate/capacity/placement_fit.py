@@ -1,4 +1,4 @@
-"""Where state goes on a machine: as much on the GPU as fits, then in host memory, what is left on paths."""
+"""Placement of state for the capacity planner: fills GPU memory, then host memory, then storage paths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from tidegate.simulator.steady_state import Rank, Settled, settled
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """What does not fit. `where`: `GPU memory` of each GPU, `host memory` of each node, or `storage paths`, of all."""
+    """A lack of memory or storage. `where`: `GPU memory` (bytes per GPU), `host memory` (bytes per node), or `storage
+    paths` (bytes of all ranks)."""
 
     where: str
     needed_bytes: float
@@ -46,10 +47,10 @@ class Shortage:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Where everything goes. With a shortage, what follows it was not worked out.
+    """A placement of all data of a rank. If there is a shortage, the memory levels after it are not computed.
 
-    device, host: bytes of one rank by kind. effective: knobs; the stride is yet to be chosen, unless there is no room
-    for staging slots.
+    device, host: bytes of one rank by kind. effective: knobs; the stride is chosen later, unless there is no room for
+    staging slots (`may_stage`).
     """
 
     rank: Rank
@@ -61,17 +62,17 @@ class Fit:
     may_stage: bool = True
 
     def state_bytes(self, share: NodeShare) -> dict[str, int]:
-        """Bytes of this rank's state by where they are between two steps."""
-        found: Counter[str] = Counter()
+        """Bytes of this rank's state between two steps, by residence."""
+        nbytes: Counter[str] = Counter()
         for s, p in zip(self.rank.subgroups, settled(self.rank, self.effective, share.card)[0].placements, strict=True):
-            found[p.after] += s.nbytes("state")
-        return dict(found)
+            nbytes[p.after] += s.nbytes("state")
+        return dict(nbytes)
 
 
 def fit(shape: ModelShape, machine: Machine, work: Workload, gradients: Literal["keep", "release"] = "keep") -> Fit:
-    """As much state on the GPU as there is room for, the rest in host memory, what that cannot take on paths.
+    """Places as much state on the GPU as fits, the rest in host memory, and the excess on storage paths.
 
-    gradients: `release` leaves more room on the GPU, and takes some of host memory.
+    gradients: `release` leaves more free memory on the GPU, and needs some host memory for gradient sums.
     """
     share = NodeShare(machine, work)
     subgroups = subgroups_of(-(-shape.params // machine.ranks), work)
@@ -86,7 +87,11 @@ def fit(shape: ModelShape, machine: Machine, work: Workload, gradients: Literal[
             rank=rank, effective=Effective(OFF, 0.0), gradients=gradients, device=device, host={}, shortages=(short,)
         )
     may_stage = free >= work.num_slots * largest
-    ratio = 1.0 if free >= total else _whole((free - may_stage * work.num_slots * largest) // largest, len(subgroups))
+    ratio = (
+        1.0
+        if free >= total
+        else _readable_ratio((free - may_stage * work.num_slots * largest) // largest, len(subgroups))
+    )
     effective = Effective(OFF, ratio)
     device = {
         **device,
@@ -100,7 +105,10 @@ def fit(shape: ModelShape, machine: Machine, work: Workload, gradients: Literal[
 
 
 def _on_host(found: Fit, share: NodeShare) -> Fit:
-    """Without paths when host memory has room for all of it, or when there are none."""
+    """Places the state that is not on the GPU: in host memory if it fits or there are no paths, else also on paths.
+
+    found: the placement on the GPU.
+    """
     room, machine = host_room(share.machine), share.machine
     host = _host_bytes(found.rank, found.effective, share)
     if sum(host.values()) <= room:
@@ -109,7 +117,7 @@ def _on_host(found: Fit, share: NodeShare) -> Fit:
     if not machine.paths or not stored:
         return replace(found, host=host, shortages=(_host_shortage(host, room, machine),))
     capacity = _capacity(found.rank.subgroups[0], share)
-    # A path without room for one subgroup is none: a capacity of 0 means one that was retired.
+    # A path that cannot hold one subgroup is left out, because a capacity of 0 means that a path was retired.
     usable = [path.name for path in machine.paths if capacity.get(path.name) != 0]
     unit = stored[0].nbytes("state")
     if not usable:
@@ -140,7 +148,7 @@ def _on_host(found: Fit, share: NodeShare) -> Fit:
 
 
 def _capacity(subgroup: Subgroup, share: NodeShare) -> dict[str, int]:
-    """Most subgroups of one rank on each path whose capacity is known."""
+    """The capacity of each path in subgroups of one rank, where known."""
     machine = share.machine
     return {
         path.name: int(path.capacity_bytes / (machine.ranks if path.all_nodes else machine.gpus))
@@ -157,7 +165,8 @@ def _host_shortage(host: Mapping[str, float], room: float, machine: Machine) -> 
 
 
 def _host_bytes(rank: Rank, effective: Effective, share: NodeShare) -> dict[str, float]:
-    """Of one rank, by kind, with everything that is not resident updated on the CPU: no stride needs more."""
+    """Host memory of one rank in bytes, by kind, if all subgroups that are not residents are updated on the CPU. This
+    is an upper bound over all strides."""
     steps: list[Settled] = settled(rank, effective, share.card)
     found = max((step.host_bytes() for step in steps), key=lambda kinds: sum(kinds.values()))
     sums = sums_bytes(sum(s.numel for s in rank.subgroups), share.work, rank.gradients)
@@ -165,6 +174,6 @@ def _host_bytes(rank: Rank, effective: Effective, share: NodeShare) -> dict[str,
     return {kind: float(nbytes) for kind, nbytes in whole.items()}
 
 
-def _whole(count: float, of: int) -> float:
-    """The share that `count` subgroups are, rounded down to a ratio that people can read and that still gives them."""
+def _readable_ratio(count: float, of: int) -> float:
+    """The ratio of `count` to `of` subgroups, rounded down to four digits, with which the user still gets `count`."""
     return int(10_000 * max(0.0, count) / of) / 10_000

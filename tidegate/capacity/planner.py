@@ -17,17 +17,18 @@ from tidegate.plan.ops import path_lanes
 from tidegate.tuner.search import equation_stride
 
 STRIDES: Final[tuple[float, ...]] = (8, 4, 3, 2, 1.5, 1.25, 1)
-"""Tried after `off` and beside the stride of DOS Eq. 1, in this order."""
+"""Strides that are tried in this order, after `off` and before the stride of DOS Eq. 1."""
 WORTH: Final = 0.97
-"""Share of the best update so far that another one must undercut: one that asks more of the GPU, or of the script."""
+"""Factor below which an update must be, relative to the best so far, if it needs more of the GPU or another script."""
 DAY: Final = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wear:
-    """What training writes to one path: bytes a day on each node, or of all nodes where they share it.
+    """The wear of one storage path: bytes written per iteration and per day, by each node, or by all nodes if they
+    share the path.
 
-    days: until its endurance is used up; None where that is not known.
+    days: days until its endurance is used up; None if the endurance is not known.
     """
 
     path: str
@@ -38,12 +39,13 @@ class Wear:
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityPlan:
-    """The answer. Seconds and what follows from them are None when it does not fit.
+    """The result of capacity planning. Times are None when the model does not fit.
 
     phases: seconds of `forward`, `backward` and `update` in one iteration; forward and backward are estimates from the
-    stated share of the GPU's peak, the update is simulated. state_bytes: of all ranks, by residence. device_bytes and
-    host_bytes: of one GPU and of one node, by kind. bottleneck: what the longest phase waits for: a lane, a path, `host
-    memory`, `compute` or `collectives`. bound_share: of the update, how near it is to what its busiest resource allows.
+    stated share of the GPU's peak, the update is simulated. state_bytes: bytes of all ranks, by residence. device_bytes
+    and host_bytes: bytes of one GPU and of one node, by kind. bottleneck: the resource that the longest phase waits
+    for: a lane, a path, `host memory`, `compute` or `collectives`. bound_share: utilisation of the busiest resource
+    during the update; 1 where no schedule could be shorter.
     """
 
     model: ModelShape
@@ -70,7 +72,7 @@ class CapacityPlan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together; None when the model does not fit."""
         if self.iteration_seconds is None:
             return None
         work = self.work
@@ -90,7 +92,7 @@ class CapacityPlan:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the figures rest on, in sentences."""
+        """The assumptions behind the figures, as sentences."""
         return tuple(_assumptions(self))
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,17 +125,18 @@ class CapacityPlan:
 
 
 def plan_capacity(shape: ModelShape, machine: Machine, work: Workload | None = None) -> CapacityPlan:
-    """Where state goes, which stride is best, and what an iteration takes. Equal arguments give equal answers."""
+    """Plans the placement of state and the stride, and predicts the time of an iteration. Equal arguments give equal
+    results."""
     work = _sized(shape, machine, work or Workload())
     share, once = NodeShare(machine, work), passes(shape, machine, work)
     fits = [fit(shape, machine, work, "keep"), fit(shape, machine, work, "release")]
-    usable = [one for one in fits if not one.shortages]
+    usable = [placed for placed in fits if not placed.shortages]
     if not usable:
         return CapacityPlan(
             model=shape, machine=machine, work=work, fit=fits[-1], phases=_phases(once, work, None), update=None,
             bottleneck=fits[-1].shortages[0].where, state_bytes={}, wear=(),
         )  # fmt: skip
-    found, update = _best_stride(*_first_of_best(usable, share, once.backward), share, once.backward)
+    found, update = _best_stride(*_cheapest_good_fit(usable, share, once.backward), share, once.backward)
     phases = _phases(once, work, update)
     longest = phases["update"] >= max(phases["forward"], phases["backward"])
     return CapacityPlan(
@@ -145,20 +148,21 @@ def plan_capacity(shape: ModelShape, machine: Machine, work: Workload | None = N
 
 
 def _sized(shape: ModelShape, machine: Machine, work: Workload) -> Workload:
-    """Subgroups small enough that a rank has some sixteen: with fewer, lanes wait for whole subgroups."""
+    """The workload with subgroups small enough that a rank has about sixteen: with fewer, lanes wait long."""
     of_rank = -(-shape.params // machine.ranks)
     if shape.params < machine.ranks:
         raise ConfigError(f"Model {shape.name} has fewer parameters than ranks: {shape.params} for {machine.ranks}.")
     return replace(work, subgroup_numel=min(work.subgroup_numel, max(1, -(-of_rank // 16))))
 
 
-def _first_of_best(fits: Sequence[Fit], share: NodeShare, backward: float) -> tuple[Fit, UpdatePrediction]:
-    """The first one whose update, with nothing staged, no later one undercuts by what is worth it."""
+def _cheapest_good_fit(fits: Sequence[Fit], share: NodeShare, backward: float) -> tuple[Fit, UpdatePrediction]:
+    """The placement with the shortest update without staging; a later one is preferred only if it is shorter by the
+    factor WORTH. `fits` are in the order of their cost."""
     best: tuple[Fit, UpdatePrediction] | None = None
-    for one in fits:
-        update = predict_update(one.rank, one.effective, share, backward_seconds=backward)
+    for candidate in fits:
+        update = predict_update(candidate.rank, candidate.effective, share, backward_seconds=backward)
         if best is None or update.seconds < WORTH * best[1].seconds:
-            best = (one, update)
+            best = (candidate, update)
     assert best is not None, "there is at least one"
     return best
 
@@ -166,16 +170,17 @@ def _first_of_best(fits: Sequence[Fit], share: NodeShare, backward: float) -> tu
 def _best_stride(
     found: Fit, update: UpdatePrediction, share: NodeShare, backward: float
 ) -> tuple[Fit, UpdatePrediction]:
-    """The stride with the shortest update, of those that there is room for and that are worth it."""
+    """The placement with the stride of the shortest update. A stride is preferred to an earlier one only if the update
+    is shorter by the factor WORTH."""
     strides = [*STRIDES, *equation_stride(found.rank.subgroups, share.card)] if found.may_stage else []
     for stride in dict.fromkeys(strides):
-        # What crosses a path is the same with every stride.
+        # The bytes on a path are the same with every stride: if a path is the bottleneck, no stride helps.
         if max((update.busy.get(path, 0.0) for path in found.rank.host_slots), default=0.0) > WORTH * update.seconds:
             break
-        one = replace(found, effective=replace(found.effective, stride=stride))
-        its_update = predict_update(one.rank, one.effective, share, backward_seconds=backward)
+        candidate = replace(found, effective=replace(found.effective, stride=stride))
+        its_update = predict_update(candidate.rank, candidate.effective, share, backward_seconds=backward)
         if its_update.seconds < WORTH * update.seconds:
-            found, update = one, its_update
+            found, update = candidate, its_update
     return found, update
 
 

@@ -1,4 +1,4 @@
-"""The configuration that a capacity plan asks for, to paste: as Python, and as DeepSpeed's JSON."""
+"""Configuration for a capacity plan, to copy and paste: as Python code, and as DeepSpeed's JSON."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _FOLDER: Final = "/path/to/{}"
 
 
 def settings(plan: CapacityPlan) -> dict[str, Any]:
-    """What `tidegate.Offload` is given, by name; folders of paths are to be filled in.
+    """The arguments of `tidegate.Offload` for this plan, by name; the user must fill in the folders of paths.
 
-    Nothing is "auto": what would be is left out, for Hugging Face's trainers take that word in DeepSpeed's
-    configuration for one of their own.
+    Settings that would be "auto" are left out, because Hugging Face's trainers interpret that word in DeepSpeed's
+    configuration as a placeholder of their own.
     """
     effective, work = plan.fit.effective, plan.work
     found: dict[str, Any] = {
@@ -38,13 +38,14 @@ def settings(plan: CapacityPlan) -> dict[str, Any]:
 
 
 def python(plan: CapacityPlan) -> str:
-    """To paste into a training script. Numbers are those of the plan; `auto` lets the tuner move them."""
+    """Python code for a training script, with the numbers of the plan. Replace a number by `auto` to let the tuner
+    change it."""
     lines = ["import tidegate", "", "optimizer = tidegate.AdamW("]
     lines += ["    model.parameters(),", "    lr=3e-4,"]
     if plan.fit.gradients == "release":
         lines.append("    max_grad_norm=1.0,  # gradients are released as they arrive: clip here, not in the script")
     lines += ["    offload=tidegate.Offload("]
-    lines += [f"        {name}={_shown(value)}," for name, value in settings(plan).items()]
+    lines += [f"        {name}={_literal(value)}," for name, value in settings(plan).items()]
     lines += ["    ),", ")"]
     if sums_in_host(plan.work, plan.fit.gradients):
         lines += [
@@ -55,7 +56,7 @@ def python(plan: CapacityPlan) -> str:
 
 
 def deepspeed(plan: CapacityPlan) -> dict[str, Any]:
-    """DeepSpeed's configuration with the block `tidegate`, of the same names as `Offload`."""
+    """DeepSpeed's configuration, with a block `tidegate` that has the same names as the arguments of `Offload`."""
     work = plan.work
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.microbatch,
@@ -73,7 +74,8 @@ def deepspeed_text(plan: CapacityPlan) -> str:
     return json.dumps(deepspeed(plan), indent=2) + "\n"
 
 
-def _shown(value: object) -> str:
+def _literal(value: object) -> str:
+    """`value` as text for Python code; whole numbers from 10,000 with digit groups."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
         return f"{value:_}"
     return json.dumps(value)

@@ -1,4 +1,4 @@
-"""What would help most: other settings, or more of something, each planned and simulated like the machine at hand."""
+"""Recommendations of the capacity planner: settings to change or hardware to buy, each planned and simulated."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tidegate.capacity.planner import CapacityPlan, plan_capacity
 from tidegate.errors import ConfigError
 
 TYPICAL_NVME: Final = StoragePath(name="nvme", read_bytes_per_second=6.9e9, write_bytes_per_second=5.3e9)
-"""The node-local drives of MLP Table 1."""
+"""A typical NVMe drive: the node-local drives of MLP Table 1."""
 WORTH: Final = 1.02
-"""Times as many tokens of each GPU that a change must bring to be named."""
+"""Smallest gain of a recommended change, as a factor of tokens per second of each GPU."""
 MOST_NODES: Final = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One thing to change (a setting) or to buy, what an iteration would take then, and what that brings.
+    """A recommended change of a setting, or a purchase of hardware, with the predicted seconds of an iteration.
 
-    gain: times as many tokens a second of each GPU; None where it does not fit as it is, and would then.
+    gain: factor of tokens per second of each GPU; None if the model does not fit without the change, and fits with it.
     """
 
     kind: Literal["change", "buy"]
@@ -42,8 +42,8 @@ class _Option(NamedTuple):
 
 
 def best_changes(plan: CapacityPlan, count: int = 3) -> tuple[Change, ...]:
-    """The `count` changes that bring most tokens a second of each GPU, simulated one at a time; fewer where fewer are
-    worth it. Of a plan that does not fit, those with which it does."""
+    """The `count` changes with the most tokens per second of each GPU, each simulated on its own; fewer if fewer reach
+    the gain WORTH. If the plan does not fit: the changes with which it fits."""
     found: list[tuple[float, Change]] = []
     for option in _options(plan):
         try:
@@ -71,7 +71,7 @@ def _rate(plan: CapacityPlan) -> float | None:
 
 def _options(plan: CapacityPlan) -> Iterator[_Option]:
     machine, work = plan.machine, plan.work
-    yield _Option("change", f"micro-batches of {2 * work.microbatch}", machine, _twice(work))
+    yield _Option("change", f"micro-batches of {2 * work.microbatch}", machine, _double_microbatch(work))
     if work.accumulation < 4:
         yield _Option("change", "4 micro-batches for each update", machine, replace(work, accumulation=4))
     if work.weight != "bfloat16":
@@ -80,8 +80,8 @@ def _options(plan: CapacityPlan) -> Iterator[_Option]:
         yield _Option("change", "activation checkpointing", machine, replace(work, checkpointing=True))
     for path in machine.paths:
         if not path.all_nodes:
-            twice = _faster(path)
-            paths = tuple(twice if one is path else one for one in machine.paths)
+            doubled = _two_drives(path)
+            paths = tuple(doubled if other is path else other for other in machine.paths)
             yield _Option("buy", f"a second drive for path {path.name}", replace(machine, paths=paths), work)
     if all(path.all_nodes for path in machine.paths):
         more = replace(TYPICAL_NVME, name=_free_name(machine))
@@ -98,12 +98,12 @@ def _options(plan: CapacityPlan) -> Iterator[_Option]:
         yield _Option("buy", f"{2 * machine.nodes} nodes", replace(machine, nodes=2 * machine.nodes), work)
 
 
-def _twice(work: Workload) -> Workload:
+def _double_microbatch(work: Workload) -> Workload:
     return replace(work, microbatch=2 * work.microbatch)
 
 
-def _faster(path: StoragePath) -> StoragePath:
-    """Two drives as one path: twice of everything."""
+def _two_drives(path: StoragePath) -> StoragePath:
+    """Two drives as one path: twice the speed, capacity and endurance."""
     return replace(
         path,
         read_bytes_per_second=2 * path.read_bytes_per_second,
@@ -119,7 +119,7 @@ def _free_name(machine: Machine) -> str:
 
 
 def _enough_nodes(plan: CapacityPlan) -> Change | None:
-    """The fewest nodes, doubled and doubled, on which it fits."""
+    """The fewest nodes on which the model fits, by repeated doubling; None if it does not fit on MOST_NODES."""
     machine = plan.machine
     while 2 * machine.nodes <= MOST_NODES:
         machine = replace(machine, nodes=2 * machine.nodes)

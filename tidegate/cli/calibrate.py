@@ -1,4 +1,4 @@
-"""`tidegate calibrate`: measures this machine once, keeps what it found, and shows it."""
+"""`tidegate calibrate`: measures this machine, saves the result, and prints it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def calibrate(
     found = None if again else kept(file, hardware)
     fresh = found is None
     if found is None:
-        found = measure.calibrate(paths, seconds=seconds, progress=_told)
+        found = measure.calibrate(paths, seconds=seconds, progress=_print_progress)
         keep(file, found)
     if as_json:
         say(json.dumps({**found.to_dict(), "file": str(file), "measured_now": fresh}))
@@ -55,9 +55,9 @@ def _paths(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _told(what: str) -> None:
-    """Progress is for people: on stderr, so that a pipe gets the result alone."""
-    say(f"measuring: {what}", file=sys.stderr, flush=True)
+def _print_progress(measurement: str) -> None:
+    """Prints the present measurement to stderr, so that stdout has only the result."""
+    say(f"measuring: {measurement}", file=sys.stderr, flush=True)
 
 
 def _print(found: Calibration, file: Path, fresh: bool) -> None:

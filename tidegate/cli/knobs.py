@@ -1,4 +1,5 @@
-"""`tidegate knobs get | set`, `history`, `rollback` and `advice`: what a run has, had, is to have, and might."""
+"""`tidegate knobs get | set`, `history`, `rollback` and `advice`: commands that show, change, restore and recommend the
+knobs of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tidegate.wire.canary import MAX_CANARY_STEPS, CanaryRequest
 from tidegate.wire.knobs import GenerationView, RankKnobs
 
 APPLY_SECONDS: Final = 2.0
-"""How long ranks are waited for once they have agreed: they apply knobs between two steps."""
+"""Longest wait for ranks to apply agreed knobs, which they do between two steps."""
 app = typer.Typer(help="Read and turn the knobs of a run.", no_args_is_help=True)
 
 
@@ -121,7 +122,8 @@ def advice(run: RunOption = None, url: Daemon = None, as_json: Json = False) -> 
 
 
 def _ranks_with(client: DaemonClient, made: GenerationView) -> tuple[RankKnobs, ...]:
-    """The ranks, when those that are live have what was decided, or soon after: steps may be long."""
+    """Waits until all live ranks have applied the generation, at most APPLY_SECONDS because steps may be long. Returns
+    the knobs of all ranks."""
     latest = time.monotonic() + APPLY_SECONDS
     while True:
         ranks = client.knobs(made.run).ranks
@@ -132,7 +134,7 @@ def _ranks_with(client: DaemonClient, made: GenerationView) -> tuple[RankKnobs, 
 
 
 def _show(made: GenerationView, ranks: tuple[RankKnobs, ...], as_json: bool) -> None:
-    """Exit code 1 where the ranks do not have it, or not yet."""
+    """Prints the generation. Exit code 1 if the ranks have not agreed on it, or not yet."""
     from tidegate.cli.tables import print_generation
 
     print_json(made) if as_json else print_generation(made, ranks)

@@ -1,4 +1,5 @@
-"""The command line. Parts are imported by the commands that need them, so that `tidegate status` runs anywhere."""
+"""The command line `tidegate`. Commands import the packages that they need, so that `tidegate status` needs no
+torch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ app.add_typer(tokens.app, name="token")
 
 
 def main() -> NoReturn:
-    """Exit codes: 0 done, 1 failed, 2 used wrongly. Errors are one sentence on stderr."""
+    """Runs the command line. Exit codes: 0 done, 1 failed, 2 wrong usage. Errors are one sentence on stderr."""
     visible_without_handlers()
     try:
         app()
@@ -51,7 +52,7 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-# ---- the daemon and the screens
+# ---- the daemon and the dashboard
 
 
 @app.command()
@@ -223,10 +224,11 @@ def doctor(
             if remove
             else checkpoint_files.findings(checkpoints, inspected)
         )
-    _tell(findings, as_json)
+    _print_findings(findings, as_json)
 
 
-def _tell(findings: list[Finding], as_json: bool) -> None:
+def _print_findings(findings: list[Finding], as_json: bool) -> None:
+    """Prints the findings as a table or as JSON. Exit code 1 if one of them is bad."""
     from tidegate.cli.doctor.machine import print_findings
 
     if as_json:
@@ -240,7 +242,7 @@ def _tell(findings: list[Finding], as_json: bool) -> None:
 def _doctor_state(state: Path, as_json: bool) -> None:
     with needs():
         from tidegate.cli.doctor.daemon_state import examine_state
-    _tell(examine_state(state), as_json)
+    _print_findings(examine_state(state), as_json)
 
 
 def _doctor_gpu(as_json: bool) -> None:

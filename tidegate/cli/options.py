@@ -1,4 +1,4 @@
-"""What the commands share: their options, the daemon they speak to, the run they mean, JSON for machines."""
+"""Shared parts of the commands: common options, client of the daemon, selection of a run, JSON output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tidegate.wire.run import RunView
 
 
 def utf8(param: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
-    """For `callback` of options whose text is stored or sent. ConfigError for bytes that were no UTF-8."""
+    """Callback of options whose text is stored or sent. ConfigError for text that is not UTF-8."""
     for text in (value,) if isinstance(value, str) else value or ():
         encodable(text, param.opts[0] if param.opts[0].startswith("-") else (param.name or "").upper())
     return value
@@ -38,11 +38,12 @@ _SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
 def client_for(scope: Literal["read", "operate"], url: str | None) -> DaemonClient:
+    """A client of the daemon at `url` (None: this user's daemon), with the token for `scope`."""
     return DaemonClient(url or find_daemon(), find_token(scope))
 
 
 def choose(client: DaemonClient, name: str | None) -> RunView:
-    """The run of that name, or the only one that is running."""
+    """The run with this name; None: the only run that is running, ConfigError if there are several."""
     if name:
         return client.run(name)
     runs = newest_first(client.runs())
@@ -56,18 +57,21 @@ def choose(client: DaemonClient, name: str | None) -> RunView:
 
 
 def newest_first(runs: Iterable[RunView]) -> list[RunView]:
-    """In the order of every list of runs, whatever the daemon's version."""
+    """The runs, newest first, in whatever order the daemon's version lists them."""
     return sorted(runs, key=lambda run: -run.started_at)
 
 
-def print_json(found: BaseModel | list[Any]) -> None:
-    rows = [row.model_dump(mode="json") for row in found] if isinstance(found, list) else found.model_dump(mode="json")
-    say(json.dumps(rows))
+def print_json(message: BaseModel | list[Any]) -> None:
+    """Prints a message, or a list of messages, as JSON."""
+    if isinstance(message, list):
+        say(json.dumps([row.model_dump(mode="json") for row in message]))
+    else:
+        say(json.dumps(message.model_dump(mode="json")))
 
 
 def duration(text: str, option: str) -> float:
-    """Seconds of `90s`, `15m`, `12h`, `30d`, `4w`; ConfigError naming the option for anything else."""
-    found = re.fullmatch(r"(\d{1,6})([smhdw])", text.strip().lower())
-    if found is None or int(found[1]) == 0:
-        raise ConfigError(f"{option} {text!r} is no duration: say 12h or 30d (s, m, h, d, w).")
-    return float(int(found[1]) * _SECONDS[found[2]])
+    """Seconds of `90s`, `15m`, `12h`, `30d`, `4w`; ConfigError naming the option for any other text."""
+    match = re.fullmatch(r"(\d{1,6})([smhdw])", text.strip().lower())
+    if match is None or int(match[1]) == 0:
+        raise ConfigError(f"{option} {text!r} is not a duration: give one such as 12h or 30d (s, m, h, d, w).")
+    return float(int(match[1]) * _SECONDS[match[2]])

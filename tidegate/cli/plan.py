@@ -1,4 +1,4 @@
-"""`tidegate plan`: does this model train on that machine, where will its state live, and what would help."""
+"""`tidegate plan`: whether a model trains on a machine, where its state will live, and what changes are recommended."""
 
 from __future__ import annotations
 
@@ -64,15 +64,17 @@ def plan(
     work = Workload(
         sequence=sequence, microbatch=microbatch, accumulation=accumulation, weight=weight, checkpointing=checkpointing
     )
-    found = plan_capacity(model_from(model), machine if rates is None else machine.measured(_card(rates).card), work)
+    found = plan_capacity(
+        model_from(model), machine if rates is None else machine.measured(_load_calibration(rates).card), work
+    )
     changes = best_changes(found) if advice else ()
     if as_json:
         say(json.dumps(_json(found, changes)))
     else:
-        say("\n".join([*_lines(found), *(_advice(changes) if advice else []), *_grounds(found)]))
+        say("\n".join([*_lines(found), *(_advice(changes) if advice else []), *_assumptions(found)]))
 
 
-def _card(file: Path) -> Calibration:
+def _load_calibration(file: Path) -> Calibration:
     try:
         return Calibration.from_dict(json.loads(file.read_text()))
     except (OSError, ValueError) as error:
@@ -97,7 +99,7 @@ def _lines(found: CapacityPlan) -> Iterator[str]:
     )
     yield ""
     if found.fits:
-        yield from _answer(found)
+        yield from _figures(found)
     else:
         yield "Does not fit."
         yield from (f"  {shortage}." for shortage in found.shortages)
@@ -109,16 +111,16 @@ def _advice(changes: tuple[Change, ...]) -> Iterator[str]:
     yield from (f"  {change.kind}: {change}." for change in changes)
 
 
-def _grounds(found: CapacityPlan) -> Iterator[str]:
+def _assumptions(found: CapacityPlan) -> Iterator[str]:
     yield from ("", "Assumed:")
     yield from (f"  {sentence}" for sentence in found.assumptions)
     if found.fits:
         yield from ("", "Configuration:", "", python(found), "or for DeepSpeed:", "", deepspeed_text(found))
 
 
-def _answer(found: CapacityPlan) -> Iterator[str]:
+def _figures(found: CapacityPlan) -> Iterator[str]:
     assert found.update is not None, "what fits is simulated"
-    phases = ", ".join(f"{name} {took:.3g} s" for name, took in found.phases.items())
+    phases = ", ".join(f"{name} {length:.3g} s" for name, length in found.phases.items())
     seconds, tokens = found.iteration_seconds, found.tokens_per_second
     yield f"Fits. An iteration takes {seconds:.3g} s ({phases}): {tokens:,.0f} tokens/s."
     yield f"The longest phase waits for {found.bottleneck}; the update is at {found.bound_share:.0%} of what it allows."

@@ -1,4 +1,4 @@
-"""`tidegate runs delete`: forgets runs that ended, after asking."""
+"""`tidegate runs delete`: deletes runs that have ended, after a confirmation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def delete(
         raise ConfigError(f"Nothing was deleted: there is no terminal to ask on. Add --yes to delete {listed}.")
     with client_for("operate", url) as client:
         for name in names:
-            client.run(name)  # NotFound, before any of them is gone
+            client.run(name)  # NotFound for an unknown name, before any run is deleted
         if not yes and not typer.confirm(f"Delete {listed}, for good?"):
             say("Nothing was deleted.")
             return

@@ -1,4 +1,4 @@
-"""What the command line shows people, as tables."""
+"""The tables that the command line prints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tidegate.wire.run import RankView, RunView
 
 RUNNING: Final = ("live", "stale")
 ENDED_SHOWN: Final = 3
-# A pipe has no width: columns are not squeezed into a terminal that is not there.
+# If the output is not a terminal, columns are not narrowed to a terminal's width.
 console: Final = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
 
 
@@ -29,28 +29,28 @@ def print_runs(runs: Sequence[RunView], everything: bool = False) -> None:
     if not runs:
         say("No runs yet: train with tidegate.attach(optimizer, model, run=…), or try `tidegate demo`.")
         return
-    shown = list(runs) if everything else unfolded(runs)
+    shown = list(runs) if everything else default_runs(runs)
     console.print(runs_table(shown))
     if any(run.device_kind == "emulated" and run.liveness in RUNNING for run in shown):
         say("Emulated devices copy and compute at stated rates: their speeds are no measurement.")
     if len(shown) < len(runs):
         kinds = Counter(run.liveness for run in runs if run not in shown)
-        told = " and ".join(f"{count} {liveness}" for liveness, count in kinds.most_common())
-        say(f"Not shown: {told}. See them with `tidegate status --all`.")
+        counts = " and ".join(f"{count} {liveness}" for liveness, count in kinds.most_common())
+        say(f"Not shown: {counts}. See them with `tidegate status --all`.")
 
 
-def unfolded(runs: Sequence[RunView]) -> list[RunView]:
-    """Runs that go on; while there is none, those that ended last."""
+def default_runs(runs: Sequence[RunView]) -> list[RunView]:
+    """The runs that are shown by default: running ones; if there are none, the ENDED_SHOWN that ended last."""
     return [run for run in runs if run.liveness in RUNNING] or list(runs[:ENDED_SHOWN])
 
 
 def runs_table(runs: Sequence[RunView]) -> Table:
     columns = ("run", "rank", "state", "step", "phase", "update", "exposed", "loss", "device", "host", "knobs")
-    return _made(columns, [row for run in runs for row in _run_rows(run)])
+    return _build_table(columns, [row for run in runs for row in _run_rows(run)])
 
 
 def _run_rows(run: RunView) -> list[tuple[str, ...]]:
-    """One for each rank and, where there are several, one for all: times are the slowest rank's."""
+    """One row for each rank; with several ranks also one row for all of them, with the times of the slowest rank."""
     rows = [_rank_row(run, rank) for rank in run.ranks]
     if (sums := run.totals) is not None and sums.ranks > 1:
         slowest = f"rank {sums.slowest_rank} slowest"
@@ -82,7 +82,7 @@ def print_knobs(view: KnobsView) -> None:
         (
             name,
             show(name, value),
-            _accepted(bound),
+            _bounds_text(bound),
             bound.help,
         )
         for name, value in view.desired.items()
@@ -131,7 +131,7 @@ def print_preview(preview: KnobPreview) -> None:
 
 
 def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | None) -> Iterator[tuple[str, ...]]:
-    """Stalls by cause, memory and the lower bound."""
+    """Rows with the prediction interval, stalls by cause, the lower bound, and memory."""
     if before is None or after is None:
         return
     if after.low_seconds is not None and after.high_seconds is not None:
@@ -160,8 +160,8 @@ def print_generations(found: Iterable[GenerationView]) -> None:
         )
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.created_at))
         what = shown(made.changes) or shown(made.knobs)
-        told = " ".join(part for part in (made.outcome, made.reason and f"({made.reason})", _trial(made)) if part)
-        rows.append((str(made.generation), made.state, what, made.author, when, measured, told))
+        outcome = " ".join(part for part in (made.outcome, made.reason and f"({made.reason})", _trial(made)) if part)
+        rows.append((str(made.generation), made.state, what, made.author, when, measured, outcome))
     table(("#", "state", "change", "who", "when", "update", "outcome"), rows)
 
 
@@ -172,20 +172,21 @@ def _trial(made: GenerationView) -> str:
 
 
 def shown(knobs: dict[str, KnobValue]) -> str:
+    """The knobs as text, such as `stride=3 static_ratio=0.25`."""
     return " ".join(f"{name}={show(name, value)}" for name, value in knobs.items())
 
 
-def _accepted(bound: KnobBound) -> str:
+def _bounds_text(bound: KnobBound) -> str:
     match bound.kind:
         case "number":
-            told = f"{bound.minimum:g} to {bound.maximum:g}"
+            of_kind = f"{bound.minimum:g} to {bound.maximum:g}"
         case "size":
-            told = f"{show_size(bound.minimum)} to {show_size(bound.maximum)}"
+            of_kind = f"{show_size(bound.minimum)} to {show_size(bound.maximum)}"
         case "weights":
-            told = ",".join(f"{path}:WEIGHT" for path in bound.paths)
+            of_kind = ",".join(f"{path}:WEIGHT" for path in bound.paths)
         case "choice":
-            told = ""
-    return ", ".join(part for part in (told, *bound.words) if part)
+            of_kind = ""
+    return ", ".join(part for part in (of_kind, *bound.words) if part)
 
 
 def _seconds(value: float | None) -> str:
@@ -195,14 +196,15 @@ def _seconds(value: float | None) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints the rows under their columns; nothing where there are none."""
-    made = _made(columns, rows)
-    if made.row_count:
-        console.print(made)
+    """Prints the rows as a table; nothing if there are no rows."""
+    built = _build_table(columns, rows)
+    if built.row_count:
+        console.print(built)
 
 
-def _made(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    made = Table(*columns, box=None, pad_edge=False, header_style="bold")
+def _build_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table with control characters in its cells escaped."""
+    built = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        made.add_row(*map(visible, row))
-    return made
+        built.add_row(*map(visible, row))
+    return built

@@ -1,4 +1,5 @@
-"""`tidegate token create | list | revoke`: on the database itself, so that they work whether or not a daemon runs."""
+"""`tidegate token create | list | revoke`: they use the database directly, so that they work with or without a running
+daemon."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def create(
 
 @app.command("list")
 def show(state: State = None, database_url: Database = None, as_json: Json = False) -> None:
-    """List the tokens: what they open and until when. What they are is stored nowhere."""
+    """List the tokens: scope, run and end. The secret values of tokens are not stored."""
     with _tokens(state, database_url, "Nothing can be listed") as tokens:
         rows = [_row(token) for token in tokens.all()]
     if as_json:
@@ -84,7 +85,8 @@ def revoke(
 
 @contextmanager
 def _tokens(state: Path | None, database_url: str | None, undone: str) -> Iterator[TokenTable]:
-    """`undone`: what has not happened where the database cannot be used, for the error."""
+    """The token table of the daemon's database. `undone`: sentence for errors, naming the action that did not
+    happen."""
     with needs():
         from tidegate.daemon.configuration.settings import Settings
         from tidegate.daemon.storage.database_file import told

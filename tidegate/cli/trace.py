@@ -1,4 +1,4 @@
-"""`tidegate trace`: the newest timeline of a rank as a file."""
+"""`tidegate trace`: writes the newest timeline of a rank to a trace file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `train` and `demo`: their options, handed to `tidegate.demo`."""
+"""The commands `tidegate train` and `tidegate demo`: their options, which are passed to `tidegate.demo`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EXTRAS: Final = {
 
 @contextlib.contextmanager
 def needs(extra: str = "") -> Iterator[None]:
-    """Turns a package that is not installed into a sentence that names the extra to install."""
+    """Converts the error of a missing package into a TidegateError that names the extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -42,7 +42,8 @@ def needs(extra: str = "") -> Iterator[None]:
 
 
 def _paths(words: Sequence[str] | None) -> tuple[tuple[str, Path | str], ...] | None:
-    """The paths in `--path NAME=DIR` or NAME=s3://…, None without any. ConfigError for what is not of that form."""
+    """The storage paths given by `--path NAME=DIR` or NAME=s3://…; None if there are none. ConfigError for any other
+    form."""
     if not words:
         return None
     found: dict[str, Path | str] = {}
@@ -62,7 +63,7 @@ def _cache(text: str) -> int | str:
 
 
 def training_command(*, view: bool) -> Callable[..., None]:
-    """The command with or without the live view."""
+    """The function of the command: `demo` (view=True, with the live view) or `train`."""
 
     def command(
         text: Annotated[Path | None, typer.Option(help="Folder of text; default: Python's own source.")] = None,
@@ -114,7 +115,7 @@ def training_command(*, view: bool) -> Callable[..., None]:
         ] = None,
     ) -> None:
         if log_format is not None:
-            os.environ[VARIABLE] = log_format  # the daemon that is started with it logs so, too
+            os.environ[VARIABLE] = log_format  # the daemon that is started as a child process uses this format, too
             configure(log_format)
         options = DemoOptions(
             text=text,

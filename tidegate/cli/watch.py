@@ -1,4 +1,4 @@
-"""`tidegate status` and `tidegate events`: what runs do now, once or for as long as one looks."""
+"""`tidegate status` and `tidegate events`: show the state and the events of runs, once or continuously."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from tidegate.wire.run import RunView
 
 PAUSE_SECONDS: Final = 2.0
 PATIENCE_SECONDS: Final = 60.0
-"""How long a daemon may be away before one who follows it gives up."""
-CONTINUED: Final = "\n" + " " * 10
-"""Lines of a reason stand below its first one: none of them looks like another event."""
+"""Longest time for which a daemon may be unreachable before `events --follow` ends."""
+CONTINUED: Final = "
+" + " " * 10
+"""Indents the further lines of a reason, so that none of them looks like another event."""
 
 
 def status(
@@ -33,15 +34,15 @@ def status(
     """Show the runs, newest first, their ranks and their last step."""
     with client_for("read", url) as client:
 
-        def ask() -> list[RunView]:
+        def fetch() -> list[RunView]:
             return [client.run(run)] if run else newest_first(client.runs())
 
         if not watch:
-            runs = ask()
+            runs = fetch()
         elif as_json:
             raise ConfigError("--watch is for people, --json for machines: `tidegate events --follow --json` streams.")
         else:
-            _watch(ask, everything)
+            _watch(fetch, everything)
             return
     if as_json:
         print_json(runs)
@@ -71,7 +72,10 @@ def events(
 
 
 def _print_events(client: DaemonClient, run: str, last: int, end: int | None, as_json: bool, told: Told) -> int:
-    """Until the stream ends. The id to go on from; patient with a daemon that starts again. told: as in `sentence`."""
+    """Prints events after the id `last` until the stream ends, or until the id `end`. Returns the id of the last event.
+
+    Waits for up to PATIENCE_SECONDS for a daemon that restarts. told: states printed before, see `sentence`.
+    """
     lost_at: float | None = None
     while True:
         try:
@@ -81,7 +85,7 @@ def _print_events(client: DaemonClient, run: str, last: int, end: int | None, as
                     say(text.replace("\n", CONTINUED), flush=True)
                 if end is not None and last >= end:
                     return last
-            time.sleep(PAUSE_SECONDS)  # the daemon closed the stream: it ends, or starts again
+            time.sleep(PAUSE_SECONDS)  # the daemon closed the stream, because it stops or restarts
             return last
         except NotAuthorized:
             raise
@@ -94,12 +98,12 @@ def _print_events(client: DaemonClient, run: str, last: int, end: int | None, as
 
 @dataclass
 class Told:
-    """What was printed last: saying it again is no news."""
+    """The states that were printed last, so that unchanged states are not printed again."""
 
     generations: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """State of each and of its canary, by number."""
+    """State of each generation and of its canary, by number."""
     ranks: dict[int, str] = field(default_factory=dict)
-    """Liveness of each."""
+    """Liveness of each rank."""
 
 
 def _told(event: Event, told: Told) -> str:
@@ -114,21 +118,21 @@ def _told(event: Event, told: Told) -> str:
 
 
 def sentence(event: Event, told: Told) -> str:
-    """What happened, for people; empty for reports, which come every second, and for what is no news.
+    """The event as a sentence for display; empty for reports, which come every second, and for unchanged states.
 
-    told: is brought up to date.
+    told: states printed before; it is updated.
     """
     data, at = event.data, time.strftime("%H:%M:%S", time.localtime(event.timestamp))
     if event.kind == "agent":
         rank, liveness = int(data.get("rank", -1)), str(data.get("liveness"))
         known, told.ranks[rank] = told.ranks.get(rank), liveness
-        return f"{at}  rank {rank} is {liveness}" if liveness != known else ""  # it says hello when it connects again
+        return f"{at}  rank {rank} is {liveness}" if liveness != known else ""  # a rank that reconnects: no change
     if event.kind != "generation":
         return ""
     number, trial = int(data.get("generation", -1)), data.get("canary") or {}
     before, now = told.generations.get(number, ("", "")), (str(data.get("state")), str(trial.get("state", "")))
     told.generations[number] = now
-    if before == now:  # its effect was measured anew: see `history`
+    if before == now:  # only its measured effect has changed: see `history`
         return ""
     from tidegate.cli.tables import shown
 
@@ -139,15 +143,16 @@ def sentence(event: Event, told: Told) -> str:
     return ". ".join(word.rstrip(".") for word in words)
 
 
-def _watch(ask: Callable[[], list[RunView]], everything: bool) -> None:
+def _watch(fetch: Callable[[], list[RunView]], everything: bool) -> None:
+    """Shows the table of runs, and updates it every PAUSE_SECONDS until Ctrl-C."""
     from rich.live import Live
     from rich.table import Table
 
-    from tidegate.cli.tables import console, runs_table, unfolded
+    from tidegate.cli.tables import console, default_runs, runs_table
 
     def shown() -> Table:
-        runs = ask()
-        return runs_table(runs if everything else unfolded(runs))
+        runs = fetch()
+        return runs_table(runs if everything else default_runs(runs))
 
     try:
         with Live(shown(), console=console, auto_refresh=False) as live:

@@ -1,4 +1,4 @@
-"""The one HTTP client of the daemon: command line, agent and screens all speak through it."""
+"""The HTTP client of the daemon, used by the command line, the agent and the dashboard."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ Scope = Literal["read", "operate", "agent", "alert"]
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 DEFAULT_URL: Final = "http://127.0.0.1:8790"
 MAX_BODY_BYTES: Final = 1 << 20
-"""What the daemon accepts in one request."""
+"""Largest request body that the daemon accepts."""
 MAX_ANSWER_BYTES: Final = 64 << 20
-"""The largest answer that is taken: all runs of a daemon that has as many as it keeps."""
+"""Largest response body that a client accepts; enough for all runs of a daemon that stores as many as it can."""
 MAX_EVENT_BYTES: Final = 1 << 20
-"""Of one line in a stream of events."""
+"""Largest accepted line of an event stream."""
 QUIET_SECONDS: Final = 60.0
-"""How long a stream of events may be silent: the daemon sends a comment every 15 s."""
+"""Longest time without data on an event stream: the daemon sends a comment every 15 s."""
 LONGEST_DETAIL: Final = 2_000
-"""Characters of what a daemon says about an error."""
+"""Most characters of an error message from the daemon that are shown."""
 
 _NEW_IN_HELLO: Final = {"process", "replaces"}
-"""Fields that daemons of protocol 2 had not at first."""
+"""Fields of AgentHello that older daemons with protocol 2 do not accept."""
 
 _T = TypeVar("_T")
 _Query = Mapping[str, str | int | float | bool]
@@ -70,7 +70,7 @@ _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 def state_dir() -> Path:
-    """Where the daemon of this user keeps its state, unless told otherwise."""
+    """The state directory of this user's daemon: TIDEGATE_STATE_DIR, else XDG_STATE_HOME/tidegate, else the default."""
     if given := os.environ.get("TIDEGATE_STATE_DIR"):
         return _expanded(given)
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
@@ -78,7 +78,8 @@ def state_dir() -> Path:
 
 
 def token_dir() -> Path:
-    """Where the files `<scope>.token` are: TIDEGATE_TOKEN_DIR (say, mounted secrets), else the daemon's state."""
+    """The folder of the files `<scope>.token`: TIDEGATE_TOKEN_DIR (for example mounted secrets), else the folder of the
+    daemon's state."""
     given = os.environ.get("TIDEGATE_TOKEN_DIR")
     return _expanded(given) if given else home_of(state_dir())
 
@@ -88,15 +89,16 @@ def _expanded(path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
-            f"{path!r} names the home directory of nobody: give TIDEGATE_STATE_DIR a path without '~'."
+            f"{path!r} names the home directory of an unknown user: give TIDEGATE_STATE_DIR a path without '~'."
         ) from error
 
 
 def find_token(scope: Scope) -> str | None:
     """The token for `scope`: TIDEGATE_<SCOPE>_TOKEN, else TIDEGATE_TOKEN, else its file in `token_dir()`.
 
-    One of the state directory is a `FromState`: a client sends it to nobody but that state's daemon.
-    NotAuthorized for a file that holds no text; ConfigError for a directory that cannot be named.
+    A token from the state directory is a `FromState`: a client sends it only after the server has proved that it is the
+    daemon of that directory. NotAuthorized for a token file that is not UTF-8; ConfigError for an invalid directory
+    name.
     """
     for name in (f"TIDEGATE_{scope.upper()}_TOKEN", "TIDEGATE_TOKEN"):
         if given := os.environ.get(name, "").strip():
@@ -119,9 +121,10 @@ def find_token(scope: Scope) -> str | None:
 
 
 def find_daemon() -> str:
-    """The daemon's address: TIDEGATE_DAEMON, else what the local daemon wrote to daemon.json, else the default.
+    """The daemon's address: TIDEGATE_DAEMON, else the address that the local daemon wrote to daemon.json, else the
+    default.
 
-    One of daemon.json is a `FromState`: no token is sent there before the peer has proved to be that daemon.
+    An address from daemon.json is a `FromState`: no token is sent there before the server has proved to be that daemon.
     """
     if given := os.environ.get("TIDEGATE_DAEMON"):
         return encodable(given, "TIDEGATE_DAEMON")
@@ -132,16 +135,17 @@ def find_daemon() -> str:
 
 
 class DaemonClient:
-    """Speaks with the daemon at `url`. May be shared by threads; `close()` it or use it as a context manager.
+    """A client of the daemon at `url`. Threads may share it; `close()` it or use it as a context manager.
 
-    token: bearer token; None sends none (only health() works then). Where it, or the url, is a `FromState`, each new
-        connection over plain http proves first that the state's daemon is at its other end. (With https the
-        certificate does.) DaemonUnproven where it does not; nothing but a nonce was sent then.
-    timeout: seconds for one exchange, from connecting to the end of the answer; long polls add what they wait for.
-    max_answer_bytes: a longer answer is an error, and so is one that is compressed.
-    ca: PEM file of the authority that signed the daemon's certificate (or the certificate itself); None is
-        TIDEGATE_CA_FILE, else what the system trusts.
-    Every method raises DaemonUnreachable, NotAuthorized, NotFound, StaleKnobs, RankTaken, KnobError or DaemonError.
+    token: bearer token; with None no token is sent (only health() works then). If the token or the url is a
+        `FromState`, each new connection over plain http begins with a proof that the server is the daemon of that state
+        directory. (With https the certificate proves it.) DaemonUnproven if the proof fails; only a nonce was sent
+        then.
+    timeout: seconds for one exchange, from connecting to the end of the response; long polls add their waiting time.
+    max_answer_bytes: largest response body; DaemonError for a larger one, and for a compressed one.
+    ca: PEM file of the authority that signed the daemon's certificate (or the certificate itself); None:
+        TIDEGATE_CA_FILE, else the system's certificate authorities.
+    Methods may raise DaemonUnreachable, NotAuthorized, NotFound, StaleKnobs, RankTaken, KnobError or DaemonError.
     """
 
     def __init__(
@@ -165,8 +169,8 @@ class DaemonClient:
         self._max_answer_bytes = max_answer_bytes
         trust = _trust(ca) if address.scheme == "https" else _NO_TRUST
         direct = address.host in _LOOPBACK  # a proxy cannot reach our loopback
-        found = next((given for given in (token, url) if isinstance(given, FromState)), None)
-        check = functools.partial(self._check_proof, found) if token and found and address.scheme == "http" else None
+        state = next((given for given in (token, url) if isinstance(given, FromState)), None)
+        check = functools.partial(self._check_proof, state) if token and state and address.scheme == "http" else None
         self._http = Exchanges(address, trust, direct, check)
 
     def __enter__(self) -> Self:
@@ -187,39 +191,42 @@ class DaemonClient:
         except DaemonError as error:
             if error.status != 422 or message.process is None:
                 raise
-            # An older daemon refuses fields that it does not know. It frees a rank when the lease has ended.
+            # An older daemon refuses unknown fields. It frees a rank only when the lease has ended.
             return self._ask(Lease, "POST", _at("agents"), body=message.model_dump_json(exclude=_NEW_IN_HELLO))
 
     def report(self, agent: str, message: AgentReport) -> Lease:
-        """Renews the lease. NotFound: the daemon does not know this agent, say hello again."""
-        return self._ask(Lease, "POST", _at("agents", agent, "reports"), body=_fit(message))
+        """Sends a report, which renews the lease. NotFound: the daemon does not know this agent; call `hello` again."""
+        return self._ask(Lease, "POST", _at("agents", agent, "reports"), body=_shrunk(message))
 
     def directive(self, agent: str, after_committed: int, after_proposed: int | None, wait: float) -> Directive:
-        """What the daemon wants, as soon as it is newer than what is named here, or after `wait` seconds."""
+        """Long poll: the daemon's directive for this agent, as soon as it is newer than the given generations, or after
+        `wait` seconds."""
         query: dict[str, str | int | float | bool] = {"committed": after_committed, "wait": wait}
         if after_proposed is not None:
             query["proposed"] = after_proposed
         return self._ask(Directive, "GET", _at("agents", agent, "directive"), query=query, wait=wait)
 
     def vote(self, agent: str, message: Vote, wait: float = 0.0) -> Directive:
-        """What the daemon wants as soon as it is decided what was voted on, or after `wait` seconds."""
+        """Sends a vote. Returns the daemon's directive as soon as the generation is decided, or after `wait`
+        seconds."""
         path = _at("agents", agent, "votes")
         return self._ask(Directive, "POST", path, body=message, query={"wait": wait}, wait=wait)
 
     def goodbye(self, agent: str) -> None:
+        """Signs the agent off: its rank has finished."""
         self._send("DELETE", _at("agents", agent))
 
     # ---- operators
 
     def runs(self) -> list[RunView]:
-        """All runs that the token opens, newest first."""
+        """All runs to which the token gives access, newest first."""
         return self._ask(list[RunView], "GET", _at("runs"))
 
     def run(self, run: str) -> RunView:
         return self._ask(RunView, "GET", _at("runs", run))
 
     def delete_run(self, run: str, reason: str = "") -> None:
-        """Forgets a run that ended, for good."""
+        """Deletes a run that has ended, permanently."""
         self._send("DELETE", _at("runs", run), query={"reason": reason} if reason else None)
 
     def knobs(self, run: str) -> KnobsView:
@@ -228,7 +235,10 @@ class DaemonClient:
     def preview_knobs(
         self, run: str, changes: Mapping[str, KnobValue], etag_generation: int | None = None
     ) -> KnobPreview:
-        """What `changes` would do. None reads the newest generation first."""
+        """The predicted effect of `changes`, without applying them (dry run).
+
+        etag_generation: the generation that the changes are based on; None: the newest one, which is read first.
+        """
         etag = self.knobs(run).generation if etag_generation is None else etag_generation
         body = KnobPatch(changes=dict(changes))
         return self._ask(
@@ -236,7 +246,7 @@ class DaemonClient:
         )
 
     def advice(self, run: str) -> Advice:
-        """What the model would choose for the run, pinned knobs included."""
+        """Recommended knobs for the run, according to the simulator, including pinned knobs."""
         return self._ask(Advice, "GET", _at("runs", run, "advice"))
 
     def set_knobs(
@@ -249,10 +259,11 @@ class DaemonClient:
         wait: float = 10.0,
         canary: CanaryRequest | None = None,
     ) -> GenerationView:
-        """Makes a new generation on top of `generation` and waits up to `wait` seconds for what becomes of it.
+        """Makes a new generation with `changes`, and waits up to `wait` seconds for its outcome.
 
-        generation: the newest one that the caller has seen; StaleKnobs when there is a newer one. None reads it first.
-        canary: keep it only if the steps that follow are no worse than those before.
+        generation: the newest generation that the caller has seen; StaleKnobs when there is a newer one. None: the
+        newest one, which is read first. canary: the change is kept only if the next steps are not worse than the steps
+        before.
         """
         etag = self.knobs(run).generation if generation is None else generation
         body = KnobPatch(changes=dict(changes), reason=reason, canary=canary)
@@ -262,7 +273,8 @@ class DaemonClient:
         )
 
     def roll_back(self, run: str, to: int | None = None, *, reason: str = "", wait: float = 10.0) -> GenerationView:
-        """Brings back the knobs of generation `to` as a new one; None: the one before, or what a canary is against."""
+        """Restores the knobs of generation `to` as a new generation. None: the generation before the newest, or the
+        base of a running canary."""
         body = Rollback(to=to, reason=reason)
         path = _at("runs", run, "rollback")
         return self._ask(GenerationView, "POST", path, body=body, query={"wait": wait}, wait=wait)
@@ -272,20 +284,20 @@ class DaemonClient:
         return self._ask(list[GenerationView], "GET", _at("runs", run, "generations"))
 
     def timelines(self, run: str, rank: int) -> TimelinesView:
-        """Of which steps there is a timeline."""
+        """The steps for which the daemon has a timeline of this rank."""
         return self._ask(TimelinesView, "GET", _at("runs", run, "ranks", rank, "timelines"))
 
     def timeline(self, run: str, rank: int, step: int | None = None) -> TimelineView | None:
-        """The rank's newest timeline, or that of `step`; None before the first.
+        """The rank's newest timeline, or the timeline of `step`; None before the first one.
 
-        NotFound when there is none of that step any more.
+        NotFound when the timeline of `step` is no longer stored.
         """
         query: _Query = {} if step is None else {"step": step}
         answer = self._send("GET", _at("runs", run, "ranks", rank, "timeline"), query=query)
         return None if answer.status == 204 else _parse(TimelineView, answer)
 
     def rates(self, run: str, rank: int) -> Rates | None:
-        """The rank's live rate card; None before it has measured any."""
+        """The rank's live rate card; None before the rank has measured any rate."""
         answer = self._send("GET", _at("runs", run, "ranks", rank, "rates"))
         return None if answer.status == 204 else _parse(Rates, answer)
 
@@ -293,21 +305,23 @@ class DaemonClient:
         return self._ask(StepsView, "GET", _at("runs", run, "ranks", rank, "steps"), query={"limit": limit})
 
     def audit(self, run: str | None = None, limit: int = 500) -> list[AuditRow]:
-        """The newest rows of the run's audit log, oldest first; None: of all runs, with what concerns none."""
+        """The newest rows of the run's audit log, oldest first. None: rows of all runs, and rows that concern no
+        run."""
         where = _at("runs", run, "audit") if run is not None else _at("audit")
         return self._ask(list[AuditRow], "GET", where, query={"limit": limit})
 
     def alerts(self, run: str | None) -> list[AlertView]:
-        """What fires in the run, worst first, then what was resolved, newest first. None: of alerts that concern no
+        """Alerts of the run: firing alerts, worst first, then resolved ones, newest first. None: alerts that concern no
         run."""
         return self._ask(list[AlertView], "GET", _at("runs", run, "alerts") if run else _at("alerts"))
 
     def firing(self) -> list[AlertView]:
-        """What fires in any run, or in none: by severity, those that fire longest first."""
+        """All firing alerts, of any run or of no run: by severity, and the longest-firing first."""
         return self._ask(list[AlertView], "GET", _at("alerts"), query={"runs": "all", "state": "firing"})
 
     def events(self, run: str, last_event_id: int | None = None) -> Iterator[Event]:
-        """The run's events as they come, those after `last_event_id` first. Ends when the daemon closes the stream."""
+        """The run's events as they occur, beginning with stored events after `last_event_id`. Ends when the daemon
+        closes the stream."""
         headers = {"Last-Event-ID": str(last_event_id)} if last_event_id is not None else {}
         where = f"GET {_at('runs', run, 'events')}"
         try:
@@ -321,19 +335,19 @@ class DaemonClient:
             raise self._unreachable(error) from error
 
     def newest_event(self, run: str) -> int:
-        """The id of the run's newest event; 0 when it has none."""
+        """The id of the run's newest event; 0 when the run has no events."""
         where = f"GET {_at('runs', run, 'events')}"
         try:
             with within(self._timeout), self._opened(where) as answer:
                 newest = answer.headers.get("tidegate-newest-event", "")
                 if not (newest.isascii() and newest.isdigit() and len(newest) < 20):
-                    raise _no_daemon(where)
+                    raise _not_a_daemon(where)
                 return int(newest)
         except HTTP_ERRORS as error:
             raise self._unreachable(error) from error
 
     def health(self) -> bool:
-        """Whether a ready daemon answers."""
+        """Whether a daemon answers and is ready."""
         try:
             with (
                 within(self._timeout),
@@ -345,12 +359,13 @@ class DaemonClient:
 
     # ---- transport
 
-    def _check_proof(self, found: FromState, stream: httpcore.NetworkStream) -> None:
+    def _check_proof(self, state: FromState, stream: httpcore.NetworkStream) -> None:
+        """DaemonUnproven unless the server at the other end is the daemon of `state`'s directory."""
         with within(self._timeout):
-            proven = is_proven(stream, urlsplit(self.url).netloc.rpartition("@")[2], found.key)
+            proven = is_proven(stream, urlsplit(self.url).netloc.rpartition("@")[2], state.key)
         if not proven:
             raise DaemonUnproven(
-                f"What answers at {self.url} does not prove to be the daemon of {found.home}: no token was sent. If it "
+                f"What answers at {self.url} does not prove to be the daemon of {state.home}: no token was sent. If it "
                 f"is another program, end it, or start the daemon on another port. If it is a daemon of an earlier "
                 "version, start it again with this one. If it has its state elsewhere, or is reached through a proxy "
                 "or a tunnel, name it and its token yourself: TIDEGATE_DAEMON and TIDEGATE_OPERATE_TOKEN (or "
@@ -391,10 +406,12 @@ class DaemonClient:
         seconds: float | None = None,
         read_seconds: float | None = None,
     ) -> Iterator[Answer]:
-        """The answer to a request, while its body can be read; raises the error that it is, if it is one.
+        """Sends a request and gives the response, whose body can be read in the block; raises the error for a status of
+        400 or more.
 
-        where: method and path. seconds: for each single read and write, `timeout` if None. read_seconds: for each read,
-            if not the same."""
+        where: method and path. seconds: limit of each single read and write; None for `timeout`. read_seconds: limit of
+            each read, if different.
+        """
         method, _, path = where.partition(" ")
         target = f"{path}?{_query_text(query)}" if query else path
         sent = content.encode("utf-8", "surrogatepass") if content is not None else None
@@ -416,7 +433,7 @@ class DaemonClient:
             if len(content) > self._max_answer_bytes:
                 raise DaemonError(
                     f"The answer to {where} has more than {self._max_answer_bytes:,} bytes: what answers at "
-                    f"{self.url} is no Tidegate daemon, or holds too much.", 502,
+                    f"{self.url} is not a Tidegate daemon, or its answer is too large.", 502,
                 )  # fmt: skip
         return bytes(content)
 
@@ -435,11 +452,11 @@ class DaemonClient:
 
 
 _NO_TRUST: Final = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For plain http, which never uses it: loading the system's certificates takes 30 ms for each client."""
+"""Placeholder for plain http, which uses no certificates: loading the system's certificates takes 30 ms."""
 
 
 def check_address(url: str) -> httpx.URL:
-    """The address of a daemon; DaemonError for what is none."""
+    """Parses the address of a daemon; DaemonError if `url` is not a valid http or https address."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
@@ -450,7 +467,7 @@ def check_address(url: str) -> httpx.URL:
 
 
 def _trust(ca: Path | None) -> ssl.SSLContext:
-    """Whom to believe that it is the daemon."""
+    """The TLS context: the certificate authorities that are trusted for the daemon."""
     given = ca or os.environ.get("TIDEGATE_CA_FILE")
     if not given:
         return system_trust()
@@ -461,12 +478,12 @@ def _trust(ca: Path | None) -> ssl.SSLContext:
 
 
 def _at(*parts: str | int) -> str:
-    """The path of a resource; whatever is in a name stays in its segment."""
+    """The URL path of a resource. Each part is quoted, so that it stays one segment of the path."""
     return "/".join(("/v1", *(quote(str(part), safe="") for part in parts)))
 
 
 def actor() -> str:
-    """Who asks, for the audit log; a claim, not a proof."""
+    """The name of the caller for the audit log, `user@host`; it is not verified."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError, ImportError):
@@ -475,27 +492,27 @@ def actor() -> str:
     return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in who)[:48]
 
 
-def _fit(report: AgentReport) -> str:
-    """The report as JSON, in a size that the daemon accepts: the timeline goes first, then the older steps."""
+def _shrunk(report: AgentReport) -> str:
+    """The report as JSON, at most MAX_BODY_BYTES if possible: first the timeline is left out, then older steps."""
     text = report.model_dump_json()
     if len(text) <= MAX_BODY_BYTES:
         return text
     if report.timeline is not None:
-        return _fit(report.model_copy(update={"timeline": None}))
+        return _shrunk(report.model_copy(update={"timeline": None}))
     if len(report.steps) > 1:
-        return _fit(report.model_copy(update={"steps": report.steps[-(len(report.steps) // 2) :]}))
+        return _shrunk(report.model_copy(update={"steps": report.steps[-(len(report.steps) // 2) :]}))
     return text
 
 
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Making one takes longer than using it."""
+    """A cached TypeAdapter, because building one takes longer than using it."""
     return TypeAdapter(kind)
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the daemon answered, whole; `where` names the request."""
+    """A complete response of the daemon; `where` names its request."""
 
     status: int
     content: bytes
@@ -507,7 +524,7 @@ def _query_text(query: _Query) -> str:
 
 
 def _refuse_compressed(answer: Answer, where: str) -> None:
-    """DaemonError for what would become larger here than what was sent: we ask for answers as they are."""
+    """DaemonError for a compressed response: no compression was requested, and the decompressed size has no bound."""
     encoding = answer.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise DaemonError(
@@ -517,7 +534,7 @@ def _refuse_compressed(answer: Answer, where: str) -> None:
 
 
 def _lines(answer: Answer, where: str) -> Iterator[bytes]:
-    """The lines of a stream, as they come."""
+    """The lines of a stream, as they arrive. DaemonError for a line of more than MAX_EVENT_BYTES."""
     _refuse_compressed(answer, where)
     rest = b""
     for piece in answer.pieces():
@@ -532,15 +549,15 @@ def _parse(kind: type[_T], answer: _Answer) -> _T:
         parsed: _T = _adapter(cast("Any", kind)).validate_json(answer.content)
         return parsed
     except ValidationError as error:
-        raise _no_daemon(answer.where) from error
+        raise _not_a_daemon(answer.where) from error
 
 
-def _no_daemon(where: str) -> DaemonError:
+def _not_a_daemon(where: str) -> DaemonError:
     return DaemonError(f"What answers {where} is not a Tidegate daemon of this version.", 502)
 
 
 def _error(answer: _Answer) -> DaemonError | KnobError:
-    """The problem as the error that callers catch."""
+    """The exception for an error response (problem details)."""
     try:
         problem = dict(_adapter(dict[str, Any]).validate_json(answer.content))
     except ValidationError:
@@ -559,5 +576,5 @@ def _rank_taken(detail: str, problem: dict[str, Any]) -> RankTaken:
     try:
         holder = Holder.model_validate(problem["holder"])
         return RankTaken(detail, 409, holder, _adapter(LeaseSeconds).validate_python(problem["lease_seconds"]))
-    except (KeyError, ValidationError):  # an older daemon says less
+    except (KeyError, ValidationError):  # an older daemon does not name the holder
         return RankTaken(detail)

@@ -1,8 +1,8 @@
-"""Proof that a peer is the daemon of a state directory: only that daemon knows the secret in its file `proof.key`.
+"""Proof that a server is the daemon of a state directory: only that daemon knows the secret in its file `proof.key`.
 
-The client sends a nonce on a new connection; the daemon answers an HMAC over it and the address at which the connection
-arrived. So neither an answer from before nor one for another address or port, as of somebody who passes on what both
-say, is a proof. What follows on a connection that was proven goes to the daemon.
+The client sends a nonce on a new connection; the daemon answers with an HMAC over the nonce and the address at which
+the connection arrived. So an earlier answer is not a proof, and neither is an answer for another address or port, which
+a relay between client and daemon (man in the middle) would give. After the proof, the connection is trusted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONGEST_ANSWER: Final = 4_096
 
 
 class Stream(Protocol):
-    """A connection, as httpcore has it."""
+    """A network connection with the methods of httpcore's streams that the proof needs."""
 
     def read(self, max_bytes: int) -> bytes: ...
     def write(self, buffer: bytes) -> None: ...
@@ -34,9 +34,10 @@ class Stream(Protocol):
 
 
 class FromState(str):
-    """A token, or a daemon's address, that was found in a state directory: what is asked with it needs proof.
+    """A token or a daemon's address that was read from a state directory. Before it is used, the server must prove that
+    it is the daemon of that directory.
 
-    key: that directory's secret; empty where it has none. home: the directory.
+    key: the directory's secret; empty if it has no readable one. home: the directory.
     """
 
     key: str
@@ -44,13 +45,13 @@ class FromState(str):
 
     @classmethod
     def of(cls, text: str, home: Path) -> FromState:
-        made = cls(text)
-        made.home, made.key = home, read_key(home)
-        return made
+        from_state = cls(text)
+        from_state.home, from_state.key = home, read_key(home)
+        return from_state
 
 
 def read_key(home: Path) -> str:
-    """The secret of the state in `home`; empty where there is none that this user can read."""
+    """The secret of the state directory `home`; empty if there is none, or this user cannot read it."""
     try:
         return read_no_link(home / KEY_FILE)[0].strip()
     except OSError:
@@ -58,15 +59,16 @@ def read_key(home: Path) -> str:
 
 
 def sign(key: str, nonce: str, host: str, port: int) -> str:
-    """What proves that one knows `key`, on a connection that arrived at this address and port."""
+    """The proof: an HMAC with `key` over the nonce, and the address and port at which the connection arrived."""
     address = ipaddress.ip_address(host.partition("%")[0])
     plain = getattr(address, "ipv4_mapped", None) or address
-    told = f"tidegate proof 1\n{plain}\n{port}\n{nonce}"
-    return hmac.new(key.encode(), told.encode(), hashlib.sha256).hexdigest()
+    message = f"tidegate proof 1\n{plain}\n{port}\n{nonce}"
+    return hmac.new(key.encode(), message.encode(), hashlib.sha256).hexdigest()
 
 
 def is_proven(stream: Stream, host: str, key: str) -> bool:
-    """Whether who is at the other end of a new connection knows `key`. `host`: value of the Host header."""
+    """Asks the server on a new connection for a proof, and returns whether it knows `key`. `host`: value of the Host
+    header."""
     if not key:
         return False
     nonce = secrets.token_hex(32)
@@ -77,17 +79,17 @@ def is_proven(stream: Stream, host: str, key: str) -> bool:
     try:
         answer.begin()
         body = answer.read(LONGEST_ANSWER)
-        told = json.loads(body).get("proof") if answer.status == 200 and answer.isclosed() else None
+        proof = json.loads(body).get("proof") if answer.status == 200 and answer.isclosed() else None
     except (http.client.HTTPException, ValueError, AttributeError):
         return False
     peer = stream.get_extra_info("server_addr")
-    return isinstance(told, str) and hmac.compare_digest(
-        told.encode("utf-8", "replace"), sign(key, nonce, peer[0], peer[1]).encode()
+    return isinstance(proof, str) and hmac.compare_digest(
+        proof.encode("utf-8", "replace"), sign(key, nonce, peer[0], peer[1]).encode()
     )
 
 
 class _Readable(io.RawIOBase):
-    """The connection as the file that `http.client` reads."""
+    """The connection as a file object, which `http.client` reads."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

@@ -1,6 +1,6 @@
-"""HTTP over connections that end in time (`tidegate.client.streams`), through the environment's proxy.
+"""HTTP exchanges over connections with a deadline (`tidegate.client.streams`), through the environment's proxy.
 
-On httpcore alone: httpx on top of it takes as much processor time again for each small exchange, and agents have one
+This uses httpcore directly: httpx on top of it doubles the processor time of a small exchange, and agents make one
 every few seconds on the cores of a training.
 """
 
@@ -23,12 +23,12 @@ HTTP_ERRORS: Final = (
     httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError,
     httpcore.UnsupportedProtocol,
 )  # fmt: skip
-"""What an exchange raises that does not come to an answer."""
+"""The exceptions of an exchange that ends without a response."""
 
 
 class Answer:
-    """What a server answers: `status`, `headers` (names in lower case, a repeated one joined by ", "), and its body in
-    pieces, which can be read once."""
+    """A response: `status`, `headers` (names in lower case; values of a repeated header joined by ", "), and the body
+    in pieces, which can be read once."""
 
     def __init__(self, answer: httpcore.Response) -> None:
         self.status = answer.status
@@ -39,15 +39,16 @@ class Answer:
         self._answer = answer
 
     def pieces(self) -> Iterator[bytes]:
+        """The body, piece by piece as it arrives."""
         assert isinstance(self._answer.stream, Iterable)
         return bounded_framing(self._answer.stream)
 
 
 class Exchanges:
-    """HTTP/1.1 with the server at `url`, through the proxy that the environment names for it unless `direct`.
+    """An HTTP/1.1 client of the server at `url`, through the proxy that the environment names for it, unless `direct`.
 
-    It knows no cookies and follows no redirect. Exchanges end in time where they are made in `streams.within`.
-    check: is called with each new connection before anything is sent on it; what it raises ends the exchange.
+    It has no cookies and follows no redirects. Exchanges have a deadline if they are made in `streams.within`.
+    check: called with each new connection before anything is sent on it; an exception of it ends the exchange.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Exchanges:
     ) -> None:
         self._url = url
         self._path = url.raw_path.partition(b"?")[0].rstrip(b"/")
-        # Connections are kept for less long than the daemon keeps them, or it would close one under our request.
+        # Idle connections are kept for less time than the daemon keeps them: it could close one during a request.
         limits: dict[str, Any] = {"ssl_context": trust, "keepalive_expiry": 30.0, "network_backend": Backend(check)}
         proxy = None if direct else _proxy_for(url)
         if proxy is None:
@@ -73,7 +74,7 @@ class Exchanges:
                     "install it, or except the daemon's host with NO_PROXY."
                 ) from error
         else:
-            # A proxy is trusted as the system says: TIDEGATE_CA_FILE is about the daemon.
+            # A proxy is checked with the system's certificates: TIDEGATE_CA_FILE is only for the daemon.
             outer = system_trust() if proxy.url.scheme == "https" else None
             self._pool = httpcore.HTTPProxy(
                 str(proxy.url), proxy_auth=proxy.raw_auth, proxy_ssl_context=outer, **limits
@@ -90,12 +91,14 @@ class Exchanges:
         seconds: float,
         read_seconds: float | None = None,
     ) -> Iterator[Answer]:
-        """Sends a request and gives its answer, whose body can be read in the block. Raises what `HTTP_ERRORS` has.
+        """Sends a request and gives its response, whose body can be read in the block. Raises exceptions in
+        `HTTP_ERRORS`.
 
-        path: with its query, quoted. seconds: for connecting, and for each single read and write. read_seconds: for
-            each read, if not the same."""
+        path: with its query, quoted. seconds: limit for connecting, and for each single read and write. read_seconds:
+            limit for each read, if different.
+        """
         limits = {"connect": seconds, "read": read_seconds or seconds, "write": seconds, "pool": seconds}
-        asked = httpcore.Request(
+        request = httpcore.Request(
             method=method,
             url=httpcore.URL(
                 scheme=self._url.raw_scheme, host=self._url.raw_host, port=self._url.port,
@@ -106,7 +109,7 @@ class Exchanges:
             extensions={"timeout": limits},
         )  # fmt: skip
         with bounded_head():
-            answer = self._pool.handle_request(asked)
+            answer = self._pool.handle_request(request)
         try:
             yield Answer(answer)
         finally:
@@ -117,7 +120,8 @@ class Exchanges:
 
 
 def _proxy_for(url: httpx.URL) -> httpx.Proxy | None:
-    """The proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY name for this address, unless NO_PROXY excepts it."""
+    """The proxy for this address by HTTP_PROXY, HTTPS_PROXY or ALL_PROXY; None without one, or if NO_PROXY excepts the
+    host."""
     named = urllib.request.getproxies()
     proxy = named.get(url.scheme) or named.get("all")
     if not proxy or urllib.request.proxy_bypass(url.host):
@@ -125,11 +129,11 @@ def _proxy_for(url: httpx.URL) -> httpx.Proxy | None:
     try:
         made = httpx.Proxy(proxy if "://" in proxy else f"http://{proxy}")
         if not made.url.host or not 0 < (made.url.port or 1) < 1 << 16:
-            raise ValueError("no host, or no port that can be")
+            raise ValueError("no host, or an invalid port")
         return made
     except (httpx.InvalidURL, ValueError) as error:
         variable = f"{url.scheme}_proxy" if named.get(url.scheme) else "all_proxy"
-        shown = visible(proxy.rpartition("@")[2])[:200]  # a name and a password may come before
+        shown = visible(proxy.rpartition("@")[2])[:200]  # without the user name and password before the "@"
         raise DaemonError(
             f"The environment's {variable.upper()} names no proxy that can be used ({shown!r}): give it as "
             "http://host:port, or except the daemon's host with NO_PROXY."
@@ -137,7 +141,7 @@ def _proxy_for(url: httpx.URL) -> httpx.Proxy | None:
 
 
 def system_trust() -> ssl.SSLContext:
-    """Whom the system trusts, or SSL_CERT_FILE and SSL_CERT_DIR say."""
+    """A TLS context with the system's certificate authorities, or those of SSL_CERT_FILE and SSL_CERT_DIR."""
     try:
         return httpx.create_ssl_context()
     except OSError as error:

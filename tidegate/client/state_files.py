@@ -1,4 +1,4 @@
-"""Where a daemon's state is, and how its files are read: for the daemon, the command line and agents alike."""
+"""Location and reading of a daemon's state files, for the daemon, the command line and agents."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Final
 
 OWN_FOLDER: Final = "private"
-"""Below a state directory that others own or may enter: the daemon's own folder, mode 0700."""
+"""Name of the daemon's own folder (mode 0700) below a state directory that other users own or may enter."""
 
 
 def home_of(state_dir: Path) -> Path:
-    """The folder that holds the state: the daemon's own one below `state_dir` where it made one, else `state_dir`."""
+    """The folder of the state files: the daemon's own folder below `state_dir` if it exists, else `state_dir`."""
     own = state_dir / OWN_FOLDER
     with contextlib.suppress(OSError):
         found = own.lstat()
@@ -23,7 +23,7 @@ def home_of(state_dir: Path) -> Path:
 
 
 def read_no_link(path: Path) -> tuple[str, os.stat_result]:
-    """Text and status of a regular file; OSError where it is none, a symbolic link included."""
+    """Text and status of a regular file; OSError if `path` is not a regular file, for example a symbolic link."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, encoding="ascii", errors="replace") as file:
         status = os.fstat(descriptor)

@@ -1,7 +1,7 @@
-"""Connections that end in time: name look-up, connecting, TLS, sending and receiving have one deadline together.
+"""Network connections with one deadline for the whole exchange: name look-up, connecting, TLS, sending and receiving.
 
-The timeouts of httpcore are for one read or write each, and for one address of a name: a peer that sends a byte now and
-then would hold a thread for ever.
+The timeouts of httpcore are limits for a single read or write, and for a single address of a host: with them, a peer
+that sends a byte now and then could block a thread without limit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, Final, TypeVar
 import httpcore
 
 MAX_HEAD_BYTES: Final = 64 << 10
-"""Of one answer: status, headers, and all interim answers (1xx) before it."""
+"""Largest head of a response: status, headers, and all interim responses (1xx) before it."""
 _FRAMING_FACTOR: Final = 8
-"""Bytes received for a byte of content: a chunk of one byte takes six."""
+"""Most bytes received per byte of content: a chunk of one byte takes six bytes."""
 _SMALL_BYTES: Final = 16 << 10
-"""What is written and is not sent yet has so many bytes at most."""
+"""Most bytes that are written and not sent yet."""
 _RECORD_BYTES: Final = 16 << 10
 """The largest TLS record."""
 
@@ -32,8 +32,8 @@ _this_thread = threading.local()
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """What this thread sends and receives in the block ends so many seconds from now at the latest, or when an outer
-    block says so, with a `httpcore.TimeoutException`."""
+    """Sets a deadline, `seconds` from now, for all sending and receiving of this thread in the block; after it, they
+    raise a `httpcore.TimeoutException`. An earlier deadline of an outer block stays in force."""
     before: float | None = getattr(_this_thread, "ends_at", None)
     ends_at = time.monotonic() + seconds
     _this_thread.ends_at = ends_at if before is None else min(before, ends_at)
@@ -45,7 +45,8 @@ def within(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bounded_head() -> Iterator[None]:
-    """In the block, which ends with the headers of an answer, this thread receives `MAX_HEAD_BYTES` at most."""
+    """Limits this thread to receive at most `MAX_HEAD_BYTES` in the block, which ends with the headers of a
+    response."""
     _this_thread.head_bytes_left = MAX_HEAD_BYTES
     try:
         yield
@@ -54,8 +55,8 @@ def bounded_head() -> Iterator[None]:
 
 
 def bounded_framing(body: Iterable[bytes]) -> Iterator[bytes]:
-    """The pieces of a body. A ReadError where what was received for them is mostly framing: chunks may have extensions
-    of any length, which nobody sees."""
+    """The pieces of a body. ReadError if most of the received bytes are framing: chunks may have extensions of any
+    length, which the caller never sees."""
     content = 0
     received_before = getattr(_this_thread, "received", 0)
     for piece in body:
@@ -64,13 +65,13 @@ def bounded_framing(body: Iterable[bytes]) -> Iterator[bytes]:
         if received > MAX_HEAD_BYTES + _FRAMING_FACTOR * content:
             raise httpcore.ReadError(f"of {received:,} bytes of the answer {content:,} are content")
         yield piece
-        received_before = _this_thread.received - received  # a caller may use other connections between two pieces
+        received_before = _this_thread.received - received  # the caller may use other connections between two pieces
 
 
 class Backend(httpcore.NetworkBackend):
-    """Opens connections that know when the exchange of the thread which uses them has to end.
+    """The network backend for httpcore: opens connections that observe the deadline of the thread that uses them.
 
-    check: is called with each new connection before anything is sent on it; what it raises ends the exchange.
+    check: called with each new connection before anything is sent on it; an exception of it ends the exchange.
     """
 
     def __init__(self, check: Callable[[httpcore.NetworkStream], None] | None = None) -> None:
@@ -81,7 +82,7 @@ class Backend(httpcore.NetworkBackend):
         self, host: str, port: int, timeout: float | None = None, local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.NetworkStream:  # fmt: skip
-        """To the first address of the host that answers; each gets its share of the time that is left."""
+        """Connects to the first address of the host that answers; the remaining time is divided among the addresses."""
         stream = self._connect(host, port, timeout, local_address, socket_options)
         if self._check is not None:
             try:
@@ -113,17 +114,17 @@ class Backend(httpcore.NetworkBackend):
 
 
 class Stream(httpcore.NetworkStream):
-    """A connection, plain or with one layer of TLS."""
+    """A connection with a deadline, plain or with one layer of TLS."""
 
     def __init__(self, stream: httpcore.NetworkStream) -> None:
         self._stream = stream
         self._unsent = bytearray()
-        """What was written and is sent together with what comes next, or before something is read: head and body of a
-        small request go in one segment, and wake the server once."""
+        """Written bytes that are not sent yet. They are sent with the next write, or before the next read: so head and
+        body of a small request are in one segment, and wake the server once."""
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         if self._unsent:
-            with contextlib.suppress(httpcore.WriteError):  # the answer may say why, or else nothing can be read
+            with contextlib.suppress(httpcore.WriteError):  # the response may give the reason; else the read fails
                 self._send_all(b"", timeout)
         head_bytes_left: int | None = getattr(_this_thread, "head_bytes_left", None)
         if head_bytes_left == 0:
@@ -135,24 +136,24 @@ class Stream(httpcore.NetworkStream):
         return received
 
     def receive(self, max_bytes: int, timeout: float | None) -> bytes:
-        """As `read`; these bytes are not counted as those of headers."""
+        """Like `read`, but the bytes are not counted as bytes of headers."""
         return self._stream.read(max_bytes, _left(timeout, httpcore.ReadTimeout))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """Small buffers are sent with what comes next, at the first read at the latest."""
+        """Small buffers are sent with the next write, at the latest before the next read."""
         if len(self._unsent) + len(buffer) <= _SMALL_BYTES:
             self._unsent += buffer
         else:
             self._send_all(buffer, timeout)
 
     def send(self, buffer: bytes) -> None:
-        """As `write`, at once."""
+        """Like `write`, but sent at once."""
         if buffer:
             self._send_all(buffer, None)
 
     def _send_all(self, buffer: bytes, timeout: float | None) -> None:
-        """Sends what is unsent, and `buffer`, in pieces of what the socket takes: a peer that reads slowly gets no new
-        time with each of them."""
+        """Sends the unsent bytes and `buffer`, in pieces as the socket accepts them, with one deadline for all pieces:
+        a peer that reads slowly does not get new time with each piece."""
         connection = self._stream.get_extra_info("socket")
         rest = memoryview(bytes(self._unsent) + buffer if self._unsent else buffer)
         self._unsent.clear()
@@ -184,8 +185,8 @@ class Stream(httpcore.NetworkStream):
 
 
 class TlsInTls(Stream):
-    """TLS with the daemon in the TLS with a proxy, which sees none of it. httpcore has one too, but its reads and its
-    handshake have no deadline, and its socket is that of the proxy."""
+    """TLS with the daemon inside TLS with a proxy, which cannot read the inner layer. httpcore has such a class, too,
+    but its reads and its handshake have no deadline, and its socket is the proxy's."""
 
     def __init__(
         self, outer: Stream, context: ssl.SSLContext, server_hostname: str | None, timeout: float | None
@@ -196,7 +197,7 @@ class TlsInTls(Stream):
         try:
             self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=server_hostname)
             with _at_most(timeout):
-                self._drive(self._tls.do_handshake)
+                self._run_tls(self._tls.do_handshake)
         except (httpcore.ReadTimeout, httpcore.WriteTimeout) as error:
             self.close()
             raise httpcore.ConnectTimeout(str(error)) from error
@@ -207,7 +208,7 @@ class TlsInTls(Stream):
     def receive(self, max_bytes: int, timeout: float | None) -> bytes:
         try:
             with _at_most(timeout):
-                return self._drive(lambda: self._tls.read(max_bytes))
+                return self._run_tls(lambda: self._tls.read(max_bytes))
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
             return b""
         except ssl.SSLError as error:
@@ -218,18 +219,18 @@ class TlsInTls(Stream):
         try:
             with _at_most(timeout):
                 while rest:
-                    rest = rest[self._drive(lambda rest=rest: self._tls.write(rest)) :]  # type: ignore[misc]
+                    rest = rest[self._run_tls(lambda rest=rest: self._tls.write(rest)) :]  # type: ignore[misc]
         except ssl.SSLError as error:
             raise httpcore.WriteError(str(error)) from error
 
     def get_extra_info(self, info: str) -> Any:
         return self._tls if info == "ssl_object" else super().get_extra_info(info)
 
-    def _drive(self, act: Callable[[], _T]) -> _T:
-        """Does `act`; what it wants to send and to receive goes through the outer TLS."""
+    def _run_tls(self, operation: Callable[[], _T]) -> _T:
+        """Runs a TLS operation to its end; its bytes are sent and received through the outer TLS."""
         while True:
             try:
-                done = act()
+                result = operation()
             except ssl.SSLWantReadError:
                 self._outer.send(self._outgoing.read())
                 if received := self._outer.receive(_RECORD_BYTES, None):
@@ -238,7 +239,7 @@ class TlsInTls(Stream):
                     self._incoming.write_eof()
             else:
                 self._outer.send(self._outgoing.read())
-                return done
+                return result
 
 
 def _at_most(timeout: float | None) -> contextlib.AbstractContextManager[None]:
@@ -246,7 +247,8 @@ def _at_most(timeout: float | None) -> contextlib.AbstractContextManager[None]:
 
 
 def _left(timeout: float | None, over: type[Exception]) -> float | None:
-    """The seconds that one read or write may take; raises `over` when the exchange has none left."""
+    """The seconds that one read or write may take: `timeout`, or the time to the deadline if that is less; raises
+    `over` when the deadline has passed."""
     ends_at: float | None = getattr(_this_thread, "ends_at", None)
     if ends_at is None:
         return timeout
@@ -260,31 +262,31 @@ def _left(timeout: float | None, over: type[Exception]) -> float | None:
 
 
 class _Lookup(threading.Thread):
-    """Asks the system for the addresses of a host, in a thread, since the system takes as long as it likes."""
+    """A thread that looks up the addresses of a host, because the system's look-up has no timeout."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(name="tidegate-look-up", daemon=True)
-        self._asked = host, port
+        self._host_and_port = host, port
         self.found: list[str] = []
         self.error: Exception | None = None
 
     def run(self) -> None:
         try:
-            self.found = _addresses(*self._asked)
+            self.found = _addresses(*self._host_and_port)
         except Exception as error:
             self.error = error
 
 
 _lookups: dict[tuple[int, str, int], _Lookup] = {}
-"""Those that go on, by process, host and port: whoever asks meanwhile waits for the same one."""
+"""Look-ups in progress, by process, host and port: all threads that need the same host wait for the same look-up."""
 _lookups_lock = threading.Lock()
 
 
 def _look_up(host: str, port: int) -> list[str]:
-    """The addresses of the host, as numbers, in the order in which they are to be tried."""
+    """The numeric addresses of the host, in the order in which they are to be tried."""
     with contextlib.suppress(OSError, ValueError):
         return _addresses(host, port, socket.AI_NUMERICHOST)
-    key = os.getpid(), host, port  # a fork has none of its parent's threads
+    key = os.getpid(), host, port  # a forked child does not have the threads of its parent
     with _lookups_lock:
         lookup = _lookups.get(key)
         if lookup is None:
@@ -292,7 +294,7 @@ def _look_up(host: str, port: int) -> list[str]:
             lookup.start()
     lookup.join(_left(None, httpcore.ConnectTimeout))
     if lookup.is_alive():
-        raise httpcore.ConnectTimeout(f"the system did not say in time which address {host} has")
+        raise httpcore.ConnectTimeout(f"the name look-up of {host} took too long")
     with _lookups_lock:
         if _lookups.get(key) is lookup:
             del _lookups[key]

@@ -1,4 +1,4 @@
-"""`tidegate demo`: trains a real model on real text with everything on, and shows it."""
+"""`tidegate demo`: trains a small model on text with all features enabled, and shows the live view."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """What `tidegate demo` and `tidegate train` take.
+    """The options of `tidegate demo` and `tidegate train`.
 
-    text: a folder of text to train on; None for the standard library's own source files.
-    run: name of the run; None makes one from the time. seconds: stop after this many, 0 for no limit.
-    headless: no live view, and no waiting at the end; None decides by whether a terminal is attached.
-    port, dashboard_port: of daemon and live view; a daemon that answers at `port` is used as it is.
-    emulated: use the emulated device even where there is a GPU.
-    paths: directories, or addresses of object stores, by name; None for two of its own in the run's folder.
-    tier_split, host_cache, order: knobs of these paths. The cache holds about half of the state, so that both the host
-        and the paths have some.
-    view: start the live view at all (`train` does not).
-    daemon: address of a daemon that runs elsewhere; then none is started, and `port` says nothing.
-    metrics_bind, metrics_port, advertise_host: where /metrics listens, and how Prometheus reaches it from elsewhere.
+    text: a folder of text to train on; None for the source files of Python's standard library.
+    run: name of the run; None for a name made from the time. seconds: stop after so many seconds, 0 for no limit.
+    headless: do not open a browser, and do not wait at the end; None: headless if no terminal is attached.
+    port, dashboard_port: ports of daemon and live view; a daemon that already answers at `port` is used.
+    emulated: use the emulated device even if there is a GPU.
+    paths: storage paths (directories, or addresses of object stores) by name; None for two directories in the run's
+        folder.
+    tier_split, host_cache, order: knobs of these paths. By default the cache holds about half of the state, so that
+    both host memory and the paths hold a part.
+    view: whether to start the live view (`train` does not).
+    daemon: address of a daemon that runs elsewhere; then no daemon is started, and `port` is ignored.
+    metrics_bind, metrics_port, advertise_host: the address of /metrics, and this machine's name for Prometheus.
     """
 
     text: Path | None = None
@@ -47,7 +48,7 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Runs it; the exit status. Errors a user can meet are raised as TidegateError."""
+    """Runs the demo, and returns the exit status. Errors of use are raised as TidegateError."""
     from tidegate.demo.session import Session
 
     return Session(options).run()

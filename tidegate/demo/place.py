@@ -1,4 +1,4 @@
-"""Where the demo's model and its batches are: the GPU where there is one, else the CPU with the emulated device."""
+"""The device of the demo's model and batches: the GPU if there is one, else the CPU with the emulated device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tidegate.agent.devices.cuda_problem import cuda_problem
 
 @dataclass(frozen=True)
 class Place:
-    """`device` of model and batches; `offload`: the optimizer's device, as `tidegate.Offload` takes it."""
+    """The devices of the demo. `device`: device of model and batches; `offload`: the optimizer's device, as in
+    `tidegate.Offload(device=…)`; `why_no_gpu`: the reason if no GPU is used."""
 
     device: torch.device
     offload: str = "auto"
@@ -23,7 +24,7 @@ class Place:
 
 
 def choose_place(emulated: bool) -> Place:
-    """`emulated`: not on the GPU, even where there is one."""
+    """Chooses the device. `emulated`: use the emulated device, even if there is a GPU."""
     if emulated:
         return Place(torch.device("cpu"), "emulated", "--emulated was given")
     problem = cuda_problem()

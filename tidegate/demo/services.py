@@ -1,4 +1,4 @@
-"""Daemon and live view as child processes that never outlive the demo."""
+"""Starts the daemon and the live view as child processes, and stops them when the demo ends."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ INTERRUPTIONS = {signal.SIGINT, signal.SIGTERM}
 
 
 class Service:
-    """One child process in a session of its own, so that Ctrl-C reaches it through us and in our order."""
+    """A child process in a session of its own: Ctrl-C does not reach it directly, so that the demo can stop its
+    services in order."""
 
     def __init__(self, name: str, command: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.name, self.log = name, log
-        # A Ctrl-C while Python forks would be printed and dropped: it waits until the child is known.
+        # A Ctrl-C while Python forks would be printed and ignored: signals are blocked until the child process is
+        # stored.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)
         try:
             with log.open("wb") as output:
                 self.process = subprocess.Popen(
                     command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    start_new_session=True, env=dict(env or os.environ), preexec_fn=_begin,
+                    start_new_session=True, env=dict(env or os.environ), preexec_fn=_prepare_child,
                 )  # fmt: skip
         except BaseException:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             raise
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        except BaseException:  # the Ctrl-C that waited: nobody has this service yet to stop it
+        except BaseException:  # a Ctrl-C while signals were blocked: no caller has this service yet, so stop it here
             self.stop()
             raise
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
-        """ConfigError with the end of its log when the service ends, or is not ready in time."""
+        """Waits until `ready()` is true. ConfigError with the last line of the log when the service ends, or is not
+        ready within START_SECONDS."""
         deadline = time.monotonic() + START_SECONDS
         while not ready():
             if self.process.poll() is not None:
@@ -53,6 +56,7 @@ class Service:
             time.sleep(0.1)
 
     def stop(self) -> None:
+        """Ends the process with SIGTERM, and after 10 seconds with SIGKILL."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -63,7 +67,8 @@ class Service:
 
 
 def start_daemon(port: int, log: Path) -> tuple[str, Service | None]:
-    """Address of a daemon at `port`: one that answers and knows our token, or a new one (then also the service)."""
+    """The address of a daemon at `port`: a running daemon that accepts this user's token (service None), or a new
+    one."""
     url = f"http://127.0.0.1:{port}"
     if _is_ours(url):
         return url, None
@@ -78,6 +83,7 @@ def start_daemon(port: int, log: Path) -> tuple[str, Service | None]:
 
 
 def start_view(port: int, daemon_url: str, log: Path) -> tuple[str, Service]:
+    """Starts the live view at `port`, and returns its address and service. ConfigError if the port cannot be used."""
     from tidegate import dashboard
 
     problem = dashboard.port_problem(port, "127.0.0.1")
@@ -94,6 +100,7 @@ def start_view(port: int, daemon_url: str, log: Path) -> tuple[str, Service]:
 
 
 def _is_ours(url: str) -> bool:
+    """Whether a daemon at `url` accepts this user's token."""
     with DaemonClient(url, find_token("operate"), timeout=2.0) as client:
         try:
             client.runs()
@@ -113,11 +120,12 @@ def _answers(url: str) -> bool:
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].removeprefix("tidegate: ") if lines else f"it said nothing (see {log})"
+    return lines[-1].removeprefix("tidegate: ") if lines else f"it wrote no output (see {log})"
 
 
-def _begin() -> None:
-    """In the child. Linux: when the demo is killed with no chance to clean up, the kernel ends its children."""
+def _prepare_child() -> None:
+    """Runs in the child before its program starts. On Linux, the kernel ends the child when the demo is killed and
+    cannot clean up."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTIONS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,5 @@
-"""One demo: services up, training, summary, services down. Ctrl-C at any moment ends it cleanly."""
+"""One run of the demo: starts the services, trains, prints the summary, stops the services. Ctrl-C ends it cleanly at
+any time."""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ LAYERS = 4
 LEARNING_RATE = 1.5e-3
 BETAS = (0.9, 0.95)
 RATES = {"h2d_bytes_per_second": 5.0e8, "d2h_bytes_per_second": 5.0e8, "update_params_per_second": 2.0e8}
-"""The emulated device of the demo: slow enough that the update is worth looking at."""
+"""Rates of the emulated device: slow enough that the update takes a visible share of a step."""
 
 OWN_PATHS = ("nvme", "pfs")
 INTERRUPTED = 130
 
 
 class Session:
-    """See the module. `run()` once."""
+    """One run of the demo. Call `run()` once."""
 
     def __init__(self, options: DemoOptions) -> None:
         self.options = options
@@ -57,6 +58,7 @@ class Session:
         return choose_place(self.options.emulated)
 
     def run(self) -> int:
+        """Runs the demo, and returns the exit status; INTERRUPTED after a Ctrl-C."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupt)
         with ExitStack() as stack:
@@ -68,7 +70,7 @@ class Session:
                 self.console.print("\nInterrupted: stopping daemon and live view.")
                 return INTERRUPTED
             finally:
-                # Another Ctrl-C must not cut the cleaning up short.
+                # Another Ctrl-C must not interrupt the clean-up.
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.SIG_IGN)
 
@@ -77,12 +79,13 @@ class Session:
         raise KeyboardInterrupt
 
     def _unraisable(self, before: Callable[[Any], object], dropped: sys.UnraisableHookArgs) -> None:
-        """Called for what is raised where Python can only drop it; a Ctrl-C there is no error, `_go_on` sees it."""
+        """Hook for exceptions that Python can only ignore. A Ctrl-C there is not an error: `_check_interrupted` sees
+        it."""
         if not (self._interrupted and isinstance(dropped.exc_value, KeyboardInterrupt)):
             before(dropped)
 
-    def _go_on(self) -> None:
-        """What is raised while Python forks or cleans up is dropped: so a Ctrl-C is asked for, too."""
+    def _check_interrupted(self) -> None:
+        """Raises KeyboardInterrupt after a Ctrl-C, which Python ignores if it comes while it forks or cleans up."""
         if self._interrupted:
             raise KeyboardInterrupt
 
@@ -91,12 +94,12 @@ class Session:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.console.print(f"[bold]Tidegate demo[/bold]  run [bold]{self.name}[/bold]")
         url = self.options.daemon or self._start_daemon(stack)
-        self._go_on()
+        self._check_interrupted()
         view = None
         if self.options.view:
             view, service = start_view(self.options.dashboard_port, url, self.folder / "live-view.log")
             stack.callback(service.stop)
-        self._go_on()
+        self._check_interrupted()
         optimizer, model = self._build(self._make_paths(stack))
         stack.callback(optimizer.close)
         attachment = self._attach(optimizer, model, url)
@@ -131,7 +134,8 @@ class Session:
         )
 
     def _make_paths(self, stack: ExitStack) -> dict[str, Path | str]:
-        """The user's, or two directories of the run that go with it: as if one were a local disk, one a shared one."""
+        """The storage paths: the user's, or two directories in the run's folder that are removed at its end. They
+        represent a local disk and a shared file system."""
         if self.options.paths is not None:
             return dict(self.options.paths)
         paths = {name: self.folder / "storage" / name for name in OWN_PATHS}
@@ -193,7 +197,8 @@ class Session:
         say("  try        tidegate status    tidegate knobs set stride=3 static_ratio=0.25 tier_split=nvme:2,pfs:1\n")
 
     def _announce_view(self, view: str) -> None:
-        """Its address, and the link that lets a browser in, which is opened where there is a terminal."""
+        """Prints the address of the live view and the sign-in link; opens the link in a browser if there is a
+        terminal."""
         from tidegate import dashboard
 
         self.console.print(f"  live view  {view}")
@@ -212,7 +217,7 @@ class Session:
         scheduler = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, LEARNING_RATE, total_steps=self.options.steps + 1, pct_start=0.1, cycle_momentum=False
         )
-        optimizer.observers.append(summary.planned)
+        optimizer.observers.append(summary.record_plan)
         deadline = time.monotonic() + self.options.seconds if self.options.seconds else float("inf")
         with self._progress() as progress:
             task = progress.add_task("training", total=self.options.steps, loss="", knobs="")
@@ -225,8 +230,8 @@ class Session:
                 optimizer.log(loss=loss, tokens=tokens.numel())
                 optimizer.step()
                 scheduler.step()
-                summary.stepped(loss, tokens.numel())
-                self._tell(progress, task, step + 1, loss, optimizer, attachment)
+                summary.record_step(loss, tokens.numel())
+                self._show_progress(progress, task, step + 1, loss, optimizer, attachment)
                 if time.monotonic() > deadline:
                     break
 
@@ -242,11 +247,11 @@ class Session:
             disable=not self.interactive,
         )
 
-    def _tell(
+    def _show_progress(
         self, progress: Progress, task: Any, step: int, loss: float, optimizer: AdamW, attachment: Attachment
     ) -> None:
-        """A bar on a terminal; elsewhere a line every tenth of the way."""
-        self._go_on()
+        """Updates the progress bar on a terminal; otherwise prints a line after every tenth of the steps."""
+        self._check_interrupted()
         effective = optimizer.effective_knobs()
         knobs = (
             f"stride {effective['stride']} static {effective['static_ratio']} split {effective['tier_split']} "
@@ -259,7 +264,7 @@ class Session:
 
 
 def _remove_empty(directories: list[Path]) -> None:
-    """What holds something that is not ours stays."""
+    """Removes the directories that are empty; directories with other files stay."""
     for directory in directories:
         with suppress(OSError):
             directory.rmdir()

@@ -1,4 +1,4 @@
-"""What a run came to: phases, stalls, bytes, who updated what; as a table, as summary.json and as trace.json."""
+"""Summary at the end of a run: phases, stalls, bytes and updates; as a table, as summary.json and as trace.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DONE = {"read": "read", "write": "written"}
 
 
 class Summary:
-    """Collects while training goes on; `planned` counts come from plans, the others from what was measured."""
+    """Collects figures during training. Figures named `planned` come from plans, the others from measurements."""
 
     def __init__(self, run: str, optimizer: AdamW, attachment: Attachment) -> None:
         self.run = run
@@ -38,7 +38,8 @@ class Summary:
         self._planned_bytes: Counter[str] = Counter()
         self._timelines: deque[Timeline] = deque(maxlen=TRACED_STEPS)
 
-    def planned(self, result: StepResult, _: StepPhases) -> None:
+    def record_plan(self, result: StepResult, _: StepPhases) -> None:
+        """Adds the planned parameters and bytes of one step."""
         if result.skipped:
             return
         for processor in ("cpu", "device"):
@@ -46,7 +47,8 @@ class Summary:
         for lane in ("h2d", "d2h"):
             self._planned_bytes[lane] += result.plan.link_bytes(lane)
 
-    def stepped(self, loss: float, tokens: int) -> None:
+    def record_step(self, loss: float, tokens: int) -> None:
+        """Adds one finished step."""
         self._losses.append(loss)
         self._tokens += tokens
         timeline = self._attachment.recorder.timeline
@@ -84,7 +86,8 @@ class Summary:
         }
 
     def _paths(self) -> dict[str, dict[str, Any]]:
-        """What each storage path has moved, and what it would be written a day at the pace of this run."""
+        """For each storage path: the bytes read and written, and the bytes written per day, extrapolated from this
+        run."""
         last = self._attachment.recorder.totals.last
         return {
             state.path: {"bytes": dict(state.bytes), "written_bytes_per_day": state.written_bytes_per_day}

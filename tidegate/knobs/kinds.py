@@ -1,4 +1,4 @@
-"""What a knob may be: a number, a size in bytes, weights of paths, or one of some words. How each is read and shown."""
+"""The kinds of knobs (number, size in bytes, weights of paths, choice of words), with parser and formatter of each."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _SIZE: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)")
 
 @dataclass(frozen=True, kw_only=True)
 class KnobSpec:
-    """What one knob accepts. `words` are the values that are accepted beside those of its kind.
+    """The accepted values of one knob. `words`: words that are accepted in addition to values of the knob's kind.
 
-    minimum, maximum: bounds of a number, of a size in bytes, of each weight; a choice has none.
-    paths: the paths that weights may name; empty while they are not known.
+    minimum, maximum: bounds of a number, of a size in bytes, or of each weight; a choice has no bounds.
+    paths: the paths that weights may name; empty while the paths are not known.
     """
 
     name: str
@@ -47,9 +47,9 @@ class KnobSpec:
     paths: tuple[str, ...] = field(default=())
 
     def parse(self, value: object) -> KnobValue:
-        """The value in its one form: a number, whole bytes, weights as text, or one of `words`.
+        """The value in its normal form: a number, whole bytes, weights as text, or one of `words`.
 
-        Raises KnobError naming value and bound.
+        KnobError, naming value and bounds, if the value is not accepted.
         """
         if isinstance(value, str) and value.strip().lower() in self.words:
             return value.strip().lower()
@@ -58,27 +58,28 @@ class KnobSpec:
         return _KINDS[self.kind].parse(self, value)
 
     def show(self, value: KnobValue) -> str:
-        """The value as people read it; `parse` understands it."""
+        """The value as text for display; `parse` accepts this text."""
         return value if isinstance(value, str) else _KINDS[self.kind].show(value)
 
-    def same(self, one: KnobValue, other: KnobValue) -> bool:
-        """Whether both ask for the same: weights when their ratios are equal."""
-        if self.kind != "weights" or one in self.words or other in self.words:
-            return one == other
-        return _ratios(weights_of(str(one))) == _ratios(weights_of(str(other)))
+    def same(self, value: KnobValue, other: KnobValue) -> bool:
+        """Whether both values are equivalent; weights are equivalent when their ratios are equal."""
+        if self.kind != "weights" or value in self.words or other in self.words:
+            return value == other
+        return _ratios(weights_of(str(value))) == _ratios(weights_of(str(other)))
 
     @property
     def bounds(self) -> str:
-        """What it accepts, in words."""
-        told = _KINDS[self.kind].bounds(self)
-        return " or ".join([*([told] if told else []), *(repr(word) for word in self.words)])
+        """Description of the accepted values, for messages."""
+        of_kind = _KINDS[self.kind].bounds(self)
+        return " or ".join([*([of_kind] if of_kind else []), *(repr(word) for word in self.words)])
 
     def out_of_range(self, value: object) -> KnobError:
+        """The error for a value that is not accepted; the caller raises it."""
         return KnobError(f"{self.name}={value!r} is out of range: {self.bounds}.", self.name)
 
 
 def check_path_name(name: str) -> str:
-    """The name, if a path may be called so; else ConfigError."""
+    """Returns `name` if it is a valid name of a storage path; ConfigError otherwise."""
     if not _PATH_NAME.fullmatch(name) or name in _RESIDENCES:
         raise ConfigError(
             f"A path cannot be called {name!r}: use 1 to 32 of a-z, 0-9, _ and -, and neither 'host' nor 'device'."
@@ -87,7 +88,7 @@ def check_path_name(name: str) -> str:
 
 
 def weights_of(text: str) -> dict[str, float]:
-    """The weights in the text that a weights knob has: {"nvme": 2.0, "pfs": 1.0} of `nvme:2,pfs:1`."""
+    """The weights in the text of a weights knob: {"nvme": 2.0, "pfs": 1.0} for `nvme:2,pfs:1`."""
     return {name: float(weight) for name, _, weight in (part.partition(":") for part in text.split(","))}
 
 
@@ -102,7 +103,7 @@ def _parse_number(spec: KnobSpec, value: object) -> KnobValue:
 
 
 def _number(value: object) -> float:
-    """NaN for what is no number."""
+    """`value` as a float; NaN if it is not a number."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -124,18 +125,22 @@ def _parse_size(spec: KnobSpec, value: object) -> KnobValue:
 
 
 def _whole_bytes(value: object) -> int | None:
-    """Bytes of `12GiB`, `512 MB` or a plain number; None for what is no size. Only with a unit is it rounded down."""
+    """Bytes of `12GiB`, `512 MB` or a plain number; None if `value` is not a size.
+
+    Fractions of a byte are rounded down if a unit is given; without a unit they are not a size.
+    """
     if isinstance(value, int | float):
         return int(value) if math.isfinite(value) and value == int(value) else None
-    found = _SIZE.fullmatch(value.strip().lower()) if isinstance(value, str) else None
-    if found is None or (found[2] and found[2] not in _UNITS):
+    match = _SIZE.fullmatch(value.strip().lower()) if isinstance(value, str) else None
+    if match is None or (match[2] and match[2] not in _UNITS):
         return None
-    exact = Fraction(found[1]) * _UNITS.get(found[2], 1)
-    return int(exact) if found[2] or exact.denominator == 1 else None
+    exact = Fraction(match[1]) * _UNITS.get(match[2], 1)
+    return int(exact) if match[2] or exact.denominator == 1 else None
 
 
 def show_size(nbytes: float) -> str:
-    """8GiB, 512MB, 1.5GiB: exact where three decimals suffice, else rounded to four digits; 0 as it is."""
+    """A size as text, such as 8GiB, 512MB or 1.5GiB: exact if three decimals suffice, else rounded to four digits. Zero
+    is `0`, without a unit."""
     if nbytes < 1000:
         return f"{nbytes:g}B" if nbytes else "0"
     fitting = [(name, unit) for name, unit in _SHOWN_UNITS if nbytes >= unit]
@@ -171,7 +176,7 @@ def _weight(spec: KnobSpec, value: object, name: str, weight: object) -> float:
     try:
         check_path_name(name)
     except ConfigError as error:
-        raise KnobError(f"{spec.name}={value!r} is not valid: {error} Write {_form(spec)}.", spec.name) from error
+        raise KnobError(f"{spec.name}={value!r} is not valid: {error} Write {_example(spec)}.", spec.name) from error
     if spec.paths and name not in spec.paths:
         known = ", ".join(spec.paths)
         raise KnobError(f"{spec.name}={value!r} names {name!r}; the run's paths are: {known}.", spec.name)
@@ -179,7 +184,7 @@ def _weight(spec: KnobSpec, value: object, name: str, weight: object) -> float:
     if not spec.minimum <= number <= spec.maximum:
         raise KnobError(
             f"{spec.name}={value!r} gives {name!r} the weight {weight!r}: a number from {spec.minimum:g} to "
-            f"{spec.maximum:g} is needed, as in {_form(spec)}.",
+            f"{spec.maximum:g} is needed, as in {_example(spec)}.",
             spec.name,
         )
     return number
@@ -190,25 +195,28 @@ def _plain(weight: float) -> str:
 
 
 def _ratios(weights: Mapping[str, float]) -> dict[str, Fraction]:
-    """Shares of those that get any, of the numbers as they were written: 0.1 is a tenth."""
+    """The shares of the positive weights, as exact fractions of the decimal numbers: 0.1 is 1/10."""
     exact = {name: Fraction(repr(weight)) for name, weight in weights.items() if weight > 0}
     return {name: weight / sum(exact.values()) for name, weight in exact.items()}
 
 
-def _form(spec: KnobSpec) -> str:
+def _example(spec: KnobSpec) -> str:
+    """Weights as an example for messages, such as `nvme:2,pfs:1`."""
     names = spec.paths or ("nvme", "pfs")
     return ",".join(f"{name}:{2 if place == 0 else 1}" for place, name in enumerate(names[:3]))
 
 
 def _weights_bounds(spec: KnobSpec) -> str:
     of = f" of the paths {', '.join(spec.paths)}" if spec.paths else " of paths"
-    return f"weights{of}, as in {_form(spec)}"
+    return f"weights{of}, as in {_example(spec)}"
 
 
 # ---- the table
 
 
 class _Kind(NamedTuple):
+    """The functions of one kind of knob: parser, formatter of numbers, and description of the accepted values."""
+
     parse: Callable[[KnobSpec, object], KnobValue]
     show: Callable[[float], str]
     bounds: Callable[[KnobSpec], str]
@@ -222,13 +230,13 @@ def _no_bounds(_: KnobSpec) -> str:
     return ""
 
 
-def _general(number: float) -> str:
+def _general_format(number: float) -> str:
     return f"{number:g}"
 
 
 _KINDS: Final[dict[KnobKind, _Kind]] = {
-    "number": _Kind(_parse_number, _general, _number_bounds),
+    "number": _Kind(_parse_number, _general_format, _number_bounds),
     "size": _Kind(_parse_size, show_size, _size_bounds),
-    "weights": _Kind(_parse_weights, _general, _weights_bounds),
-    "choice": _Kind(_parse_choice, _general, _no_bounds),
+    "weights": _Kind(_parse_weights, _general_format, _weights_bounds),
+    "choice": _Kind(_parse_choice, _general_format, _no_bounds),
 }

@@ -1,4 +1,4 @@
-"""The knobs: what an operator may change while training runs, with their bounds and their one parser."""
+"""The knobs: the settings that can be changed while training runs, with their bounds and their parser."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ Auto = Literal["auto"]
 Off = Literal["off"]
 Stride = float | Auto | Off
 Order = Literal["auto", "pinned", "alternate"]
+"""Values of the knob `order`; `tidegate.plan.tasks.Order` is the order of a single update."""
 
 AUTO: Final = "auto"
 EQ1: Final = "eq1"
+"""Value of the knob `tier_split`: shares by bandwidth, Eq. 1 of MLP-Offload."""
 OFF: Final = "off"
 
 SPECS: Final[dict[str, KnobSpec]] = {
@@ -87,14 +89,14 @@ SPECS: Final[dict[str, KnobSpec]] = {
     )
 }
 PATH_KNOBS: Final = ("tier_split", "host_cache", "order")
-"""Knobs that only runs with storage paths have; all of them may be `auto`."""
+"""The knobs that only runs with storage paths have; each of them may be `auto`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """One full set of desired knobs. Values outside the bounds raise KnobError at construction.
+    """A complete set of desired knobs. KnobError at construction if a value is outside its bounds.
 
-    tier_split: `auto`, `eq1`, or weights as text, see `weights_of`. host_cache: `auto` or bytes.
+    tier_split: `auto`, `eq1`, or weights as text such as `nvme:2,pfs:1` (`weights_of`). host_cache: `auto` or bytes.
     """
 
     stride: Stride = AUTO
@@ -108,20 +110,21 @@ class Knobs:
             object.__setattr__(self, name, spec.parse(getattr(self, name)))
 
     def as_dict(self, *, paths: bool = False) -> dict[str, KnobValue]:
-        """The knobs by name. Those of storage paths are left out where they are `auto`, unless `paths`."""
+        """The knobs by name. Knobs of storage paths that are `auto` are left out, unless `paths` is True."""
         values: dict[str, KnobValue] = {name: getattr(self, name) for name in SPECS}
         return {n: value for n, value in values.items() if paths or n not in PATH_KNOBS or value != AUTO}
 
     def changed(self, changes: Mapping[str, Any], specs: Mapping[str, KnobSpec] = SPECS) -> Knobs:
-        """These knobs with `changes` applied, which `specs` (see `specs_for`) check; what it lacks raises KnobError."""
+        """These knobs with `changes` applied. `specs` (see `specs_for`) checks them: KnobError for names that it does
+        not contain, and for values that it does not accept."""
         values: dict[str, Any] = {name: spec(name, specs).parse(value) for name, value in changes.items()}
         return replace(self, **values)
 
     def fitted(self, paths: Sequence[str]) -> Knobs:
-        """What of these knobs a run with `paths` can have.
+        """These knobs, adapted to a run with the storage paths `paths`.
 
-        Desired knobs outlive a restart, and paths may not: without any, their knobs are `auto`, and so is a tier split
-        that names a path which is gone.
+        Desired knobs survive a restart of the run, but its paths may change. Without paths, the knobs of paths are set
+        to `auto`; so is a tier split that names a path that the run no longer has.
         """
         if not paths:
             return replace(self, tier_split=AUTO, host_cache=AUTO, order=AUTO)
@@ -130,14 +133,14 @@ class Knobs:
 
 
 def specs_for(paths: Sequence[str]) -> dict[str, KnobSpec]:
-    """The knobs of a run that has these storage paths: without any, those of storage are not among them."""
+    """The specs of the knobs of a run with these storage paths; without paths, the knobs of paths are left out."""
     if not paths:
         return {name: spec for name, spec in SPECS.items() if name not in PATH_KNOBS}
     return {**SPECS, "tier_split": replace(SPECS["tier_split"], paths=tuple(paths))}
 
 
 def spec(name: str, specs: Mapping[str, KnobSpec] = SPECS) -> KnobSpec:
-    """The spec of the knob `name`; one that is not there raises KnobError that says why, or lists the known ones."""
+    """The spec of the knob `name`. KnobError for a name that `specs` does not contain, with the reason or the names."""
     if name in specs:
         return specs[name]
     if name in PATH_KNOBS:
@@ -147,13 +150,13 @@ def spec(name: str, specs: Mapping[str, KnobSpec] = SPECS) -> KnobSpec:
 
 
 def show(name: str, value: KnobValue) -> str:
-    """The value of a knob as people read it; one of another version as it is."""
+    """The value of a knob as text for display. Values of knobs that this version does not know are not converted."""
     return SPECS[name].show(value) if name in SPECS else value if isinstance(value, str) else f"{value:g}"
 
 
-def same(name: str, one: KnobValue, other: KnobValue) -> bool:
-    """Whether both values of a knob ask for the same."""
-    return SPECS[name].same(one, other) if name in SPECS else one == other
+def same(name: str, value: KnobValue, other: KnobValue) -> bool:
+    """Whether both values of the knob `name` are equivalent."""
+    return SPECS[name].same(value, other) if name in SPECS else value == other
 
 
 def device_share(stride: float | Off) -> float:

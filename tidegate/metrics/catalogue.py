@@ -1,6 +1,7 @@
-"""Every metric, once: name, type, unit, labels with their closed sets, what it says, the screen that shows it.
+"""The catalogue of all Prometheus metrics: name, type, unit, labels with allowed values, help text, and the section of
+the live view that shows each metric.
 
-`docs/metrics.md` is made of it: `python -m tidegate.metrics.page > docs/metrics.md`.
+`docs/metrics.md` is generated from it: `python -m tidegate.metrics.page > docs/metrics.md`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _histogram(name: str, labels: Labels, help: str, **more: Any) -> Metric:
     return _metric("histogram", name, "seconds", labels, help, **more)
 
 
-_PACE: Final = (
+_STEPS: Final = (
     _histogram(
         "phase_seconds", _PHASE, "Wall time of each phase, one observation a phase and step.",
         screen="Phases", buckets=SECONDS_BUCKETS,
@@ -252,8 +253,8 @@ _CONTROL: Final = (
     ),
 )  # fmt: skip
 
-METRICS: Final[tuple[Metric, ...]] = (*_PACE, *_LINKS, *_PATHS, *_MACHINE, *_CONTROL)
-"""The families of a rank."""
+METRICS: Final[tuple[Metric, ...]] = (*_STEPS, *_LINKS, *_PATHS, *_MACHINE, *_CONTROL)
+"""The metric families that a rank (a training process) exports."""
 
 DAEMON_METRICS: Final[tuple[Metric, ...]] = (
     _gauge(
@@ -279,6 +280,7 @@ DAEMON_METRICS: Final[tuple[Metric, ...]] = (
         unseen="The daemon's own health.", owner="daemon",
     ),
 )  # fmt: skip
-"""Those of the daemon. They also carry `run`, and the request families `route`, `method` and `status`: open sets."""
+"""The metric families that the daemon exports. They also have the label `run`, and the families of requests have
+`route`, `method` and `status`; the values of these labels are not a closed set."""
 
 BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in METRICS + DAEMON_METRICS}

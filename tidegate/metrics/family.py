@@ -1,4 +1,4 @@
-"""What the catalogue says of a family, and the closed sets that its labels take their values from."""
+"""The definition of one metric family, and the closed sets of label values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Screen = Literal[
     "Tokens",
     "Knobs",
 ]
-"""Sections of the live view, by their titles; the header has none."""
+"""Sections of the live view, by title; the section `Header` has no title on the screen."""
 Needs = Literal["", "paths", "nvml"]
 Owner = Literal["agent", "daemon"]
 
@@ -32,8 +32,8 @@ DIRECTIONS: Final = ("h2d", "d2h")
 CONTENTS: Final = ("gradient", "weight", "state")
 PROCESSORS: Final = ("cpu", "device")
 PATH: Final = "<path>"
-"""In a closed set of label values: each of the names of the run's storage paths. A run without any lacks the families
-that have a label of that set alone."""
+"""Placeholder in a closed set of label values: it stands for the names of the run's storage paths. A run without
+storage paths does not export families that have a label with no other value."""
 PATH_OPERATIONS: Final = ("read", "write")
 RESIDENCES: Final = ("host", "device", PATH)
 CAUSES: Final = (*STALL_CAUSES, *path_lanes(PATH))
@@ -42,21 +42,23 @@ KNOBS: Final = ("device_share", "static_ratio", "host_cache_bytes", "alternate_o
 KNOB_STATES: Final = ("desired", "effective")
 HOST_MEMORY_KINDS: Final = ("state", "mirror", "gradient", "slot")
 PCIE_SOURCES: Final = ("fields", "gpm", "throughput")
-"""Where NVML's figures of PCIe come from: byte counters, performance monitoring (Hopper and later), or samples of
-20 ms. One of them at a time."""
+"""Sources of NVML's PCIe figures: byte counters (`fields`), performance monitoring (`gpm`, Hopper and later), or
+samples of 20 ms (`throughput`). One source is in use at a time."""
 PARTS: Final = ("recorder", "tuner", "exporter", "link", "sampler")
+"""The parts of the agent whose CPU time is measured."""
 
 SECONDS_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 OPERATION_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)
-"""Of one read or write of a subgroup's state: a few MB in a millisecond, to some GB on a disk in trouble."""
+"""Buckets, in seconds, for one read or write of a subgroup's state: from a few MB in a millisecond to some GB on a slow
+or failing disk."""
 
 MAX_SERIES: Final = 600
-"""Series of one rank with four storage paths, at most."""
+"""Most time series of one rank with four storage paths."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One family. `labels` maps a label's name to its closed set of values."""
+    """The definition of one metric family. `labels` maps the name of each label to its closed set of values."""
 
     name: str
     type: MetricType
@@ -64,28 +66,29 @@ class Metric:
     help: str
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     screen: Screen | None = None
-    """The section of the live view that shows it."""
+    """The section of the live view that shows the family; None if no section does."""
     unseen: str = ""
-    """Why no section does."""
+    """The reason why no section shows the family."""
     needs: Needs = ""
-    """What a run must have for the family to be there: storage paths, or a GPU that NVML knows. Else it is absent."""
+    """Precondition of the family: storage paths, or a GPU that NVML knows. The family is absent in other runs."""
     owner: Owner = "agent"
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram."""
 
     def values(self, label: str, paths: Sequence[str] = ()) -> tuple[str, ...]:
-        """What `label` may be in a run with these storage paths."""
-        found: dict[str, None] = {}
+        """The allowed values of `label` in a run with these storage paths."""
+        allowed: dict[str, None] = {}
         for value in self.labels[label]:
-            found |= dict.fromkeys([value.replace(PATH, path) for path in paths] if PATH in value else [value])
-        return tuple(found)
+            allowed |= dict.fromkeys([value.replace(PATH, path) for path in paths] if PATH in value else [value])
+        return tuple(allowed)
 
     def max_series(self, paths: Sequence[str] = ()) -> int:
-        """The most series that it can have in a run with these storage paths: as if every combination came up."""
+        """Upper bound of the time series of the family in a run with these storage paths: all combinations of label
+        values."""
         if self.needs == "paths" and not paths:
             return 0
         count = len(self.buckets) + 3 if self.type == "histogram" else 1  # +Inf, sum and count
         for label in self.labels:
-            # A run has one source of PCIe figures.
+            # A run has only one source of PCIe figures at a time.
             count *= 1 if self.labels[label] == PCIE_SOURCES else len(self.values(label, paths))
         return count

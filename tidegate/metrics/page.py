@@ -1,4 +1,5 @@
-"""The page about all metrics, made of the catalogue: `python -m tidegate.metrics.page > docs/metrics.md`."""
+"""Generator of the page that documents all metrics, from the catalogue:
+`python -m tidegate.metrics.page > docs/metrics.md`."""
 
 from __future__ import annotations
 

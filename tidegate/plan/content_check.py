@@ -1,4 +1,5 @@
-"""Runs a plan on names instead of numbers, and refuses it when an op reads, or the step leaves, the wrong thing."""
+"""Symbolic execution of a plan: tracks which data each place holds, and rejects the plan when an op reads, or the step
+leaves behind, the wrong data."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 class Thing(NamedTuple):
-    """What lies in a place: which content of which subgroup, from before its update or after it."""
+    """The data that a place holds: a kind of content, its subgroup, and its version (before or after the update)."""
 
     what: Literal["gradient", "weight", "state", "squares", "scale"]
     subgroup: int
@@ -24,7 +25,8 @@ class Thing(NamedTuple):
 
 @dataclass
 class _Machine:
-    """Runs a plan on names instead of numbers. Races are excluded before, so program order stands for every order."""
+    """Executes a plan on symbols instead of numbers. Races have been excluded before this, so checking program order
+    covers every order in which the ops can run."""
 
     plan: Plan
     contents: dict[Place, Thing] = field(default_factory=dict)
@@ -89,8 +91,11 @@ def _home(residence: Residence, subgroup: int) -> Place:
 
 
 def check_contents(plan: Plan) -> None:
-    """PlanError with the rule `content` unless every op finds what it needs, and the step leaves what it must: state
-    after its update where each placement says, whatever older copies there still are, and new weights."""
+    """Checks that every op reads, and the step leaves, the right data; PlanError with the rule `content` if not.
+
+    The step must leave updated state in the residence that each placement names, and updated weights. Older copies may
+    remain in other places.
+    """
     machine = _Machine(plan)
     for i, placement in enumerate(plan.placements):
         machine.contents[("device_grad", i)] = Thing("gradient", i, "new")

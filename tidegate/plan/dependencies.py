@@ -1,4 +1,4 @@
-"""Gives ops that stand in one order their ids and the dependencies that they need, none of them redundant."""
+"""Numbers ops that are in program order, and computes their minimal dependencies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from tidegate.plan.ops import Norms, Op, Place, effects
 def link(
     order: Sequence[Op], lane_names: Sequence[str], num_subgroups: int, norms: Norms, *, chain: bool
 ) -> tuple[Op, ...]:
-    """Numbers the ops and gives each the dependencies it needs. `chain`: each op waits for the one before, too.
+    """The ops with ids 0, 1, 2, … and their dependencies, none of them redundant.
 
-    `seen[i][lane]` is the last op of each lane that is sure to be done when op i is: lanes run in order, so that one
-    number per lane says everything about the past of an op. `began[lane]` is the same for when the lane's last op
-    begins, which is all that a lane which runs ahead waits for.
+    chain: each op also waits for the op before it in `order`, whatever its lane.
+
+    Dependencies are computed with vector clocks. `seen[i][lane]` is the last op of each lane that is certain to be done
+    when op i is done: lanes run in order, so one number per lane describes the past of an op completely. `began[lane]`
+    is the same for the moment when the lane's last op begins; a lane that may run ahead waits for that moment only.
     """
     number = {name: i for i, name in enumerate(lane_names)}
     lane_of = [number[op.lane] for op in order]
@@ -31,24 +33,26 @@ def link(
         before = seen[last_in_lane[lane]] if lane in last_in_lane else nothing
         past = began.get(lane, nothing) if op.may_run_ahead else before
         deps: list[int] = []
-        # Latest first: an op can only be implied by a later one.
+        # Latest first: a dependency can only be implied by a later dependency.
         for dep in sorted(found, reverse=True):
             if dep > past[lane_of[dep]]:
                 deps.append(dep)
-                past = _both(past, seen[dep])
+                past = _merged(past, seen[dep])
         began[lane] = past
-        seen.append(_both(past, before))
+        seen.append(_merged(past, before))
         seen[op_id][lane] = last_in_lane[lane] = op_id
         linked.append(replace(op, id=op_id, deps=tuple(reversed(deps))))
     return tuple(linked)
 
 
-def _both(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    return [max(pair) for pair in zip(one, other, strict=True)]
+def _merged(clock: Sequence[int], other: Sequence[int]) -> list[int]:
+    """The element-wise maximum of two vector clocks."""
+    return [max(pair) for pair in zip(clock, other, strict=True)]
 
 
 def hazards(order: Sequence[Op], num_subgroups: int, norms: Norms) -> Iterator[set[int]]:
-    """For each op, the earlier ops it must not overtake: read after write, write after write, write after read."""
+    """The data hazards of each op: positions of the earlier ops that must be done before it (read after write, write
+    after write, write after read)."""
     writer: dict[Place, int] = {}
     readers: dict[Place, list[int]] = {}
     for position, op in enumerate(order):

@@ -1,4 +1,5 @@
-"""The knobs as numbers, and what those of storage say: what stays in host memory, and how the rest is divided."""
+"""The resolved knobs (no `auto`), and the use of the storage knobs: which subgroups stay in the host cache, and how the
+rest is divided among the paths."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ from tidegate.plan.tier_split import Counts, PathSpeeds, balanced_split, eq1_spl
 
 Eq1 = Literal["eq1"]
 Split = tuple[tuple[str, float], ...] | Eq1 | None
-"""Weights by path; `eq1` for Eq. 1 of MLP-Offload; None for what measured speeds call for."""
+"""The tier split: weights by path; `eq1` for Eq. 1 of MLP-Offload; None for the split that measured speeds decide."""
 
 
 @dataclass(frozen=True)
 class Effective:
-    """The knobs as numbers: what the next plan is made from. The last three mean nothing without paths.
+    """The resolved knobs (`auto` replaced by a value), from which the next plan is made.
 
-    alternate: every other step runs backwards.
+    `tier_split`, `host_cache_bytes` and `alternate` have no effect without storage paths.
+    alternate: every other step updates the subgroups in descending order.
     """
 
     stride: float | Off
@@ -30,12 +32,12 @@ class Effective:
 
 
 def cached(state_bytes: Sequence[int], movable: Sequence[int], effective: Effective, order: Order) -> set[int]:
-    """Which of the `movable` subgroups stay in host memory after a step in this order.
+    """The ids of the `movable` subgroups whose state stays in the host cache after a step in this order.
 
-    state_bytes: of each subgroup, by id. The first ones stay, or those that the next step, in the other order, begins
-    with.
+    state_bytes: bytes of state of each subgroup, by id. The first movable subgroups stay; where orders alternate, the
+    subgroups with which the next step (in the other order) begins.
     """
-    # Those that come are in memory before those that leave are gone.
+    # Where orders alternate, incoming subgroups are in memory before outgoing subgroups are freed: half the cache each.
     room = effective.host_cache_bytes // (2 if effective.alternate else 1)
     backwards = effective.alternate and order == "ascending"
     stay: set[int] = set()
@@ -55,10 +57,10 @@ def divide(
     capacity: Mapping[str, int] | None = None,
     minimum: int = 0,
 ) -> Counts:
-    """Subgroups of each path of `speeds`, as the split says; a path that weights do not name gets none.
+    """The number of subgroups for each path of `speeds`, according to the split; a path without a weight gets none.
 
-    capacity, minimum: as in `balanced_split`; the minimum only counts where speeds decide. CapacityError when they do
-    not all fit.
+    capacity, minimum: as in `balanced_split`; the minimum applies only where speeds decide. CapacityError when the
+    subgroups do not all fit.
     """
     if split is None:
         return balanced_split(count, speeds, capacity=capacity, minimum=minimum)

@@ -1,4 +1,4 @@
-"""What a plan is made of: ops, the lanes they run on, and the places they read and write."""
+"""The elements of a plan: ops, the lanes they run on, and the places (buffers) they read and write."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ Processor = Literal["cpu", "device"]
 Residence = str
 """Where state lives between updates: `device`, `host`, or the name of a path."""
 Gate = Literal["none", "gradient", "step"]
+"""The event that an op waits for besides its dependencies: its gradient's arrival, or the call of `step()`."""
 Content = Literal["gradient", "weight", "state"]
 Norms = Literal["step", "gradient"]
-"""Whether squares are summed when `step()` is called, or of each gradient as it arrives."""
+"""When squares of gradients are summed for the norm: in `step()`, or for each gradient as it arrives."""
 Place = tuple[str, int]
+"""A buffer that ops read and write: its kind, and the number of its subgroup or slot."""
 
 H2D: Final = "h2d"
 D2H: Final = "d2h"
 CPU: Final = "cpu"
 DEVICE: Final = "device"
 LANES: Final = (H2D, D2H, CPU, DEVICE)
-"""The lanes of every plan. Each path adds two of its own (`path_lanes`)."""
+"""The lanes (in-order queues of ops) of every plan. Each storage path adds two lanes (`path_lanes`)."""
 COMPUTE_LANES: Final = frozenset({CPU, DEVICE})
 LINK_LANES: Final = frozenset({H2D, D2H})
 
@@ -34,27 +36,28 @@ def is_path(residence: Residence) -> bool:
 
 
 def path_lanes(path: str) -> tuple[str, str]:
-    """The lanes that read from a path and write to it."""
+    """The names of a path's two lanes: the lane that reads from it and the lane that writes to it."""
     return f"{path}:read", f"{path}:write"
 
 
 class OpKind(StrEnum):
-    """The kinds of op. Everything before the gate `step` only copies, so it can be repeated or dropped."""
+    """The kinds of op. Ops that run before the gate `step` copy or sum, and change no state or weight: they can be
+    repeated or dropped."""
 
     GRAD_D2H = "grad_d2h"
-    """Gradient of a subgroup to the host, as soon as it is there (gate: gradient)."""
+    """Gradient of a subgroup to the host, as soon as the gradient has arrived (gate: gradient)."""
     WEIGHT_D2H = "weight_d2h"
-    """Weight of a subgroup to its host mirror, when the mirror is missing or stale."""
+    """Weight of a subgroup to its host mirror (a copy of the weight in host memory), when that is missing or stale."""
     STATE_H2D = "state_h2d"
     """State of a subgroup into a staging slot, or into the place of a resident."""
     STATE_D2H = "state_d2h"
     """State of a subgroup from a staging slot, or from the place of a resident, to the host."""
     WEIGHT_H2D = "weight_h2d"
-    """Weight that the CPU has updated to the device."""
+    """Weight of a subgroup, updated on the CPU, from the host to the device."""
     GRAD_H2D = "grad_h2d"
-    """Gradient that was spilled to the host back to the device, into the staging slot of its state."""
+    """Gradient of a subgroup that was spilled to the host, back to the device, into the staging slot of its state."""
     GRAD_NORM = "grad_norm"
-    """Sum of squares and non-finite count of a subgroup's gradients, as soon as they are there (gate: gradient).
+    """Sum of squares and non-finite count of a subgroup's gradients, as soon as they have arrived (gate: gradient).
     Only in plans that release gradients before the step."""
     NORM = "norm"
     """Norm and non-finite count of all gradients, and from them the clip factor (gate: step)."""
@@ -78,7 +81,7 @@ LANE_OF: Final[dict[OpKind, str]] = {
     OpKind.CPU_UPDATE: CPU,
     OpKind.DEVICE_UPDATE: DEVICE,
 }
-"""The lane of each kind that always has the same one; FETCH and FLUSH run on the lanes of their path."""
+"""The lane of each kind of op that has a fixed lane. FETCH and FLUSH run on the lanes of their path."""
 
 CONTENT_OF: Final[dict[OpKind, Content]] = {
     OpKind.GRAD_D2H: "gradient",
@@ -100,7 +103,8 @@ GATE_OF: Final[dict[OpKind, Gate]] = {
 
 @dataclass(frozen=True, slots=True)
 class Subgroup:
-    """What a plan needs to know of a subgroup: its size, and its bytes per parameter of each content."""
+    """The size of a subgroup (a group of parameters that are updated together): parameters, and bytes per parameter of
+    gradient, weight and state."""
 
     id: int
     numel: int
@@ -108,7 +112,7 @@ class Subgroup:
     """Bytes per parameter of the weight on the device."""
     grad_bytes: int
     state_bytes: int
-    """Bytes per parameter of what is stored between steps: moments, and remainder or fp32 master."""
+    """Bytes per parameter of the state that is stored between steps: the moments, and the remainder or fp32 master."""
 
     def nbytes(self, content: Content) -> int:
         per_param = {"gradient": self.grad_bytes, "weight": self.weight_bytes, "state": self.state_bytes}
@@ -119,11 +123,12 @@ class Subgroup:
 class Op:
     """One unit of work on one lane.
 
-    `deps` are ids of ops that must be done first, beyond the order of the lane. `slot` is the staging slot on the
-    device that the op uses, `host_slot` the one in host memory; None for a resident, for what has its own place on the
-    host, or for ops that use no slot. `nbytes` crosses the link, or to or from `path` (FETCH and FLUSH only); `numel`
-    is updated (or read, for norms). `subgroup` is -1 for NORM. `spilled`: an update on the device whose gradient comes
-    back from the host. `grad_in_slot`: its gradient on the host is in the host slot.
+    `deps` are ids of ops that must be done first, in addition to the order of the lane. `slot` is the staging slot on
+    the device that the op uses, `host_slot` the staging slot in host memory; None for a resident, for data with a
+    buffer of its own on the host, or for ops that use no slot. `nbytes`: bytes that are copied over the link, or from
+    or to `path` (FETCH and FLUSH only). `numel`: parameters that are updated (or read, for norms). `subgroup` is -1 for
+    NORM. `spilled`: the op belongs to an update on the device whose gradient comes back from the host. `grad_in_slot`:
+    the gradient on the host is in the host slot.
     """
 
     id: int
@@ -147,8 +152,11 @@ class Op:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Its lane may begin it before the op before it has ended. Such lanes begin their ops in order and end them in
-        order, but that one begins says nothing of the one before: what it needs of that, a dependency must say."""
+        """Whether the lane may begin this op before the lane's previous op has ended; true on path lanes.
+
+        Such lanes begin their ops in order and end them in order. The start of an op does not imply the end of the
+        previous op: if an op needs that end, a dependency must state it.
+        """
         return self.path is not None
 
     @property
@@ -161,34 +169,34 @@ class Op:
 
     @property
     def buffer(self) -> Place:
-        """Where on the device the state is while this op works on it."""
+        """The place on the device of the state that this op uses."""
         return ("resident", self.subgroup) if self.slot is None else ("slot", self.slot)
 
     @property
     def gradient(self) -> Place:
-        """Where on the device the gradient is that this op brings or uses."""
+        """The place on the device of the gradient that this op copies or uses."""
         return ("slot_grad", self.slot) if self.spilled and self.slot is not None else ("device_grad", self.subgroup)
 
     @property
     def host_state(self) -> Place:
-        """Where in host memory the state is that this op brings, takes or updates."""
+        """The place in host memory of the state that this op copies or updates."""
         return ("host_state", self.subgroup) if self.host_slot is None else ("host_slot", self.host_slot)
 
     @property
     def host_weight(self) -> Place:
-        """Where in host memory the weight is that this op brings, takes or updates."""
+        """The place in host memory of the weight that this op copies or updates."""
         return ("host_weight", self.subgroup) if self.host_slot is None else ("host_slot_weight", self.host_slot)
 
     @property
     def host_grad(self) -> Place:
-        """Where in host memory the gradient is that this op brings or uses."""
+        """The place in host memory of the gradient that this op copies or uses."""
         if self.grad_in_slot and self.host_slot is not None:
             return ("host_slot_grad", self.host_slot)
         return ("host_grad", self.subgroup)
 
     @property
     def stored(self) -> Place:
-        """Where on its path the state is that this op fetches or flushes."""
+        """The place on the path of the state that this op fetches or flushes."""
         return (f"path:{self.path}", self.subgroup)
 
     @property
@@ -202,7 +210,10 @@ class Op:
 
 
 def effects(op: Op, num_subgroups: int, norms: Norms = "step") -> tuple[frozenset[Place], frozenset[Place]]:
-    """The places that `op` reads and writes. Two ops that meet in a place, one of them writing, must be ordered."""
+    """The places that `op` reads, and the places that it writes.
+
+    Two ops that access the same place must be ordered if one of them writes.
+    """
     s = op.subgroup
     match op.kind:
         case OpKind.GRAD_D2H:

@@ -1,4 +1,4 @@
-"""How long ops on storage paths take, as far as a planner cares."""
+"""Estimated run times of ops on storage paths, which the planner uses to order ops."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from tidegate.plan.schedule import TypicalClock
 from tidegate.plan.tier_split import PathSpeeds
 
 SHORTEST_SECONDS: Final = 1e-3
-"""What is less is nothing: `step()` made the plan itself."""
+"""Shorter times count as 0: then `step()` itself made the plan."""
 
 
 def rounded(seconds: float) -> float:
-    """Seconds from the start of a plan to its step, rounded down to a power of two: each value is another plan."""
+    """Seconds from the start of a plan to its step, rounded down to a power of two.
+
+    Rounding keeps the number of different plans small: each value gives another plan.
+    """
     return 2.0 ** math.floor(math.log2(seconds)) if seconds >= SHORTEST_SECONDS else 0.0
 
 
 class PathClock(TypicalClock):
-    """Typical times of copies and updates, and of paths those that were measured: to order ops, nothing else.
+    """Estimates op times to order ops: typical times for copies and updates, measured speeds for storage paths.
 
-    While a step is under way a path is read and written at once, and its host slots tie both together: no more is
-    read than has been written. So both ways go at the pace of one subgroup after the other, whichever is the slower.
-    What was measured of the faster one, with rests in between, comes from credit or a cache and would not last.
+    During a step a path is read and written at the same time, and its host slots couple both directions: no more can be
+    read than has been written. So both directions advance at the speed of the slower direction. The measured speed of
+    the faster direction, with pauses in between, is a burst from a cache or from throttling credit and would not last.
     """
 
     def __init__(self, speeds: Mapping[str, PathSpeeds]) -> None:

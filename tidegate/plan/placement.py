@@ -1,4 +1,4 @@
-"""Who updates each subgroup, and where its state lives, from the two knobs that decide it."""
+"""Placement of subgroups: which processor updates each, and where its state lives, from `stride` and `static_ratio`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ MAX_DENOMINATOR = 1_000_000
 
 
 def place(subgroup_count: int, *, stride: float | Off, static_ratio: float) -> tuple[tuple[Processor, Residence], ...]:
-    """Processor and residence of subgroups 0 to `subgroup_count` - 1.
+    """The processor and the residence of each of the subgroups 0 to `subgroup_count` - 1.
 
     The last `static_ratio` of the ids (rounded half up) are residents: updated on the device, where their state stays.
     Of the others, every `stride`-th is updated on the device and the rest on the CPU; their state lives on the host.
-    For a whole-number stride k this is `(i + 1) % k == 0` (Deep Optimizer States, Algorithm 1); a real one is spread
-    evenly. What a subgroup gets follows its id alone, so it does not change with the order of the update.
+    For a whole-number stride k these are the ids with `(i + 1) % k == 0` (Deep Optimizer States, Algorithm 1); with a
+    fractional stride they are spread evenly. The placement of a subgroup depends on its id only, so that it does not
+    change with the order of the updates.
     """
     first_resident = subgroup_count - _resident_count(subgroup_count, static_ratio)
     staged = _staged_ids(first_resident, stride)
@@ -31,7 +32,7 @@ def place(subgroup_count: int, *, stride: float | Off, static_ratio: float) -> t
 
 
 def steady(places: Iterable[tuple[Processor, Residence]]) -> tuple[Placement, ...]:
-    """Placements of a step that begins where the last one, placed alike, ended: nothing is admitted or evicted."""
+    """Placements in the steady state: the step before had the same ones, so no state moves to another residence."""
     return tuple(
         Placement(
             processor=processor,
@@ -55,11 +56,11 @@ def _staged_ids(count: int, stride: float | Off) -> frozenset[int]:
     if isinstance(value, str):
         raise KnobError(f"stride={stride!r} must be a number or 'off' before subgroups can be placed.", "stride")
     step = _exact(value)
-    # floor(i / step) in whole numbers: floats would lose or gain a subgroup where i / step is nearly whole.
-    turns = [i * step.denominator // step.numerator for i in range(count + 1)]
-    return frozenset(i for i in range(count) if turns[i + 1] > turns[i])
+    # floor(i / step) in whole numbers: with floats the count could be off by one where i / step is nearly whole.
+    staged_before = [i * step.denominator // step.numerator for i in range(count + 1)]
+    return frozenset(i for i in range(count) if staged_before[i + 1] > staged_before[i])
 
 
 def _exact(value: float) -> Fraction:
-    """The number the user meant: 1.1 is 11/10, not the binary fraction beside it."""
+    """The exact value of a number as it was written: 1.1 is 11/10, not the nearest binary fraction."""
     return Fraction(value).limit_denominator(MAX_DENOMINATOR)

@@ -1,4 +1,4 @@
-"""A plan: everything one step will do, as an immutable list of ops."""
+"""A plan: all ops of one step, as an immutable list."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Policy = Literal["interleaved", "sequential", "twinflow"]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one subgroup is updated, where its state lives before and after the step.
+    """Where one subgroup is updated, and where its state lives before and after the step.
 
-    `mirror_valid`: the host mirror of the weight equals the weight on the device when the step begins. `spilled`: its
-    gradient waits on the host and returns with its state, because the device has no room for it. `grad_in_slot`: its
-    gradient is copied into its host slot, not to a buffer of its own, and so not before the slot is free: only where
-    gradients are kept until the step.
+    `mirror_valid`: the host mirror of the weight equals the weight on the device when the step begins. `spilled`: the
+    gradient waits on the host and returns to the device with the state, because the device lacks memory for it.
+    `grad_in_slot`: the gradient is copied into the subgroup's host slot instead of a buffer of its own, and therefore
+    not before the slot is free; possible only where gradients are kept until the step.
     """
 
     processor: Processor
@@ -31,17 +31,17 @@ class Placement:
 
     @property
     def is_staged(self) -> bool:
-        """Its state comes to the device for the update only, into a staging slot."""
+        """Whether the state is on the device only during the update, in a staging slot."""
         return self.processor == "device" and self.before != "device" and self.after != "device"
 
     @property
     def uses_host_slot(self) -> bool:
-        """Its state passes through host memory on the way from or to a path, and has no place of its own there."""
+        """Whether the state passes through a host slot from or to a path, because it has no host buffer of its own."""
         return "host" not in (self.before, self.after) and (is_path(self.before) or is_path(self.after))
 
     @property
     def pool(self) -> str:
-        """The path whose host slots it takes turns in."""
+        """The path whose host slots the subgroup uses."""
         return self.before if is_path(self.before) else self.after
 
 
@@ -49,8 +49,8 @@ class Placement:
 class Plan:
     """Ops in program order: on each lane they run in this order.
 
-    `placements[i]` belongs to `subgroups[i]`, whose id is i. `num_slots` staging slots exist on the device,
-    `num_host_slots` in host memory: each of these holds state, weight and gradient of one subgroup.
+    `placements[i]` belongs to `subgroups[i]`, whose id is i. There are `num_slots` staging slots on the device and
+    `num_host_slots` in host memory; a host slot holds the state, weight and gradient of one subgroup.
     """
 
     policy: Policy
@@ -68,7 +68,7 @@ class Plan:
 
     @cached_property
     def lane_names(self) -> tuple[str, ...]:
-        """The lanes of this plan: those of every plan, then two for each path."""
+        """The lanes of this plan: the lanes of every plan, then two for each path."""
         return (*LANES, *(lane for path in self.paths for lane in path_lanes(path)))
 
     @cached_property
@@ -76,13 +76,13 @@ class Plan:
         ops: dict[str, list[Op]] = {lane: [] for lane in self.lane_names}
         for op in self.ops:
             ops[op.lane].append(op)
-        return {lane: tuple(found) for lane, found in ops.items()}
+        return {lane: tuple(of_lane) for lane, of_lane in ops.items()}
 
     def of_kind(self, *kinds: OpKind) -> Iterable[Op]:
         return (op for op in self.ops if op.kind in kinds)
 
     def link_bytes(self, lane: str) -> int:
-        """Bytes that cross the link, or come from or go to a path, on one lane when each op of this plan runs once."""
+        """Bytes that one lane copies, over the link or from or to a path, when each op of this plan runs once."""
         return sum(op.nbytes for op in self.lanes[lane])
 
     def updated_params(self, processor: Processor) -> int:

@@ -1,7 +1,7 @@
-"""Makes plans: which ops a step needs, in which order, and what each of them waits for.
+"""The planner: which ops a step needs, in which order, and which ops each of them waits for.
 
-An op waits for another only where they meet in a place that one of them writes (`effects`), and only where the order of
-the lanes and its other dependencies do not say so already: every dependency of a plan is needed.
+An op waits for another op only if both access the same place and one of them writes it (`effects`), and only if the
+order of the lanes and its other dependencies do not imply that already: every dependency of a plan is needed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ def make_plan(
 ) -> Plan:
     """The plan of one step. The same arguments always give the same plan.
 
-    `placements[i]` belongs to `subgroups[i]`. `num_slots` staging slots take turns on the device. `grad_on_host_order`
-    lists subgroup ids as their gradients are expected to be ready: by default the last first, as a backward pass
-    yields them. `rates` estimates run times to order what shares a lane; the plan is correct whatever they are.
-    `norms`: `gradient` sums squares as gradients arrive, so that they can be released before the step. `host_slots`
-    names the paths, and how many slots in host memory each has for state on its way from or to it. `order`: of the
-    updates, by id. `step_at`: the step comes no sooner than so many seconds after the first gradient, as far as is
-    known, so that what needs no step is done by then; like `rates`, it only orders what shares a lane.
+    `placements[i]` belongs to `subgroups[i]`. `num_slots`: staging slots on the device, used in turns.
+    `grad_on_host_order` lists subgroup ids in the order in which their gradients are expected; by default the reverse
+    order of ids, as in a backward pass. `rates` estimates run times, to order ops that share a lane; the plan is
+    correct whatever the estimates are. `norms`: with `gradient`, squares are summed as gradients arrive, so that
+    gradients can be released before the step. `host_slots` names the paths, and gives the number of slots in host
+    memory for state on its way from or to each path. `order`: order of the updates, by subgroup id. `step_at`: expected
+    earliest time of the step, in seconds after the first gradient, by which ops that need no step can be done; like
+    `rates`, it is used only to order ops that share a lane.
 
-    Policies: `interleaved` runs whatever is not ordered by data concurrently (Deep Optimizer States; with paths,
+    Policies: `interleaved` runs all ops concurrently that no data dependency orders (Deep Optimizer States; with paths,
     MLP-Offload); `sequential` has the same ops, one at a time; `twinflow` updates the residents first and then
-    everything else on the CPU, one op at a time (DeepSpeed's TwinFlow). Raises PlanError for what cannot be planned.
+    everything else on the CPU, one op at a time (DeepSpeed's TwinFlow). PlanError for arguments that give no plan.
     """
     paths = dict(host_slots or {})
     _check(subgroups, placements, num_slots, policy)
@@ -95,7 +96,7 @@ def _check_paths(placements: Sequence[Placement], host_slots: Mapping[str, int],
 
 
 def _gradient_order(placements: Sequence[Placement], given: Sequence[int] | None) -> tuple[int, ...]:
-    """All subgroups in the order in which their gradients are expected; those that nobody copies may be left out."""
+    """All subgroup ids in the expected order of their gradients. `given` may omit gradients that no op copies."""
     if given is None:
         return tuple(reversed(range(len(placements))))
     known = set(given)

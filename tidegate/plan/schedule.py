@@ -1,4 +1,4 @@
-"""Puts the ops of a step into one order, by policy: as much at once as can be, or one at a time."""
+"""List scheduler: puts the ops of a step into program order, by policy (interleaved, or one op at a time)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidegate.plan.tasks import Origin, Task, Work
 Key = tuple[OpKind, int]
 NORM_KEY: Final[Key] = (OpKind.NORM, -1)
 
-# What a lane prefers among ops that are ready. Lower first: what lets others begin, state before weights.
+# Priority of ops that are ready on a lane, lower first: ops that unblock other ops, then state, then weights.
 _FLUSH, _FETCH, _INTO_HOST, _OUT_OF_DEVICE, _GRAD_INTO_HOST = range(5)
 _INTO_SLOT, _INTO_DEVICE, _GRAD_INTO_DEVICE, _ON_CPU, _ON_DEVICE, _WEIGHT = range(5, 11)
 _ROLE: Final[dict[OpKind, int]] = {
@@ -34,14 +34,15 @@ _ROLE: Final[dict[OpKind, int]] = {
 
 
 class Clock(Protocol):
-    """Estimates how long an op takes; a `RateCard` is one."""
+    """An estimate of op run times, for example a `RateCard`."""
 
     def seconds(self, op: Op, /) -> float:
         """Expected run time of `op` in seconds."""
 
 
 class TypicalClock:
-    """A PCIe 4 link, a server's share of CPU cores, a data centre GPU, an NVMe drive: to order ops, nothing else."""
+    """Run times of typical hardware, used only to order ops: a PCIe 4 link, a share of a server's CPU cores, a data
+    centre GPU and an NVMe drive."""
 
     LINK_BYTES_PER_SECOND: Final = 25e9
     PARAMS_PER_SECOND: Final = {CPU: 2e9, DEVICE: 25e9}
@@ -58,7 +59,7 @@ class TypicalClock:
 def ordered(
     work: Work, policy: Policy, num_slots: int, num_subgroups: int, norms: Norms, clock: Clock, step_at: float
 ) -> list[Op]:
-    """All ops of `work` in the order that `policy` gives them, each with its staging slot."""
+    """All ops of `work` in program order, according to `policy`, each with its staging slot."""
     if policy == "interleaved":
         needs = _needs(work, num_subgroups, norms)
         return _with_slots(_interleaved(work, needs, num_slots, clock, step_at), num_slots)
@@ -71,34 +72,34 @@ def _ops(tasks: Iterable[Task]) -> Iterator[Op]:
 
 
 def _with_slots(order: Iterable[Op], num_slots: int) -> list[Op]:
-    """Staging slots on the device: each fetch takes the one that has been free for longest."""
+    """Assigns staging slots on the device: each STATE_H2D takes the slot that has been free for longest."""
     free = deque(range(num_slots))
     taken: dict[int, int] = {}
-    found: list[Op] = []
+    placed: list[Op] = []
     for op in order:
         if op.slot is None:
-            found.append(op)
+            placed.append(op)
             continue
         if op.kind is OpKind.STATE_H2D:
             taken[op.subgroup] = free.popleft()
-        found.append(replace(op, slot=taken[op.subgroup]))
+        placed.append(replace(op, slot=taken[op.subgroup]))
         if op.kind is OpKind.STATE_D2H:
             free.append(taken[op.subgroup])
-    return found
+    return placed
 
 
 def _needs(work: Work, num_subgroups: int, norms: Norms) -> dict[Key, tuple[Key, ...]]:
-    """What an op waits for besides its place in its queue, and for a staging slot.
+    """The estimated dependencies of each op, in addition to the order of its queue and the wait for a staging slot.
 
-    It is what it would wait for if tasks ran one after another, which is the order in which they take host slots. Only
-    an estimate is made from it, never a dependency.
+    They are the dependencies that hold if tasks run one after another, which is the order in which tasks take host
+    slots. They serve to estimate start times only, and never become dependencies of the plan.
     """
     turns = sorted(work.tasks, key=lambda task: task.origin)
     order = [*work.early, *work.squares, work.norm, *_ops(turns)]
     keys = [_key(op) for op in order]
     needs: dict[Key, tuple[Key, ...]] = {}
     for key, found in zip(keys, hazards(order, num_subgroups, norms), strict=True):
-        # A gradient that was spilled goes to the slot that its state takes.
+        # A spilled gradient goes into the same staging slot as its state.
         slot = ((OpKind.STATE_H2D, key[1]),) if key[0] is OpKind.GRAD_H2D else ()
         needs[key] = (*slot, *(keys[i] for i in found))
     return needs
@@ -110,9 +111,10 @@ def _key(op: Op) -> Key:
 
 @dataclass(slots=True)
 class _Queue:
-    """Ops of one lane that keep their order. `preference` is lower for what its lane takes first.
+    """Ops of one lane that keep their order. The lane takes ops of a queue with a lower `preference` first.
 
-    `ready`: when all that its first op needs is done; infinite while one of them is not scheduled yet.
+    `ready`: estimated time at which all dependencies of the first op are done; infinite while one of these dependencies
+    is not scheduled yet.
     """
 
     lane: str
@@ -120,7 +122,8 @@ class _Queue:
     ops: deque[Op] = field(default_factory=deque)
     ready: float = math.inf
     fills: bool = False
-    """Updates on the CPU that have nothing to do with a path: whenever they run, all paths have as much to do."""
+    """Whether the ops are fillers: updates on the CPU that involve no path, so that the time at which they run does not
+    change the work of any path."""
 
     @property
     def takes_slot(self) -> bool:
@@ -128,14 +131,15 @@ class _Queue:
 
 
 def _queues(work: Work) -> list[_Queue]:
-    """Tasks that wait for different things stand in different queues, so that none holds up another."""
-    found: dict[tuple[int, Origin, str, str, bool], _Queue] = {}
+    """The queues of all lanes. Tasks that wait for different things are in different queues, so that they do not block
+    each other."""
+    queues: dict[tuple[int, Origin, str, str, bool], _Queue] = {}
 
     def put(op: Op, role: int, origin: Origin, pool: str, fills: bool = False) -> None:
         key = (role, origin, pool, op.lane, fills)
-        if key not in found:
-            found[key] = _Queue(op.lane, (role, origin), fills=fills)
-        found[key].ops.append(op)
+        if key not in queues:
+            queues[key] = _Queue(op.lane, (role, origin), fills=fills)
+        queues[key].ops.append(op)
 
     for op in work.early:
         put(op, _OUT_OF_DEVICE, Origin.HOST, "")
@@ -144,7 +148,7 @@ def _queues(work: Work) -> list[_Queue]:
     for task in work.tasks:
         for op in task.ops:
             put(op, _role(op), task.origin, task.pool, op.kind is OpKind.CPU_UPDATE and _needs_no_path(task))
-    return [queue for _, queue in sorted(found.items(), key=lambda item: item[1].preference)]
+    return [queue for _, queue in sorted(queues.items(), key=lambda item: item[1].preference)]
 
 
 def _needs_no_path(task: Task) -> bool:
@@ -160,24 +164,25 @@ def _role(op: Op) -> int:
 def _interleaved(
     work: Work, needs: dict[Key, tuple[Key, ...]], num_slots: int, clock: Clock, step_at: float
 ) -> Iterator[Op]:
-    """List scheduling: the ops in the order of their estimated starts. Of ops that could start at once, a lane takes
-    what it prefers, then what was ready first.
+    """List scheduling: yields the ops in the order of their estimated starts. Of several ops that could start at the
+    same time, a lane takes the op with the lowest preference number, then the op that was ready first.
 
-    The backward is assumed to be long enough for what can be done before it ends without any path, and to last until
-    `step_at`: NORM comes then. Updates of what is on the host fill the time until the first fetches are done, if they
-    are not done by then; otherwise what was fetched is updated first, and its path has something to write (`_Turns`).
+    The backward pass is assumed to last until `step_at`, and long enough for all ops that can be done before its end
+    without a path: NORM comes then. If no fetch is done by then, updates of state on the host (fillers) use the time
+    until the first fetches are done; otherwise fetched subgroups are updated first, so that their path has something to
+    write (`_Fillers`).
     """
-    queues, turns = _queues(work), _Turns()
+    queues, fillers = _queues(work), _Fillers()
     free: defaultdict[str, float] = defaultdict(float)
     done: dict[Key, float] = {}
     slots = deque([0.0] * num_slots)
-    """When each staging slot is free. In the order in which they are given back, which is that of the d2h lane."""
+    """The time at which each staging slot becomes free, in the order in which the d2h lane frees them."""
     norm_at = step_at
 
     def start_of(queue: _Queue) -> float:
         if queue.ready == math.inf:
             queue.ready = max([0.0, *(done.get(need, math.inf) for need in needs[_key(queue.ops[0])])])
-        start = max(free[queue.lane], queue.ready, turns.fillers_from if queue.fills else 0.0)
+        start = max(free[queue.lane], queue.ready, fillers.start_from if queue.fills else 0.0)
         return max(start, slots[0] if slots else math.inf) if queue.takes_slot else start
 
     while queues or NORM_KEY not in done:
@@ -208,51 +213,54 @@ def _interleaved(
         if op.kind is OpKind.STATE_D2H and op.slot is not None:
             slots.append(end)
         if op.kind is OpKind.NORM:
-            turns = _Turns.after_norm(work, clock, done)
+            fillers = _Fillers.after_norm(work, clock, done)
         elif op.kind is OpKind.CPU_UPDATE and best is not None:
-            turns.updated(op, best.fills)
+            fillers.record_update(op, best.fills)
         yield op
 
 
 @dataclass(slots=True)
-class _Turns:
-    """When the CPU updates what needs no path, if some of the others are fetched before the step, and it has the time.
+class _Fillers:
+    """When the CPU runs fillers (updates that need no path), in a step where some subgroups were fetched early.
 
-    After those, it takes turns: some that need no path behind each that was fetched in the step. Until then it would be
-    in the way of the first flushes, and nothing can be fetched; many in a row would make flushes wait for the next one.
+    Subgroups that were fetched before the step are updated first: fillers would delay the first flushes, and no host
+    slot would become free for the next fetches. After that the CPU alternates: a few fillers after each update of a
+    subgroup that was fetched in the step. Many fillers in a row would let the flushes wait for the next update.
     """
 
     until: float = 0.0
-    """From then on they need not wait: the CPU is just done when the paths are."""
+    """Time from which fillers need not wait: if they start then, the CPU is done when the paths are done."""
     each_turn: int = 0
+    """Number of fillers after each update of a subgroup that was fetched in the step."""
     early: frozenset[int] = frozenset()
     """Subgroups that were fetched before the step."""
     left: int = 0
-    """So many may still begin in this turn."""
+    """Number of fillers that may still begin in this turn."""
 
     @classmethod
-    def after_norm(cls, work: Work, clock: Clock, done: Mapping[Key, float]) -> _Turns:
-        """`done`: when ops end."""
+    def after_norm(cls, work: Work, clock: Clock, done: Mapping[Key, float]) -> _Fillers:
+        """The rule for the time after the norm. `done`: end times of the ops that are scheduled."""
         step = done[NORM_KEY]
         fetches = [op for op in _ops(work.tasks) if op.kind is OpKind.FETCH]
         early = frozenset(op.subgroup for op in fetches if done.get(_key(op), math.inf) <= step)
-        going_on = {op.path for op in fetches if op.subgroup in early}
-        late = sum(op.path in going_on and op.subgroup not in early for op in fetches)
+        early_paths = {op.path for op in fetches if op.subgroup in early}
+        late = sum(op.path in early_paths and op.subgroup not in early for op in fetches)
         if not late:
             return cls()
         seconds: defaultdict[str, float] = defaultdict(float)
         for op in _ops(work.tasks):
             seconds[op.lane] += clock.seconds(op)
-        busiest = max(taken for lane, taken in seconds.items() if lane not in LANES)
+        busiest = max(total for lane, total in seconds.items() if lane not in LANES)
         fillers = sum(task.on_cpu and _needs_no_path(task) for task in work.tasks)
         return cls(step + max(0.0, busiest - seconds[CPU]), -(-fillers // late), early)
 
     @property
-    def fillers_from(self) -> float:
+    def start_from(self) -> float:
+        """Earliest start of the next filler."""
         return 0.0 if self.left else self.until
 
-    def updated(self, op: Op, fills: bool) -> None:
-        """`op`, an update on the CPU, has its place."""
+    def record_update(self, op: Op, fills: bool) -> None:
+        """Counts `op`, an update on the CPU that has been scheduled. fills: whether it is a filler."""
         if fills:
             self.left = max(0, self.left - 1)
         elif op.subgroup not in self.early:

@@ -1,4 +1,4 @@
-"""Which ops a step needs, and which host slot each uses. Not yet in one order, and without dependencies."""
+"""The ops that a step needs, and the host slot that each uses; not yet in program order, and without dependencies."""
 
 from __future__ import annotations
 
@@ -11,42 +11,44 @@ from tidegate.plan.ops import CONTENT_OF, Norms, Op, OpKind, Subgroup, is_path
 from tidegate.plan.plan import Placement
 
 Order = Literal["ascending", "descending"]
-"""Of the updates, by subgroup id."""
+"""Order of the updates, by subgroup id."""
 
 
 class Origin(IntEnum):
-    """Where a task's state comes from and whether it needs a host slot. Of tasks that are ready, lower ones go first:
-    they give a slot back."""
+    """Where the state of a task comes from, and whether it needs a host slot. Of the tasks that are ready, those with a
+    lower number go first: they free a slot."""
 
     PATH = 0
     """From a path, through a host slot."""
     PATH_TO_HOST = 1
-    """From a path, to stay on the host: no slot."""
+    """From a path, to stay in host memory: no slot."""
     DEVICE = 2
     """From the device to a path, through a host slot."""
     HOST = 3
-    """Everything else: nothing that it waits for comes from a path."""
+    """Everything else: the task waits for no path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One update, and the ops before and after it, in an order in which they can run one at a time.
+    """The ops of one subgroup: its update and the ops before and after it, in an order in which they can run one at a
+    time.
 
-    Ops that use a staging slot on the device have the subgroup's id for one: which slot it is follows from the order.
-    `pool` is the path whose host slots it uses or that it comes from; empty for tasks from the host.
+    Ops that use a staging slot on the device have the subgroup's id in `slot`, as a placeholder: the scheduler assigns
+    the slot. `pool` is the path whose host slots the task uses, or from which its state comes; empty for tasks whose
+    origin is `HOST`.
     """
 
     origin: Origin
     pool: str
     on_cpu: bool
     stays: bool
-    """Its state is on the device before and after."""
+    """Whether the subgroup is a resident: its state is on the device before and after the step."""
     ops: tuple[Op, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """All ops of a step. `early` and `squares` may run before the step's gate opens; `tasks` are in their order."""
+    """All ops of a step. `early` and `squares` may run before the call of `step()`; `tasks` are in update order."""
 
     early: tuple[Op, ...]
     squares: tuple[Op, ...]
@@ -62,10 +64,12 @@ def step_work(
     host_slots: Mapping[str, int],
     order: Order,
 ) -> Work:
-    """What these placements ask for. `gradients` are all subgroup ids in the order in which gradients are expected;
-    `host_slots` tells how many slots each path has."""
+    """The ops that these placements need.
+
+    gradients: all subgroup ids, in the order in which their gradients are expected. host_slots: slots of each path.
+    """
     slots = _host_slots(placements, host_slots, order)
-    # Gradients come last in their lane: what is before them needs no gate, and runs while the backward has just begun.
+    # Gradients come last in their lane: the ops before them have no gate, and can run when the backward has just begun.
     early = [op for s, p in zip(subgroups, placements, strict=True) for op in _to_mirror(s, p, None)]
     early += [op for s, p in zip(subgroups, placements, strict=True) for op in _to_host_memory(s, p, None)]
     copied = [i for i in gradients if needs_grad_on_host(placements[i]) and not placements[i].grad_in_slot]
@@ -78,7 +82,7 @@ def step_work(
         early=tuple(early),
         squares=tuple(squares),
         norm=Op(id=-1, kind=OpKind.NORM, subgroup=-1, nbytes=0, numel=numel),
-        # Those that stay on the device come last: transfers still pending hide behind their updates.
+        # Residents come last: their updates overlap with transfers that are still pending.
         tasks=tuple(sorted(tasks, key=lambda task: task.stays)),
     )
 
@@ -94,8 +98,8 @@ def _in_order(ids: Sequence[int], order: Order) -> Sequence[int]:
 def _host_slots(placements: Sequence[Placement], host_slots: Mapping[str, int], order: Order) -> dict[int, int]:
     """The host slot of each subgroup that uses one.
 
-    Each path has slots of its own, numbered path by path, so that a slow path never holds up another. They are taken
-    in turns, by those that come from the path first: their fetches need not wait for the step.
+    Each path has slots of its own, numbered path by path, so that a slow path never delays another path. Subgroups use
+    the slots in turns; subgroups that come from the path are first, because their fetches need not wait for the step.
     """
     slots: dict[int, int] = {}
     first = 0
@@ -151,14 +155,14 @@ def _device_ops(subgroup: Subgroup, placement: Placement, host_slot: int | None)
 
 
 def _to_mirror(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
-    """The weight to the subgroup's own mirror, or to the host slot that it uses."""
+    """Copy of the weight to the subgroup's own host mirror, or to the host slot that it uses; empty if not needed."""
     wanted = placement.processor == "cpu" and not placement.mirror_valid
     if wanted and placement.uses_host_slot == (host_slot is not None):
         yield _op(OpKind.WEIGHT_D2H, subgroup, host_slot=host_slot)
 
 
 def _to_host_memory(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
-    """State that leaves the device before its update on the CPU."""
+    """Copy of state from the device to the host before its update on the CPU; empty if not needed."""
     wanted = placement.processor == "cpu" and placement.before == "device"
     if wanted and placement.uses_host_slot == (host_slot is not None):
         yield _op(OpKind.STATE_D2H, subgroup, host_slot=host_slot)

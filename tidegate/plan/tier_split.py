@@ -1,7 +1,7 @@
-"""The tier split: how many of the tiered subgroups go to each path, and which ones.
+"""The tier split: the number of subgroups that each storage path gets, and the path of each subgroup.
 
-MLP: Maurya et al., "MLP-Offload", SC '25. Pure functions of exact arithmetic: equal arguments give equal results.
-Paths stand in the order of the mapping that names them; ties go to the earlier one.
+MLP: Maurya et al., "MLP-Offload", SC '25. Pure functions with exact (rational) arithmetic: equal arguments give equal
+results. Paths have the order of the mapping that names them; ties go to the path that comes first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REMEDY: Final = "Free space on a path, add one, or raise host_cache."
 
 @dataclass(frozen=True, kw_only=True)
 class PathSpeeds:
-    """The speeds of one path, in bytes per second, each measured with the other direction at rest.
+    """The speeds of one path, in bytes per second, each measured while the other direction is idle.
 
     duplex: reads and writes run at full speed at the same time. Otherwise they share the device.
     """
@@ -40,15 +40,17 @@ class PathSpeeds:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Time of the path for each byte that is read and written once: the longer way, or one after the other."""
+        """Seconds of the path for each byte that is read once and written once: the maximum of both directions if the
+        path is duplex, else their sum."""
         read, write = 1 / self.read_bytes_per_second, 1 / self.write_bytes_per_second
         return max(read, write) if self.duplex else read + write
 
 
 def makespan_seconds(counts: Mapping[str, int], rates: Mapping[str, PathSpeeds], subgroup_bytes: int) -> float:
-    """When the last path is done if each reads and writes its subgroups of `subgroup_bytes` once, all at work at once.
+    """Seconds until the last path is done, if all paths work at the same time and each reads and writes its subgroups
+    (`subgroup_bytes` each) once.
 
-    That is the lower bound of the storage: nothing else holds a path up.
+    This is the lower bound of the storage time: it assumes that a path never waits.
     """
     return max((n * rates[name].seconds_per_byte for name, n in counts.items()), default=0.0) * subgroup_bytes
 
@@ -56,8 +58,8 @@ def makespan_seconds(counts: Mapping[str, int], rates: Mapping[str, PathSpeeds],
 def eq1_split(count: int, rates: Mapping[str, PathSpeeds], *, capacity: Mapping[str, int] | None = None) -> Counts:
     """MLP Eq. 1: the share of a path is B_i / ΣB, with B_i the smaller of its read and write bandwidth.
 
-    Whole subgroups by largest remainder. capacity: most subgroups of each path, without limit where absent; what is
-    over goes to the other paths by the same rule. CapacityError when they do not all fit.
+    Rounded to whole subgroups by largest remainder. capacity: most subgroups of each path, without limit where absent;
+    the excess goes to the other paths by the same rule. CapacityError when the subgroups do not all fit.
     """
     bandwidths = {
         name: Fraction(min(rate.read_bytes_per_second, rate.write_bytes_per_second)) for name, rate in rates.items()
@@ -66,9 +68,9 @@ def eq1_split(count: int, rates: Mapping[str, PathSpeeds], *, capacity: Mapping[
 
 
 def user_split(count: int, weights: Mapping[str, float], *, capacity: Mapping[str, int] | None = None) -> Counts:
-    """Shares in proportion to `weights`, such as {"nvme": 2, "pfs": 1}, by largest remainder. Weight 0 gets none.
+    """Shares in proportion to `weights`, such as {"nvme": 2, "pfs": 1}, by largest remainder. Weight 0: no subgroup.
 
-    capacity: as in `eq1_split`. A weight below 0, or none above it, raises ConfigError.
+    capacity: as in `eq1_split`. ConfigError when a weight is below 0, or no weight is above 0.
     """
     shown = ",".join(f"{name}:{weight:g}" for name, weight in weights.items())
     if not all(0 <= weight < float("inf") for weight in weights.values()) or not any(weights.values()):
@@ -79,12 +81,13 @@ def user_split(count: int, weights: Mapping[str, float], *, capacity: Mapping[st
 def balanced_split(
     count: int, rates: Mapping[str, PathSpeeds], *, capacity: Mapping[str, int] | None = None, minimum: int = 0
 ) -> Counts:
-    """The whole numbers that give the shortest makespan: no path is busy longer than it must be.
+    """The split with the shortest makespan, in whole subgroups.
 
-    Reads and writes are told apart, and whether they share the device; Eq. 1 sees only the slower of both. Exact: one
-    subgroup at a time goes where it is done first, and as the time of a path only grows with its subgroups no exchange
-    can undercut that. capacity: as in `eq1_split`. minimum: subgroups that each path gets at least, as far as its
-    capacity goes; of no account when there are not enough for all.
+    Takes into account read speed, write speed, and whether both directions share the device; Eq. 1 uses only the slower
+    direction. The greedy algorithm is optimal: each subgroup goes to the path where it would be done first, and as the
+    time of a path only grows with its subgroups, no exchange gives a shorter makespan. capacity: as in `eq1_split`.
+    minimum: fewest subgroups of each path, as far as its capacity allows; ignored when there are not enough for all
+    paths.
     """
     rooms = {name: _room(name, count, capacity or {}) for name in rates}
     _require_room(count, rooms)
@@ -104,11 +107,12 @@ def balanced_split(
 
 
 def assign(ids: Sequence[int], counts: Mapping[str, int], current: Mapping[int, str] | None = None) -> dict[int, str]:
-    """A path for each subgroup: `counts[path]` of them each, as few moved away from `current` as can be.
+    """The path of each subgroup: `counts[path]` subgroups per path, with as few changes from `current` as possible.
 
-    Paths are spread evenly over the order of `ids`, so that all of them work at once: from scratch, any first k ids
-    have less than one subgroup more or less of a path than k × its share. What is told to move is chosen for evenness
-    too. Ids in `current` that are not in `ids` are ignored, paths that are not in `counts` are left.
+    Paths are spread evenly over the order of `ids`, so that all of them work at the same time: without `current`, the
+    number of subgroups of a path among the first k ids differs by less than one from k × its share. Subgroups that must
+    move are chosen for evenness, too. Ids in `current` that are not in `ids` are ignored; subgroups on paths that are
+    not in `counts` move to another path.
     """
     if sum(counts.values()) != len(ids):
         raise ConfigError(f"counts of {sum(counts.values())} subgroups cannot be given to {len(ids)}: make them equal.")
@@ -122,7 +126,8 @@ def assign(ids: Sequence[int], counts: Mapping[str, int], current: Mapping[int, 
     assigned: dict[int, str] = {}
 
     def urgency(path: str, place: int) -> tuple[bool, int, int]:
-        """Due paths first, by the place at which their next one is late: earliest deadline, as in pfair scheduling."""
+        """Sort key, lowest first: paths that are due for a subgroup, by the deadline of their next subgroup (earliest
+        deadline first, as in pfair scheduling)."""
         early = given[path] * len(ids) >= place * counts[path]
         return early, -(-(given[path] + 1) * len(ids) // counts[path]), order[path]
 
@@ -144,7 +149,7 @@ def assign(ids: Sequence[int], counts: Mapping[str, int], current: Mapping[int, 
 
 
 def _proportional(count: int, weights: Mapping[str, Fraction], capacity: Mapping[str, int]) -> Counts:
-    """Largest remainder; paths that would overflow are filled, and the rest is divided anew among the others."""
+    """A split by largest remainder; paths that would overflow are filled, and the rest is divided among the others."""
     open_weights = {name: weight for name, weight in weights.items() if weight > 0}
     rooms = {name: _room(name, count, capacity) if name in open_weights else 0 for name in weights}
     _require_room(count, rooms)

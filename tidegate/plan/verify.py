@@ -1,9 +1,9 @@
-"""Refuses plans that would give a wrong result, race or deadlock. Knows nothing of how plans are made.
+"""The plan verifier: rejects plans that would give a wrong result, race or deadlock. Independent of the planner.
 
-Rules, by the name that `PlanError.rule` carries: `subgroups`, `paths`, `placement`, `ids`, `slots`, `size`, `once`,
-`processor`, `order` (an op waits for a later one: in-order lanes deadlock), `gate`, `race` (two ops meet in a place
-unordered), `serial` (two ops of a one-at-a-time policy are unordered), `content` (an op reads, or the step leaves, the
-wrong thing: see `contents`), `waste` (a copy that no placement calls for).
+Rules, by their names in `PlanError.rule`: `subgroups`, `paths`, `placement`, `ids`, `slots`, `size`, `once`,
+`processor`, `order` (an op waits for a later op: in-order lanes deadlock), `gate`, `race` (two ops access the same
+place unordered, and one writes), `serial` (two ops of a one-at-a-time policy are unordered), `content` (an op reads, or
+the step leaves, the wrong data: see `content_check`), `waste` (a copy that no placement needs).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ HOST_SLOT_KINDS: Final = frozenset(
         OpKind.CPU_UPDATE,
     }
 )
-"""Kinds that use the host slot of their subgroup wherever it has one; copies of gradients may use it, too."""
+"""Kinds of op that use the host slot of their subgroup, if it has one. Copies of gradients may use it, too."""
 SLOT_KINDS: Final = frozenset({OpKind.STATE_H2D, OpKind.STATE_D2H, OpKind.GRAD_H2D, OpKind.DEVICE_UPDATE})
 UPDATE_KIND: Final = {"cpu": OpKind.CPU_UPDATE, "device": OpKind.DEVICE_UPDATE}
 
 
 def verify(plan: Plan) -> None:
-    """Returns when `plan` is correct; raises PlanError with the rule that it breaks. O(ops × lanes)."""
+    """Checks that `plan` is correct; PlanError with the violated rule if not. Takes O(ops × lanes) time."""
     _check_placements(plan)
     _check_ops(plan)
     _check_counts(plan)
@@ -77,13 +77,13 @@ def _check_host_slot_use(plan: Plan, subgroup: int, placement: Placement) -> Non
 
 
 def _check_ops(plan: Plan) -> None:
-    """Each op by itself: its id, whom it waits for, its slot and its size."""
+    """Checks each op on its own: its id, its dependencies, its slots and its size."""
     for position, op in enumerate(plan.ops):
         if op.id != position:
             _refuse("ids", f"The op at place {position} has id {op.id}.")
         if (op.subgroup == -1) != (op.kind is OpKind.NORM) or not -1 <= op.subgroup < len(plan.subgroups):
             _refuse("subgroups", f"Op {op.id} ({op.name}) is for a subgroup that does not exist.")
-        # With this for all ops, dependencies ∪ lane order is acyclic: both only ever point back.
+        # If this holds for all ops, dependencies ∪ lane order is acyclic: all edges lead to earlier ops.
         if any(not 0 <= dep < op.id for dep in op.deps) or len(set(op.deps)) != len(op.deps):
             _refuse("order", f"Op {op.id} ({op.name}) waits for {op.deps}: it can wait for each earlier op once.")
         if not (op.path in plan.paths if op.kind in PATH_KINDS else op.path is None):
@@ -130,7 +130,8 @@ def _check_size(plan: Plan, op: Op) -> None:
 
 
 def _check_counts(plan: Plan) -> None:
-    """Nothing is done twice or in vain, and every subgroup is updated where its placement says."""
+    """Checks that no op is duplicated or unnecessary, and that each subgroup is updated on the processor of its
+    placement."""
     counts = Counter((op.kind, op.subgroup) for op in plan.ops)
     for (kind, subgroup), count in counts.items():
         if count > 1:
@@ -166,7 +167,8 @@ def _useful_copies(placement: Placement) -> dict[OpKind, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _HappensBefore:
-    """Vector clocks. `begins[i][lane]` counts the ops of that lane which are sure to be done when op i begins."""
+    """The happens-before relation of a plan, as vector clocks: `begins[i][lane]` is the number of ops of that lane that
+    are certain to be done when op i begins. `lane` and `rank`: the lane of each op and its index on that lane."""
 
     lane: tuple[int, ...]
     rank: tuple[int, ...]
@@ -177,8 +179,8 @@ class _HappensBefore:
 
 
 def _happens_before(plan: Plan) -> _HappensBefore:
-    """Lanes end their ops in order. Those that may run ahead begin them in order, and nothing more; the others begin
-    an op when the last one has ended."""
+    """The relation for `plan`. All lanes end their ops in order. Lanes that may run ahead also begin them in order; the
+    other lanes begin an op only after the previous op has ended."""
     number = {name: i for i, name in enumerate(plan.lane_names)}
     lane = tuple(number[op.lane] for op in plan.ops)
     rank: list[int] = []

@@ -1,7 +1,7 @@
-"""What ops take in the steps of an engine, beyond what the same work takes by itself.
+"""Fit of the rate card to measured steps: how much longer ops take inside a step of the engine than alone.
 
-A lane's thread waits for a core and for the interpreter, finds caches as others have left them, and more than one other
-lane at work: none of that shows where a lane works alone, or two of them.
+In a step the thread of a lane waits for a core and for the interpreter lock, runs with caches that other threads have
+filled, and works beside several other lanes. Measurements of one lane alone, or of two, show none of that.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ LANE_RATES: Final = {
     H2D: NAME_OF[OpKind.STATE_H2D],
     D2H: NAME_OF[OpKind.STATE_D2H],
 }
-"""The rate whose ops have a cost of their own on each lane. Norms are on the device's lane, too: one in a step."""
+"""The rate that is fitted for each lane, together with a fixed cost per op. The norm, one op per step on the device's
+lane, has a rate of its own (NORM_RATE)."""
 NORM_RATE: Final = NAME_OF[OpKind.NORM]
 MOST_FACTOR: Final = 2.0
-"""Of what ops take in steps by what they take alone: what is beyond that is not believed. Nor is less than once: no
-lane moves faster in company, and a copy is never faster than what it is paced to. Storage may: it has bursts, and rests
-in steps."""
+"""Largest accepted ratio of an op's time in steps to its time alone; larger ratios are clipped. Ratios below 1 are
+clipped to 1: no lane is faster beside others, and a copy is never faster than the speed it is limited to. Storage paths
+are an exception: they have bursts, and pauses within a step."""
 PASSES: Final = 2
-"""Reads and writes of a path are in each other's way, so that what one takes depends on what the other does."""
+"""Number of iterations of the fit for a path: reads and writes slow each other down, so their rates depend on each
+other."""
 MIN_SPREAD: Final = 0.2
-"""By which share ops must differ in size to tell what each costs from what its bytes cost."""
+"""Smallest relative difference in op size at which the cost per op can be separated from the cost per byte."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step that an engine took: its plan, its spans, and when `step()` was called and returned, in the seconds of
-    the spans. backward_seconds: from the first moment in which an op could run until then."""
+    """One measured step of the engine: its plan, its spans, and when `step()` was called and returned, on the clock of
+    the spans. backward_seconds: from the first moment at which an op could run until the call of `step()`."""
 
     plan: Plan
     spans: Sequence[Span]
@@ -55,8 +57,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """Ops of one rate in one step: how many there are, their seconds by the card and as measured."""
+class _OpTotals:
+    """The ops of one rate in one step: their number, and their seconds as simulated and as measured."""
 
     ops: int
     expected: float
@@ -64,23 +66,24 @@ class _Taken:
 
 
 def corrected(card: RateCard, steps: Sequence[Step]) -> RateCard:
-    """The card with which ops and steps take as long as in these, of plans with subgroups of at least two sizes.
+    """The rate card with which simulated ops and steps take as long as in the measured `steps`.
 
-    For each lane: what its ops cost however small they are, and a factor for its rate. `step_seconds` is what is left.
-    Steps with paths say something of the paths' lanes alone.
+    The plans of the steps must have subgroups of at least two sizes. Fitted for each lane: a fixed cost per op, and a
+    factor for its rate. `step_seconds` is the remaining time. From steps with storage paths, only the lanes of the
+    paths are fitted.
     """
     memory = [step for step in steps if not step.plan.paths]
     bare = replace(card, step_seconds=0.0)
     better = _fitted(bare, memory, LANE_RATES, late_seconds(step.ran for step in memory))
-    norms = [step[NORM_RATE] for step in (_taken(step, bare) for step in memory) if NORM_RATE in step]
+    norms = [totals[NORM_RATE] for totals in (_op_totals(step, bare) for step in memory) if NORM_RATE in totals]
     if norms:
-        # Alone, norms are of one size and find nothing in a cache: steps may well be faster.
-        factor = median(one.measured / one.expected for one in norms)
+        # Norms were measured alone with one size and cold caches: in steps they may well be faster.
+        factor = median(norm.measured / norm.expected for norm in norms)
         better = better.with_rates({NORM_RATE: (card.rate(NORM_RATE) or 0.0) / factor})
     for path in card.paths:
-        mine, lanes = [step for step in steps if path in step.plan.paths], {lane: lane for lane in path_lanes(path)}
-        for _ in range(PASSES if mine else 0):
-            better = _fitted(better, mine, lanes, {}, least=1 / MOST_FACTOR)
+        of_path, lanes = [step for step in steps if path in step.plan.paths], {lane: lane for lane in path_lanes(path)}
+        for _ in range(PASSES if of_path else 0):
+            better = _fitted(better, of_path, lanes, {}, least=1 / MOST_FACTOR)
         alone = {lane: rate for lane in lanes if (rate := card.rate(lane)) is not None}
         better = better.with_rates({
             lane: min(MOST_FACTOR * rate, max(rate / MOST_FACTOR, better.rate(lane) or rate))
@@ -93,28 +96,34 @@ def corrected(card: RateCard, steps: Sequence[Step]) -> RateCard:
 def _fitted(
     card: RateCard, steps: Sequence[Step], lanes: Mapping[str, str], late: Mapping[str, float], least: float = 1.0
 ) -> RateCard:
-    """With rates and costs of these lanes (and the names of their rates) as in `steps`."""
-    seen = [_taken(step, card) for step in steps]
+    """`card` with rates and costs per op fitted to `steps`, for these lanes.
+
+    lanes: name of the rate of each lane. late: dispatch latency of each lane in seconds. least: smallest accepted ratio
+    of time in steps to time alone.
+    """
+    totals = [_op_totals(step, card) for step in steps]
     rates: dict[str, float] = {}
     costs = dict(card.op_seconds)
     for lane, name in lanes.items():
-        found, rate = [step[name] for step in seen if name in step], card.rate(name)
-        if not found or rate is None:
+        of_rate, rate = [by_rate[name] for by_rate in totals if name in by_rate], card.rate(name)
+        if not of_rate or rate is None:
             continue
         fixed = (card.overhead_seconds or 0.0) + costs.get(lane, 0.0)
-        each, factor = _fit(found, fixed, least)
+        each, factor = _fit(of_rate, fixed, least)
         rates[name] = rate / factor
         costs[lane] = max(0.0, factor * fixed + each + late.get(lane, 0.0) - (card.overhead_seconds or 0.0))
     return replace(card.with_rates(rates), op_seconds=costs)
 
 
-def _fit(found: Sequence[_Taken], fixed: float, least: float) -> tuple[float, float]:
-    """Seconds that each op costs beside its `fixed` ones, and what all else is multiplied with: the line with the
-    median of the slopes between all pairs (Theil-Sen), which a few odd steps do not move."""
-    points = [(one.ops / one.expected, one.measured / one.expected) for one in found]
+def _fit(totals: Sequence[_OpTotals], fixed: float, least: float) -> tuple[float, float]:
+    """Additional seconds per op (beyond `fixed`), and the factor for the rest of an op's time.
+
+    A line with the median of the slopes between all pairs of points (Theil-Sen estimator), robust to a few outliers.
+    """
+    points = [(of_step.ops / of_step.expected, of_step.measured / of_step.expected) for of_step in totals]
     slopes = [(y - v) / (x - u) for (x, y), (u, v) in combinations(points, 2) if not isclose(x, u, rel_tol=MIN_SPREAD)]
-    if not slopes:  # subgroups of one size alone
-        return median((one.measured - one.expected) / one.ops for one in found), 1.0
+    if not slopes:  # all subgroups have the same size
+        return median((of_step.measured - of_step.expected) / of_step.ops for of_step in totals), 1.0
     each = max(-fixed, median(slopes))
     return each, min(MOST_FACTOR, max(least, median(y - each * x for x, y in points)))
 
@@ -124,20 +133,21 @@ def _update_seconds(step: Step, card: RateCard) -> float:
     return update.end - update.start
 
 
-def _taken(step: Step, card: RateCard) -> dict[str, _Taken]:
+def _op_totals(step: Step, card: RateCard) -> dict[str, _OpTotals]:
+    """The totals of each rate in `step`, by name of the rate."""
     expected = _sums(simulate(step.plan, card, step_at=step.backward_seconds).spans)
     return {
-        name: _Taken(count, expected[name][1], seconds)
+        name: _OpTotals(count, expected[name][1], seconds)
         for name, (count, seconds) in _sums(step.spans).items()
         if name in expected and expected[name][1]
     }
 
 
 def _sums(spans: Iterable[Span]) -> dict[str, tuple[int, float]]:
-    """Ops and seconds of each rate."""
-    found: dict[str, tuple[int, float]] = {}
+    """The number of ops and their seconds, by name of the rate."""
+    sums: dict[str, tuple[int, float]] = {}
     for span in spans:
         name = rate_name(span)
-        count, seconds = found.get(name, (0, 0.0))
-        found[name] = (count + 1, seconds + span.end - span.start)
-    return found
+        count, seconds = sums.get(name, (0, 0.0))
+        sums[name] = (count + 1, seconds + span.end - span.start)
+    return sums

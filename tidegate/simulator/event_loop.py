@@ -1,4 +1,4 @@
-"""Runs plans in virtual time where lanes slow each other down: how fast each is depends on what else is at work."""
+"""Event-driven simulation of plans whose lanes slow each other down: the speed of each lane depends on the others."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from tidegate.plan.plan import Plan
 Times = dict[int, float]
 """Seconds by op id."""
 Lane = tuple[int, str]
-"""Rank and name."""
+"""A lane: index of its plan (the rank), and name."""
 Speeds = Callable[[Mapping[Lane, Op]], Mapping[Lane, float]]
-"""The speed of each lane that is at work, above 0 and up to 1, which is what it has alone."""
+"""Gives the speed of each lane that is at work, above 0 and up to 1; 1 is the speed of the lane alone."""
 
 
 @dataclass
 class _Lanes:
-    """The ops that wait on each lane of each rank, and what it works at: an op, and the seconds left at full speed."""
+    """The state of the simulation: for each lane of each rank its waiting ops, the op that is running, and the seconds
+    that this op still needs at full speed."""
 
     plans: Sequence[Plan]
     seconds: Callable[[Op], float]
@@ -43,7 +44,8 @@ class _Lanes:
         self.starts, self.ends = [{} for _ in self.plans], [{} for _ in self.plans]
 
     def start(self) -> float:
-        """Starts what can start now. Returns when the first gate opens that alone holds something up."""
+        """Starts the ops that can start now. Returns the earliest opening time of a gate for which an otherwise ready
+        op waits; infinite if there is none."""
         opens = math.inf
         for lane, ops in self.waiting.items():
             if lane in self.at_work or not ops:
@@ -60,14 +62,14 @@ class _Lanes:
         return opens
 
     def advance(self, opens: float) -> None:
-        """On to the end of the op that ends first, or to `opens`."""
+        """Advances the clock to the next end of an op, or to `opens` if that is sooner."""
         speeds = self.speeds(self.at_work)
-        takes = {lane: left / speeds[lane] for lane, left in self.left.items()}
-        first = min(takes, key=takes.__getitem__, default=None)
-        if first is None or self.now + takes[first] > opens:
+        remaining = {lane: left / speeds[lane] for lane, left in self.left.items()}
+        first = min(remaining, key=remaining.__getitem__, default=None)
+        if first is None or self.now + remaining[first] > opens:
             elapsed, self.now, first = opens - self.now, opens, None
         else:
-            elapsed = takes[first]
+            elapsed = remaining[first]
             self.now += elapsed
         for lane, left in self.left.items():
             self.left[lane] = max(0.0, left - elapsed * speeds[lane])
@@ -79,9 +81,10 @@ class _Lanes:
 def times_together(
     plans: Sequence[Plan], seconds: Callable[[Op], float], gate: Callable[[Op], float], speeds: Speeds
 ) -> list[tuple[Times, Times]]:
-    """When each op of each rank's plan starts and ends. Equal inputs give equal times.
+    """Start and end times of all ops, for each rank's plan. Equal inputs give equal times.
 
-    seconds: what an op takes at full speed. gate: its earliest start. PlanError when a plan deadlocks.
+    seconds: gives the run time of an op at full speed. gate: gives the earliest start of an op. PlanError when a plan
+    deadlocks.
     """
     lanes = _Lanes(plans, seconds, gate, speeds)
     left = sum(len(plan.ops) for plan in plans)

@@ -1,8 +1,8 @@
-"""Lanes that share resources by capacity: a disk, cores, what host memory moves.
+"""Fair-share simulation: lanes of one or several ranks share resources such as a disk, cores or memory bandwidth.
 
-Several ranks of a node may run at once. Shares are fair by dominant resource (Ghodsi et al., "Dominant Resource
-Fairness", NSDI '11): what an op gets of the resource that it needs most of grows equally for all, until that resource
-is full or the op runs at the speed that it has alone. Half a node with half the ranks so does what the whole one does.
+Shares follow dominant resource fairness (Ghodsi et al., "Dominant Resource Fairness", NSDI '11): the share that an op
+gets of its dominant resource (the resource of which it needs most) grows equally for all ops, until a resource is full
+or the op runs at the speed that it has alone. So the result is the same if the node and its ranks are both halved.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tidegate.plan.plan import Plan
 from tidegate.simulator.event_loop import Times, times_together
 
 Demand = Mapping[str, float]
-"""Share of each resource that an op takes at full speed. Above 1: it cannot have full speed even alone."""
+"""The share of each resource that an op uses at full speed. Above 1: the op cannot run at full speed even alone."""
 Name = TypeVar("Name", bound=Hashable)
 
 
 def fair_speeds(demands: Mapping[Name, Demand]) -> dict[Name, float]:
-    """Speed of each op that is at work: above 0 and up to 1, its speed with all resources to itself."""
+    """The speed of each op that is running: above 0 and up to 1; 1 is its speed with all resources to itself."""
     used: dict[str, float] = {}
     dominant = {name: max(demand.values(), default=0.0) for name, demand in demands.items()}
     speeds = {name: 1.0 for name in demands if dominant[name] <= 0}
@@ -54,10 +54,10 @@ def shared_times(
     demand: Callable[[Op], Demand],
     gate: Callable[[Op], float],
 ) -> list[tuple[Times, Times]]:
-    """When each op of each rank's plan starts and ends. Equal inputs give equal times.
+    """Start and end times of all ops, for each rank's plan. Equal inputs give equal times.
 
-    seconds: what an op takes at full speed. demand: what it then takes of each resource that ops share. gate: its
-    earliest start. PlanError when a plan deadlocks.
+    seconds: gives the run time of an op at full speed. demand: gives its share of each resource at full speed. gate:
+    gives its earliest start. PlanError when a plan deadlocks.
     """
     return times_together(
         plans, seconds, gate, lambda at_work: fair_speeds({lane: demand(op) for lane, op in at_work.items()})

@@ -1,4 +1,5 @@
-"""Lanes that slow each other down by a share measured for each pair: a disk read and written at once, a memory bus."""
+"""Pairwise interference: lanes slow each other down by measured factors, as reads and writes of a disk do, or all users
+of a memory bus."""
 
 from __future__ import annotations
 
@@ -10,15 +11,16 @@ from tidegate.plan.plan import Plan
 from tidegate.simulator.event_loop import Lane, Times, times_together
 
 Keeps = Mapping[str, Mapping[str, float]]
-"""`keeps[lane][other]`: share of its speed alone that `lane` keeps while `other` works, above 0 and up to 1. What is
-not there is 1. What several others take adds up: the time that a lane loses to each."""
+"""Interference factors: `keeps[lane][other]` is the speed of `lane` while `other` works, divided by its speed alone;
+above 0 and up to 1. Absent entries are 1. The slowdowns by several other lanes add up (`speed`)."""
 
 
 def speed(lane: str, at_work: Collection[str], keeps: Keeps) -> float:
-    """Share of its speed alone that `lane` has while the lanes `at_work` (itself may be among them) work.
+    """The speed of `lane` while the lanes `at_work` (it may be among them) work, divided by its speed alone.
 
-    A lane that keeps a half beside another takes twice as long: for every second of its own it waits for one of the
-    other. Beside two such lanes it waits for two, and keeps a third, as three do that take turns on one disk.
+    A lane with a factor of 1/2 takes twice as long: for each second of its own work it waits one second for the other
+    lane. While two such lanes work, it waits two seconds and has 1/3 of its speed, as three lanes do that take turns on
+    one disk.
     """
     lost = (1 / share - 1 for other, share in keeps.get(lane, {}).items() if other in at_work and other != lane)
     return 1 / (1 + math.fsum(lost))
@@ -27,9 +29,10 @@ def speed(lane: str, at_work: Collection[str], keeps: Keeps) -> float:
 def contended_times(
     plan: Plan, seconds: Mapping[int, float], keeps: Keeps, gates: Mapping[int, float]
 ) -> tuple[Times, Times]:
-    """When each op starts and ends. Equal inputs give equal times.
+    """Start and end times of all ops of `plan` under interference. Equal inputs give equal times.
 
-    seconds: what each op takes alone. gates: the earliest start of ops that have one. PlanError when it deadlocks.
+    seconds: run time of each op alone, by op id. gates: earliest starts, by op id; absent: no gate. PlanError when the
+    plan deadlocks.
     """
 
     def speeds(at_work: Mapping[Lane, Op]) -> dict[Lane, float]:

@@ -1,4 +1,4 @@
-"""The lower bound of an update: what its busiest resource needs, without a pause."""
+"""The lower bound of an update's time: the work of its busiest resource, without pauses."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from tidegate.simulator.steady_state import Settled, ops_of
 from tidegate.speeds.rate_card import RateCard
 
 _MAY_BE_EARLY: Final = (OpKind.FETCH, OpKind.WEIGHT_D2H, OpKind.GRAD_D2H)
+"""Kinds of op that can run before `step()` is called."""
 
 
 class Bound(NamedTuple):
-    """By these rates no update under these knobs takes less than `seconds`; `resource` (a lane, or a path) decides
-    that. How late ops typically begin is in the rates: a lucky update may be faster."""
+    """A lower bound of the update's time in seconds, and the resource (a lane or a path) that sets it.
+
+    The rates include the typical dispatch latency of ops, so that single updates can be faster than this bound.
+    """
 
     seconds: float
     resource: str
 
 
 def bound(step: Settled, rates: RateCard) -> Bound:
-    """The norm, and then the busiest resource. What may be done before `step()` is left out.
+    """The time of the norm, plus the work of the busiest resource. Ops that can run before `step()` are left out.
 
     ConfigError when a rate is not known.
     """
     lanes: defaultdict[str, float] = defaultdict(float)
     some, counts = _kinds(step)
     work = some.work()
-    for op in _late(work):
+    for op in _after_norm(work):
         lanes[op.lane] += counts[op.subgroup] * rates.seconds(op)
     slots = step.rank.num_slots
     staged = sorted(
@@ -51,8 +54,11 @@ def bound(step: Settled, rates: RateCard) -> Bound:
 
 
 def _kinds(step: Settled) -> tuple[Settled, Sequence[int]]:
-    """A step with one subgroup of each kind, and how many each stands for. With paths each stands for itself: what
-    waits for a host slot follows from their order."""
+    """A step with one subgroup of each kind, and the number of subgroups of each kind.
+
+    Kind: size and placement. With paths every subgroup is kept, because the waits for host slots depend on the order of
+    the subgroups.
+    """
     if step.rank.host_slots:
         return step, [1] * len(step.placements)
     sizes = [(s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in step.rank.subgroups]
@@ -61,36 +67,40 @@ def _kinds(step: Settled) -> tuple[Settled, Sequence[int]]:
     return Settled(rank, tuple(placement for _, placement in counts), step.order), [*counts.values()]
 
 
-def both_seconds(one: float, other: float, lane: str, beside: str, keeps: Keeps) -> float:
-    """The least time for work of two lanes, in seconds that each would take alone, when they slow each other down."""
-    first, second = _share(keeps, lane, beside), _share(keeps, beside, lane)
-    if first + second <= 1:
-        return one + other
-    if one / first > other / second:
-        one, other, first, second = other, one, second, first
-    # Both until the shorter one is done, then the rest of the longer one alone.
-    return one / first + max(0.0, other - second * one / first)
+def both_seconds(seconds: float, other_seconds: float, lane: str, other: str, keeps: Keeps) -> float:
+    """The shortest time for the work of two lanes that slow each other down.
 
-
-def _share(keeps: Keeps, lane: str, beside: str) -> float:
-    return keeps.get(lane, {}).get(beside, 1.0)
-
-
-def _late(work: Work) -> list[Op]:
-    """What cannot be done before the norm is known: updates, what follows them, and what waits for a host slot.
-
-    Of a slot an update on the device needs the room for state alone; that for weights and gradients stays free.
+    seconds, other_seconds: time that `lane` and `other` need for their work alone.
     """
-    taken: set[tuple[int, Content]] = set()
+    factor, other_factor = _factor(keeps, lane, other), _factor(keeps, other, lane)
+    if factor + other_factor <= 1:
+        return seconds + other_seconds
+    if seconds / factor > other_seconds / other_factor:
+        seconds, other_seconds, factor, other_factor = other_seconds, seconds, other_factor, factor
+    # Both lanes until the shorter work is done, then the rest of the longer work alone.
+    return seconds / factor + max(0.0, other_seconds - other_factor * seconds / factor)
+
+
+def _factor(keeps: Keeps, lane: str, other: str) -> float:
+    return keeps.get(lane, {}).get(other, 1.0)
+
+
+def _after_norm(work: Work) -> list[Op]:
+    """The ops that cannot be done before the norm is known: updates, the ops after them, and ops that wait for a host
+    slot.
+
+    An update on the device uses only the state buffer of a host slot; the slot's weight and gradient buffers stay free.
+    """
+    used: set[tuple[int, Content]] = set()
     late: list[Op] = []
     for task in work.tasks:
-        late += [op for op in task.ops if op.kind not in _MAY_BE_EARLY or not taken.isdisjoint(_rooms(op))]
-        taken.update(room for op in task.ops for room in _rooms(op))
+        late += [op for op in task.ops if op.kind not in _MAY_BE_EARLY or not used.isdisjoint(_slot_buffers(op))]
+        used.update(buffer for op in task.ops for buffer in _slot_buffers(op))
     return late
 
 
-def _rooms(op: Op) -> list[tuple[int, Content]]:
-    """What of a host slot the op works on."""
+def _slot_buffers(op: Op) -> list[tuple[int, Content]]:
+    """The buffers (host slot, content) that the op uses."""
     if op.host_slot is None:
         return []
     return [(op.host_slot, content) for content in ([op.content] if op.content else ("state", "weight", "gradient"))]

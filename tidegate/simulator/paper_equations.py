@@ -1,4 +1,4 @@
-"""Closed forms of the papers, with the letters of the papers.
+"""Formulas of the papers "Deep Optimizer States" and "MLP-Offload", with the symbols of the papers.
 
 DOS: Maurya et al., "Deep Optimizer States", Middleware '24, https://doi.org/10.1145/3652892.3700781.
 MLP: Maurya et al., "MLP-Offload", SC '25.
@@ -18,9 +18,9 @@ def cpu_to_device_ratio(B: float, U_c: float, U_g: float, D_c: float = math.inf)
 
         k = (3/B + 1/U_g) / (1/U_c + 1/D_c - 1/(2B))
 
-    All in parameters per second: `B` the link, one way, in fp32 words; `U_c` and `U_g` updates on CPU and device; `D_c`
-    the CPU's conversion of new weights to 16 bits (infinite when the update itself writes them). The state is taken as
-    three fp32 words a parameter, the weight as half a word.
+    All in parameters per second: `B`, the link, one direction, in fp32 words; `U_c` and `U_g`, updates on CPU and
+    device; `D_c`, the CPU's conversion of new weights to 16 bits (infinite when the update itself writes them). The
+    formula assumes state of three fp32 words per parameter, and a weight of half a word.
 
     Infinite when the denominator is not positive: then the CPU updates a subgroup faster than its weight crosses the
     link, and no share on the device makes the update shorter.
@@ -50,15 +50,18 @@ def ratio_from_stride(stride: float) -> float:
 
 
 def interleaved_seconds(cpu_params: float, staged_params: float, B: float, U_c: float, U_g: float) -> float:
-    """What DOS Eq. 1 takes an update for: whichever of CPU and device is done last. Its k makes both sides equal.
+    """The time of an update according to DOS Eq. 1: the maximum of the times of CPU and device. The ratio k of Eq. 1
+    makes both equal.
 
-    cpu_params, staged_params: updated on the CPU, and on the device with state that comes and goes. Rates as there.
+    cpu_params, staged_params: parameters updated on the CPU, and on the device with staged state. `B`, `U_c` and `U_g`
+    as in `cpu_to_device_ratio`.
     """
     return max(cpu_params / U_c, staged_params * (3 / B + 1 / U_g) + cpu_params / (2 * B))
 
 
 def stored_seconds(stored_bytes: Mapping[str, float], speeds: Mapping[str, PathSpeeds]) -> float:
-    """What MLP Eq. 1 takes the storage for: every path reads and writes its bytes at the smaller of its bandwidths."""
+    """The storage time according to MLP Eq. 1: each path reads and writes its bytes at the smaller of its
+    bandwidths."""
     return max(
         (
             2 * nbytes / min(speeds[path].read_bytes_per_second, speeds[path].write_bytes_per_second)

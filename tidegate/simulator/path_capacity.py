@@ -1,4 +1,4 @@
-"""Whether paths can hold what knobs would put there."""
+"""Check whether the storage paths have enough capacity for given knobs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tidegate.speeds.rate_card import RateCard
 
 
 def no_room(rank: Rank, effective: Effective, rates: RateCard) -> str:
-    """Which path gets more subgroups by these knobs than it can hold, and what becomes of them, as a sentence.
+    """A sentence about the paths that would get more subgroups than they can hold, and which paths take the rest.
 
-    Empty when all have room. Where speeds decide the split none is asked for more than it holds. ConfigError when the
+    Empty when everything fits. Where speeds decide the split, no path gets more than it can hold. ConfigError when the
     speed of a path is not known.
     """
     if not rank.host_slots:
@@ -36,11 +36,11 @@ def no_room(rank: Rank, effective: Effective, rates: RateCard) -> str:
     if not full:
         return ""
     more = [f"{path} takes {count:,}" for path, count in given.items() if count > wanted[path]]
-    said = " and ".join(full) + "; " + ", ".join(more)
-    return f"{said[0].upper()}{said[1:]}. Give it less of tier_split, free space there, or raise host_cache."
+    sentence = " and ".join(full) + "; " + ", ".join(more)
+    return f"{sentence[0].upper()}{sentence[1:]}. Give it less of tier_split, free space there, or raise host_cache."
 
 
 def _stored(rank: Rank, effective: Effective, rates: RateCard) -> Counter[str]:
-    """Subgroups by path, at the end of a step."""
+    """The number of subgroups on each path at the end of a step."""
     step = settled(rank, effective, rates)[0]
     return Counter(placement.after for placement in step.placements if is_path(placement.after))

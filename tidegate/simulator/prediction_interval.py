@@ -1,4 +1,4 @@
-"""How far off a prediction may be, from how far off those of the present knobs were."""
+"""Prediction interval: the likely error of a prediction, derived from the errors of earlier predictions."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 MINIMUM_STEPS: Final = 5
-"""Steps without which nothing is known of their spread."""
+"""Fewest measured steps for which an interval is computed."""
 
 
 class Band(NamedTuple):
-    """Where an update will most likely be, in seconds: 9 of 10 steps that were measured lay in it."""
+    """A 90 % prediction interval of the update's time, in seconds: 9 of 10 measured steps were in it."""
 
     low: float
     high: float
 
 
 def band(predicted_seconds: float, ratios: Sequence[float]) -> Band | None:
-    """Around what is predicted. None after too few steps.
+    """The prediction interval around `predicted_seconds`; None if fewer than MINIMUM_STEPS ratios are given.
 
-    ratios: seconds measured in steps, by what was predicted of them. A model that has been 10 % too low for this run is
-    expected to be so again: the band goes from the 5th to the 95th of 100 ratios, and always holds the prediction.
+    ratios: measured seconds divided by predicted seconds, of earlier steps. A model whose predictions were 10 % too low
+    for this run is expected to be 10 % too low again: the interval reaches from the 5th to the 95th percentile of the
+    ratios, and always includes the prediction.
     """
     if len(ratios) < MINIMUM_STEPS:
         return None

@@ -1,4 +1,4 @@
-"""A measured step in virtual time: what the simulator expects of the very ops that ran."""
+"""Replay: simulates the ops of a measured step, to compare expected with measured times."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tidegate.timeline.timeline import PhaseSpan, Span, Timeline
 
 
 def replay(measured: Timeline, rates: RateCard) -> Timeline:
-    """`measured` as it is expected on a machine with `rates`: same ops, lanes, order and dependencies.
+    """The simulated timeline of a measured step on a machine with `rates`: same ops, lanes, order and dependencies.
 
-    The forward, the length of the backward and the arrival of each gradient are as they were measured: they are not the
-    simulator's. Seconds are since the origin of `measured`, so that the two lie above each other. An op that was
-    repeated runs once. ConfigError when a rate is not known that an op needs.
+    The forward, the length of the backward and the arrival of each gradient are taken from the measurement; the
+    simulator does not predict them. Seconds are since the origin of `measured`, so that both timelines can be drawn on
+    one axis. An op that was repeated runs once. ConfigError when a rate is not known that an op needs.
     """
     began = measured.window("backward") or measured.window("update") or (0.0, 0.0)
     step_at = (measured.window("update") or (began[1], began[1]))[0]
@@ -33,11 +33,11 @@ def replay(measured: Timeline, rates: RateCard) -> Timeline:
         paths=tuple(dict.fromkeys(op.path for op in ops if op.path is not None)),
     )
     ready = {s.subgroup: s.start - began[0] for s in first.values() if GATE_OF.get(s.kind) == "gradient"}
-    found = simulate(plan, rates, step_at=step_at - began[0], gradient_ready=ready, step=measured.step)
-    end = max([step_at, *(span.end + began[0] for span in found.spans)])
+    simulated = simulate(plan, rates, step_at=step_at - began[0], gradient_ready=ready, step=measured.step)
+    end = max([step_at, *(span.end + began[0] for span in simulated.spans)])
     return replace(
-        found,
-        spans=tuple(replace(s, start=s.start + began[0], end=s.end + began[0]) for s in found.spans),
+        simulated,
+        spans=tuple(replace(s, start=s.start + began[0], end=s.end + began[0]) for s in simulated.spans),
         phases=(*(p for p in measured.phases if p.end <= step_at), PhaseSpan("update", step_at, end)),
         origin=measured.origin,
     )

@@ -1,4 +1,4 @@
-"""Runs a plan in virtual time."""
+"""Simulation of one plan: computes when each op would start and end."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ def simulate(
     step: int = 0,
     durations: Callable[[Op], float] | None = None,
 ) -> Timeline:
-    """What `plan` does on a machine with `rates`, in seconds since the backward pass began.
+    """The simulated timeline of `plan` on a machine with `rates`, in seconds since the backward pass began.
 
-    An op starts as soon as its lane's last op, its dependencies and its gate let it. `gradient_ready` tells for each
-    subgroup when its gradient is there (0.0 when absent), `step_at` when `step()` is called. Lanes slow each other down
-    as the card says. `durations` replaces its speeds. Equal inputs give equal timelines.
+    An op starts as soon as the previous op of its lane has ended, its dependencies have ended and its gate is open.
+    step_at: time at which `step()` is called. gradient_ready: time at which the gradient of each subgroup arrives; 0.0
+    where absent. durations: gives the run time of each op, instead of the rate card. Lanes slow each other down by the
+    interference factors of the rate card. Equal inputs give equal timelines.
     """
     starts, ends = _times(plan, rates, step_at, gradient_ready or {}, durations or rates.seconds)
     return _timeline(plan, step, step_at, starts, ends)
 
 
 def update_seconds(plan: Plan, rates: RateCard, *, step_at: float) -> float:
-    """From the call of `step()`, `step_at` seconds after the backward pass began, until it returns."""
+    """The simulated time of `step()` in seconds, if it is called `step_at` seconds after the backward pass began."""
     ends = _times(plan, rates, step_at, {}, rates.seconds)[1]
     return max(step_at, *ends.values()) - step_at + (rates.step_seconds or 0.0)
 
@@ -45,22 +46,22 @@ def _times(
     gradient_ready: Mapping[int, float],
     seconds: Callable[[Op], float],
 ) -> tuple[Times, Times]:
-    """When each op starts and ends."""
+    """Start and end times of all ops."""
     if not rates.keeps:
-        return _alone(plan, seconds, step_at, gradient_ready)
+        return _times_without_interference(plan, seconds, step_at, gradient_ready)
     opens = {"step": step_at, "none": 0.0}
     gates = {op.id: opens.get(op.gate, gradient_ready.get(op.subgroup, 0.0)) for op in plan.ops}
     return contended_times(plan, {op.id: seconds(op) for op in plan.ops}, rates.keeps, gates)
 
 
-def _alone(
+def _times_without_interference(
     plan: Plan, seconds: Callable[[Op], float], step_at: float, gradient_ready: Mapping[int, float]
 ) -> tuple[Times, Times]:
-    """When each op starts and ends if lanes do not slow each other down.
+    """Start and end times of all ops if lanes do not slow each other down.
 
-    That follows from the ends of what it waits for, so that plans need no events: one pass over the ops does it when
-    they stand in an order in which they could run one at a time, as those of the planner do. What waits for a later
-    one is left for the next pass.
+    The start of an op then follows from the ends of the ops for which it waits, without an event loop. One pass over
+    the ops is enough if they are in an order in which they could run one at a time, as in plans of the planner. An op
+    that waits for a later op is left for the next pass.
     """
     starts: Times = {}
     ends: Times = {}

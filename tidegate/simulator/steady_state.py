@@ -1,4 +1,4 @@
-"""What a rank does step after step under some knobs, once they have settled: placements, plans, bytes, memory."""
+"""Steady state: the placements, plans, bytes and memory of a rank after a change of knobs has taken full effect."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ from tidegate.plan.tier_split import PathSpeeds, assign
 from tidegate.speeds.rate_card import RateCard
 
 MAX_SIMULATED_SUBGROUPS: Final = 400
+"""Most subgroups of a simulation without storage paths; of more, a sample is simulated (`sampled`)."""
 MAX_SIMULATED_TIERED: Final = 96
-"""With paths a subgroup has about twice as many ops, and lanes slow each other down: that takes longer to simulate."""
+"""Most subgroups of a simulation with storage paths. It takes longer: a subgroup has about twice as many ops, and lanes
+slow each other down."""
 _PAGE_BYTES: Final = 4096
-"""State in host memory is whole pages."""
+"""State in host memory occupies whole pages of so many bytes."""
 _DUPLEX: Final = 0.9
-"""A path whose reads keep this share of their speed while it writes does both at once."""
+"""Interference factor of reads beside writes from which a path counts as duplex."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What knobs do not change: the subgroups of a rank and its staging slots, on the device and for each path.
+    """The properties of a rank that knobs do not change: its subgroups, and its staging slots on the device and in host
+    memory.
 
-    capacity: most subgroups of each path, 0 for a retired one; without limit where absent. gradient_order: ids of all
-    subgroups as their gradients arrive; None for the last one first. step_at: seconds after which plans count on
-    `step()`; None for what follows from the length of the backward. path_speeds: what the engine orders ops by; None
-    for the rate card's.
+    host_slots: host slots of each path. capacity: most subgroups of each path, 0 for a retired path; without limit
+    where absent. gradient_order: ids of all subgroups in the order in which their gradients arrive; None for the
+    reverse order of ids. step_at: seconds after the first gradient at which plans expect `step()`; None to derive it
+    from the length of the backward. path_speeds: speeds by which the engine orders ops; None for the speeds of the rate
+    card.
     """
 
     subgroups: Sequence[Subgroup]
@@ -57,14 +61,14 @@ class Rank:
 
 @dataclass(frozen=True)
 class Settled:
-    """One of the steps that take turns: there are two where orders alternate, else one."""
+    """A step of the steady state. If the order of updates alternates, two such steps repeat in turn, otherwise one."""
 
     rank: Rank
     placements: tuple[Placement, ...]
     order: Order
 
     def plan(self, rates: RateCard, step_at: float = 0.0) -> Plan:
-        """The plan that the engine would make where `step()` comes so many seconds after the first gradient."""
+        """The plan that the engine would make if `step()` is called `step_at` seconds after the first gradient."""
         rank = self.rank
         speeds = speeds_of(rates, rank.host_slots) if rank.path_speeds is None else rank.path_speeds
         return make_plan(
@@ -75,22 +79,23 @@ class Settled:
         )  # fmt: skip
 
     def work(self) -> Work:
-        """Its ops, not yet in one order: enough to count what they move, and made much faster than a plan."""
+        """The ops of the step, not yet in program order: sufficient to count bytes, and much faster than a plan."""
         gradients = range(len(self.placements))
         return step_work(
             self.rank.subgroups, self.placements, gradients, self.rank.norms, self.rank.host_slots, self.order
         )
 
     def lane_bytes(self) -> dict[str, int]:
-        """Bytes that cross the link, and that come from and go to each path."""
-        found: Counter[str] = Counter()
+        """Bytes that each lane copies in the step: over the link, and from and to each path."""
+        nbytes: Counter[str] = Counter()
         for op in ops_of(self.work()):
-            found[op.lane] += op.nbytes
+            nbytes[op.lane] += op.nbytes
         lanes = ["h2d", "d2h", *(lane for path in self.rank.host_slots for lane in path_lanes(path))]
-        return {lane: found[lane] for lane in lanes}
+        return {lane: nbytes[lane] for lane in lanes}
 
     def device_bytes(self) -> int:
-        """Residents and staging slots; a slot holds the largest subgroup, and there is none with nothing to stage."""
+        """Device memory for residents and staging slots, in bytes. A slot has the size of the largest subgroup; without
+        staged subgroups there are no slots."""
         both = list(zip(self.rank.subgroups, self.placements, strict=True))
         residents = sum(s.nbytes("state") for s, p in both if p.after == "device")
         if not any(p.is_staged for p in self.placements):
@@ -98,25 +103,26 @@ class Settled:
         return residents + self.rank.num_slots * max(s.nbytes("state") for s in self.rank.subgroups)
 
     def host_bytes(self) -> dict[str, int]:
-        """Host memory by kind: `state`, `mirror` of weights, `gradient` and, with paths, staging `slot`."""
-        found: Counter[str] = Counter()
+        """Host memory in bytes, by kind: `state`, `mirror` of weights, `gradient` and, with paths, staging `slot`."""
+        nbytes: Counter[str] = Counter()
         for s, p in zip(self.rank.subgroups, self.placements, strict=True):
             if "host" in (p.before, p.after):
-                found["state"] += _pages(s.nbytes("state"))
+                nbytes["state"] += _pages(s.nbytes("state"))
             if p.processor == "cpu" and not p.uses_host_slot:
-                found["mirror"] += s.nbytes("weight")
+                nbytes["mirror"] += s.nbytes("weight")
             if p.processor == "cpu" and not p.grad_in_slot:
-                found["gradient"] += s.nbytes("gradient")
+                nbytes["gradient"] += s.nbytes("gradient")
         kinds = ("state", "mirror", "gradient")
         if any(p.uses_host_slot for p in self.placements):
             contents = ("state", "weight", *(("gradient",) if self.rank.gradients == "keep" else ()))
-            slot = sum(_pages(max(s.nbytes(what) for s in self.rank.subgroups)) for what in contents)
-            found["slot"] = sum(self.rank.host_slots.values()) * slot
-            return {kind: found[kind] for kind in (*kinds, "slot")}
-        return {kind: found[kind] for kind in kinds}
+            slot = sum(_pages(max(s.nbytes(content) for s in self.rank.subgroups)) for content in contents)
+            nbytes["slot"] = sum(self.rank.host_slots.values()) * slot
+            return {kind: nbytes[kind] for kind in (*kinds, "slot")}
+        return {kind: nbytes[kind] for kind in kinds}
 
 
 def ops_of(work: Work) -> Iterator[Op]:
+    """All ops of `work`, not in program order."""
     yield from work.early
     yield from work.squares
     yield work.norm
@@ -125,9 +131,10 @@ def ops_of(work: Work) -> Iterator[Op]:
 
 
 def sampled(rank: Rank, effective: Effective) -> tuple[Rank, Effective, float]:
-    """A rank with fewer subgroups that stands for `rank`, its knobs, and how many parameters each of its stands for.
+    """A sample of `rank` with fewer subgroups, knobs for the sample, and the scale factor (parameters of `rank` divided
+    by parameters of the sample; 1.0 if all subgroups are used).
 
-    Evenly spaced ones stand for the others; the host cache shrinks with them.
+    The sample has evenly spaced subgroups; the host cache is reduced by the scale factor.
     """
     subgroups = rank.subgroups
     count = min(len(subgroups), MAX_SIMULATED_TIERED if rank.host_slots else MAX_SIMULATED_SUBGROUPS)
@@ -140,7 +147,7 @@ def sampled(rank: Rank, effective: Effective) -> tuple[Rank, Effective, float]:
     few = [replace(subgroups[place], id=i) for i, place in enumerate(picked)]
     scale = sum(s.numel for s in subgroups) / sum(s.numel for s in few)
     smaller = replace(effective, host_cache_bytes=int(effective.host_cache_bytes / scale))
-    # Rounded up, so that what fits still fits.
+    # Rounded up, so that subgroups that fit still fit.
     capacity = {path: -(-most * count // len(subgroups)) for path, most in rank.capacity.items()}
     number = {subgroups[place].id: i for i, place in enumerate(picked)}
     order = rank.gradient_order and [number[s] for s in rank.gradient_order if s in number]
@@ -150,9 +157,10 @@ def sampled(rank: Rank, effective: Effective) -> tuple[Rank, Effective, float]:
 
 
 def settled(rank: Rank, effective: Effective, rates: RateCard) -> list[Settled]:
-    """The steps that take turns under these knobs. Without paths, those of storage mean nothing.
+    """The steps that repeat under these knobs in the steady state: two if `alternate`, otherwise one.
 
-    Speeds of paths decide the split where nothing else does. ConfigError when one of them is not known.
+    Without storage paths, the storage knobs are ignored. If `tier_split` is None, the speeds of the paths decide the
+    split. ConfigError when the speed of a path is not known.
     """
     placed = place(len(rank.subgroups), stride=effective.stride, static_ratio=effective.static_ratio)
     if not rank.host_slots:
@@ -161,15 +169,15 @@ def settled(rank: Rank, effective: Effective, rates: RateCard) -> list[Settled]:
     movable = [i for i, (_, residence) in enumerate(placed) if residence == "host"]
     orders: tuple[Order, ...] = ("ascending", "descending") if effective.alternate else ("ascending",)
     stay = {order: cached(sizes, movable, effective, order) for order in orders}
-    # While orders alternate, each subgroup is in storage every other time.
+    # If orders alternate, each movable subgroup is in storage after every other step.
     stored = movable if effective.alternate else [i for i in movable if i not in stay["ascending"]]
-    homeless = _homeless(rank, stored)
-    stored = stored[len(homeless) :]
-    speeds, split = speeds_of(rates, rank.host_slots), _usable(rank, effective.tier_split)
+    without_path = _without_path(rank, stored)
+    stored = stored[len(without_path) :]
+    speeds, split = speeds_of(rates, rank.host_slots), _usable_split(rank, effective.tier_split)
     path_of = assign(stored, divide(len(stored), split, speeds, capacity=rank.capacity, minimum=1))
     after: dict[Order, list[Residence]] = {
         order: [
-            residence if residence == "device" else "host" if i in stay[order] | homeless else path_of[i]
+            residence if residence == "device" else "host" if i in stay[order] | without_path else path_of[i]
             for i, (_, residence) in enumerate(placed)
         ]
         for order in orders
@@ -187,38 +195,41 @@ def settled(rank: Rank, effective: Effective, rates: RateCard) -> list[Settled]:
     ]
 
 
-def _homeless(rank: Rank, stored: Sequence[int]) -> set[int]:
-    """What stays in host memory, as in the engine, because too little is left of the paths after one was retired."""
+def _without_path(rank: Rank, stored: Sequence[int]) -> set[int]:
+    """The subgroups that stay in host memory, as in the engine, because a path was retired and the other paths lack
+    capacity."""
     if 0 not in rank.capacity.values():
         return set()
     room = sum(rank.capacity.get(path, len(stored)) for path in rank.host_slots)
     return set(stored[: max(0, len(stored) - room)])
 
 
-def _usable(rank: Rank, split: Split) -> Split:
-    """None, speeds decide, when all that weights name are retired."""
+def _usable_split(rank: Rank, split: Split) -> Split:
+    """`split`, or None (speeds decide) when all paths with a weight are retired."""
     named = [path for path, weight in split if weight] if isinstance(split, tuple) else []
     return None if named and all(rank.capacity.get(path) == 0 for path in named) else split
 
 
 def speeds_of(rates: RateCard, paths: Mapping[str, object]) -> dict[str, PathSpeeds]:
-    """The speeds of these paths, as a split wants them. ConfigError when one is not known."""
-    found: dict[str, PathSpeeds] = {}
+    """The speeds of these paths, in the form that tier splits need. ConfigError when the speed of a path is not
+    known."""
+    speeds: dict[str, PathSpeeds] = {}
     for path in paths:
         known = rates.paths.get(path)
         if known is None or known.read_bytes_per_second is None or known.write_bytes_per_second is None:
             raise ConfigError(f"The rate card lacks the speed of path {path}: it was not measured yet.")
         read, write = path_lanes(path)
-        found[path] = PathSpeeds(
+        speeds[path] = PathSpeeds(
             read_bytes_per_second=known.read_bytes_per_second,
             write_bytes_per_second=known.write_bytes_per_second,
             duplex=rates.keeps.get(read, {}).get(write, 1.0) >= _DUPLEX,
         )
-    return found
+    return speeds
 
 
 def _placement(rank: Rank, processor: Literal["cpu", "device"], before: Residence, after: Residence) -> Placement:
-    """As the engine has it: what passes through a host slot has its gradient there, too, and no mirror of its own."""
+    """The placement of a subgroup, by the rules of the engine: if its state passes through a host slot, its gradient is
+    in that slot, too, and its weight has no mirror."""
     placement = Placement(processor, before, after, mirror_valid=processor == "cpu")
     if not placement.uses_host_slot:
         return replace(placement, mirror_valid=processor == "cpu" and (is_path(before) or before == "host"))
@@ -226,4 +237,5 @@ def _placement(rank: Rank, processor: Literal["cpu", "device"], before: Residenc
 
 
 def _pages(nbytes: int) -> int:
+    """`nbytes` rounded up to whole pages."""
     return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES

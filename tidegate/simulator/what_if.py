@@ -1,4 +1,4 @@
-"""What an update would take and use under other knobs."""
+"""What-if prediction: the time, stalls, bytes and memory of an update under other knobs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tidegate.timeline.stall_analysis import SCHEDULER, exposed_waits
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What an update would take and use. Seconds from the call of `step()` until it returns.
+    """The predicted time and resource use of an update. Seconds are from the call of `step()` until it returns.
 
-    Where orders alternate, the mean of both steps; of memory, the larger.
+    Where orders alternate, times and bytes are the mean of both steps, and memory is the larger of both.
     """
 
     update_seconds: float
@@ -34,15 +34,16 @@ class Prediction:
     host_bytes: dict[str, int]
     """Host memory by kind: `state` (the host cache, with paths), `mirror`, `gradient`, `slot`."""
     least: Bound
-    """What these knobs cannot go below on this machine, and what decides that."""
+    """Lower bound of the update's time under these knobs, and the resource that sets it."""
 
 
 def what_if(rank: Rank, effective: Effective, rates: RateCard, *, backward_seconds: float | None = None) -> Prediction:
-    """The update of `rank` under these knobs, once they have settled.
+    """Predicts the update of `rank` under these knobs, in the steady state.
 
-    backward_seconds: how long the backward takes, in which copies and fetches may run; None for long enough to hide all
-    of them that can be hidden. Of many subgroups some stand for all, and seconds are scaled by parameters; bytes and
-    parameters are always exact. ConfigError when a rate is not known that these knobs need.
+    backward_seconds: length of the backward, during which copies and fetches may run; None for a backward that is long
+    enough to overlap all ops that may run before `step()`. If there are many subgroups, a sample is simulated, and
+    seconds are scaled by parameters; bytes and parameters are always exact. ConfigError when a rate is not known that
+    these knobs need.
     """
     few, smaller, scale = sampled(rank, effective)
     steps = settled(few, smaller, rates)
@@ -77,21 +78,22 @@ def what_if(rank: Rank, effective: Effective, rates: RateCard, *, backward_secon
 def predicted_seconds(
     rank: Rank, effective: Effective, rates: RateCard, *, backward_seconds: float | None = None
 ) -> float:
-    """The `update_seconds` of `what_if`, and nothing else: a training thread waits for it."""
+    """Only the `update_seconds` of `what_if`, computed faster, because a training thread waits for the result."""
     few, smaller, scale = sampled(rank, effective)
     plans = _plans(settled(few, smaller, rates), rates, _shortened(backward_seconds, scale))
-    beside = rates.step_seconds or 0.0
-    ops = [update_seconds(plan, rates, step_at=at) - beside for plan, at in plans]
-    return sum(ops) / len(ops) * scale + beside
+    fixed = rates.step_seconds or 0.0
+    ops = [update_seconds(plan, rates, step_at=at) - fixed for plan, at in plans]
+    return sum(ops) / len(ops) * scale + fixed
 
 
 def _shortened(backward_seconds: float | None, scale: float) -> float | None:
-    """A sample of the subgroups has as small a share of the backward to hide its copies in."""
+    """The backward divided by the scale factor of a sample, so that the sample overlaps the same share of its
+    copies."""
     return None if backward_seconds is None else backward_seconds / scale
 
 
 def _plans(steps: list[Settled], rates: RateCard, backward_seconds: float | None) -> list[tuple[Plan, float]]:
-    """Each plan, and when its `step()` comes."""
+    """The plan of each step, and the time of its `step()` in seconds after the start of the backward."""
     if backward_seconds is not None:
         return [(step.plan(rates, backward_seconds), backward_seconds) for step in steps]
     ample = [_early_seconds(step.plan(rates), rates) for step in steps]
@@ -99,11 +101,11 @@ def _plans(steps: list[Settled], rates: RateCard, backward_seconds: float | None
 
 
 def _early_seconds(plan: Plan, rates: RateCard) -> float:
-    """A backward that is long enough for all that may run before `step()`."""
+    """A length of the backward, in seconds, that is enough for all ops that may run before `step()`."""
     d2h = sum(rates.seconds(op) for op in plan.of_kind(OpKind.GRAD_D2H))
     h2d = sum(rates.seconds(op) for op in list(plan.of_kind(OpKind.STATE_H2D))[: plan.num_slots])
     if not plan.paths:
         return max(d2h, h2d)
-    # One after the other and with every lane in the way: more than is needed changes nothing.
+    # Serial, with interference by all lanes: an overestimate, which does not change the result.
     slowest = min(speed(lane, plan.lanes, rates.keeps) for lane in plan.lane_names)
     return (d2h + h2d + sum(rates.seconds(op) for op in plan.of_kind(OpKind.FETCH, OpKind.WEIGHT_D2H))) / slowest

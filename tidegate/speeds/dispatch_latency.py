@@ -1,4 +1,5 @@
-"""How late ops begin: their lane is free and all that they wait for is done, but its thread has no core yet."""
+"""Dispatch latency: the time from the moment at which an op could start (its lane is free and its dependencies are
+done) until the thread of its lane gets a core and starts it."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from tidegate.timeline.timeline import Span
 
 _LANES: Final = frozenset(LANES)
 Waits = Mapping[str, Sequence[float]]
-"""Seconds, by lane."""
+"""Dispatch latencies of single ops in seconds, by lane."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What ran in one step: spans, what each op depends on, and when `step()` was called, in seconds of the spans."""
+    """The trace of one step: spans, dependencies of each op, and the call of `step()` (seconds, clock of `spans`)."""
 
     spans: Sequence[Span]
     deps: Mapping[int, Collection[int]]
@@ -25,35 +26,35 @@ class Ran:
 
 
 def late_seconds(steps: Iterable[Ran]) -> dict[str, float]:
-    """By lane, how late its ops begin: the median of all ops of these steps of which it is known. That is not so of
-    what could begin before `step()`, and of paths, whose lanes run ahead.
+    """The median dispatch latency of each lane over all ops of these steps, in seconds.
 
-    A median, because now and then one op waits for as long as the kernel gives others the core, and then mostly nothing
-    waits for it.
+    Not known, and left out, for ops that could start before `step()`, and for lanes of paths, which may run ahead. The
+    median is used because now and then the operating system gives the core to another thread for long, and then mostly
+    no other op waits for the delayed op.
     """
     return typical([waits_of(step) for step in steps])
 
 
 def typical(steps: Iterable[Waits]) -> dict[str, float]:
-    """The median of each lane's."""
-    found: dict[str, list[float]] = {}
+    """The median latency of each lane over all steps."""
+    of_lane: dict[str, list[float]] = {}
     for step in steps:
         for lane, waits in step.items():
-            found.setdefault(lane, []).extend(waits)
-    return {lane: median(waits) for lane, waits in found.items()}
+            of_lane.setdefault(lane, []).extend(waits)
+    return {lane: median(waits) for lane, waits in of_lane.items()}
 
 
 def waits_of(step: Ran) -> Waits:
-    """How late each op of which it is known began, in seconds."""
+    """The dispatch latencies in one step, in seconds by lane, of the ops for which they are known."""
     found: dict[str, list[float]] = {}
     ends = {span.op: span.end for span in step.spans}
     lane_ends: dict[str, float] = {}
     for span in sorted(step.spans, key=lambda span: span.start):
         lane = span.lane
-        could = max(
+        ready = max(
             lane_ends.get(lane, step.called), step.called, *(ends.get(dep, step.called) for dep in step.deps[span.op])
         )
-        lane_ends[lane] = max(span.end, could)
-        if lane in _LANES and could > step.called:
-            found.setdefault(lane, []).append(max(0.0, span.start - could))
+        lane_ends[lane] = max(span.end, ready)
+        if lane in _LANES and ready > step.called:
+            found.setdefault(lane, []).append(max(0.0, span.start - ready))
     return found

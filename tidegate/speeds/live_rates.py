@@ -1,4 +1,5 @@
-"""Live rates: what the last steps show of each speed, deaf to single odd steps, quick where a speed has changed."""
+"""Live rates: a running median of each speed over the last steps, robust to outliers, fast to follow lasting
+changes."""
 
 from __future__ import annotations
 
@@ -12,20 +13,22 @@ from tidegate.speeds.dispatch_latency import Ran, Waits, typical, waits_of
 from tidegate.speeds.rate_card import RateCard, Seen
 
 WINDOW_STEPS: Final = 16
-"""A rate is the median of so many steps: a third of them may be odd ones."""
+"""Window of the median, in steps: up to a third of them may be outliers."""
 DRIFT: Final = 0.25
-"""What is off by more is no noise, once it has lasted."""
+"""Relative deviation from the median above which a lasting deviation is a change, not noise."""
 PERSISTENT_STEPS: Final = 4
-"""Steps in a row, all off on the same side, after which what was before them is forgotten."""
+"""Number of consecutive steps that must all deviate in the same direction; then earlier steps are discarded."""
 TYPICAL_STEPS: Final = 8
-"""Steps before them that it takes to say what is typical: with noise of ±20 % fewer would see drift where none is."""
+"""Fewest steps before them that give a typical value: with noise of ±20 %, fewer steps would show drift without
+cause."""
 
 LATE_STEPS: Final = 2
-"""Steps that are looked at for how late ops begin: a step has many, and each costs time."""
+"""Number of steps in which dispatch latencies are measured: a step has many ops, and each costs time to analyse."""
 
 
 def drifted(values: Sequence[float]) -> bool:
-    """Whether the last PERSISTENT_STEPS of these positive values have all left the median of those before, one way."""
+    """Whether the last PERSISTENT_STEPS of these positive values all deviate from the median of the values before, in
+    the same direction, by more than DRIFT."""
     before, last = values[:-PERSISTENT_STEPS], values[-PERSISTENT_STEPS:]
     if len(before) < TYPICAL_STEPS:
         return False
@@ -34,37 +37,41 @@ def drifted(values: Sequence[float]) -> bool:
 
 
 class LiveRates:
-    """Rates by name from step to step. Told of each step; gives the card that predictions go by.
+    """Estimates rates from measured steps. Call `observe` after each step; `card` is the rate card for predictions.
 
-    Ceilings are none of its business: what was once reached stays reached however slow a lane has become.
+    Highest speeds ever reached (ceilings) are kept elsewhere and never decrease.
 
-    known: from elsewhere; each of its rates counts until a step has shown it.
+    known: initial rates; each of them counts until a step has measured that rate.
     """
 
     def __init__(self, known: RateCard | None = None) -> None:
         self.recalibrations = 0
-        """How often a rate was taken anew, because what it was before no longer holds."""
+        """Number of times a rate was reset after a lasting change."""
         self._steps: dict[str, deque[tuple[int, float]]] = {}
         self._ran: deque[Ran] = deque(maxlen=LATE_STEPS)
-        """Steps that nobody has looked at yet."""
+        """Steps whose dispatch latencies are not analysed yet."""
         self._waits: deque[Waits] = deque(maxlen=LATE_STEPS)
         self._late: dict[str, float] = {}
-        """By lane, as last seen: under some knobs no op of a lane waits for anything."""
+        """Last measured dispatch latency of each lane. Under some knobs no op of a lane waits, and it is not
+        measured."""
         self._card = known
         self._is_old = False
 
     def observe(self, step: Seen, ran: Ran | None = None) -> tuple[str, ...]:
-        """What one step showed of each rate, and what ran in it, which is looked at when a card is asked for. Returns
-        the names of the rates that were taken anew."""
+        """Adds one step: amount and seconds of each rate, and its trace, which is analysed when `card` is read.
+
+        Returns the names of the rates that were reset because of a lasting change.
+        """
         if ran is not None:
             self._ran.append(ran)
-        anew = tuple(name for name, (amount, seconds) in step.items() if amount > 0 and seconds > 0
-                     and self._take(name, amount, seconds))  # fmt: skip
-        self.recalibrations += len(anew)
+        reset = tuple(name for name, (amount, seconds) in step.items() if amount > 0 and seconds > 0
+                      and self._add_sample(name, amount, seconds))  # fmt: skip
+        self.recalibrations += len(reset)
         self._is_old = True
-        return anew
+        return reset
 
-    def _take(self, name: str, amount: int, seconds: float) -> bool:
+    def _add_sample(self, name: str, amount: int, seconds: float) -> bool:
+        """Adds one step to the window of a rate. Returns whether the rate was reset because of a lasting change."""
         steps = self._steps.setdefault(name, deque(maxlen=WINDOW_STEPS))
         steps.append((amount, seconds))
         if not drifted([spent / moved for moved, spent in steps]):
@@ -76,9 +83,10 @@ class LiveRates:
 
     @property
     def card(self) -> RateCard | None:
-        """The medians, and of what was never seen what is known. None before the first step where nothing is."""
+        """The rate card: median rates, and the initial rates where no step was measured. None before the first step if
+        there are no initial rates."""
         if self._is_old:
-            card = RateCard.from_seen(_middle(self._steps), previous=self._card)
+            card = RateCard.from_seen(_median_steps(self._steps), previous=self._card)
             self._waits.extend(map(waits_of, self._ran))
             self._ran.clear()
             self._late |= typical(self._waits)
@@ -87,8 +95,8 @@ class LiveRates:
         return self._card
 
 
-def _middle(steps: Mapping[str, Sequence[tuple[int, float]]]) -> list[Seen]:
-    """For each rate the step with the median speed, or the two in the middle."""
+def _median_steps(steps: Mapping[str, Sequence[tuple[int, float]]]) -> list[Seen]:
+    """For each rate the step with the median speed; of an even number of steps, the two steps in the middle."""
     middle: list[Seen] = [{}, {}]
     for name, found in steps.items():
         ordered = sorted(found, key=lambda step: step[1] / step[0])

@@ -1,4 +1,4 @@
-"""The rate card: how fast this machine copies and updates, and from that how long an op takes."""
+"""The rate card: measured speeds of a machine's copies and updates, and the op run times that follow from them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from tidegate.plan.tier_split import PathSpeeds
 from tidegate.timeline.stall_analysis import busy_seconds
 from tidegate.timeline.timeline import Span
 
+# Names of the rates of ops that are measured in parameters per second, then of copies over the link in bytes per
+# second.
 RATE_OF: Final[dict[OpKind, str]] = {
     OpKind.CPU_UPDATE: "cpu_params_per_second",
     OpKind.DEVICE_UPDATE: "device_params_per_second",
@@ -20,18 +22,18 @@ RATE_OF: Final[dict[OpKind, str]] = {
 }
 LINK_RATE_OF: Final[dict[str, str]] = {H2D: "h2d_bytes_per_second", D2H: "d2h_bytes_per_second"}
 NAME_OF: Final[dict[OpKind, str]] = {kind: LINK_RATE_OF.get(lane) or RATE_OF[kind] for kind, lane in LANE_OF.items()}
-"""The rate that ops of a kind run at. FETCH and FLUSH have one for each path: theirs are called like their lanes."""
+"""The name of the rate of each kind of op. FETCH and FLUSH have a rate for each path, named like its lanes."""
 
 SHARED: Final = 0.5
-"""Share of its speed that each direction of a device keeps that serves both in turns."""
+"""Interference factor of each direction of a half-duplex device while both work."""
 
 Seen = dict[str, tuple[int, float]]
-"""What one step shows of each rate, by its name: bytes or parameters, and the seconds in which they were under way."""
+"""Amounts of one step, by name of the rate: bytes or parameters, and the seconds in which their ops were running."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathRates:
-    """Measured speeds of one path. None is a speed nobody has seen yet; a number is positive."""
+    """Measured speeds of one path in bytes per second. None: not measured yet; a number is positive."""
 
     read_bytes_per_second: float | None = None
     write_bytes_per_second: float | None = None
@@ -44,10 +46,10 @@ class PathRates:
 
 @dataclass(frozen=True, kw_only=True)
 class RateCard:
-    """Measured speeds. None is a speed nobody has seen yet; a number is positive (overhead: not negative).
+    """The measured speeds of a machine. None: not measured yet. Numbers are positive (overheads: not negative).
 
-    An op takes `overhead_seconds`, the `op_seconds` of its lane, and its bytes or parameters divided by the rate of its
-    lane or kind.
+    The run time of an op is `overhead_seconds`, plus the `op_seconds` of its lane, plus its bytes or parameters divided
+    by the rate of its lane or kind.
     """
 
     h2d_bytes_per_second: float | None = None
@@ -57,14 +59,14 @@ class RateCard:
     norm_params_per_second: float | None = None
     overhead_seconds: float | None = None
     step_seconds: float | None = None
-    """What a step takes beside its ops: from the call of `step()` to the first of them, and after the last."""
+    """Fixed time of a step outside its ops: from the call of `step()` to the first op, and after the last op."""
     paths: Mapping[str, PathRates] = field(default_factory=dict)
-    """By name of the path."""
+    """Speeds by name of the path."""
     op_seconds: Mapping[str, float] = field(default_factory=dict)
-    """By lane, what each of its ops takes however small it is; 0 where absent."""
+    """Fixed seconds per op, by lane; 0 where absent."""
     keeps: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Contention: `keeps[lane][other]` is the share of its speed alone that `lane` keeps while `other` works, above 0
-    and up to 1; what is not there is 1."""
+    """Interference factors: `keeps[lane][other]` is the speed of `lane` while `other` works, divided by its speed
+    alone; above 0 and up to 1, and 1 where absent."""
 
     def __post_init__(self) -> None:
         for name in _SCALARS:
@@ -87,12 +89,12 @@ class RateCard:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names of the rates that are not known. What a step or an op costs counts as nothing where it is not known."""
+        """Names of the rates that are not known. Fixed costs of steps and ops count as 0 where they are not known."""
         scalars = [name for name in _SCALARS if name not in _MAY_BE_0 and getattr(self, name) is None]
         return (*scalars, *(lane for lane, rate in _by_lane(self.paths).items() if rate is None))
 
     def seconds(self, op: Op, /) -> float:
-        """Expected run time of `op` in seconds. Raises ConfigError when the rate that it needs is not known."""
+        """Expected run time of `op` in seconds. ConfigError when the rate that it needs is not known."""
         name = rate_name(op)
         rate: float | None = getattr(self, name) if op.kind in NAME_OF else _by_lane(self.paths).get(name)
         if rate is None:
@@ -102,11 +104,11 @@ class RateCard:
 
     @classmethod
     def from_seen(cls, steps: Collection[Seen], previous: RateCard | None = None) -> RateCard:
-        """Rates from what was `seen` in each step: bytes or parameters over busy seconds. What was not is from
-        `previous`.
+        """A rate card from the amounts of measured steps (`seen`): bytes or parameters divided by busy seconds. Rates
+        without a measurement are taken from `previous`.
 
-        Busy seconds contain what ops cost and what lanes took from each other: a card with any rate measured here has
-        nothing of that beside.
+        Busy seconds include fixed costs of ops and the interference between lanes. So if any rate is measured here, the
+        card has no overhead, no `op_seconds` and no `keeps`.
         """
         rates: dict[str, float] = {}
         for name in dict.fromkeys(name for step in steps for name in step):
@@ -119,11 +121,11 @@ class RateCard:
         return replace((previous or cls()).with_rates(rates), overhead_seconds=0.0, op_seconds={}, keeps={})
 
     def rate(self, name: str) -> float | None:
-        """That of a `rate_name`; None when it is not known."""
+        """The rate with this name (`rate_name`); None when it is not known."""
         return getattr(self, name) if name in _SCALARS else _by_lane(self.paths).get(name)
 
     def with_rates(self, rates: Mapping[str, float]) -> RateCard:
-        """This card with these rates, by their names (`rate_name`)."""
+        """This rate card with these rates, given by name (`rate_name`)."""
         scalars: dict[str, Any] = {name: rate for name, rate in rates.items() if name in _SCALARS}
         paths = dict(self.paths)
         for lane in [name for name in rates if name not in _SCALARS]:
@@ -132,8 +134,8 @@ class RateCard:
         return replace(self, **scalars, paths=paths)
 
     def with_paths(self, speeds: Mapping[str, PathSpeeds]) -> RateCard:
-        """This card with these speeds for paths; one that is not duplex gives each direction half while both work. What
-        their ops were measured to cost went with other speeds."""
+        """This rate card with these speeds of paths. A path that is not duplex gives each direction half its speed
+        while both work. Measured `op_seconds` of these paths are dropped, because they belong to other speeds."""
         keeps = {lane: dict(others) for lane, others in self.keeps.items()}
         for path, known in speeds.items():
             read, write = path_lanes(path)
@@ -149,7 +151,7 @@ class RateCard:
         return replace(self, paths={**self.paths, **paths}, keeps=keeps, op_seconds=others)
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers and None by name; what is by the names of paths and lanes only when there is any."""
+        """Plain values for JSON: numbers and None by name. `paths`, `op_seconds` and `keeps` only if not empty."""
         found: dict[str, Any] = {name: getattr(self, name) for name in _SCALARS}
         if self.paths:
             found["paths"] = {path: asdict(rates) for path, rates in self.paths.items()}
@@ -161,7 +163,8 @@ class RateCard:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RateCard:
-        """The card that `to_dict` gave; names of newer versions are ignored, and a rate of 0 is one nobody has seen."""
+        """The inverse of `to_dict`. Unknown names (of newer versions) are ignored, and a rate of 0 means not
+        measured."""
         scalars = {name: value for name, value in values.items() if name in _SCALARS}
         return cls(
             **{name: value if name in _MAY_BE_0 else value or None for name, value in scalars.items()},
@@ -180,7 +183,7 @@ _SCALARS: Final = tuple(field.name for field in fields(RateCard) if field.name n
 
 
 def rate_name(op: Op | Span) -> str:
-    """The rate that `op` runs at: that of its kind, or what its lane is called, on a path."""
+    """The name of the rate of `op`: the rate of its kind; for an op on a storage path, the name of its lane."""
     return NAME_OF.get(op.kind) or op.lane
 
 
@@ -193,7 +196,8 @@ def _by_lane(paths: Mapping[str, PathRates]) -> dict[str, float | None]:
 
 
 def seen(spans: Sequence[Span]) -> Seen:
-    """Amount and busy seconds of each rate in one step, in one pass: it runs after every step of a training."""
+    """The amount and the busy seconds of each rate in one step. A single pass over the spans, because it runs after
+    every training step."""
     found: Seen = {}
     ends: dict[str, float] = {}
     overlapping: set[str] = set()
@@ -204,8 +208,8 @@ def seen(spans: Sequence[Span]) -> Seen:
         if name not in found:
             found[name] = (amount, end - start)
         else:
-            so_far, busy = found[name]
-            found[name] = (so_far + amount, busy + end - start)
+            total, busy = found[name]
+            found[name] = (total + amount, busy + end - start)
             if start < ends[name]:
                 overlapping.add(name)
         ends[name] = end

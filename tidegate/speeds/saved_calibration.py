@@ -1,4 +1,4 @@
-"""What `tidegate calibrate` has measured, kept for this host until its hardware changes."""
+"""The saved result of `tidegate calibrate`: one file per host and set of paths, valid until the hardware changes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ VERSION: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The rate card of one machine. Lanes that it has no hardware for have no rate.
+    """The rate card of one machine, with the conditions of its measurement. Lanes without hardware have no rate.
 
-    hardware: what was measured, as texts by name; another machine, or other paths, have another one.
-    cpu_threads: parameters per second of the update on the CPU by number of threads; the card has that of
-    `card_threads`, beside which everything else was measured.
+    hardware: description of the measured hardware, as texts by name; it differs for another machine or other paths.
+    cpu_threads: parameters per second of the update on the CPU, by number of threads. card_threads: the number of
+    threads whose rate is in the rate card; everything else was measured with that number, too.
     measured_at: seconds since the epoch.
     """
 
@@ -44,10 +44,10 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Calibration:
-        """What `to_dict` gave. ConfigError for anything else."""
+        """The inverse of `to_dict`. ConfigError for any other values."""
         try:
             if values["version"] != VERSION:
-                raise ConfigError(f"A calibration of version {values['version']!r} is not known here.")
+                raise ConfigError(f"it has version {values['version']!r}, and only version {VERSION} is known here")
             return cls(
                 card=RateCard.from_dict(values["rates"]),
                 hardware=dict(values["hardware"]),
@@ -60,27 +60,28 @@ class Calibration:
 
 
 def file_of(folder: Path, host: str, paths: Mapping[str, str | os.PathLike[str]]) -> Path:
-    """One for each set of paths (directories by name) on each host: measuring one leaves what is kept of another."""
+    """The file of a calibration in `folder`. Each host and each set of paths (directories by name) has its own file, so
+    that a new measurement of one set does not overwrite another."""
     places = sorted((name, str(Path(directory).resolve())) for name, directory in paths.items())
     which = f"-{hashlib.sha256(json.dumps(places).encode()).hexdigest()[:12]}" if places else ""
     return folder / f"calibration-{host or 'host'}{which}.json"
 
 
 def kept(file: Path, hardware: Mapping[str, str]) -> Calibration | None:
-    """What is kept in `file`, if it is of this hardware; None when there is nothing to be used."""
+    """Loads the calibration in `file`; None if the file is missing, not valid, or of other hardware."""
     try:
-        found = Calibration.from_dict(json.loads(file.read_text()))
+        calibration = Calibration.from_dict(json.loads(file.read_text()))
     except (OSError, ValueError):
         return None
-    return found if dict(found.hardware) == dict(hardware) else None
+    return calibration if dict(calibration.hardware) == dict(hardware) else None
 
 
 def keep(file: Path, calibration: Calibration) -> None:
-    """Writes it to `file`, whole or not at all. ConfigError when it cannot be written."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    """Saves `calibration` to `file`, completely or not at all. ConfigError when the file cannot be written."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(calibration.to_dict(), indent=1) + "\n")
-        beside.replace(file)
+        temporary.write_text(json.dumps(calibration.to_dict(), indent=1) + "\n")
+        temporary.replace(file)
     except OSError as error:
-        raise ConfigError(f"The calibration cannot be kept in {file}: {error.strerror}.") from error
+        raise ConfigError(f"The calibration cannot be saved to {file}: {error.strerror}.") from error

@@ -1,4 +1,4 @@
-"""Timelines as a Chrome trace: a JSON file that Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
+"""Export of timelines as a Chrome trace: a JSON file for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
 
 Format: "Trace Event Format", Google, 2016. Times are microseconds; one process per rank and source, one thread per
 lane.
@@ -20,16 +20,16 @@ from tidegate.timeline.timeline import Source, Span, Timeline
 Event = dict[str, Any]
 
 SIMULATED_PID_OFFSET: Final = 1_000_000
-"""Added to the rank for the process that shows simulated timelines; ranks are smaller than this."""
+"""Added to the rank to get the process id of its simulated timelines; ranks are smaller than this."""
 PHASE_ROW: Final = "phases"
 STALL_ROW: Final = "stalls"
 
 
 def chrome_trace(timelines: Sequence[Timeline], *, rank: int, process_name: str) -> dict[str, Any]:
-    """The trace of one rank. Measured and simulated timelines are two processes below each other.
+    """The trace of one rank. Measured and simulated timelines are shown as two processes, one below the other.
 
-    Measured ones are placed by their wall clock, the first at 0. A simulated one starts with the measured one of the
-    same step; those without one follow each other from 0.
+    Measured timelines are placed by their wall-clock time, the first at 0. A simulated timeline starts with the
+    measured timeline of the same step; simulated timelines without a measured one follow each other from 0.
     """
     events: list[Event] = []
     flow_ids = itertools.count(1)
@@ -62,7 +62,7 @@ def _processes(rank: int, process_name: str) -> tuple[tuple[Source, int, str], .
 
 
 def _offsets(timelines: Sequence[Timeline]) -> list[float]:
-    """Seconds to add to each timeline's own, in the order of `timelines`."""
+    """Seconds to add to the times of each timeline, in the order of `timelines`."""
     measured = [timeline for timeline in timelines if timeline.source == "measured"]
     first = min((timeline.origin for timeline in measured), default=0.0)
     by_step = {timeline.step: timeline.origin - first for timeline in measured}
@@ -81,8 +81,8 @@ def _offsets(timelines: Sequence[Timeline]) -> list[float]:
 
 def _tids(timelines: Sequence[Timeline]) -> dict[str, int]:
     """Thread ids by row, in the order in which rows are shown."""
-    met = {span.lane for timeline in timelines for span in timeline.spans}
-    lanes = [lane for lane in LANES if lane in met] + sorted(met - set(LANES))
+    used = {span.lane for timeline in timelines for span in timeline.spans}
+    lanes = [lane for lane in LANES if lane in used] + sorted(used - set(LANES))
     return {row: i for i, row in enumerate([PHASE_ROW, STALL_ROW, *lanes], start=1)}
 
 
@@ -114,7 +114,7 @@ def _slice(
     name: str, category: str, interval: Interval, pid: int, tid: int, offset: float, args: dict[str, Any]
 ) -> Event:
     start, end = _nanoseconds(interval.start + offset), _nanoseconds(interval.end + offset)
-    # The length is taken between rounded ends: rounded by itself it could reach into the next slice.
+    # The length is the difference of the rounded ends: rounded on its own it could reach into the next slice.
     times = {"ts": start / 1000, "dur": (end - start) / 1000}
     return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times, "args": args}
 
@@ -138,7 +138,7 @@ def _args(step: int, span: Span) -> dict[str, Any]:
 def _flows(
     timeline: Timeline, pid: int, tids: dict[str, int], offset: float, flow_ids: Iterator[int]
 ) -> Iterator[Event]:
-    """An arrow for each dependency, from the last run of what was waited for to the first run of what waited."""
+    """An arrow for each dependency, from the last run of the awaited op to the first run of the waiting op."""
     last = {span.op: span for span in timeline.spans}
     first = {span.op: span for span in reversed(timeline.spans)}
     for op, deps in timeline.deps.items():
@@ -146,7 +146,7 @@ def _flows(
             if op not in first or dep not in last:
                 continue
             flow = {"name": "waits for", "cat": "dependency", "id": next(flow_ids), "pid": pid}
-            # From the middle, not the end: at its end a slice no longer holds the arrow.
+            # From the middle of the slice: at its end a slice no longer holds the arrow.
             middle = _nanoseconds((last[dep].start + last[dep].end) / 2 + offset) / 1000
             start = _nanoseconds(first[op].start + offset) / 1000
             yield {"ph": "s", "tid": tids[last[dep].lane], "ts": middle, **flow}

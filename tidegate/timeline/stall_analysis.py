@@ -1,4 +1,4 @@
-"""What a timeline tells: where an update stalled and why, its critical path, how busy each lane was."""
+"""Stall analysis of a timeline: idle gaps of an update and their causes, the critical path, busy time of each lane."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from tidegate.plan.ops import COMPUTE_LANES
 from tidegate.timeline.timeline import Phase, PhaseSpan, Span, Stall, Timeline
 
 SCHEDULER: Final = "scheduler"
+"""Cause of waits in which no op ran that the next op waited for: a gate, or the dispatch of ops by the agent."""
 _IN_TIME: Final = attrgetter("start", "end", "op")
 
 
 _Piece = tuple[str, float, float]
-"""Cause, start, end."""
+"""A piece of a stall: cause, start, end (seconds)."""
 
 
 class Interval(Protocol):
@@ -30,7 +31,7 @@ class Interval(Protocol):
 
 
 def union(intervals: Iterable[Interval], window: tuple[float, float] | None = None) -> list[tuple[float, float]]:
-    """The time in which at least one interval runs, as disjoint stretches in order, cut to `window`."""
+    """The union of the intervals, as disjoint intervals in order, limited to `window`."""
     low, high = window or (float("-inf"), float("inf"))
     stretches: list[tuple[float, float]] = []
     for start, end in sorted((max(i.start, low), min(i.end, high)) for i in intervals):
@@ -44,18 +45,18 @@ def union(intervals: Iterable[Interval], window: tuple[float, float] | None = No
 
 
 def busy_seconds(spans: Iterable[Interval], window: tuple[float, float] | None = None) -> float:
-    """Length of the union of the spans: what runs twice at once counts once."""
+    """Length of the union of the spans in seconds: overlapping spans count once."""
     return sum(end - start for start, end in union(spans, window))
 
 
-def both_busy_seconds(one: Iterable[Interval], other: Iterable[Interval]) -> float:
-    """Seconds in which a span of each is in progress."""
-    one, other = list(one), list(other)
-    return max(0.0, busy_seconds(one) + busy_seconds(other) - busy_seconds([*one, *other]))
+def both_busy_seconds(spans: Iterable[Interval], others: Iterable[Interval]) -> float:
+    """Seconds in which both sets have a span that is running."""
+    spans, others = list(spans), list(others)
+    return max(0.0, busy_seconds(spans) + busy_seconds(others) - busy_seconds([*spans, *others]))
 
 
 def busy_by_lane(timeline: Timeline, phase: Phase | None = None) -> dict[str, float]:
-    """Busy seconds of each lane that has spans, in one phase or in all."""
+    """Busy seconds of each lane that has spans, in one phase, or in the whole step."""
     window = timeline.window(phase) if phase is not None else None
     if phase is not None and window is None:
         return {}
@@ -66,23 +67,24 @@ def busy_by_lane(timeline: Timeline, phase: Phase | None = None) -> dict[str, fl
 
 
 def compute_seconds(timeline: Timeline) -> float:
-    """Seconds of the update in which the CPU or the device computes; with its stalls, the wall time of the update."""
+    """Seconds of the update in which the CPU or the device computes. Together with the stalls they are the wall time of
+    the update."""
     window = timeline.window("update")
     return busy_seconds(_compute(timeline), window) if window else 0.0
 
 
 def stalls(timeline: Timeline) -> tuple[Stall, ...]:
-    """The time of the update in which no compute op runs, divided by cause, in order.
+    """The stalls of the update: the time in which no compute op runs, attributed to causes, in order of time.
 
-    A gap is blamed by following the blocking chain back from the op that ends it: time in which the op that it waited
-    for was running goes to that op's lane, time in between to `scheduler` (a gate, or the agent itself). The last gap
-    ends with the update, which waits for the span that ends last.
+    The gap before a compute op is attributed by following the chain of waits backwards from that op: time in which the
+    awaited op was running counts for the lane of the awaited op, time in between for `scheduler` (a gate, or the agent
+    itself). The last gap ends with the update, which waits for the span that ends last.
     """
     return tuple(_merged(Stall("update", *piece) for piece in _pieces(timeline)))
 
 
 def exposed_waits(timeline: Timeline) -> dict[str, float]:
-    """Seconds for which each cause kept the update from computing: `stalls`, added up."""
+    """Seconds in which the update could not compute, by cause: the sums of `stalls`."""
     waits: defaultdict[str, float] = defaultdict(float)
     for cause, start, end in _pieces(timeline):
         waits[cause] += end - start
@@ -90,23 +92,24 @@ def exposed_waits(timeline: Timeline) -> dict[str, float]:
 
 
 def critical_path(timeline: Timeline) -> tuple[int, ...]:
-    """Ids of the ops that decided when the step ended, first to last: each was the last thing that the next needed."""
+    """The critical path: ids of the ops that decided when the step ended, first to last. Each op was the last one that
+    the next op waited for."""
     if not timeline.spans:
         return ()
     last = max(timeline.spans, key=lambda span: (span.end, span.op))
     blockers = _Blockers(timeline.spans, timeline.deps)
-    return tuple(span.op for span in blockers.back_from(last))[::-1]
+    return tuple(span.op for span in blockers.chain(last))[::-1]
 
 
 def split_by_phase(span: Interval, phases: Sequence[PhaseSpan]) -> dict[Phase, float]:
-    """Share of a span's time in each phase that it meets; what no phase covers is `other`. The shares add up to 1.
+    """The shares of a span's time in each phase; time that no phase covers counts as `other`. The shares add up to 1.
 
     A span of no length belongs to the phase in which it lies.
     """
     if span.end <= span.start:
         return {next((p.phase for p in phases if p.start <= span.start <= p.end), "other"): 1.0}
     for phase in phases:
-        # Nearly every span: it lies in one phase.
+        # Fast path: nearly every span lies within one phase.
         if phase.start <= span.start and span.end <= phase.end:
             return {phase.phase: 1.0}
     seconds: defaultdict[Phase, float] = defaultdict(float)
@@ -116,7 +119,7 @@ def split_by_phase(span: Interval, phases: Sequence[PhaseSpan]) -> dict[Phase, f
             seconds[phase.phase] += overlap
     total = span.end - span.start
     uncovered = total - busy_seconds(phases, (span.start, span.end))
-    # Less than a billionth of the span is rounding, not a hole between phases.
+    # Less than a billionth of the span is a rounding error, not a gap between phases.
     if uncovered > 1e-9 * total:
         seconds["other"] += uncovered
     covered = sum(seconds.values())
@@ -128,7 +131,8 @@ def _compute(timeline: Timeline) -> Iterator[Span]:
 
 
 def _pieces(timeline: Timeline) -> list[_Piece]:
-    """The stalls of the update, gap by gap and each from its end to its start. Runs after every step of a training."""
+    """The pieces of all stalls, gap by gap, and from the end of each gap to its start. Runs after every training
+    step."""
     window = timeline.window("update")
     if window is None:
         return []
@@ -136,33 +140,34 @@ def _pieces(timeline: Timeline) -> list[_Piece]:
     gaps = list(_gaps(union(compute, window), window))
     if not gaps:
         return []
-    # What ended before the update began explains nothing in it.
+    # Spans that ended before the update began do not explain its stalls.
     blockers = _Blockers([span for span in timeline.spans if span.end > window[0]], timeline.deps)
     by_start = _first_by_start(compute)
     pieces: list[_Piece] = []
     for low, high in gaps:
-        # What ends a gap runs after it; the chain that explains the gap begins with what that waited for.
-        blamed = _last(timeline, high) if high == window[1] else blockers.of(by_start[high])
-        _blame(low, high, blamed, blockers, pieces)
+        # The op after a gap has ended it: the chain that explains the gap begins with the span for which this op
+        # waited.
+        blocker = _last(timeline, high) if high == window[1] else blockers.of(by_start[high])
+        _attribute_gap(low, high, blocker, blockers, pieces)
     return pieces
 
 
 def _first_by_start(spans: Iterable[Span]) -> dict[float, Span]:
-    """By start, the span with the lowest op."""
-    found: dict[float, Span] = {}
+    """The span with the lowest op id for each start time."""
+    by_start: dict[float, Span] = {}
     for span in spans:
-        if span.end > span.start and (span.start not in found or span.op <= found[span.start].op):
-            found[span.start] = span
-    return found
+        if span.end > span.start and (span.start not in by_start or span.op <= by_start[span.start].op):
+            by_start[span.start] = span
+    return by_start
 
 
 def _last(timeline: Timeline, end: float) -> Span | None:
-    """The span that ends last of those that began before `end`."""
+    """The span with the latest end among the spans that began before `end`."""
     return max((s for s in timeline.spans if s.start < end), key=attrgetter("end", "op"), default=None)
 
 
 def _gaps(stretches: list[tuple[float, float]], window: tuple[float, float]) -> Iterator[tuple[float, float]]:
-    """What the stretches leave of the window."""
+    """The idle intervals of `window`: its parts that no stretch covers."""
     cursor, high = window
     for start, end in stretches:
         if start > cursor:
@@ -173,15 +178,15 @@ def _gaps(stretches: list[tuple[float, float]], window: tuple[float, float]) -> 
 
 
 class _Blockers:
-    """For each span, the span it waited for: the last to end of its dependencies and its lane's last one."""
+    """The span that each span waited for: the one that ended last, of its dependencies and its lane's previous span."""
 
     def __init__(self, spans: Collection[Span], deps: Mapping[int, Sequence[int]]) -> None:
         self.longest_chain = len(spans)
-        """Clocks that disagree can make a chain go in circles: what is beyond this many spans was met before."""
+        """Most spans of a chain without repetition. Clocks that disagree can make a chain circular: it is cut there."""
         self._deps = deps
-        # An op that was repeated has several spans; whoever depends on it waited for the last.
+        # An op that was repeated has several spans; its dependents waited for the last one.
         self._last_run: dict[int, Span] = {}
-        # By identity: hashing all fields of a span takes longer than everything else here.
+        # Keyed by identity, because hashing all fields of a span takes longer than all other work here.
         self._lane_before: dict[int, Span] = {}
         lane_last: dict[str, Span] = {}
         for span in sorted(spans, key=_IN_TIME):
@@ -192,6 +197,7 @@ class _Blockers:
             lane_last[lane] = span
 
     def of(self, span: Span) -> Span | None:
+        """The span that `span` waited for; None if it waited for no span."""
         found = self._lane_before.get(id(span))
         latest = -math.inf if found is None else found.end
         for dep in self._deps.get(span.op, ()):
@@ -202,17 +208,20 @@ class _Blockers:
                     found, latest = blocker, end
         return found
 
-    def back_from(self, span: Span | None) -> Iterator[Span]:
-        """The span, what it waited for, what that waited for…, each once."""
-        met: set[int] = set()
-        while span is not None and id(span) not in met:
+    def chain(self, span: Span | None) -> Iterator[Span]:
+        """The blocking chain: `span`, the span that it waited for, and so on; each span once."""
+        visited: set[int] = set()
+        while span is not None and id(span) not in visited:
             yield span
-            met.add(id(span))
+            visited.add(id(span))
             span = self.of(span)
 
 
-def _blame(low: float, high: float, span: Span | None, blockers: _Blockers, pieces: list[_Piece]) -> None:
-    """Cuts a gap along the chain that begins with `span`, from its end to its start."""
+def _attribute_gap(low: float, high: float, span: Span | None, blockers: _Blockers, pieces: list[_Piece]) -> None:
+    """Divides the gap from `low` to `high` among the spans of the blocking chain that begins with `span`.
+
+    Appends to `pieces`, from the end of the gap to its start.
+    """
     cursor, left = high, blockers.longest_chain
     while span is not None and cursor > low and left:
         start, end = span.start, span.end
@@ -232,7 +241,7 @@ def _blame(low: float, high: float, span: Span | None, blockers: _Blockers, piec
 
 
 def _merged(pieces: Iterable[Stall]) -> Iterator[Stall]:
-    """Pieces in order of time, neighbours of one cause made one."""
+    """The pieces in order of time; adjacent pieces with the same cause are merged."""
     last: Stall | None = None
     for piece in sorted(pieces, key=lambda piece: piece.start):
         if last is not None and (last.cause, last.end) == (piece.cause, piece.start):

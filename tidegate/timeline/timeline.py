@@ -1,4 +1,5 @@
-"""What happened, or would happen, in one step: spans on lanes. Executor and simulator both give this type."""
+"""The timeline of one step: spans of ops on lanes. The executor gives measured timelines, the simulator simulated
+ones."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ Source = Literal["measured", "simulated"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One run of one op on its lane. Seconds since the timeline's origin. An op that was repeated has two spans."""
+    """One run of one op on its lane, in seconds since the timeline's origin. An op that was repeated has two spans."""
 
     op: int
     kind: OpKind
@@ -43,9 +44,9 @@ class PhaseSpan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one step. `deps[op]` are the ids that op waited for besides its lane's order.
+    """The spans of one step. `deps[op]` are the ids of the ops that `op` waits for, in addition to its lane's order.
 
-    `origin` is the wall-clock time (seconds since the epoch) of second 0; 0.0 for a simulated one.
+    `origin` is the wall-clock time (seconds since the epoch) of second 0; 0.0 for a simulated timeline.
     """
 
     step: int
@@ -56,9 +57,9 @@ class Timeline:
     origin: float = 0.0
 
     def window(self, phase: Phase) -> tuple[float, float] | None:
-        """First start and last end of a phase; None when the step has none."""
-        found = [p for p in self.phases if p.phase == phase]
-        return (min(p.start for p in found), max(p.end for p in found)) if found else None
+        """First start and last end of a phase; None when the step does not have this phase."""
+        spans = [p for p in self.phases if p.phase == phase]
+        return (min(p.start for p in spans), max(p.end for p in spans)) if spans else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,10 @@ class Stall:
 
 
 STALL_CAUSES: Final = ("h2d", "d2h", "cpu", "device", "lock", "collective", "scheduler")
-"""The causes of every training; each path adds its two lanes."""
+"""Stall causes that every training can have; each storage path adds its two lanes."""
 
 
 def cause_in_words(cause: str) -> str:
-    """What people are told a cause is called: `scheduler` would be read as that of the learning rate."""
+    """The name of a cause for display: `scheduler` is shown as `dispatch`, because users would take it for the learning
+    rate scheduler."""
     return "dispatch" if cause == "scheduler" else cause

@@ -1,4 +1,4 @@
-"""The verdict on a step, in one sentence: what its update waited for, with figures, and the knob to turn."""
+"""The verdict on a step: one sentence with the main wait of its update, figures, and the knob to change."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from tidegate.plan.ops import COMPUTE_LANES, LINK_LANES
 from tidegate.timeline.timeline import cause_in_words
 
 HARDLY: Final = 0.02
-"""Share of an update below which waiting is not worth a word."""
+"""Share of an update below which a wait is not mentioned."""
 RECOPIED: Final = 0.5
-"""Share of the gradients from which on it is worth a word that they were copied twice."""
+"""Share of the gradients from which on it is mentioned that they were copied twice."""
 LATE: Final = 0.75
-"""Share of a backward from which on it is worth a word that no gradient had come."""
+"""Share of a backward without a gradient from which on it is mentioned that the first gradient came late."""
 TOGETHER: Final = 0.75
-"""Share of the gradients from which on it is worth a word that one node of the graph handed them over."""
+"""Share of the gradients from which on it is mentioned that one node of the autograd graph gave them at the same
+time."""
 
 SKIPPED: Final = "the step was skipped, because a gradient was not finite: the weights are as they were"
-"""Of a step without an update."""
+"""Text for a step without an update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What one step took, or several together. Seconds, bytes and parameters.
+    """The figures of one step, or the sums of several steps, in seconds, bytes and parameters.
 
     stalls: seconds of the update by cause. lanes: bytes and busy seconds of link and paths in the update, by lane.
-    ceilings: bytes per second that a lane of a path can do alone. updated: parameters by processor.
-    recopied: share of the bytes of gradients on the host that were copied beside the backward and then again.
-    first_gradient: share of the backward that had passed when its first gradient came.
-    together: share of the gradients that one node of autograd's graph handed over together, as torch.compile makes it.
+    ceilings: highest speed of each path lane alone, in bytes per second. updated: parameters by processor.
+    recopied: share of the gradient bytes on the host that were copied during the backward and then again.
+    first_gradient: share of the backward that had passed when its first gradient arrived.
+    together: share of the gradients that one node of the autograd graph gave at the same time, as with torch.compile.
     """
 
     step_seconds: float
@@ -48,12 +49,12 @@ class Taken:
 
     @property
     def cause(self) -> tuple[str, float]:
-        """What the update waited for longest, and for how many seconds; an empty name where for nothing."""
+        """The cause with the longest wait of the update, and its seconds; an empty name if there was no wait."""
         return max(self.stalls.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 def verdict(taken: Taken, ran: Effective | None = None) -> str:
-    """One sentence without a final stop. `ran`: the knobs, to say which of them to turn."""
+    """The verdict as one sentence without a final stop. `ran`: the knobs in force, to suggest a change of one."""
     if taken.step_seconds <= 0 or taken.update_seconds <= 0:
         return "no update yet"
     whole = f"the update took {taken.update_seconds:.3g} s, {taken.update_seconds / taken.step_seconds:.0%} of the step"
@@ -67,9 +68,9 @@ def verdict(taken: Taken, ran: Effective | None = None) -> str:
 
 
 def remedy_of(taken: Taken, ran: Effective) -> str:
-    """The knob to turn, by what the update waited for; empty where no knob would help.
+    """The knob to change, derived from the longest wait of the update; empty if no knob would help.
 
-    A rule of thumb: `GET /v1/runs/{run}/advice` asks the model, with figures.
+    A rule of thumb; `GET /v1/runs/{run}/advice` gives a prediction of the simulator.
     """
     cause, wait = taken.cause
     if wait < HARDLY * taken.update_seconds:
@@ -87,7 +88,7 @@ def remedy_of(taken: Taken, ran: Effective) -> str:
 
 
 def _of_gradients(taken: Taken) -> Iterator[str]:
-    """Why copies of gradients gained nothing from being made beside the backward."""
+    """Hints why copies of gradients did not overlap with the backward."""
     if taken.recopied >= RECOPIED:
         yield (
             f"{taken.recopied:.0%} of the gradients were copied again, because something changed them in place after "
@@ -106,7 +107,7 @@ def _of_gradients(taken: Taken) -> Iterator[str]:
 
 
 def _of_paths(taken: Taken, ran: Effective) -> str:
-    """Paths that are not done at the same time are divided badly; else less must go through them."""
+    """If the paths finish at different times, the advice is tier_split; otherwise it is to move less through them."""
     busy = [taken.lanes.get(f"{p}:read", (0, 0.0))[1] + taken.lanes.get(f"{p}:write", (0, 0.0))[1] for p in taken.paths]
     if ran.tier_split is not None and len(busy) > 1 and min(busy) < 0.8 * max(busy):
         return "set tier_split to auto: some paths are done long before others"
@@ -118,7 +119,10 @@ def _keep_on_device(ran: Effective) -> str:
 
 
 def _other_processor(taken: Taken, ran: Effective) -> str:
-    """Where compute sets the pace, a share of it may be the other processor's; which, their busy times would tell."""
+    """Advice where compute is the bottleneck: to move a share of the updates to the other processor.
+
+    The direction of the change follows from stride and link, because the busy times of the processors are not known.
+    """
     share = device_share(ran.stride)
     if not taken.updated.get("cpu"):
         return "raise stride: the CPU has nothing to update" if share == 1 else ""
@@ -128,7 +132,7 @@ def _other_processor(taken: Taken, ran: Effective) -> str:
 
 
 def _is_full(taken: Taken) -> bool:
-    """Whether a direction of the link was busy for most of the update."""
+    """Whether a direction of the link was busy for more than 80 % of the update."""
     return any(taken.lanes.get(lane, (0, 0.0))[1] > 0.8 * taken.update_seconds for lane in LINK_LANES)
 
 
@@ -138,7 +142,7 @@ def _computed(taken: Taken) -> str:
 
 
 def _speed(taken: Taken, lane: str) -> str:
-    """How fast that lane was, by what it can do."""
+    """The speed of `lane`, with its highest speed if that is known; empty if it copied nothing."""
     nbytes, seconds = taken.lanes.get(lane, (0, 0.0))
     if not nbytes or seconds <= 0:
         return ""

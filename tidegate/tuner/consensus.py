@@ -1,4 +1,5 @@
-"""What several ranks move to: each proposes, each judges what was proposed, and the slowest rank counts."""
+"""Consensus of ranks on a change of knobs: each rank proposes, each predicts all proposals, and the update time of the
+slowest rank decides."""
 
 from __future__ import annotations
 
@@ -12,58 +13,61 @@ from tidegate.knobs.knobs import Off
 from tidegate.plan.effective_knobs import Effective
 
 MAX_PROPOSALS: Final = 4
-"""Every rank simulates all of them: with hundreds of ranks only those that most of them want are looked at."""
+"""Most proposals that are simulated, because every rank simulates each of them; the most frequent ones are taken."""
 
 
 class Setting(NamedTuple):
-    """What a tuner moves, in words that mean the same on every rank. Bytes of the host cache are each rank's own."""
+    """The knobs that a tuner changes, in a form that means the same on every rank. Bytes of the host cache differ
+    between ranks, and are not part of it."""
 
     stride: float | Off
     alternate: bool
     more_cache: bool
-    """As much host cache as this rank has room for now, instead of what it has."""
+    """Whether each rank grows its host cache to the largest size that fits now."""
 
     @classmethod
     def of(cls, to: Effective, now: Effective) -> Setting:
-        """What a rank that runs `now` means by `to`."""
+        """The rank-independent form of a change from `now` to `to`."""
         return cls(to.stride, to.alternate, to.host_cache_bytes > now.host_cache_bytes)
 
     def on(self, now: Effective, ample_cache_bytes: int) -> Effective:
-        """On a rank that runs `now` and has room for so much cache."""
+        """The knobs of this setting on a rank that runs `now` and has room for `ample_cache_bytes` of host cache."""
         cache = max(now.host_cache_bytes, ample_cache_bytes) if self.more_cache else now.host_cache_bytes
         return replace(now, stride=self.stride, alternate=self.alternate, host_cache_bytes=cache)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What one rank predicts, in seconds of its update: now, and with each proposal.
+    """The predictions of one rank, in seconds of its update: under the present knobs (`now`), and under each proposal
+    (`then`).
 
-    None where a rate is not known, infinite where it cannot be had (memory, a pinned knob).
+    None where a rate is not known, infinite where the rank cannot apply the proposal (memory, a pinned knob).
     """
 
     now: float | None
     then: tuple[float | None, ...]
 
 
-def proposals(said: Sequence[Setting | None]) -> list[Setting]:
-    """What ranks want, what most of them want first; the same from the same list on every rank."""
-    wanted = Counter(setting for setting in said if setting is not None)
+def proposals(of_ranks: Sequence[Setting | None]) -> list[Setting]:
+    """The proposals of the ranks, the most frequent first; the same input gives the same list on every rank."""
+    wanted = Counter(setting for setting in of_ranks if setting is not None)
     return [setting for setting, _ in wanted.most_common(MAX_PROPOSALS)]
 
 
 def elected(settings: Sequence[Setting], judged: Sequence[Judged]) -> tuple[Setting, float | None] | None:
-    """The proposal with the shortest update of the slowest rank and its gain, or None when none is better than now.
+    """The proposal with the shortest update of the slowest rank, and its gain; None when no proposal is better than the
+    present knobs.
 
-    One that some rank cannot have is out. One that some rank cannot predict is a probe (its gain is None), for when
-    nothing else is left.
+    A proposal that some rank cannot apply is excluded. A proposal that some rank cannot predict is a probe (an
+    experiment; its gain is None), and is elected only if there is no better proposal.
     """
-    present = [one.now for one in judged]
+    present = [of_rank.now for of_rank in judged]
     if None in present:
         return None
     now = max(seconds for seconds in present if seconds is not None)
     best: tuple[float, Setting] | None = None
     probe: Setting | None = None
-    for setting, then in zip(settings, zip(*(one.then for one in judged), strict=True), strict=True):
+    for setting, then in zip(settings, zip(*(of_rank.then for of_rank in judged), strict=True), strict=True):
         if math.inf in then:
             continue
         known = [seconds for seconds in then if seconds is not None]

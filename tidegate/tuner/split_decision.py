@@ -1,4 +1,5 @@
-"""Live speeds of the paths, and whether another tier split is worth moving subgroups for."""
+"""Decision on the tier split: estimates the speeds of the paths, and proposes a new split if its gain justifies the
+moves of subgroups."""
 
 from __future__ import annotations
 
@@ -10,21 +11,21 @@ from tidegate.plan.tier_split import Counts, PathSpeeds, balanced_split, makespa
 from tidegate.speeds.speed_filter import Settling
 
 MINIMUM_GAIN: Final = 0.05
-"""Share of the makespan that a move must promise."""
+"""Smallest predicted gain of a new split, as a share of the makespan."""
 SATURATED: Final = 0.9
-"""Share of a step's time with storage in which a path must have been at work to be what held the step up."""
+"""Share of a step's storage time for which a path must be busy to count as the bottleneck."""
 LOADED: Final = 0.5
-"""Share of a step for which a path must have work, as fast as it is known, or it rests for most of it."""
+"""Share of a step's storage time: if the work of a path takes less by its estimated speed, the path counts as idle."""
 PROBE: Final = 1
-"""Subgroups of every path that may have any, or nobody would see that it recovered."""
+"""Fewest subgroups of every path that is not closed, so that its speed is still measured and a recovery is noticed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeStep:
-    """All that a path did in one step, reads and writes together.
+    """The work of one path in one whole step, reads and writes together.
 
-    busy_seconds: in which at least one of its ops was in progress. step_seconds: from the first to the last op of any
-    path.
+    busy_seconds: time in which at least one op of the path was running. step_seconds: the step's storage time, from the
+    first to the last op of any path.
     """
 
     read_bytes: int
@@ -34,19 +35,20 @@ class WholeStep:
 
     @property
     def balanced(self) -> bool:
-        """Whether it read about as much as it wrote; while subgroups move it does not."""
+        """Whether bytes read and written differ by at most a factor of 2. They differ by more while subgroups move to
+        other paths."""
         fewer, more = sorted((self.read_bytes, self.write_bytes))
         return 0 < more <= 2 * fewer
 
     @property
     def saturated(self) -> bool:
-        """Whether the path had work all the time: then it shows what it can do."""
+        """Whether the path was busy nearly all the time, so that its throughput is its speed."""
         return self.busy_seconds >= SATURATED * self.step_seconds
 
     def seconds_per_byte(self, duplex: bool) -> float:
-        """Busy seconds for each byte that was read and written, as `PathSpeeds.seconds_per_byte` has it.
+        """Busy seconds for each byte that was read once and written once, as in `PathSpeeds.seconds_per_byte`.
 
-        Of unequal amounts, the larger one decides where both ways go at once, else their mean.
+        If the amounts read and written differ, the larger one counts for duplex paths, else their mean.
         """
         amounts = self.read_bytes, self.write_bytes
         return self.busy_seconds / (max(amounts) if duplex else sum(amounts) / 2)
@@ -54,10 +56,11 @@ class WholeStep:
 
 @dataclass(frozen=True, kw_only=True)
 class PathTraffic:
-    """What one step moved on one path. Seconds are busy: an op was in progress; bytes are counted at the call site.
+    """The bytes and busy seconds of one path in one step. Busy: an op was running. Bytes are counted at the call site.
 
-    The first six are of the part of the step that shows each way's speed; whole: all of it, where that is known.
-    shared_read_seconds: those of `read_seconds` in which writes were in progress, too; and the other way round.
+    All fields but `whole` describe the part of the step that shows the speed of each direction; `whole` describes the
+    whole step, and is None where that is not known. shared_read_seconds: the part of `read_seconds` in which writes
+    were running, too; shared_write_seconds: the part of `write_seconds` in which reads were running, too.
     """
 
     read_bytes: int = 0
@@ -69,11 +72,13 @@ class PathTraffic:
     whole: WholeStep | None = None
 
 
-class _Path:
-    """What is known of one path: what a byte costs that is read and written once, and how that divides.
+class _PathEstimate:
+    """The estimated speed of one path: seconds for a byte that is read once and written once, and the shares of reads
+    and writes in it.
 
-    Only a path that is always at work shows its cost. One that rests between its ops serves each of them at once, if
-    it is throttled: its reads and writes take at least as long as they did, and at most as long as it was busy in all.
+    Only a path that is always busy shows its speed. A throttled path with pauses between its ops serves each op at once
+    and looks faster. So the step gives a range: the true cost is between the sum of both directions' measured times and
+    the busy time of the whole step.
     """
 
     def __init__(self, speeds: PathSpeeds) -> None:
@@ -85,11 +90,11 @@ class _Path:
     def observe(self, seen: PathTraffic) -> None:
         read_seconds, write_seconds = seen.read_seconds, seen.write_seconds
         if not self._duplex:
-            # A shared device serves both at once at half speed: half of that time belongs to each.
+            # A shared device serves both directions at half speed: half of the shared time belongs to each direction.
             read_seconds -= seen.shared_read_seconds / 2
             write_seconds -= seen.shared_write_seconds / 2
-        read = _way(self._read, seen.read_bytes, read_seconds)
-        write = _way(self._write, seen.write_bytes, write_seconds)
+        read = _observe_direction(self._read, seen.read_bytes, read_seconds)
+        write = _observe_direction(self._write, seen.write_bytes, write_seconds)
         if seen.read_seconds > 0 or seen.write_seconds > 0:
             self._observe_both(max(read, write) if self._duplex else read + write, seen.whole)
 
@@ -104,7 +109,8 @@ class _Path:
 
     @property
     def speeds(self) -> PathSpeeds:
-        """The slower way takes what both together do, at least; where the device is shared, both ways add up to it."""
+        """The estimated speeds of both directions, consistent with the estimate for both together: on a duplex path the
+        slower direction takes as long as both together; on a shared device the times of both add up to it."""
         read, write, both = self._read.seconds_per_byte, self._write.seconds_per_byte, self._both.seconds_per_byte
         if self._duplex:
             read, write = (both, min(write, both)) if read >= write else (min(read, both), both)
@@ -113,8 +119,9 @@ class _Path:
         return PathSpeeds(read_bytes_per_second=1 / read, write_bytes_per_second=1 / write, duplex=self._duplex)
 
 
-def _way(known: Settling, nbytes: int, seconds: float) -> float:
-    """What a byte took, which is taken in; as it is known where nothing moved."""
+def _observe_direction(known: Settling, nbytes: int, seconds: float) -> float:
+    """Updates the estimate of one direction, and returns the measured seconds per byte; the estimate if no bytes
+    moved."""
     if nbytes <= 0 or seconds <= 0:
         return known.seconds_per_byte
     known.observe(seconds / nbytes, seconds / nbytes)
@@ -122,31 +129,33 @@ def _way(known: Settling, nbytes: int, seconds: float) -> float:
 
 
 class SplitEstimator:
-    """Estimates the speeds of paths step by step, and proposes another split only for a gain that is worth it.
+    """Estimates the speeds of the paths from step to step, and proposes a new split if its predicted gain is at least
+    `minimum_gain`.
 
-    rates: as calibrated, in the order of the paths; what is never seen keeps them. Deterministic: the same calls give
-    the same proposals. Not thread-safe.
+    rates: calibrated speeds, in the order of the paths; they stay for a path that is never measured. Deterministic: the
+    same calls give the same proposals. Not thread-safe.
     """
 
     def __init__(self, rates: Mapping[str, PathSpeeds], *, minimum_gain: float = MINIMUM_GAIN) -> None:
-        self._paths = {name: _Path(rate) for name, rate in rates.items()}
+        self._paths = {name: _PathEstimate(rate) for name, rate in rates.items()}
         self._minimum_gain = minimum_gain
 
     @property
     def rates(self) -> dict[str, PathSpeeds]:
-        """The present estimate."""
+        """The estimated speeds of the paths, by name."""
         return {name: path.speeds for name, path in self._paths.items()}
 
     def observe(self, traffic: Mapping[str, PathTraffic]) -> None:
-        """Takes in one step. A path or a direction that moved nothing keeps its last speed."""
+        """Adds one step. A path or a direction without bytes keeps its last estimate."""
         for name, seen in traffic.items():
             self._paths[name].observe(seen)
 
     def propose(self, counts: Mapping[str, int], *, capacity: Mapping[str, int] | None = None) -> Counts | None:
-        """The better split of as many subgroups, or None to stay with `counts`.
+        """A better split of the same number of subgroups; None to keep `counts`.
 
-        A path that may have any keeps at least PROBE. capacity: most subgroups of each path, 0 to close it; when
-        `counts` no longer fit, a split is proposed whatever it gains. CapacityError when none fits.
+        Every path that is not closed gets at least PROBE subgroups. capacity: most subgroups of each path, 0 for a
+        closed path; when `counts` no longer fit, a split is proposed whatever its gain. CapacityError when no split
+        fits.
         """
         rates, limits = self.rates, capacity or {}
         best = balanced_split(sum(counts.values()), rates, capacity=limits, minimum=PROBE)

@@ -1,4 +1,10 @@
-"""The tuner: moves what is `auto`, only for a predicted gain over a threshold, and stays only where it measures it."""
+"""The tuner: changes knobs that are `auto` if a gain above a threshold is predicted, compares new with old knobs by
+measurement, and reverts the change if the gain is not measured.
+
+Words of this module: a look is a search for better knobs by the simulator; a move is the change of knobs that a look
+proposes; a trial compares the old and the new knobs in turns of some steps; a probe is a move whose gain cannot be
+predicted; a drift is a lasting change of speeds.
+"""
 
 from __future__ import annotations
 
@@ -17,38 +23,42 @@ from tidegate.speeds.live_rates import PERSISTENT_STEPS, WINDOW_STEPS, drifted
 log = logging.getLogger("tidegate")
 
 FIRST_LOOK_STEPS: Final = 6
-"""Steps until the first look, and after a trial that was clearly good: rates settle, and what came of it shows."""
+"""Steps until the first look, and after a trial with a clear gain: until then rates become stable."""
 LONGEST_WAIT_STEPS: Final = 64
-"""Each look that finds nothing better doubles the steps until the next, up to this: looking costs time too."""
+"""Most steps between two looks. Each look that finds nothing better doubles the wait, because a look costs time."""
 LOOK_SHARE: Final = 3e-4
-"""Share of the time that looks may take."""
+"""Largest share of the run's time for looks."""
 URGENT_SHARE: Final = 1e-3
-"""The same for those after a drift, which spend what was saved of it."""
+"""Share of the run's time that is added to the budget for looks after a drift."""
 SAVED_SECONDS: Final = 0.25
-"""At most so much is saved, or one look; it is there from the beginning: a run may drift more than once soon after its
-start, where a look costs tens of milliseconds."""
+"""Largest unused budget for looks after a drift, in seconds (or the time of one look, if that is longer). It is there
+from the beginning: a run may drift more than once soon after its start, where a look costs tens of milliseconds."""
 MINIMUM_GAIN: Final = 0.03
-"""Share of the update time that a move must promise."""
+"""Smallest predicted gain of a move, as a share of the update time."""
 PROVEN_GAIN: Final = MINIMUM_GAIN / 2
-"""Share of the update time that must be measured of it."""
+"""Smallest measured gain with which new knobs are kept, as a share of the update time."""
 SETTLE_STEPS: Final = 1
-"""Steps after each change that are not counted: state moves to its new places."""
+"""Steps after each change of knobs that are not counted, because state moves to its new residences."""
 BLOCK_STEPS: Final = 3
-"""Steps of the new knobs' first turn that are counted, against as many of the old ones just before."""
+"""Counted steps of the new knobs' first turn; they are compared with as many steps of the old knobs just before."""
 LONG_BLOCK_STEPS: Final = 6
-"""Those of each further turn, where the first ones did not make it clear: longer ones, for each change costs."""
+"""Counted steps of each further turn, if the first turn gave no clear result: longer, because each change of knobs
+costs time."""
 TURNS: Final = 3
-"""New knobs, old ones, new ones: then medians decide."""
+"""Turns of a trial after the old knobs (new, old, new); then medians decide."""
 REST_STEPS: Final = 50
-"""Steps of rest for each change that a comparison has made, unless its gain was clear."""
+"""Pause after a trial, in steps for each change of knobs that it made, unless its gain was clear."""
 OWN_STEPS: Final = 2 * WINDOW_STEPS
-"""Steps after a change in which speeds that change may do so because of it."""
+"""Steps after a change of knobs in which a drift may be caused by this change."""
 REFUTED_STEPS: Final = 512
-"""Steps for which knobs that did not hold what was predicted are not tried again, while speeds stay."""
+"""Steps for which a move without the predicted gain is not tried again, as long as speeds do not drift."""
 
 
 class Move(NamedTuple):
-    """Knobs that are predicted to be better, and by which share of the update; None for a probe: nobody can tell."""
+    """A proposed change of knobs: the new knobs, and their predicted gain as a share of the update time.
+
+    gain is None for a probe, whose gain cannot be predicted.
+    """
 
     to: Effective
     gain: float | None
@@ -56,50 +66,60 @@ class Move(NamedTuple):
 
 @dataclass
 class _Trial:
-    """Old and new knobs take turns. `times` are the counted updates of each, in seconds."""
+    """A comparison of old and new knobs, which run in turns. `times`: seconds of the counted updates."""
 
     old: Effective
     move: Move
     times: dict[bool, list[float]]
-    """By whether they were the new knobs'."""
+    """Key True: updates under the new knobs; False: under the old knobs."""
     new_runs: bool = True
+    """Whether the new knobs are in force in this turn."""
     block: int = BLOCK_STEPS
     left: int = SETTLE_STEPS + BLOCK_STEPS
     changes: int = 1
     extended: bool = False
     disturbed: bool = False
-    """Speeds have changed while it went on."""
+    """Whether speeds drifted during the trial."""
 
     @property
     def runs(self) -> Effective:
+        """The knobs that are in force in this turn."""
         return self.move.to if self.new_runs else self.old
 
     def take(self, seconds: float) -> None:
+        """Adds one update of this turn."""
         self.left -= 1
         if self.left < self.block:
             self.times[self.new_runs].append(seconds)
 
     def extend(self) -> bool:
-        """Goes on with the first turn once: one odd step in it must not cost two changes of knobs and twelve steps."""
+        """Extends the first turn, once: a single outlier in it must not cost two changes of knobs and twelve steps.
+
+        Returns whether the turn was extended.
+        """
         if self.extended or self.changes > 1:
             return False
         self.extended, self.left = True, self.block
         return True
 
     def turn(self) -> Effective:
+        """Begins the next turn, and returns the knobs that are in force in it."""
         self.new_runs, self.block, self.left = not self.new_runs, LONG_BLOCK_STEPS, SETTLE_STEPS + LONG_BLOCK_STEPS
         self.changes += 1
         return self.runs
 
     @property
     def is_clear(self) -> bool:
-        """Every counted step with the new knobs was faster than every one with the old; of the twice as many of a turn
-        that was extended, all but one. By chance, 1 in 20 and 1 in 21 comparisons of equals would look so."""
+        """Whether every counted step with the new knobs was faster, by PROVEN_GAIN, than every counted step with the
+        old knobs; in an extended turn (twice as many steps), all new steps but one.
+
+        False positive rate for equal knobs: 1 in 20, and 1 in 21 with an extended turn.
+        """
         slowest = sorted(self.times[True])[-2 if self.extended else -1]
         return slowest < (1 - PROVEN_GAIN) * min(self.times[False])
 
     def verdict(self) -> bool | None:
-        """Whether the new knobs stay; None to go on comparing."""
+        """Whether the new knobs are kept; None if another turn is needed."""
         if self.is_clear:
             return True
         if min(self.times[True]) > max(self.times[False]):
@@ -109,11 +129,13 @@ class _Trial:
 
     @property
     def gain(self) -> float:
+        """The measured gain as a share of the update time, by medians."""
         return 1 - median(self.times[True]) / median(self.times[False])
 
 
 class Tuner:
-    """Compares by turns what it runs with what is predicted to be better. Told of each update, asked once a step.
+    """Decides when to look for better knobs, and runs trials of the knobs found. Call `observe` for each update and
+    `propose` once a step.
 
     Deterministic: the same calls at the same times of `clock` (seconds) give the same proposals; the clock only decides
     how soon a look is `due`.
@@ -129,18 +151,19 @@ class Tuner:
         """Seconds that the last look took."""
         self._saved, self._saved_at = SAVED_SECONDS, clock()
         self._urgent = False
-        """Something has changed since the last look: the next one waits for less, from `_urgent_from` on."""
+        """Whether speeds have changed since the last look. Then the next look, from step `_urgent_from` on, waits
+        less."""
         self._urgent_from = 0
-        """A step: where speeds change all the time, looks must be few."""
+        """First step of the next urgent look: where speeds change all the time, looks must be few."""
         self._recent: deque[tuple[Effective, float]] = deque(maxlen=WINDOW_STEPS)
         self._trial: _Trial | None = None
         self._refuted: dict[Effective, int] = {}
-        """The step from which on each kind of move may be tried again."""
+        """Moves without the predicted gain, by kind: the step from which on each may be tried again."""
         self.last_verdict = ""
-        """What came of the last comparison, as a sentence."""
+        """Result of the last trial, as a sentence."""
 
     def observe(self, ran: Effective, seconds: float) -> None:
-        """An update under the knobs `ran` took so long."""
+        """Adds one update: the knobs `ran` that were in force, and its seconds."""
         self._recent.append((ran, seconds))
         trial = self._trial
         if trial is not None:
@@ -151,47 +174,47 @@ class Tuner:
             self._recent.clear()
             self._recent.extend(newest)
             log.info("tuner: updates take %.3g s now, and that has lasted", median(s for _, s in newest))
-            self._look_anew()
+            self._discard_findings()
 
     def speeds_changed(self) -> None:
-        """A rate has changed for good, though updates may take as long as before: another one decides.
+        """Reports that a rate has drifted, even if updates take as long as before because another resource decides.
 
-        Soon after a change of knobs that may be because of it: it says nothing against what was found then, and waits
-        for the end of the comparison and of the rest.
+        Soon after a change of knobs, the drift may be caused by that change. Then earlier findings stay valid, and the
+        next look waits for the end of the trial and of the pause.
         """
         if self._trial is not None:
             self._trial.disturbed = True
         elif self._steps - self._changed_at >= OWN_STEPS:
-            self._look_anew()
+            self._discard_findings()
         else:
             self._look_after_drift(max(1, self._rests_until - self._steps))
 
     def due(self, now: Effective) -> bool:
-        """Whether it is time for a look from the knobs `now`."""
+        """Whether it is time for a look, if the knobs `now` are in force."""
         if self._trial is not None or self._steps_left > 1:
             return False
         urgent = self._urgent and self._steps >= self._urgent_from
-        on_time = self._clock() >= self._look_at or (urgent and self._savings() >= self._cost)
+        on_time = self._clock() >= self._look_at or (urgent and self._urgent_budget() >= self._cost)
         return on_time and self._before(now) is not None
 
-    def _savings(self) -> float:
-        """Seconds that looks after a drift may take now."""
+    def _urgent_budget(self) -> float:
+        """The unused budget for looks after a drift, in seconds."""
         elapsed, self._saved_at = self._clock() - self._saved_at, self._clock()
         self._saved = min(self._saved + URGENT_SHARE * elapsed, max(SAVED_SECONDS, self._cost))
         return self._saved
 
     def propose(self, now: Effective, look: Callable[[], Move | None] | None = None) -> Effective | None:
-        """The knobs to go on with, or None to stay. To be called once a step.
+        """The knobs for the next steps; None to keep the present knobs. Call this once a step.
 
-        look: asks the model; given when a look is `due`, and then called once whatever else is so, since other ranks
-        may be waiting in it. A move that turns out to be impossible is to be told by `refuse`. Knobs that others change
-        end a comparison.
+        look: searches for better knobs. Give it when a look is `due`; it is then called exactly once in any case,
+        because it may contain a collective operation in which other ranks wait. If a proposal turns out to be
+        impossible, call `refuse`. If another component changes the knobs, a running trial ends.
         """
         self._steps += 1
         self._steps_left -= 1
-        move = self._looked(look) if look is not None else None
+        move = self._timed_look(look) if look is not None else None
         if self._trial is not None:
-            return self._go_on(self._trial, now)
+            return self._continue_trial(self._trial, now)
         before = self._before(now)
         if look is None or before is None:
             return None
@@ -202,7 +225,8 @@ class Tuner:
         self._changed_at = self._steps
         return move.to
 
-    def _looked(self, look: Callable[[], Move | None]) -> Move | None:
+    def _timed_look(self, look: Callable[[], Move | None]) -> Move | None:
+        """Calls `look`, and charges its time to the budget."""
         if self._urgent:
             self._urgent, self._urgent_from = False, self._steps + OWN_STEPS
         began = self._clock()
@@ -210,15 +234,16 @@ class Tuner:
         ended = self._clock()
         self._cost = ended - began
         self._look_at = ended + self._cost / LOOK_SHARE
-        self._saved = self._savings() - self._cost
+        self._saved = self._urgent_budget() - self._cost
         return move
 
     def refuse(self, why: object) -> Effective | None:
-        """What was proposed cannot be had. Returns the knobs to go back to; None where no comparison was under way."""
+        """Reports that the proposed knobs cannot be applied, for the reason `why`. Returns the knobs to restore; None
+        if no trial was running."""
         trial, self._trial = self._trial, None
         if trial is None:
             return None
-        self._recent.clear()  # some ranks ran something else meanwhile, and all must go on alike
+        self._recent.clear()  # some ranks may have run other knobs, and all ranks must continue in the same way
         self._refute(trial)
         self._wait(LONGEST_WAIT_STEPS)
         self._urgent = self._urgent or trial.disturbed
@@ -226,21 +251,23 @@ class Tuner:
         return trial.old
 
     def _is_worth(self, now: Effective, move: Move) -> bool:
+        """Whether `move` was not refuted lately, and promises enough gain or is a probe."""
         refuted = self._refuted.get(_kind(now, move.to), 0) > self._steps
         return not refuted and (move.gain is None or move.gain >= MINIMUM_GAIN)
 
     def _under(self, now: Effective) -> list[float]:
-        """The last updates in a row under `now`."""
+        """Seconds of the last consecutive updates under the knobs `now`."""
         return [
-            seconds for _, seconds in takewhile(lambda one: one[0] is now or one[0] == now, reversed(self._recent))
+            seconds for _, seconds in takewhile(lambda pair: pair[0] is now or pair[0] == now, reversed(self._recent))
         ][::-1]
 
     def _before(self, now: Effective) -> list[float] | None:
-        """The last counted updates under `now`; None while there are too few."""
+        """Seconds of the last BLOCK_STEPS updates under the knobs `now`; None while there are too few."""
         times = self._under(now)
         return times[-BLOCK_STEPS:] if len(times) >= SETTLE_STEPS + BLOCK_STEPS else None
 
-    def _go_on(self, trial: _Trial, now: Effective) -> Effective | None:
+    def _continue_trial(self, trial: _Trial, now: Effective) -> Effective | None:
+        """The knobs of the trial's next turn, or after its end; None to keep the present knobs."""
         if now != trial.runs:
             self._trial = None
             self._rest(FIRST_LOOK_STEPS, 0)
@@ -254,15 +281,15 @@ class Tuner:
         return trial.turn() if kept is None else self._end(trial, kept)
 
     def _end(self, trial: _Trial, kept: bool) -> Effective | None:
-        """To the old knobs where the new ones are not kept."""
+        """Ends the trial. Returns the old knobs if the new ones are not kept, else None."""
         self._trial = None
         self._changed_at = self._steps
-        self._tell(trial, kept)
+        self._log_result(trial, kept)
         if not kept:
             trial.turn()
             self._refute(trial)
         if trial.move.gain is None:
-            self._rest(1, 0)  # that is what the probe was for
+            self._rest(1, 0)  # the probe has measured the missing rates: look again at once
             self._urgent, self._urgent_from, self._saved = True, 0, max(self._saved, self._cost)
         elif kept and trial.is_clear:
             self._rest(FIRST_LOOK_STEPS, 0)
@@ -272,10 +299,11 @@ class Tuner:
         return None if kept else trial.old
 
     def _refute(self, trial: _Trial) -> None:
-        self._refuted = {one: step for one, step in self._refuted.items() if step > self._steps}
+        """Excludes the move of this trial for REFUTED_STEPS steps."""
+        self._refuted = {kind: step for kind, step in self._refuted.items() if step > self._steps}
         self._refuted[_kind(trial.old, trial.move.to)] = self._steps + REFUTED_STEPS
 
-    def _tell(self, trial: _Trial, kept: bool) -> None:
+    def _log_result(self, trial: _Trial, kept: bool) -> None:
         predicted = "a probe" if trial.move.gain is None else f"{trial.move.gain:+.1%} predicted"
         self.last_verdict = (
             f"{difference(trial.old, trial.move.to)}: {trial.gain:+.1%} of the update measured, {predicted}; "
@@ -283,8 +311,8 @@ class Tuner:
         )
         log.info("tuner: %s", self.last_verdict)
 
-    def _look_anew(self) -> None:
-        """What was found before may no longer hold."""
+    def _discard_findings(self) -> None:
+        """Discards earlier findings after a drift, and starts the next look soon."""
         self._refuted.clear()
         self._rests_until = self._steps
         self._look_after_drift()
@@ -294,7 +322,8 @@ class Tuner:
         self._urgent = True
 
     def _rest(self, wait_steps: int, rest_steps: int) -> None:
-        """A comparison is over: the next look comes after both, and one after a drift after the rest."""
+        """Pauses after a trial: the next look waits for both numbers of steps, a look after a drift only for
+        `rest_steps`."""
         self._rests_until = self._steps + rest_steps
         self._wait(max(wait_steps, rest_steps))
 
@@ -303,12 +332,13 @@ class Tuner:
 
 
 def _kind(old: Effective, new: Effective) -> Effective:
-    """The knobs that a move leads to, with 1 for a larger cache: how far it can grow differs a little at every look."""
+    """The kind of a move: the new knobs, with the bytes of the host cache replaced by 1 if it grows, else 0, because
+    the size to which it can grow differs a little at every look."""
     return replace(new, host_cache_bytes=int(new.host_cache_bytes > old.host_cache_bytes))
 
 
 def difference(old: Effective, new: Effective) -> str:
-    """What the tuner moves, in words."""
+    """The changes from `old` to `new`, as text."""
     words = [f"stride {old.stride} → {new.stride}"] if old.stride != new.stride else []
     if old.alternate != new.alternate:
         words.append(f"order {'alternate' if new.alternate else 'pinned'}")

@@ -1,4 +1,4 @@
-"""What travels between agent, daemon, command line and screens: one pydantic model for each message.
+"""The messages between agent, daemon, command line and dashboard: one pydantic model for each message.
 
-A module for each subject. Times are seconds since the epoch, durations are seconds, sizes are bytes.
+There is a module for each subject. Times are seconds since the epoch, durations are seconds, sizes are bytes.
 """

@@ -1,4 +1,4 @@
-"""Between a rank and the daemon: it says hello, reports and votes, and is told which knobs to run with."""
+"""Messages between a rank's agent and the daemon: registration, reports, votes, and directives with knobs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tidegate.wire.timeline import TimelineView
 
 PROTOCOL_VERSION = 2
 MAX_SUBGROUPS = 100_000
-"""Of one rank: the daemon asks the simulator about each."""
+"""Most subgroups of one rank; the daemon simulates each of them."""
 MAX_LANES = 256
-"""Of one rank: two for each path, and a few."""
+"""Most lanes of one rank: two for each path, and a few others."""
 
 
 class SubgroupSizes(Message):
-    """What the simulator needs of a rank's subgroups, grouped by equal size."""
+    """Sizes of a rank's subgroups, for the simulator: one entry for each group of `count` equal subgroups."""
 
     numel: Count
     count: Annotated[int, Field(strict=True, ge=0, le=MAX_SUBGROUPS)]
@@ -57,25 +57,25 @@ class Rates(Message):
     step_seconds: Duration | None = None
     paths: Annotated[dict[Label, Annotated[dict[Label, Speed | None], Field(max_length=16)]], Field(max_length=64)] = {}
     op_seconds: Annotated[dict[Label, Duration], Field(max_length=MAX_LANES)] = {}
-    """What each op of a lane takes however small it is."""
+    """Fixed seconds per op, by lane."""
     keeps: Annotated[
         dict[Label, Annotated[dict[Label, Share], Field(max_length=MAX_LANES)]], Field(max_length=MAX_LANES)
     ] = {}
-    """Share of its speed that a lane keeps while another works, by lane and other; see `RateCard`."""
+    """Interference factors: speed of a lane while another works, divided by its speed alone; see `RateCard`."""
 
 
 class ProcessId(Message):
-    """One process among all that ever ran anywhere: whoever finds another start time under its pid, in the same PID
-    namespace of the same machine, knows that it has ended."""
+    """Identity of one process, unique over all machines and times. If, in the same PID namespace of the same machine, a
+    process with this pid has another start time, then the identified process has ended."""
 
     boot: Label
     """The kernel's id of this start of the machine."""
     namespace: Label
     """The PID namespace, as /proc/self/ns/pid names it: containers have their own."""
     pid: Count
-    """As processes of that namespace see it."""
+    """The process id within that namespace."""
     started: Count
-    """Clock ticks after the start of the machine."""
+    """Start time of the process, in clock ticks after the start of the machine."""
 
 
 class AgentHello(Message):
@@ -83,7 +83,7 @@ class AgentHello(Message):
 
     protocol: Whole = PROTOCOL_VERSION
     agent: AgentId
-    """A random id that the agent made; the same for its whole life, reconnections included."""
+    """A random id that the agent has chosen; it stays the same when the agent connects again."""
     run: RunName
     rank: Rank
     world_size: Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
@@ -91,27 +91,27 @@ class AgentHello(Message):
     pid: Count
     device_kind: DeviceKind
     metrics_address: Annotated[str, Field(max_length=300)]
-    """host:port of this rank's /metrics, as other machines reach it; empty when it exports none."""
+    """host:port of this rank's /metrics, as other machines reach it; empty when the rank exports no metrics."""
     knobs: KnobChanges
-    """Start-up settings: generation 0 of a new run."""
+    """The knobs of the script: generation 0 of a new run."""
     reset_knobs: Flag = False
-    """Start-up settings win over the desired knobs that the run has from before."""
+    """Whether the knobs of the script replace desired knobs that the daemon has stored for this run."""
     subgroups: Annotated[tuple[SubgroupSizes, ...], Field(max_length=1024)] = ()
     num_slots: Annotated[int, Field(strict=True, ge=1, le=64)] = 2
     device_memory_bytes: Count | None = None
-    """What the device has in all; None where that is not known."""
+    """Memory capacity of the device; None where that is not known."""
     host_slots: Annotated[int, Field(strict=True, ge=1, le=1024)] = 3
-    """Staging slots in host memory that each storage path has."""
+    """Number of staging slots in host memory for each storage path."""
     gradients: Literal["keep", "release"] = "keep"
     policy: Label = "interleaved"
-    """The model knows no other."""
+    """Scheduling policy of plans; predictions support only `interleaved`."""
     paths: Annotated[tuple[PathName, ...], Field(max_length=64)] = ()
-    """Names of the storage paths, in their order; a run without any has no knobs for them."""
+    """Names of the storage paths, in their order; a run without paths has no knobs of paths."""
     started_at: Moment
     process: ProcessId | None = None
-    """None where the system does not say, and from agents that do not know this field."""
+    """None where the operating system does not give it, and from older agents without this field."""
     replaces: Label | None = None
-    """The agent that holds the rank and is known to have ended: the rank is taken over although its lease holds."""
+    """An agent that holds the rank and is known to have ended: its rank is taken over although its lease is valid."""
 
     @model_validator(mode="after")
     def _check_subgroups(self) -> AgentHello:
@@ -137,18 +137,18 @@ class Applied(Message):
 
 
 class AgentReport(Message):
-    """What a rank says about itself, at most once a second; also renews its lease."""
+    """Status report of a rank, sent at most once a second; it also renews the rank's lease."""
 
     timestamp: Moment
     step: Count
     phase: Label
-    """The phase the rank is in now."""
+    """The present phase of the rank."""
     generation: Count
     """The newest generation that this rank has applied."""
     applied: Applied | None = None
-    """What it has applied since its last report."""
+    """The generation that this rank has applied since its last report, if any."""
     effective: KnobChanges
-    """What `auto` stands for at present; pinned knobs as they are."""
+    """The knobs in force: the present value of each `auto` knob, and pinned knobs unchanged."""
     rates: Rates | None = None
     steps: Annotated[tuple[StepReport, ...], Field(max_length=256)] = ()
     """The steps finished since the last report (the newest 256)."""
@@ -158,19 +158,19 @@ class AgentReport(Message):
 
 
 class Vote(Message):
-    """A rank's answer to a proposed generation."""
+    """A rank's vote on a proposed generation: whether it can apply the knobs."""
 
     generation: Count
     can: Flag
     reason: Text = ""
-    """Why not, with figures."""
+    """If the rank cannot apply them: the reason, with figures."""
 
 
 class Directive(Message):
-    """What the daemon wants of a rank now.
+    """Present instructions of the daemon for a rank.
 
-    `committed` is the newest generation that all live ranks said yes to, with its knobs: apply it at the next step
-    boundary. `proposed`, when set, wants a vote.
+    `committed` is the newest generation that all live ranks have accepted, with its knobs: apply it at the next step
+    boundary. `proposed`, when set, is a generation on which the rank must vote.
     """
 
     committed: Count
@@ -183,9 +183,9 @@ LeaseSeconds = Annotated[float, Field(strict=True, gt=0, le=86_400, allow_inf_na
 
 
 class Lease(Message):
-    """Answer to AgentHello and to every report: how long the daemon believes in this rank without a word from it."""
+    """Answer to AgentHello and to every report: for how long the daemon treats the rank as live without a report."""
 
     lease_seconds: LeaseSeconds
     directive: Directive
     report_seconds: Seconds | None = None
-    """How often the daemon wants to hear of it while a canary is judged; None leaves it to the rank."""
+    """Requested interval between reports while a canary is judged; None: the rank decides."""

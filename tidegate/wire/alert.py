@@ -1,4 +1,4 @@
-"""Alerts, as Alertmanager tells the daemon and the daemon the screens."""
+"""Messages about alerts, which Alertmanager sends to the daemon, and the daemon to the dashboard."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from tidegate.wire.base import Count, Label, Message, Text
 
 AlertState = Literal["firing", "resolved"]
 SEVERITIES: Final = ("critical", "warning", "info")
-"""Worst first; alerts of others come after them."""
+"""The known severities, worst first; alerts with any other severity come after them."""
 
 
 class AlertView(Message):
-    """The newest word of Alertmanager on one alert. `run` is empty for those that concern none."""
+    """The latest state of one alert, as sent by Alertmanager. `run` is empty for alerts that concern no run."""
 
     run: Label
     fingerprint: Label
-    """Alertmanager's name for this set of labels."""
+    """Alertmanager's hash of this set of labels."""
     alert: Label
     state: AlertState
     severity: Label = ""
     summary: Text = ""
     description: Text = ""
     knob: Label = ""
-    """What to turn; `none` where no knob helps."""
+    """The knob to change; `none` where no knob helps."""
     runbook_url: Annotated[str, Field(max_length=500)] = ""
     labels: Annotated[dict[Label, Text], Field(max_length=64)] = {}
     starts_at: float
     ends_at: float | None = None
     received_at: float
-    """When the daemon was told of it last."""
+    """When the daemon last received the alert, in seconds since the epoch."""
 
 
 class AlertReceipt(Message):
-    """Answer to `POST /v1/alerts`: how many alerts of the message were news, and what the others were."""
+    """Answer to `POST /v1/alerts`: the number of alerts in the message that were changed, repeated, late, of an unknown
+    run, or over the quota."""
 
     changed: Count
     repeated: Count

@@ -1,4 +1,4 @@
-"""The audit log: who changed what, and why."""
+"""Messages of the audit log: who made which change, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all messages of the wire are made of."""
+"""The base class of all messages, and the field types with their bounds."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 
 from tidegate.knobs.knobs import check_path_name
 
-# What comes from outside has bounds: of the length of a text, of the number of items, of a number. A text with any such
-# bound is also checked to be text that UTF-8 can encode: lone surrogates are refused.
+# Input from outside is bounded: the length of texts, the number of items, the range of numbers. A text with a bound is
+# also checked to be valid UTF-8: lone surrogates are refused.
 Label = Annotated[str, Field(max_length=64)]
 Key = Annotated[str, Field(max_length=128)]
 Text = Annotated[str, Field(max_length=2000)]
-# Strict: "5" is no number, false no zero, 1 no truth. Whoever sends such has a mistake that should be told.
+# Strict: "5" is not accepted as a number, false not as 0, 1 not as true. A wrong type is a mistake of the sender, and
+# is reported as an error.
 Number = Annotated[float, Field(strict=True)]
-"""Any, infinite and NaN included: what training makes."""
+"""Any number, also infinite and NaN, because training can produce such numbers."""
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Value = Annotated[float, Field(strict=True, ge=-1e18, le=1e18)]
 Moment = Annotated[float, Field(strict=True, ge=-1e12, le=1e12)]
 """Seconds since the epoch, or since the origin of a timeline."""
 Duration = Annotated[float, Field(strict=True, ge=0, le=1e9)]
-"""Seconds, as ranks report them. Sums of such are finite, and so are quotients with what is not 0."""
+"""Seconds, as ranks report them; bounded, so that sums and quotients (by numbers other than 0) are finite."""
 Speed = Annotated[float, Field(strict=True, ge=0, le=1e18)]
 """Bytes or parameters per second."""
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
@@ -30,16 +31,16 @@ Flag = Annotated[bool, Field(strict=True)]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Sum = Annotated[int, Field(strict=True, ge=0)]
-"""Of counts of many ranks."""
+"""A sum of counts over many ranks, without an upper bound."""
 DurationBy = Annotated[dict[Label, Duration], Field(max_length=128)]
 CountBy = Annotated[dict[Label, Count], Field(max_length=128)]
 SumBy = dict[Label, Sum]
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 AgentId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""It is a part of addresses: no name of a folder, no `/`."""
+"""Part of URLs: it can be neither `.` nor `..`, and has no `/`."""
 Rank = Annotated[int, Field(strict=True, ge=0, lt=1_000_000)]
-# The check has the bound, and says more than a bound would.
+# The validator checks the bound, with a better message than a bound of the field.
 PathName = Annotated[str, AfterValidator(check_path_name), WithJsonSchema({"type": "string", "maxLength": 32})]
 DeviceKind = Literal["cuda", "emulated"]
 Liveness = Literal["live", "stale", "lost", "finished"]

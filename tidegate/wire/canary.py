@@ -1,4 +1,4 @@
-"""Canaries and rollbacks on the wire: a change on trial, what it was measured to do, and the way back."""
+"""Messages about canaries (changes of knobs on trial), their measured effect, and rollbacks."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from pydantic import Field
 from tidegate.wire.base import Count, Finite, Message, Seconds, Text
 
 CanaryState = Literal["waiting", "promoted", "condemned", "rolled_back", "superseded"]
-"""waiting: too few steps yet. condemned: it harms, and the ranks are being asked to go back."""
+"""waiting: too few steps yet. condemned: measured as harmful; the ranks are being asked to restore the knobs before."""
 MAX_CANARY_STEPS = 200
 
 
 class CanaryRequest(Message):
-    """Asks that a change be kept only if `steps` steps with it are not worse than those before."""
+    """Request for a canary: the change is kept only if `steps` steps with it are not worse than the steps before."""
 
     steps: Annotated[int, Field(strict=True, ge=5, le=MAX_CANARY_STEPS)] = 20
     min_effect: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.05
-    """The least change of the time of a step that counts, as a share of it."""
+    """Smallest change of the step time that counts, as a share of the step time."""
     min_headroom: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.05
-    """Share of the device's memory that must stay free; not asked where it was not free before."""
+    """Share of the device's memory that must stay free; not required if it was not free before the change."""
 
 
 class CanaryMeasure(Message):
     """Medians over the steps on each side, on the slowest rank of each step.
 
-    A step is forward, backward and update; exposed is what of it training waited for us (the update where ranks do not
-    tell). Shifts are Hodges-Lehmann estimates as shares of the median step before; scores are the standard normal ones
-    of the Mann-Whitney test, 2.33 is one in a hundred by chance. Positive is slower.
+    A step is forward, backward and update; exposed is the time for which training waited for Tidegate (the update, if
+    ranks do not report it). Shifts are Hodges-Lehmann estimates, as shares of the median step before; scores are
+    standard normal scores of the Mann-Whitney test: 2.33 happens by chance in one of a hundred tests. Positive means
+    slower.
     """
 
     steps_before: Count
@@ -44,11 +45,11 @@ class CanaryMeasure(Message):
     exposed_shift: Finite
     exposed_score: Finite
     headroom: Finite | None = None
-    """Least share of device memory that was free; None where the ranks did not tell its size."""
+    """Smallest share of device memory that was free; None if the ranks did not report its size."""
 
 
 class CanaryView(Message):
-    """The trial of one generation against `base`, the generation that it goes back to."""
+    """The canary of one generation, compared with `base`, the generation whose knobs a rollback restores."""
 
     base: Count
     steps: Count
@@ -65,5 +66,5 @@ class Rollback(Message):
     """Body of `POST /v1/runs/{run}/rollback`."""
 
     to: Count | None = None
-    """The generation whose knobs to bring back; None is the one before, or what a running canary is compared with."""
+    """The generation whose knobs to restore; None: the generation before, or the base of a running canary."""
     reason: Text = ""

@@ -1,4 +1,4 @@
-"""The stream of what happens in a run."""
+"""Messages of a run's event stream."""
 
 from __future__ import annotations
 

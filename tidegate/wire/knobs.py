@@ -1,4 +1,4 @@
-"""Knobs and their generations, as operators read and change them."""
+"""Messages about knobs and their generations, for operators who read and change them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GenerationState = Literal["proposed", "committed", "applied", "refused", "aborte
 
 
 class KnobBound(Message):
-    """What a knob of one run accepts: the fields of a `KnobSpec` but its name."""
+    """The accepted values of a knob of one run: the fields of a `KnobSpec`, without its name."""
 
     kind: KnobKind = "number"
     minimum: float
@@ -27,6 +27,7 @@ class KnobBound(Message):
 
     @classmethod
     def of(cls, spec: KnobSpec) -> KnobBound:
+        """The bounds of `spec`."""
         return cls(**{name: getattr(spec, name) for name in cls.model_fields})
 
     def spec(self, name: str) -> KnobSpec:
@@ -42,7 +43,7 @@ class RankKnobs(Message):
     applied_generation: Count
     effective: KnobChanges
     refused: str | None = None
-    """Why this rank refused the newest generation, if it did."""
+    """The reason for which this rank refused the newest generation; None if it did not."""
 
 
 class MeasuredEffect(Message):
@@ -55,7 +56,7 @@ class MeasuredEffect(Message):
 
 
 class GenerationView(Message):
-    """One generation of a run: what was asked, by whom, and what became of it."""
+    """One generation of a run's knobs: the requested change, its author, and its outcome."""
 
     run: RunName
     generation: Count
@@ -67,14 +68,14 @@ class GenerationView(Message):
     created_at: float
     decided_at: float | None = None
     outcome: Text = ""
-    """Why it was refused, aborted or superseded, with figures and the rank."""
+    """The reason for which it was refused, aborted or superseded, with figures and the rank."""
     applied: dict[int, int] = {}
-    """First step that ran with it, by rank."""
+    """The first step with this generation, by rank."""
     measured_effect: MeasuredEffect | None = None
     canary: CanaryView | None = None
-    """The trial that it is or was on."""
+    """The canary of this generation, if it has or had one."""
     restores: Count | None = None
-    """The generation whose knobs it brings back."""
+    """For a rollback: the generation whose knobs this generation restores."""
 
 
 class KnobsView(Message):
@@ -83,8 +84,8 @@ class KnobsView(Message):
     run: RunName
     generation: Count
     desired: KnobChanges
-    """The knobs of the newest committed generation: what the run has, or will have at its next step. Those of storage
-    paths are here, and in `bounds`, only when the run has paths."""
+    """The knobs of the newest committed generation: in force now, or from the next step on. Knobs of storage paths are
+    here, and in `bounds`, only when the run has paths."""
     bounds: dict[str, KnobBound]
     ranks: tuple[RankKnobs, ...]
     pending: GenerationView | None = None
@@ -96,4 +97,4 @@ class KnobPatch(Message):
     changes: Annotated[KnobChanges, Field(min_length=1, max_length=16)]
     reason: Text = ""
     canary: CanaryRequest | None = None
-    """Keep it only if it does no harm."""
+    """If set, the change is kept only if the steps with it are not worse."""

@@ -1,4 +1,4 @@
-"""What the model expects of knobs before anybody sets them."""
+"""Messages with predictions for knobs that are not set yet: previews and advice."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from tidegate.wire.base import Count, KnobChanges, Label, Message, RunName, Seco
 
 
 class PredictedUpdate(Message):
-    """What the simulator expects of an update under some knobs, once they have settled."""
+    """The simulator's prediction of an update under some knobs, in the steady state."""
 
     update_seconds: Seconds
     low_seconds: Seconds | None = None
     high_seconds: Seconds | None = None
-    """Where 9 of 10 updates will be, by how far predictions of the present knobs were off; None after too few steps."""
+    """Bounds of the 90 % prediction interval, from the errors of predictions for the present knobs; None after too few
+    steps."""
     stalls: dict[Label, Seconds]
     """Seconds in which nothing computes, by cause."""
     lane_bytes: dict[Label, Count]
     """Bytes of one step on the link and on the paths, by lane."""
     host_memory_bytes: dict[Label, Count]
-    """By kind: `state` (with paths, the host cache), `mirror`, `gradient`, `slot`."""
+    """Host memory by kind: `state` (with paths, the host cache), `mirror`, `gradient`, `slot`."""
     device_memory_bytes: Count
-    """State of residents, and staging slots."""
+    """Device memory for the state of residents and for staging slots."""
     bound_seconds: Seconds
-    """These knobs cannot go below that on this machine."""
+    """Lower bound of the update's time under these knobs on this machine."""
     bound_by: Label
-    """The lane, or the path, that decides the bound."""
+    """The lane, or the path, that sets the lower bound."""
 
 
 class KnobPreview(Message):
@@ -39,23 +40,24 @@ class KnobPreview(Message):
     predicted_before: PredictedUpdate | None = None
     predicted_after: PredictedUpdate | None = None
     predicted_phase_seconds_after: dict[Label, Seconds] = {}
-    """Of all phases; those that knobs do not change are as they were measured, medians of the last steps."""
+    """Predicted seconds of each phase; for phases that knobs do not change, the median of the last measured steps."""
     error_ratio: Seconds | None = None
-    """How far the prediction of the present knobs is off what was measured, as a share of that: the same must be
-    expected of this one."""
+    """Relative error of the prediction for the present knobs (divided by the measured time); the same error must be
+    expected of this prediction."""
     no_prediction: Text = ""
-    """Why there is none, as a sentence."""
+    """The reason for which there is no prediction, as a sentence."""
     no_room: Text = ""
-    """Which path cannot hold what these knobs give it, as a sentence; others take the rest, or it is refused."""
+    """The path that lacks capacity for its share under these knobs, as a sentence; other paths take the rest, or the
+    change is refused."""
 
 
 class Advice(Message):
-    """What the model would choose for the lead rank, whether its knobs are pinned or not; nobody applies it."""
+    """Recommended knobs for the lead rank, including knobs that are pinned; they are not applied automatically."""
 
     run: RunName
     changes: KnobChanges = {}
-    """Empty when nothing is predicted to gain enough."""
+    """The recommended changes; empty when no change has enough predicted gain."""
     predicted_update_seconds_now: Seconds | None = None
     predicted_update_seconds_then: Seconds | None = None
     sentence: Text
-    """The change with its figures, or why there is none."""
+    """The recommended change with its figures, or the reason for which there is none."""

@@ -1,4 +1,4 @@
-"""Runs and their ranks, as operators see them."""
+"""Messages about runs and their ranks, for operators."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ class RankView(Message):
     effective: KnobChanges
     last_step: StepReport | None = None
     predicted_update_seconds: Seconds | None = None
-    """What the rank's simulator expects of the next update; None until it has measured its rates."""
+    """The rank's own prediction of the next update; None until the rank has measured its rates."""
     device_memory_bytes: Count | None = None
-    """What its device has in all; None where that is not known."""
+    """Memory capacity of the rank's device; None where that is not known."""
 
 
 class RunTotals(Message):
-    """One step over all ranks that are there: the newest that each of them has told. Times are the slowest rank's."""
+    """Totals over all present ranks of the newest step that all of them have reported. Times are of the slowest
+    rank."""
 
     step: Count
     ranks: Count
@@ -48,24 +49,24 @@ class RunTotals(Message):
     """Forward, backward and update."""
     update_seconds: Seconds
     slowest_rank: Rank
-    """The one whose step took longest."""
+    """The rank with the longest step."""
     exposed_seconds: Seconds
     tokens: Sum | None = None
-    """Sums over ranks, as all that follow; None where no rank tells."""
+    """Sum over ranks; None if no rank reports tokens."""
     link_bytes: SumBy = {}
-    """By direction."""
+    """Sums over ranks, by direction."""
     path_bytes: dict[Label, SumBy] = {}
-    """By path and operation."""
+    """Sums over ranks, by path and operation."""
     host_memory_bytes: SumBy = {}
-    """By kind."""
+    """Sums over ranks, by kind."""
     update_params: SumBy = {}
-    """By processor."""
+    """Sums over ranks, by processor."""
 
 
 class RunView(Message):
     run: RunName
     liveness: Liveness
-    """The worst of its ranks; finished when all said goodbye."""
+    """The worst liveness of the run's ranks; `finished` when all ranks have signed off."""
     device_kind: DeviceKind
     world_size: Count
     step: Count
@@ -73,9 +74,9 @@ class RunView(Message):
     started_at: float
     last_seen: float
     paths: tuple[str, ...] = ()
-    """Names of the storage paths of its ranks."""
+    """Names of the storage paths of the run's ranks."""
     totals: RunTotals | None = None
-    """None until all ranks have told of one step."""
+    """None until all ranks have reported the same step."""
     ranks: tuple[RankView, ...]
 
 
@@ -88,7 +89,7 @@ class StepsView(Message):
 
 
 class TimelinesView(Message):
-    """The steps of one rank whose timelines the daemon has, oldest first."""
+    """The steps of one rank for which the daemon has a timeline, oldest first."""
 
     run: RunName
     rank: Rank

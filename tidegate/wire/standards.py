@@ -1,4 +1,4 @@
-"""Messages whose shape others fixed: problems of HTTP, targets of Prometheus."""
+"""Messages in formats that standards define: HTTP problem details (RFC 9457), and Prometheus service discovery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One finished step of one rank, as the agent tells it: seconds, bytes and what the update waited for."""
+"""Messages about one finished step of one rank, as reported by the agent: seconds, bytes and stalls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LinkRow(Message):
 
 
 class PathRow(Message):
-    """What one step read from or wrote to one path in one phase; bytes as they were moved, padding included."""
+    """Reads or writes of one path in one phase of a step. Bytes include padding."""
 
     path: PathName
     operation: PathOperation
@@ -49,24 +49,24 @@ class PathRow(Message):
 
 
 class PathState(Message):
-    """One storage path; sums are since the run began."""
+    """State of one storage path; sums are since the run began."""
 
     path: PathName
     free_bytes: Count | None = None
-    """None where no bound is known."""
+    """Free space for more state; None where no bound is known."""
     bytes: dict[PathOperation, Count] = {}
     lock_wait_seconds: dict[PathOperation, Duration] = {}
     errors: dict[PathOperation, Count] = {}
-    """Attempts that failed, those that were repeated included."""
+    """Number of failed attempts, including attempts that were repeated."""
     ceiling_bytes_per_second: dict[PathOperation, Speed] = {}
-    """What it could do alone when the run began."""
+    """Speed of the path alone, measured when the run began."""
     written_bytes_per_day: Speed | None = None
-    """At the pace of the last hour; None while it is too early to tell."""
+    """Bytes written per day, extrapolated from the last hour; None while it is too early for an estimate."""
     retired: Flag = False
-    """It failed for good: nothing more is written there."""
+    """Whether the path has failed permanently, so that no more state is written to it."""
     capacity_subgroups: Count | None = None
-    """How many subgroups it can hold, with those that it holds already, as the step was planned. None where that is
-    more than there can be."""
+    """Number of subgroups that the path can hold, including those that it holds now, when the step was planned. None
+    where that is more than the run can have."""
 
 
 class StepReport(Message):
@@ -78,21 +78,21 @@ class StepReport(Message):
     exposed_seconds: DurationBy = {}
     stalls: Annotated[tuple[StallRow, ...], Field(max_length=1024)] = ()
     spill_seconds: Duration = 0.0
-    """How long the update went on after `step()` had returned."""
+    """Seconds for which the update continued after `step()` had returned."""
     links: Annotated[tuple[LinkRow, ...], Field(max_length=1024)] = ()
     paths: Annotated[tuple[PathRow, ...], Field(max_length=1024)] = ()
     path_states: Annotated[tuple[PathState, ...], Field(max_length=64)] = ()
-    """One for each storage path, as the step ended."""
+    """State of each storage path when the step ended."""
     device_memory_peak_bytes: CountBy = {}
     host_memory_bytes: CountBy = {}
     cpu_seconds: DurationBy = {}
     update_params: CountBy = {}
-    """By processor: cpu, device."""
+    """Updated parameters by processor: cpu, device."""
     subgroups: CountBy = {}
-    """By residence: host, device, or the name of a path."""
+    """Number of subgroups by residence: host, device, or the name of a path."""
     loss: Number | None = None
     tokens: Count | None = None
     grad_norm: Number | None = None
     skipped: Flag = False
     verdict: Text = ""
-    """What the update waited for, with figures, and the knob to turn, as a sentence without a final stop."""
+    """The main wait of the update, with figures, and the knob to change, as a sentence without a final stop."""

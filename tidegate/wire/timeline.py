@@ -1,4 +1,4 @@
-"""The spans of one step, measured or simulated."""
+"""Messages with the timeline of one step, measured or simulated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidegate.wire.base import Count, Label, Message, Moment, Whole
 
 MAX_SPANS = 4_000
 MAX_DEPS = 200_000
-"""Of one op: it may wait for something of every subgroup."""
+"""Most dependencies of one op: it may wait for an op of every subgroup."""
 
 
 class SpanRow(Message):
@@ -34,8 +34,8 @@ class PhaseRow(Message):
 
 
 class TimelineView(Message):
-    """A timeline on the wire. Long ones are cut to their first `MAX_SPANS` spans; `num_spans` counts them all, `deps`
-    are those of the spans that are sent."""
+    """The timeline of one step. Of a long timeline, only the first `MAX_SPANS` spans are sent; `num_spans` is the
+    number of all spans, and `deps` are the dependencies of the spans that are sent."""
 
     step: Count
     source: Literal["measured", "simulated"]

@@ -1,4 +1,4 @@
-"""Timelines between the wire and the core: the same spans, once as messages, once as what analysis and trace read."""
+"""Conversion of timelines between messages (`TimelineView`) and the type that analysis and trace use (`Timeline`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tidegate.wire.timeline import MAX_SPANS, PhaseRow, SpanRow, TimelineView
 
 
 def as_timeline(view: TimelineView) -> Timeline:
-    """Spans and phases of a kind that this version does not know are left out."""
+    """The message as a `Timeline`. Spans and phases of kinds that this version does not know are left out."""
     known = set(OpKind)
     return Timeline(
         step=view.step,
@@ -36,7 +36,7 @@ def as_timeline(view: TimelineView) -> Timeline:
 
 
 def as_view(timeline: Timeline) -> TimelineView:
-    """The first MAX_SPANS spans, and what those depend on."""
+    """The timeline as a message, with the first MAX_SPANS spans and their dependencies."""
     sent = timeline.spans[:MAX_SPANS]
     ops = {span.op for span in sent}
     return TimelineView(

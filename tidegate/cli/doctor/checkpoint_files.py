@@ -1,4 +1,4 @@
-"""`tidegate doctor --checkpoints`: whether checkpoints are sound, and the removal of damaged ones."""
+"""`tidegate doctor --checkpoints`: checks whether checkpoints are sound, and removes damaged ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def look(places: Sequence[str | os.PathLike[str]]) -> list[Inspected]:
-    """All checkpoints in these directories; every byte of them is read. PathUnusable when one cannot be read."""
+    """Inspects all checkpoints in these directories; every byte is read. PathUnusable when a directory cannot be
+    read."""
     if not places:
         return []
     from tidegate.agent.checkpoints.inspection import inspect
@@ -24,10 +25,10 @@ def look(places: Sequence[str | os.PathLike[str]]) -> list[Inspected]:
 
 
 def findings(places: Sequence[str | os.PathLike[str]], found: Sequence[Inspected]) -> list[Finding]:
-    """One for each checkpoint, or one that says that there is none."""
+    """One finding for each checkpoint; if there are none, one finding that says so."""
     if not found:
         return [Finding("checkpoint", "good", f"no checkpoint in {', '.join(map(str, places))}")]
-    return [_finding(one) for one in found]
+    return [_finding(checkpoint) for checkpoint in found]
 
 
 def _finding(found: Inspected) -> Finding:
@@ -43,17 +44,18 @@ def _finding(found: Inspected) -> Finding:
 
 
 def remove_damaged(found: Sequence[Inspected], yes: bool, ask: Callable[[str], bool]) -> list[Finding]:
-    """Removes damaged checkpoints, after `ask(question)` unless `yes`: a finding for each. Others are not touched.
+    """Removes damaged checkpoints, after `ask(question)` unless `yes`, and gives a finding for each. Other checkpoints
+    are not touched.
 
-    ConfigError when there is nobody to ask.
+    ConfigError when there is no terminal to ask on.
     """
     from tidegate.agent.checkpoints.inspection import remove_damaged as remove
 
-    damaged = [one for one in found if one.damage is not None and one.damage.is_removable]
+    damaged = [c for c in found if c.damage is not None and c.damage.is_removable]
     if not damaged:
         return [Finding("checkpoint", "good", "nothing to remove: no checkpoint there is damaged")]
-    places = "\n".join(f"  {one.directory}: {one.damage.reason}" for one in damaged if one.damage is not None)
-    total = f"{sum(one.nbytes for one in damaged) / 1e6:,.1f} MB"
+    places = "\n".join(f"  {c.directory}: {c.damage.reason}" for c in damaged if c.damage is not None)
+    total = f"{sum(c.nbytes for c in damaged) / 1e6:,.1f} MB"
     if not yes and not sys.stdin.isatty():
         raise ConfigError(
             f"Nothing was removed: there is no terminal to ask on. Add --yes to remove {len(damaged)} damaged "
@@ -62,11 +64,12 @@ def remove_damaged(found: Sequence[Inspected], yes: bool, ask: Callable[[str], b
     if not yes and not ask(f"{places}\nRemove {len(damaged)} damaged checkpoints, {total}?"):
         return [Finding("checkpoint", "missing", "nothing was removed")]
     done = []
-    for one in damaged:
+    for checkpoint in damaged:
         try:
-            remove(one)
+            remove(checkpoint)
         except StorageError as error:
             done.append(Finding("checkpoint", "bad", str(error)))
         else:
-            done.append(Finding("checkpoint", "good", f"removed {one.directory}, {one.nbytes / 1e6:,.1f} MB"))
+            removed = f"removed {checkpoint.directory}, {checkpoint.nbytes / 1e6:,.1f} MB"
+            done.append(Finding("checkpoint", "good", removed))
     return done

@@ -1,4 +1,4 @@
-"""`tidegate doctor --state`: what in a daemon's database cannot be read, and its way to quarantine."""
+"""`tidegate doctor --state`: finds rows of a daemon's database that cannot be read, and moves them to quarantine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from tidegate.daemon.storage.store import Store
 
 SHOWN = 50
-"""Rows of one answer."""
+"""Most rows that are listed."""
 
 
 def examine_state(directory: Path) -> list[Finding]:
-    """Moves the rows that cannot be read to the table `quarantine`: a finding for each, or one that all is well.
+    """Moves rows that cannot be read to the table `quarantine`, and gives a finding for each; if all rows are readable,
+    one finding that says so.
 
-    While a daemon uses the directory they are only named. ConfigError where there is no database.
+    While a daemon uses the directory, the rows are only listed. ConfigError if there is no database.
     """
     from tidegate.daemon.configuration.settings import Settings
     from tidegate.daemon.storage.state_directory import exclusive
@@ -30,17 +31,18 @@ def examine_state(directory: Path) -> list[Finding]:
         raise ConfigError(f"There is no database of a daemon at {settings.database}: name its state directory.")
     try:
         with exclusive(settings.home):
-            return _looked(Opened(settings.url), settings.database, alone=True)
+            return _check_rows(Opened(settings.url), settings.database, alone=True)
     except DaemonError as error:
         try:
-            found = _looked(Opened(settings.url), settings.database, alone=False)
+            found = _check_rows(Opened(settings.url), settings.database, alone=False)
         except DaemonError as worse:
             return [Finding("state", "bad", str(worse))]
         bad = any(finding.verdict == "bad" for finding in found)
         return [*found, Finding("state", "bad" if bad else "missing", f"nothing was moved: {error}")]
 
 
-def _looked(store: Store, database: Path, alone: bool) -> list[Finding]:
+def _check_rows(store: Store, database: Path, alone: bool) -> list[Finding]:
+    """Findings for all unreadable rows. alone: no daemon uses the database, so that the rows are moved."""
     from sqlalchemy.exc import SQLAlchemyError
 
     from tidegate.daemon.control import quarantine
@@ -58,10 +60,10 @@ def _looked(store: Store, database: Path, alone: bool) -> list[Finding]:
         store.close()
     if not found:
         return wrong or [Finding("state", "good", f"every row of {database} can be read")]
-    told = [Finding("state", "bad", _sentence(row, alone)) for row in found[:SHOWN]]
+    listed = [Finding("state", "bad", _sentence(row, alone)) for row in found[:SHOWN]]
     more = [Finding("state", "bad", f"and {len(found) - SHOWN:,} more")] if len(found) > SHOWN else []
     moved = f"moved to the table quarantine of {database}: {len(found):,} rows"
-    return [*wrong, *told, *more, *([Finding("state", "good", moved)] if alone else [])]
+    return [*wrong, *listed, *more, *([Finding("state", "good", moved)] if alone else [])]
 
 
 def _sentence(row: Damaged, alone: bool) -> str:

@@ -1,4 +1,4 @@
-"""`tidegate doctor --gpu`: whether a GPU does here what training needs, each thing tried for real, with what helps."""
+"""`tidegate doctor --gpu`: tests each GPU feature that training needs, and names a remedy for each failure."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ PINNED_BYTES: Final = 64 << 20
 COPY_BYTES: Final = 256 << 20
 COPIES: Final = 4
 Span = tuple[float, float]
+"""Start and end of a copy, in seconds."""
 
 
 class CheckFailed(Exception):
-    """What went wrong, and what helps: phrases without a full stop."""
+    """A check has failed. `reason` and `remedy`: phrases without a full stop."""
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(f"{reason}; {remedy}")
@@ -39,7 +40,7 @@ class CheckFailed(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """`run` gives what it found; `remedy` is for errors that it does not foresee."""
+    """One check. `run` performs it and returns the details; `remedy` is shown for unexpected exceptions."""
 
     name: str
     run: Callable[[], str]
@@ -50,13 +51,14 @@ class Check:
             return Finding(self.name, "good", self.run())
         except CheckFailed as failed:
             return Finding(self.name, "bad", str(failed))
-        except Exception as error:  # a broken driver raises anything: it is what the doctor is asked about
-            said = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-            return Finding(self.name, "bad", f"{type(error).__name__}: {said}; {self.remedy}")
+        except Exception as error:  # a broken driver may raise any exception, and that is a finding
+            first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+            return Finding(self.name, "bad", f"{type(error).__name__}: {first_line}; {self.remedy}")
 
 
 def examine_gpu() -> list[Finding]:
-    """One finding for each check; only the first that failed where the others cannot be tried without it."""
+    """Runs the checks of the GPU, and gives one finding for each. Stops at a failure that makes later checks
+    impossible."""
     problem = cuda_problem()
     if problem is not None:
         return [Finding("driver", "bad", str(problem))]
@@ -75,7 +77,7 @@ def examine_gpu() -> list[Finding]:
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """One line for each."""
+    """The findings as text, one line for each."""
     width = max(len(finding.check) for finding in findings)
     return [
         f"{'ok' if finding.verdict == 'good' else 'failed':6}  {finding.check:{width}}  {finding.detail}"
@@ -94,7 +96,7 @@ def driver() -> str:
 
 
 def context(place: torch.device) -> str:
-    """Runs a kernel of torch's: a build without code for this GPU fails here."""
+    """Runs a kernel of torch. A torch build without code for this GPU fails here."""
     found = torch.arange(8, device=place).square().sum().item()
     if found != 140:
         raise CheckFailed(f"the GPU sums the squares up to 7 to {found}, not 140", "the GPU is faulty: see dmesg")
@@ -107,7 +109,7 @@ def context(place: torch.device) -> str:
 
 
 def pinned_memory(runtime: CudaRuntime) -> str:
-    """Registers pages as state in host memory is registered."""
+    """Tests whether host memory can be pinned (registered), in the same way as memory for state."""
     pages = mmap.mmap(-1, PINNED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     array = np.frombuffer(pages, np.uint8)
     array.fill(0)
@@ -130,7 +132,7 @@ def triton(place: torch.device) -> str:
 
 
 def launch(place: torch.device, kernels: GpuKernels) -> str:
-    """Each kernel once, held against the oracle."""
+    """Runs each Triton kernel once, and compares the results with the reference implementation (`oracle`)."""
     different = self_test.differences(kernels, place)
     if different:
         raise CheckFailed(
@@ -141,7 +143,7 @@ def launch(place: torch.device, kernels: GpuKernels) -> str:
 
 
 def copies(runtime: CudaRuntime) -> str:
-    """Copies both ways at once, on the lanes of the engine."""
+    """Tests whether copies in both directions run at the same time, on the lanes of the engine."""
     device = CudaDevice(runtime)
     try:
         spans = both_ways(device)
@@ -162,7 +164,7 @@ def copies(runtime: CudaRuntime) -> str:
 
 
 def both_ways(device: Device) -> dict[str, list[Span]]:
-    """When each of the copies ran, by lane."""
+    """Starts copies in both directions at the same time, and gives the start and end of each copy, by lane."""
     there, back = device.host_buffer(COPY_BYTES), device.host_buffer(COPY_BYTES)
     places = {lane: device.alloc(COPY_BYTES) for lane in (H2D, D2H)}
     for lane in places:
@@ -178,9 +180,9 @@ def both_ways(device: Device) -> dict[str, list[Span]]:
     return {lane: [event.span() for event in found] for lane, found in events.items()}
 
 
-def overlap(ones: Sequence[Span], others: Sequence[Span]) -> float:
-    """Seconds in which one of each was in progress; those of one side follow each other."""
-    pairs = itertools.product(ones, others)
+def overlap(spans: Sequence[Span], others: Sequence[Span]) -> float:
+    """Seconds in which a span of each sequence was running. Spans of one sequence do not overlap each other."""
+    pairs = itertools.product(spans, others)
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs)
 
 

@@ -1,4 +1,5 @@
-"""`tidegate doctor`: what this machine has, and what stands in the way. Each check looks at the real thing."""
+"""`tidegate doctor`: checks what this machine has, and what is missing or broken. Each check tests the real
+component."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tidegate.errors import DaemonError
 from tidegate.terminal import visible
 
 Verdict = Literal["good", "missing", "bad"]
-_SIGNS: Final[dict[Verdict, Text]] = {
+_SYMBOLS: Final[dict[Verdict, Text]] = {
     "good": Text("ok", "green"),
     "missing": Text("--", "yellow"),
     "bad": Text("!!", "red"),
@@ -31,7 +32,8 @@ _SIGNS: Final[dict[Verdict, Text]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`missing` is something that some commands need and others do not; `bad` needs a hand."""
+    """The result of one check. Verdict `missing`: some commands need this and others do not; `bad`: must be
+    repaired."""
 
     check: str
     verdict: Verdict
@@ -42,7 +44,7 @@ class Finding:
 
 
 def examine(daemon_url: str) -> list[Finding]:
-    """All findings; a check that fails in an unforeseen way is a finding too."""
+    """Runs all checks of the machine. A check that fails with an unexpected error gives a finding, too."""
     checks: tuple[tuple[str, Callable[[], list[Finding]]], ...] = (
         ("python", _python),
         ("torch", _torch),
@@ -55,7 +57,7 @@ def examine(daemon_url: str) -> list[Finding]:
     for name, check in checks:
         try:
             findings += check()
-        except Exception as error:  # a broken driver raises anything: it is what the doctor is asked about
+        except Exception as error:  # a broken driver may raise any exception, and that is a finding
             findings.append(Finding(name, "bad", f"{type(error).__name__}: {error}".splitlines()[0]))
     return findings
 
@@ -63,7 +65,7 @@ def examine(daemon_url: str) -> list[Finding]:
 def print_findings(findings: list[Finding]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
-        table.add_row(_SIGNS[finding.verdict], visible(finding.check), visible(finding.detail))
+        table.add_row(_SYMBOLS[finding.verdict], visible(finding.check), visible(finding.detail))
     console.print(table)
 
 
@@ -120,8 +122,8 @@ def _tokens() -> list[Finding]:
             found.append(Finding(f"{scope} token", "bad", f"{path}: {error.strerror}"))
         else:
             private = not mode & 0o077
-            told = f"{path}, mode {mode:04o}" + ("" if private else f": others can read it, chmod 600 {path}")
-            found.append(Finding(f"{scope} token", "good" if private else "bad", told))
+            detail = f"{path}, mode {mode:04o}" + ("" if private else f": others can read it, chmod 600 {path}")
+            found.append(Finding(f"{scope} token", "good" if private else "bad", detail))
     return found
 
 

@@ -1,4 +1,4 @@
-"""`tidegate doctor --path`: what runs have left on storage paths, and its removal where nobody uses it."""
+"""`tidegate doctor --path`: lists state that runs have left on storage paths, and removes state of dead processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _UNITS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 def look(places: Sequence[str | os.PathLike[str]], endpoint: str = "") -> list[AnyLeftover]:
-    """State on these paths, that of live runs too: directories, or prefixes of the object store at `endpoint`.
+    """Finds state on these paths, also of live runs. Paths are directories, or prefixes of the object store at
+    `endpoint`.
 
-    PathUnusable when one cannot be read, ConfigError for an address that is none.
+    PathUnusable when a path cannot be read, ConfigError for an invalid address.
     """
     from tidegate.agent.tiers.scratch import find_leftovers
 
@@ -41,7 +42,7 @@ def _in_objects(url: str, endpoint: str) -> list[ObjectLeftover]:
 
 
 def findings(places: Sequence[str | os.PathLike[str]], found: Sequence[AnyLeftover]) -> list[Finding]:
-    """One for each leftover, or one that says that there is none."""
+    """One finding for each leftover; if there are none, one finding that says so."""
     if not found:
         return [Finding("path", "good", f"no state of any run in {', '.join(map(str, places))}")]
     return [_finding(leftover) for leftover in found]
@@ -50,20 +51,20 @@ def findings(places: Sequence[str | os.PathLike[str]], found: Sequence[AnyLeftov
 def _finding(leftover: AnyLeftover) -> Finding:
     what = f"{leftover.directory}: {leftover.nbytes / 1e6:,.1f} MB, {_age(leftover.age_seconds)} old"
     who = f"process {leftover.owner.pid} on {leftover.owner.host}" if leftover.owner else "a process that left no name"
-    said: dict[str, tuple[Verdict, str]] = {
+    by_liveness: dict[str, tuple[Verdict, str]] = {
         "yes": ("good", f"in use by {who}"),
         "no": ("missing", f"left behind by {who}, which is dead: remove it with --remove"),
         "unknown": ("missing", f"of {who}, and nobody can tell from here whether it lives: look there, then delete it"),
     }
-    verdict, sentence = said[leftover.alive]
+    verdict, sentence = by_liveness[leftover.alive]
     return Finding("path", verdict, f"{what}, {sentence}")
 
 
 def remove_dead(found: Sequence[AnyLeftover], yes: bool, ask: Callable[[str], bool]) -> list[Finding]:
-    """Removes what dead runs left, after `ask(question)` unless `yes`: a finding for each. Live ones are not touched,
-    nor those of which nobody can tell.
+    """Removes leftovers of dead processes, after `ask(question)` unless `yes`, and gives a finding for each. Leftovers
+    of live processes, and of processes whose state is unknown, are not touched.
 
-    ConfigError when there is nobody to ask.
+    ConfigError when there is no terminal to ask on.
     """
     dead = [leftover for leftover in found if leftover.alive == "no"]
     if not dead:
@@ -89,7 +90,8 @@ def remove_dead(found: Sequence[AnyLeftover], yes: bool, ask: Callable[[str], bo
 
 
 def _remove(leftover: AnyLeftover) -> None:
-    """Looks again before. StorageError when it is not dead, or cannot be removed."""
+    """Checks again that the owner is dead, and removes the leftover. StorageError when the owner is not dead, or the
+    leftover cannot be removed."""
     from tidegate.agent.tiers.object_scratch import ObjectLeftover, remove_objects
     from tidegate.agent.tiers.scratch import remove
 
