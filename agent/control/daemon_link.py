@@ -320,7 +320,7 @@ class AgentLink:
     # ---- reporting
 
     def _report_forever(self) -> None:
-        """Sends reports until the link is told to end."""
+        """Sends reports until a goodbye is queued."""
         failures, pause = 0, REPORT_SECONDS
         while True:
             goodbye = self._wait(self._refusals.pause or (_backoff(failures) if failures else pause))

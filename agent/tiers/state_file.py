@@ -338,5 +338,5 @@ def _read(view: memoryview, file: Name) -> Header:
     except ValueError as error:
         raise HeaderContradiction(file, f"{error}", "values that can be written") from error
     if header.pack() != view:
-        raise HeaderContradiction(file, "bytes beside the values", "zeros, and the version that this is")
+        raise HeaderContradiction(file, "other bytes between the values", f"zeros, and version {VERSION}")
     return header
