@@ -1,4 +1,4 @@
-"""Measures what this machine can do: each lane alone, then lanes together, on real hardware and nothing else."""
+"""Calibration of this machine: measures each lane alone, then lanes together. Only real hardware is measured."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Final
 
 import torch
 
-from tidegate.agent.calibration.dispatch_overhead import handover_seconds, step_seconds
+from tidegate.agent.calibration.dispatch_overhead import op_overhead_seconds, step_seconds
 from tidegate.agent.calibration.hardware import PathLike, available_cpus, hardware, settings_of
 from tidegate.agent.calibration.lane_loads import BYTES_PER_PARAM, NORM, STATE_BYTES, cpu_load, device_loads, path_loads
-from tidegate.agent.calibration.lane_rates import Load, Ops, Round, measure, rate, typical
+from tidegate.agent.calibration.lane_rates import Load, Ops, Round, measure, medians, rate
 from tidegate.agent.calibration.step_timing import engine_steps
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.cuda import CudaDevice
@@ -31,14 +31,15 @@ from tidegate.speeds.rate_card import PathRates, RateCard
 from tidegate.speeds.saved_calibration import Calibration
 
 NUMEL: Final = 16_000_000
-"""Parameters of the update that is measured: with its state far more than any cache holds."""
+"""Number of parameters of the measured update: with their state they exceed any cache by far."""
 OP_BYTES: Final = 16 << 20
-"""Of each copy, fetch and flush."""
+"""Bytes of each copy, fetch and flush."""
 SECONDS: Final = 0.15
-"""Of each measurement. With one GPU and two paths there are about forty in a round."""
+"""Seconds of each measurement. With one GPU and two paths a round has about forty measurements."""
 ROUNDS: Final = 3
-"""What is found is the median of so many rounds: one may meet what others do on the machine."""
+"""Number of rounds. The results are medians over the rounds, because other processes may disturb a single round."""
 Progress = Callable[[str], None]
+"""Callback that receives the name of the next measurement."""
 
 
 def calibrate(
@@ -52,14 +53,19 @@ def calibrate(
     rounds: int = ROUNDS,
     progress: Progress = lambda _: None,
 ) -> Calibration:
-    """Measures CPU and paths, and the GPU where there is one. What is not there has no rate: nothing is emulated.
+    """Measures CPU and paths, and the GPU if there is one. Missing hardware gets no rate: nothing is emulated.
 
-    paths: directories by name, or settings. device: instead of the GPU; who gives an emulated one keeps its card apart
-    from others. cpu_threads: of the update on the CPU, as in `Offload`. seconds: of each measurement. op_bytes: of each
-    copy, fetch and flush; four of them are stored on each path, and with a device the state of `numel` parameters.
-    progress: told what is measured next.
+    paths: directories by name, or settings.
+    device: measured instead of the GPU. Keep the card of an emulated device apart from others.
+    cpu_threads: threads of the update on the CPU, as in `Offload`.
+    seconds: duration of each measurement.
+    numel: number of parameters of the measured update.
+    op_bytes: bytes of each copy, fetch and flush. Four times as many are stored on each path and, with a device, the
+        state of `numel` parameters.
+    rounds: number of rounds, of which medians are taken.
+    progress: called with the name of the next measurement.
 
-    ConfigError when memory does not suffice, PathUnusable or PathFull for a directory that cannot hold state.
+    ConfigError when memory does not suffice, PathUnusable or PathFull for a directory that cannot hold the state.
     """
     needed = 5 * sum(BYTES_PER_PARAM) * numel + 4 * op_bytes * (1 + len(paths or {}))
     if needed > host_available_bytes():
@@ -67,7 +73,7 @@ def calibrate(
     threads = cpu_threads or cpu_lane_threads()
     settings = {name: settings_of(path) for name, path in (paths or {}).items()}
     with ExitStack() as stack:
-        by_threads = _by_threads(numel, seconds, threads, progress)
+        by_threads = _cpu_rates_by_threads(numel, seconds, threads, progress)
         loads = [cpu_load(stack.enter_context(ThreadPool(threads)), numel)]
         alone_only: list[Load] = []
         if device is None and torch.cuda.is_available():
@@ -81,7 +87,7 @@ def calibrate(
         stack.callback(store.close)
         for path in store.paths.values():
             if device is not None:
-                _check_room(path, 4 * op_bytes + numel * STATE_BYTES * 5 // 4)
+                _check_space(path, 4 * op_bytes + numel * STATE_BYTES * 5 // 4)
             loads += path_loads(stack, path, op_bytes)
         measured: list[Round] = []
         steps: list[Step] = []
@@ -91,8 +97,8 @@ def calibrate(
                 progress("steps of an engine, on each path too" if settings else "steps of an engine")
                 steps += engine_steps(device, numel, threads, measured[-1].alone[D2H].rate, settings)
         progress("ops that do nothing")
-        overhead = handover_seconds(list(settings))
-        card = replace(_card(*typical(measured), list(settings)), overhead_seconds=overhead)
+        overhead = op_overhead_seconds(list(settings))
+        card = replace(_card(*medians(measured), list(settings)), overhead_seconds=overhead)
         if steps:
             alone, card = card, corrected(card, steps)
             in_steps = (card.cpu_params_per_second or 1.0) / (alone.cpu_params_per_second or 1.0)
@@ -109,8 +115,8 @@ def calibrate(
     )
 
 
-def _check_room(path: StoragePath | ObjectPath, needed_bytes: int) -> None:
-    """For what is measured alone and for the state of an engine: PathFull at start, not after a minute."""
+def _check_space(path: StoragePath | ObjectPath, needed_bytes: int) -> None:
+    """PathFull when the path lacks the space for all measurements: at the start, not after a minute."""
     free = path.free_bytes
     if free is not None and needed_bytes > free:
         raise PathFull(
@@ -121,6 +127,7 @@ def _check_room(path: StoragePath | ObjectPath, needed_bytes: int) -> None:
 
 
 def _card(alone: Mapping[str, Ops], keeps: Mapping[str, Mapping[str, float]], paths: Sequence[str]) -> RateCard:
+    """Rate card from the measured rates of lanes and the shares that they keep next to each other."""
     rates = {lane: found.rate for lane, found in alone.items()}
     lanes = {name: path_lanes(name) for name in paths}
     return RateCard(
@@ -138,10 +145,11 @@ def _card(alone: Mapping[str, Ops], keeps: Mapping[str, Mapping[str, float]], pa
     )
 
 
-def _by_threads(numel: int, seconds: float, besides: int, progress: Progress) -> dict[int, float]:
-    """Parameters per second of the update on the CPU by 1, 2, 4… threads and all of them, but not `besides`."""
+def _cpu_rates_by_threads(numel: int, seconds: float, excluded: int, progress: Progress) -> dict[int, float]:
+    """Parameters per second of the update on the CPU with 1, 2, 4, … threads and with one per CPU, except the count
+    `excluded`."""
     cpus = available_cpus()
-    counts = {cpus, *(2**power for power in range(cpus.bit_length()) if 2**power <= cpus)} - {besides}
+    counts = {cpus, *(2**power for power in range(cpus.bit_length()) if 2**power <= cpus)} - {excluded}
     found: dict[int, float] = {}
     for threads in sorted(counts):
         progress(f"update on the CPU, {threads} thread{'s' * (threads > 1)}")

@@ -1,4 +1,5 @@
-"""What steps and ops cost that do nothing: handing an op to its lane, waking the lane, noting that it has ended."""
+"""Fixed costs of ops and steps, measured with ops that do nothing: handing an op to its lane, waking the lane,
+recording its end."""
 
 from __future__ import annotations
 
@@ -20,15 +21,16 @@ from tidegate.plan.ops import LANES, Op, path_lanes
 
 SUBGROUPS: Final = 24
 STEPS: Final = 7
-FEW: Final = 64
-"""Parameters."""
+TINY_NUMEL: Final = 64
+"""Number of parameters of the step that is measured."""
 EARLY_OPS: Final = 1
-"""The copy of the gradient is over when `step()` is called."""
+"""Number of ops that are done before `step()` is called: the copy of the gradient."""
 SETTLE_SECONDS: Final = 0.01
+"""Pause between backward and `step()`, in which the gradient's copy ends."""
 
 
-class _Nothing:
-    """Runs ops by doing nothing."""
+class _NoOpRunner:
+    """Op runner that does nothing."""
 
     def wait(self, lane: str, event: Event) -> None:
         return
@@ -38,11 +40,12 @@ class _Nothing:
         return Issued(DoneEvent(now, now), 0, 0)
 
 
-def handover_seconds(paths: Sequence[str]) -> float:
-    """Seconds for each op of a step whose ops do nothing, updated in turns on the CPU and on the device."""
+def op_overhead_seconds(paths: Sequence[str]) -> float:
+    """Seconds per op of a step whose ops do nothing. The subgroups are updated alternately on the CPU and on the
+    device."""
     plan = _plan(paths)
     lanes = [lane for path in paths for lane in path_lanes(path)]
-    executor = Executor(_Nothing(), MonotonicClock(), lanes=(*LANES, *lanes), ahead=lanes)
+    executor = Executor(_NoOpRunner(), MonotonicClock(), lanes=(*LANES, *lanes), ahead=lanes)
     try:
         return median(_seconds(executor, plan) for _ in range(STEPS)) / len(plan.ops)
     finally:
@@ -50,11 +53,11 @@ def handover_seconds(paths: Sequence[str]) -> float:
 
 
 def step_seconds(op_seconds: float) -> float:
-    """Seconds of a step with next to nothing to update, less those of its ops."""
-    weight = torch.nn.Parameter(torch.zeros(FEW, dtype=torch.bfloat16))
+    """Seconds of a step with very few parameters, minus the overhead of its ops."""
+    weight = torch.nn.Parameter(torch.zeros(TINY_NUMEL, dtype=torch.bfloat16))
     gradient = torch.zeros_like(weight)
-    found: list[float] = []
-    # What the device is paced to does not matter here: nothing is copied to speak of.
+    durations: list[float] = []
+    # The emulated speeds do not matter: only a few bytes are copied.
     settings = Offload(device="emulated", emulated=EmulatedRates(), stride="off")
     with AdamW([weight], offload=settings) as optimizer:
         ops: list[int] = []
@@ -64,12 +67,13 @@ def step_seconds(op_seconds: float) -> float:
             time.sleep(SETTLE_SECONDS)
             began = time.monotonic()
             optimizer.step()
-            found.append(time.monotonic() - began)
+            durations.append(time.monotonic() - began)
             optimizer.zero_grad()
-    return max(0.0, median(found) - (ops[-1] - EARLY_OPS) * op_seconds)
+    return max(0.0, median(durations) - (ops[-1] - EARLY_OPS) * op_seconds)
 
 
 def _seconds(executor: Executor, plan: Plan) -> float:
+    """Duration of one step."""
     began = time.monotonic()
     executor.start(plan)
     executor.step()
@@ -78,6 +82,7 @@ def _seconds(executor: Executor, plan: Plan) -> float:
 
 
 def _plan(paths: Sequence[str]) -> Plan:
+    """A plan with all kinds of ops: subgroups alternate between CPU and device, and between the paths."""
     subgroups = [Subgroup(i, 1, weight_bytes=2, grad_bytes=2, state_bytes=10) for i in range(SUBGROUPS)]
     homes = [*paths] or ["host"]
     placements = []

@@ -1,4 +1,4 @@
-"""What a calibration is of: when one of these things changes, another is needed."""
+"""Hardware identity of a calibration: when one of its values changes, the machine must be calibrated again."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ PathLike = str | os.PathLike[str] | PathSettings
 
 
 def available_cpus() -> int:
-    """Those that this process may run on."""
+    """Number of CPUs that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def settings_of(path: PathLike) -> PathSettings:
-    """Those of a directory are the ones that `Offload` takes when it is given nothing else."""
+    """Settings of a path; a directory gets the defaults of `Offload`."""
     return path if isinstance(path, PathSettings) else PathSettings(directory=path)
 
 
 def hardware(paths: Mapping[str, PathLike] | None = None) -> dict[str, str]:
-    """What a calibration is of. When one of these changes, another is needed. A path that is not there is `missing`."""
-    found = {
+    """Hardware that a calibration belongs to: name and value of each property. A missing path has the value
+    `missing`."""
+    properties = {
         "host": platform.node(),
         "cpu": _cpu_model(),
         "cpus": str(available_cpus()),
@@ -36,13 +37,14 @@ def hardware(paths: Mapping[str, PathLike] | None = None) -> dict[str, str]:
         "instruction_set": instruction_set(),
     }
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
+        properties["gpu"] = torch.cuda.get_device_name()
     for name, path in (paths or {}).items():
-        found[f"path {name}"] = _place(settings_of(path))
-    return found
+        properties[f"path {name}"] = _place(settings_of(path))
+    return properties
 
 
 def _place(path: PathSettings) -> str:
+    """Directory, device and settings of a path as text."""
     directory = Path(path.directory)
     try:
         device = directory.stat().st_dev
@@ -53,7 +55,7 @@ def _place(path: PathSettings) -> str:
 
 
 def _cpu_model() -> str:
-    """As the kernel calls it; the architecture where it does not say."""
+    """CPU model as named by the kernel; the architecture where the kernel does not name it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What each lane does while it is calibrated: as the engine does it, in memory like the engine's."""
+"""Workloads for the calibration of each lane: the engine's own operations, in memory like the engine's."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, aligned_buffer
 from tidegate.plan.ops import CPU, D2H, DEVICE, H2D, path_lanes
 
 BYTES_PER_PARAM: Final = (2, 2, 4, 4, 2)
-"""Weight, remainder, two moments, gradient."""
+"""Bytes per parameter: weight, remainder, two moments, gradient."""
 STATE_BYTES: Final = 10
-"""Of these, what is stored."""
+"""Bytes per parameter of the stored state: remainder and two moments."""
 NORM: Final = "norm"
-"""Called so beside the lanes: it runs on that of the device, at a speed of its own."""
+"""Name of the workload of gradient norms. It runs on the device's lane, with a rate of its own."""
 IN_FLIGHT: Final = 2
-"""Ops of a path's lane: the engine hands over the next while one is in progress."""
-FEW: Final = 1 << 16
-"""Bytes, or parameters, of an op that takes hardly longer than one of nothing."""
+"""Ops in progress at once on a path's lane: the engine starts the next op while one is in progress."""
+SMALL: Final = 1 << 16
+"""Bytes, or parameters, of a small op, which takes hardly longer than an op that does nothing."""
 _BYTE: Final = 0x3C
-"""Filled with it, memory holds small normal numbers of every format, and every page of it exists."""
+"""Fill value: memory then holds small normal numbers in every format, and each page is allocated."""
 
 
-def touched(nbytes: int) -> NDArray[np.uint8]:
-    """Memory like the engine's, each page of its own: pages of zeros that nobody has written are one page."""
+def touched_memory(nbytes: int) -> NDArray[np.uint8]:
+    """Memory like the engine's, with every page allocated: unwritten zero pages would share one physical page."""
     memory = aligned_buffer(nbytes)
     fill(memory.ctypes.data, _BYTE, nbytes)
     return memory
@@ -46,17 +46,18 @@ def touched(nbytes: int) -> NDArray[np.uint8]:
 
 def cpu_load(pool: ThreadPool, numel: int) -> Load:
     """Updates `numel` parameters at a time on the CPU."""
-    arrays = [touched(nbytes * numel) for nbytes in BYTES_PER_PARAM]
+    arrays = [touched_memory(nbytes * numel) for nbytes in BYTES_PER_PARAM]
 
-    def some(count: int) -> float:
+    def update(count: int) -> float:
         _run(count, *(array.ctypes.data for array in arrays)).apply(pool)
         return float(count)
 
-    return Load(CPU, partial(some, numel), partial(some, min(numel, FEW)))
+    return Load(CPU, partial(update, numel), partial(update, min(numel, SMALL)))
 
 
 def device_loads(stack: ExitStack, device: Device, numel: int, piece_bytes: int) -> list[Load]:
-    """Copies of `piece_bytes` each way, updates of `numel` parameters, and their norm. `stack` gives memory back."""
+    """Workloads of a device: copies of `piece_bytes` in each direction, updates of `numel` parameters, and their norm.
+    `stack` frees the memory."""
 
     def alloc(nbytes: int) -> int:
         address = device.alloc(nbytes)
@@ -68,16 +69,16 @@ def device_loads(stack: ExitStack, device: Device, numel: int, piece_bytes: int)
 
     def copies(lane: str) -> Load:
         host, there = device.host_buffer(piece_bytes), alloc(piece_bytes)
-        near = host.data_ptr()
-        fill(near, _BYTE, piece_bytes)
-        one = Copy(there, near, piece_bytes) if lane == H2D else Copy(near, there, piece_bytes)
+        host_address = host.data_ptr()
+        fill(host_address, _BYTE, piece_bytes)
+        one = Copy(there, host_address, piece_bytes) if lane == H2D else Copy(host_address, there, piece_bytes)
 
-        def some(nbytes: int) -> float:
-            assert len(host), "it lives as long as it is copied"
+        def copy(nbytes: int) -> float:
+            assert len(host), "the buffer must live as long as it is copied"
             device.copy(lane, [replace(one, nbytes=nbytes)]).wait()
             return float(nbytes)
 
-        return Load(lane, partial(some, piece_bytes), partial(some, min(piece_bytes, FEW)))
+        return Load(lane, partial(copy, piece_bytes), partial(copy, min(piece_bytes, SMALL)))
 
     def update(count: int) -> float:
         device.update([_run(count, weight, remainder, exp_avg, exp_avg_sq, grad)]).wait()
@@ -87,41 +88,43 @@ def device_loads(stack: ExitStack, device: Device, numel: int, piece_bytes: int)
         device.norms([GradRef(grad, numel, GradDtype.BF16)])[0].wait()
         return float(numel)
 
-    updates = Load(DEVICE, partial(update, numel), partial(update, min(numel, FEW)))
+    updates = Load(DEVICE, partial(update, numel), partial(update, min(numel, SMALL)))
     return [copies(H2D), copies(D2H), updates, Load(NORM, norm)]
 
 
 def path_loads(stack: ExitStack, path: StoragePath | ObjectPath, op_bytes: int) -> list[Load]:
-    """Fetches and flushes of `op_bytes`, checksums included, as many in flight as in the engine. Takes space.
+    """Workloads of a path: fetches and flushes of `op_bytes`, checksums included, with as many in progress as in the
+    engine. They need space on the path.
 
-    There are none of another size: with two in flight, what one costs hides behind what the other moves.
+    There is no small workload: with two ops in progress, the fixed cost of one is hidden behind the transfer of the
+    other.
     """
     threads = stack.enter_context(ThreadPoolExecutor(2 * IN_FLIGHT, "tidegate-calibrate"))
     stored = _Stored(path, threads, op_bytes)
     read, write = path_lanes(path.name)
-    return [Load(read, stored.moves("read")), Load(write, stored.moves("write"))]
+    return [Load(read, stored.transfers("read")), Load(write, stored.transfers("write"))]
 
 
 class _Stored:
-    """States on a path, some to be read and as many to be written."""
+    """Test states on a path: IN_FLIGHT of them are read, and IN_FLIGHT others are written."""
 
     def __init__(self, path: StoragePath | ObjectPath, threads: ThreadPoolExecutor, nbytes: int) -> None:
         self._path, self._threads = path, threads
         numel = max(1, nbytes // STATE_BYTES)
         self._nbytes = padded_bytes(numel * STATE_BYTES)
-        self._memory = touched(self._nbytes * 2 * IN_FLIGHT)
+        self._memory = touched_memory(self._nbytes * 2 * IN_FLIGHT)
         self._numbers = range(2 * IN_FLIGHT)
         for number in self._numbers:
             path.make(StateKind(RULE, 0, number, numel, FORMATS[WeightFormat.BF16_REMAINDER], STATE_BYTES))
-            path.write(number, self._address(number), 0)  # what was never written is not read
+            path.write(number, self._address(number), 0)  # state that was never written would not be read
 
     def _address(self, number: int) -> int:
         return int(self._memory.ctypes.data) + number * self._nbytes
 
-    def moves(self, way: Literal["read", "write"]) -> Callable[[], float]:
-        """Waits for one of those that are moved this way, while the next is in progress."""
-        mine = self._numbers[:IN_FLIGHT] if way == "read" else self._numbers[IN_FLIGHT:]
-        turns, in_flight = cycle(mine), deque[Future[object]]()
+    def transfers(self, way: Literal["read", "write"]) -> Callable[[], float]:
+        """Returns a function that waits for one transfer in this direction, while the next is in progress."""
+        numbers = self._numbers[:IN_FLIGHT] if way == "read" else self._numbers[IN_FLIGHT:]
+        turns, in_flight = cycle(numbers), deque[Future[object]]()
 
         def once() -> float:
             while len(in_flight) < IN_FLIGHT:
@@ -137,7 +140,8 @@ class _Stored:
 
 
 def _fill(device: Device, places: Sequence[int], numel: int) -> None:
-    """Device memory with numbers: what a GPU updates may be denormal otherwise, and the emulated one's is NaN."""
+    """Fills device memory with normal numbers: otherwise a GPU might update denormal numbers, and the emulated device
+    NaN."""
     for place, nbytes in zip(places, BYTES_PER_PARAM, strict=True):
         host = device.host_buffer(nbytes * numel)
         fill(host.data_ptr(), _BYTE, nbytes * numel)

@@ -1,4 +1,4 @@
-"""How much a lane does in a second: alone, and while another lane works as hard as it can."""
+"""Throughput of lanes: each alone, and while another lane works at full speed."""
 
 from __future__ import annotations
 
@@ -11,43 +11,45 @@ from statistics import median
 from typing import Final, NamedTuple
 
 SHARE_DIGITS: Final = 3
+"""Decimal digits of a share."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Work of one lane. `once` does a piece of it and says how much that was, in parameters or bytes; `few` does a
-    piece that is much smaller."""
+    """Workload of one lane. `once` does one piece and returns its amount, in parameters or bytes; `small` does a much
+    smaller piece."""
 
     lane: str
     once: Callable[[], float]
-    few: Callable[[], float] | None = None
+    small: Callable[[], float] | None = None
 
 
 class Ops(NamedTuple):
-    """What a lane does alone: an op takes `op_seconds` and, for each byte or parameter, 1 / `rate`."""
+    """Throughput of a lane alone: an op takes `op_seconds`, plus 1 / `rate` for each byte or parameter."""
 
     rate: float
     op_seconds: float
     once: float
-    """In a second, in the pieces in which it was measured: less than `rate`."""
+    """Bytes or parameters per second in pieces of the measured size, fixed costs included: less than `rate`."""
 
 
 @dataclass
 class Round:
-    """What lanes did in a second, each alone and two at a time, one after the other within seconds."""
+    """Results of one round: amounts per second of each lane alone and of two lanes at a time, measured within
+    seconds."""
 
     alone: dict[str, Ops]
     together: dict[tuple[str, str], tuple[float, float]]
 
 
 def rate(once: Callable[[], float], seconds: float) -> float:
-    """What is done in a second, over at least `seconds`. The first piece, which finds everything cold, is left out."""
+    """Amount per second, measured over at least `seconds`. The first piece, with cold caches, is not counted."""
     each, amount = paced(once, seconds)
     return amount / each
 
 
 def paced(once: Callable[[], float], seconds: float) -> tuple[float, float]:
-    """Seconds of each piece, and how much it is: means, over at least `seconds`, without the first piece."""
+    """Mean seconds and mean amount of a piece, measured over at least `seconds`, without the first piece."""
     once()
     pieces, amount, began = 0, 0.0, time.monotonic()
     while (elapsed := time.monotonic() - began) < seconds or not amount:
@@ -57,20 +59,21 @@ def paced(once: Callable[[], float], seconds: float) -> tuple[float, float]:
 
 
 def ops(load: Load, seconds: float) -> Ops:
-    """From pieces of two sizes, where there are two; the smaller ones are measured for a third of `seconds`."""
+    """Rate and fixed cost of a lane, from pieces of two sizes if the load has a small one, which is measured for a
+    third of `seconds`."""
     large, nbytes = paced(load.once, seconds)
-    if load.few is None:
+    if load.small is None:
         return Ops(nbytes / large, 0.0, nbytes / large)
-    small, few = paced(load.few, seconds / 3)
-    if few >= nbytes or small >= large:  # too small to tell
+    small, small_nbytes = paced(load.small, seconds / 3)
+    if small_nbytes >= nbytes or small >= large:  # the difference is too small to measure
         return Ops(nbytes / large, 0.0, nbytes / large)
-    found = (nbytes - few) / (large - small)
-    return Ops(found, max(0.0, small - few / found), nbytes / large)
+    slope = (nbytes - small_nbytes) / (large - small)
+    return Ops(slope, max(0.0, small - small_nbytes / slope), nbytes / large)
 
 
 def together(works: Sequence[Callable[[], float]], seconds: float) -> list[float]:
-    """`rate` of each while all of them are done at once, each by a thread of its own: all begin together, and nobody
-    rests before all have been counted. An error of any is raised."""
+    """`rate` of each workload while all run at once, each in a thread of its own. All begin together, and all keep
+    working until all are measured. The first error is raised."""
     begun, left = threading.Barrier(len(works)), len(works)
     counted, failed = threading.Condition(), list[BaseException]()
     found = [0.0] * len(works)
@@ -86,7 +89,7 @@ def together(works: Sequence[Callable[[], float]], seconds: float) -> list[float
             with counted:
                 left -= 1
         try:
-            while left and not failed:  # it did what was counted
+            while left and not failed:  # its rate is measured: it only keeps the lane busy
                 once()
         except Exception as error:
             failed.append(error)
@@ -104,7 +107,7 @@ def together(works: Sequence[Callable[[], float]], seconds: float) -> list[float
 def measure(
     loads: Sequence[Load], alone_only: Sequence[Load], seconds: float, progress: Callable[[str], None]
 ) -> Round:
-    """Each lane alone, then each two of `loads`."""
+    """One round of measurements: each lane alone, then each pair of `loads`."""
     alone: dict[str, Ops] = {}
     for load in (*loads, *alone_only):
         progress(f"{load.lane} alone")
@@ -117,9 +120,9 @@ def measure(
     return Round(alone, pairs)
 
 
-def typical(rounds: Sequence[Round]) -> tuple[dict[str, Ops], dict[str, dict[str, float]]]:
-    """What each lane does alone, and `keeps`: medians of the rounds. Shares are of rates of the same round: what others
-    do on the machine meanwhile changes from one to the next."""
+def medians(rounds: Sequence[Round]) -> tuple[dict[str, Ops], dict[str, dict[str, float]]]:
+    """Medians of all rounds: throughput of each lane alone, and `keeps`, the share of it that a lane keeps next to
+    another. Shares compare rates of the same round, because the background load differs between rounds."""
     alone = {
         lane: Ops(*map(median, zip(*(one.alone[lane] for one in rounds), strict=True))) for lane in rounds[0].alone
     }
@@ -132,5 +135,5 @@ def typical(rounds: Sequence[Round]) -> tuple[dict[str, Ops], dict[str, dict[str
 
 
 def _share(kept: float) -> float:
-    """What is kept of a speed: noise never makes it more than all."""
+    """Rounds a share to SHARE_DIGITS and limits it to at most 1, whatever the noise."""
     return min(1.0, max(10.0**-SHARE_DIGITS, round(kept, SHARE_DIGITS)))

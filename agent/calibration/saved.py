@@ -1,4 +1,5 @@
-"""The rate card of a run before its first step: what `tidegate calibrate` has kept of this machine."""
+"""Rate card of a run before its first step, loaded from the calibration that `tidegate calibrate` saved for this
+machine."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tidegate.wire.base import DeviceKind
 log = logging.getLogger("tidegate")
 
 
-def kept_card(
+def saved_rate_card(
     folder: Path,
     settings: Mapping[str, PathSettings | ObjectSettings],
     speeds: Mapping[str, PathSpeeds],
@@ -27,17 +28,18 @@ def kept_card(
     device: DeviceKind,
     cpu_threads: int,
 ) -> RateCard | None:
-    """None when nothing is kept in `folder` for this hardware: with these paths, or else without any.
+    """Loads the saved rate card for this hardware from `folder`: the one with these paths, else the one without paths.
+    None when there is none.
 
-    speeds: of the paths, as the run measured them when it began; they count where paths were not calibrated. An
-    emulated device gets no rates: a GPU's would be none of its own.
+    speeds: speeds of the paths, as the run measured them at its start; used for paths that were not calibrated.
+    device: an emulated device gets no rates of a GPU, because they do not apply to it.
     """
     paths = {name: path for name, path in settings.items() if isinstance(path, PathSettings)}
-    found = _kept(folder, paths) or _kept(folder, {})
-    if found is None:
+    calibration = _load(folder, paths) or _load(folder, {})
+    if calibration is None:
         return None
-    card = found.card
-    card = replace(card, cpu_params_per_second=found.cpu_threads.get(cpu_threads, card.cpu_params_per_second))
+    card = calibration.card
+    card = replace(card, cpu_params_per_second=calibration.cpu_threads.get(cpu_threads, card.cpu_params_per_second))
     if device == "emulated":
         card = replace(
             card,
@@ -49,10 +51,11 @@ def kept_card(
     return card.with_paths({name: speed for name, speed in speeds.items() if name not in card.paths})
 
 
-def _kept(folder: Path, paths: Mapping[str, PathSettings]) -> Calibration | None:
+def _load(folder: Path, paths: Mapping[str, PathSettings]) -> Calibration | None:
+    """The saved calibration for this hardware with these paths; None when there is none."""
     here = hardware(paths)
     file = file_of(folder, here["host"], {name: path.directory for name, path in paths.items()})
-    found = kept(file, here)
-    if found is not None:
+    calibration = kept(file, here)
+    if calibration is not None:
         log.info("speeds of this machine: as in %s", file, extra=event("calibration_used", file=str(file)))
-    return found
+    return calibration

@@ -1,4 +1,4 @@
-"""Steps of an engine on a device that are taken to be measured: with subgroups of two sizes, interleaved and not."""
+"""Runs real engine steps on a device for the calibration: with two subgroup sizes, interleaved and not."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tidegate.knobs.knobs import OFF, specs_for
 from tidegate.simulator.calibration_fit import Step
 
 TENSORS: Final = 8
-"""Gradients come one after the other, and their copies begin with the first."""
+"""Number of parameter tensors: their gradients arrive one after the other, and copies begin with the first."""
 SUBGROUPS: Final = (4, 16)
-"""How many the parameters are divided into."""
+"""Numbers of subgroups."""
 STRIDES: Final = (OFF, 4.0)
 STEPS, PATH_STEPS = 8, 4
-"""That are taken with each size and stride, and with each size on a path; half of them count."""
-SETTLING: Final = 2
+"""Numbers of steps for each size and stride, and for each size on a path. Half of them count."""
+WARMUP_STEPS: Final = 2
 """Steps after each change of knobs that are not counted."""
 REST_SECONDS: Final = 0.1
-"""Between the last copy of a gradient and `step()`: what a backward hides must not go on into the update, and the
-processors rest as they do in a backward, from which they do not wake at once."""
+"""Pause between the last copy of a gradient and `step()`. Copies that a backward hides must not overlap the update, and
+the CPU cores go idle as in a real backward, from which they need time to wake."""
 
 
 def engine_steps(
@@ -41,11 +41,11 @@ def engine_steps(
     d2h_bytes_per_second: float,
     paths: Mapping[str, PathSettings],
 ) -> list[Step]:
-    """Half of those that were taken with each size and stride, and with each path alone: the ones around the median of
-    what they took.
+    """Runs steps with each subgroup size and stride, and with each path alone, and returns half of them: those around
+    the median duration.
 
-    Weights are of 16 bits, state is in host memory or on the path. An emulated device is paced as `device` is now.
-    d2h_bytes_per_second: of `device`, so that the backward is long enough for the gradients.
+    Weights have 16 bits; the state is in host memory or on the path. An emulated device is paced as `device` is now.
+    `d2h_bytes_per_second`: rate of `device`, for a backward that is long enough to copy the gradients.
     """
     rates = device.rates if isinstance(device, EmulatedDevice) else None
     offload = partial(Offload, device="emulated", emulated=rates) if rates else Offload
@@ -61,17 +61,18 @@ def engine_steps(
         on_path = {"paths": {path: paths[path]}, "host_cache": 0} if path is not None else {}
         with AdamW(weights, lr=1e-6, offload=settings(**on_path)) as optimizer:
             results: list[StepResult] = []
-            optimizer.observers.append(partial(_keep, results))
+            optimizer.observers.append(partial(_collect, results))
             for stride in STRIDES if path is None else (OFF,):
                 optimizer.apply_knobs(optimizer.knobs.changed({"stride": stride}, specs_for((path,) if path else ())))
                 wanted = STEPS if path is None else PATH_STEPS
-                steps = [_step(optimizer, weights, gradients, backward, results) for _ in range(SETTLING + wanted)]
-                middle = sorted(steps[SETTLING:], key=lambda step: step.returned - step.called)
+                steps = [_step(optimizer, weights, gradients, backward, results) for _ in range(WARMUP_STEPS + wanted)]
+                middle = sorted(steps[WARMUP_STEPS:], key=lambda step: step.returned - step.called)
                 found += middle[wanted // 4 : -(wanted // 4)]
     return found
 
 
-def _keep(results: list[StepResult], result: StepResult, _: StepPhases) -> None:
+def _collect(results: list[StepResult], result: StepResult, _: StepPhases) -> None:
+    """Observer that stores the result of each step."""
     results.append(result)
 
 
@@ -82,10 +83,10 @@ def _step(
     backward_seconds: float,
     results: list[StepResult],
 ) -> Step:
-    """One step. From the moment in which the gradients are there it is as long to `step()` as their copies take, and a
-    while more."""
+    """One step. Between the arrival of the gradients and `step()` it waits `backward_seconds`: until their copies are
+    done, and REST_SECONDS more."""
     began = time.monotonic()
-    torch.autograd.backward(weights, gradients)  # added up: new memory for each would keep processors busy
+    torch.autograd.backward(weights, gradients)  # accumulated: allocating new gradients would keep cores busy
     time.sleep(backward_seconds)
     called = time.monotonic()
     optimizer.step()

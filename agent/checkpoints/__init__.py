@@ -1,1 +1,2 @@
-"""Checkpoints: manifests, writing (at once or in the background), reading, inspection and locks of directories."""
+"""Checkpoints on disk: manifests, writing (immediately or in the background), reading, inspection, locks of
+directories."""

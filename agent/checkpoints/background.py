@@ -1,7 +1,8 @@
-"""Writes the rest of a checkpoint while training goes on: what was held is copied, then the checkpoint exists.
+"""Background part of a checkpoint: copies the held state while training continues, then publishes the checkpoint.
 
-One thread copies chunk after chunk, and begins none while an update runs: then lanes need paths, memory and cores. It
-is no daemon: a process that ends waits for it. What it cannot write is told, and the checkpoint before stays.
+One thread copies chunk by chunk. It starts no chunk while an update runs, because the lanes then need paths, memory and
+cores. It is not a daemon thread: a process that ends waits for it. Errors are reported, and the previous checkpoint is
+kept.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Final, Self
 
 from tidegate.agent.checkpoints.manifest import Checkpoint, Manifest, publish, sync
 from tidegate.agent.checkpoints.saved_files import checksums_of
-from tidegate.agent.checkpoints.snapshot import Pace, State, buffer_bytes, write_state
+from tidegate.agent.checkpoints.snapshot import Pace, StateSource, buffer_bytes, write_state
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.state_file import padded_bytes
 from tidegate.errors import CheckpointFailed, EngineError
@@ -28,23 +29,25 @@ from tidegate.kernels import IoPool, aligned_buffer
 log = logging.getLogger("tidegate.tiers")
 
 THREADS: Final = 2
-"""Blocks under way at once: enough for a drive, and few beside a forward pass."""
-LOOK_SECONDS: Final = 0.01
-"""How often it is looked whether the update is over."""
-SAY_SECONDS: Final = 10.0
+"""Blocks transferred at once: enough for a drive, and a small load next to a forward pass."""
+POLL_SECONDS: Final = 0.01
+"""Interval at which the thread checks whether the update is over."""
+LOG_INTERVAL_SECONDS: Final = 10.0
+"""Interval at which progress is logged."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One rank's part of a checkpoint that is not complete: its folder is there, `pending` is not in it yet."""
+class UnpublishedPart:
+    """One rank's part of a checkpoint before it is published. Its folder exists; the state in `pending` is not written
+    yet."""
 
     directory: Path
     manifest: Manifest
-    pending: Sequence[tuple[State, Path]] = ()
+    pending: Sequence[tuple[StateSource, Path]] = ()
 
     def publish(self, pace: Pace = lambda _: None) -> Checkpoint:
-        """All is in it: it is made durable, and exists from then on. `pace` is called before each chunk of the user's
-        files that is read, for their checksums."""
+        """Synchronises the complete folder and writes the manifest: from then on this part of the checkpoint exists.
+        `pace` is called before each chunk of the user's files that is read, for their checksums."""
         sync_all(self.folder)
         manifest = replace(self.manifest, files=checksums_of(self.folder, self.manifest.own_files, pace))
         publish(self.directory, manifest)
@@ -52,9 +55,11 @@ class Part:
 
     @property
     def folder(self) -> Path:
+        """Folder with this rank's files."""
         return self.directory / self.manifest.folder
 
-    def let_go(self) -> None:
+    def release(self) -> None:
+        """Closes the state that is still held."""
         for state, _ in self.pending:
             state.close()
 
@@ -67,69 +72,77 @@ def abandon(folder: Path) -> None:
 
 
 class _DroppedError(Exception):
-    pass
+    """Raised in the thread when the checkpoint was dropped."""
 
 
 @dataclass
 class _Progress:
+    """Progress of the copy, for the log. Times in seconds on the monotonic clock."""
+
     written_bytes: int = 0
     paused_seconds: float = 0.0
     began: float = field(default_factory=time.monotonic)
-    said: float = field(default_factory=time.monotonic)
+    logged: float = field(default_factory=time.monotonic)
 
 
 class PendingCheckpoint:
-    """A checkpoint whose rest is written while training goes on. `AdamW.begin_checkpoint` makes it.
+    """Checkpoint whose remaining state is copied while training continues. `AdamW.begin_checkpoint` returns it.
 
-    directory: where it will be. total_bytes: what has to be copied after training went on, of this rank.
+    directory: directory of the checkpoint.
+    total_bytes: bytes of this rank's state to copy in the background.
     """
 
     def __init__(
-        self, part: Part, updating: Callable[[], bool], on_complete: Callable[[Checkpoint], None], ranks: Ranks
+        self,
+        part: UnpublishedPart,
+        updating: Callable[[], bool],
+        on_complete: Callable[[Checkpoint], None],
+        ranks: Ranks,
     ) -> None:
-        """Begins. `updating`: whether an update runs. `on_complete`: called when it is complete; with several ranks,
-        when they meet in `settle`."""
+        """`updating`: returns whether an update runs. `on_complete`: called when this rank's part is published; with
+        several ranks, when all agree in `wait_and_agree`. `start` starts the thread."""
         self.directory = part.directory
         self.total_bytes = sum(padded_bytes(state.kind.data_bytes) for state, _ in part.pending)
         self._part, self._updating, self._on_complete, self._ranks = part, updating, on_complete, ranks
         self._progress = _Progress()
-        self._made: Checkpoint | None = None
+        self._published: Checkpoint | None = None
         self._failure: BaseException | None = None
-        self._told = False
+        self._failure_raised = False
         self._agreed = False
         self._dropped = threading.Event()
         self._ended = threading.Event()
         self._pid = os.getpid()
 
     @classmethod
-    def complete(cls, made: Checkpoint) -> Self:
-        """One that had nothing to drain."""
-        pending = cls(Part(made.directory, made.manifest), lambda: False, lambda _: None, Ranks())
-        pending._made, pending._agreed = made, True
+    def already_complete(cls, published: Checkpoint) -> Self:
+        """The result for a checkpoint that had nothing to copy in the background."""
+        part = UnpublishedPart(published.directory, published.manifest)
+        pending = cls(part, lambda: False, lambda _: None, Ranks())
+        pending._published, pending._agreed = published, True
         pending._ended.set()
         return pending
 
     def start(self) -> None:
-        """From here on the thread has it."""
-        log.info("checkpoint %s: %s bytes are drained while training goes on", self.directory, f"{self.total_bytes:,}")
+        """Starts the thread, which from now on owns the part."""
+        log.info("checkpoint %s: copying %s bytes while training continues", self.directory, f"{self.total_bytes:,}")
         threading.Thread(target=self._drain, name="tidegate-drain", daemon=False).start()
 
     # ---- for users
 
     def done(self) -> bool:
-        """Whether nothing more happens to it: it is complete, or failed."""
+        """Whether the background work is over: the checkpoint is complete, or failed."""
         return self._ended.is_set()
 
     @property
     def copied_bytes(self) -> int:
-        """So much of `total_bytes` is written."""
+        """Bytes written so far, out of `total_bytes`."""
         return self._progress.written_bytes
 
     def result(self, timeout: float | None = None) -> Checkpoint:
-        """Waits until this rank's part is on the disk. TimeoutError after `timeout` seconds; CheckpointFailed when it
-        could not be written: older checkpoints are then as they were.
+        """Waits until this rank's part is on stable storage. TimeoutError after `timeout` seconds; CheckpointFailed
+        when it could not be written: older checkpoints are then unchanged.
 
-        With one rank it is complete then; of several, when the last one is.
+        With one rank the checkpoint is then complete; with several, when the last rank's part is written.
         """
         if not self.done() and os.getpid() != self._pid:
             raise EngineError(f"{self.directory} is written by the parent process; a forked child cannot wait for it.")
@@ -139,10 +152,10 @@ class PendingCheckpoint:
                 f"{self.total_bytes:,} bytes are copied."
             )
         if self._failure is not None:
-            self._told = True
+            self._failure_raised = True
             raise self._failure
-        assert self._made is not None, "it ended"
-        return self._made
+        assert self._published is not None, "the thread ended without a failure"
+        return self._published
 
     def __repr__(self) -> str:
         state = "failed" if self._failure else "complete" if self.done() else "pending"
@@ -151,37 +164,37 @@ class PendingCheckpoint:
     # ---- for the optimizer
 
     def raise_if_failed_alone(self) -> None:
-        """As `raise_if_failed`, with one rank. With several, one that raised would leave the others in a collective:
-        they agree in `settle`."""
+        """Calls `raise_if_failed` with one rank only. With several ranks, an error on one rank would leave the others
+        waiting in a collective: ranks agree in `wait_and_agree`."""
         if self._ranks.count == 1:
             self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """CheckpointFailed, once, when it failed and nobody was told."""
-        if self._failure is not None and self.done() and not self._told:
+        """Raises CheckpointFailed if the checkpoint failed and the error was not raised before."""
+        if self._failure is not None and self.done() and not self._failure_raised:
             self.result()
 
-    def settle(self) -> None:
-        """Waits for it; all ranks call this, and agree on whether it is complete. CheckpointFailed when it is not and,
-        with one rank, nobody was told."""
+    def wait_and_agree(self) -> None:
+        """Waits until all ranks' parts are written or failed, and agrees on the result: a collective call of all ranks.
+        CheckpointFailed when the checkpoint is not complete; with one rank, only if the error was not raised before."""
         self._ended.wait()
         if not self._agreed:
             self._agreed = True
             complete = self._ranks.all_true(self._failure is None)
-            if not complete and self._ranks.count > 1:  # told or not: all ranks go on in the same way
-                self._told = True
+            if not complete and self._ranks.count > 1:  # raised before or not: all ranks behave the same
+                self._failure_raised = True
                 raise self._failure or CheckpointFailed(
                     f"Another rank could not write its part of {self.directory}: it is not complete."
                 )
-            if self._made is not None and self._ranks.count > 1:
-                self._retire(self._made)
+            if self._published is not None and self._ranks.count > 1:
+                self._retire(self._published)
         self.raise_if_failed()
 
     def finish(self) -> None:
-        """Waits for this rank's part, and says that it does. What interrupts the wait drops the checkpoint."""
+        """Waits for this rank's part, with a log message. An exception during the wait drops the checkpoint."""
         if os.getpid() != self._pid or self.done():
             return
-        log.info("waiting for checkpoint %s: %s", self.directory, self._how_far())
+        log.info("waiting for checkpoint %s: %s", self.directory, self._progress_text())
         try:
             self._ended.wait()
         except BaseException:
@@ -191,25 +204,27 @@ class PendingCheckpoint:
     # ---- the thread
 
     def _drain(self) -> None:
+        """Body of the thread: copies, publishes, and stores the result or the failure."""
         try:
             self._copy()
-            made = self._part.publish(self._pace)
+            published = self._part.publish(self._pace)
         except BaseException as error:
             abandon(self._part.folder)
             why = "it was dropped" if isinstance(error, _DroppedError) else f"{type(error).__name__}: {error}"
             self._failure = CheckpointFailed(
-                f"Checkpoint {self.directory} was not completed in the background: {why.removesuffix('.')}. Older ones "
-                "are as they were."
+                f"Checkpoint {self.directory} was not completed in the background: {why.removesuffix('.')}. Older "
+                "checkpoints are unchanged."
             )
             self._failure.__cause__ = error
             log.error("%s", self._failure)
         else:
-            self._complete(made)
+            self._complete(published)
         finally:
-            self._part.let_go()
+            self._part.release()
             self._ended.set()
 
     def _copy(self) -> None:
+        """Writes all pending state."""
         most = max((buffer_bytes(state) for state, _ in self._part.pending), default=0)
         buffer = aligned_buffer(most) if most else None
         address = 0 if buffer is None else buffer.ctypes.data
@@ -218,43 +233,47 @@ class PendingCheckpoint:
                 write_state(pool, state, target, address, self._pace)
                 state.close()
 
-    def _complete(self, made: Checkpoint) -> None:
-        self._made = made
-        log.info("checkpoint %s is complete: %s", self.directory, self._how_far())
+    def _complete(self, published: Checkpoint) -> None:
+        """Stores the published checkpoint; with one rank, deletes expired ones."""
+        self._published = published
+        log.info("checkpoint %s is complete: %s", self.directory, self._progress_text())
         if self._ranks.count == 1:
-            self._retire(made)
+            self._retire(published)
 
     def _pace(self, nbytes: int) -> None:
-        """Waits while an update runs; then `nbytes` more are about to be written."""
+        """Waits while an update runs; called before each chunk of `nbytes`. Raises _DroppedError if the checkpoint was
+        dropped."""
         began = time.monotonic()
-        # When the process ends a lane may be stuck, and nobody is left to say so.
-        while self._updating() and threading.main_thread().is_alive() and not self._dropped.wait(LOOK_SECONDS):
+        # When the main thread has ended, `updating` is ignored: a lane may be stuck, and the process must still end.
+        while self._updating() and threading.main_thread().is_alive() and not self._dropped.wait(POLL_SECONDS):
             pass
         if self._dropped.is_set():
             raise _DroppedError
         now, progress = time.monotonic(), self._progress
         progress.paused_seconds += now - began
-        if now - progress.said > SAY_SECONDS:
-            progress.said = now
-            log.info("checkpoint %s: %s", self.directory, self._how_far())
+        if now - progress.logged > LOG_INTERVAL_SECONDS:
+            progress.logged = now
+            log.info("checkpoint %s: %s", self.directory, self._progress_text())
         progress.written_bytes += nbytes
 
-    def _how_far(self) -> str:
+    def _progress_text(self) -> str:
         progress, seconds = self._progress, time.monotonic() - self._progress.began
         return (
             f"{progress.written_bytes:,} of {self.total_bytes:,} bytes in {seconds:.1f} s, "
             f"{progress.paused_seconds:.1f} s of them waiting for updates"
         )
 
-    def _retire(self, made: Checkpoint) -> None:
+    def _retire(self, published: Checkpoint) -> None:
+        """Calls `on_complete`, which deletes expired checkpoints; errors are logged."""
         try:
-            self._on_complete(made)
+            self._on_complete(published)
         except OSError as error:
-            log.warning("checkpoint %s is complete, but older ones stay behind: %s", self.directory, error)
+            log.warning("checkpoint %s is complete, but older ones cannot be removed: %s", self.directory, error)
 
 
 def sync_all(folder: Path) -> None:
-    """All files in it, and all names; what a user's `save_also` has written too."""
+    """Synchronises all files and directories below `folder` to stable storage, files of the user's `save_also`
+    included."""
     for at, _, names in os.walk(folder):
         for name in names:
             sync(Path(at, name))

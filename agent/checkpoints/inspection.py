@@ -1,4 +1,4 @@
-"""Reads whole checkpoints for whoever asks whether they are sound, and removes those that are not."""
+"""Inspection of checkpoints: verifies them completely, and removes damaged ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tidegate.agent.checkpoints.manifest import (
     warn,
 )
 from tidegate.agent.checkpoints.reader import read_from, read_header
-from tidegate.agent.checkpoints.writer_lock import Writing
+from tidegate.agent.checkpoints.writer_lock import WriterLock
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.plain_files import is_directory, open_plain
 from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, StateKind, padded_bytes
@@ -43,31 +43,33 @@ from tidegate.kernels import aligned_buffer, crc32c
 
 log = logging.getLogger("tidegate.tiers")
 
-OURS: Final = re.compile(r"rank(0|[1-9][0-9]*)(\.json|\.new|-[0-9a-f]{1,32})")
-"""Names in the directory of a checkpoint that Tidegate gives."""
+TIDEGATE_NAMES: Final = re.compile(r"rank(0|[1-9][0-9]*)(\.json|\.new|-[0-9a-f]{1,32})")
+"""Names that Tidegate gives to entries of a checkpoint's directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """One checkpoint, every byte of which was read."""
+    """Result of inspecting one checkpoint, of which every byte was read."""
 
     directory: Path
     step: int
-    """-1 where nobody can tell."""
+    """Number of updates; -1 if unknown."""
     nbytes: int
-    """In its files, those that paths or other checkpoints hold too included."""
+    """Bytes of its files, including files that paths or other checkpoints also link."""
     is_complete: bool
     damage: DamagedCheckpoint | None
     unreadable: str = ""
-    """Why it could not be looked at."""
+    """Reason why it could not be read; "" otherwise."""
 
 
 def inspect(directory: str | os.PathLike[str]) -> list[Inspected]:
-    """All that is in a directory of checkpoints, in the order of their names. PathUnusable when it cannot be read."""
+    """Inspects all checkpoints in a directory, in the order of their names. PathUnusable when the directory cannot be
+    read."""
     return [_inspect(step) for step in step_entries(Path(os.path.abspath(directory)))]
 
 
 def _inspect(step: Path) -> Inspected:
+    """Reads the parts of all ranks in one checkpoint's directory."""
     manifests: Sequence[Manifest] = ()
     damage, unreadable = None, ""
     try:
@@ -80,25 +82,27 @@ def _inspect(step: Path) -> Inspected:
         damage = DamagedCheckpoint(step, reason)
     except (StorageError, OSError) as error:
         unreadable = str(error)
-    found = manifests[0].step if manifests else -1
-    return Inspected(step, found, _bytes_in(step), has_all_ranks(manifests), damage, unreadable)
+    number = manifests[0].step if manifests else -1
+    return Inspected(step, number, _bytes_in(step), has_all_ranks(manifests), damage, unreadable)
 
 
 def find_sound_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """The newest complete checkpoint of which every byte is as it was written, None when there is none. All of it is
-    read, each rank's part by that rank: all ranks call this, and get the same one.
+    """Finds the newest complete checkpoint whose every byte is as it was written; None when there is none. Each rank
+    reads its own part completely: a collective call that returns the same checkpoint on all ranks.
 
-    Those that are not sound are left out, with a warning that says why. PathUnusable when the directory cannot be read.
+    Checkpoints that are not sound are left out, with a warning that gives the reason. PathUnusable when the directory
+    cannot be read.
     """
     ranks = Ranks.now()
-    mine = {one.directory.name: one for one in find_checkpoints(directory, ranks.rank)}
-    for name in ranks.from_first(list(mine)):
-        if ranks.all_true(name in mine and _is_sound(mine[name])):
-            return mine[name]
+    complete = {one.directory.name: one for one in find_checkpoints(directory, ranks.rank)}
+    for name in ranks.from_first(list(complete)):
+        if ranks.all_true(name in complete and _is_sound(complete[name])):
+            return complete[name]
     return None
 
 
 def _is_sound(checkpoint: Checkpoint) -> bool:
+    """Whether this rank's part is undamaged and readable; otherwise a warning is logged."""
     try:
         _check_part(checkpoint)
     except StateFileError as reason:
@@ -111,7 +115,7 @@ def _is_sound(checkpoint: Checkpoint) -> bool:
 
 
 def _check_part(checkpoint: Checkpoint) -> None:
-    """`StateFileError` when something in the part of a rank is not as it was written."""
+    """Reads a rank's part completely. `StateFileError` when something in it is not as it was written."""
     manifest = checkpoint.manifest
     checkpoint.verify()
     path = checkpoint.folder / OPTIMIZER_FILE
@@ -130,7 +134,8 @@ def _check_part(checkpoint: Checkpoint) -> None:
 
 
 def _check_blocks(path: Path, header: Header) -> None:
-    """BlockDamaged or DataTruncated when the data are not those that the header has checksums of."""
+    """Reads all blocks of a state file. BlockDamaged or DataTruncated when they do not match the checksums in the
+    header."""
     memory = aligned_buffer(max(PAGE_BYTES, min(header.block_bytes, padded_bytes(header.data_bytes))))
     with read_from(path), open_plain(path) as file:
         header.check_file(os.fstat(file.fileno()).st_size, path)
@@ -142,27 +147,29 @@ def _check_blocks(path: Path, header: Header) -> None:
 
 
 def remove_damaged(found: Inspected) -> None:
-    """Removes a damaged checkpoint, after another look. A link that is in its place goes, what it leads to stays.
+    """Removes a damaged checkpoint after inspecting it again. If a symbolic link is in its place, only the link is
+    removed, not its target.
 
-    CheckpointTaken while a run saves to the directory; CheckpointFailed when it is sound now, holds what is not
-    Tidegate's, or cannot be removed.
+    CheckpointTaken while a run saves to the directory; CheckpointFailed when the checkpoint is sound now, holds files
+    that are not Tidegate's, or cannot be removed.
     """
-    directory, writing = found.directory, Writing()
+    directory, lock = found.directory, WriterLock()
     try:
-        writing.take(directory.parent)
-        now = _inspect(directory)
-        if now.unreadable:
-            raise CheckpointFailed(f"{directory} was not removed: {now.unreadable}")
-        if now.damage is None or not now.damage.is_removable:
-            raise CheckpointFailed(f"{directory} is no longer what was found: look again.")
+        lock.take(directory.parent)
+        current = _inspect(directory)
+        if current.unreadable:
+            raise CheckpointFailed(f"{directory} was not removed: {current.unreadable}")
+        if current.damage is None or not current.damage.is_removable:
+            raise CheckpointFailed(f"{directory} has changed since it was inspected: inspect it again.")
         if not is_directory(directory):
             os.unlink(directory)
             return
-        if strange := sorted(path.name for path in directory.iterdir() if not OURS.fullmatch(path.name)):
+        if strange := sorted(path.name for path in directory.iterdir() if not TIDEGATE_NAMES.fullmatch(path.name)):
             raise CheckpointFailed(
-                f"{directory} holds what is not Tidegate's: {', '.join(strange)}. Look who put it there, and remove it."
+                f"{directory} holds files that are not Tidegate's: {', '.join(strange)}. Find out who created "
+                "them, and remove them."
             )
-        # Without its manifests it is no checkpoint any more, whatever stops what follows.
+        # The manifests are removed first: without them it is no checkpoint any more, even if the rest fails.
         for path in sorted(directory.iterdir(), key=is_directory):
             shutil.rmtree(path) if is_directory(path) else os.unlink(path)
         directory.rmdir()
@@ -171,11 +178,11 @@ def remove_damaged(found: Inspected) -> None:
     except OSError as error:
         raise CheckpointFailed(f"{directory} cannot be removed: {error.strerror}.") from error
     finally:
-        writing.close()
+        lock.close()
 
 
 def _bytes_in(step: Path) -> int:
-    """Of what can be looked at; files may vanish meanwhile."""
+    """Bytes of the readable files in a checkpoint's directory. Files may vanish while they are counted."""
     total = 0
     with suppress(OSError):
         for at, _, names in os.walk(step) if is_directory(step) else ():

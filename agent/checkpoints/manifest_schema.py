@@ -1,6 +1,6 @@
-"""Reads the JSON of a manifest: every name, type and bound is looked at, and all must be true together.
+"""Strict validation of a manifest's JSON: names, types and bounds of all values, and their consistency.
 
-What is wrong is `WrongManifestError`, whatever it is; `Manifest.unpack` names the file.
+Every fault raises `WrongManifestError`; `Manifest.unpack` adds the name of the file.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from tidegate.kernels import WeightFormat
 
 T = TypeVar("T")
 
-MOST: Final = 2**63 - 1
+MAX_NUMBER: Final = 2**63 - 1
 """The largest number of parameters, bytes or steps."""
-MOST_CHECKSUM: Final = 2**32 - 1
+MAX_CHECKSUM: Final = 2**32 - 1
 ATTEMPT: Final = re.compile(r"[0-9a-f]{1,32}")
 RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 RULE: Final = re.compile(r"[ -~]{1,16}")
 DTYPE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 SHA256: Final = re.compile(r"[0-9a-f]{64}")
-SHOWN: Final = 60
-"""Characters of a wrong value that are shown."""
+MAX_SHOWN_CHARACTERS: Final = 60
+"""Maximum number of characters of a wrong value that an error shows."""
 
 
 class WrongManifestError(Exception):
-    """A manifest that was not written by Tidegate in this form. `found` and `expected` say what and why."""
+    """Fault in a manifest's content. `found` and `expected` describe the value and what it should be."""
 
     def __init__(self, found: str, expected: str) -> None:
         super().__init__(found, expected)
@@ -39,66 +39,71 @@ class WrongManifestError(Exception):
 
 
 class Fields:
-    """The values of one JSON object, each taken by its name."""
+    """Values of one JSON object, each read once by its name and checked. A wrong value raises WrongManifestError."""
 
     def __init__(self, values: Any, where: str) -> None:
         if not isinstance(values, dict):
             _wrong(where, values, "an object")
         self._values, self._where = dict(values), where
 
-    def number(self, name: str, least: int = 0, most: int = MOST) -> int:
-        found = self._take(name)
-        if type(found) is not int or not least <= found <= most:
-            _wrong(self._at(name), found, f"a whole number from {least} to {most}")
-        return found
+    def number(self, name: str, least: int = 0, most: int = MAX_NUMBER) -> int:
+        """A whole number from `least` to `most`."""
+        value = self._take(name)
+        if type(value) is not int or not least <= value <= most:
+            _wrong(self._at(name), value, f"a whole number from {least} to {most}")
+        return value
 
     def text(self, name: str, form: re.Pattern[str]) -> str:
-        found = self._take(name)
-        if type(found) is not str or not form.fullmatch(found):
-            _wrong(self._at(name), found, f"text like {form.pattern}")
-        return found
+        """A string that matches `form` completely."""
+        value = self._take(name)
+        if type(value) is not str or not form.fullmatch(value):
+            _wrong(self._at(name), value, f"text like {form.pattern}")
+        return value
 
     def path(self, name: str) -> str:
-        """Of a file below the folder."""
-        found = self._take(name)
-        if type(found) is not str or not is_below(found):
-            _wrong(self._at(name), found, "the path of a file below the folder")
-        return found
+        """The relative path of a file below the rank's folder."""
+        value = self._take(name)
+        if type(value) is not str or not is_below(value):
+            _wrong(self._at(name), value, "the path of a file below the folder")
+        return value
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """None negative."""
-        found = self._take(name)
-        if not isinstance(found, list) or not all(type(one) is int and 0 <= one <= MOST for one in found):
-            _wrong(self._at(name), found, "a list of whole numbers")
-        return tuple(found)
+        """A list of whole numbers, none negative."""
+        value = self._take(name)
+        if not isinstance(value, list) or not all(type(one) is int and 0 <= one <= MAX_NUMBER for one in value):
+            _wrong(self._at(name), value, "a list of whole numbers")
+        return tuple(value)
 
     def each(self, name: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
-        found = self._take(name)
-        if not isinstance(found, list):
-            _wrong(self._at(name), found, "a list")
-        return tuple(_read(read, one, f"{self._at(name)}[{index}]") for index, one in enumerate(found))
+        """A list of objects, each read by `read`."""
+        value = self._take(name)
+        if not isinstance(value, list):
+            _wrong(self._at(name), value, "a list")
+        return tuple(_read(read, one, f"{self._at(name)}[{index}]") for index, one in enumerate(value))
 
-    def end(self) -> None:
-        """No other value may be there."""
+    def require_no_more(self) -> None:
+        """Raises when values remain that were not read."""
         for name in self._values:
             _wrong(self._where or "the manifest", name, "no other name")
 
     def _take(self, name: str) -> Any:
+        """Removes a value from the unread ones and returns it."""
         if name not in self._values:
             raise WrongManifestError(f"no {self._at(name)}", "one")
         return self._values.pop(name)
 
     def _at(self, name: str) -> str:
+        """Full name of a value, for errors."""
         return f"{self._where}.{name}" if self._where else name
 
 
 def canonical(values: Any) -> str:
-    """The text that the checksum of a manifest is taken of."""
+    """Canonical JSON text, from which the checksum of a manifest is computed."""
     return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 
 def parse(data: bytes) -> Any:
-    """The JSON in `data`. WrongManifestError when it is none that can be read."""
+    """Parses JSON. WrongManifestError when `data` is not valid JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -106,6 +111,7 @@ def parse(data: bytes) -> Any:
 
 
 def read_segment(fields: Fields) -> Segment:
+    """A segment of a parameter in a subgroup."""
     return Segment(
         param=fields.number("param"), offset=fields.number("offset"), start=fields.number("start"),
         numel=fields.number("numel", 1),
@@ -113,7 +119,7 @@ def read_segment(fields: Fields) -> Segment:
 
 
 def is_below(path: str) -> bool:
-    """Whether a path, with `/` between its parts, leads to something below where it begins and nowhere else."""
+    """Whether a relative path, with `/` between its parts, is normalised and leads to an entry below its start."""
     parts = PurePosixPath(path).parts
     try:
         path.encode()
@@ -124,7 +130,8 @@ def is_below(path: str) -> bool:
 
 
 def check_subgroup(index: int, file: str, numel: int, state_bytes: int, fmt: int, segments: Sequence[Segment]) -> None:
-    """WrongManifestError when a subgroup cannot be number `index`, or its segments are not one run of its elements."""
+    """Checks a subgroup: file name and sizes must match `index`, format and number of elements, and the segments must
+    fill the subgroup without gaps. Raises WrongManifestError."""
     where, aux = f"subgroups[{index}]", list(WeightFormat)[fmt].aux_bytes
     if file != f"{index:06d}.tide":
         _wrong(f"{where}.file", file, f"{index:06d}.tide")
@@ -139,32 +146,34 @@ def check_subgroup(index: int, file: str, numel: int, state_bytes: int, fmt: int
         _wrong(f"{where}.numel", numel, f"{filled}, which its segments have")
 
 
-def check_all_there(shapes: Sequence[Sequence[int]], segments: Sequence[Segment]) -> None:
-    """WrongManifestError when the segments of all subgroups do not have every element of every parameter once."""
+def check_all_elements(shapes: Sequence[Sequence[int]], segments: Sequence[Segment]) -> None:
+    """Checks that the segments of all subgroups contain every element of every parameter exactly once. Raises
+    WrongManifestError."""
     parts: defaultdict[int, list[Segment]] = defaultdict(list)
     for segment in segments:
         parts[segment.param].append(segment)
     if parts and max(parts) >= len(shapes):
         _wrong("a segment", f"parameter {max(parts)}", f"one of {len(shapes)} parameters")
     for index, shape in enumerate(shapes):
-        known = 0
+        covered = 0
         for segment in sorted(parts[index], key=lambda one: one.offset):
-            if segment.offset != known:
+            if segment.offset != covered:
                 break
-            known += segment.numel
+            covered += segment.numel
         else:
-            if known == math.prod(shape):
+            if covered == math.prod(shape):
                 continue
         raise WrongManifestError(
-            f"{known:,} elements of parameter {index} in a row", f"its {math.prod(shape):,}, each of them once"
+            f"{covered:,} elements of parameter {index} in a row", f"its {math.prod(shape):,}, each of them once"
         )
 
 
 def _read(read: Callable[[Fields], T], values: Any, where: str) -> T:
+    """Reads one JSON object, which must hold no further values."""
     fields = Fields(values, where)
-    made = read(fields)
-    fields.end()
-    return made
+    result = read(fields)
+    fields.require_no_more()
+    return result
 
 
 def _wrong(where: str, found: object, expected: str) -> NoReturn:
@@ -172,8 +181,8 @@ def _wrong(where: str, found: object, expected: str) -> NoReturn:
 
 
 def shown(found: object) -> str:
-    """A value for people, whatever it is."""
-    if isinstance(found, int) and not -MOST <= found <= MOST:
+    """A wrong value of any kind as short text for errors."""
+    if isinstance(found, int) and not -MAX_NUMBER <= found <= MAX_NUMBER:
         return "a number that is too large"
     text = ascii(found) if isinstance(found, str | int | float | None) else f"a {type(found).__name__}"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"

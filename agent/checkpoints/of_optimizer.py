@@ -1,4 +1,5 @@
-"""Checkpoints of one optimizer in directories: when they may be written and read, and the one that still is written."""
+"""Saves and loads the checkpoints of one optimizer, and tracks the checkpoint that is still written in the
+background."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import torch
 from tidegate.agent.checkpoints.background import PendingCheckpoint
 from tidegate.agent.checkpoints.manifest import Checkpoint, choose
 from tidegate.agent.checkpoints.reader import Reader
-from tidegate.agent.checkpoints.writer import Contents, Target, begin, save
-from tidegate.agent.checkpoints.writer_lock import Writing
+from tidegate.agent.checkpoints.writer import Contents, Target, save, save_in_background
+from tidegate.agent.checkpoints.writer_lock import WriterLock
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.engine.phases import PhaseClock
 from tidegate.agent.ranks import Ranks
@@ -21,47 +22,48 @@ from tidegate.errors import CheckpointFailed, ConfigError, ForeignState
 
 
 class CheckpointFiles:
-    """Between steps only: who calls has waited for the update."""
+    """Checkpoints of one optimizer. All methods are called between steps, after the update has ended."""
 
     def __init__(self, engine: Engine, phases: PhaseClock) -> None:
         self.engine, self._phases = engine, phases
         self._pending: PendingCheckpoint | None = None
-        """The last one that was begun."""
-        self._writing = Writing()
+        """The last checkpoint that was started in the background."""
+        self._lock = WriterLock()
 
     def save(self, target: Target, small: Callable[[], Mapping[str, Any]], step: int) -> Checkpoint:
-        """small: what it holds beside the state of subgroups, as it is when nothing is in flight any more."""
-        with self._at_rest():
+        """Saves a checkpoint. `small`: returns the optimizer's state besides the subgroups; it is called when nothing
+        is in progress any more."""
+        with self._idle():
             return save(self._contents(small, step), target, Ranks.now())
 
     def begin(
         self, target: Target, small: Callable[[], Mapping[str, Any]], step: int, memory_bytes: int | None
     ) -> PendingCheckpoint:
-        """As `save`; the rest is written while training goes on."""
-        with self._at_rest():
-            self._pending = begin(self._contents(small, step), target, Ranks.now(), memory_bytes)
+        """As `save`, but the rest is written in the background. `memory_bytes`: see `save_in_background`."""
+        with self._idle():
+            self._pending = save_in_background(self._contents(small, step), target, Ranks.now(), memory_bytes)
             return self._pending
 
     def _contents(self, small: Callable[[], Mapping[str, Any]], step: int) -> Contents:
-        return Contents(self.engine, self.engine.shards, small(), step, self._writing)
+        return Contents(self.engine, self.engine.shards, small(), step, self._lock)
 
     @contextmanager
-    def _at_rest(self) -> Iterator[None]:
-        """Nothing is in flight, and no checkpoint is still written."""
+    def _idle(self) -> Iterator[None]:
+        """Waits until no transfer and no background checkpoint runs, and counts the time as the phase "checkpoint"."""
         self.engine.require_usable()
         self.engine.quiesce()
         with self._phases.within("checkpoint"):
             if self._pending is not None:
-                self._pending.settle()
+                self._pending.wait_and_agree()
             self.engine.weights.take_edited()
             yield
 
     def find(self, place: str | os.PathLike[str] | Checkpoint, step: int | None) -> Checkpoint:
-        """The one that is given, the newest complete one of a directory, or that of `step`; one that is still written
-        is waited for."""
+        """Finds a checkpoint: `place` itself if it is one, else the newest complete one in the directory, or that of
+        `step`. Waits for a checkpoint that is still written in the background."""
         if self._pending is not None:
-            with suppress(CheckpointFailed):  # it was logged; an older one is what one wants now
-                self._pending.settle()
+            with suppress(CheckpointFailed):  # the failure was logged; an older checkpoint is used
+                self._pending.wait_and_agree()
         rank = Ranks.now().rank
         if not isinstance(place, Checkpoint):
             return choose(place, rank, step)
@@ -71,14 +73,15 @@ class CheckpointFiles:
             raise ForeignState(place.folder, f"the part of rank {place.manifest.rank}", f"that of rank {rank}")
         return place
 
-    def take(self, found: Checkpoint, reader: Reader) -> None:
-        """State of subgroups from a checkpoint; when that fails the engine is not usable until one is loaded whole."""
+    def load_state(self, checkpoint: Checkpoint, reader: Reader) -> None:
+        """Loads the state of all subgroups from a checkpoint. If that fails, the engine is not usable until a
+        checkpoint is loaded completely."""
         with self._phases.within("checkpoint"):
             try:
                 self.engine.weights_loaded()
                 if self.engine.store is not None:
-                    self.engine.store.step = found.step
-                    self.engine.store.last_checkpoint = os.fspath(found.directory)
+                    self.engine.store.step = checkpoint.step
+                    self.engine.store.last_checkpoint = os.fspath(checkpoint.directory)
                 reader.scatter(self.engine)
             except BaseException as error:
                 self.engine.state_lost(error)
@@ -90,24 +93,25 @@ class CheckpointFiles:
             self._pending.raise_if_failed_alone()
 
     def raise_if_failed(self) -> None:
-        """CheckpointFailed, once, when the last one failed and nobody was told."""
+        """Raises CheckpointFailed if the last background checkpoint failed and the error was not raised before."""
         if self._pending is not None:
             self._pending.raise_if_failed()
 
     def finish(self) -> None:
-        """Waits for this rank's part of what is still written; what interrupts the wait drops it."""
+        """Waits for this rank's part of a background checkpoint. An exception during the wait drops the checkpoint."""
         if self._pending is not None:
             self._pending.finish()
 
     def close(self) -> None:
-        """Others may write to the directories now. Idempotent; nothing in a fork."""
-        self._writing.close()
+        """Releases the locks of the directories. Idempotent; does nothing in a forked child."""
+        self._lock.close()
 
 
 def small_state(
     optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], steps: Sequence[int]
 ) -> dict[str, Any]:
-    """What a checkpoint holds beside the state of subgroups. Parameters are numbered as in `params`."""
+    """The optimizer's state besides the subgroups: param groups, other state, step counts. Parameters are numbered as
+    in `params`."""
     places = {id(param): index for index, param in enumerate(params)}
     groups = [{**group, "params": [places[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}

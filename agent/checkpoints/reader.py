@@ -1,4 +1,4 @@
-"""Reads a checkpoint back, into subgroups that may be cut, placed and stored in any other way."""
+"""Loads a checkpoint. The subgroups of the running optimizer may be divided, placed and stored differently."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, Checkpoint, ParamForm, Stored
-from tidegate.agent.checkpoints.snapshot import finish
+from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, Checkpoint, ParamForm, StoredSubgroup
+from tidegate.agent.checkpoints.snapshot import wait_for
 from tidegate.agent.checkpoints.writer import THREADS, weights_checksum
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.engine.memory import state_arrays
@@ -30,10 +30,10 @@ from tidegate.kernels import IoPool, WeightFormat, aligned_buffer, crc32c, open_
 
 
 class Reader:
-    """One rank's part of a checkpoint, for parameters that it was found to fit. A context manager."""
+    """Reader of one rank's part of a checkpoint, for parameters that the checkpoint fits. A context manager."""
 
     def __init__(self, checkpoint: Checkpoint, params: Sequence[torch.Tensor], ranks: Ranks) -> None:
-        """Looks at all that can be seen without reading the data; nothing is changed.
+        """Checks everything except the data. Nothing in the optimizer is changed.
 
         ForeignState for another model, rule or number of ranks; WeightsMismatch for other weights than those that the
         state was saved with; other errors of `StateFileError` for damage.
@@ -58,7 +58,7 @@ class Reader:
         self._pool.close()
 
     def optimizer(self) -> dict[str, Any]:
-        """What was small enough to be stored as a whole."""
+        """The optimizer's small state (param groups, step counts), verified by its checksum."""
         path = self._checkpoint.folder / OPTIMIZER_FILE
         with read_from(path), open_plain(path) as file:
             data = file.read()
@@ -70,8 +70,8 @@ class Reader:
         return loaded
 
     def scatter(self, engine: Engine) -> None:
-        """Puts the state where the engine's subgroups live. Every block is verified as it is read: BlockDamaged or
-        DataTruncated, when some state is replaced already."""
+        """Copies the saved state into the engine's subgroups, wherever they are stored. Every block is verified when it
+        is read: BlockDamaged or DataTruncated; some state is then already replaced."""
         for layout in engine.layouts:
             with engine.memory.arrays(layout.id) as arrays:
                 for wanted in layout.segments:
@@ -83,12 +83,14 @@ class Reader:
                             arrays[name][to : to + numel] = array[given : given + numel]
 
     def _overlapping(self, wanted: Segment) -> Iterator[tuple[int, Segment]]:
-        """In the order of the files, each of which is so read once: parameters are in the same order in both cuts."""
+        """Saved segments that overlap `wanted`, with the index of their file. Files are read in order, each once,
+        because both divisions list the parameters in the same order."""
         for index, part in self._parts[wanted.param]:
             if part.offset < wanted.offset + wanted.numel and wanted.offset < part.offset + part.numel:
                 yield index, part
 
     def _arrays(self, index: int) -> dict[str, torch.Tensor]:
+        """State arrays of one file; the last file that was read is kept in memory."""
         if self._read is None or self._read[0] != index:
             self._read = None
             header = self._headers[index]
@@ -98,11 +100,12 @@ class Reader:
         return self._read[1]
 
     def _fetch(self, path: Path, header: Header) -> None:
+        """Reads the data of a state file into the buffer and verifies its blocks."""
         nbytes, expected = padded_bytes(header.data_bytes), np.array(header.block_checksums, np.uint32)
         fd, _ = open_direct(path)
         try:
             address = self._buffer.ctypes.data
-            ticket = finish(
+            ticket = wait_for(
                 lambda: self._pool.read(fd, address, nbytes, header.header_bytes, header.block_bytes, expected)
             )
         finally:
@@ -117,9 +120,10 @@ class Reader:
         if not ticket.ok:
             raise CheckpointFailed(f"{path} cannot be read: {os.strerror(ticket.error or errno.EIO)}.")
 
-    # ---- before anything is changed
+    # ---- checks, before anything is changed
 
     def _check_fits(self, ranks: Ranks) -> None:
+        """ForeignState unless rule, number of ranks and parameters are the same."""
         manifest, name = self._checkpoint.manifest, self._checkpoint.directory
         if (manifest.rule, manifest.ranks) != (RULE, ranks.count):
             raise ForeignState(name, f"{manifest.rule} of {manifest.ranks} ranks", f"{RULE} of {ranks.count}")
@@ -130,7 +134,8 @@ class Reader:
             if saved != wanted:
                 raise ForeignState(name, f"parameter {index} as {saved}", wanted)
 
-    def _header(self, index: int, stored: Stored) -> Header:
+    def _header(self, index: int, stored: StoredSubgroup) -> Header:
+        """Header of a state file, checked against the manifest and the model's weights."""
         path, manifest = self._path(index), self._checkpoint.manifest
         header = read_header(path)
         header.check_run(bytes.fromhex(manifest.run_id), path)
@@ -147,17 +152,17 @@ class Reader:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a state file. `StateFileError` by what is wrong with it."""
+    """Reads the header of a state file. Raises the `StateFileError` of its fault."""
     with read_from(path), open_plain(path) as file:
         first = file.read(PAGE_BYTES)
-        # A damaged number may call for more than there is.
+        # A damaged number of blocks may ask for more bytes than the file has.
         nbytes = min(bytes_to_read(first, path), os.fstat(file.fileno()).st_size)
         return Header.unpack(first + file.read(max(nbytes - len(first), 0)), path)
 
 
 @contextmanager
 def read_from(path: Path) -> Iterator[None]:
-    """DataTruncated when it is not there, CheckpointFailed when it cannot be read."""
+    """Converts OSError of a read: DataTruncated for a missing file, CheckpointFailed otherwise."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -1,4 +1,7 @@
-"""Checksums of what `save_also` wrote into a checkpoint: taken once it is on the disk, checked before it is loaded."""
+"""Checksums of the user's files that `save_also` wrote into a checkpoint.
+
+They are computed once the files are on stable storage, and checked before the checkpoint is loaded.
+"""
 
 from __future__ import annotations
 
@@ -22,45 +25,46 @@ CHUNK_BYTES: Final = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """One file that `save_also` wrote."""
+    """Name, size and checksum of one file that `save_also` wrote."""
 
     file: str
-    """Its path below the folder of the rank, with `/` between the parts."""
+    """Path below the rank's folder, with `/` between the parts."""
     nbytes: int
     sha256: str
 
 
-def check_saved(folder: Path, own: Iterable[str]) -> None:
-    """ConfigError when `save_also` left something that cannot be part of a checkpoint: a link, a FIFO, a name that is
-    not UTF-8. `own`: names at the top that Tidegate will use."""
-    taken = set(own)
+def check_saved(folder: Path, reserved: Iterable[str]) -> None:
+    """ConfigError when `save_also` created an entry that cannot be part of a checkpoint: a link, a FIFO, a name that is
+    not UTF-8 or that is in `reserved`, the names at the top of the folder that Tidegate uses."""
+    taken = set(reserved)
     for path, is_plain in _entries(folder):
         name = path.relative_to(folder).as_posix()
         if name in taken:
-            raise ConfigError(f"save_also wrote {name}, which is a name of Tidegate's: give the file another name.")
+            raise ConfigError(f"save_also wrote {name}, a name that Tidegate uses: give the file another name.")
         if not is_plain:
             kind = kind_of_entry(path.lstat().st_mode)
             raise ConfigError(
-                f"save_also left something that cannot be part of a checkpoint: {name} is {kind}. Write plain files "
-                "and directories there, a copy instead of a link."
+                f"save_also created an entry that cannot be part of a checkpoint: {name} is {kind}. Write plain files "
+                "and directories only, and a copy instead of a link."
             )
         if not is_below(name):
             raise ConfigError(f"save_also wrote {name!a}, whose name is not UTF-8: give the file another name.")
 
 
 def checksums_of(folder: Path, leave_out: frozenset[str], pace: Pace = lambda _: None) -> tuple[SavedFile, ...]:
-    """All files below `folder`, in the order of their names, but for those at the top that Tidegate wrote itself."""
+    """Checksums of all files below `folder`, in the order of their names, without the names in `leave_out`, which
+    Tidegate wrote. `pace` is called before each chunk that is read."""
     names = sorted(path.relative_to(folder).as_posix() for path, _ in _entries(folder))
-    return tuple(_saved(folder, name, pace) for name in names if name not in leave_out)
+    return tuple(_checksum(folder, name, pace) for name in names if name not in leave_out)
 
 
 def verify(folder: Path, files: tuple[SavedFile, ...]) -> None:
-    """FileDamaged when one of them is not as it was written, DataTruncated when it is missing, StrangeEntry when
-    something else is in its place."""
+    """Verifies files of a checkpoint by their checksums. FileDamaged when one has changed, DataTruncated when it is
+    missing, StrangeEntry when another kind of entry is in its place."""
     for file in files:
         path = folder / file.file
         try:
-            found = _saved(folder, file.file, lambda _: None, most=file.nbytes)
+            found = _checksum(folder, file.file, lambda _: None, expected_bytes=file.nbytes)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise DataTruncated(path, "no file", "one") from error
         if found.nbytes != file.nbytes:
@@ -69,27 +73,27 @@ def verify(folder: Path, files: tuple[SavedFile, ...]) -> None:
             raise FileDamaged(path, f"SHA-256 {found.sha256}", file.sha256)
 
 
-_said: set[str] = set()
-"""Folders of which it was said that nothing is known of their files."""
+_warned: set[str] = set()
+"""Folders without checksums that a warning was logged for."""
 
 
-def say_unknown(folder: Path, leave_out: frozenset[str]) -> None:
-    """Warns, once for a folder, that its files have no checksums, if there are any."""
+def warn_without_checksums(folder: Path, leave_out: frozenset[str]) -> None:
+    """Warns, once per folder, that the user's files in it have no checksums. No warning without such files."""
     names = sorted({path.relative_to(folder).as_posix() for path, _ in _entries(folder)} - leave_out)
-    if names and str(folder) not in _said:
-        _said.add(str(folder))
+    if names and str(folder) not in _warned:
+        _warned.add(str(folder))
         log.warning(
-            "checkpoint %s was saved by an earlier Tidegate: there are no checksums of %s, damage to them would not be "
-            "seen. The next checkpoint has them.", folder.parent, ", ".join(names),
+            "checkpoint %s was saved by an earlier version of Tidegate without checksums of %s: damage to these files "
+            "is not detected. The next checkpoint has checksums.", folder.parent, ", ".join(names),
         )  # fmt: skip
 
 
-def _saved(folder: Path, name: str, pace: Pace, most: int | None = None) -> SavedFile:
-    """`most`: a file that is longer is not read."""
+def _checksum(folder: Path, name: str, pace: Pace, expected_bytes: int | None = None) -> SavedFile:
+    """Reads a file and computes its checksum. A file of another size than `expected_bytes` is not read."""
     digest = hashlib.sha256()
     with open_plain(folder / name) as file:
         size = os.fstat(file.fileno()).st_size
-        if most is not None and size != most:
+        if expected_bytes is not None and size != expected_bytes:
             return SavedFile(name, size, "")
         pace(0)
         nbytes = 0
@@ -101,7 +105,7 @@ def _saved(folder: Path, name: str, pace: Pace, most: int | None = None) -> Save
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """All that is below it but directories, and whether each is a plain file."""
+    """All entries below the folder except directories, and whether each is a plain file."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

@@ -1,7 +1,7 @@
-"""State as it was at one moment, and how it is written to a file while whatever holds it goes on changing.
+"""Point-in-time snapshots of a subgroup's state, and writing them to a file while training continues.
 
-What lies on a path is held by a second descriptor of its file: the next flush goes to another file, and the one that is
-held is there until it is let go, with a name or without. What lies in memory is held by a copy.
+State on a path is held by a second descriptor of its file: the next flush goes to another file, and the held file keeps
+its data until the descriptor is closed, even after it is unlinked. State in memory is held as a copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from tidegate.agent.interrupts import Uninterrupted
-from tidegate.agent.tiers.file_moves import PASSING
+from tidegate.agent.tiers.file_moves import TRANSIENT_ERRORS
 from tidegate.agent.tiers.file_path import HeldFile, write_header
 from tidegate.agent.tiers.scratch import reserve
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, num_blocks, padded_bytes
@@ -25,17 +25,19 @@ from tidegate.errors import DataTruncated
 from tidegate.kernels import IoPool, IoTicket, crc32c, open_direct
 
 BLOCK_BYTES: Final = 1 << 20
+"""Size of a checksummed block in files copied from memory."""
 CHUNK_BYTES: Final = 8 << 20
-"""What is moved between two calls of `pace`: whole blocks, at least one."""
+"""Bytes transferred between two calls of `pace`: rounded down to whole blocks, at least one block."""
 ATTEMPTS: Final = 3
+"""Maximum number of attempts of a read that fails with a transient error."""
 POLL_SECONDS: Final = 1.0
 
 Pace = Callable[[int], object]
-"""Called before each chunk, with its bytes."""
+"""Callback before each chunk, called with the bytes of the chunk. It may wait or raise."""
 
 
-class State(Protocol):
-    """The state of one subgroup, block by block."""
+class StateSource(Protocol):
+    """Snapshot of one subgroup's state that can be read chunk by chunk."""
 
     @property
     def kind(self) -> StateKind: ...
@@ -44,18 +46,20 @@ class State(Protocol):
     def block_bytes(self) -> int: ...
 
     def load(self, pool: IoPool, first: int, nbytes: int, buffer: int) -> int:
-        """The address of `nbytes` of it from `first` on; it may be `buffer`, the address of as much memory."""
+        """Returns the address of `nbytes` of the state from offset `first` on. It may read into `buffer`, the address
+        of memory of that size, or return memory of its own."""
 
     def header(self, checksums: tuple[int, ...]) -> Header:
-        """`checksums`: of the blocks as they were written."""
+        """Header of the new file. `checksums`: checksums of the blocks that were written."""
 
     def close(self) -> None:
-        """Lets it go. Idempotent."""
+        """Releases the snapshot. Idempotent."""
 
 
 @dataclass(slots=True)
 class StateInMemory:
-    """State at `address`, in whole pages whose rest is zeros; `memory` is what keeps it there."""
+    """Snapshot in memory at `address`, zero-padded to whole pages. `memory` is the object that keeps the memory
+    alive."""
 
     kind: StateKind
     run_id: bytes
@@ -77,7 +81,7 @@ class StateInMemory:
 
 @dataclass(slots=True)
 class StateInFile:
-    """State in a file of a path; each block is verified when it is read."""
+    """Snapshot in a file of a path. Each block is verified when it is read."""
 
     held: HeldFile
 
@@ -92,8 +96,8 @@ class StateInFile:
     def load(self, pool: IoPool, first: int, nbytes: int, buffer: int) -> int:
         held, header, block = self.held, self.held.header, first // self.block_bytes
         expected = np.array(header.block_checksums[block : block + num_blocks(nbytes, self.block_bytes)], np.uint32)
-        with held.counters.going_on("read"):
-            ticket = _tried(
+        with held.counters.in_progress("read"):
+            ticket = _retried(
                 lambda: pool.read(held.fd, buffer, nbytes, header.header_bytes + first, self.block_bytes, expected)
             )
         if ticket.checksum_mismatch:
@@ -113,10 +117,11 @@ class StateInFile:
         self.held.close()
 
 
-def write_state(pool: IoPool, state: State, target: Path, buffer: int = 0, pace: Pace | None = None) -> None:
-    """Writes a state file around the page cache; durable after fsync. `buffer`: the address of `buffer_bytes`.
+def write_state(pool: IoPool, state: StateSource, target: Path, buffer: int = 0, pace: Pace | None = None) -> None:
+    """Writes a snapshot to a new state file with direct I/O; durable after fsync. `buffer`: address of `buffer_bytes`
+    bytes of page-aligned memory. `pace` is called before each chunk.
 
-    OSError or PathFull when it cannot be written, OSError or `StateFileError` when the state cannot be read.
+    OSError or PathFull when the file cannot be written, OSError or `StateFileError` when the state cannot be read.
     """
     nbytes, block_bytes = padded_bytes(state.kind.data_bytes), state.block_bytes
     checksums = np.zeros(num_blocks(nbytes, block_bytes), np.uint32)
@@ -129,26 +134,27 @@ def write_state(pool: IoPool, state: State, target: Path, buffer: int = 0, pace:
             if pace is not None:
                 pace(size)
             address = state.load(pool, first, size, buffer)
-            some = checksums[first // block_bytes : num_blocks(first + size, block_bytes)]
-            begin = partial(pool.write, fd, address, size, data_at + first, block_bytes, some)
-            _check(finish(begin), target)
+            chunk_checksums = checksums[first // block_bytes : num_blocks(first + size, block_bytes)]
+            begin = partial(pool.write, fd, address, size, data_at + first, block_bytes, chunk_checksums)
+            _check(wait_for(begin), target)
         write_header(fd, state.header(tuple(map(int, checksums))))
     finally:
         os.close(fd)
 
 
 def chunk_bytes(block_bytes: int) -> int:
+    """Bytes of a chunk: whole blocks, at least one."""
     return max(CHUNK_BYTES // block_bytes, 1) * block_bytes
 
 
-def buffer_bytes(state: State) -> int:
-    """What `write_state` needs of a buffer; 0 for state in memory."""
+def buffer_bytes(state: StateSource) -> int:
+    """Bytes of the buffer that `write_state` needs; 0 for state in memory."""
     if isinstance(state, StateInMemory):
         return 0
     return min(chunk_bytes(state.block_bytes), padded_bytes(state.kind.data_bytes))
 
 
-def finish(begin: Callable[[], IoTicket]) -> IoTicket:
+def wait_for(begin: Callable[[], IoTicket]) -> IoTicket:
     """The ticket of a transfer that has ended. Whatever is raised meanwhile comes when its threads are done with file
     and memory, which the caller then lets go of."""
     with Uninterrupted():
@@ -164,16 +170,17 @@ def finish(begin: Callable[[], IoTicket]) -> IoTicket:
     return ticket
 
 
-def _tried(begin: Callable[[], IoTicket]) -> IoTicket:
-    """Again where the error may pass."""
+def _retried(begin: Callable[[], IoTicket]) -> IoTicket:
+    """Runs a transfer, and again after a transient error or a checksum mismatch; returns the last ticket."""
     for _ in range(ATTEMPTS - 1):
-        ticket = finish(begin)
-        if ticket.ok or (ticket.error not in PASSING and not ticket.checksum_mismatch):
+        ticket = wait_for(begin)
+        if ticket.ok or (ticket.error not in TRANSIENT_ERRORS and not ticket.checksum_mismatch):
             return ticket
-    return finish(begin)
+    return wait_for(begin)
 
 
 def _check(ticket: IoTicket, name: str | os.PathLike[str]) -> None:
+    """OSError when the transfer failed."""
     if not ticket.ok:
         code = ticket.error or errno.EIO
         raise OSError(code, os.strerror(code), os.fspath(name))

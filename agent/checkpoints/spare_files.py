@@ -1,7 +1,7 @@
-"""Room for a checkpoint: its copies, and a spare file for each file of a path that it holds.
+"""Reserves the disk space of a checkpoint: for its copies, and for a spare file per path file that it holds.
 
-What a checkpoint holds is never written to again, so the next flush needs another file. It is there before the
-checkpoint is: PathFull comes when one saves, and never from a flush.
+A file that a checkpoint holds is never written to again, so the next flush needs another file. That spare file is
+created before the checkpoint: PathFull is then raised while saving, never by a flush.
 """
 
 from __future__ import annotations
@@ -23,42 +23,43 @@ from tidegate.errors import PathFull, PathUnusable
 
 
 class Spares:
-    """The spare files of one rank's paths. `expiring`: checkpoints whose files become spares once the new one is
-    complete; none where flushes may come before it is."""
+    """Spare files of one rank's paths. `expiring`: checkpoints that are deleted once the new one is complete; their
+    files are reused as spares. Empty where flushes may happen before that."""
 
     def __init__(self, engine: Engine, rank: int, expiring: Sequence[Checkpoint]) -> None:
         self._engine, self._rank, self._expiring = engine, rank, expiring
-        self._promised: list[tuple[Layout, str, Path]] = []
-        """Subgroups, their paths, and the file of an expiring checkpoint that becomes their spare."""
+        self._reused: list[tuple[Layout, str, Path]] = []
+        """Subgroups with their path and the file of an expiring checkpoint that becomes their spare."""
 
-    def make_room(self, folder: Path, linked: Mapping[int, int], copied: Sequence[Layout]) -> None:
-        """Spares for what will be linked (bytes of files, by subgroup), from expiring checkpoints where they have such
-        files. PathFull, with nothing changed, when those and the copies do not fit."""
-        donors = self._donors(folder)
-        made: defaultdict[str, list[Layout]] = defaultdict(list)
+    def reserve(self, folder: Path, linked: Mapping[int, int], copied: Sequence[Layout]) -> None:
+        """Creates spare files for the subgroups that will be linked (`linked`: file sizes by subgroup), and checks the
+        space for the copies. Files of expiring checkpoints are reused where the size fits. PathFull, with nothing
+        changed, when the space is not there."""
+        reusable = self._reusable_files(folder)
+        new: defaultdict[str, list[Layout]] = defaultdict(list)
         needed = sum(file_bytes(kind_of(layout, self._rank).data_bytes, BLOCK_BYTES) for layout in copied)
         for layout in self._engine.layouts:
             if layout.id not in linked:
                 continue
-            lives = self._engine.memory.residence[layout.id]
-            if self._store.files_of(lives).has_spare(layout.id):
+            path_name = self._engine.memory.residence[layout.id]
+            if self._store.files_of(path_name).has_spare(layout.id):
                 continue
-            if donors[linked[layout.id]]:
-                self._promised.append((layout, lives, donors[linked[layout.id]].pop()))
+            if reusable[linked[layout.id]]:
+                self._reused.append((layout, path_name, reusable[linked[layout.id]].pop()))
             else:
-                made[lives].append(layout)
+                new[path_name].append(layout)
                 needed += linked[layout.id]
-        count = sum(map(len, made.values()))
-        _check_room(f"in {folder.parent.parent}", needed, free_bytes(folder), len(copied), count)
-        for name, layouts in made.items():
+        count = sum(map(len, new.values()))
+        _check_space(f"in {folder.parent.parent}", needed, free_bytes(folder), len(copied), count)
+        for name, layouts in new.items():
             path, spares = self._store.files_of(name), sum(linked[layout.id] for layout in layouts)
-            _check_room(f"of what is on path {name}", spares, path.free_bytes, 0, len(layouts))
-        for name, layouts in made.items():
+            _check_space(f"of the state on path {name}", spares, path.free_bytes, 0, len(layouts))
+        for name, layouts in new.items():
             for layout in layouts:
                 self._store.files_of(name).add_spare(layout.id)
 
-    def make_for(self, layout: Layout) -> bool:
-        """A spare for a subgroup that lives on a path; False when the path has no room for it."""
+    def add_for(self, layout: Layout) -> bool:
+        """Creates a spare file for a subgroup that is stored on a path; False when the path has no space for it."""
         path = self._store.files_of(self._engine.memory.residence[layout.id])
         if path.has_spare(layout.id):
             return True
@@ -70,35 +71,37 @@ class Spares:
             return False
         return True
 
-    def take_promised(self) -> None:
-        """The new checkpoint is complete, and those that gave files are no longer checkpoints."""
-        for layout, path, file in self._promised:
+    def take_reused_files(self) -> None:
+        """Turns files of expired checkpoints into spares. Call it when the new checkpoint is complete and the expired
+        ones are unpublished."""
+        for layout, path, file in self._reused:
             self._store.files_of(path).add_spare(layout.id, file)
 
     @property
     def _store(self) -> TierStore:
-        assert self._engine.store is not None, "spares are a path's"
+        assert self._engine.store is not None, "only paths have spare files"
         return self._engine.store
 
-    def _donors(self, folder: Path) -> defaultdict[int, list[Path]]:
-        """State files that nothing else holds, and that nobody needs once this checkpoint is complete; by size."""
-        found: defaultdict[int, list[Path]] = defaultdict(list)
+    def _reusable_files(self, folder: Path) -> defaultdict[int, list[Path]]:
+        """State files of expiring checkpoints that no other name links, on the file system of `folder`; by size."""
+        files: defaultdict[int, list[Path]] = defaultdict(list)
         device = folder.stat().st_dev
         for checkpoint in self._expiring:
             for stored in checkpoint.manifest.subgroups:
                 path = checkpoint.folder / stored.file
-                with suppress(OSError):  # then it gives none
-                    about = path.lstat()
-                    if stat.S_ISREG(about.st_mode) and about.st_nlink == 1 and about.st_dev == device:
-                        found[about.st_size].append(path)
-        return found
+                with suppress(OSError):  # a file that cannot be inspected is not reused
+                    status = path.lstat()
+                    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_dev == device:
+                        files[status.st_size].append(path)
+        return files
 
 
-def _check_room(where: str, needed: int, free: int, copies: int, spares: int) -> None:
+def _check_space(where: str, needed: int, free: int, copies: int, spares: int) -> None:
+    """PathFull, with the figures, when `needed` bytes are more than the free ones."""
     if needed > free:
         raise PathFull(
             f"A checkpoint {where} needs {needed:,} bytes more, {free:,} are free: for copies of {copies} subgroups "
-            f"and {spares} spare files, as what is linked is never written to again. Free space, keep fewer "
+            f"and {spares} spare files, as a linked file is never written to again. Free space, keep fewer "
             "checkpoints, or save to another file system.",
             needed, free,
         )  # fmt: skip

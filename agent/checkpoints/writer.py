@@ -1,9 +1,11 @@
-"""Writes a checkpoint: a state file for each subgroup, linked where the file is on the same file system, else copied;
-at once, or held as it is and copied while training goes on (`drain`).
+"""Writes a checkpoint: one state file per subgroup, hard-linked where its file is on the same file system, else copied.
 
-Nothing is changed in a checkpoint that is complete, and no older one goes before the new one is. What it costs in
-space: files of expired checkpoints become the spare files of the paths, so that a path needs (1 + kept checkpoints)
-times its share; one more while a checkpoint is drained.
+Copies are made immediately, or in the background (`background`) from state that is held unchanged while training
+continues.
+
+A complete checkpoint is never changed, and older ones are removed only after the new one is complete. Disk space: files
+of expired checkpoints become the spare files of the paths, so a path needs (1 + kept checkpoints) times its share, and
+once more while a checkpoint is copied in the background.
 """
 
 from __future__ import annotations
@@ -23,25 +25,25 @@ from typing import Any, Final
 
 import torch
 
-from tidegate.agent.checkpoints.background import Part, PendingCheckpoint, abandon
+from tidegate.agent.checkpoints.background import PendingCheckpoint, UnpublishedPart, abandon
 from tidegate.agent.checkpoints.manifest import (
     OPTIMIZER_FILE,
     Checkpoint,
     DamagedCheckpoint,
     Manifest,
     ParamForm,
-    Stored,
+    StoredSubgroup,
     folder_name,
-    forget_overtaken,
-    remove_remains,
-    retract,
-    survey,
+    list_checkpoints,
+    remove_orphans,
     sync,
+    unpublish,
+    unpublish_superseded,
 )
 from tidegate.agent.checkpoints.saved_files import check_saved
-from tidegate.agent.checkpoints.snapshot import State, StateInFile, StateInMemory, write_state
+from tidegate.agent.checkpoints.snapshot import StateInFile, StateInMemory, StateSource, write_state
 from tidegate.agent.checkpoints.spare_files import Spares
-from tidegate.agent.checkpoints.writer_lock import Writing
+from tidegate.agent.checkpoints.writer_lock import WriterLock
 from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.parameters.subgroups import Layout, Segment, flat
@@ -56,27 +58,32 @@ from tidegate.plan.ops import is_path
 log = logging.getLogger("tidegate.tiers")
 
 THREADS: Final = 4
+"""Number of blocks written at once."""
 AUTO_MEMORY_SHARE: Final = 0.5
-"""Of the host memory that is free, for copies of state that is not on a path."""
+"""Share of the free host memory for copies of state that is not on a path."""
 
 SaveAlso = Callable[[Path], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint is made of. `optimizer`: what is small, and can be loaded as weights only; `step`: updates;
-    `writing`: who writes it."""
+    """Input of a checkpoint.
+
+    optimizer: small state that can be loaded with weights_only=True.
+    step: number of updates.
+    lock: lock of the optimizer that writes.
+    """
 
     engine: Engine
     params: Sequence[torch.Tensor]
     optimizer: Mapping[str, Any]
     step: int
-    writing: Writing
+    lock: WriterLock
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a checkpoint goes. `keep`: so many of the newest complete ones stay."""
+    """Destination of a checkpoint. `keep`: number of the newest complete checkpoints that are kept."""
 
     directory: str | os.PathLike[str]
     keep: int = 1
@@ -88,46 +95,47 @@ class Target:
 
 
 def save(contents: Contents, target: Target, ranks: Ranks) -> Checkpoint:
-    """Writes a checkpoint and, when it is complete, removes all but the newest.
+    """Writes a checkpoint immediately, then removes all but the `keep` newest complete ones.
 
-    PathFull when there is no room, CheckpointTaken when another run or optimizer writes there, CheckpointFailed when it
-    cannot be written; then the others are as they were.
+    PathFull when the space is not there, CheckpointTaken when another run or optimizer writes to the directory,
+    CheckpointFailed when it cannot be written; the other checkpoints are then unchanged.
     """
     return _Writer(contents, target, ranks).write()
 
 
-def begin(contents: Contents, target: Target, ranks: Ranks, memory_bytes: int | None) -> PendingCheckpoint:
-    """As `save`, but returns when all is linked or held: the rest is drained. `memory_bytes`: for copies of state that
-    is not on a path, in host memory; None for half of what is free. What does not fit is written first."""
+def save_in_background(contents: Contents, target: Target, ranks: Ranks, memory_bytes: int | None) -> PendingCheckpoint:
+    """As `save`, but returns when all state is linked or held; the rest is copied in the background. `memory_bytes`:
+    limit of the host memory for copies of state that is not on a path; None for half of the free memory. State beyond
+    the limit is written before this returns."""
     if memory_bytes is not None and memory_bytes < 0:
         raise ConfigError(f"memory_bytes={memory_bytes} is out of range: at least 0.")
     writer = _Writer(contents, target, ranks)
-    ways = writer.ways(int(AUTO_MEMORY_SHARE * host_available_bytes()) if memory_bytes is None else memory_bytes)
-    if ranks.all_true(not (ways.held or ways.in_memory)):
-        return PendingCheckpoint.complete(writer.write())
-    return writer.begin(ways)
+    plan = writer.plan_copies(int(AUTO_MEMORY_SHARE * host_available_bytes()) if memory_bytes is None else memory_bytes)
+    if ranks.all_true(not (plan.held or plan.in_memory)):
+        return PendingCheckpoint.already_complete(writer.write())
+    return writer.write_in_background(plan)
 
 
 def weights_checksum(params: Sequence[torch.Tensor], segments: Sequence[Segment]) -> int:
-    """The CRC-32C of the weights of one subgroup."""
-    found = 0
+    """CRC-32C of the weights of one subgroup."""
+    checksum = 0
     for s in segments:
         weights = flat(params[s.param])[s.offset : s.offset + s.numel].cpu()
-        found = crc32c(weights.data_ptr(), weights.numel() * weights.element_size(), found)
-    return found
+        checksum = crc32c(weights.data_ptr(), weights.numel() * weights.element_size(), checksum)
+    return checksum
 
 
 @dataclass(frozen=True, slots=True)
-class _Ways:
-    """Which subgroups wait for the drain: held in the file that they are in, or as a copy in memory. The others are
-    linked or copied at once."""
+class _BackgroundPlan:
+    """Subgroups that are copied in the background: `held` ones from their present file, `in_memory` ones from a copy in
+    host memory. All others are linked or copied immediately."""
 
     held: frozenset[int] = frozenset()
     in_memory: frozenset[int] = frozenset()
 
 
 class _Writer:
-    """One rank's part of one checkpoint."""
+    """Writer of one rank's part of one checkpoint."""
 
     def __init__(self, contents: Contents, target: Target, ranks: Ranks) -> None:
         self._contents, self._ranks, self._save_also = contents, ranks, target.save_also
@@ -137,51 +145,52 @@ class _Writer:
         with _agreed(ranks, self._base), _failed_on_error(self._base):
             self._base.mkdir(parents=True, exist_ok=True)
             if ranks.rank == 0:
-                contents.writing.take(self._base)
+                contents.lock.take(self._base)
         with _agreed(ranks, self._base), _failed_on_error(self._base):
-            complete, damaged = survey(self._base, ranks.rank)
-            forget_overtaken(self._base, complete, damaged, ranks.rank)
-            remove_remains(self._base, ranks.rank)
+            complete, damaged = list_checkpoints(self._base, ranks.rank)
+            unpublish_superseded(self._base, complete, damaged, ranks.rank)
+            remove_orphans(self._base, ranks.rank)
         self._expiring = complete[target.keep - 1 :]
-        """What goes when it is complete."""
-        name, self._attempt, self._number = ranks.from_first(_next(contents.step, complete, damaged))
+        """Checkpoints that are removed when the new one is complete."""
+        name, self._attempt, self._number = ranks.from_first(_name_next(contents.step, complete, damaged))
         self._directory = self._base / name
         self._folder = self._directory / folder_name(ranks.rank, self._attempt)
         with _agreed(ranks, self._directory):
             self._sums = [weights_checksum(contents.params, layout.segments) for layout in self._engine.layouts]
             self._linkable = self._find_linkable()
-            """Bytes of the files that can be linked, by subgroup."""
+            """Sizes in bytes of the files that can be linked, by subgroup."""
 
     def write(self) -> Checkpoint:
-        """Everything, now."""
+        """Writes everything immediately."""
         spares = Spares(self._engine, self._ranks.rank, self._expiring)
         with _agreed(self._ranks, self._directory), _abandoned_on_error(self._folder):
-            made = self._part(spares, _Ways()).publish()
+            published = self._part(spares, _BackgroundPlan()).publish()
         try:
-            _retire(self._base, self._expiring, self._store, made, spares)
+            _retire(self._base, self._expiring, self._store, published, spares)
         except OSError as error:
-            log.warning("checkpoint %s is complete, but older ones stay behind: %s", self._directory, error)
-        return made
+            log.warning("checkpoint %s is complete, but older ones cannot be removed: %s", self._directory, error)
+        return published
 
-    def begin(self, ways: _Ways) -> PendingCheckpoint:
-        """What has to be now; the rest is drained."""
-        # Flushes may come before it is complete: until then no expiring checkpoint gives files.
+    def write_in_background(self, plan: _BackgroundPlan) -> PendingCheckpoint:
+        """Links, holds and copies what is needed now; a thread copies the rest."""
+        # Flushes may happen before the new checkpoint is complete, and expiring ones are kept until then: their files
+        # are not reused.
         spares = Spares(self._engine, self._ranks.rank, ())
-        store = weakref.ref(self._store) if self._store is not None else _nothing
+        store = weakref.ref(self._store) if self._store is not None else _no_store
         base, expiring = self._base, self._expiring
         with _abandoned_on_error(self._folder), ExitStack() as on_error:
             with _agreed(self._ranks, self._directory):
-                part = self._part(spares, ways)
-                on_error.callback(part.let_go)
+                part = self._part(spares, plan)
+                on_error.callback(part.release)
             pending = PendingCheckpoint(
-                part, _updating(self._engine), lambda made: _retire(base, expiring, store(), made), self._ranks
+                part, _updating(self._engine), lambda new: _retire(base, expiring, store(), new), self._ranks
             )
             pending.start()
             on_error.pop_all()
         return pending
 
-    def ways(self, memory_bytes: int) -> _Ways:
-        """What can wait."""
+    def plan_copies(self, memory_bytes: int) -> _BackgroundPlan:
+        """Chooses the subgroups that can be copied in the background."""
         held, in_memory = set(), set()
         for layout in self._engine.layouts:
             if layout.id in self._linkable:
@@ -194,34 +203,36 @@ class _Writer:
             if nbytes <= memory_bytes:
                 memory_bytes -= nbytes
                 in_memory.add(layout.id)
-        return _Ways(frozenset(held), frozenset(in_memory))
+        return _BackgroundPlan(frozenset(held), frozenset(in_memory))
 
     def _path(self, layout: Layout) -> StoragePath | None:
-        """Where its state lives, if that is a path with files. What is in an object store is copied."""
-        lives = self._engine.memory.residence[layout.id]
-        path = self._store.paths[lives] if self._store is not None and is_path(lives) else None
+        """The path that stores the subgroup's state, if it stores files. State in an object store is copied."""
+        residence = self._engine.memory.residence[layout.id]
+        path = self._store.paths[residence] if self._store is not None and is_path(residence) else None
         return path if isinstance(path, StoragePath) else None
 
     def _find_linkable(self) -> dict[int, int]:
-        found, device = {}, self._base.stat().st_dev
+        """Sizes in bytes of the files that can be hard-linked into the checkpoint, by subgroup."""
+        linkable, device = {}, self._base.stat().st_dev
         for layout in self._engine.layouts:
             path = self._path(layout)
             nbytes = path.link_bytes(layout.id, self._sums[layout.id], device) if path is not None else None
             if nbytes is not None:
-                found[layout.id] = nbytes
-        return found
+                linkable[layout.id] = nbytes
+        return linkable
 
-    # ---- what is written now
+    # ---- the part that is written immediately
 
-    def _part(self, spares: Spares, ways: _Ways) -> Part:
-        _make(self._folder)
+    def _part(self, spares: Spares, plan: _BackgroundPlan) -> UnpublishedPart:
+        """Creates the folder and writes everything that does not wait for the background thread."""
+        _make_folder(self._folder)
         sync(self._base)
         if self._save_also is not None:
             self._save_also(self._folder)
             check_saved(self._folder, (OPTIMIZER_FILE, *(_file_of(layout) for layout in self._engine.layouts)))
-        pending: list[tuple[State, Path]] = []
+        pending: list[tuple[StateSource, Path]] = []
         try:
-            stored = tuple(self._put_states(spares, ways, pending))
+            stored = tuple(self._put_states(spares, plan, pending))
             crc = self._write_optimizer(self._folder / OPTIMIZER_FILE)
             manifest = Manifest(
                 self._contents.step, self._number, self._attempt, self._run_id.hex, self._ranks.rank, self._ranks.count,
@@ -231,48 +242,54 @@ class _Writer:
             for state, _ in pending:
                 state.close()
             raise
-        return Part(self._directory, manifest, pending)
+        return UnpublishedPart(self._directory, manifest, pending)
 
-    def _put_states(self, spares: Spares, ways: _Ways, pending: list[tuple[State, Path]]) -> Iterator[Stored]:
-        """Links, holds or copies each."""
+    def _put_states(
+        self, spares: Spares, plan: _BackgroundPlan, pending: list[tuple[StateSource, Path]]
+    ) -> Iterator[StoredSubgroup]:
+        """Links, holds or copies the state of each subgroup; held and copied-to-memory state is added to `pending`."""
         layouts = self._engine.layouts
         copied = [layout for layout in layouts if layout.id not in self._linkable]
-        spares.make_room(self._folder, self._linkable, copied)
-        held = frozenset(s for s in ways.held if spares.make_for(layouts[s]))
-        if len(held) < len(ways.held):
+        spares.reserve(self._folder, self._linkable, copied)
+        held = frozenset(s for s in plan.held if spares.add_for(layouts[s]))
+        if len(held) < len(plan.held):
             log.warning(
-                "checkpoint %s: %d of %d subgroups are copied while training waits, as their paths have no room for "
-                "spare files", self._directory, len(ways.held) - len(held), len(ways.held),
+                "checkpoint %s: %d of %d subgroups are copied while training waits, as their paths have no space for "
+                "spare files", self._directory, len(plan.held) - len(held), len(plan.held),
             )  # fmt: skip
         with IoPool(THREADS) as pool:
             for layout in layouts:
                 kind, target = kind_of(layout, self._ranks.rank), self._folder / _file_of(layout)
-                step = self._linked(layout, target)
+                step = self._link(layout, target)
                 if step is None and layout.id in held:
-                    step = self._held(layout, target, pending)
+                    step = self._hold(layout, target, pending)
                 if step is None:
-                    step = self._copied(pool, layout, target, pending if layout.id in ways.in_memory else None)
-                yield Stored(target.name, step, layout.numel, kind.weight_format, kind.state_bytes, layout.segments)
+                    step = self._copy(pool, layout, target, pending if layout.id in plan.in_memory else None)
+                yield StoredSubgroup(
+                    target.name, step, layout.numel, kind.weight_format, kind.state_bytes, layout.segments
+                )
 
-    def _linked(self, layout: Layout, target: Path) -> int | None:
-        """The step of the state, None when it was not to be linked or the file system would not have it."""
+    def _link(self, layout: Layout, target: Path) -> int | None:
+        """Links the subgroup's file to `target` and returns the step of its state. None when it cannot be linked."""
         path = self._path(layout)
         if path is None or layout.id not in self._linkable:
             return None
         return path.step_of(layout.id) if path.link(layout.id, self._sums[layout.id], target) else None
 
-    def _held(self, layout: Layout, target: Path, pending: list[tuple[State, Path]]) -> int:
+    def _hold(self, layout: Layout, target: Path, pending: list[tuple[StateSource, Path]]) -> int:
+        """Holds the subgroup's file open for the background copy and returns the step of its state."""
         path = self._path(layout)
-        assert path is not None, "only files are held"
+        assert path is not None, "only state in files is held"
         pending.append((StateInFile(path.hold(layout.id, self._sums[layout.id])), target))
         return path.step_of(layout.id)
 
-    def _copied(self, pool: IoPool, layout: Layout, target: Path, pending: list[tuple[State, Path]] | None) -> int:
-        """To the file or, where it may be `pending`, to memory."""
+    def _copy(self, pool: IoPool, layout: Layout, target: Path, pending: list[tuple[StateSource, Path]] | None) -> int:
+        """Copies the subgroup's state to the file `target` or, with `pending`, to memory. Returns the step of the
+        state."""
         kind, step = kind_of(layout, self._ranks.rank), self._contents.step
         nbytes, weights = padded_bytes(kind.data_bytes), self._sums[layout.id]
         with self._engine.memory.arrays(layout.id, changed=False) as arrays:
-            # One block of whole pages, which begins with the first array.
+            # The arrays are one block of whole pages; the first array is at its begin.
             address = arrays["exp_avg"].data_ptr()
             fill(address + kind.data_bytes, 0, nbytes - kind.data_bytes)
             if pending is None:
@@ -285,23 +302,24 @@ class _Writer:
         return step
 
     def _write_optimizer(self, target: Path) -> int:
-        """The checksum of what was written."""
-        written = io.BytesIO()
-        torch.save(dict(self._contents.optimizer), written)
+        """Writes the optimizer's small state and returns the CRC-32 of the file."""
+        buffer = io.BytesIO()
+        torch.save(dict(self._contents.optimizer), buffer)
         try:
-            torch.load(io.BytesIO(written.getvalue()), weights_only=True)
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
         except Exception as error:
             raise ConfigError(
-                f"The param groups hold something that a checkpoint cannot: {error} Leave plain values and tensors in "
-                "them."
+                f"The param groups hold a value that cannot be saved in a checkpoint: {error} Keep only plain values "
+                "and tensors in them."
             ) from error
-        target.write_bytes(written.getvalue())
-        return zlib.crc32(written.getvalue())
+        target.write_bytes(buffer.getvalue())
+        return zlib.crc32(buffer.getvalue())
 
 
 @contextmanager
 def _agreed(ranks: Ranks, directory: Path) -> Iterator[None]:
-    """All ranks come through this, or none does: CheckpointFailed where another one failed."""
+    """Makes a failure on one rank fail on all ranks: CheckpointFailed where another rank failed. A collective of all
+    ranks."""
     try:
         yield
     except BaseException:
@@ -313,7 +331,7 @@ def _agreed(ranks: Ranks, directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _abandoned_on_error(folder: Path) -> Iterator[None]:
-    """What is in `folder`, a rank's part of a checkpoint, goes when this fails. CheckpointFailed for OSError."""
+    """Deletes `folder`, a rank's part of a checkpoint, if the block raises. CheckpointFailed for OSError."""
     try:
         yield
     except BaseException:
@@ -324,43 +342,44 @@ def _abandoned_on_error(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _failed_on_error(directory: Path) -> Iterator[None]:
-    """CheckpointFailed for OSError and PathUnusable."""
+    """Converts OSError and PathUnusable to CheckpointFailed."""
     try:
         yield
     except (OSError, PathUnusable) as error:
-        raise CheckpointFailed(f"{directory} cannot be written: {error}. Older ones are as they were.") from error
+        raise CheckpointFailed(f"{directory} cannot be written: {error}. Older checkpoints are unchanged.") from error
 
 
 def _retire(
-    base: Path, expiring: Sequence[Checkpoint], store: TierStore | None, made: Checkpoint, spares: Spares | None = None
+    base: Path, expiring: Sequence[Checkpoint], store: TierStore | None, new: Checkpoint, spares: Spares | None = None
 ) -> None:
-    """`made` is complete: older ones go, and of their files the paths make their spares."""
+    """Removes expired checkpoints once `new` is complete, and turns their files into spares of the paths."""
     for checkpoint in expiring:
-        retract(checkpoint)
+        unpublish(checkpoint)
     if spares is not None:
-        spares.take_promised()
-    remove_remains(base, made.manifest.rank)
+        spares.take_reused_files()
+    remove_orphans(base, new.manifest.rank)
     if store is not None:
-        store.last_checkpoint = os.fspath(made.directory)
+        store.last_checkpoint = os.fspath(new.directory)
 
 
 def _updating(engine: Engine) -> Callable[[], bool]:
-    """Whether an update runs. An engine that nobody holds any more has none."""
-    alive = weakref.ref(engine)
+    """Function that returns whether an update runs; False once the engine is garbage-collected."""
+    reference = weakref.ref(engine)
 
     def updating() -> bool:
-        found = alive()
-        return found is not None and found.updating
+        live = reference()
+        return live is not None and live.updating
 
     return updating
 
 
-def _nothing() -> None:
-    return None
+def _no_store() -> None:
+    """Replaces the weak reference to a store where there is no store."""
 
 
-def _next(step: int, complete: Sequence[Checkpoint], damaged: Sequence[DamagedCheckpoint]) -> tuple[str, str, int]:
-    """Directory, attempt and number of the checkpoint that comes. No damaged one is written to."""
+def _name_next(step: int, complete: Sequence[Checkpoint], damaged: Sequence[DamagedCheckpoint]) -> tuple[str, str, int]:
+    """Directory name, attempt id and sequence number of the next checkpoint. A damaged checkpoint's directory is not
+    reused."""
     number = max((one.manifest.number for one in complete), default=0) + 1
     taken = {one.directory.name for one in complete} | {one.directory.name for one in damaged}
     while f"step-{step}.{number}" in taken:
@@ -370,11 +389,12 @@ def _next(step: int, complete: Sequence[Checkpoint], damaged: Sequence[DamagedCh
 
 
 def _file_of(layout: Layout) -> str:
+    """File name of a subgroup's state."""
     return f"{layout.id:06d}.tide"
 
 
-def _make(folder: Path) -> None:
-    """With its parent, which another rank may be removing right now, as an empty one."""
+def _make_folder(folder: Path) -> None:
+    """Creates the folder and its parent, which another rank may remove at the same time because it is empty."""
     while True:
         with suppress(FileNotFoundError):
             folder.mkdir(parents=True)

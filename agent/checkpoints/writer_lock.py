@@ -1,9 +1,10 @@
-"""Who may write to a directory of checkpoints: one optimizer of one run at a time.
+"""Lock of a directory of checkpoints: only one optimizer of one run may write to it at a time.
 
-Two of them would each remove what the other keeps. The first takes an exclusive `flock` on a file in the directory,
-and has it until it is closed; the kernel frees it when the process dies, on NFS the server does. Rank 0 has it for all
-ranks of its run. Two optimizers of one process exclude each other, too. The file of another user is locked as well, if
-that user lets it be read. Where a file system has no locks, only those of one process do, and that is said.
+Two writers would each remove the other's checkpoints. The first takes an exclusive `flock` on a file in the directory
+and holds it until `close`. The kernel releases it when the process dies; on NFS the server does. Rank 0 holds the lock
+for all ranks of its run. Two optimizers of one process exclude each other, too. The lock file of another user is locked
+as well, if it is readable. Where a file system has no locks, only optimizers of one process exclude each other, and a
+warning is logged.
 """
 
 from __future__ import annotations
@@ -27,45 +28,50 @@ log = logging.getLogger("tidegate.tiers")
 
 LOCK: Final = ".tidegate-writer"
 """The lock file, in the directory of checkpoints."""
-NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
-NOT_OURS: Final = (errno.EACCES, errno.EPERM)
-MOST_SHOWN: Final = 4096
+NO_LOCKS_ERRORS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
+NO_ACCESS_ERRORS: Final = (errno.EACCES, errno.EPERM)
+MAX_LOCK_FILE_BYTES: Final = 4096
+"""Bytes that are read of a lock file."""
 
 _held: dict[tuple[int, int], int] = {}
-"""Directories that this process writes to, by device and inode, with the descriptor of the lock file; -1 for none."""
+"""Directories locked by this process, by device and inode, with the descriptor of the lock file; -1 where the file
+could not be locked."""
 
 
-class Writing:
-    """The right of one optimizer to write to directories of checkpoints."""
+class WriterLock:
+    """Locks that one optimizer holds on directories of checkpoints."""
 
     def __init__(self) -> None:
         self._mine: dict[tuple[int, int], Path] = {}
         self._pid = os.getpid()
-        # Nobody has to call `close`: the right goes with the optimizer that nobody holds, and with the process.
-        self._closed = weakref.finalize(self, _give_up, self._mine, self._pid)
+        # Calling `close` is optional: the locks are released when the optimizer is garbage-collected or the process
+        # ends.
+        self._closed = weakref.finalize(self, _release, self._mine, self._pid)
 
     def take(self, directory: Path) -> None:
-        """Takes it for a directory that exists, unless it has it already. CheckpointTaken when another one has it."""
+        """Locks an existing directory, unless this object has locked it already. CheckpointTaken when another process
+        or optimizer has."""
         key = _key(os.stat(directory))
         if key in self._mine:
             return
         if key in _held:
-            raise CheckpointTaken(_taken(directory, "another optimizer of this process"))
+            raise CheckpointTaken(_taken_message(directory, "another optimizer of this process"))
         _held[key] = _lock(directory)
         self._mine[key] = directory
 
     def close(self) -> None:
-        """Others may write from now on. Idempotent; nothing in a fork."""
-        _give_up(self._mine, self._pid)
+        """Releases the locks. Idempotent; does nothing in a forked child."""
+        _release(self._mine, self._pid)
 
 
-def _give_up(mine: dict[tuple[int, int], Path], pid: int) -> None:
+def _release(mine: dict[tuple[int, int], Path], pid: int) -> None:
+    """Deletes the lock files and closes their descriptors, which releases the locks."""
     if os.getpid() != pid:
         return
     for key, directory in mine.items():
         fd = _held.pop(key)
         if fd >= 0:
-            with suppress(OSError):  # the directory may be gone; the lock goes with the descriptor
+            with suppress(OSError):  # the directory may be gone; closing the descriptor releases the lock
                 if _is_at(fd, directory / LOCK):
                     os.unlink(directory / LOCK)
             os.close(fd)
@@ -73,35 +79,35 @@ def _give_up(mine: dict[tuple[int, int], Path], pid: int) -> None:
 
 
 def _lock(directory: Path) -> int:
-    """The descriptor that holds the lock; -1 where there are none, or the lock file is one that another user lets
-    nobody read."""
+    """Locks the lock file and returns its descriptor; -1 where the file system has no locks, or another user's lock
+    file is not readable."""
     path = directory / LOCK
     while True:
         try:
             fd = _open(path)
         except OSError as error:
-            if error.errno not in NOT_OURS or not os.access(directory, os.W_OK):
+            if error.errno not in NO_ACCESS_ERRORS or not os.access(directory, os.W_OK):
                 raise
             owner = f"it belongs to user {path.lstat().st_uid}" if os.path.lexists(path) else os.strerror(error.errno)
-            _say_unlocked(path, f"{owner}. Remove it when that user's run has ended")
+            _warn_unlocked(path, f"{owner}. Remove it when that user's run has ended")
             return -1
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = _holder(fd)
             os.close(fd)
-            raise CheckpointTaken(_taken(directory, holder)) from None
+            raise CheckpointTaken(_taken_message(directory, holder)) from None
         except OSError as error:
             os.close(fd)
-            if error.errno not in NO_LOCKS:
+            if error.errno not in NO_LOCKS_ERRORS:
                 raise
-            _say_unlocked(path, f"{error.strerror}. Give each run and each optimizer a directory of its own")
+            _warn_unlocked(path, f"{error.strerror}. Give each run and each optimizer a directory of its own")
             return -1
         if _is_at(fd, path) and not _replaced(fd, path):
             break
-        os.close(fd)  # whoever had it has just removed it, or we have
+        os.close(fd)  # the file was removed meanwhile, by its last holder or by _replaced: try again
     about = {"pid": os.getpid(), "host": socket.gethostname()}
-    with suppress(OSError):  # a full disk, or a file of another user's: it is only for people
+    with suppress(OSError):  # a full disk, or another user's file: the content is only informative
         os.fchmod(fd, 0o644)  # other users can see that it is locked, whatever the umask
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(about).encode(), 0)
@@ -109,79 +115,85 @@ def _lock(directory: Path) -> int:
 
 
 def _replaced(fd: int, path: Path) -> bool:
-    """Whether a lock file of another user, whose run has ended, was removed: the next one will say who we are."""
+    """Removes the lock file of another user whose run has ended, so that a new one names this process. True if it was
+    removed."""
     if os.fstat(fd).st_uid == os.geteuid():
         return False
     try:
         os.unlink(path)
-    except OSError:  # a directory in which one removes only one's own: theirs is locked as well
+    except OSError:  # in a directory with the sticky bit only owners may remove files: the other user's file is used
         return False
     return True
 
 
 def _open(path: Path) -> int:
-    """The lock file, made when it is missing; for reading where it is another user's. CheckpointFailed when something
-    else is in its place."""
-    how = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    """Opens the lock file, and creates it if it is missing; another user's file is opened for reading. CheckpointFailed
+    when another kind of entry is in its place."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | how, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
         except OSError as error:
-            if error.errno not in NOT_OURS or not os.path.lexists(path):
+            if error.errno not in NO_ACCESS_ERRORS or not os.path.lexists(path):
                 raise
-            fd = os.open(path, os.O_RDONLY | how)
+            fd = os.open(path, os.O_RDONLY | flags)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise CheckpointFailed(_strange(path, path.lstat().st_mode)) from error
+            raise CheckpointFailed(_wrong_kind_message(path, path.lstat().st_mode)) from error
         raise
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
-        raise CheckpointFailed(_strange(path, mode))
+        raise CheckpointFailed(_wrong_kind_message(path, mode))
     return fd
 
 
-def _strange(path: Path, mode: int) -> str:
+def _wrong_kind_message(path: Path, mode: int) -> str:
+    """Message for a lock file that is not a plain file."""
     return (
-        f"{path.parent} cannot be written: {path.name}, the lock file of whoever writes there, is "
-        f"{kind_of_entry(mode)}. Look who put it there, and remove it."
+        f"{path.parent} cannot be written: {path.name}, which should be the lock file, is "
+        f"{kind_of_entry(mode)}. Find out who created it, and remove it."
     )
 
 
-def _taken(directory: Path, holder: str) -> str:
+def _taken_message(directory: Path, holder: str) -> str:
+    """Message for a directory that another process or optimizer writes to."""
     return (
         f"{directory} cannot be written: {holder} saves its checkpoints there, and each would remove the other's. Give "
         "each run and each optimizer a directory of its own, or close the other one first."
     )
 
 
-def _say_unlocked(path: Path, why: str) -> None:
-    log.warning("%s cannot be locked: %s. Nobody is kept from writing there at the same time.", path, why)
+def _warn_unlocked(path: Path, why: str) -> None:
+    """Warns that the directory is used without a lock."""
+    log.warning("%s cannot be locked: %s. Another run that writes there at the same time is not detected.", path, why)
 
 
 def _holder(fd: int) -> str:
-    """For people, as the lock file says."""
+    """The process that holds the lock, as text, from the content of the lock file."""
     try:
-        about: Any = json.loads(os.pread(fd, MOST_SHOWN, 0))
+        about: Any = json.loads(os.pread(fd, MAX_LOCK_FILE_BYTES, 0))
         return f"process {int(about['pid'])} on {about['host']!s:.80}"
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return "another process"
 
 
 def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is still the file at `path`."""
     try:
         return _key(os.fstat(fd)) == _key(path.lstat())
     except FileNotFoundError:
         return False
 
 
-def _key(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
+def _key(status: os.stat_result) -> tuple[int, int]:
+    """Device and inode number: they identify a file or directory."""
+    return status.st_dev, status.st_ino
 
 
 def _forget_in_child() -> None:
-    """A forked child writes no checkpoints of its parent's: it closes its copies of the descriptors, so that the locks
-    go with the parent."""
+    """Closes a forked child's copies of the descriptors, so that the locks end with the parent. The child holds no
+    locks."""
     for fd in _held.values():
         if fd >= 0:
             os.close(fd)

@@ -1,1 +1,1 @@
-"""Control: `tidegate.attach`, the link to the daemon, the agreement of ranks, and the tuner at step boundaries."""
+"""Control of a run: `tidegate.attach`, the link to the daemon, agreement between ranks, the tuner between steps."""

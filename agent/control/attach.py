@@ -1,4 +1,8 @@
-"""`tidegate.attach`: phases from hooks on the model, metrics, the link to the daemon, and knobs at step boundaries."""
+"""`tidegate.attach`: connects an optimizer to telemetry and the control daemon.
+
+Hooks on the model mark the phases, /metrics is served, a link to the daemon is opened, and knobs are applied between
+steps.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,17 @@ import torch
 from pydantic import ValidationError
 
 from tidegate.agent.control import attachment_registry
-from tidegate.agent.control.attach_checks import check_arguments, configure_logs, join, made
-from tidegate.agent.control.daemon_link import AgentLink, Committed
+from tidegate.agent.control.attach_checks import check_arguments, configure_logs, connect, validated
+from tidegate.agent.control.daemon_link import AgentLink, CommittedKnobs
 from tidegate.agent.control.process_identity import this_host, this_process
-from tidegate.agent.control.step_sync import Boundary, agree
+from tidegate.agent.control.step_sync import BoundaryMessage, agree
 from tidegate.agent.control.tuning import Tuning
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.module_hooks import ModelHook
 from tidegate.agent.ranks import Ranks, local_rank
-from tidegate.agent.telemetry.rank_metrics import Watch
+from tidegate.agent.telemetry.rank_metrics import RankMetrics
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import Knobs
@@ -37,11 +41,11 @@ log = logging.getLogger("tidegate")
 
 
 class Attachment:
-    """What `attach` started; `close()` it, or let `optimizer.close()` do so.
+    """Result of `attach`: telemetry of an optimizer and its link to the daemon. End it with `close()` or
+    `optimizer.close()`.
 
-    One that is dropped closes itself when it is collected, and says goodbye when the process ends. `recorder` holds the
-    figures of every step, `metrics_address` is where /metrics is served, `generation` is the newest generation of knobs
-    that runs.
+    It closes itself when it is garbage-collected, and says goodbye when the process ends. `recorder` holds the figures
+    of all steps, `metrics_address` is the address of /metrics, `generation` is the generation of knobs in force.
     """
 
     def __init__(
@@ -63,40 +67,40 @@ class Attachment:
         with _on_all(self._ranks):
             check_arguments(run, daemon, metrics_port, advertise_host)
             configure_logs(strict)
-            self._make_way(optimizer, strict)
-        optimizer.wait()  # its step is none of ours
+            self._close_conflicting(optimizer, strict)
+        optimizer.wait()  # a step that runs already is not recorded
         optimizer.follow_params()
         self.generation = 0
         self.applied_at: list[tuple[int, int]] = [(0, optimizer.num_steps + 1)]
-        """(generation, first step that ran with it), oldest first. Steps are numbered as the optimizer counts them."""
+        """(generation, first step with it), oldest first. Steps are numbered as the optimizer counts them."""
         self._optimizer = optimizer
         self._pid = os.getpid()
         self._rates_refused = False
-        self._left = False
-        """The link was told to say goodbye."""
+        self._said_goodbye = False
+        """Whether the goodbye was queued."""
         self._agent = uuid.uuid4().hex
         self._started_at = time.time()
         self._decided: tuple[int, int] | None = None
-        """The decision of the daemon that was applied or refused last."""
+        """Last decision of the daemon that was applied or refused."""
         self.recorder = Recorder(optimizer)
         self.tuning = Tuning(optimizer, self.recorder, self._ranks)
         self.link: AgentLink | None = None
         with ExitStack() as undo:
             with _on_all(self._ranks):
-                self._watch = Watch(optimizer, self.recorder, metrics_bind, _port(metrics_port), strict)
-                undo.callback(self._stop_watching)
-                self.metrics_address = f"{advertise_host or metrics_bind}:{self._watch.port}"
+                self._metrics = RankMetrics(optimizer, self.recorder, metrics_bind, _port(metrics_port), strict)
+                undo.callback(self._stop)
+                self.metrics_address = f"{advertise_host or metrics_bind}:{self._metrics.port}"
                 if daemon is not None:
                     who = f"run {run}, rank {self.rank}"
-                    self.link = join(daemon, token, lambda: self._hello(reset_knobs), self, who, strict)
-            self._meet(optimizer.num_steps + 1)
+                    self.link = connect(daemon, token, lambda: self._hello(reset_knobs), self, who, strict)
+            self._synchronize(optimizer.num_steps + 1)
             undo.pop_all()
         self._phases = _PhaseHooks(optimizer)
         self._handles = self._phases.on(model) if model is not None else []
         optimizer.observers.append(self._on_step)
         optimizer.boundaries.append(self._between_steps)
         optimizer.attachment = self
-        attachment_registry.seat(self)
+        attachment_registry.register(self)
         log.info(
             "run %s, rank %d of %d: metrics at %s", self.run, self.rank, self.world_size, self.metrics_address,
             extra=event(
@@ -105,47 +109,48 @@ class Attachment:
             ),
         )  # fmt: skip
 
-    def _make_way(self, optimizer: AdamW, strict: bool) -> None:
-        """The attachments are closed whose optimizer, or whose place in the run, this one takes."""
+    def _close_conflicting(self, optimizer: AdamW, strict: bool) -> None:
+        """Closes earlier attachments of the same optimizer, and of the same run and rank."""
         if optimizer.attachment is not None:
             if strict:
                 raise ConfigError("This optimizer is attached already; close() that attachment first.")
             optimizer.attachment.close()
-        attachment_registry.vacate(self.run, self.rank)
+        attachment_registry.close_existing(self.run, self.rank)
 
     @property
     def overhead(self) -> dict[str, float]:
-        """CPU seconds that recording, tuning, exporting, sampling and reporting have cost so far, each by its name."""
-        return {**self._watch.costs, "link": self.link.cpu_seconds if self.link is not None else 0.0}
+        """CPU seconds so far of each part: recording, tuning, exporting, sampling, reporting."""
+        return {**self._metrics.overhead_seconds, "link": self.link.cpu_seconds if self.link is not None else 0.0}
 
     @property
     def overhead_seconds(self) -> float:
-        """All of `overhead`."""
+        """Sum of `overhead`."""
         return sum(self.overhead.values())
 
     def rebuild(self) -> None:
-        """The optimizer works on another device, before its first step: figures are of that one, the daemon hears of
-        it."""
+        """Follows the optimizer to another device, before its first step: telemetry starts over, and the daemon is
+        informed."""
         self.recorder.begin()
-        self._watch.begin()
-        self._greet_again()
+        self._metrics.begin()
+        self._register_again()
 
     def extended(self) -> None:
-        """The optimizer has more parameters: the daemon hears of their subgroups."""
-        self._greet_again()
+        """Informs the daemon of the subgroups of added parameters."""
+        self._register_again()
 
-    def _greet_again(self) -> None:
-        """The daemon hears what the rank is now; where that is out of bounds, it has what it heard before."""
+    def _register_again(self) -> None:
+        """Registers the changed rank with the daemon. If its values are out of bounds, the earlier registration
+        stays."""
         if self.link is None:
             return
         try:
-            self.link.greet_as(made(lambda: self._hello(reset_knobs=False)))
+            self.link.update_hello(validated(lambda: self._hello(reset_knobs=False)))
         except ConfigError as error:
-            log.warning("%s The daemon has what it was told before.", error, extra=event("hello_refused"))
+            log.warning("%s The daemon keeps the earlier values.", error, extra=event("hello_refused"))
 
     def resumed(self) -> None:
-        """The optimizer has loaded a state: steps are numbered on from there. To the daemon this is another agent, as
-        after a restart, or it would take the steps for those that it was told before."""
+        """Follows the optimizer's step number after it loaded a state. The rank registers as a new agent, as after a
+        restart: otherwise the daemon would treat the new steps as repeated ones."""
         steps = self._optimizer.num_steps
         if steps == self.recorder.number:
             return
@@ -154,42 +159,44 @@ class Attachment:
         if self.link is None:
             self.recorder.count_from(steps)
         else:
-            self.link.begin_anew(self._hello(reset_knobs=False), lambda: self.recorder.count_from(steps))
+            self.link.restart_as(self._hello(reset_knobs=False), lambda: self.recorder.count_from(steps))
             self.link.applied(self.generation, steps + 1)
 
     def close(self) -> None:
-        """Says goodbye to the daemon and stops serving /metrics. Idempotent; nothing in a fork."""
+        """Says goodbye to the daemon and stops serving /metrics. Idempotent; does nothing in a forked child."""
         if os.getpid() == self._pid and self._on_step in self._optimizer.observers:
-            attachment_registry.unseat(self)
+            attachment_registry.unregister(self)
             self._optimizer.observers.remove(self._on_step)
             self._optimizer.boundaries.remove(self._between_steps)
             self._optimizer.attachment = None
             for handle in self._handles:
                 handle.remove()
-            self._stop_watching()
+            self._stop()
             log.info(
                 "run %s, rank %d: %d steps", self.run, self.rank, self.recorder.steps,
                 extra=event("detached", run=self.run, rank=self.rank, steps=self.recorder.steps),
             )  # fmt: skip
 
     def leave(self) -> None:
-        """Says goodbye to the daemon with the last steps, and waits for nothing. The link ends by that."""
-        if self.link is not None and not self._left and os.getpid() == self._pid:
-            self._left = True
+        """Queues the final report and the goodbye, which end the link. Does not wait."""
+        if self.link is not None and not self._said_goodbye and os.getpid() == self._pid:
+            self._said_goodbye = True
             self.link.leave(self._last_report())
 
     def __del__(self) -> None:
-        """Whatever has threads holds none of this, so it is still whole: /metrics ends by itself."""
+        """Says goodbye when it is garbage-collected. No thread holds a reference to it, so its attributes still exist;
+        /metrics ends by itself."""
         if getattr(self, "link", None) is not None:
             self.leave()
 
-    def _stop_watching(self) -> None:
+    def _stop(self) -> None:
+        """Says goodbye, waits until it is sent, and stops serving /metrics."""
         try:
             self.leave()
             if self.link is not None:
                 self.link.close()
         finally:
-            self._watch.close()
+            self._metrics.close()
 
     def __repr__(self) -> str:
         who = f"run={self.run!r}, rank {self.rank} of {self.world_size}"
@@ -199,6 +206,7 @@ class Attachment:
         return f"Attachment({who}, generation {self.generation}, metrics at {self.metrics_address}, {daemon})"
 
     def _last_report(self) -> AgentReport | None:
+        """The final report; None, with a log message, when it cannot be made."""
         try:
             return self.report()
         except Exception:
@@ -211,52 +219,59 @@ class Attachment:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- at every step's end
+    # ---- at the end of each step
 
     def _on_step(self, result: StepResult, phases: StepPhases) -> None:
+        """Records a finished step."""
         try:
             self.recorder.record(result, phases)
         except Exception:
-            # The weights are right whatever watching makes of it: training goes on.
+            # Errors of telemetry do not affect the weights: training continues.
             log.exception("step %d could not be recorded", self.recorder.steps)
         self.tuning.observe(result, phases)
 
     def _between_steps(self, next_step: int) -> None:
+        """Agrees with the other ranks, applies knobs and runs the tuner."""
         began = time.thread_time()
-        heard = self._meet(next_step)
-        self.tuning.between_steps(heard)
-        self._watch.overhead["tuner"] += time.thread_time() - began
+        agreed = self._synchronize(next_step)
+        self.tuning.between_steps(agreed)
+        self._metrics.overhead["tuner"] += time.thread_time() - began
         if self.link is not None:
-            self._watch.overhead["link"] = self.link.cpu_seconds
-            self._watch.thread_failures = self.link.restarts
+            self._metrics.overhead["link"] = self.link.cpu_seconds
+            self._metrics.thread_failures = self.link.restarts
 
-    def _meet(self, next_step: int) -> Boundary:
-        """What holds for all ranks now; what the daemon committed is applied, on all of them or on none."""
-        committed = self.link.committed if self.link is not None else None  # once: the link may hear of a newer one
-        heard = agree(self._ranks, self.tuning.says(committed.generation if committed is not None else 0))
-        self._apply_committed(next_step, committed, heard.generation)
-        return heard
+    def _synchronize(self, next_step: int) -> BoundaryMessage:
+        """Exchanges a message with all ranks, and applies committed knobs on all ranks or on none. Returns the agreed
+        values."""
+        committed = (
+            self.link.committed if self.link is not None else None
+        )  # read once: the link's thread may replace it
+        agreed = agree(self._ranks, self.tuning.boundary_message(committed.generation if committed is not None else 0))
+        self._apply_committed(next_step, committed, agreed.generation)
+        return agreed
 
-    def _apply_committed(self, next_step: int, committed: Committed | None, generation: int) -> None:
+    def _apply_committed(self, next_step: int, committed: CommittedKnobs | None, generation: int) -> None:
+        """Applies committed knobs if they are new and all ranks know them."""
         if committed is None or generation != committed.generation or committed.decision == self._decided:
             return
         self._decided = committed.decision
         if committed.knobs != self._optimizer.knobs and not self._apply(committed):
             return
-        self.generation = self._watch.generation = generation
+        self.generation = self._metrics.generation = generation
         if (generation, next_step) != self.applied_at[-1]:
             self.applied_at.append((generation, next_step))
         if self.link is not None:
             self.link.applied(generation, next_step)
 
-    def _apply(self, committed: Committed) -> bool:
+    def _apply(self, committed: CommittedKnobs) -> bool:
+        """Applies committed knobs; False, with a log message, when they cannot work on this rank."""
         try:
             self._optimizer.check_knobs(committed.knobs)
         except ConfigError as refusal:
             if self.link is not None:
-                self.link.cannot(committed.decision, str(refusal))
+                self.link.report_unusable(committed.decision, str(refusal))
             log.error(
-                "generation %d kept from the run, last good knobs stay: %s", committed.generation, refusal,
+                "generation %d cannot be applied, last good knobs stay: %s", committed.generation, refusal,
                 extra=event("generation_refused", run=self.run, generation=committed.generation, reason=str(refusal)),
             )  # fmt: skip
             return False
@@ -268,9 +283,10 @@ class Attachment:
         )  # fmt: skip
         return True
 
-    # ---- what the daemon hears
+    # ---- messages for the daemon
 
     def _hello(self, reset_knobs: bool) -> AgentHello:
+        """Registration of this rank."""
         engine = self._optimizer.engine
         sizes = Counter((s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in engine.subgroups)
         return AgentHello(
@@ -298,36 +314,39 @@ class Attachment:
             process=this_process(),
         )
 
-    def _told(self, rates: RateCard) -> Rates | None:
-        """None, said once, for figures that the daemon would refuse: the rest of the report is told without them."""
+    def _rates_message(self, rates: RateCard) -> Rates | None:
+        """Rates for a report; None, logged once, for values that the daemon would reject: the report is then sent
+        without rates."""
         try:
             return Rates(**rates.to_dict())
         except ValidationError as error:
             if not self._rates_refused:
-                log.warning("rates were measured that cannot be told: %s", error, extra=event("rates_refused"))
+                log.warning(
+                    "the measured rates are out of bounds and are not reported: %s", error, extra=event("rates_refused")
+                )
             self._rates_refused = True
             return None
 
     def check(self, knobs: Knobs) -> None:
-        """ConfigError when they cannot work here."""
+        """ConfigError when the knobs cannot work on this rank."""
         self._optimizer.check_knobs(knobs)
 
     def undelivered(self, report: AgentReport) -> None:
-        """Its steps are told again."""
+        """Includes the steps of an undelivered report in the next one."""
         self.recorder.give_back(report.steps)
 
     def report(self) -> AgentReport:
-        """What there is to tell the daemon since the last one. From any thread."""
+        """Builds the report since the last one. May be called from any thread."""
         recorder = self.recorder
         rates, last = recorder.rates, recorder.last_step
-        timeline = None if last is None else last.view()  # before steps are taken: they would be lost if it failed
+        timeline = None if last is None else last.view()  # before steps are taken: an error here must not lose them
         return AgentReport(
             timestamp=time.time(),
             step=recorder.totals.steps,
             phase=self._optimizer.phases.current,
             generation=self.generation,
             effective=self._optimizer.effective_knobs(),
-            rates=None if rates is None else self._told(rates),
+            rates=None if rates is None else self._rates_message(rates),
             steps=recorder.take_unreported(),
             timeline=timeline,
             predicted_update_seconds=recorder.totals.predicted_update_seconds,
@@ -335,53 +354,56 @@ class Attachment:
 
 
 def attach(optimizer: AdamW, model: torch.nn.Module | None = None, **settings: Any) -> Attachment:
-    """Makes a run visible and tunable: see `Attachment` for the settings.
+    """Connects an optimizer to telemetry and, if given, to the control daemon.
 
-    model: its forward and backward become phases; without it only backward and update are told apart.
-    run: the run's name; ranks of one run share it.
+    model: its forward and backward become phases; without a model only backward and update are separate phases.
+    run: name of the run; all ranks of a run use the same name.
     daemon: address of the control daemon; None runs without one (metrics are still served).
     token: agent token; by default TIDEGATE_AGENT_TOKEN, TIDEGATE_TOKEN or the file that the daemon wrote.
-    metrics_bind, metrics_port: where /metrics listens. Each further rank of a host (LOCAL_RANK, which torchrun and
-        deepspeed set) takes the next port; 0 takes a free one. advertise_host: how others reach it.
-    reset_knobs: the start-up settings win over the knobs that the run had before.
-    strict: raises where training would otherwise go on unseen, or seen otherwise than was asked for: RankTaken when
-        another live agent holds this run and rank (after its lease, where it may have ended on another host),
-        NotAuthorized for a wrong token, ConfigError for an optimizer that is attached or a port that is taken, and what
-        else keeps the daemon from being reached by what the environment holds.
+    metrics_bind, metrics_port: address of /metrics. Each further rank of a host (LOCAL_RANK, which torchrun and
+        deepspeed set) takes the next port; 0 takes a free one.
+    advertise_host: host under which others reach /metrics.
+    reset_knobs: the start-up settings replace the knobs that the run had before.
+    strict: raises instead of training without telemetry, or with other telemetry than requested. RankTaken when another
+        live agent holds this run and rank (after its lease, where it may have ended on another host), NotAuthorized for
+        a wrong token, ConfigError for an optimizer that is attached already or a port that is taken, and other errors
+        when the environment prevents a connection to the daemon.
 
-    Without `strict` only arguments that can work nowhere raise, as ConfigError: whatever the daemon, the environment,
-    other processes or earlier attachments of this one do, training goes on. A rank whose process has ended on this host
-    is taken over at once. The attachment that this process, or this optimizer, had before is closed.
+    Without `strict`, only arguments that are wrong in every environment raise, as ConfigError: training continues
+    whatever the daemon, the environment, other processes or earlier attachments of this process do. The rank of a
+    process that has ended on this host is taken over at once. Earlier attachments of this process with the same run and
+    rank, or of this optimizer, are closed.
     """
     return Attachment(unwrapped(optimizer), model, **settings)
 
 
 def unwrapped(optimizer: Any) -> AdamW:
-    """The optimizer inside what was given to `attach`. ConfigError where there is none of ours."""
-    found = innermost(optimizer)
-    if isinstance(found, AdamW):
-        return found
+    """The tidegate.AdamW inside an optimizer that was passed to `attach`. ConfigError when there is none."""
+    inner = innermost(optimizer)
+    if isinstance(inner, AdamW):
+        return inner
     raise ConfigError(
-        f"attach() was given an {type(found).__name__} of {type(found).__module__}: give it a tidegate.AdamW, or what "
-        "holds one as `optimizer`."
+        f"attach() was given an {type(inner).__name__} of {type(inner).__module__}: give it a tidegate.AdamW, or a "
+        "wrapper that holds one as `optimizer`."
     )
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer in the wrappers of Accelerate, Lightning and others, which keep it as `optimizer`, and ours in what
-    DeepSpeed has for one."""
-    found = optimizer
-    while not isinstance(found, AdamW):
-        inner = getattr(found, "tidegate", None) or getattr(found, "optimizer", None)
+    """Unwraps an optimizer: from wrappers of Accelerate, Lightning and others, which hold it as `optimizer`, and from
+    DeepSpeed's, which hold it as `tidegate`."""
+    current = optimizer
+    while not isinstance(current, AdamW):
+        inner = getattr(current, "tidegate", None) or getattr(current, "optimizer", None)
         if inner is None:
             break
-        found = inner
-    return found
+        current = inner
+    return current
 
 
 @contextmanager
 def _on_all(ranks: Ranks) -> Iterator[None]:
-    """What fails on one rank fails on all: the others would wait for it in the next collective, for minutes."""
+    """Makes an error on one rank an error on all ranks: otherwise the others would wait in the next collective, for
+    minutes."""
     try:
         yield
     except Exception:
@@ -392,25 +414,27 @@ def _on_all(ranks: Ranks) -> Iterator[None]:
 
 
 def _port(first: int) -> int:
-    """Of this rank, when the first one of the host has `first`; 0 takes a free one."""
+    """Metrics port of this rank: `first` plus the local rank; 0 takes a free port."""
     here = local_rank()
     if first and first + here > 65_535:
         raise ConfigError(
-            f"metrics_port={first} and LOCAL_RANK={here} make port {first + here}, and there are none above 65535: "
+            f"metrics_port={first} and LOCAL_RANK={here} make port {first + here}, and the highest is 65535: "
             f"choose a lower metrics_port, or 0 for a free one."
         )
     return first and first + here
 
 
 class _PhaseHooks:
-    """Tells the optimizer's phase clock when a model's forward begins and ends, and when a backward begins."""
+    """Hooks on a model that set the optimizer's phase clock at the begin and end of a forward and the begin of a
+    backward."""
 
     def __init__(self, optimizer: AdamW) -> None:
         self._optimizer = optimizer
 
     def on(self, model: torch.nn.Module) -> list[Any]:
+        """Registers the hooks and returns their handles."""
         return [
-            # First of all hooks: what others wait for in theirs is part of the forward.
+            # Registered before all other hooks, so that waits in other hooks count as forward.
             model.register_forward_pre_hook(ModelHook(self.before_forward), prepend=True),
             model.register_forward_hook(ModelHook(self.after_forward)),
         ]
@@ -423,13 +447,14 @@ class _PhaseHooks:
         if self._optimizer.phases.current == "forward":
             self._optimizer.phases.enter("other")
             for tensor in _tensors(output):
-                # The gradient of an output comes first in a backward pass.
-                # Whoever keeps a loss keeps no optimizer.
+                # The gradient of an output is computed first in a backward. The hook must not keep the optimizer alive
+                # through a loss that is kept.
                 tensor.register_hook(ModelHook(self._optimizer.backward_began))
                 break
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Tensors in a model's output that require gradients."""
     if isinstance(output, torch.Tensor):
         if output.requires_grad:
             yield output

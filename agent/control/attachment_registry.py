@@ -1,4 +1,4 @@
-"""The runs and ranks that attachments of this process hold, and their goodbye when the process ends."""
+"""Registry of this process's attachments by run and rank, and their goodbye to the daemon when the process ends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tidegate.logs import event
 log = logging.getLogger("tidegate")
 
 
-class Seated(Protocol):
-    """An attachment, as one of its rank of its run in this process."""
+class RegisteredAttachment(Protocol):
+    """Attachment that represents one rank of a run in this process."""
 
     run: str
     rank: int
@@ -24,46 +24,49 @@ class Seated(Protocol):
     def close(self) -> None: ...
 
     def leave(self) -> None:
-        """Says goodbye with the last steps, without waiting for the daemon."""
+        """Queues the final report and the goodbye, without waiting for the daemon."""
 
 
-_seated: weakref.WeakValueDictionary[tuple[str, int], Seated] = weakref.WeakValueDictionary()
-_says_goodbye: set[int] = set()
-"""Processes, this one and its parents, that have the hook."""
+_attachments: weakref.WeakValueDictionary[tuple[str, int], RegisteredAttachment] = weakref.WeakValueDictionary()
+_hooked_processes: set[int] = set()
+"""Ids of this process and its parents, as far as they have the hook at process end."""
 
 
-def vacate(run: str, rank: int) -> None:
-    """Closes the attachment that this process has for this rank of the run: the one that comes takes its place."""
-    earlier = _seated.pop((run, rank), None)
+def close_existing(run: str, rank: int) -> None:
+    """Closes this process's attachment for this run and rank, if any, before a new one replaces it."""
+    earlier = _attachments.pop((run, rank), None)
     if earlier is not None:
         log.warning(
-            "run %s, rank %d: this process had attached an optimizer under this name before; that one is detached, and "
-            "trains on unseen if it still does. Give each run a name of its own.", run, rank,
+            "run %s, rank %d: this process had attached another optimizer under this name; that optimizer is now "
+            "detached, and its training continues without telemetry. Give each run a name of its own.", run, rank,
             extra=event("replaced", run=run, rank=rank),
         )  # fmt: skip
         earlier.close()
 
 
-def seat(attachment: Seated) -> None:
-    """It holds its rank of its run until it is vacated, closed or collected; at the end of the process it leaves."""
-    _seated[attachment.run, attachment.rank] = attachment
-    if os.getpid() not in _says_goodbye:
-        if not _says_goodbye:  # a fork has it from its parent
+def register(attachment: RegisteredAttachment) -> None:
+    """Registers an attachment until it is replaced, closed or garbage-collected. At the end of the process it says
+    goodbye."""
+    _attachments[attachment.run, attachment.rank] = attachment
+    if os.getpid() not in _hooked_processes:
+        if not _hooked_processes:  # a forked child inherits the hook of `atexit`
             atexit.register(_leave_all)
-        # Children of multiprocessing end without `atexit`, and forget what their parent had registered here.
+        # Child processes of multiprocessing run no `atexit` hooks, and drop the finalizers that their parent
+        # registered.
         multiprocessing.util.Finalize(None, _leave_all, exitpriority=0)
-        _says_goodbye.add(os.getpid())
+        _hooked_processes.add(os.getpid())
 
 
-def unseat(attachment: Seated) -> None:
-    """It was closed."""
-    if _seated.get((attachment.run, attachment.rank)) is attachment:
-        del _seated[attachment.run, attachment.rank]
+def unregister(attachment: RegisteredAttachment) -> None:
+    """Removes an attachment that was closed."""
+    if _attachments.get((attachment.run, attachment.rank)) is attachment:
+        del _attachments[attachment.run, attachment.rank]
 
 
 def _leave_all() -> None:
-    """No signal handler: SIGTERM comes here where the program turns it into an exit."""
-    for attachment in tuple(_seated.values()):
+    """Says goodbye for all attachments when the process ends. There is no signal handler: SIGTERM leads here only if
+    the program turns it into an exit."""
+    for attachment in tuple(_attachments.values()):
         try:
             attachment.leave()
         except Exception:

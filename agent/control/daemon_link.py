@@ -1,4 +1,5 @@
-"""The agent's link to the daemon: reports every few seconds, listens for knobs. Training never waits for it."""
+"""The agent's link to the control daemon: sends a report every few seconds and receives knobs. Training never waits for
+it."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from tidegate.agent.control.process_identity import has_ended, is_seen
-from tidegate.agent.control.refusal_log import Refusals
+from tidegate.agent.control.process_identity import has_ended, is_observable
+from tidegate.agent.control.refusal_log import RefusalLog
 from tidegate.agent.engine.last_references import let_go
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.client.streams import within
@@ -29,133 +30,140 @@ log = logging.getLogger("tidegate.link")
 REPORT_SECONDS = 1.0
 LONGEST_REPORT_SECONDS = 4.0
 REPORT_SHARE = 1e-3
-"""Share of one core that reports may take: the more one costs (large plans, a slow machine), the rarer they are,
-between the two bounds. What operators wait for, knobs and votes, does not wait for a report; while a canary is judged,
-the daemon may ask for more of them, within `TRIAL_SHARE`."""
+"""Largest share of one core that reports may take: the more CPU time a report costs (large plans, a slow machine), the
+rarer reports are, between the two bounds. Knobs and votes, which operators wait for, do not wait for a report. While a
+canary is judged, the daemon may ask for more reports, within `TRIAL_SHARE`."""
 TRIAL_SHARE = 1e-2
-"""The same while a canary is judged, for some steps: with `REPORT_SHARE` harm would last twice as long."""
+"""The same share while a canary is judged, which takes some steps: with `REPORT_SHARE`, harm would last twice as
+long."""
 POLL_SECONDS = 20.0
-TOLD_AGAIN_SECONDS = 3.0
-"""The daemon writes what it is told once a second: the reports that arrived so long before the newest one are told
-again when it was killed, however many they are."""
+"""How long the daemon may delay the response to a long poll."""
+RESEND_SECONDS = 3.0
+"""The daemon writes reports to disk once a second. If it was killed, all reports that arrived in this time before the
+newest one are sent again."""
 MAX_BACKOFF_SECONDS = 5.0
 _SPREAD = random.SystemRandom()
 """Not the generator of the module `random`: a script may have seeded that."""
 ANSWER_SECONDS = 5.0
-"""How long one exchange with the daemon may take, beside what a long poll waits for; and all of the first hello."""
+"""Time limit of one exchange with the daemon, in addition to the wait of a long poll. Also the limit of the whole first
+hello."""
 MAX_ANSWER_BYTES = 1 << 20
-"""A lease or a directive is a few hundred bytes."""
+"""Limit of a response: a lease or a directive has a few hundred bytes."""
 POLLS_AT_ONCE, POLLS_PER_SECOND = 20, 5.0
-"""Polls and votes: a daemon that answers each one at once gets no more of them."""
+"""Burst and rate of polls and votes. They limit requests to a daemon that responds to each one at once."""
 LONGEST_GOODBYE_SECONDS = 10.0
 REFUSED = (DaemonError, ConfigError)
-"""What an exchange with the daemon raises; a ConfigError is a knob that it does not have."""
+"""Errors of an exchange with the daemon. ConfigError: a knob that the daemon does not know."""
 STRICT_PAUSE_SECONDS = 0.5
-"""Between two questions for a rank that is held, where an attachment waits for it."""
+"""Pause between two hellos for a rank that is held by another agent, with `strict`."""
 STRICT_MARGIN_SECONDS = 1.0
-"""How much longer than its lease one waits for an agent that may have ended."""
+"""Time to wait beyond the lease of an agent that may have ended."""
 LONGEST_STRICT_SECONDS = 60.0
-"""For how long one waits for it at most, whatever lease the daemon names."""
+"""Limit of the wait for a rank that is held, whatever lease the daemon names."""
 LONGEST_REASON = 2_000
-"""Characters of why a generation cannot be used."""
+"""Maximum number of characters of the reason why a generation cannot be used."""
 SHORTEST_REPORT_SECONDS = 0.1
-"""Between two reports, whatever the daemon asks for."""
+"""Least pause between two reports, whatever the daemon asks for."""
 
 
 @dataclass(frozen=True)
-class Committed:
-    """Knobs that all live ranks said yes to."""
+class CommittedKnobs:
+    """Knobs that all live ranks have accepted."""
 
     generation: int
     knobs: Knobs
-    life: int = 0
-    """How often a daemon has begun anew, whose generations count from 0 again."""
+    epoch: int = 0
+    """Number of times that the daemon has lost its state: its generations then count from 0 again."""
 
     @property
     def decision(self) -> tuple[int, int]:
-        """Which one it is among all that this run was told."""
-        return self.life, self.generation
+        """Identity of the decision among all decisions of this run: epoch and generation."""
+        return self.epoch, self.generation
 
 
-class Speaker(Protocol):
-    """Whose link it is. Calls come from the threads of the link."""
+class ReportSource(Protocol):
+    """Owner of a link. Its methods are called by the threads of the link."""
 
     def report(self) -> AgentReport:
-        """What there is to tell since the last one."""
+        """Builds the report of everything since the last report."""
 
     def undelivered(self, report: AgentReport) -> None:
-        """This one did not arrive."""
+        """Takes back a report that could not be delivered."""
 
     def check(self, knobs: Knobs) -> None:
-        """ConfigError when they cannot work here."""
+        """ConfigError when the knobs cannot work on this rank."""
 
 
 @dataclass(frozen=True)
-class _Farewell:
-    """The last word of a link; its report is None where none could be made."""
+class _Goodbye:
+    """Request to end the link, with the final report; None when no report could be made."""
 
     report: AgentReport | None
 
 
 _open_links: set[AgentLink] = set()
-"""Links whose threads have not said goodbye yet."""
+"""Links whose threads have not ended yet."""
 
 
 class AgentLink:
-    """Two threads: one reports, one listens. Both go on through any outage of the daemon, with back-off.
+    """Link with two threads: one sends reports, one listens for knobs. Both keep retrying, with back-off, while the
+    daemon is unavailable.
 
-    They hold `speaker` only while they ask it, so that one that is dropped can be collected. `committed` is the newest
-    decision; the training thread applies it. `leave` or `close` ends the threads.
+    The threads hold a reference to `source` only during calls, so that it can be garbage-collected. `committed` is the
+    newest decision of the daemon; the training thread applies it. `leave` or `close` ends the threads.
     """
 
-    def __init__(self, url: str, token: str | None, hello: AgentHello, speaker: Speaker) -> None:
-        self.committed: Committed | None = None
+    def __init__(self, url: str, token: str | None, hello: AgentHello, source: ReportSource) -> None:
+        self.committed: CommittedKnobs | None = None
         self.connected = False
         self.cpu_seconds = 0.0
         self._hello = hello
         self._greeted: AgentHello | None = None
-        """What the daemon was told of us last."""
-        self._speaker = weakref.ref(speaker)
+        """The last hello that the daemon accepted."""
+        self._source = weakref.ref(source)
         self._client, self._listener_client = (
             DaemonClient(url, token, ANSWER_SECONDS, max_answer_bytes=MAX_ANSWER_BYTES) for _ in range(2)
         )
         self._stop = threading.Event()
-        self._box: SimpleQueue[_Farewell | None] = SimpleQueue()
-        """Wakes the reporter. It may be filled while garbage is collected, when locks may be held."""
+        self._box: SimpleQueue[_Goodbye | None] = SimpleQueue()
+        """Queue that wakes the report thread. A SimpleQueue, because garbage collection may put into it while locks are
+        held."""
         self._lock = threading.Lock()
-        self._life = threading.Lock()
-        """Held while a report is made, or while the agent begins anew: a report is of one life."""
+        self._identity_lock = threading.Lock()
+        """Held while a report is made and while the agent's id changes: a report belongs to one id."""
         self._heard = -1
-        """The newest generation that the daemon has named as committed, usable or not."""
+        """Newest generation that the daemon named as committed, usable or not."""
         self._voted: int | None = None
         self._applied: Applied | None = None
         self._unusable: Vote | None = None
-        """About a generation that is committed and cannot be used; not told yet."""
+        """Vote against a committed generation that cannot be used; not sent yet."""
         self._refused: set[tuple[int, int]] = set()
-        """Decisions that were logged and told as unusable."""
+        """Decisions that were logged and reported as unusable."""
         self._cpu: dict[str, float] = {}
         self._wanted_pause: float | None = None
         self._delivered: deque[tuple[float, AgentReport]] = deque()
-        """Each with its time on the monotonic clock."""
-        self._told = False
+        """Recently delivered reports, each with its time on the monotonic clock."""
+        self._logged_report_failure = False
         """Whether it was logged that a report could not be made."""
         self.restarts = 0
-        """How often a thread has failed and begun again."""
+        """Number of times that a thread failed and was restarted."""
         self._polls: deque[float] = deque(maxlen=POLLS_AT_ONCE)
-        """When the newest ones began, on the monotonic clock."""
-        self._refusals = Refusals(hello.run, hello.rank)
+        """Start times of the most recent polls, on the monotonic clock."""
+        self._refusals = RefusalLog(hello.run, hello.rank)
         self._threads = [
-            threading.Thread(target=self._go_on, args=(name, work), name=f"tidegate-link-{name}", daemon=True)
+            threading.Thread(target=self._run_forever, args=(name, work), name=f"tidegate-link-{name}", daemon=True)
             for name, work in (("report", self._report_forever), ("listen", self._listen_forever))
         ]
 
     def start(self, strict: bool = False) -> None:
-        """The first hello, then the threads. Whatever the daemon says, training begins and the link asks again.
+        """Sends the first hello, then starts the threads. Whatever the daemon responds, training begins and the link
+        tries again.
 
-        strict: RankTaken, once it is certain that the agent that holds the rank lives; NotAuthorized for a wrong token.
+        strict: RankTaken when it is certain that the agent that holds the rank is alive; NotAuthorized for a wrong
+        token.
         """
         try:
-            self._greet_first(strict)
+            self._first_hello(strict)
         except BaseException:
             self._client.close()
             self._listener_client.close()
@@ -165,29 +173,30 @@ class AgentLink:
             thread.start()
 
     def applied(self, generation: int, step: int) -> None:
-        """The training thread runs `generation` from `step` on; told to the daemon with the next report."""
+        """Reports, with the next report, that `generation` is in force from `step` on."""
         with self._lock:
             self._applied = Applied(generation=generation, step=step)
         self._box.put(None)
 
-    def cannot(self, decision: tuple[int, int], reason: str) -> bool:
-        """What was committed cannot be used here: told to the daemon with the next report. False when it was before."""
+    def report_unusable(self, decision: tuple[int, int], reason: str) -> bool:
+        """Reports, with the next report, that a committed generation cannot be used here. False when it was reported
+        before."""
         if decision in self._refused:
             return False
         self._refused.add(decision)
-        self._unusable = Vote(generation=decision[1], can=False, reason=_fitting(reason))
+        self._unusable = Vote(generation=decision[1], can=False, reason=_shortened(reason))
         self._box.put(None)
         return True
 
-    def greet_as(self, hello: AgentHello) -> None:
-        """The same agent is something else than it said: the daemon hears it before the next report."""
+    def update_hello(self, hello: AgentHello) -> None:
+        """Replaces the agent's hello: the daemon gets the new one before the next report."""
         self._hello = hello
         self._box.put(None)
 
-    def begin_anew(self, hello: AgentHello, forget: Callable[[], None]) -> None:
-        """The rank goes on from another step, as another agent, which has none of the steps from before: `forget` is
-        called while no report is made."""
-        with self._life:
+    def restart_as(self, hello: AgentHello, forget: Callable[[], None]) -> None:
+        """Continues as a new agent, after the rank loaded another state. Undelivered steps of the old agent are
+        dropped: `forget` is called while no report is made."""
+        with self._identity_lock:
             self._hello = hello.model_copy(update={"replaces": self._hello.agent})
             self._delivered.clear()
             with self._lock:
@@ -196,20 +205,21 @@ class AgentLink:
         self._box.put(None)
 
     def leave(self, report: AgentReport | None) -> None:
-        """This last report, then goodbye, as far as the daemon can be reached. Waits for nothing and takes no lock."""
-        self._box.put(_Farewell(report))
+        """Queues the final report and the goodbye; they are sent if the daemon can be reached. Does not wait, and takes
+        no lock."""
+        self._box.put(_Goodbye(report))
 
     def close(self, seconds: float = LONGEST_GOODBYE_SECONDS) -> None:
-        """Leaves, unless it has left, and waits until goodbye is said, for so many seconds at most."""
+        """Queues a goodbye, unless the link has ended, and waits until it is sent, for `seconds` at most."""
         if self._threads[0].is_alive():
-            self._box.put(_Farewell(None))
+            self._box.put(_Goodbye(None))
             self._threads[0].join(timeout=seconds)
 
-    # ---- saying hello
+    # ---- registration (hello)
 
-    def _greet_first(self, strict: bool) -> None:
-        """A daemon that is away is no error. A rank that is held is waited for, where strict: its lease, for
-        `LONGEST_STRICT_SECONDS` at most."""
+    def _first_hello(self, strict: bool) -> None:
+        """Sends the first hello. An unavailable daemon is only logged. If `strict`, a rank that is held is waited for:
+        until its lease ends, for `LONGEST_STRICT_SECONDS` at most."""
         latest: float | None = None
         while True:
             try:
@@ -220,8 +230,8 @@ class AgentLink:
                 if latest is None:
                     latest = now + min(taken.lease_seconds + STRICT_MARGIN_SECONDS, LONGEST_STRICT_SECONDS)
                 if not strict:
-                    self._refusals.taken(taken)
-                elif is_seen(taken.holder) or now > latest:
+                    self._refusals.rank_taken(taken)
+                elif is_observable(taken.holder) or now > latest:
                     raise
                 else:
                     time.sleep(STRICT_PAUSE_SECONDS)
@@ -229,53 +239,57 @@ class AgentLink:
             except NotAuthorized as error:
                 if strict:
                     raise
-                self._refusals.told(error)
+                self._refusals.token_refused(error)
             except REFUSED as error:
                 log.warning("daemon away, training goes on: %s", error, extra=event("daemon_away", reason=str(error)))
             return
 
     def _greet(self, hello: AgentHello) -> None:
-        """Says hello. The answer counts even where it is older: a daemon that lost its store begins anew from us."""
+        """Registers with the daemon. Its response is accepted even if its generation is older: a daemon that lost its
+        state starts over with this rank's knobs."""
         known = self.committed
-        said = hello
+        message = hello
         if known is not None:
-            # Start-up settings win once; what operators set since then goes on, even where the daemon forgot it.
-            said = hello.model_copy(update={"reset_knobs": False, "knobs": known.knobs.as_dict()})
-        directive = self._take_seat(said).directive
+            # `reset_knobs` applies only to the first hello: later knobs of operators stay in force, even if the daemon
+            # lost them.
+            message = hello.model_copy(update={"reset_knobs": False, "knobs": known.knobs.as_dict()})
+        directive = self._register(message).directive
         with self._lock:
-            life = known.life if known is not None else 0
-            anew = known is not None and directive.committed < self._heard
-            if anew or directive.committed >= self._heard:
-                self._believe(directive, life + anew)
+            epoch = known.epoch if known is not None else 0
+            starts_over = known is not None and directive.committed < self._heard
+            if starts_over or directive.committed >= self._heard:
+                self._accept(directive, epoch + starts_over)
             self._voted = None
         self._greeted = hello
         self.connected = True
-        self._refusals.over()
+        self._refusals.accepted()
 
-    def _take_seat(self, hello: AgentHello) -> Lease:
-        """RankTaken while a process holds the rank that may be alive. One that has ended is replaced, and so is this
-        one: an attachment of this process that is no more."""
+    def _register(self, hello: AgentHello) -> Lease:
+        """Sends a hello. RankTaken while the rank is held by a process that may be alive. An agent whose process has
+        ended is replaced, and so is an earlier attachment of this process."""
         try:
             return self._client.hello(hello)
         except RankTaken as taken:
             holder = taken.holder
-            if holder is None or not (_is_of(hello, holder) or has_ended(holder)):
+            if holder is None or not (_is_same_process(hello, holder) or has_ended(holder)):
                 raise
             return self._client.hello(hello.model_copy(update={"replaces": holder.agent}))
 
     def _take(self, directive: Directive) -> None:
+        """Accepts the committed knobs of a response, if they are new."""
         with self._lock:
             if directive.committed > self._heard:
-                self._believe(directive, self.committed.life if self.committed is not None else 0)
+                self._accept(directive, self.committed.epoch if self.committed is not None else 0)
 
-    def _believe(self, directive: Directive, life: int) -> None:
-        """What was committed is what runs from now on, if it can be used; else what ran before stays. With the lock."""
+    def _accept(self, directive: Directive, epoch: int) -> None:
+        """Makes the committed knobs the ones in force, if they can be used; otherwise the earlier knobs stay. Call it
+        with the lock."""
         self._heard = directive.committed
         try:
             knobs = Knobs().changed(directive.committed_knobs)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)
-            if not self.cannot((life, directive.committed), reason):
+            if not self.report_unusable((epoch, directive.committed), reason):
                 return
             log.error(
                 "generation %d cannot be used here, last good knobs stay: %s", directive.committed, reason,
@@ -284,12 +298,12 @@ class AgentLink:
                 ),
             )  # fmt: skip
         else:
-            self.committed = Committed(directive.committed, knobs, life)
+            self.committed = CommittedKnobs(directive.committed, knobs, epoch)
 
     # ---- both threads
 
-    def _go_on(self, name: str, work: Callable[[], None]) -> None:
-        """Does `work`, which begins again when it fails for a reason that nobody has thought of."""
+    def _run_forever(self, name: str, work: Callable[[], None]) -> None:
+        """Body of both threads: runs `work`, and runs it again after an unexpected error."""
         failures = 0
         while True:
             try:
@@ -299,7 +313,7 @@ class AgentLink:
                 failures += 1
                 self.restarts += 1
                 log.exception(
-                    "the link's thread %r failed, it begins again; training goes on", name,
+                    "the link's thread %r failed and is restarted; training goes on", name,
                     extra=event("link_failed", run=self._hello.run, rank=self._hello.rank, thread=name),
                 )  # fmt: skip
                 if self._stop.wait(_backoff(failures)):
@@ -308,73 +322,78 @@ class AgentLink:
     # ---- reporting
 
     def _report_forever(self) -> None:
+        """Sends reports until a goodbye is queued."""
         failures, pause = 0, REPORT_SECONDS
         while True:
-            farewell = self._rest(self._refusals.pause or (_backoff(failures) if failures else pause))
-            if farewell is not None:
-                self._say_goodbye(farewell)
+            goodbye = self._wait(self._refusals.pause or (_backoff(failures) if failures else pause))
+            if goodbye is not None:
+                self._say_goodbye(goodbye)
                 return
             began = time.thread_time()
             try:
-                failures = 0 if self._deliver_or_tell() else failures + 1
+                failures = 0 if self._deliver_or_log() else failures + 1
             except REFUSED as error:
                 failures += 1
-                self._lost(error)
+                self._on_refusal(error)
             pause = _pause(time.thread_time() - began, self._wanted_pause)
             self._count("report")
 
-    def _rest(self, seconds: float) -> _Farewell | None:
-        """So long, or until there is something to tell; the last word, once it is said."""
+    def _wait(self, seconds: float) -> _Goodbye | None:
+        """Waits `seconds`, or until the box wakes the thread. Returns a queued goodbye."""
         with contextlib.suppress(Empty):
-            found = self._box.get(timeout=seconds)
-            while found is None:
-                found = self._box.get_nowait()
-            return found
+            message = self._box.get(timeout=seconds)
+            while message is None:
+                message = self._box.get_nowait()
+            return message
         return None
 
-    def _say_goodbye(self, farewell: _Farewell) -> None:
+    def _say_goodbye(self, goodbye: _Goodbye) -> None:
+        """Sends the final report and the goodbye, and ends the link."""
         self._stop.set()
         try:
             if self.connected and self._greeted is not None:
                 with contextlib.suppress(*REFUSED):
-                    if farewell.report is not None:
-                        self._send(self._greeted, farewell.report, final=True)
+                    if goodbye.report is not None:
+                        self._send(self._greeted, goodbye.report, final=True)
                     self._client.goodbye(self._greeted.agent)
         finally:
-            self._client.close()  # the listener hears the goodbye, and closes its own
+            self._client.close()  # the listen thread ends after the goodbye, and closes its own client
             _open_links.discard(self)
 
-    def _deliver_or_tell(self) -> bool:
-        """Whether it went. Raises what `_send` does; what else fails is logged once, and hinders no later report."""
+    def _deliver_or_log(self) -> bool:
+        """Sends a report; False when it could not be made. Errors of `_send` are raised. Other errors are logged once,
+        and do not prevent later reports."""
         try:
             self._deliver()
         except REFUSED:
             raise
         except Exception:
-            if not self._told:
+            if not self._logged_report_failure:
                 log.exception("a report could not be made; training goes on", extra=event("report_failed"))
-            self._told = True
+            self._logged_report_failure = True
             return False
         return True
 
     def _deliver(self) -> None:
+        """Registers if necessary, then sends a report and a pending vote."""
         while True:
             hello = self._hello
             if not self.connected or self._greeted is not hello:
                 was_away = not self.connected
                 self._greet(hello)
                 if was_away:
-                    log.info("the daemon is there again", extra=event("daemon_back"))
-            with self._life:
+                    log.info("the daemon is available again", extra=event("daemon_back"))
+            with self._identity_lock:
                 if self._hello is hello:
-                    report = self._made_report()
+                    report = self._build_report()
                     break
         if report is not None:
             self._send(hello, report)
-        self._tell_unusable(hello)
+        self._send_unusable(hello)
 
-    def _tell_unusable(self, hello: AgentHello) -> None:
-        """Once: what the daemon makes of it is its own affair, and costs no connection."""
+    def _send_unusable(self, hello: AgentHello) -> None:
+        """Sends the pending vote against an unusable generation, once. A refusal by the daemon is ignored, and the
+        connection stays."""
         unusable, self._unusable = self._unusable, None
         if unusable is None:
             return
@@ -384,71 +403,77 @@ class AgentLink:
             self._unusable = self._unusable or unusable
             raise
         except REFUSED as error:
-            log.debug("the daemon did not take it that generation %d cannot be used: %s", unusable.generation, error)
+            log.debug("the daemon refused the vote against generation %d: %s", unusable.generation, error)
 
-    def _made_report(self) -> AgentReport | None:
-        """None when the speaker was collected: its last word is on the way."""
-        held = [self._speaker()]
+    def _build_report(self) -> AgentReport | None:
+        """The next report; None when the source was garbage-collected: its final report is already queued."""
+        held = [self._source()]
         try:
             return held[0].report() if held[0] is not None else None
         finally:
             let_go(held)
 
     def _send(self, hello: AgentHello, report: AgentReport, final: bool = False) -> None:
+        """Sends a report; on an error its content is queued again."""
         with self._lock:
             applied, self._applied = self._applied, None
         try:
-            told = report.model_copy(update={"applied": applied, "finished": final})
-            lease = self._client.report(hello.agent, told)
+            message = report.model_copy(update={"applied": applied, "finished": final})
+            lease = self._client.report(hello.agent, message)
         except Exception as error:
-            with self._life:
+            with self._identity_lock:
                 if self._hello.agent == hello.agent:
-                    self._give_back(report)
+                    self._requeue(report)
                     with self._lock:
                         self._applied = self._applied or applied
             if isinstance(error, NotFound):
                 self.connected = False
             raise
-        with self._life:
+        with self._identity_lock:
             if self._hello.agent == hello.agent:
                 self._keep(report, time.monotonic())
         self._wanted_pause = lease.report_seconds
         self._take(lease.directive)
 
-    def _give_back(self, report: AgentReport) -> None:
-        held = [self._speaker()]
+    def _requeue(self, report: AgentReport) -> None:
+        """Gives a report that did not arrive back to its source."""
+        held = [self._source()]
         if held[0] is not None:
             held[0].undelivered(report)
         let_go(held)
 
     def _keep(self, report: AgentReport, now: float) -> None:
+        """Stores a delivered report for RESEND_SECONDS."""
         self._delivered.append((now, report))
         with contextlib.suppress(IndexError):  # the other thread may have taken them all
-            while self._delivered[0][0] < now - TOLD_AGAIN_SECONDS:
+            while self._delivered[0][0] < now - RESEND_SECONDS:
                 self._delivered.popleft()
 
-    def _tell_again(self) -> None:
-        """The daemon may have died with what it was told last. It knows what it has."""
-        with self._life, contextlib.suppress(IndexError):
+    def _requeue_recent(self) -> None:
+        """Queues recently delivered reports again, because a killed daemon may have lost them. It ignores steps that it
+        already has."""
+        with self._identity_lock, contextlib.suppress(IndexError):
             while True:
-                self._give_back(self._delivered.pop()[1])  # the oldest last, which is to come first
+                self._requeue(self._delivered.pop()[1])  # newest first, so that the oldest is sent first
 
-    def _lost(self, error: DaemonError | ConfigError) -> None:
+    def _on_refusal(self, error: DaemonError | ConfigError) -> None:
+        """Logs a failed exchange, once per outage, and marks the link as disconnected."""
         if isinstance(error, RankTaken):
-            self._refusals.taken(error)
+            self._refusals.rank_taken(error)
         elif isinstance(error, NotAuthorized):
-            self._refusals.told(error)
+            self._refusals.token_refused(error)
         elif self.connected:
             log.warning(
                 "daemon lost, training goes on with its last knobs: %s", error,
                 extra=event("daemon_lost", reason=str(error)),
             )  # fmt: skip
         self.connected = False
-        self._tell_again()
+        self._requeue_recent()
 
     # ---- listening
 
     def _listen_forever(self) -> None:
+        """Waits for knobs of the daemon, and votes on proposals."""
         failures = 0
         while not self._stop.is_set():
             hello = self._greeted
@@ -459,34 +484,37 @@ class AgentLink:
                 self._listen_once(hello.agent)
                 failures = 0
             except REFUSED:
-                # The reporter says hello again.
+                # The report thread registers again.
                 failures += 1
-                self._tell_again()
+                self._requeue_recent()
                 self._stop.wait(_backoff(failures))
             self._count("listen")
         self._listener_client.close()
 
     def _listen_once(self, agent: str) -> None:
+        """One long poll, followed by votes on the proposals that it returns."""
         self._wait_for_turn()
         directive = self._listener_client.directive(agent, max(0, self._heard), self._voted, POLL_SECONDS)
         self._take(directive)
         while directive.proposed is not None and directive.proposed != self._voted:
-            asked = directive.proposed
+            generation = directive.proposed
             self._wait_for_turn()
             directive = self._listener_client.vote(agent, self._vote(directive), POLL_SECONDS)
-            self._voted = asked
+            self._voted = generation
             self._take(directive)
 
     def _wait_for_turn(self) -> None:
+        """Waits until the rate limit allows the next poll or vote."""
         now = time.monotonic()
         if len(self._polls) == POLLS_AT_ONCE:
             self._stop.wait(self._polls[0] + POLLS_AT_ONCE / POLLS_PER_SECOND - now)
         self._polls.append(time.monotonic())
 
     def _vote(self, directive: Directive) -> Vote:
-        """A check that fails for another reason than the knobs is a no, said at once: silence would be one later."""
+        """Checks proposed knobs. A check that raises an unexpected error votes no at once: without a vote the daemon
+        would count a no after its deadline."""
         assert directive.proposed is not None
-        held, reason = [self._speaker()], ""
+        held, reason = [self._source()], ""
         try:
             if held[0] is not None:
                 held[0].check(Knobs().changed(directive.proposed_knobs or {}))
@@ -500,30 +528,32 @@ class AgentLink:
         return Vote(generation=directive.proposed, can=not reason, reason=reason)
 
     def _count(self, thread: str) -> None:
+        """Updates the CPU seconds of the link, from the calling thread."""
         self._cpu[thread] = time.thread_time()
         self.cpu_seconds = sum(self._cpu.values())
 
 
-def _is_of(hello: AgentHello, holder: Holder) -> bool:
-    """Whether the process that says hello is the one that holds the rank."""
+def _is_same_process(hello: AgentHello, holder: Holder) -> bool:
+    """Whether the process of the hello already holds the rank."""
     return holder.process is not None and (hello.process, hello.host) == (holder.process, holder.host)
 
 
 def wait_for_goodbyes(seconds: float = LONGEST_GOODBYE_SECONDS) -> None:
-    """Until all links of this process that were left have said goodbye, for so many seconds at most."""
+    """Waits until all links of this process that are ending have said goodbye, for `seconds` at most."""
     latest = time.monotonic() + seconds
     for link in tuple(_open_links):
         link.close(max(0.0, latest - time.monotonic()))
 
 
 def _pause(cpu_seconds: float, wanted: float | None = None) -> float:
-    """Seconds until the next report after one that took so much CPU time: as the daemon wants, if the share allows."""
+    """Seconds until the next report, given the CPU seconds of the last one: the daemon's wish, if the allowed share
+    permits it."""
     usual = min(LONGEST_REPORT_SECONDS, max(REPORT_SECONDS, cpu_seconds / REPORT_SHARE))
     return usual if wanted is None else min(usual, max(wanted, SHORTEST_REPORT_SECONDS, cpu_seconds / TRIAL_SHARE))
 
 
-def _fitting(reason: str) -> str:
-    """The reason as a message of the wire takes it."""
+def _shortened(reason: str) -> str:
+    """The reason as valid UTF-8 within the length limit of the message."""
     return reason.encode("utf-8", "replace").decode()[:LONGEST_REASON]
 
 

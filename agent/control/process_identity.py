@@ -1,4 +1,4 @@
-"""Which process this is, and whether one that said so elsewhere has ended."""
+"""Identity of a process across hosts, and whether another process has ended."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from tidegate.wire.agent import Holder, ProcessId
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE: Final = "/proc/self/ns/pid"
 _ENDED: Final = -1
-"""Stands for the start time of a process that there is not."""
+"""Marker instead of a start time: the process does not exist."""
 
 
 def this_process() -> ProcessId | None:
-    """This one; None where the system does not say (it has no /proc, or one of another PID namespace)."""
+    """Identity of this process; None where the system does not provide it (no /proc, or the /proc of another PID
+    namespace)."""
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
             return None
@@ -31,13 +32,13 @@ def this_process() -> ProcessId | None:
 
 
 def this_host() -> str:
-    """Its name, as agents tell it."""
+    """Name of this host, as reported to the daemon: at most 64 characters."""
     return socket.gethostname()[:64]
 
 
-def is_seen(holder: Holder | None) -> bool:
-    """Whether this process can tell if that one lives: it is on the same machine, started once, and in the same PID
-    namespace. Machines that were cloned while they ran have the same boot id: the host's name is compared, too."""
+def is_observable(holder: Holder | None) -> bool:
+    """Whether this process can observe if `holder` is alive: same machine, same boot, same PID namespace. Machines that
+    were cloned while running have the same boot id, so the host's name is compared, too."""
     here = this_process()
     if holder is None or holder.process is None or here is None or holder.host != this_host():
         return False
@@ -45,20 +46,21 @@ def is_seen(holder: Holder | None) -> bool:
 
 
 def has_ended(holder: Holder | None) -> bool:
-    """Whether it is certain that this process is no more. One in another container, or on another host, is not seen.
+    """Whether it is certain that the process of `holder` has ended. False for a process in another container or on
+    another host, which cannot be observed.
 
-    The number of a PID namespace may be given to a new one: then all processes of the old one have ended, and what is
-    found under the same pid began at another time.
+    The number of a PID namespace may be reused: then all processes of the old namespace have ended, and a process with
+    the same pid has another start time.
     """
-    if holder is None or holder.process is None or not is_seen(holder):
+    if holder is None or holder.process is None or not is_observable(holder):
         return False
     return _started(holder.process.pid) not in (holder.process.started, None)
 
 
 def _started(pid: int) -> int | None:
-    """When the process began, in clock ticks after the machine's; `_ENDED` for none; None where it is hidden."""
+    """Start time of a process in clock ticks after boot; `_ENDED` when it does not exist, None when it is hidden."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # The name, in parentheses, may have any characters. State is field 3, the start time field 22.
+        # The program's name, in parentheses, may contain any character. State is field 3, the start time field 22.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return _ENDED if fields[0] in "ZX" else int(fields[19])
     try:

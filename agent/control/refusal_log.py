@@ -1,4 +1,5 @@
-"""What a link says, and how long it waits, while the daemon will not have it: the rank is held, the token is wrong."""
+"""Log messages and waiting times of a link while the daemon refuses it: the rank is held by another agent, or the token
+is wrong."""
 
 from __future__ import annotations
 
@@ -6,62 +7,63 @@ import logging
 import time
 from typing import Any, Final
 
-from tidegate.agent.control.process_identity import is_seen
+from tidegate.agent.control.process_identity import is_observable
 from tidegate.errors import NotAuthorized, RankTaken
 from tidegate.logs import event
 
 log = logging.getLogger("tidegate.link")
 
 TOKEN_PAUSE_SECONDS: Final = 60.0
-"""Between two hellos with a token that is refused: the daemon makes an address wait that tries many."""
-_GOES_ON: Final = "Training goes on, its knobs stay as they are and its metrics are served"
+"""Pause between two hellos with a refused token: the daemon slows down addresses that try many tokens."""
+_TRAINING_GOES_ON: Final = "Training goes on, its knobs stay as they are and its metrics are served"
 
 
-class Refusals:
-    """One outage at a time: each thing is said once, until `over`."""
+class RefusalLog:
+    """Logs each kind of refusal once per outage. An outage ends with `accepted`."""
 
     def __init__(self, run: str, rank: int) -> None:
         self.pause: float | None = None
         """Seconds until the next hello; None for the usual back-off."""
         self._run, self._rank = run, rank
         self._since: float | None = None
-        """On the monotonic clock."""
-        self._said: set[str] = set()
+        """Begin of the outage, on the monotonic clock."""
+        self._logged: set[str] = set()
 
-    def taken(self, error: RankTaken) -> None:
-        """Another agent holds the rank. While its lease holds that may be one that has ended elsewhere."""
+    def rank_taken(self, error: RankTaken) -> None:
+        """Logs that another agent holds the rank. While its lease lasts, that agent may have ended on another host."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
-        if is_seen(error.holder) or now - self._since > error.lease_seconds:
+        if is_observable(error.holder) or now - self._since > error.lease_seconds:
             sentence = (
-                f"{error} That one is alive, so this process is not part of the run. {_GOES_ON}; the rank is taken "
-                "when that one ends."
+                f"{error} That agent is alive, so this process is not part of the run. {_TRAINING_GOES_ON}. This "
+                "process takes the rank when that agent ends."
             )
-            self._say(sentence, event("rank_taken", run=self._run, rank=self._rank, reason=sentence))
+            self._warn(sentence, event("rank_taken", run=self._run, rank=self._rank, reason=sentence))
         else:
             sentence = (
-                f"{error} {_GOES_ON}; if that one has ended, the rank is taken when its lease has, within "
-                f"{error.lease_seconds:g} s."
+                f"{error} {_TRAINING_GOES_ON}. If that agent has ended, this process takes the rank when the lease "
+                f"ends, within {error.lease_seconds:g} s."
             )
-            self._say(sentence, event("rank_awaited", run=self._run, rank=self._rank, reason=sentence))
+            self._warn(sentence, event("rank_awaited", run=self._run, rank=self._rank, reason=sentence))
 
-    def told(self, error: NotAuthorized) -> None:
-        """The token is refused."""
+    def token_refused(self, error: NotAuthorized) -> None:
+        """Logs that the token is refused."""
         self.pause = TOKEN_PAUSE_SECONDS
-        sentence = f"The daemon refuses this process: {error} {_GOES_ON}."
-        self._say(sentence, event("token_refused", run=self._run, rank=self._rank, reason=sentence))
+        sentence = f"The daemon refuses this process: {error} {_TRAINING_GOES_ON}."
+        self._warn(sentence, event("token_refused", run=self._run, rank=self._rank, reason=sentence))
 
-    def over(self) -> None:
-        """The daemon has the rank."""
-        if self._said:
+    def accepted(self) -> None:
+        """Ends the outage: the daemon has accepted this process."""
+        if self._logged:
             log.info(
-                "run %s, rank %d: the daemon has this process now", self._run, self._rank,
+                "run %s, rank %d: the daemon has accepted this process", self._run, self._rank,
                 extra=event("rank_held", run=self._run, rank=self._rank),
             )  # fmt: skip
         self.pause = self._since = None
-        self._said.clear()
+        self._logged.clear()
 
-    def _say(self, sentence: str, extra: dict[str, Any]) -> None:
-        if extra["event"] not in self._said:
-            self._said.add(extra["event"])
+    def _warn(self, sentence: str, extra: dict[str, Any]) -> None:
+        """Logs an event, once per outage."""
+        if extra["event"] not in self._logged:
+            self._logged.add(extra["event"])
             log.warning("%s", sentence, extra=extra)

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the end of every step, in one small collective."""
+"""The small collective between ranks at the end of each step: generation of knobs, update time, flags of the tuner."""
 
 from __future__ import annotations
 
@@ -6,39 +6,40 @@ from dataclasses import dataclass
 
 from tidegate.agent.ranks import Ranks
 
-SPLIT = -1
-"""Stands for a generation that not all ranks know."""
+GENERATIONS_DIFFER = -1
+"""Marker: ranks know different generations of knobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Boundary:
-    """What one rank says, or what holds for all of them.
+class BoundaryMessage:
+    """Values that one rank contributes at the end of a step, or the result for all ranks.
 
-    generation: the newest that it knows; SPLIT when some have heard of a newer one than others.
-    update_seconds: of the update that ended last; of all ranks the longest, None when one of them has none.
-    may_look: the tuner would look now. is_well: what was last proposed could be had. rates_changed: of some rank, for
-    good.
+    generation: newest generation of knobs that the rank knows. Result: the common one, or GENERATIONS_DIFFER.
+    update_seconds: duration of the last update. Result: the longest of all ranks; None when a rank has none.
+    wants_search: the tuner wants to search for better knobs now. Result: all ranks do.
+    proposal_applied: the last proposal of the tuner could be applied. Result: on all ranks.
+    rates_changed: a rate has changed permanently. Result: on some rank.
     """
 
     generation: int = 0
     update_seconds: float | None = None
-    may_look: bool = False
-    is_well: bool = True
+    wants_search: bool = False
+    proposal_applied: bool = True
     rates_changed: bool = False
 
 
-def agree(ranks: Ranks, mine: Boundary) -> Boundary:
-    """For all ranks to call, at the same boundary: each gets the same answer."""
+def agree(ranks: Ranks, mine: BoundaryMessage) -> BoundaryMessage:
+    """Combines the messages of all ranks. A collective: all ranks call it at the same step, and get the same result."""
     seconds = mine.update_seconds
     least = ranks.least([
         mine.generation, -mine.generation, -(seconds or 0.0), -1.0 if seconds is None else 1.0,
-        mine.may_look, mine.is_well, -mine.rates_changed,
+        mine.wants_search, mine.proposal_applied, -mine.rates_changed,
     ])  # fmt: skip
     low, high = int(least[0]), -int(least[1])
-    return Boundary(
-        generation=low if low == high else SPLIT,
+    return BoundaryMessage(
+        generation=low if low == high else GENERATIONS_DIFFER,
         update_seconds=-least[2] if least[3] > 0 else None,
-        may_look=bool(least[4]),
-        is_well=bool(least[5]),
+        wants_search=bool(least[4]),
+        proposal_applied=bool(least[5]),
         rates_changed=bool(least[6]),
     )

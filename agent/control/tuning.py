@@ -1,7 +1,9 @@
-"""Lets the tuner move what is `auto`: asks the model with the live rates, applies what it proposes between steps.
+"""Connects the tuner to the engine: measures updates, searches with the live rates, and applies proposals between
+steps. Only knobs on `auto` are changed.
 
-Every rank has a tuner of its own, and all of them are told the same: the longest update of all ranks, and what all have
-agreed on in a look. So all propose the same before the same step, and no rank decides for the others.
+Every rank has a tuner of its own. All tuners receive the same input: the longest update of all ranks, and the search
+result that all ranks agreed on. So all of them propose the same before the same step, and no rank decides for the
+others.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tidegate.agent.control.step_sync import Boundary
+from tidegate.agent.control.step_sync import BoundaryMessage
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.optimizer.adamw import AdamW
@@ -30,11 +32,12 @@ log = logging.getLogger("tidegate")
 T = TypeVar("T")
 
 CACHE_GROWTH = 1.1
-"""How many times as large the host cache must be able to become, to be looked at."""
+"""Least factor by which the host cache could grow for the search to consider a larger one."""
 
 
 def update_seconds(result: StepResult, phases: StepPhases) -> float | None:
-    """From the call of `step()` until the last op is done, wherever it goes on meanwhile; None for a skipped step."""
+    """Seconds from the call of `step()` until the last op of the update is done, overlap with the next forward
+    included; None for a skipped step."""
     began = next((span.start for span in phases.spans if span.phase == "update"), None)
     if began is None or result.skipped:
         return None
@@ -43,52 +46,53 @@ def update_seconds(result: StepResult, phases: StepPhases) -> float | None:
 
 
 class Tuning:
-    """One per attachment. Driven by the training thread."""
+    """Tuning of one attachment's knobs. Called by the training thread only."""
 
     def __init__(self, optimizer: AdamW, recorder: Recorder, ranks: Ranks | None = None) -> None:
         self.tuner = Tuner()
         self._optimizer, self._recorder, self._ranks = optimizer, recorder, ranks or Ranks()
         self._last: tuple[Effective, float] | None = None
-        """The update that ended since the last boundary."""
+        """Knobs and seconds of the update since the last `between_steps`."""
         self._refused: ConfigError | None = None
-        self._recalibrations = self._told = 0
-        """How many recalibrations all ranks know of, and how many this one had when it last said so."""
+        self._recalibrations = self._announced = 0
+        """Numbers of recalibrations: agreed by all ranks, and last announced by this rank."""
 
     def observe(self, result: StepResult, phases: StepPhases) -> None:
-        """An update is done."""
+        """Records a finished update."""
         seconds = update_seconds(result, phases)
         if seconds is not None:
             self._last = result.effective, seconds
 
-    def says(self, generation: int) -> Boundary:
-        """What this rank tells the others now."""
-        self._told = self._recorder.recalibrations
-        return Boundary(
+    def boundary_message(self, generation: int) -> BoundaryMessage:
+        """This rank's values for `step_sync.agree`."""
+        self._announced = self._recorder.recalibrations
+        return BoundaryMessage(
             generation=generation,
             update_seconds=None if self._last is None else self._last[1],
-            may_look=self.tuner.due(self._now) and bool(self.free),
-            is_well=self._refused is None,
-            rates_changed=self._told > self._recalibrations,
+            wants_search=self.tuner.due(self._current) and bool(self.free),
+            proposal_applied=self._refused is None,
+            rates_changed=self._announced > self._recalibrations,
         )
 
-    def between_steps(self, heard: Boundary) -> None:
-        """Moves when the tuner says so. All ranks call it, and have heard the same."""
-        if self._last is not None and heard.update_seconds is not None:
-            self.tuner.observe(self._last[0], heard.update_seconds)
+    def between_steps(self, agreed: BoundaryMessage) -> None:
+        """Changes knobs when the tuner proposes it. All ranks call it with the same `agreed` values."""
+        if self._last is not None and agreed.update_seconds is not None:
+            self.tuner.observe(self._last[0], agreed.update_seconds)
         self._last = None
-        self._recalibrations = self._told
-        if heard.rates_changed:
+        self._recalibrations = self._announced
+        if agreed.rates_changed:
             self.tuner.speeds_changed()
-        if not heard.is_well:
-            self._take_back()
-        elif heard.may_look or self.free:
-            wanted = self.tuner.propose(self._now, self._look if heard.may_look else None)
+        if not agreed.proposal_applied:
+            self._revert()
+        elif agreed.wants_search or self.free:
+            wanted = self.tuner.propose(self._current, self._search if agreed.wants_search else None)
             if wanted is not None:
                 self._move(wanted)
 
     @property
     def free(self) -> frozenset[str]:
-        """The knobs that the tuner may move here. The other baselines have no stride to choose."""
+        """Knobs that the tuner may change: those on `auto`. Other policies than `interleaved` have no stride to
+        choose."""
         if self._optimizer.offload.policy != "interleaved":
             return frozenset()
         knobs = self._optimizer.knobs
@@ -96,26 +100,30 @@ class Tuning:
         return frozenset(auto - ({"order", "host_cache"} if self._optimizer.engine.store is None else set()))
 
     @property
-    def _now(self) -> Effective:
+    def _current(self) -> Effective:
+        """Knob values in force."""
         return self._optimizer.engine.effective
 
     def _move(self, wanted: Effective) -> None:
+        """Applies a proposal; a refusal is announced to the other ranks at the next boundary."""
         refusal = self._apply(wanted)
         if refusal is not None:
             self._refused = refusal
             if self._ranks.count == 1:
-                self._take_back()
+                self._revert()
 
-    def _take_back(self) -> None:
-        """Some rank could not have what was proposed: all go back to what they had, as far as they left it."""
+    def _revert(self) -> None:
+        """Reverts a proposal that some rank could not apply: all ranks that applied it return to their earlier
+        knobs."""
         old = self.tuner.refuse(self._refused or "it does not fit on another rank.")
-        # A rank that cannot go back stays as it is: weights are right whatever it runs.
+        # A rank that cannot revert keeps its knobs: the weights are the same with any knobs.
         self._refused = None
-        if old is not None and old != self._now and (refusal := self._apply(old)) is not None:
-            log.warning("the tuner cannot go back: %s", refusal)
+        if old is not None and old != self._current and (refusal := self._apply(old)) is not None:
+            log.warning("the tuner cannot revert its last change: %s", refusal)
 
     def _apply(self, wanted: Effective) -> ConfigError | None:
-        """None, or why it cannot be had; then nothing has changed. What is pinned is not what `auto` is to mean."""
+        """Applies knob values on `auto`. Returns None, or the reason for a refusal; then nothing has changed. Pinned
+        knobs are never changed."""
         free = self.free
         try:
             self._optimizer.set_auto(
@@ -127,58 +135,64 @@ class Tuning:
             return error
         return None
 
-    # ---- looks
+    # ---- searches
 
-    def _look(self) -> Move | None:
-        """What the model would choose now; of several ranks, what is best for the slowest of them."""
-        mine = _sure(self._promising, None)
-        return mine if self._ranks.count == 1 else self._together(mine)
+    def _search(self) -> Move | None:
+        """The best change by the model; with several ranks, the best for the slowest rank."""
+        mine = _or_default(self._best_candidate, None)
+        return mine if self._ranks.count == 1 else self._elect(mine)
 
-    def _promising(self) -> Move | None:
+    def _best_candidate(self) -> Move | None:
+        """The best change for this rank; None without rates or without a better choice."""
         rates = self._recorder.rates
         if rates is None:
             return None
-        ample, now = self._ample_cache(), self._now
-        free = self.free if ample > CACHE_GROWTH * now.host_cache_bytes else self.free - {"host_cache"}
+        ample, current = self._ample_cache(), self._current
+        free = self.free if ample > CACHE_GROWTH * current.host_cache_bytes else self.free - {"host_cache"}
         return look(
-            self._rank(), now, rates, free,
+            self._rank(), current, rates, free,
             cache_bytes=ample, backward_seconds=self._backward_seconds(), allowed=self._fits,
         )  # fmt: skip
 
-    def _together(self, mine: Move | None) -> Move | None:
-        """Two rounds of all ranks: what each wants, and what each thinks of what is wanted."""
-        now = self._now
-        settings = proposals(self._ranks.of_all(None if mine is None else Setting.of(mine.to, now)))
+    def _elect(self, mine: Move | None) -> Move | None:
+        """Elects one change with all ranks in two collectives: the candidates of all ranks, then each rank's prediction
+        for each candidate."""
+        current = self._current
+        settings = proposals(self._ranks.of_all(None if mine is None else Setting.of(mine.to, current)))
         if not settings:
             return None
-        ample = _sure(self._ample_cache, now.host_cache_bytes)
-        judged = _sure(lambda: self._judge(settings, ample), Judged(None, (None,) * len(settings)))
-        found = elected(settings, self._ranks.of_all(judged))
-        return None if found is None else Move(found[0].on(now, ample), found[1])
+        ample = _or_default(self._ample_cache, current.host_cache_bytes)
+        judged = _or_default(lambda: self._judge(settings, ample), Judged(None, (None,) * len(settings)))
+        winner = elected(settings, self._ranks.of_all(judged))
+        return None if winner is None else Move(winner[0].on(current, ample), winner[1])
 
     def _judge(self, settings: Sequence[Setting], ample_cache: int) -> Judged:
+        """This rank's predictions for all candidates; infinity for those that it may not or cannot apply."""
         rates = self._recorder.rates or RateCard()
         rank, backward = self._rank(), self._backward_seconds()
-        choices = [setting.on(self._now, ample_cache) for setting in settings]
-        may = [self._may(setting, choice) for setting, choice in zip(settings, choices, strict=True)]
+        choices = [setting.on(self._current, ample_cache) for setting in settings]
+        allowed = [self._is_allowed(setting, choice) for setting, choice in zip(settings, choices, strict=True)]
         return Judged(
-            promised(rank, self._now, rates, backward),
+            promised(rank, self._current, rates, backward),
             tuple(
-                promised(rank, one, rates, backward) if can else math.inf for one, can in zip(choices, may, strict=True)
+                promised(rank, choice, rates, backward) if can else math.inf
+                for choice, can in zip(choices, allowed, strict=True)
             ),
         )
 
-    def _may(self, setting: Setting, choice: Effective) -> bool:
-        """Whether it only moves what is `auto` here, all of it moves here, and it fits."""
-        now, free = self._now, self.free
-        more_cache = choice.host_cache_bytes > now.host_cache_bytes
+    def _is_allowed(self, setting: Setting, choice: Effective) -> bool:
+        """Whether a candidate changes only knobs that are on `auto` on this rank, all its changes take effect here, and
+        it fits."""
+        current, free = self._current, self.free
+        more_cache = choice.host_cache_bytes > current.host_cache_bytes
         if setting.more_cache != more_cache:
-            return False  # on this rank it would be another comparison than on the others
-        moves = {"stride": choice.stride != now.stride, "order": choice.alternate != now.alternate}
+            return False  # ranks must compare the same change
+        moves = {"stride": choice.stride != current.stride, "order": choice.alternate != current.alternate}
         wanted = {name for name, differs in {**moves, "host_cache": more_cache}.items() if differs}
         return wanted <= free and self._fits(choice)
 
     def _rank(self) -> Rank:
+        """This rank as input of the simulator."""
         engine = self._optimizer.engine
         capacity = engine.residences.capacity if engine.residences is not None else {}
         return Rank(
@@ -187,13 +201,16 @@ class Tuning:
         )  # fmt: skip
 
     def _backward_seconds(self) -> float:
+        """Duration of the last backward; 0 before the first step."""
         last = self._recorder.totals.last
         return last.phase_seconds.get("backward", 0.0) if last is not None else 0.0
 
     def _ample_cache(self) -> int:
+        """Bytes of the largest host cache that memory allows; 0 when the tuner may not change it."""
         return self._optimizer.ample_cache() if "host_cache" in self.free else 0
 
     def _fits(self, effective: Effective) -> bool:
+        """Whether the engine has the memory for these knobs."""
         try:
             self._optimizer.engine.check(effective, self._optimizer.offload.headroom_bytes)
         except ConfigError:
@@ -201,10 +218,11 @@ class Tuning:
         return True
 
 
-def _sure(answer: Callable[[], T], otherwise: T) -> T:
-    """Other ranks wait for an answer, and training goes on, whatever happens to a prediction."""
+def _or_default(compute: Callable[[], T], default: T) -> T:
+    """Result of `compute`, or `default`, with a log message, when it raises. Other ranks wait for this rank's result,
+    so an error of a prediction must not stop it."""
     try:
-        return answer()
+        return compute()
     except Exception:
-        log.exception("the tuner could not ask the model")
-        return otherwise
+        log.exception("the tuner's prediction failed")
+        return default

@@ -1,1 +1,1 @@
-"""Devices: where weights and gradients live, behind one protocol of streams and events."""
+"""Devices (CUDA and emulated) behind one interface of lanes, events and memory."""

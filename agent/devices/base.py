@@ -1,10 +1,11 @@
-"""The protocol of a device: memory, copies and updates in order on lanes, and events that other lanes wait for.
+"""Device interface: memory, copies and updates in order on lanes, and events that other lanes wait for.
 
-A lane of a device is a stream: `copy`, `update` and `norms` enqueue work behind what the lane holds and return an
-event at once or when it is done, as the device likes. Nobody may look at the memory before the event says done.
+A lane of a device is a stream. `copy`, `update` and `norms` enqueue work behind the lane's earlier work and return an
+event, either at once or when the work is done, as the device chooses. The memory must not be accessed before the event
+is done.
 
-The framework has a stream of its own, on which it makes gradients and reads weights. `now` and `block` tie it to the
-lanes, in both directions.
+The framework has a stream of its own, on which it computes gradients and reads weights. `now` and `block` order it with
+the lanes, in both directions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tidegate.wire.base import DeviceKind
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`nbytes` from address `src` to address `dst`; one of them is on the device."""
+    """Copy of `nbytes` from address `src` to address `dst`; one of them is on the device."""
 
     dst: int
     src: int
@@ -30,7 +31,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRun:
-    """Consecutive parameters that are updated with the same scalars. All addresses, `aux` 0 when there is none."""
+    """Update of consecutive parameters with the same scalars. `weight`, `aux`, `exp_avg`, `exp_avg_sq` and `grad` are
+    addresses; `aux` is 0 when there is none."""
 
     numel: int
     weight: int
@@ -52,7 +54,7 @@ class UpdateRun:
 
 @dataclass(frozen=True, slots=True)
 class GradRef:
-    """The gradient of one parameter on the device."""
+    """Location of one parameter's gradient on the device."""
 
     address: int
     numel: int
@@ -60,18 +62,18 @@ class GradRef:
 
 
 class Event(Protocol):
-    """Work that was enqueued on a lane."""
+    """Handle of work that was enqueued on a lane."""
 
     def wait(self) -> None:
         """Blocks the calling thread until the work is done."""
 
     def span(self) -> tuple[float, float]:
-        """Start and end of the work on the host's monotonic clock, in seconds. Only after `wait`."""
+        """Start and end of the work in seconds on the host's monotonic clock. Only after `wait`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoneEvent:
-    """Work that was done when its call returned."""
+    """Event of work that was done when its call returned."""
 
     start: float
     end: float
@@ -84,7 +86,7 @@ class DoneEvent:
 
 
 class Device(Protocol):
-    """What the engine asks of a device. Sizes in bytes, addresses as integers."""
+    """Interface between engine and device. Sizes in bytes, addresses as integers."""
 
     @property
     def kind(self) -> DeviceKind: ...
@@ -99,36 +101,38 @@ class Device(Protocol):
         """Highest `in_use_bytes` since the last call."""
 
     def alloc(self, nbytes: int) -> int:
-        """Device memory; MemoryBudgetError with figures when it does not fit."""
+        """Allocates device memory. MemoryBudgetError, with figures, when it does not fit."""
 
     def free(self, address: int) -> None: ...
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Zeroed host memory that the device copies from and to fastest, as bytes."""
+        """Allocates zeroed host memory, as bytes, with the fastest copies from and to the device."""
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """Counts `tensor`, made by the framework, as memory of this device while it lives. Does not keep it alive."""
+        """Counts a tensor of the framework as memory of this device while the tensor lives. Does not keep it alive."""
 
     def now(self) -> Event:
-        """Done when everything that the calling thread has enqueued in the framework so far is done. It has no span."""
+        """Event that is done when all work that the calling thread has enqueued in the framework so far is done. It has
+        no span."""
 
     def mark(self) -> Event:
-        """As `now`; its span ends when that was."""
+        """As `now`, but its span ends at the time when the work was done."""
 
     def block(self, event: Event) -> None:
-        """What the calling thread enqueues in the framework from now on begins after `event`."""
+        """Makes work that the calling thread enqueues in the framework from now on begin after `event`."""
 
     def wait(self, lane: str, event: Event) -> None:
-        """Work enqueued on `lane` from now on begins after `event`."""
+        """Makes work that is enqueued on `lane` from now on begin after `event`."""
 
     def used_by(self, lane: str, tensor: torch.Tensor) -> None:
-        """The caller lets `tensor` go: its memory is not given away before what `lane` holds now is done."""
+        """Call it before dropping `tensor`: its memory is not reused before the work now enqueued on `lane` is done."""
 
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event: ...
 
     def update(self, runs: Sequence[UpdateRun]) -> Event: ...
 
     def norms(self, grads: Sequence[GradRef]) -> tuple[Event, list[tuple[float, int]]]:
-        """Sum of squares and count of non-finite values of each gradient; the list is valid after the event."""
+        """Computes the sum of squares and the number of non-finite values of each gradient. The list is valid after the
+        event."""
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""The CUDA device: a stream a lane, events between them, pinned host memory, device memory from torch's allocator.
+"""CUDA device: one stream per lane, events between them, pinned host memory, and device memory from torch's allocator.
 
-Every call that enqueues work returns at once. What orders one stream's work with another's, or with the host's, is an
-event that somebody waits for, and nothing else; tests/agent/test_cuda_order.py drops each of these waits in turn.
+Every call that enqueues work returns at once. Only waits for events order the work of one stream with another, or with
+the host; tests/agent/test_cuda_order.py drops each of these waits in turn.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ from tidegate.wire.base import DeviceKind
 log = logging.getLogger("tidegate.devices")
 
 ANCHOR_SECONDS: Final = 10.0
-"""Times between events come as fp32 milliseconds and two clocks drift: after this long they are compared anew."""
+"""Interval after which the clocks of GPU and host are compared again: times between events are fp32 milliseconds, and
+the clocks drift."""
 
 ANCHOR_TRIES: Final = 4
+"""Number of comparisons, of which the best is used."""
 
 GOOD_ANCHOR_SECONDS: Final = 1e-3
-"""A comparison that is off by no more is always taken."""
+"""A comparison with at most this error is always used."""
 
 DRIFT: Final = 5e-5
-"""By which part two clocks may differ in speed, about."""
+"""Assumed relative difference in speed of the two clocks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Anchor:
-    """A moment on both clocks: `marker` was reached at `seconds` of the host's monotonic clock, ± `error_seconds`."""
+class ClockSync:
+    """Comparison of both clocks: `marker` was reached at `seconds` of the host's monotonic clock, ± `error_seconds`."""
 
     marker: Marker
     seconds: float
@@ -51,52 +53,54 @@ class Anchor:
 
 
 class HostClock:
-    """Tells when markers were reached on the host's monotonic clock."""
+    """Converts the times of markers from the GPU's clock to the host's monotonic clock."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
-        # A stream that is always idle: a marker on it is reached as soon as it is recorded.
+        # A stream without other work: a marker on it is reached as soon as it is recorded.
         self._stream = runtime.new_stream("clock")
         self._comparing = threading.Lock()
         self._compared = time.monotonic()
         self.anchor = self._compare()
 
-    def seconds(self, anchor: Anchor, marker: Marker) -> float:
-        """`anchor`: one that was taken before `marker` was recorded. `marker` must have been reached."""
+    def seconds(self, anchor: ClockSync, marker: Marker) -> float:
+        """Host time at which `marker` was reached. `anchor`: a comparison made before `marker` was recorded. `marker`
+        must have been reached."""
         return anchor.seconds + self._runtime.seconds_between(anchor.marker, marker)
 
-    def fresh(self) -> Anchor:
-        """For what is recorded from now on: after a long pause the clocks are compared before."""
+    def fresh(self) -> ClockSync:
+        """The comparison for markers recorded from now on; after a long pause the clocks are compared first."""
         self.refresh()
         return self.anchor
 
     def refresh(self) -> None:
-        """Where the GPU is too busy for a good comparison the last one may stay."""
+        """Compares the clocks again if the last comparison is old. If the GPU is too busy for a good comparison, the
+        old one may stay."""
         now = time.monotonic()
         if now - self._compared > ANCHOR_SECONDS and self._comparing.acquire(blocking=False):
             try:
-                found, self._compared = self._compare(), now
+                new, self._compared = self._compare(), now
                 old_error = self.anchor.error_seconds + DRIFT * (now - self.anchor.seconds)
-                if found.error_seconds < max(GOOD_ANCHOR_SECONDS, old_error):
-                    self.anchor = found
+                if new.error_seconds < max(GOOD_ANCHOR_SECONDS, old_error):
+                    self.anchor = new
             finally:
                 self._comparing.release()
 
-    def _compare(self) -> Anchor:
-        """The best of a few: the first has to wake up the GPU, any may be interrupted."""
+    def _compare(self) -> ClockSync:
+        """The best of several comparisons: the first wakes the GPU up, and any may be interrupted."""
         return min((self._compare_once() for _ in range(ANCHOR_TRIES)), key=lambda anchor: anchor.error_seconds)
 
-    def _compare_once(self) -> Anchor:
+    def _compare_once(self) -> ClockSync:
         before = time.monotonic()
         marker = self._runtime.record(self._stream, timed=True)
         self._runtime.host_waits(marker)
         after = time.monotonic()
-        return Anchor(marker, (before + after) / 2, (after - before) / 2)
+        return ClockSync(marker, (before + after) / 2, (after - before) / 2)
 
 
-class Work:
-    """Work on a stream, between two markers, timed ones if `span` is to be asked for. `done` is called by every thread
-    that has waited for it."""
+class StreamWork:
+    """Event of work on a stream, between two markers; they are timed if `span` is used. `done` is called by every
+    thread that has waited for the work."""
 
     __slots__ = ("_anchor", "_clock", "_done", "_runtime", "end", "start")
 
@@ -104,7 +108,7 @@ class Work:
         self,
         runtime: CudaRuntime,
         clock: HostClock,
-        anchor: Anchor,
+        anchor: ClockSync,
         start: Marker,
         end: Marker,
         done: Callable[[], None] | None = None,
@@ -125,26 +129,27 @@ class Work:
 
 
 class Lanes:
-    """The streams, one a lane."""
+    """The streams of the lanes."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
         self._streams = {lane: runtime.new_stream(lane) for lane in (H2D, D2H, DEVICE)}
         self.used = False
-        """Since the device was last closed."""
+        """Whether a lane was used since the device was last closed."""
 
     def __getitem__(self, lane: str) -> Stream:
         self.used = True
         return self._streams[lane]
 
-    def copies_at_rest(self) -> None:
+    def wait_for_copies(self) -> None:
         """Waits for copies from and to host memory."""
-        self._at_rest(H2D, D2H)
+        self._wait_for(H2D, D2H)
 
-    def at_rest(self) -> None:
-        self._at_rest(H2D, D2H, DEVICE)
+    def wait_for_all(self) -> None:
+        """Waits for all work."""
+        self._wait_for(H2D, D2H, DEVICE)
 
-    def _at_rest(self, *lanes: str) -> None:
+    def _wait_for(self, *lanes: str) -> None:
         close_all(*(partial(self._wait, self._streams[lane]) for lane in lanes))
 
     def _wait(self, stream: Stream) -> None:
@@ -152,30 +157,30 @@ class Lanes:
 
 
 def _abandon(runtime: CudaRuntime, lanes: Lanes, taken: set[int], pid: int) -> None:
-    """Nobody has closed this device. What is left is given back when the lanes have done their work."""
+    """Finalizer of a device that was not closed: waits for the lanes and frees device memory."""
     if os.getpid() != pid or not (lanes.used or taken):  # a fork has no GPU
         return
     try:
-        close_all(lanes.at_rest, *(partial(runtime.free, address) for address in taken))
+        close_all(lanes.wait_for_all, *(partial(runtime.free, address) for address in taken))
     except Exception as error:
-        log.warning("The GPU failed while a device that was not closed went: %s: %s", type(error).__name__, error)
+        log.warning("The GPU failed while an unclosed device was cleaned up: %s: %s", type(error).__name__, error)
 
 
 class CudaDevice:
-    """One GPU. `limit_bytes` bounds device memory further than the GPU does; 0 for no such bound.
+    """Device for one GPU. `limit_bytes`: limit of device memory below the GPU's own; 0 for none.
 
-    Host buffers come from a pool and go back to it when nobody holds them: whoever lets one go has waited for the work
-    on it. `free` takes the same for granted; `close` waits for copies that are on their way. A device that is dropped
-    instead waits for all lanes, and gives back what it has.
+    Host buffers come from a pool and return to it when they are dropped: wait for the work on a buffer before dropping
+    it. The same holds for `free`. `close` waits for copies in progress. A device that is dropped without `close` waits
+    for all lanes, and frees its memory.
     """
 
     def __init__(self, runtime: CudaRuntime, limit_bytes: int = 0) -> None:
         self._runtime = runtime
         self._lanes = Lanes(runtime)
         self._clock = HostClock(runtime)
-        self._host = PinnedPool(runtime, self._lanes.copies_at_rest)
+        self._host = PinnedPool(runtime, self._lanes.wait_for_copies)
         self._taken: set[int] = set()
-        """Addresses of device memory."""
+        """Addresses of allocated device memory."""
         weakref.finalize(self, _abandon, runtime, self._lanes, self._taken, os.getpid()).atexit = False
         capacity = runtime.capacity_bytes()
         self.capacity_bytes = min(limit_bytes, capacity) if limit_bytes else capacity
@@ -194,7 +199,8 @@ class CudaDevice:
     # ---- memory
 
     def alloc(self, nbytes: int) -> int:
-        """Lanes must be made to wait for `now()` before they touch it."""
+        """Allocates device memory. Lanes must wait for `now()` before they use it. MemoryBudgetError when it does not
+        fit."""
         free = self.capacity_bytes - self.in_use_bytes
         reason: MemoryError | None = None
         if nbytes <= free:
@@ -206,7 +212,7 @@ class CudaDevice:
                 reason = error
         raise MemoryBudgetError(
             f"{nbytes:,} bytes do not fit in device memory: {max(free, 0):,} of {self.capacity_bytes:,} are not in "
-            f"use{', but too scattered' if reason else ''}. Lower static_ratio, use smaller subgroups or fewer slots.",
+            f"use{', but too fragmented' if reason else ''}. Lower static_ratio, use smaller subgroups or fewer slots.",
             nbytes, free,
         ) from reason  # fmt: skip
 
@@ -218,26 +224,26 @@ class CudaDevice:
         return self._host.take(nbytes)
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """The framework's allocator counts it already."""
+        """Does nothing: the framework's allocator counts the tensor already."""
 
     # ---- order
 
     def now(self) -> Event:
         marker = self._runtime.record(self._runtime.current_stream())
-        return Work(self._runtime, self._clock, self._clock.anchor, marker, marker)
+        return StreamWork(self._runtime, self._clock, self._clock.anchor, marker, marker)
 
     def mark(self) -> Event:
         anchor, marker = self._clock.fresh(), self._runtime.record(self._runtime.current_stream(), timed=True)
-        return Work(self._runtime, self._clock, anchor, marker, marker)
+        return StreamWork(self._runtime, self._clock, anchor, marker, marker)
 
     def block(self, event: Event) -> None:
-        if isinstance(event, Work):
+        if isinstance(event, StreamWork):
             self._runtime.stream_waits(self._runtime.current_stream(), event.end)
         else:
             event.wait()
 
     def wait(self, lane: str, event: Event) -> None:
-        if isinstance(event, Work):
+        if isinstance(event, StreamWork):
             self._runtime.stream_waits(self._lanes[lane], event.end)
         else:
             event.wait()
@@ -251,13 +257,13 @@ class CudaDevice:
         anchor, stream = self._clock.fresh(), self._lanes[lane]
         start = self._runtime.record(stream, timed=True)
         self._runtime.copy(in_pieces(copies), lane == H2D, stream)
-        return Work(self._runtime, self._clock, anchor, start, self._runtime.record(stream, timed=True))
+        return StreamWork(self._runtime, self._clock, anchor, start, self._runtime.record(stream, timed=True))
 
     def update(self, runs: Sequence[UpdateRun]) -> Event:
         anchor, stream = self._clock.fresh(), self._lanes[DEVICE]
         start = self._runtime.record(stream, timed=True)
         self._runtime.update(runs, stream)
-        return Work(self._runtime, self._clock, anchor, start, self._runtime.record(stream, timed=True))
+        return StreamWork(self._runtime, self._clock, anchor, start, self._runtime.record(stream, timed=True))
 
     def norms(self, grads: Sequence[GradRef]) -> tuple[Event, Norms]:
         """The list is filled by the thread that waits for the event."""
@@ -268,16 +274,17 @@ class CudaDevice:
 
         def fill() -> None:
             if len(found) < len(grads):
-                found[:] = read()  # at once: another thread that has waited, too, may be reading
+                found[:] = read()  # in one assignment: another thread that waited may be reading
 
-        return Work(self._runtime, self._clock, anchor, start, end, fill), found
+        return StreamWork(self._runtime, self._clock, anchor, start, end, fill), found
 
     def close(self) -> None:
-        """Whatever failed before may have left copies behind, from and to pages that are unpinned now.
+        """Waits for copies and frees host memory. After an error copies may still be in progress, from and to pages
+        that are unpinned now.
 
-        Nothing is left out because the GPU fails; then the first error is raised.
+        All steps are run even if the GPU fails; then the first error is raised.
         """
         try:
-            close_all(self._lanes.copies_at_rest, self._host.close)
+            close_all(self._lanes.wait_for_copies, self._host.close)
         finally:
             self._lanes.used = False

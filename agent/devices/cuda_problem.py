@@ -1,4 +1,5 @@
-"""Why CUDA cannot be used here, and what helps: torch itself says only that it is not available."""
+"""Diagnosis of an unusable CUDA installation: reason and remedy. torch itself only reports that CUDA is not
+available."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from typing import Final
 import torch
 
 DRIVERS: Final = "580 or newer for CUDA 13, 525.60 or newer for CUDA 12"
-"""What NVIDIA says of drivers: https://docs.nvidia.com/deploy/cuda-compatibility/."""
+"""Driver versions that NVIDIA requires: https://docs.nvidia.com/deploy/cuda-compatibility/."""
 
 
 @dataclass(frozen=True)
 class CudaProblem:
-    """What is wrong, and what helps: each a phrase without a full stop."""
+    """Reason and remedy, each a phrase without a full stop."""
 
     reason: str
     remedy: str
@@ -26,26 +27,26 @@ class CudaProblem:
 
 
 def cuda_problem() -> CudaProblem | None:
-    """None where CUDA can be used. Creates no context."""
+    """Diagnoses CUDA; None when it can be used. Creates no CUDA context."""
     if torch.version.cuda is None:
         return CudaProblem(
             f"torch {torch.__version__} is built without CUDA",
             "where there is an NVIDIA GPU, install a build with CUDA: docs/gpu.md says which",
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch warns of here is returned
+        warnings.simplefilter("ignore")  # torch's warning is returned instead
         if torch.cuda.is_available():
             return None
     try:
         torch.cuda.init()  # raises what `is_available` swallows
     except Exception as error:
-        return _named(str(error))
+        return _diagnosed(str(error))
     return CudaProblem("torch says that no CUDA device is available", "see whether nvidia-smi lists the GPU")
 
 
-def _named(said: str) -> CudaProblem:
-    """What torch said, as a reason and its remedy."""
-    version = re.search(r"too old \(found version (\d+)\)", said)
+def _diagnosed(message: str) -> CudaProblem:
+    """Converts an error message of torch to reason and remedy."""
+    version = re.search(r"too old \(found version (\d+)\)", message)
     if version is not None:
         major, minor = divmod(int(version.group(1)) // 10, 100)
         return CudaProblem(
@@ -53,18 +54,18 @@ def _named(said: str) -> CudaProblem:
             f"{torch.version.cuda}",
             f"install a newer driver ({DRIVERS}), or a build of torch for CUDA {major}",
         )
-    if "no NVIDIA driver" in said:
+    if "no NVIDIA driver" in message:
         return CudaProblem(
             "there is no NVIDIA driver",
             f"install one ({DRIVERS}) until nvidia-smi lists the GPU; a container needs the NVIDIA container toolkit "
             "and `--gpus all`",
         )
-    if "No CUDA GPUs" in said:
+    if "No CUDA GPUs" in message:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
         return CudaProblem(
             f"the driver shows no GPU{hidden}",
             "see whether nvidia-smi lists it, and whether CUDA_VISIBLE_DEVICES hides it",
         )
-    first = (said.strip().splitlines() or ["torch cannot begin with CUDA and does not say why"])[0]
+    first = (message.strip().splitlines() or ["torch cannot initialise CUDA and gives no reason"])[0]
     return CudaProblem(first.rstrip("."), "see whether nvidia-smi lists the GPU")

@@ -1,15 +1,15 @@
-"""The CUDA runtime through PyTorch.
+"""CUDA runtime (`CudaRuntime`) implemented with PyTorch's calls.
 
-Why not the runtime library itself: which one a wheel of torch brings differs, it would have to be found without a GPU
-to try it on, and a thread must have the right context before it calls. torch's own calls select the device, bind the
-context, check errors and free the interpreter's lock. What torch does not offer by address is wrapped: device memory
-through `__cuda_array_interface__`, host memory through the buffer protocol; neither copies. A copy between such tensors
+Reasons not to call the runtime library itself: each wheel of torch brings another one, it would have to be found
+without a GPU to test with, and a thread needs the right context before it calls. torch's own calls select the device,
+bind the context, check errors and release the GIL. torch cannot copy by address, so memory is wrapped without a copy:
+device memory through `__cuda_array_interface__`, host memory through the buffer protocol. A copy between such tensors
 with non_blocking=True is one cudaMemcpyAsync on the current stream.
 
-Threads begin with GPU 0 as their current device, and a call that sets no other makes a context there, of hundreds of
-megabytes: cudaEventSynchronize does, and so does the end of `torch.cuda.stream`, which restores the stream of the
-device that was current before. So whatever thread calls, each call to CUDA is made with this GPU as its current device.
-What was current before is current again afterwards; `torch.cuda.device` makes no context for it.
+Threads start with GPU 0 as their current device, and a call without another device creates a context there, of hundreds
+of megabytes: cudaEventSynchronize does, and so does the end of `torch.cuda.stream`, which restores the stream of the
+previous device. So each call to CUDA is made with this GPU as the current device, whatever thread calls. Afterwards the
+previous device is current again; `torch.cuda.device` creates no context for it.
 """
 
 from __future__ import annotations
@@ -32,28 +32,32 @@ PORTABLE: Final = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""
 
 HIGH_PRIORITY: Final = -1
+"""Priority of the engine's streams."""
 
 
-class Events:
-    """CUDA events of one kind: making and destroying one takes longer than recording it, and a step has hundreds."""
+class EventPool:
+    """Pool of reusable CUDA events, timed or not: creating and destroying an event takes longer than recording it, and
+    a step has hundreds of them."""
 
     def __init__(self, timed: bool) -> None:
         self._timed = timed
         self._free: deque[torch.cuda.Event] = deque()
-        """Filled by whichever thread lets go of a place, even inside `record`: no lock may be needed."""
+        """Events to reuse. Any thread may add one when it drops a marker, even inside `record`: this must work without
+        a lock."""
 
-    def record(self, stream: Stream) -> Recorded:
+    def record(self, stream: Stream) -> PooledEvent:
+        """Records an event behind the work now in `stream`."""
         try:
             event = self._free.pop()
         except IndexError:
-            # blocking: a thread that waits leaves its core to the update on the CPU.
+            # blocking: a waiting thread frees its core for the update on the CPU.
             event = torch.cuda.Event(enable_timing=self._timed, blocking=True)
         event.record(stream)
-        return Recorded(event, self._free)
+        return PooledEvent(event, self._free)
 
 
-class Recorded:
-    """A place in a stream. When nobody can wait for it any more, its event marks another."""
+class PooledEvent:
+    """Recorded CUDA event, which returns to its pool when this object is garbage-collected."""
 
     __slots__ = ("_free", "event")
 
@@ -70,13 +74,13 @@ class TorchCuda:
     def __init__(self, device: torch.device, kernels: GpuKernels | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._kernels = kernels or load_kernels(self.device)
-        self._events, self._timed_events = Events(timed=False), Events(timed=True)
+        self._events, self._timed_events = EventPool(timed=False), EventPool(timed=True)
         self._blocks: dict[int, torch.Tensor] = {}
         free, _ = torch.cuda.mem_get_info(self.device)
         self._capacity = free + torch.cuda.memory_reserved(self.device)
 
     def _here(self) -> torch.cuda.device:
-        """Inside, this GPU is the calling thread's current device."""
+        """Context manager that makes this GPU the calling thread's current device."""
         return torch.cuda.device(self.device.index)
 
     # ---- order
@@ -122,7 +126,7 @@ class TorchCuda:
     def norms(self, grads: Sequence[GradRef], stream: Stream) -> Callable[[], Norms]:
         if not grads:
             return Norms
-        # Temporary tensors are of this stream's pool: memory that they leave is used behind what uses them now.
+        # Temporary tensors come from this stream's allocator pool: their memory is reused only behind their last use.
         with self._here(), torch.cuda.stream(stream):
             sums = torch.empty(len(grads), dtype=torch.float64, device=self.device)
             bad = torch.empty(len(grads), dtype=torch.int64, device=self.device)
@@ -165,8 +169,8 @@ class TorchCuda:
                 self._forget_error()
 
     def _forget_error(self) -> None:
-        """The runtime keeps a thread's last error until it is asked for, and torch asks at its next kernel: which would
-        then be said to have failed. One is launched here to take the blame."""
+        """Clears the runtime's last error of this thread. torch would read it at its next kernel and raise it there. So
+        a small kernel is launched here to consume the error."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.device).add_(1)
 
@@ -185,13 +189,13 @@ class TorchCuda:
         properties: Any = torch.cuda.get_device_properties(self.device)
         try:
             place = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-        except AttributeError:  # torch before 2.7 does not tell
+        except AttributeError:  # torch before 2.7 lacks these fields
             return frozenset()
         return near_cpus("{:04x}:{:02x}:{:02x}.0".format(*place))
 
 
 class _DeviceBytes:
-    """Device memory as other libraries hand it to torch."""
+    """Device memory in the form that torch accepts from other libraries."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,8 +1,8 @@
-"""The emulated device: a home for the whole engine without a GPU. Its rates are stated, never a performance claim.
+"""Emulated device: runs the whole engine without a GPU. Its speeds are configured, and are no performance measurement.
 
-Weights and gradients are the framework's CPU tensors, adopted as device memory. State on the device lives in an arena
-whose unfilled and freed bytes are NaN. An op that takes a host address for a device address, or the other way round,
-raises, so that code which would crash on a GPU crashes here too.
+Weights and gradients are the framework's CPU tensors, adopted as device memory. State on the device is in an arena,
+whose unfilled and freed bytes are NaN. An op that uses a host address as a device address, or a device address as a
+host address, raises: code that would crash on a GPU fails here too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tidegate.agent.devices.adopted_tensors import Adopted
+from tidegate.agent.devices.adopted_tensors import AdoptedTensors
 from tidegate.agent.devices.base import Copy, DoneEvent, Event, GradRef, UpdateRun
 from tidegate.errors import DeviceAccessError, MemoryBudgetError
 from tidegate.kernels import ThreadPool, aligned_buffer, copy, fill, sum_of_squares
@@ -25,12 +25,13 @@ from tidegate.wire.base import DeviceKind
 POISON = 0xFF
 """Every byte of unfilled memory: NaN in fp32, bf16 and fp16."""
 
-GRANULE = 256
+ALIGNMENT = 256
+"""Allocations are rounded up to a multiple of this number of bytes."""
 
 
 @dataclass(kw_only=True)
 class EmulatedRates:
-    """What the emulated lanes pace themselves to. May be changed while a run goes on, to rehearse a slow link."""
+    """Speeds of the emulated lanes. They may be changed during a run, to simulate a slow link."""
 
     h2d_bytes_per_second: float = 4e9
     d2h_bytes_per_second: float = 4e9
@@ -48,7 +49,8 @@ class Arena:
         """Allocated (offset, size), sorted."""
 
     def alloc(self, nbytes: int) -> int | None:
-        size = -(-max(nbytes, 1) // GRANULE) * GRANULE
+        """Address of a new block; None when there is no gap of this size."""
+        size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         offset = 0
         for start, taken in self.blocks:
             if start - offset >= size:
@@ -61,6 +63,7 @@ class Arena:
         return self.base + offset
 
     def free(self, address: int) -> None:
+        """Frees a block. DeviceAccessError when it is not allocated."""
         offset = address - self.base
         index = next((i for i, (start, _) in enumerate(self.blocks) if start == offset), None)
         if index is None:
@@ -73,23 +76,26 @@ class Arena:
         return sum(size for _, size in self.blocks)
 
     def holds(self, address: int, nbytes: int) -> bool:
+        """Whether one allocated block contains all of these bytes."""
         offset = address - self.base
         index = bisect_right(self.blocks, (offset, self.capacity_bytes)) - 1
         return index >= 0 and offset + nbytes <= sum(self.blocks[index])
 
     def covers(self, address: int) -> bool:
+        """Whether the address is inside the arena, allocated or not."""
         return self.base <= address < self.base + self.capacity_bytes
 
 
 class EmulatedDevice:
-    """See the module. `capacity_bytes` bounds arena and adopted tensors together."""
+    """Device with CPU tensors and paced copies and updates. `capacity_bytes` limits arena and adopted tensors
+    together."""
 
     def __init__(self, capacity_bytes: int, rates: EmulatedRates | None = None) -> None:
         # A copy: changing the rates of one device must not slow down another.
         self.rates = replace(rates or EmulatedRates())
         self.capacity_bytes = capacity_bytes
         self._arena = Arena(capacity_bytes)
-        self._adopted = Adopted()
+        self._adopted = AdoptedTensors()
         self._pool = ThreadPool(1)
         self._peak = 0
         self._lock = threading.Lock()
@@ -125,7 +131,8 @@ class EmulatedDevice:
             self._arena.free(address)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Pages of its own, huge ones if there are any: what comes from and goes to paths is moved at full speed."""
+        """Host memory in pages of its own, huge pages if available: transfers from and to paths then run at full
+        speed."""
         return torch.from_numpy(aligned_buffer(max(nbytes, 1)))[:nbytes]
 
     def adopt(self, tensor: torch.Tensor) -> None:
@@ -147,7 +154,7 @@ class EmulatedDevice:
         event.wait()
 
     def used_by(self, lane: str, tensor: torch.Tensor) -> None:
-        """Copies and updates are done when their calls return."""
+        """Does nothing: copies and updates are done when their calls return."""
 
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event:
         start = time.monotonic()
@@ -185,17 +192,21 @@ class EmulatedDevice:
         self._adopted.clear()
 
     def _note_peak(self) -> None:
-        # Who lives is only asked where it may matter: once a gradient it would be most of what adopting costs.
+        """Updates the peak of memory in use."""
+        # Which tensors live is only checked near the peak: a check for each gradient would be most of the cost of
+        # adopting.
         if self._arena.in_use_bytes + self._adopted.most_bytes > self._peak:
             self._peak = max(self._peak, self.in_use_bytes)
 
     def _pace(self, start: float, seconds: float) -> Event:
+        """Sleeps until `seconds` after `start`; the event of the finished work."""
         remaining = start + seconds - time.monotonic()
         if remaining > 0:
             time.sleep(remaining)
         return DoneEvent(start, time.monotonic())
 
     def _require_device(self, address: int, nbytes: int, lane: str) -> None:
+        """DeviceAccessError unless all bytes are on the device."""
         if not nbytes:
             return
         with self._lock:
@@ -204,7 +215,8 @@ class EmulatedDevice:
         raise DeviceAccessError(f"Lane {lane}: {nbytes} bytes at {address:#x} are not (or no longer) on the device.")
 
     def _require_host(self, address: int, nbytes: int, lane: str) -> None:
+        """DeviceAccessError if any of the bytes is on the device."""
         with self._lock:
-            adopted = self._adopted.meets(address, nbytes)
+            adopted = self._adopted.overlaps(address, nbytes)
         if adopted or self._arena.covers(address):
             raise DeviceAccessError(f"Lane {lane}: {address:#x} is on the device where a host address is needed.")

@@ -1,7 +1,8 @@
-"""Which kernels a GPU works with: Triton's where each of them ran once and gave the right bits, else torch operations.
+"""Chooses the kernels of a GPU: Triton's if each of them passed a test launch with correct bits, else torch operations.
 
-Triton compiles at the first launch, with a C compiler, Python's headers, the driver's library and a folder to write
-to: what is missing shows only then. That launch is made here, where it can be answered, and not in a lane's thread.
+Triton compiles at the first launch, which needs a C compiler, Python's headers, the driver's library and a writable
+folder; only then a missing part shows. The test launch is made at start, where errors can be handled, and not in a
+lane's thread.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ log = logging.getLogger("tidegate.devices")
 TRITON: Final = "tidegate.kernels.arithmetic.triton_adamw"
 TORCH: Final = "tidegate.kernels.arithmetic.torch_adamw"
 
-CAUSE_CHARACTERS: Final = 500
-"""Triton's errors of compilation quote whole kernels."""
+MAX_CAUSE_CHARACTERS: Final = 500
+"""Maximum length of an error in the log: Triton's compilation errors quote whole kernels."""
 
 INSTALL_TRITON: Final = "install triton 3.6 or newer: pip install 'triton>=3.6'"
 INSTALL_COMPILER: Final = (
@@ -46,10 +47,10 @@ UPDATE_TRITON: Final = "install the newest triton that this torch allows"
 
 @functools.cache
 def load_kernels(device: torch.device) -> GpuKernels:
-    """The kernels for `device`, tried out once in this process; a warning names why they are not Triton's.
+    """The kernels for `device`, tested once in this process. A warning gives the reason when they are not Triton's.
 
-    Triton's equal the oracle bit for bit. torch's do not, and are slower. An error of torch's kernels is raised: then
-    the device itself does not work.
+    Triton's results equal the oracle's bit for bit. torch's do not, and are slower. An error of torch's kernels is
+    raised: then the device itself does not work.
     """
     try:
         kernels = cast(GpuKernels, importlib.import_module(TRITON))
@@ -73,33 +74,35 @@ def load_kernels(device: torch.device) -> GpuKernels:
 
 
 def cause_of(error: Exception) -> str:
-    """The error on one line, shortened. Of a compiler that failed: its name, its status, the header that is missing."""
+    """The error on one line, shortened. For a failed compiler: its name, its exit status, and the header that is
+    missing."""
     if not _is_compiler(error):
-        said = textwrap.shorten(str(error), CAUSE_CHARACTERS).rstrip(".")
-        return f"{type(error).__name__}: {said}" if said else type(error).__name__
+        message = textwrap.shorten(str(error), MAX_CAUSE_CHARACTERS).rstrip(".")
+        return f"{type(error).__name__}: {message}" if message else type(error).__name__
     assert isinstance(error, subprocess.CalledProcessError)
-    said = f"{error.cmd[0]} failed with status {error.returncode}, its messages are on stderr"
+    message = f"{error.cmd[0]} failed with status {error.returncode}, its messages are on stderr"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    return said if header.exists() else f"{said}; {header} is missing"
+    return message if header.exists() else f"{message}; {header} is missing"
 
 
 def remedy_for(error: Exception) -> str:
-    """What a user can do about it."""
-    said = str(error)
-    if "failed to map segment" in said or _is_about_a_folder(error):
+    """The remedy for the error, as a phrase for the log."""
+    message = str(error)
+    if "failed to map segment" in message or _is_about_a_folder(error):
         return MOVE_CACHE
-    if "libcuda" in said or "ldconfig" in said:
+    if "libcuda" in message or "ldconfig" in message:
         return SHOW_LIBCUDA
-    if _is_compiler(error) or "compiler" in said or isinstance(error, FileNotFoundError):
+    if _is_compiler(error) or "compiler" in message or isinstance(error, FileNotFoundError):
         return INSTALL_COMPILER
     return INSTALL_TRITON if isinstance(error, ImportError) else UPDATE_TRITON
 
 
 def _is_about_a_folder(error: Exception) -> bool:
+    """Whether a folder cannot be written."""
     unwritable = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
     return isinstance(error, OSError) and error.errno in unwritable
 
 
 def _is_compiler(error: Exception) -> bool:
-    """A program that Triton ran failed, and it was not ldconfig."""
+    """Whether a program that Triton ran failed, other than ldconfig."""
     return isinstance(error, subprocess.CalledProcessError) and "ldconfig" not in str(error.cmd)

@@ -1,7 +1,8 @@
-"""Host memory that a GPU copies from and to on its own: mapped, placed and pinned once, then used again and again.
+"""Pool of pinned host memory, from and to which a GPU copies without the CPU: mapped, placed and pinned once, then
+reused.
 
-Pinning takes about as long as copying the pages, and PyTorch's own cache rounds up to powers of two, which a state of
-100 GB cannot afford. So buffers are mapped here, to the page, and those that come back serve the next of their size.
+Pinning takes about as long as copying the pages. PyTorch's own cache rounds sizes up to powers of two, which a state of
+100 GB cannot afford. So buffers are mapped here, rounded to pages, and returned buffers are reused for the same size.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ from tidegate.kernels import fill
 log = logging.getLogger("tidegate.devices")
 
 WIPE_ON_FORK: Final = 18
-"""MADV_WIPEONFORK, which Python does not name: a fork must not make the pages that the GPU knows anybody's copy."""
+"""MADV_WIPEONFORK, which Python does not define: a fork must not trigger copy-on-write of pages that the GPU uses."""
 
 TOUCH_BYTES: Final = 64 << 20
-"""What one thread touches at a time."""
+"""Bytes that one thread writes at a time."""
 
 TOUCH_THREADS: Final = 8
+"""Number of threads that write to new memory."""
 CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 class Pinner(Protocol):
-    """What pins pages; a `CudaRuntime` does. `pin` gives the reason when it could not."""
+    """Interface for pinning pages, which `CudaRuntime` implements. `pin` returns the reason when it failed, "" on
+    success."""
 
     def pin(self, address: int, nbytes: int) -> str: ...
 
@@ -48,10 +51,11 @@ class Pinner(Protocol):
     def near_cpus(self) -> frozenset[int]: ...
 
 
-class Block:
-    """Mapped pages. When the last reference goes they are unpinned, if they are pinned, and then unmapped.
+class PinnedBlock:
+    """Mapped pages. When the last reference is dropped, they are unpinned, if they are pinned, and then unmapped.
 
-    The finalizer is the block's and not that of its mmap: Python unmaps before it calls those. It holds `memory`.
+    The finalizer is attached to the block and not to its mmap, because Python unmaps before it calls the finalizers of
+    an mmap. The finalizer holds `memory`.
     """
 
     __slots__ = ("__weakref__", "_finalizer", "_pinner", "address", "memory", "nbytes")
@@ -59,66 +63,73 @@ class Block:
     def __init__(self, memory: mmap.mmap, address: int, nbytes: int) -> None:
         self.memory, self.address, self.nbytes = memory, address, nbytes
         self._pinner: Pinner | None = None
-        self._finalizer: weakref.finalize[..., Block] | None = None
+        self._finalizer: weakref.finalize[..., PinnedBlock] | None = None
 
-    def pin(self, pinner: Pinner, at_rest: Callable[[], None]) -> str:
-        """The reason when it could not. `at_rest` waits until no work on such pages is left."""
+    def pin(self, pinner: Pinner, wait_until_idle: Callable[[], None]) -> str:
+        """Pins the pages; returns the reason when it failed. `wait_until_idle` waits until no work on such pages is
+        left."""
         reason = pinner.pin(self.address, self.nbytes)
         if not reason:
             self._pinner = pinner
             self._finalizer = weakref.finalize(
-                self, _unpin_late, pinner, at_rest, self.memory, self.address, os.getpid()
+                self, _unpin_finalizer, pinner, wait_until_idle, self.memory, self.address, os.getpid()
             )
             self._finalizer.atexit = False
         return reason
 
     def unpin(self) -> None:
-        """All work on it must be done."""
+        """Unpins the pages. All work on them must be done."""
         if self._finalizer is not None and self._finalizer.detach() is not None and self._pinner is not None:
             self._pinner.unpin(self.address)
 
 
-def _unpin_late(pinner: Pinner, at_rest: Callable[[], None], memory: mmap.mmap, address: int, pid: int) -> None:
-    """Of a block that is going: nobody may have waited for the work on it. `memory` keeps the pages until then."""
+def _unpin_finalizer(
+    pinner: Pinner, wait_until_idle: Callable[[], None], memory: mmap.mmap, address: int, pid: int
+) -> None:
+    """Finalizer of a block: waits for work on it, which no caller may have done, and unpins it. `memory` keeps the
+    pages until then."""
     if os.getpid() != pid:
-        return  # a fork has the pages, not the GPU
+        return  # a forked child has the pages, but no access to the GPU
     try:
-        close_all(at_rest, lambda: pinner.unpin(address))
+        close_all(wait_until_idle, lambda: pinner.unpin(address))
     except Exception as error:
-        log.warning("Host memory that nobody uses could not be unpinned: %s: %s", type(error).__name__, error)
+        log.warning("Unused host memory could not be unpinned: %s: %s", type(error).__name__, error)
 
 
-class Shelf:
-    """Blocks that came back. Is there for as long as somebody holds a buffer, pool or no pool."""
+class ReturnedBlocks:
+    """Queue of returned blocks. It outlives the pool while buffers are in use."""
 
     def __init__(self) -> None:
-        self._returned: deque[Block] = deque()
+        self._returned: deque[PinnedBlock] = deque()
         self.closed = False
-        """Nobody takes blocks any longer: they go as they come."""
+        """Whether the pool is closed: returned blocks are then freed at once."""
 
-    def put(self, block: Block) -> None:
-        """By whichever thread drops a buffer, at any moment, even inside `take`: no lock may be needed."""
+    def put(self, block: PinnedBlock) -> None:
+        """Returns a block. Any thread may call it when it drops a buffer, at any time, even inside `take`: it must work
+        without a lock."""
         self._returned.append(block)
         if self.closed:
             self._returned.clear()
 
-    def take(self) -> Iterator[Block]:
+    def take(self) -> Iterator[PinnedBlock]:
+        """Removes and yields the returned blocks."""
         while self._returned:
             yield self._returned.popleft()
 
 
 class PinnedPool:
-    """Buffers by size. One that nobody holds any more comes back by itself, with views of it counted as holding it.
+    """Pool of pinned buffers by size. A buffer returns to the pool by itself when it and all its views are dropped.
 
-    at_rest: waits until no work on buffers is left. Called before memory is unpinned of which nobody can say so.
+    wait_until_idle: waits until no work on buffers is left. It is called before memory is unpinned that may still be in
+    use.
     """
 
-    def __init__(self, pinner: Pinner, at_rest: Callable[[], None] = lambda: None) -> None:
-        self._pinner, self._at_rest = pinner, at_rest
+    def __init__(self, pinner: Pinner, wait_until_idle: Callable[[], None] = lambda: None) -> None:
+        self._pinner, self._wait_until_idle = pinner, wait_until_idle
         self._cpus = pinner.near_cpus()
-        self._free: dict[int, list[Block]] = {}
-        self._shelf = Shelf()
-        self._mapped: weakref.WeakSet[Block] = weakref.WeakSet()
+        self._free: dict[int, list[PinnedBlock]] = {}
+        self._returned = ReturnedBlocks()
+        self._mapped: weakref.WeakSet[PinnedBlock] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._warned = False
 
@@ -127,10 +138,10 @@ class PinnedPool:
         return sum(block.nbytes for block in self._mapped)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """`nbytes` zeros. MemoryBudgetError when the host has not so much."""
+        """Returns a buffer of `nbytes` zeros. MemoryBudgetError when the host lacks the memory."""
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
-            self._shelf.closed = False
+            self._returned.closed = False
             self._collect()
             kept = self._free.get(size)
             block = kept.pop() if kept else None
@@ -138,32 +149,36 @@ class PinnedPool:
             block = self._new(size)
         else:
             fill(block.address, 0, nbytes)
-        return self._lend(block, nbytes)
+        return self._buffer_of(block, nbytes)
 
     def close(self) -> None:
-        """Unpins what came back: work on it must be done. A buffer that is still held is unpinned when it is let go.
-        All are tried; then the first error is raised."""
+        """Unpins returned buffers: work on them must be done. A buffer that is still in use is unpinned when it is
+        dropped. All are tried; then the first error is raised."""
         with self._lock:
-            self._shelf.closed = True
+            self._returned.closed = True
             self._release_free()
 
-    def _lend(self, block: Block, nbytes: int) -> torch.Tensor:
+    def _buffer_of(self, block: PinnedBlock, nbytes: int) -> torch.Tensor:
+        """A tensor over a block, which returns the block when it is dropped."""
         array = np.frombuffer(block.memory, np.uint8, nbytes)
         # The storage of the tensor and of all its views holds the array.
-        weakref.finalize(array, self._shelf.put, block).atexit = False
+        weakref.finalize(array, self._returned.put, block).atexit = False
         return torch.from_numpy(array)
 
     def _collect(self) -> None:
-        for block in self._shelf.take():
+        """Sorts returned blocks by size."""
+        for block in self._returned.take():
             self._free.setdefault(block.nbytes, []).append(block)
 
     def _release_free(self) -> None:
+        """Unpins and drops all free blocks."""
         self._collect()
         released = [block for blocks in self._free.values() for block in blocks]
         self._free.clear()
         close_all(*(block.unpin for block in released))
 
-    def _new(self, size: int) -> Block:
+    def _new(self, size: int) -> PinnedBlock:
+        """Maps and pins a new block. MemoryBudgetError when the host lacks the memory."""
         available = host_available_bytes()
         if size > available:
             with self._lock:
@@ -177,15 +192,16 @@ class PinnedPool:
         memory = map_pages(size)
         address = np.frombuffer(memory, np.uint8).ctypes.data
         _touch(address, size, self._cpus)
-        block = Block(memory, address, size)
+        block = PinnedBlock(memory, address, size)
         with self._lock:
-            reason = block.pin(self._pinner, self._at_rest)
+            reason = block.pin(self._pinner, self._wait_until_idle)
             self._mapped.add(block)
         if reason:
             self._warn(size, reason)
         return block
 
     def _warn(self, size: int, reason: str) -> None:
+        """Logs, once, that memory could not be pinned."""
         if self._warned:
             return
         self._warned = True
@@ -199,6 +215,7 @@ class PinnedPool:
 
 
 def map_pages(size: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mmap:
+    """Maps private pages, huge ones if available."""
     memory = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in (WIPE_ON_FORK, mmap.MADV_HUGEPAGE):
         with suppress(OSError):  # an old kernel, or one without huge pages
@@ -207,7 +224,8 @@ def map_pages(size: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mmap:
 
 
 def host_available_bytes(cgroup: Path = CGROUP) -> int:
-    """Memory that this process can have: what the machine has left, or what its container has left."""
+    """Memory in bytes that this process can still use: free memory of the machine, or of its container if that is
+    less."""
     available = psutil.virtual_memory().available
     with suppress(OSError, ValueError):
         limit = int((cgroup / "memory.max").read_text())
@@ -218,7 +236,7 @@ def host_available_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def near_cpus(pci_address: str, sys: Path = Path("/sys")) -> frozenset[int]:
-    """CPUs of the memory node that a PCI device ("0000:3b:00.0") hangs on; empty with one node or an unknown one."""
+    """CPUs of the NUMA node of a PCI device ("0000:3b:00.0"); empty with one node or an unknown one."""
     try:
         node = int((sys / "bus/pci/devices" / pci_address / "numa_node").read_text())
         nodes = list((sys / "devices/system/node").glob("node[0-9]*"))
@@ -230,14 +248,14 @@ def near_cpus(pci_address: str, sys: Path = Path("/sys")) -> frozenset[int]:
 
 
 def _cpu_list(text: str) -> Iterator[int]:
-    """ "0-3,8" as 0, 1, 2, 3, 8."""
+    """Parses a list of CPUs: "0-3,8" gives 0, 1, 2, 3, 8."""
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
 
 
 def _touch(address: int, nbytes: int, cpus: frozenset[int]) -> None:
-    """Writes zeros from threads on `cpus`: a page lands in the memory next to the CPU that first writes to it."""
+    """Writes zeros from threads on `cpus`: a page is allocated on the NUMA node of the CPU that first writes to it."""
     allowed = cpus & os.sched_getaffinity(0)
     starts = range(0, nbytes, TOUCH_BYTES)
     if not allowed and len(starts) == 1:
@@ -252,6 +270,7 @@ def _touch(address: int, nbytes: int, cpus: frozenset[int]) -> None:
 
 
 def _touch_share(address: int, nbytes: int, starts: Sequence[int], cpus: frozenset[int]) -> None:
+    """Writes one thread's part of the zeros."""
     if cpus:
         os.sched_setaffinity(0, cpus)  # of this thread alone
     for start in starts:

@@ -1,4 +1,4 @@
-"""Which device an optimizer works on: the one its parameters are on."""
+"""Chooses the device of an optimizer, CUDA or emulated, from the location of its parameters."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ import torch
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
-from tidegate.agent.devices.emulated import GRANULE, EmulatedDevice, EmulatedRates
+from tidegate.agent.devices.emulated import ALIGNMENT, EmulatedDevice, EmulatedRates
 from tidegate.errors import ParameterError
 from tidegate.logs import configure_from_environment, event
 
 log = logging.getLogger("tidegate.devices")
 
 NUM_STREAMS: Final = 4
-"""The engine's three lanes, and the framework's."""
+"""Number of streams: the engine's three lanes, and the framework's stream."""
 QUEUES_VARIABLE: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 EMULATED: Final = "emulated"
+"""Marker in `_warned` for the warning of the emulated device."""
 
 _warned: set[str] = set()
-"""What was warned of: values of `QUEUES_VARIABLE`, and `EMULATED`."""
+"""Warnings logged already: values of `QUEUES_VARIABLE`, and `EMULATED`."""
 
 
 class DeviceSettings(Protocol):
-    """What of `Offload` decides about the device."""
+    """Fields of `Offload` that choose the device."""
 
     @property
     def device(self) -> str: ...
@@ -45,8 +46,8 @@ class DeviceSettings(Protocol):
 
 
 def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor]) -> Device:
-    """The GPU that `params` are on, or the emulated device for CPU tensors. ParameterError when no one device serves
-    them all."""
+    """The GPU that `params` are on, or the emulated device for CPU tensors. ParameterError when they are not all on one
+    supported device."""
     place = check_one_place(params)
     if place == "cpu":
         return EmulatedDevice(
@@ -61,9 +62,9 @@ def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor]) -> De
     return CudaDevice(TorchCuda(device), offload.device_memory_bytes)
 
 
-def say_if_emulated(device: Device) -> None:
-    """A warning in the log, once in a process: who trains so without meaning to should not take what is measured for a
-    GPU's."""
+def warn_if_emulated(device: Device) -> None:
+    """Logs a warning for the emulated device, once in a process, so that its measurements are not mistaken for those of
+    a GPU."""
     if device.kind == "emulated" and EMULATED not in _warned:
         _warned.add(EMULATED)
         configure_from_environment()
@@ -75,7 +76,7 @@ def say_if_emulated(device: Device) -> None:
 
 
 def check_one_place(params: Sequence[torch.Tensor]) -> str:
-    """Where all of `params` are. ParameterError when they are not on one device."""
+    """The device of all `params`, as text. ParameterError when they are on several devices."""
     places = sorted({str(param.device) for param in params})
     if len(places) > 1:
         raise ParameterError(
@@ -86,23 +87,25 @@ def check_one_place(params: Sequence[torch.Tensor]) -> str:
 
 
 def _warn_of_few_queues() -> None:
-    """Once for each value. CUDA reads it when the process first uses the GPU: later it is too late to set another."""
-    told = os.environ.get(QUEUES_VARIABLE, "").strip()
-    if not told.isdecimal() or not 0 < int(told) < NUM_STREAMS or told in _warned:
+    """Warns of a low value of CUDA_DEVICE_MAX_CONNECTIONS, once for each value. CUDA reads the variable when the
+    process first uses the GPU: a later change has no effect."""
+    value = os.environ.get(QUEUES_VARIABLE, "").strip()
+    if not value.isdecimal() or not 0 < int(value) < NUM_STREAMS or value in _warned:
         return
-    _warned.add(told)
+    _warned.add(value)
     log.warning(
-        "%s=%s: the streams of the process share so many queues of the GPU (8 by default), and work waits for work of "
-        "other streams that it has nothing to do with. Copies and updates of Tidegate then overlap little with the "
-        "backward and with each other. Unset it, or set it to 8 or more, before the process first uses the GPU, unless "
-        "the framework needs it (Megatron's overlap of tensor parallelism does).",
-        QUEUES_VARIABLE, told,
+        "%s=%s: the streams of the process share this number of GPU queues (8 by default), and work waits for "
+        "unrelated work of other streams. Copies and updates of Tidegate then overlap little with the backward and "
+        "with each other. Unset it, or set it to 8 or more, before the process first uses the GPU, unless the "
+        "framework needs it (Megatron's overlap of tensor parallelism does).",
+        QUEUES_VARIABLE, value,
     )  # fmt: skip
 
 
 def _ample_bytes(params: Sequence[torch.Tensor], subgroup_numel: int) -> int:
-    """Room for weights and gradients twice over, and for the state of all subgroups, however small they are."""
+    """Default capacity of the emulated device in bytes: twice the weights and gradients, plus the state of all
+    subgroups, however small they are."""
     weights = sum(p.numel() * p.element_size() for p in params)
     numel = sum(p.numel() for p in params)
     subgroups = sum(-(-p.numel() // subgroup_numel) for p in params)
-    return 4 * weights + 12 * numel + GRANULE * subgroups + (1 << 20)
+    return 4 * weights + 12 * numel + ALIGNMENT * subgroups + (1 << 20)

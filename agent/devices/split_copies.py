@@ -1,5 +1,5 @@
-"""Large copies in pieces: a copy engine does one after the other, whichever streams they are on, and what the framework
-copies meanwhile (a loss, the next batch) waits for one piece instead of a gigabyte."""
+"""Splits large copies into pieces. A copy engine runs one copy after the other, whichever stream they are on. So a copy
+of the framework (a loss, the next batch) waits for one piece instead of a gigabyte."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final
 from tidegate.agent.devices.base import Copy
 
 PIECE_BYTES: Final = 64 << 20
-"""`bench/copies.py` holds what a piece costs against how long others wait for it."""
+"""Largest piece. `bench/copies.py` compares the cost of a piece with the time that other copies wait for it."""
 
 
 def in_pieces(copies: Sequence[Copy], most: int = PIECE_BYTES) -> list[Copy]:
-    """The same bytes in the same order, none of them more than `most`."""
+    """The same bytes in the same order, as copies of at most `most` bytes."""
     return [piece for copy in copies for piece in _pieces(copy, most)]
 
 

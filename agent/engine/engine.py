@@ -123,7 +123,7 @@ class Engine:
         self.store = store
         self.host_slots = dict.fromkeys(store.paths, host_slots) if store is not None else {}
         if store is not None:
-            store.know(layouts)
+            store.add_subgroups(layouts)
             store.calibrate()
         self.residences = Residences(store) if store is not None else None
         self.memory = StateMemory(device, self.layouts, num_slots, released, store, self.host_slots)
@@ -166,7 +166,7 @@ class Engine:
         self.layouts += layouts
         self.subgroups = tuple(layout.subgroup() for layout in self.layouts)
         if self.store is not None:
-            self.store.know(layouts)
+            self.store.add_subgroups(layouts)
         self.memory.extend(layouts)
         self._settle_new()
         self.gradients.extend(params, layouts)

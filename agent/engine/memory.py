@@ -228,7 +228,7 @@ class StateMemory:
             if lives != "device" and s in self._resident:
                 self.device.free(self._resident.pop(s))
             if self.store is not None and lives != "host":  # what is cached keeps its place on its path
-                self.store.lives(s, lives)
+                self.store.remove_other_copies(s, lives)
             self.mirror_valid[s] = placed.processor == "cpu" and not placed.uses_host_slot
             if not self.mirror_valid[s]:
                 self._mirror.let_go(s)
@@ -242,7 +242,7 @@ class StateMemory:
         if subgroup in self._kept:
             self._kept.discard(subgroup)
             return "host"
-        return self.store.where(subgroup)
+        return self.store.flushed_to(subgroup)
 
     def keep(self, subgroup: int, place: Place) -> bool:
         """The state at a place of a plan stays in host memory, as no path takes it. False when there is no room."""
@@ -305,7 +305,7 @@ class StateMemory:
             except NoPathLeft:  # it is in memory already
                 self._state[subgroup], self.residence[subgroup] = state, "host"
             else:
-                self.residence[subgroup] = self.store.where(subgroup)
+                self.residence[subgroup] = self.store.flushed_to(subgroup)
 
     @contextmanager
     def arrays(self, subgroup: int, changed: bool = True) -> Iterator[dict[str, torch.Tensor]]:

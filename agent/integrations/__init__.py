@@ -1,1 +1,1 @@
-"""Where the engine meets frameworks that move gradients themselves."""
+"""Integrations with training frameworks: DDP, DeepSpeed, Hugging Face Trainer and Accelerate, Lightning."""

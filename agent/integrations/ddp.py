@@ -1,6 +1,6 @@
-"""DistributedDataParallel: gradients are final when a bucket was reduced, and are copied from there.
+"""Integration with DistributedDataParallel (DDP): copies gradients as soon as DDP has reduced their bucket.
 
-Post-accumulate hooks fire before the all-reduce, so that an early copy would be of this rank's gradient alone.
+Post-accumulate hooks run before DDP's all-reduce: an early copy would contain only this rank's gradient.
 """
 
 from __future__ import annotations
@@ -17,36 +17,39 @@ from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.errors import ConfigError
 
 
-class _Follower:
-    """An optimizer whose engine hears of buckets. It is held weakly; once it is closed there is nobody to tell."""
+class _BucketReceiver:
+    """Optimizer whose engine is notified of reduced buckets. The optimizer is held weakly; a closed one is not
+    notified."""
 
     def __init__(self, optimizer: AdamW) -> None:
         self.optimizer = weakref.ref(optimizer)
         self._numbers: dict[int, int] = {}
         self._numbered_by: Engine | None = None
-        """Another engine may have other numbers: parameters were put into other groups."""
+        """Engine for which `_numbers` is valid: another engine may number parameters differently, after param groups
+        changed."""
         self._announced = -1
 
     @property
     def engine(self) -> Engine | None:
-        """None for an optimizer that is closed or collected."""
+        """The optimizer's engine; None when the optimizer is closed or garbage-collected."""
         optimizer = self.optimizer()
         return optimizer.engine if optimizer is not None and optimizer.engine.usable else None
 
     def begin(self, engine: Engine) -> None:
-        """A bucket is about to be reduced."""
+        """Prepares the engine before a bucket is reduced."""
         if engine is not self._numbered_by or len(engine.params) != len(self._numbers):
             self._numbers, self._numbered_by = {id(p): i for i, p in enumerate(engine.params)}, engine
         engine.start()
         self._note_end_of_backward(engine)
 
-    def own(self, bucket: dist.GradBucket) -> list[tuple[int, torch.Tensor]]:  # type: ignore[name-defined]
-        """Its parameters that are in this bucket, by number, with their gradients."""
+    def own_gradients(self, bucket: dist.GradBucket) -> list[tuple[int, torch.Tensor]]:  # type: ignore[name-defined]
+        """The optimizer's parameters in this bucket: their numbers, with their gradients."""
         numbers = [self._numbers.get(id(param)) for param in bucket.parameters()]
         return [(i, grad) for i, grad in zip(numbers, bucket.gradients(), strict=True) if i is not None]
 
     def _note_end_of_backward(self, engine: Engine) -> None:
-        """DDP writes `.grad` in a callback at the backward's end, which it adds after ours: so ours adds another."""
+        """Notifies the engine when DDP has written `.grad`. DDP does so in a callback at the end of the backward, which
+        it queues after ours; so our callback queues another one."""
         task = torch._C._current_graph_task_id()
         if task != self._announced:
             self._announced = task
@@ -54,29 +57,29 @@ class _Follower:
             queue(lambda: queue(engine.gradients.reduced_are_written))
 
 
-class _Buckets:
-    """The communication hook of a model: means over the ranks, as DDP's own, and tells engines when a bucket is there.
+class _BucketHook:
+    """Communication hook of a model: averages over the ranks like DDP's own, and notifies engines of reduced buckets.
 
-    DDP keeps it for good and takes no other: optimizers that come later join it. Without any, only the mean is left.
+    DDP keeps the hook permanently and allows only one: later optimizers join it. Without optimizers it only averages.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = model.process_group
-        self._followers: list[_Follower] = []
+        self._receivers: list[_BucketReceiver] = []
 
     def join(self, optimizer: AdamW) -> None:
-        """This one hears of buckets from the next backward on; those that were closed are forgotten."""
-        self._followers = [one for one in self._followers if one.engine and one.optimizer() is not optimizer]
-        self._followers.append(_Follower(optimizer))
+        """Notifies this optimizer from the next backward on; closed optimizers are removed."""
+        self._receivers = [one for one in self._receivers if one.engine and one.optimizer() is not optimizer]
+        self._receivers.append(_BucketReceiver(optimizer))
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        live = [(one, engine) for one in self._followers if (engine := one.engine) is not None]
-        for follower, engine in live:
-            follower.begin(engine)
+        live = [(one, engine) for one in self._receivers if (engine := one.engine) is not None]
+        for receiver, engine in live:
+            receiver.begin(engine)
         buffer = bucket.buffer().div_(dist.get_world_size(self._group))
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
-        pairs = [(engine, follower.own(bucket)) for follower, engine in live]
+        pairs = [(engine, receiver.own_gradients(bucket)) for receiver, engine in live]
 
         def reduced(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             for engine, own in pairs:
@@ -86,16 +89,16 @@ class _Buckets:
         return work.get_future().then(reduced)  # type: ignore[no-any-return]
 
 
-_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, _Buckets] = weakref.WeakKeyDictionary()
-"""Of the models that have ours."""
+_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, _BucketHook] = weakref.WeakKeyDictionary()
+"""Hooks by model, for models with Tidegate's hook."""
 
 
-def _hook_of(model: DistributedDataParallel) -> _Buckets:
-    """ConfigError for a model whose communication hook is somebody else's."""
+def _hook_of(model: DistributedDataParallel) -> _BucketHook:
+    """The model's `_BucketHook`, registered if necessary. ConfigError when the model has another communication hook."""
     if model not in _hooks:
-        buckets = _Buckets(model)
+        buckets = _BucketHook(model)
         try:
-            # DDP wants the annotations of a hook as types, not as strings; or none.
+            # DDP requires a hook's annotations to be types, not strings; a lambda has none.
             model.register_comm_hook(None, lambda _, bucket: buckets.reduce(bucket))
         except RuntimeError as error:
             raise ConfigError(
@@ -110,10 +113,10 @@ def _hook_of(model: DistributedDataParallel) -> _Buckets:
 def overlap_ddp(optimizer: AdamW, model: Any) -> None:
     """Copies gradients of a DDP model as its buckets are reduced, instead of after the backward.
 
-    Call it before the first backward. It takes DDP's communication hook, which later optimizers of the model share.
-    What is done to `.grad` between backward and `step()` is seen, as without it. ConfigError for what is not a
-    DistributedDataParallel, for a model that has another hook, or with gradients="release", which would save nothing:
-    the buckets hold the gradients.
+    Call it before the first backward. It uses DDP's communication hook, which later optimizers of the model share.
+    Changes of `.grad` between backward and `step()` take effect, as without it. ConfigError for a model that is not a
+    DistributedDataParallel or has another hook, and with gradients="release", which would save nothing: the buckets
+    hold the gradients.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"overlap_ddp takes a DistributedDataParallel, not a {type(model).__name__}.")

@@ -1,10 +1,10 @@
-"""Hugging Face Trainer and Accelerate: metrics, knobs and a verdict in the Trainer's own logs.
+"""Integration with the Hugging Face Trainer and Accelerate: metrics, knobs and a verdict in the Trainer's own logs.
 
     optimizer = (tidegate.AdamW, {"lr": 3e-4, "offload": tidegate.Offload(…)})
     Trainer(…, optimizer_cls_and_kwargs=optimizer, callbacks=[TidegateCallback(run="llama-7b", daemon=url)])
 
-With Accelerate, `accelerator.prepare` takes a `tidegate.AdamW` like any optimizer, and `tidegate.attach` takes what
-comes back from it. `unwrapped` gives the optimizer inside, to close it.
+With Accelerate, `accelerator.prepare` accepts a `tidegate.AdamW` like any optimizer, and `tidegate.attach` accepts the
+prepared optimizer. `unwrapped` returns the optimizer inside, for example to close it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tidegate.agent.control.attach import Attachment, attach, innermost
-from tidegate.agent.integrations.log_figures import Figures
+from tidegate.agent.integrations.log_figures import LogFigures
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.parameters.shards import Part
 from tidegate.errors import ConfigError
 
 
 def unwrapped(optimizer: Any) -> AdamW:
-    """The `tidegate.AdamW` inside what Accelerate or DeepSpeed makes of it. ConfigError when there is none."""
+    """The `tidegate.AdamW` inside a wrapper of Accelerate or DeepSpeed. ConfigError when there is none."""
     inner = innermost(optimizer)
     if isinstance(inner, AdamW):
         return inner
@@ -33,28 +33,30 @@ def unwrapped(optimizer: Any) -> AdamW:
 
 
 class TidegateCallback(TrainerCallback):
-    """Attaches the Trainer's optimizer when training begins, and adds to each log entry what the update cost since the
-    last: `tidegate_update_seconds`, `tidegate_stall_seconds`, and `tidegate_verdict`, one sentence.
+    """Attaches the Trainer's optimizer when training begins, and adds to each log entry the cost of updates since the
+    last one: `tidegate_update_seconds`, `tidegate_stall_seconds`, and `tidegate_verdict`, one sentence.
 
-    run, daemon, options: as in `tidegate.attach`. Callbacks that the Trainer makes itself (TensorBoard and others) run
-    before those that it is given: they see the figures in the trainer's `state.log_history` and Tidegate's own metrics.
+    run, daemon, options: as in `tidegate.attach`. Callbacks that the Trainer creates itself (TensorBoard and others)
+    run before callbacks that are passed to it: for those the figures are in the trainer's `state.log_history` and in
+    Tidegate's own metrics.
 
-    ConfigError when training begins and the optimizer is another, or releases its gradients, which the Trainer reads.
+    ConfigError when training begins with another optimizer, or with gradients="release", because the Trainer reads the
+    gradients.
     """
 
     def __init__(self, run: str, daemon: str | None = None, **options: Any) -> None:
         self.attachment: Attachment | None = None
         self._run, self._daemon, self._options = run, daemon, options
-        self._figures: Figures | None = None
+        self._figures: LogFigures | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         optimizer, model = unwrapped(given.get("optimizer")), given.get("model")
         _check_works(optimizer)
-        self._detach()  # a training that raised has not ended for the Trainer
+        self._detach()  # the Trainer does not call on_train_end after an exception
         self.attachment = attach(optimizer, model, run=self._run, daemon=self._daemon, **self._options)
-        self._figures = Figures(self.attachment, optimizer)
+        self._figures = LogFigures(self.attachment, optimizer)
 
     def on_log(
         self,
@@ -81,10 +83,12 @@ class TidegateCallback(TrainerCallback):
 
 
 def _check_works(optimizer: AdamW) -> None:
-    """Better said when training begins than at the first step."""
-    under_deepspeed = isinstance(optimizer.param_groups[0]["params"][0], Part)  # it clips, and knows the last backward
+    """Checks the settings when training begins, so that an error does not wait for the first step."""
+    under_deepspeed = isinstance(
+        optimizer.param_groups[0]["params"][0], Part
+    )  # DeepSpeed clips, and knows the last backward of a step
     if optimizer.offload.gradients == "release" and not under_deepspeed:
         raise ConfigError(
             "gradients='release' cannot work in the Trainer, which reads all gradients for their norm before each "
-            "step, and does not say which backward is the last of a step. Use gradients='keep'."
+            "step, and does not tell which backward is the last of a step. Use gradients='keep'."
         )

@@ -1,9 +1,10 @@
-"""Lightning: a run that is attached while `fit` trains, with figures in the module's logger.
+"""Integration with Lightning: a run that is attached while `fit` trains, with figures in the module's logger.
 
     Trainer(…, callbacks=[TidegateCallback(run="llama-7b", daemon=url)])
 
-The module returns a `tidegate.AdamW` from `configure_optimizers`. The callback is one for the Trainer of `lightning` or
-`pytorch_lightning`, whichever was imported before this module; where none was, for that of `lightning` if it is there.
+The module returns a `tidegate.AdamW` from `configure_optimizers`. The callback works with the Trainer of `lightning` or
+`pytorch_lightning`, depending on which was imported before this module; if none was, with that of `lightning` if it is
+installed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from tidegate.agent.control.attach import Attachment, attach, innermost
-from tidegate.agent.integrations.log_figures import VERDICT, Figures
+from tidegate.agent.integrations.log_figures import VERDICT, LogFigures
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.module_hooks import ModelHook
 from tidegate.errors import ConfigError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
     _NAMES: Final = ("lightning.pytorch", "pytorch_lightning")
-    """Two packages with the same classes, which do not know each other's."""
+    """Two packages that define the same classes separately."""
 
     def _callbacks() -> tuple[type, ...]:
         first = _NAMES[0] if importlib.util.find_spec("lightning") else _NAMES[1]
@@ -39,12 +40,12 @@ else:
 class TidegateCallback(Callback):
     """Attaches the optimizer when `fit` begins to train, and closes the attachment when `fit` ends or raises.
 
-    Where the Trainer logs a step, `tidegate_update_seconds` and `tidegate_stall_seconds` of all steps since the last
-    entry go to the module's logger. `verdict` is one sentence on these steps; loggers take numbers, so only TensorBoard
-    (as a text) and the CSV logger get it, as `tidegate_verdict`.
+    Where the Trainer logs a step, `tidegate_update_seconds` and `tidegate_stall_seconds`, summed over all steps since
+    the last entry, go to the module's logger. `verdict` is one sentence on these steps. Loggers accept only numbers,
+    except TensorBoard (as a text) and the CSV logger: these two get the sentence as `tidegate_verdict`.
 
-    run, daemon, options: as in `tidegate.attach`. Further fits are further parts of the same run. Searches for a
-    learning rate or a batch size at the beginning, and the sanity check, are no part of it.
+    run, daemon, options: as in `tidegate.attach`. Further fits belong to the same run. Searches for a learning rate or
+    a batch size at the beginning, and the sanity check, are not included.
 
     ConfigError when training begins and `configure_optimizers` has returned no `tidegate.AdamW`, or several.
     """
@@ -54,16 +55,17 @@ class TidegateCallback(Callback):
         self.verdict = "no update yet"
         self._run, self._daemon, self._options = run, daemon, options
         self._optimizer: AdamW | None = None
-        self._figures: Figures | None = None
+        self._figures: LogFigures | None = None
         self._steps = 0
-        """That the optimizer had done when the present batch began."""
+        """Number of steps of the optimizer at the start of the present batch."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._detach()
-        optimizer = _the_only(trainer.optimizers)
-        # Lightning calls `training_step`, which need not be a forward of the module: phases come from its own hooks.
+        optimizer = _single_optimizer(trainer.optimizers)
+        # Lightning calls `training_step`, which may not call the module's forward: phases are set by Lightning's own
+        # hooks.
         self.attachment = attach(optimizer, run=self._run, daemon=self._daemon, **self._options)
-        self._optimizer, self._figures = optimizer, Figures(self.attachment, optimizer)
+        self._optimizer, self._figures = optimizer, LogFigures(self.attachment, optimizer)
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self._optimizer is not None:
@@ -82,7 +84,7 @@ class TidegateCallback(Callback):
             return
         if self._optimizer.phases.current == "forward":  # there was no backward
             self._optimizer.phases.enter("other")
-        # Lightning's own monitors ask in this way, too. It is true for all batches whose gradients are accumulated.
+        # Lightning's own monitors use this check, too. It is true for all batches whose gradients are accumulated.
         if not trainer._logger_connector.should_update_logs or self._optimizer.num_steps == self._steps:
             return
         if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), torch.Tensor):
@@ -90,7 +92,7 @@ class TidegateCallback(Callback):
         figures = self._figures.since_last()
         self.verdict = figures.pop(VERDICT)
         pl_module.log_dict(figures)
-        _tell(trainer, self.verdict)
+        _log_verdict(trainer, self.verdict)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._detach()
@@ -102,13 +104,14 @@ class TidegateCallback(Callback):
         self._detach()
 
     def _detach(self) -> None:
-        """Idempotent: several hooks say that `fit` ends, none of them always."""
+        """Closes the attachment. Idempotent: several hooks report the end of `fit`, and none of them always."""
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = self._optimizer = self._figures = None
 
 
-def _the_only(optimizers: list[Any]) -> AdamW:
+def _single_optimizer(optimizers: list[Any]) -> AdamW:
+    """The only tidegate.AdamW in the list. ConfigError when there is none, or several."""
     found = [innermost(optimizer) for optimizer in optimizers]
     ours = [optimizer for optimizer in found if isinstance(optimizer, AdamW)]
     if len(ours) == 1:
@@ -125,8 +128,8 @@ def _the_only(optimizers: list[Any]) -> AdamW:
     )
 
 
-def _tell(trainer: Trainer, sentence: str) -> None:
-    """To loggers that take words: the others refuse them, or leave them out with a warning."""
+def _log_verdict(trainer: Trainer, sentence: str) -> None:
+    """Logs the verdict with loggers that accept text. Others raise, or skip it with a warning."""
     step = trainer.fit_loop.epoch_loop._batches_that_stepped
     for logger in trainer.loggers:
         kinds = {kind.__name__ for kind in type(logger).__mro__}

@@ -1,4 +1,4 @@
-"""What updates cost between two entries of a framework's log."""
+"""Update and stall seconds between two entries of a framework's log, with a verdict."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from tidegate.agent.optimizer.gradient_arrival import Delivery
 from tidegate.timeline.verdict import Taken, verdict
 
 PREFIX: Final = "tidegate_"
-"""Of the names of figures in a framework's log."""
+"""Prefix of the names in a framework's log."""
 VERDICT: Final = f"{PREFIX}verdict"
-"""The only one that is a sentence."""
+"""Name of the verdict, the only entry that is a sentence."""
 
 
-class Figures:
-    """Of an attached optimizer, for one entry of a log after the other."""
+class LogFigures:
+    """Figures of an attached optimizer for consecutive entries of a log."""
 
     def __init__(self, attachment: Attachment, optimizer: AdamW) -> None:
         self._attachment, self._optimizer = attachment, optimizer
-        self._before = _Passed()
+        self._before = _Cumulative()
 
     def since_last(self) -> dict[str, Any]:
-        """`tidegate_update_seconds` and `tidegate_stall_seconds`, of all steps since the last entry together, and
-        `tidegate_verdict`, a sentence on them."""
-        now = _Passed.of(self._attachment)
-        passed, self._before = now.since(self._before), now
+        """`tidegate_update_seconds` and `tidegate_stall_seconds`, summed over all steps since the last entry, and
+        `tidegate_verdict`, a sentence on these steps."""
+        current = _Cumulative.of(self._attachment)
+        passed, self._before = current.since(self._before), current
         return {
             f"{PREFIX}update_seconds": round(passed.update, 6),
             f"{PREFIX}stall_seconds": round(sum(seconds for _, seconds in passed.stalls), 6),
-            VERDICT: verdict(passed.taken(self._attachment), self._optimizer.engine.effective),
+            VERDICT: verdict(passed.step_figures(self._attachment), self._optimizer.engine.effective),
         }
 
 
 @dataclass(frozen=True)
-class _Passed:
-    """Seconds since the run was attached."""
+class _Cumulative:
+    """Sums in seconds since the run was attached."""
 
     step: float = 0.0
     update: float = 0.0
@@ -45,7 +45,8 @@ class _Passed:
     delivery: Delivery = field(default_factory=Delivery)
 
     @classmethod
-    def of(cls, attachment: Attachment) -> _Passed:
+    def of(cls, attachment: Attachment) -> _Cumulative:
+        """The present sums of an attachment."""
         recorder = attachment.recorder
         with recorder.lock:
             stalls = recorder.rows("tidegate_stall_seconds_total")
@@ -55,13 +56,15 @@ class _Passed:
         by_cause = tuple((cause, seconds) for (phase, cause), seconds in stalls.items() if phase == "update")
         return cls(sum(phases.values()), phases.get("update", 0.0) + spill, by_cause, delivery)
 
-    def since(self, before: _Passed) -> _Passed:
+    def since(self, before: _Cumulative) -> _Cumulative:
+        """The differences from earlier sums."""
         earlier = dict(before.stalls)
         stalls = tuple((cause, seconds - earlier.get(cause, 0.0)) for cause, seconds in self.stalls)
         delivery = self.delivery - before.delivery
-        return _Passed(self.step - before.step, self.update - before.update, stalls, delivery)
+        return _Cumulative(self.step - before.step, self.update - before.update, stalls, delivery)
 
-    def taken(self, attachment: Attachment) -> Taken:
+    def step_figures(self, attachment: Attachment) -> Taken:
+        """Input of `verdict`."""
         return Taken(
             step_seconds=self.step,
             update_seconds=self.update,

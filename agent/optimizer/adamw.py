@@ -21,7 +21,7 @@ from tidegate.agent.checkpoints.reader import Reader
 from tidegate.agent.checkpoints.writer import Target
 from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Device
-from tidegate.agent.devices.selection import check_one_place, choose_device, say_if_emulated
+from tidegate.agent.devices.selection import check_one_place, choose_device, warn_if_emulated
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.engine.phases import PhaseClock
 from tidegate.agent.gradients.accumulation import check_fits
@@ -137,7 +137,7 @@ class AdamW(torch.optim.Optimizer):
         check_fits([shard_of(param) for param in self._params], self.offload.accumulation)
         claim(self, self._params)
         self.device = choose_device(self.offload, [shard_of(param) for param in self._params])
-        say_if_emulated(self.device)
+        warn_if_emulated(self.device)
         layouts = self._layouts()
         self.knobs = self.offload.knobs()
         self._auto = Auto(cache_bytes=ample_cache(self.offload, list(map(shard_of, self._params)), layouts))
@@ -503,7 +503,7 @@ class AdamW(torch.optim.Optimizer):
             self.engine.quiesce()
             with state_dicts.without_load_hooks(self):
                 super().load_state_dict({"state": small["state"], "param_groups": small["param_groups"]})
-            self._checkpoints.take(found, reader)
+            self._checkpoints.load_state(found, reader)
             self._steps = list(small["steps"])
         self._outcomes.forget()
         self._restate({})

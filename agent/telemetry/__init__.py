@@ -1,1 +1,1 @@
-"""What the agent says about itself: phases, steps, metrics."""
+"""Telemetry of the agent: step reports, metrics at /metrics, timelines, GPU readings."""

@@ -1,4 +1,4 @@
-"""Bytes and seconds of a transfer, divided among the phases in which it was under way."""
+"""Divides bytes and seconds of transfers among the phases of a step in which they were in progress."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from tidegate.timeline.timeline import Phase, PhaseSpan
 
 @dataclass(slots=True)
 class Moved:
-    """What was moved so far, in seconds of transfers under way."""
+    """Sum of transferred bytes, and of the seconds with a transfer in progress."""
 
     nbytes: int = 0
     seconds: float = 0.0
 
 
 def divided(span: Interval, nbytes: int, phases: Sequence[PhaseSpan]) -> Iterator[tuple[Phase, int, float]]:
-    """Phase, bytes and seconds of each part of a transfer, which add up to all of it."""
+    """Divides one transfer at phase boundaries: phase, bytes and seconds of each part. The parts add up to the
+    whole."""
     left = nbytes
     shares = list(split_by_phase(span, phases).items())
     for i, (phase, share) in enumerate(shares):
-        # The last phase takes what rounding left, so that phases add up to what was moved.
+        # The last phase takes the rounding error, so that the parts add up to all bytes.
         part = left if i == len(shares) - 1 else round(nbytes * share)
         left -= part
         yield phase, part, (span.end - span.start) * share
@@ -33,10 +34,10 @@ def divided(span: Interval, nbytes: int, phases: Sequence[PhaseSpan]) -> Iterato
 def moves_by_phase(
     moves: Iterable[tuple[str, Transfer]], phases: Sequence[PhaseSpan]
 ) -> Iterator[tuple[str, Phase, int, float]]:
-    """Operation, phase, bytes and busy seconds of each part of the transfers of one path.
+    """Divides the transfers of one path at phase boundaries: operation, phase, bytes and busy seconds of each part.
 
-    Where two transfers of one operation overlap, the time is that of the one that began first; bytes are divided over
-    all the time that their transfer took.
+    Where two transfers of one operation overlap, the time is counted for the one that began first. Bytes are divided
+    over the whole time of their own transfer.
     """
     busy_until: dict[str, float] = {}
     for operation, transfer in sorted(moves, key=lambda move: move[1].start):

@@ -1,4 +1,4 @@
-"""One rank's /metrics, on a port of its own."""
+"""HTTP server for one rank's /metrics, on a port of its own."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from tidegate.logs import event
 log = logging.getLogger("tidegate")
 
 CONNECTIONS: Final = 4
-"""At the same time, each with a thread and a descriptor of the training's. One more ends the oldest of them."""
+"""Maximum number of concurrent connections. Each takes a thread and a file descriptor of the training process. A
+further connection closes the oldest one."""
 CONNECTION_SECONDS = 10.0
-"""A scrape takes milliseconds; whoever takes longer than this, for the question and the answer, is cut off."""
-PATIENCE_SECONDS: Final = 0.05
-"""How long one more connection waits for another to end by itself."""
-TURN_SECONDS: Final = 0.5
-"""Of the accepting thread."""
+"""Time limit of a connection, for request and response. A scrape takes milliseconds; a longer connection is closed."""
+CONNECTION_WAIT_SECONDS: Final = 0.05
+"""Time that a further connection waits for another one to end by itself."""
+POLL_SECONDS: Final = 0.5
+"""Poll interval of the accepting thread."""
 
 
 class Exporter:
-    """Serves /metrics of one rank at `bind`:`port`; port 0 takes a free one.
+    """Server of one rank's /metrics at `bind`:`port`; port 0 takes a free port.
 
-    The method `answer(openmetrics)` gives the text, in one of the two formats. Its object is held weakly: serving ends
-    when that is collected. `overhead["exporter"]` grows by the CPU seconds that scrapes take. strict: ConfigError when
-    the port is taken, instead of a free one.
+    answer: a bound method that is called with whether OpenMetrics is wanted, and returns the text. Its object is held
+        weakly: the server ends when the object is collected.
+    overhead: `overhead["exporter"]` grows by the CPU seconds that scrapes take.
+    strict: ConfigError when the port is taken; otherwise a free port is used.
     """
 
     def __init__(
@@ -59,124 +61,133 @@ class Exporter:
         self._thread.start()
 
     def close(self) -> None:
+        """Stops the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5.0)
 
 
 def _server(bind: str, port: int, answer: Callable[[bool], bytes], overhead: dict[str, float], strict: bool) -> _Server:
+    """A listening server; on a free port, with a warning, when the port is taken and `strict` is False."""
     try:
         return _Server(bind, port, answer, overhead)
     except OSError as error:
         if strict or not port or error.errno != errno.EADDRINUSE:
             raise
-    made = _Server(bind, 0, answer, overhead)
+    server = _Server(bind, 0, answer, overhead)
     log.warning(
-        "metrics_port=%d is taken on %s: /metrics is served on port %d instead", port, bind, made.server_port,
-        extra=event("port_taken", port=port, instead=made.server_port),
+        "metrics_port=%d is taken on %s: /metrics is served on port %d instead", port, bind, server.server_port,
+        extra=event("port_taken", port=port, instead=server.server_port),
     )  # fmt: skip
-    return made
+    return server
 
 
-class _NobodyLeft(Exception):
-    """Ends the accepting thread: what it serves was collected."""
+class _OwnerCollectedError(Exception):
+    """Ends the accepting thread: the object whose metrics it serves was garbage-collected."""
 
 
 class _Server(ThreadingHTTPServer):
-    """One thread a connection, for `CONNECTIONS` of them. All of its CPU time goes to the overhead, not only the
-    collecting."""
+    """HTTP server with one thread per connection, at most `CONNECTIONS` of them. All CPU time of the server counts as
+    overhead, not only the collection of metrics."""
 
     request_queue_size = 16
-    """Connections that wait in the kernel, where they take no descriptor."""
+    """Connections that wait in the kernel, where they take no file descriptor."""
 
     def __init__(self, bind: str, port: int, answer: Callable[[bool], bytes], overhead: dict[str, float]) -> None:
         self.answer = weakref.WeakMethod(answer)
         self._overhead = overhead
         self._counting = threading.Lock()
         self._accepting = 0.0
-        self._room = threading.Semaphore(CONNECTIONS)
+        self._free_connections = threading.Semaphore(CONNECTIONS)
         self._open: dict[socket.socket, float] = {}
-        """Connections, oldest first, with the time when each began."""
-        self._told = False
+        """Open connections, oldest first, with the time (monotonic) at which each began."""
+        self._logged_failure = False
         self.address_family = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         super().__init__((bind, port), _Handler)
 
     def serve(self) -> None:
-        """Until it is shut down, or nobody is left who answers."""
+        """Accepts connections until it is shut down, or the owner of `answer` is collected."""
         try:
-            self.serve_forever(TURN_SECONDS)
-        except _NobodyLeft:
+            self.serve_forever(POLL_SECONDS)
+        except _OwnerCollectedError:
             self.server_close()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """OSError, after a while, where there is no room or no descriptor: the connection waits in the kernel."""
-        if not self._room.acquire(timeout=PATIENCE_SECONDS):
-            self._cut(self._oldest())
-            if not self._room.acquire(timeout=TURN_SECONDS):
+        """Accepts a connection. OSError, after a delay, when no connection or file descriptor is free: the new
+        connection then waits in the kernel."""
+        if not self._free_connections.acquire(timeout=CONNECTION_WAIT_SECONDS):
+            self._disconnect(self._oldest())
+            if not self._free_connections.acquire(timeout=POLL_SECONDS):
                 raise OSError(errno.EAGAIN, "all connections are busy")
         try:
-            found = super().get_request()
+            accepted = super().get_request()
         except OSError:
-            self._room.release()
-            time.sleep(TURN_SECONDS)
+            self._free_connections.release()
+            time.sleep(POLL_SECONDS)
             raise
         with self._counting:
-            self._open[found[0]] = time.monotonic()
-        return found
+            self._open[accepted[0]] = time.monotonic()
+        return accepted
 
     def shutdown_request(self, request: Any) -> None:
+        """Closes a connection and frees its place."""
         with self._counting:
-            known = self._open.pop(request, None)
+            opened_at = self._open.pop(request, None)
         try:
             super().shutdown_request(request)
         finally:
-            if known is not None:
-                self._room.release()
+            if opened_at is not None:
+                self._free_connections.release()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Handles a connection and counts the CPU time of its thread."""
         super().process_request_thread(request, client_address)
         self._count(time.thread_time())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that goes away is no news; what else fails is logged once."""
+        """Logs the first failure of a scrape. Disconnects are not logged."""
         error = sys.exception()
-        if not isinstance(error, OSError) and not self._told:
-            self._told = True
+        if not isinstance(error, OSError) and not self._logged_failure:
+            self._logged_failure = True
             log.error("a scrape of /metrics failed", exc_info=error, extra=event("scrape_failed"))
 
     def service_actions(self) -> None:
-        """Called by the accepting thread in every turn of its loop."""
+        """Runs in every iteration of the accepting thread's loop: counts CPU time, ends the server whose owner is
+        collected, and closes a connection that is open for too long."""
         before, self._accepting = self._accepting, time.thread_time()
         self._count(self._accepting - before)
         if self.answer() is None:
-            raise _NobodyLeft
+            raise _OwnerCollectedError
         oldest = self._oldest()
         if oldest is not None and time.monotonic() - self._open.get(oldest, math.inf) > CONNECTION_SECONDS:
-            self._cut(oldest)
+            self._disconnect(oldest)
 
     def _oldest(self) -> socket.socket | None:
         with self._counting:
             return next(iter(self._open), None)
 
-    def _cut(self, connection: socket.socket | None) -> None:
-        """Its thread sees the end of the connection, and ends."""
+    def _disconnect(self, connection: socket.socket | None) -> None:
+        """Shuts a connection down: its thread reads the end of the stream, and ends."""
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _count(self, seconds: float) -> None:
+        """Adds CPU seconds to the overhead."""
         with self._counting:
             self._overhead["exporter"] += seconds
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers with all metrics, in the format that is asked for. Not compressed: it is a few kilobytes."""
+    """Responds with all metrics, in the format that the request accepts. Not compressed: the response has a few
+    kilobytes."""
 
     server: _Server
     timeout = 5
-    """Seconds that a scraper may leave its connection silent."""
+    """Seconds after which a connection without data is closed."""
 
     def do_GET(self) -> None:
+        """Sends the metrics; 503 when their owner is already collected."""
         _, content_type = choose_encoder(self.headers.get("Accept", ""))
         answer = self.server.answer()
         if answer is None:
@@ -190,4 +201,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are no news."""
+        """Disables the access log."""

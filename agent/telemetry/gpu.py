@@ -1,4 +1,4 @@
-"""Samples NVML in a thread of its own, and holds its PCIe bytes against those that Tidegate counted."""
+"""Samples NVML in a thread of its own, and compares its PCIe bytes with the bytes that Tidegate counted."""
 
 from __future__ import annotations
 
@@ -16,31 +16,36 @@ from tidegate.logs import event
 log = logging.getLogger("tidegate.gpu")
 
 COMPARE_SECONDS: Final = 10.0
+"""Interval of the comparisons."""
 COMPARE_WINDOW: Final = 30
-"""Comparisons that a discrepancy spans: five minutes, so that the step under way, whose bytes are not counted yet,
-weighs little."""
+"""Number of comparisons that a discrepancy covers: five minutes, so that the running step, whose bytes are not counted
+yet, has little weight."""
 MIN_COMPARED_BYTES: Final = 1 << 20
+"""Least number of NVML's bytes for which a discrepancy is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFigures:
-    """The newest figures. By direction; empty or None where NVML does not say."""
+    """Newest readings. PCIe values are by direction; empty or None where NVML has no value."""
 
     source: str = ""
     utilization_ratio: float | None = None
     pcie_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Since sampling began."""
+    """Bytes by direction since sampling began."""
     pcie_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     discrepancy: Mapping[str, float] = field(default_factory=dict)
-    """(NVML's bytes - counted bytes) / NVML's bytes."""
+    """(NVML's bytes - counted bytes) / NVML's bytes, by direction."""
 
 
 class GpuSampler:
-    """`figures` may be read from any thread; `counted` says how many bytes were copied so far, by direction. The thread
-    ends when it is closed, or nobody wants figures any more.
+    """Thread that reads NVML periodically. `figures` may be read from any thread.
 
-    All calls of NVML are made by the thread: `open_gpu`, which gives None where NVML has nothing to say, may block for
-    some 40 ms as well.
+    open_gpu: returns the open GPU; None where NVML has no figures. It may block for some 40 ms.
+    counted: returns the bytes that Tidegate copied so far, by direction.
+    wanted: returns False when the thread should end.
+
+    All calls of NVML are made by the thread, `open_gpu` included. The thread ends when it is closed, or `wanted`
+    returns False.
     """
 
     def __init__(
@@ -53,15 +58,16 @@ class GpuSampler:
         self.cpu_seconds = 0.0
         self._open_gpu, self._counted, self._wanted = open_gpu, counted, wanted
         self._compared: deque[tuple[Mapping[str, int], Mapping[str, int]]] = deque(maxlen=COMPARE_WINDOW)
-        self._look_at = self._compare_at = 0.0
+        self._utilization_at = self._compare_at = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tidegate-gpu", daemon=True)
 
     def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, and NVML with it. Idempotent."""
+        """Ends the thread, which also shuts NVML down. Idempotent."""
         self._stop.set()
         self._thread.join(timeout=5.0)
 
@@ -77,7 +83,7 @@ class GpuSampler:
                 self.sample(gpu, time.monotonic())
                 self.cpu_seconds = time.thread_time()
         except Exception as error:
-            # A GPU that is lost, for one: what was last seen of it is no longer so.
+            # For example a GPU that is lost: old figures are dropped, because they no longer hold.
             log.warning("no more figures from NVML: %s", error, extra=event("nvml_lost", reason=str(error)))
             self.figures = GpuFigures()
         finally:
@@ -85,15 +91,15 @@ class GpuSampler:
                 gpu.close()
 
     def sample(self, gpu: Gpu, now: float) -> None:
-        """One reading, at `now` seconds on the monotonic clock."""
+        """Takes one reading at `now`, in seconds on the monotonic clock."""
         before, source = self.figures, gpu.pcie
         pcie = source.read(now) if source is not None else Pcie()
         nbytes = sums(before.pcie_bytes, pcie.nbytes)
         if pcie.gap:
             self._compared.clear()
         utilization = before.utilization_ratio
-        if now >= self._look_at:
-            self._look_at, utilization = now + PERIOD_SECONDS, gpu.utilization_ratio()
+        if now >= self._utilization_at:
+            self._utilization_at, utilization = now + PERIOD_SECONDS, gpu.utilization_ratio()
         discrepancy = before.discrepancy if not pcie.gap else {}
         if nbytes and now >= self._compare_at:
             self._compare_at, discrepancy = now + COMPARE_SECONDS, self._compare(nbytes)
@@ -106,12 +112,14 @@ class GpuSampler:
         )
 
     def _compare(self, nbytes: Mapping[str, int]) -> dict[str, float]:
+        """Discrepancy by direction over the window; directions with few bytes are left out."""
         counted = self._counted()
         self._compared.append((nbytes, counted))
-        first_said, first_counted = self._compared[0]
-        found: dict[str, float] = {}
-        for way, count in nbytes.items():
-            said = count - first_said.get(way, 0)
-            if said >= MIN_COMPARED_BYTES:
-                found[way] = (said - (counted.get(way, 0) - first_counted.get(way, 0))) / said
-        return found
+        first_nvml, first_counted = self._compared[0]
+        discrepancy: dict[str, float] = {}
+        for direction, count in nbytes.items():
+            nvml_bytes = count - first_nvml.get(direction, 0)
+            if nvml_bytes >= MIN_COMPARED_BYTES:
+                counted_bytes = counted.get(direction, 0) - first_counted.get(direction, 0)
+                discrepancy[direction] = (nvml_bytes - counted_bytes) / nvml_bytes
+        return discrepancy

@@ -1,4 +1,4 @@
-"""All series of a rank, by family and label values: what is recorded here is what /metrics shows."""
+"""In-memory metric store of a rank: all series that /metrics shows, by family and label values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Final
 from tidegate.metrics.catalogue import METRICS
 
 Labels = tuple[str, ...]
-"""Values, in the order of the catalogue."""
+"""Label values, in the order of the labels in the catalogue."""
 
 _BUCKETS: Final = {metric.name: metric.buckets for metric in METRICS if metric.type == "histogram"}
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    """The newest observation of a bucket, and the step that it is of; `timestamp` in seconds since the epoch."""
+class Exemplar:
+    """Newest observation of a bucket, with its step. `timestamp`: seconds since the epoch."""
 
     step: int
     value: float
@@ -27,29 +27,32 @@ class Example:
 
 @dataclass
 class Histogram:
-    """Observations of one series; `counts[i]` are those up to `bounds[i]`, the last one all the others."""
+    """Histogram of one series. `counts[i]` counts observations above `bounds[i - 1]` and up to `bounds[i]`, the last
+    count those above all bounds."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(init=False)
-    examples: dict[int, Example] = field(default_factory=dict)
-    """By bucket."""
+    exemplars: dict[int, Exemplar] = field(default_factory=dict)
+    """Newest observation by index of the bucket."""
     total: float = 0.0
 
     def __post_init__(self) -> None:
         self.counts = [0] * (len(self.bounds) + 1)
 
-    def observe(self, value: float, example: Example | None = None) -> None:
+    def observe(self, value: float, exemplar: Exemplar | None = None) -> None:
+        """Adds one observation."""
         bucket = bisect_left(self.bounds, value)
         self.counts[bucket] += 1
         self.total += value
-        if example is not None:
-            self.examples[bucket] = example
+        if exemplar is not None:
+            self.exemplars[bucket] = exemplar
 
 
-class Meter:
-    """One call for each way in which figures come. Families are named as in the catalogue; KeyError for another name.
+class MetricStore:
+    """Series of all metrics, with one method for each way to update them. Families are named as in the catalogue;
+    KeyError for another name.
 
-    Whoever shares it between threads guards it.
+    Not thread-safe: callers that share it must lock it.
     """
 
     def __init__(self) -> None:
@@ -58,44 +61,47 @@ class Meter:
         self._shown: dict[str, dict[Labels, float]] = {}
 
     def add(self, name: str, amount: float, *labels: str) -> None:
-        """Counters that are counted here."""
+        """Adds to a counter that is counted in this store."""
         rows = self._rows[name]
         rows[labels] = rows.get(labels, 0) + amount
 
-    def put(self, name: str, rows: Mapping[Labels, float]) -> None:
-        """All series of a gauge, or of a counter that is counted elsewhere, as they are now."""
+    def set_series(self, name: str, rows: Mapping[Labels, float]) -> None:
+        """Sets all series of a gauge, or of a counter that is counted elsewhere, to their present values."""
         series = self._rows[name]
         series.clear()
         series.update(rows)
 
-    def put_one(self, name: str, value: float | None) -> None:
-        """A gauge, or a counter that is counted elsewhere, without labels; absent when there is no value."""
-        self.put(name, {} if value is None else {(): value})
+    def set_value(self, name: str, value: float | None) -> None:
+        """Sets a gauge or an external counter without labels; None removes its value."""
+        self.set_series(name, {} if value is None else {(): value})
 
     def observe(self, name: str, value: float, *labels: str, step: int | None = None, timestamp: float = 0.0) -> None:
-        """One observation of a histogram, with the step that it is of."""
+        """Adds one observation to a histogram, with the number of its step."""
         series = self._histograms[name]
         if labels not in series:
             series[labels] = Histogram(_BUCKETS[name])
-        series[labels].observe(value, None if step is None else Example(step, value, timestamp or time.time()))
+        series[labels].observe(value, None if step is None else Exemplar(step, value, timestamp or time.time()))
 
-    def ahead(self, name: str, rows: Mapping[Labels, float]) -> None:
-        """A counter's part that `add` will be told later, when what is under way has ended.
+    def set_pending(self, name: str, rows: Mapping[Labels, float]) -> None:
+        """Sets the amounts by which a counter is ahead of its total: work in progress that `add` will count when it has
+        ended.
 
-        What is shown never goes back: at the moment of that `add`, or when the parts turn out a little smaller.
+        A shown value never decreases, neither when `add` counts the pending amounts, nor when they turn out a little
+        smaller.
         """
         totals, shown = self._rows[name], self._shown.setdefault(name, {})
         for labels in totals.keys() | rows.keys():
-            now = totals.get(labels, 0) + rows.get(labels, 0)
-            shown[labels] = max(shown.get(labels, 0), now)
+            value = totals.get(labels, 0) + rows.get(labels, 0)
+            shown[labels] = max(shown.get(labels, 0), value)
 
     def rows(self, name: str) -> Mapping[Labels, float]:
-        """What was added or put."""
+        """Series of a counter or gauge, without pending amounts."""
         return self._rows[name]
 
     def shown(self, name: str) -> Mapping[Labels, float]:
-        """The same with what is ahead."""
+        """Series of a counter or gauge, including pending amounts."""
         return self._shown.get(name) or self._rows[name]
 
     def histograms(self, name: str) -> Mapping[Labels, Histogram]:
+        """Series of a histogram."""
         return self._histograms[name]

@@ -1,12 +1,13 @@
-"""What NVML says of one GPU, through `pynvml`: utilization and PCIe bytes, from the best source that the GPU has.
+"""NVML readings of one GPU through `pynvml`: utilization, and PCIe bytes from the best source that the GPU has.
 
-Directions are the host's: what the GPU receives (RX) is `h2d`, what it sends (TX) is `d2h`. Three sources know PCIe:
+Directions are the host's: what the GPU receives (RX) is `h2d`, what it sends (TX) is `d2h`. There are three sources of
+PCIe bytes:
 
-- `fields`: byte counters (field values 197 and 198). They may wrap at 32 bits, whatever their type says, and 4 GiB are
-  through in less than a tenth of a second: a reading that comes too late for one wrap at most is a gap, and its bytes
-  are unknown. A value that needs more than 32 bits proves 64.
-- `gpm`: mean speed between two readings (Hopper and later), so that nothing is missed.
-- `throughput`: speed in a window of 20 ms, for which the call blocks: of no use for sums.
+- `fields`: byte counters (field values 197 and 198). They may wrap at 32 bits, whatever their type is, and 4 GiB pass
+  in less than a tenth of a second. A reading that comes too late to exclude a second wrap is a gap, whose bytes are
+  unknown. A value that needs more than 32 bits proves that the counter has 64.
+- `gpm`: mean speed between two readings (Hopper and later), so that no bytes are missed.
+- `throughput`: speed in a window of 20 ms, for which the call blocks: it cannot give sums of bytes.
 """
 
 from __future__ import annotations
@@ -23,45 +24,52 @@ from tidegate.metrics.family import DIRECTIONS
 log = logging.getLogger("tidegate.gpu")
 
 FIELDS: Final = {"h2d": 198, "d2h": 197}
+"""NVML's field values of the PCIe byte counters."""
 GPM_METRICS: Final = {"h2d": 21, "d2h": 20}
+"""NVML's GPM metrics of PCIe speeds."""
 MAX_LINK_BYTES_PER_SECOND: Final = 64e9
 """PCIe 5.0 with 16 lanes. A faster link has 64-bit counters."""
 WRAP_PERIOD_SECONDS: Final = 0.04
-"""Between readings of 32-bit counters: they wrap after 67 ms at the earliest."""
+"""Interval of readings of 32-bit counters: they wrap after 67 ms at the earliest."""
 PERIOD_SECONDS: Final = 1.0
+"""Interval of all other readings."""
 
 
 @dataclass(frozen=True)
 class Pcie:
-    """What one reading adds. By direction; empty where nothing can be said."""
+    """Result of one reading of the PCIe bytes, by direction; empty where nothing is known."""
 
     nbytes: Mapping[str, int] = field(default_factory=dict)
-    """Since the reading before."""
+    """Bytes since the previous reading."""
     bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     gap: bool = False
-    """Bytes went by that nobody has counted."""
+    """Whether bytes since the previous reading are unknown."""
 
 
 class PcieSource(Protocol):
+    """Source of a GPU's PCIe bytes."""
+
     name: str
 
     @property
     def period_seconds(self) -> float:
-        """The longest pause between readings that loses nothing."""
+        """Longest pause in seconds between two readings that loses no bytes."""
 
     def read(self, now: float) -> Pcie:
-        """At `now`, on the monotonic clock, in seconds. NVMLError when the GPU no longer answers."""
+        """Takes a reading at `now`, in seconds on the monotonic clock. NVMLError when the GPU no longer answers."""
 
 
 @dataclass
 class WrappingCounter:
-    """Bytes since the reading before, of a counter of `bits` bits: 32, until a value is seen that needs 64."""
+    """Counter that wraps at `bits` bits: 32, until a value is seen that needs 64. It gives the bytes between two
+    readings."""
 
     bits: int
     _last: tuple[float, int] | None = None
 
-    def take(self, now: float, value: int) -> int | None:
-        """None at first, and after a gap: too long a pause for 32 bits, or 64 bits that went back."""
+    def bytes_since_last(self, now: float, value: int) -> int | None:
+        """Bytes since the previous reading. None at the first reading and after a gap: a pause that is too long for 32
+        bits, or a 64-bit counter that decreased."""
         if value >= 2**32:
             self.bits = 64
         before, self._last = self._last, (now, value)
@@ -71,11 +79,13 @@ class WrappingCounter:
         if self.bits == 32 and (now - since) * MAX_LINK_BYTES_PER_SECOND >= 2**32:
             return None
         if self.bits == 64 and value < last:
-            return None  # no link moves 2^64 bytes: the driver began anew
+            return None  # no link transfers 2^64 bytes: the driver was restarted
         return (value - last) % (1 << self.bits)
 
 
 class _Fields:
+    """PCIe byte counters (`fields`)."""
+
     name = "fields"
 
     def __init__(self, nvml: Any, handle: Any) -> None:
@@ -87,24 +97,24 @@ class _Fields:
         }
         self._counters = {direction: WrappingCounter(32) for direction in DIRECTIONS}
         self._read_at: float | None = None
-        self._look_at_width(self._values())
+        self._detect_width(self._values())
 
     @property
     def period_seconds(self) -> float:
         is_wide = all(counter.bits == 64 for counter in self._counters.values())
         return PERIOD_SECONDS if is_wide else WRAP_PERIOD_SECONDS
 
-    def _look_at_width(self, values: Mapping[str, int]) -> None:
-        """What one counter shows holds for both."""
+    def _detect_width(self, values: Mapping[str, int]) -> None:
+        """Sets both counters to 64 bits when one of them has a value that needs more than 32."""
         if max(values.values()) >= 2**32:
             for counter in self._counters.values():
                 counter.bits = 64
 
     def _values(self) -> dict[str, int]:
-        """By direction."""
-        found = self._nvml.nvmlDeviceGetFieldValues(self._handle, list(FIELDS.values()))
+        """Present values of the counters, by direction. NVMLError when NVML has none."""
+        fields = self._nvml.nvmlDeviceGetFieldValues(self._handle, list(FIELDS.values()))
         values: dict[str, int] = {}
-        for direction, value in zip(FIELDS, found, strict=True):
+        for direction, value in zip(FIELDS, fields, strict=True):
             if value.nvmlReturn != self._nvml.NVML_SUCCESS:
                 raise self._nvml.NVMLError(value.nvmlReturn)
             if value.valueType not in self._members:
@@ -115,8 +125,8 @@ class _Fields:
     def read(self, now: float) -> Pcie:
         before, self._read_at = self._read_at, now
         values = self._values()
-        self._look_at_width(values)
-        moved = {way: self._counters[way].take(now, value) for way, value in values.items()}
+        self._detect_width(values)
+        moved = {way: self._counters[way].bytes_since_last(now, value) for way, value in values.items()}
         known = {way: nbytes for way, nbytes in moved.items() if nbytes is not None}
         if before is None:
             return Pcie()
@@ -124,6 +134,8 @@ class _Fields:
 
 
 class _Gpm:
+    """Mean PCIe speeds between two GPM samples (`gpm`)."""
+
     name = "gpm"
     period_seconds = PERIOD_SECONDS
 
@@ -145,15 +157,16 @@ class _Gpm:
         return Pcie({way: round(speed * (now - before)) for way, speed in speeds.items()}, speeds)
 
     def _speeds(self, earlier: Any, later: Any) -> dict[str, float]:
-        wanted = self._nvml.c_nvmlGpmMetricsGet_t()
-        wanted.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
-        wanted.numMetrics = len(GPM_METRICS)
-        wanted.sample1, wanted.sample2 = earlier, later
+        """Mean speed between two samples in bytes per second, by direction."""
+        request = self._nvml.c_nvmlGpmMetricsGet_t()
+        request.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = len(GPM_METRICS)
+        request.sample1, request.sample2 = earlier, later
         for i, number in enumerate(GPM_METRICS.values()):
-            wanted.metrics[i].metricId = number
-        found = self._nvml.nvmlGpmMetricsGet(wanted)
+            request.metrics[i].metricId = number
+        response = self._nvml.nvmlGpmMetricsGet(request)
         speeds: dict[str, float] = {}
-        for direction, metric in zip(GPM_METRICS, found.metrics, strict=False):
+        for direction, metric in zip(GPM_METRICS, response.metrics, strict=False):
             if metric.nvmlReturn != self._nvml.NVML_SUCCESS:
                 raise self._nvml.NVMLError(metric.nvmlReturn)
             speeds[direction] = metric.value * 2**20  # MiB/s
@@ -165,6 +178,8 @@ class _Gpm:
 
 
 class _Throughput:
+    """Present PCIe speeds (`throughput`)."""
+
     name = "throughput"
     period_seconds = PERIOD_SECONDS
 
@@ -179,26 +194,27 @@ class _Throughput:
 
 
 class DividedGpuError(Exception):
-    """The process works on a part of a GPU (MIG), of which NVML has no figures."""
+    """Raised when the process uses a part of a GPU (MIG), for which NVML has no figures."""
 
 
 class Gpu:
-    """One GPU, open until `close`. Not to be shared between threads: a reading may block for 40 ms."""
+    """NVML's access to one GPU, open until `close`. Not to be shared between threads: a reading may block for 40 ms."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         """NVMLError when NVML does not know it, DividedGpuError when it is a part of a GPU."""
         self._nvml = nvml
         nvml.nvmlInit()
         try:
-            self._handle = self._whole(uuid)
+            self._handle = self._physical_handle(uuid)
             self.pcie = self._best_source()
         except BaseException:
             nvml.nvmlShutdown()
             raise
         self._knows_utilization = True
 
-    def _whole(self, uuid: str) -> Any:
-        """The GPU's handle. CUDA names a part by its own UUID or by that of the whole GPU, as versions differ."""
+    def _physical_handle(self, uuid: str) -> Any:
+        """NVML's handle of the whole GPU. DividedGpuError for a part of a GPU: depending on its version, CUDA reports
+        the UUID of the part or that of the whole GPU."""
         nvml = self._nvml
         try:
             handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -214,13 +230,15 @@ class Gpu:
         return handle
 
     def _best_source(self) -> PcieSource | None:
+        """The best source of PCIe bytes; None when NVML has none."""
         fields = self._source(_Fields)
         if fields is not None and fields.period_seconds == PERIOD_SECONDS:
             return fields
-        # Counters that may wrap must be read so often that one that needs it less is better.
+        # Counters that may wrap must be read often: a source that needs fewer readings is better.
         return self._source(_Gpm) or fields or self._source(_Throughput)
 
     def _source(self, kind: type[PcieSource]) -> PcieSource | None:
+        """A source of this kind; None when NVML does not support it."""
         try:
             return kind(self._nvml, self._handle)  # type: ignore[call-arg]
         except self._nvml.NVMLError as error:
@@ -228,24 +246,26 @@ class Gpu:
             return None
 
     def utilization_ratio(self) -> float | None:
-        """Share of the last sample period in which a kernel ran; None where NVML does not say."""
+        """Share of the last sample period in which a kernel ran; None where NVML has no value."""
         if not self._knows_utilization:
             return None
         try:
             return float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100
         except self._nvml.NVMLError as error:
-            log.info("NVML does not say how busy the GPU is: %s", error)
+            log.info("NVML has no utilization of this GPU: %s", error)
             self._knows_utilization = False
             return None
 
     def close(self) -> None:
+        """Frees the samples and shuts NVML down."""
         if isinstance(self.pcie, _Gpm):
             self.pcie.close()
         self._nvml.nvmlShutdown()
 
 
 def open_gpu(uuid: str) -> Gpu | None:
-    """The GPU with this UUID; None, and the reason in the log, when NVML is not here or does not know it."""
+    """Opens the GPU with this UUID. None, with the reason in the log, when NVML is not installed or does not know the
+    GPU."""
     try:
         import pynvml
     except ImportError:
@@ -255,8 +275,8 @@ def open_gpu(uuid: str) -> Gpu | None:
         return Gpu(pynvml, uuid)
     except DividedGpuError:
         log.warning(
-            "GPU %s is divided (MIG): NVML counts for the whole GPU only, so that the figures of utilization and PCIe "
-            "are absent. All others are there.",
+            "GPU %s is divided (MIG): NVML counts for the whole GPU only, so that utilization and PCIe metrics are "
+            "absent. All other metrics are present.",
             uuid,
             extra=event("nvml_absent", gpu=uuid, reason="MIG"),
         )
@@ -267,5 +287,5 @@ def open_gpu(uuid: str) -> Gpu | None:
 
 
 def sums(earlier: Mapping[str, int], more: Mapping[str, int], ways: Sequence[str] = DIRECTIONS) -> dict[str, int]:
-    """Both added, for the directions that either knows."""
+    """Adds two mappings by direction; directions that are in neither are left out."""
     return {way: earlier.get(way, 0) + more.get(way, 0) for way in ways if way in earlier or way in more}

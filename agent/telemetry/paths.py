@@ -1,4 +1,4 @@
-"""What storage paths did: taken from them when a step ends, and made into rows when somebody asks."""
+"""Statistics of storage paths: sampled when a step ends, converted to rows of reports on demand."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ log = logging.getLogger("tidegate")
 
 DAY_SECONDS: Final = 86_400.0
 WEAR_WINDOW_SECONDS: Final = 3_600.0
+"""Length of the window over which the write rate is measured."""
 WEAR_SAMPLE_SECONDS: Final = 30.0
+"""Least time between two samples in the window."""
 MIN_WEAR_SECONDS: Final = 10.0
-"""Before, the first steps' pace says little about a day."""
+"""Least measured time before a daily rate is extrapolated: the first steps are not typical."""
 
 
 @dataclass(frozen=True, slots=True)
-class PathNote:
-    """One path at the end of a step: what it moved since the last one, and its sums since the run began."""
+class PathSample:
+    """Sample of one path at the end of a step: its transfers since the last sample, and its totals since the run
+    began."""
 
     name: str
     moves: tuple[tuple[str, Transfer], ...]
     free_bytes: int | None
-    """None where no bound is known."""
+    """None without a known limit."""
     nbytes: Mapping[str, int]
     lock_wait_seconds: Mapping[str, float]
     errors: Mapping[str, int]
@@ -45,18 +48,20 @@ class PathNote:
     written_bytes_per_day: float | None
     retired: bool = False
     capacity_subgroups: int | None = None
-    """None where no bound is known."""
+    """None without a known limit."""
 
 
-class Wear:
-    """Bytes written per day at the pace of the last hour; a warning, once, when that is beyond `limit` (0: none)."""
+class WriteRate:
+    """Bytes written per day, extrapolated from the last hour. A warning is logged, once, when they exceed `limit` (0:
+    no limit)."""
 
     def __init__(self, path: str, limit: int, now: float, written: int) -> None:
         self._path, self._limit = path, limit
         self._samples: deque[tuple[float, int]] = deque([(now, written)])
 
     def per_day(self, now: float, written: int) -> float | None:
-        """`written` bytes so far at `now`, in seconds; None while it is too early to tell."""
+        """Bytes per day, given `written` bytes so far at `now` (seconds, monotonic clock); None in the first
+        seconds."""
         samples = self._samples
         if now - samples[-1][0] >= WEAR_SAMPLE_SECONDS:
             samples.append((now, written))
@@ -77,32 +82,33 @@ class Wear:
         return rate
 
 
-class PathWatch:
-    """Asked by the training thread once a step, when no transfer is under way that belongs to it."""
+class PathSampler:
+    """Samples all storage paths once a step. The training thread calls it when no transfer of the step is in
+    progress."""
 
     def __init__(self, store: TierStore, residences: Residences) -> None:
         self._store, self._residences = store, residences
         now = time.monotonic()
         self._wear = {
-            name: Wear(name, path.settings.wear_bytes_per_day, now, path.counters.bytes["write"])
+            name: WriteRate(name, path.settings.wear_bytes_per_day, now, path.counters.bytes["write"])
             for name, path in store.paths.items()
-            if isinstance(path, StoragePath)  # whoever runs an object store looks after its media
+            if isinstance(path, StoragePath)  # drives of an object store are the operator's responsibility
         }
         self.capacities = {name: _capacity_bytes(path) for name, path in store.paths.items()}
-        """Sizes. Asked once: a file system that hangs must not hold up a scrape."""
+        """Capacity of each path in bytes. Read once: a file system that hangs must not delay a scrape."""
         for path in store.paths.values():
-            path.counters.moves.clear()  # what was moved before has no phase of ours
+            path.counters.moves.clear()  # earlier transfers belong to no recorded phase
 
-    def note(self) -> tuple[PathNote, ...]:
-        """Takes what was moved since the last call."""
+    def sample(self) -> tuple[PathSample, ...]:
+        """Takes one sample of each path, with the transfers since the last call."""
         now = time.monotonic()
-        return tuple(self._note(name, path, now) for name, path in self._store.paths.items())
+        return tuple(self._sample(name, path, now) for name, path in self._store.paths.items())
 
-    def _note(self, name: str, path: StoragePath | ObjectPath, now: float) -> PathNote:
+    def _sample(self, name: str, path: StoragePath | ObjectPath, now: float) -> PathSample:
         counters = path.counters
         wear = self._wear.get(name)
         moves = tuple(counters.moves.popleft() for _ in range(len(counters.moves)))
-        return PathNote(
+        return PathSample(
             name=name,
             moves=moves,
             free_bytes=_free_bytes(path),
@@ -116,12 +122,13 @@ class PathWatch:
         )
 
     def _capacity_subgroups(self, name: str) -> int | None:
-        found = self._residences.known_capacity.get(name)
-        return found if found is not None and found <= MAX_SUBGROUPS else None
+        """Subgroups that the path can hold; None without a known limit."""
+        capacity = self._residences.known_capacity.get(name)
+        return capacity if capacity is not None and capacity <= MAX_SUBGROUPS else None
 
 
 def _free_bytes(path: StoragePath | ObjectPath) -> int | None:
-    """0 when its directory is gone: the other figures of the step are still wanted."""
+    """Free bytes of a path; 0 when its directory is gone, so that the other figures of the step are still reported."""
     try:
         return path.free_bytes
     except OSError:
@@ -129,22 +136,22 @@ def _free_bytes(path: StoragePath | ObjectPath) -> int | None:
 
 
 def _capacity_bytes(path: StoragePath | ObjectPath) -> int:
-    """0 when its directory is gone, or no bound is known."""
+    """Capacity of a path in bytes; 0 when its directory is gone, or without a known limit."""
     try:
         return path.capacity_bytes or 0
     except OSError:
         return 0
 
 
-def path_rows(notes: Sequence[PathNote], phases: Sequence[PhaseSpan]) -> tuple[PathRow, ...]:
-    """Bytes and busy time by path, operation and phase; a transfer across a boundary is divided by time.
+def path_rows(samples: Sequence[PathSample], phases: Sequence[PhaseSpan]) -> tuple[PathRow, ...]:
+    """Bytes and busy time by path, operation and phase. A transfer across a phase boundary is divided by time.
 
     A lane may have two transfers in progress: the time is then counted once.
     """
     rows: defaultdict[tuple[str, str, str], Moved] = defaultdict(Moved)
-    for note in notes:
-        for operation, phase, nbytes, seconds in moves_by_phase(note.moves, phases):
-            row = rows[note.name, operation, phase]
+    for sample in samples:
+        for operation, phase, nbytes, seconds in moves_by_phase(sample.moves, phases):
+            row = rows[sample.name, operation, phase]
             row.nbytes += nbytes
             row.seconds += seconds
     return tuple(
@@ -155,22 +162,22 @@ def path_rows(notes: Sequence[PathNote], phases: Sequence[PhaseSpan]) -> tuple[P
     )
 
 
-def path_states(notes: Sequence[PathNote]) -> tuple[PathState, ...]:
-    """Each path as the step ended."""
+def path_states(samples: Sequence[PathSample]) -> tuple[PathState, ...]:
+    """State of each path at the end of the step."""
     return tuple(
         PathState(
-            path=note.name,
-            free_bytes=note.free_bytes,
-            bytes=cast(dict[PathOperation, int], dict(note.nbytes)),
-            lock_wait_seconds=cast(dict[PathOperation, float], dict(note.lock_wait_seconds)),
-            errors=cast(dict[PathOperation, int], dict(note.errors)),
+            path=sample.name,
+            free_bytes=sample.free_bytes,
+            bytes=cast(dict[PathOperation, int], dict(sample.nbytes)),
+            lock_wait_seconds=cast(dict[PathOperation, float], dict(sample.lock_wait_seconds)),
+            errors=cast(dict[PathOperation, int], dict(sample.errors)),
             ceiling_bytes_per_second={
-                "read": note.ceilings.read_bytes_per_second,
-                "write": note.ceilings.write_bytes_per_second,
+                "read": sample.ceilings.read_bytes_per_second,
+                "write": sample.ceilings.write_bytes_per_second,
             },
-            written_bytes_per_day=note.written_bytes_per_day,
-            retired=note.retired,
-            capacity_subgroups=note.capacity_subgroups,
+            written_bytes_per_day=sample.written_bytes_per_day,
+            retired=sample.retired,
+            capacity_subgroups=sample.capacity_subgroups,
         )
-        for note in notes
+        for sample in samples
     )

@@ -1,4 +1,4 @@
-"""What each phase of the next step should take: the update by the simulator, the others as they have been."""
+"""Forecast of the phases of the next step: the update from the simulator, the others as medians of past steps."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from statistics import median
 from typing import Final
 
 STEADY_PHASES: Final = ("forward", "backward")
-"""Knobs do not change them."""
+"""Phases whose duration does not depend on knobs."""
 TYPICAL_STEPS: Final = 20
+"""Number of past steps in a median."""
 
 
-class Expected:
-    """Medians of the last TYPICAL_STEPS steps of each phase that knobs do not change."""
+class PhaseForecast:
+    """Medians of the last TYPICAL_STEPS steps, for each phase that does not depend on knobs."""
 
     def __init__(self) -> None:
         self._measured: dict[str, deque[float]] = {phase: deque(maxlen=TYPICAL_STEPS) for phase in STEADY_PHASES}
 
     def observe(self, phase_seconds: Mapping[str, float]) -> None:
+        """Adds the measured phases of a step, in seconds."""
         for phase, measured in self._measured.items():
             if phase in phase_seconds:
                 measured.append(phase_seconds[phase])
 
     def with_update(self, seconds: float | None) -> dict[str, float]:
-        """By phase; what nobody can tell yet is left out."""
-        found = {phase: median(measured) for phase, measured in self._measured.items() if measured}
-        return found if seconds is None else {**found, "update": seconds}
+        """Forecast in seconds by phase, with `seconds` for the update; phases without a forecast are omitted."""
+        medians = {phase: median(measured) for phase, measured in self._measured.items() if measured}
+        return medians if seconds is None else {**medians, "update": seconds}

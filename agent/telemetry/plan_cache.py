@@ -1,4 +1,4 @@
-"""Something of each of the plans that ran last."""
+"""Small LRU cache with one value for each recently run plan."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from typing import Final, Generic, TypeVar
 from tidegate.plan import Plan
 
 RECENT_PLANS: Final = 2
-"""Two take turns where orders alternate."""
+"""Number of cached plans: with alternating order, two plans take turns."""
 
 T = TypeVar("T")
 
 
 class RecentPlans(Generic[T]):
-    """Forgets what was asked for longest ago: a plan that ran only once does not push out one that runs every other
-    step. Plans are told apart by identity: comparing them costs more than what is kept."""
+    """LRU cache by plan: a plan that ran only once does not displace one that runs every other step. Plans are compared
+    by identity: comparing their content costs more than recomputing the cached value."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Plan, T]] = deque(maxlen=RECENT_PLANS)
 
     def get(self, plan: Plan) -> T | None:
-        found = next((index for index, (known, _) in enumerate(self._kept) if known is plan), None)
-        if found is None:
+        """The cached value of a plan; None when there is none."""
+        index = next((i for i, (known, _) in enumerate(self._kept) if known is plan), None)
+        if index is None:
             return None
-        kept = self._kept[found]
-        del self._kept[found]
+        kept = self._kept[index]
+        del self._kept[index]
         self._kept.append(kept)
         return kept[1]
 
     def add(self, plan: Plan, value: T) -> T:
-        """Of a plan of which nothing is kept."""
+        """Caches a value for a plan that has none, and returns the value."""
         self._kept.append((plan, value))
         return value

@@ -1,4 +1,4 @@
-"""Everything that a rank shows of itself: figures of steps, of the moment and of the GPU, served at /metrics."""
+"""Metrics of a rank, served at /metrics: of finished steps, of the current state and of the GPU."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from tidegate.agent.telemetry.exposition import Exposition
 from tidegate.agent.telemetry.gpu import GpuFigures, GpuSampler
 from tidegate.agent.telemetry.nvml import open_gpu
 from tidegate.agent.telemetry.recorder import Recorder
-from tidegate.agent.telemetry.scrape_snapshot import look, show
+from tidegate.agent.telemetry.scrape_snapshot import read_current_state, update_metrics
 from tidegate.metrics.family import DIRECTIONS
 
 
-class Watch:
-    """`port` is where /metrics is served; `generation` is set by whoever applies knobs, `thread_failures` by whose
-    threads fail, `overhead` grows by what tuner and link cost. What listens ends when this is collected.
+class RankMetrics:
+    """Serves a rank's metrics until it is closed or garbage-collected.
 
-    strict: ConfigError when the port is taken; else another one is. ConfigError when nothing can listen there."""
+    port: port of /metrics.
+    generation: generation of the knobs, set by the code that applies them.
+    thread_failures: failures of the link's threads, counted by them.
+    overhead: CPU seconds by part; the tuner and the link add to it.
+    strict: ConfigError when the port is taken; otherwise another port is used. ConfigError when no port can be opened.
+    """
 
     def __init__(self, optimizer: AdamW, recorder: Recorder, bind: str, port: int, strict: bool = True) -> None:
         self.generation = self.thread_failures = 0
@@ -37,54 +41,58 @@ class Watch:
             raise
 
     def begin(self) -> None:
-        """The optimizer works on another device: its figures are taken from now on."""
+        """Restarts GPU sampling after the optimizer moved to another device."""
         if self._sampler is not None:
             self._sampler.close()
         self._sampler = _sampler(self._optimizer, self._recorder)
 
     @property
-    def costs(self) -> dict[str, float]:
-        """CPU seconds so far, by part."""
+    def overhead_seconds(self) -> dict[str, float]:
+        """CPU seconds of the telemetry so far, by part."""
         sampler = {} if self._sampler is None else {"sampler": self._sampler.cpu_seconds}
         return {**self.overhead, "recorder": self._recorder.cpu_seconds, **sampler}
 
     def _answer(self, openmetrics: bool) -> bytes:
+        """Text of /metrics."""
         with self._recorder.lock:
             self._recorder.catch_up()
             self._refresh()
-            return self._exposition.text(self._recorder.meter, openmetrics)
+            return self._exposition.text(self._recorder.metrics, openmetrics)
 
     def _refresh(self) -> None:
-        """What is so at this moment."""
+        """Updates the metrics of the current state."""
         gpu = self._sampler.figures if self._sampler is not None else GpuFigures()
         capacities = self._recorder.path_capacities
-        now = look(self._optimizer, capacities, self.generation, self.costs, gpu, self.thread_failures)
-        show(self._recorder.meter, now)
+        state = read_current_state(
+            self._optimizer, capacities, self.generation, self.overhead_seconds, gpu, self.thread_failures
+        )
+        update_metrics(self._recorder.metrics, state)
 
     def close(self) -> None:
+        """Stops sampling and serving."""
         if self._sampler is not None:
             self._sampler.close()
         self._exporter.close()
 
 
 def _sampler(optimizer: AdamW, recorder: Recorder) -> GpuSampler | None:
-    """One that runs; None for a device that is not a GPU."""
+    """A started GPU sampler; None for a device that is not a GPU."""
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
     if optimizer.device.kind != "cuda" or device is None or device.type != "cuda":
         return None
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    alive = weakref.ref(recorder)  # a thread must not keep it
+    reference = weakref.ref(recorder)  # the thread must not keep the recorder alive
 
     def counted() -> dict[str, int]:
-        found = alive()
-        return {} if found is None else counted_bytes(found)
+        live = reference()
+        return {} if live is None else counted_bytes(live)
 
-    sampler = GpuSampler(lambda: open_gpu(uuid), counted, lambda: alive() is not None)
+    sampler = GpuSampler(lambda: open_gpu(uuid), counted, lambda: reference() is not None)
     sampler.start()
     return sampler
 
 
 def counted_bytes(recorder: Recorder) -> dict[str, int]:
-    """Bytes that were copied in the steps that have ended, by direction."""
+    """Bytes copied in all finished steps, by direction."""
     rows = recorder.rows("tidegate_link_bytes_total")
     return {way: int(sum(n for (to, _, _), n in rows.items() if to == way)) for way in DIRECTIONS}

@@ -1,4 +1,4 @@
-"""What one finished step amounts to: its row in reports, and the truth behind the counters of /metrics."""
+"""Computes the report of a finished step, which is also the source of the counters at /metrics."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tidegate.wire.step import LinkRow, StallRow, StepReport
 
 
 def report_of(step: FinishedStep) -> StepReport:
+    """The report of one step, verdict included."""
     phases, result, tokens = step.phases, step.result, step.phases.logged.get("tokens")
     report = StepReport(
         step=step.number,
@@ -40,12 +41,12 @@ def report_of(step: FinishedStep) -> StepReport:
         grad_norm=result.grad_norm,
         skipped=result.skipped,
     )
-    said = SKIPPED if result.skipped else verdict(taken(report, step.delivery), result.effective)
-    return report.model_copy(update={"verdict": said})
+    text = SKIPPED if result.skipped else verdict(step_figures(report, step.delivery), result.effective)
+    return report.model_copy(update={"verdict": text})
 
 
-def taken(report: StepReport, delivery: Delivery) -> Taken:
-    """What the verdict is about."""
+def step_figures(report: StepReport, delivery: Delivery) -> Taken:
+    """Figures of a step as input of `verdict`."""
     lanes: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     rows = [(row.direction, row) for row in report.links] + [
         (f"{row.path}:{row.operation}", row) for row in report.paths
@@ -77,7 +78,7 @@ def taken(report: StepReport, delivery: Delivery) -> Taken:
 
 
 def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
-    """Stalls of the update by cause; in other phases what hooks held up the training thread."""
+    """Stall seconds: of the update by cause; of other phases the time that hooks blocked the training thread."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for cause, waited in exposed_waits(step.as_measured).items():
         seconds["update", cause] += waited
@@ -88,7 +89,7 @@ def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
 
 
 def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[LinkRow, ...]:
-    """Bytes and busy time by direction, phase and content; a copy across a boundary is divided by time."""
+    """Bytes and busy time by direction, phase and content. A copy across a phase boundary is divided by time."""
     rows: defaultdict[tuple[str, str, str], Moved] = defaultdict(Moved)
     starts = [phase.start for phase in phases]
     at: Phase = "other"
@@ -98,7 +99,7 @@ def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[Link
         if content is None or lane not in LINK_LANES:
             continue
         if not (low <= start < high and end <= high):
-            # Rarely: nearly every span lies in the phase of the one before.
+            # Rare: nearly every span lies in the same phase as the span before it.
             phase = phases[max(0, bisect_right(starts, start) - 1)]
             if start < phase.start or end > phase.end:
                 for name, nbytes, seconds in divided(span, span.nbytes, phases):
@@ -117,8 +118,9 @@ def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[Link
 
 
 def _updated(spans: Sequence[Span]) -> dict[str, int]:
-    done = {OpKind.CPU_UPDATE: 0, OpKind.DEVICE_UPDATE: 0}
+    """Number of parameters updated by each processor."""
+    numel = {OpKind.CPU_UPDATE: 0, OpKind.DEVICE_UPDATE: 0}
     for span in spans:
-        if span.kind in done:
-            done[span.kind] += span.numel
-    return {"cpu": done[OpKind.CPU_UPDATE], "device": done[OpKind.DEVICE_UPDATE]}
+        if span.kind in numel:
+            numel[span.kind] += span.numel
+    return {"cpu": numel[OpKind.CPU_UPDATE], "device": numel[OpKind.DEVICE_UPDATE]}

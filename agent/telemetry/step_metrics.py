@@ -1,4 +1,4 @@
-"""What a finished step adds to the figures of /metrics: one call of the meter for each family."""
+"""Updates the metrics of /metrics from a finished step."""
 
 from __future__ import annotations
 
@@ -6,118 +6,126 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from tidegate.agent.telemetry.metric_store import Labels, Meter
-from tidegate.agent.telemetry.paths import PathNote
+from tidegate.agent.telemetry.metric_store import Labels, MetricStore
+from tidegate.agent.telemetry.paths import PathSample
 from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.plan.ops import path_lanes
 from tidegate.timeline.timeline import STALL_CAUSES
 from tidegate.wire.step import StepReport
 
 MIN_CEILING_BYTES: Final = 1 << 20
-"""A step that copied less says nothing of what the link can do."""
+"""Steps with fewer bytes are ignored for the link's ceiling."""
 
 
-def begin(meter: Meter, paths: Collection[str]) -> None:
-    """Counters that are there, at zero, before anything has happened; `paths` are the run's storage paths."""
-    meter.put_one("tidegate_steps_total", 0)
+def initialize(metrics: MetricStore, paths: Collection[str]) -> None:
+    """Creates counters with the value zero before the first step. `paths`: the run's storage paths."""
+    metrics.set_value("tidegate_steps_total", 0)
     for name in ("skipped_steps", "tokens", "update_spill_seconds"):
-        meter.add(f"tidegate_{name}_total", 0)
+        metrics.add(f"tidegate_{name}_total", 0)
     causes = [cause for cause in STALL_CAUSES if cause not in ("lock", "collective")]
     for cause in (*causes, *(lane for path in paths for lane in path_lanes(path))):
-        meter.add("tidegate_stall_seconds_total", 0.0, "update", cause)
+        metrics.add("tidegate_stall_seconds_total", 0.0, "update", cause)
 
 
 def add_step(
-    meter: Meter, step: FinishedStep, report: StepReport, predicted_seconds: Mapping[str, float]
+    metrics: MetricStore, step: FinishedStep, report: StepReport, predicted_seconds: Mapping[str, float]
 ) -> float | None:
-    """`predicted_seconds`: what was expected of each phase. Returns how wrong that of the update was, if one can tell:
-    |predicted - measured| / measured."""
-    _pace(meter, report)
-    _links(meter, report)
-    _paths(meter, step.paths, report)
-    _memory(meter, report)
+    """Adds a finished step to the metrics. `predicted_seconds`: forecast of each phase. Returns the relative error of
+    the forecast of the update, |predicted - measured| / measured; None without a forecast."""
+    _step(metrics, report)
+    _links(metrics, report)
+    _paths(metrics, step.paths, report)
+    _memory(metrics, report)
     for processor, numel in report.update_params.items():
-        meter.add("tidegate_update_params_total", numel, processor)
-    meter.put("tidegate_subgroups", {(where,): count for where, count in report.subgroups.items()})
-    return _prediction(meter, report, predicted_seconds)
+        metrics.add("tidegate_update_params_total", numel, processor)
+    metrics.set_series("tidegate_subgroups", {(where,): count for where, count in report.subgroups.items()})
+    return _prediction(metrics, report, predicted_seconds)
 
 
-def expect(meter: Meter, seconds: Mapping[str, float]) -> None:
-    """What is expected of each phase of the next step."""
-    meter.put("tidegate_predicted_phase_seconds", _by_label(seconds))
+def set_forecast(metrics: MetricStore, seconds: Mapping[str, float]) -> None:
+    """Sets the forecast of each phase of the next step, in seconds."""
+    metrics.set_series("tidegate_predicted_phase_seconds", _by_label(seconds))
 
 
-def _pace(meter: Meter, report: StepReport) -> None:
-    meter.put_one("tidegate_steps_total", report.step)
-    meter.add("tidegate_skipped_steps_total", int(report.skipped))
-    meter.add("tidegate_tokens_total", report.tokens or 0)
-    meter.put_one("tidegate_step_timestamp_seconds", report.timestamp)
-    if report.loss is not None:  # many log one every few steps: the last one stays
-        meter.put_one("tidegate_loss", report.loss)
-    meter.put_one("tidegate_grad_norm", report.grad_norm)
+def _step(metrics: MetricStore, report: StepReport) -> None:
+    """Counts, phases, stalls, loss and gradient norm."""
+    metrics.set_value("tidegate_steps_total", report.step)
+    metrics.add("tidegate_skipped_steps_total", int(report.skipped))
+    metrics.add("tidegate_tokens_total", report.tokens or 0)
+    metrics.set_value("tidegate_step_timestamp_seconds", report.timestamp)
+    if report.loss is not None:  # often logged only every few steps: the last value is kept
+        metrics.set_value("tidegate_loss", report.loss)
+    metrics.set_value("tidegate_grad_norm", report.grad_norm)
     for phase, seconds in report.phase_seconds.items():
-        meter.observe("tidegate_phase_seconds", seconds, phase, step=report.step, timestamp=report.timestamp)
+        metrics.observe("tidegate_phase_seconds", seconds, phase, step=report.step, timestamp=report.timestamp)
     for phase, seconds in report.exposed_seconds.items():
-        meter.add("tidegate_exposed_seconds_total", seconds, phase)
+        metrics.add("tidegate_exposed_seconds_total", seconds, phase)
     for phase, seconds in report.cpu_seconds.items():
-        meter.add("tidegate_cpu_seconds_total", seconds, phase)
+        metrics.add("tidegate_cpu_seconds_total", seconds, phase)
     for stall in report.stalls:
-        meter.add("tidegate_stall_seconds_total", stall.seconds, stall.phase, stall.cause)
-    meter.add("tidegate_update_spill_seconds_total", report.spill_seconds)
+        metrics.add("tidegate_stall_seconds_total", stall.seconds, stall.phase, stall.cause)
+    metrics.add("tidegate_update_spill_seconds_total", report.spill_seconds)
 
 
-def _links(meter: Meter, report: StepReport) -> None:
+def _links(metrics: MetricStore, report: StepReport) -> None:
+    """Bytes, busy time and best speed of the links."""
     moved: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for link in report.links:
-        meter.add("tidegate_link_bytes_total", link.bytes, link.direction, link.phase, link.content)
-        meter.add("tidegate_link_busy_seconds_total", link.busy_seconds, link.direction, link.phase)
+        metrics.add("tidegate_link_bytes_total", link.bytes, link.direction, link.phase, link.content)
+        metrics.add("tidegate_link_busy_seconds_total", link.busy_seconds, link.direction, link.phase)
         moved[link.direction][0] += link.bytes
         moved[link.direction][1] += link.busy_seconds
-    ceilings: dict[Labels, float] = dict(meter.rows("tidegate_link_ceiling_bytes_per_second"))
+    ceilings: dict[Labels, float] = dict(metrics.rows("tidegate_link_ceiling_bytes_per_second"))
     for direction, (nbytes, seconds) in moved.items():
         if nbytes >= MIN_CEILING_BYTES and seconds > 0:
             ceilings[(direction,)] = max(ceilings.get((direction,), 0.0), nbytes / seconds)
-    meter.put("tidegate_link_ceiling_bytes_per_second", ceilings)
+    metrics.set_series("tidegate_link_ceiling_bytes_per_second", ceilings)
 
 
-def _paths(meter: Meter, notes: Sequence[PathNote], report: StepReport) -> None:
+def _paths(metrics: MetricStore, samples: Sequence[PathSample], report: StepReport) -> None:
+    """Bytes, busy time, free space and write rate of the storage paths."""
     for row in report.paths:
-        meter.add("tidegate_path_bytes_total", row.bytes, row.path, row.operation, row.phase)
-        meter.add("tidegate_path_busy_seconds_total", row.busy_seconds, row.path, row.operation, row.phase)
-    for note in notes:
-        for operation, transfer in note.moves:
+        metrics.add("tidegate_path_bytes_total", row.bytes, row.path, row.operation, row.phase)
+        metrics.add("tidegate_path_busy_seconds_total", row.busy_seconds, row.path, row.operation, row.phase)
+    for sample in samples:
+        for operation, transfer in sample.moves:
             if transfer.nbytes and transfer.is_whole:
-                meter.observe("tidegate_path_operation_seconds", transfer.end - transfer.start, note.name, operation)
+                metrics.observe(
+                    "tidegate_path_operation_seconds", transfer.end - transfer.start, sample.name, operation
+                )
     states = report.path_states
     free: dict[Labels, float] = {(s.path,): s.free_bytes for s in states if s.free_bytes is not None}
-    meter.put("tidegate_path_free_bytes", free)
-    meter.put(
+    metrics.set_series("tidegate_path_free_bytes", free)
+    metrics.set_series(
         "tidegate_path_ceiling_bytes_per_second",
         {(s.path, operation): speed for s in states for operation, speed in s.ceiling_bytes_per_second.items()},
     )
     wear = {state.path: state.written_bytes_per_day for state in states}
-    meter.put("tidegate_path_written_bytes_per_day", {(path,): rate for path, rate in wear.items() if rate is not None})
+    metrics.set_series(
+        "tidegate_path_written_bytes_per_day", {(path,): rate for path, rate in wear.items() if rate is not None}
+    )
 
 
-def _memory(meter: Meter, report: StepReport) -> None:
-    meter.put("tidegate_device_memory_peak_bytes", _by_label(report.device_memory_peak_bytes))
-    meter.put("tidegate_host_memory_bytes", _by_label(report.host_memory_bytes))
+def _memory(metrics: MetricStore, report: StepReport) -> None:
+    metrics.set_series("tidegate_device_memory_peak_bytes", _by_label(report.device_memory_peak_bytes))
+    metrics.set_series("tidegate_host_memory_bytes", _by_label(report.host_memory_bytes))
 
 
 def _by_label(values: Mapping[str, float]) -> dict[Labels, float]:
     return {(label,): value for label, value in values.items()}
 
 
-def _prediction(meter: Meter, report: StepReport, predicted_seconds: Mapping[str, float]) -> float | None:
+def _prediction(metrics: MetricStore, report: StepReport, predicted_seconds: Mapping[str, float]) -> float | None:
+    """Sets the error of each phase's forecast and returns that of the update."""
     if report.skipped:
         return None
-    # What goes on in the next forward is the update's, too.
+    # The part of an update that overlaps the next forward counts as update.
     measured = {**report.phase_seconds, "update": report.phase_seconds.get("update", 0.0) + report.spill_seconds}
     errors = {
         phase: abs(predicted - measured[phase]) / measured[phase]
         for phase, predicted in predicted_seconds.items()
         if predicted and measured.get(phase)
     }
-    last = {phase: error for (phase,), error in meter.rows("tidegate_prediction_error_ratio").items()}
-    meter.put("tidegate_prediction_error_ratio", _by_label({**last, **errors}))
+    last = {phase: error for (phase,), error in metrics.rows("tidegate_prediction_error_ratio").items()}
+    metrics.set_series("tidegate_prediction_error_ratio", _by_label({**last, **errors}))
     return errors.get("update")

@@ -1,4 +1,4 @@
-"""One finished step: what was noted when it ended. Everything else is made of it when somebody asks."""
+"""Record of one finished step: its raw data. Reports and timelines are computed from it on demand."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.optimizer.gradient_arrival import Delivery, delivery_of
-from tidegate.agent.telemetry.paths import PathNote
+from tidegate.agent.telemetry.paths import PathSample
 from tidegate.timeline.timeline import PhaseSpan, Span, Timeline
 from tidegate.wire.timeline import MAX_SPANS, TimelineView
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedStep:
-    """Times of `result` and `phases` are on the monotonic clock; `deps` are the plan's."""
+    """Raw data of a finished step. Times of `result` and `phases` are on the monotonic clock; `deps` are the
+    dependencies of the plan's ops."""
 
     number: int
     result: StepResult
@@ -26,24 +27,26 @@ class FinishedStep:
     deps: dict[int, tuple[int, ...]]
     host_bytes: dict[str, int]
     subgroups: dict[str, int]
-    """By residence."""
-    paths: tuple[PathNote, ...] = ()
+    """Number of subgroups by residence."""
+    paths: tuple[PathSample, ...] = ()
     timestamp: float = field(default_factory=time.time)
     _wall: float = field(default_factory=lambda: time.time() - time.monotonic())
     """Seconds since the epoch at second 0 of the monotonic clock."""
 
     @property
     def as_measured(self) -> Timeline:
-        """On the monotonic clock: for what does not care where second 0 is, and cannot afford a copy of each span."""
+        """The measured timeline on the monotonic clock, without a copy of each span: for users that only need
+        differences of times."""
         return Timeline(self.number, "measured", self.result.spans, self.phases.spans, self.deps, self._wall)
 
     @cached_property
     def delivery(self) -> Delivery:
+        """How the gradients arrived in this step."""
         return delivery_of(self.result, self.phases)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """From second 0 on."""
+        """The measured timeline with times from the begin of the step."""
         zero = self._zero
         return Timeline(
             step=self.number,
@@ -60,7 +63,8 @@ class FinishedStep:
         )
 
     def view(self) -> TimelineView:
-        """The timeline on the wire. Made of dicts: one validation of all is half the work of a model for each row."""
+        """The timeline as a message for the daemon. It is built from dicts: validating them all at once takes half the
+        time of a model for each row."""
         zero = self._zero
         phases = [{"phase": p.phase, "start": p.start - zero, "end": p.end - zero} for p in self.phases.with_tail]
         sent = [s.op for s in self.result.spans[:MAX_SPANS]]
@@ -75,6 +79,7 @@ class FinishedStep:
         })  # fmt: skip
 
     def _rows(self, zero: float) -> Iterator[dict[str, Any]]:
+        """Spans as dicts, at most MAX_SPANS."""
         for s in self.result.spans[:MAX_SPANS]:
             yield {
                 "op": s.op, "kind": s.kind, "lane": s.lane, "subgroup": s.subgroup, "start": s.start - zero,
@@ -83,6 +88,6 @@ class FinishedStep:
 
     @property
     def _zero(self) -> float:
-        """The monotonic time at which the step began."""
+        """Monotonic time at which the step began."""
         starts = [span.start for span in self.result.spans] + [phase.start for phase in self.phases.spans]
         return min(starts, default=-self._wall)

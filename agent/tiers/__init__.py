@@ -1,1 +1,1 @@
-"""Storage paths: the files that hold state, who may use a path when, and what a run leaves on it."""
+"""Storage paths for optimizer state: files and objects, transfers, locks between processes, scratch directories."""

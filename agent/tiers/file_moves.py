@@ -1,5 +1,4 @@
-"""Moves the state of subgroups to and from files: by native threads, in turn with other processes, and once more where
-an error may pass."""
+"""Transfers of subgroup state to and from files by native threads, with a lock between processes and retries."""
 
 from __future__ import annotations
 
@@ -25,39 +24,40 @@ from tidegate.errors import BlockDamaged, DataTruncated, PathFailed, PathFull, P
 from tidegate.kernels import IoPool, IoTicket, crc32c
 
 ATTEMPTS: Final = 3
-"""How often an op is tried whose error may pass."""
-PASSING: Final = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ENOMEM})
-"""Errors that may pass. Any other (no such device, read-only, …) is for good."""
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Maximum number of attempts of a transfer that fails with a transient error."""
+TRANSIENT_ERRORS: Final = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ENOMEM})
+"""Transient errors. All others (no such device, read-only, …) are permanent."""
+NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 POLL_SECONDS: Final = 1.0
-"""How long a wait holds back Python's signal handlers."""
+"""Seconds for which a wait can delay Python's signal handlers."""
 
 
 @dataclass
 class StateFile:
-    """The file of one subgroup. `step` is -1 while nothing was written: then its state is zeros."""
+    """File of one subgroup's state. `step` is -1 while nothing was written: then the state is zeros."""
 
     name: str
     fd: int
     kind: StateKind
     checksums: NDArray[np.uint32]
     step: int = -1
-    linked: Header | None = None
-    """What its header says, once a checkpoint may hold the file, too: it must never be written to again."""
+    linked_header: Header | None = None
+    """Header of the file once a checkpoint links or holds it: the file must not be written to again. None before."""
 
     @property
     def data_bytes(self) -> int:
-        """With the padding."""
+        """Bytes of the state, padding included."""
         return padded_bytes(self.kind.data_bytes)
 
 
 class FileMover:
-    """The threads of one path, and its locks if it has some. From any thread, each with a file of its own."""
+    """Native threads and locks of one path. Any thread may call it, each with a file of its own."""
 
     def __init__(
         self, path: str, threads: int, block_bytes: int, locks: TierLocks | None, counters: PathCounters
     ) -> None:
-        """`threads`: that read, and as many that write."""
+        """`threads`: number of threads that read, and number of threads that write. `locks`: None for no exclusive
+        access."""
         self.locks = locks
         self.pools = {"read": IoPool(threads), "write": IoPool(threads)}
         self.path, self.counters, self._block_bytes = path, counters, block_bytes
@@ -65,17 +65,17 @@ class FileMover:
 
     @property
     def busy(self) -> bool:
-        """A transfer is in progress: the kernel may still use its file, and the memory that it was given."""
+        """Whether a transfer is in progress: the kernel may still use its file and the memory that it was given."""
         return bool(self._moving)
 
     def read(self, file: StateFile, address: int, begun: Callable[[], None]) -> Transfer:
-        """Brings its state to `address`, verified. PathFailed, BlockDamaged or DataTruncated when it cannot be had.
-        `begun`: see `StoragePath.read`."""
+        """Reads the state of `file` into memory at `address` and verifies it. PathFailed, BlockDamaged or DataTruncated
+        when it cannot be read. `begun`: see `StoragePath.read`."""
         return self._move("read", file, address, file.step, begun)
 
     def write(self, file: StateFile, address: int, step: int, begun: Callable[[], None]) -> Transfer:
-        """Stores the state at `address`, as it is after the update number `step`, on the medium. PathFailed or PathFull
-        when it cannot be; what the file held is lost then."""
+        """Writes the state at `address`, the state after update number `step`, to stable storage. PathFailed or
+        PathFull when that fails; the previous content of the file is then lost. `begun`: see `StoragePath.read`."""
         return self._move("write", file, address, step, begun)
 
     def _move(
@@ -85,7 +85,7 @@ class FileMover:
         attempts = Retrying(
             stop=stop_after_attempt(ATTEMPTS),
             wait=wait_exponential(multiplier=0.02),
-            retry=_may_pass,
+            retry=_is_worth_retrying,
             before_sleep=lambda _: self.counters.count_retry(operation),
             reraise=True,
         )
@@ -93,8 +93,8 @@ class FileMover:
             for attempt in attempts:
                 with attempt, self.locks.hold() if self.locks is not None else nullcontext() as held:
                     waited += held.waited_seconds if held is not None else 0.0
-                    with self.counters.going_on(operation):
-                        ticket = self._moved(operation, file, address, begun)
+                    with self.counters.in_progress(operation):
+                        ticket = self._transfer(operation, file, address, begun)
                         first = ticket.start if first != first else first
                         self._check(operation, file, address, ticket)
                         end = _synchronised(file.fd) if operation == "write" else None
@@ -102,14 +102,15 @@ class FileMover:
             what = f"{operation} the state of subgroup {file.kind.subgroup} after step {step}"
             tries, why = attempts.statistics["attempt_number"], os.strerror(error.errno)
             why = f"Path {self.path} failed to {what} in {tries} attempt{'s'[: tries - 1]}: {why}."
-            if operation == "write" and error.errno in NO_ROOM:
+            if operation == "write" and error.errno in NO_SPACE_ERRORS:
                 raise PathFull(why, self._file_bytes(file), _free_bytes_or_zero(file.fd)) from None
             raise PathFailed(why, self.path, file.kind.subgroup, error.errno) from None
         moved = Transfer(first, ticket.end if end is None else end, file.data_bytes, waited)
         return self.counters.count(operation, moved)
 
-    def _moved(self, operation: Operation, file: StateFile, address: int, begun: Callable[[], None]) -> IoTicket:
-        """The ticket of a transfer that has ended. Whatever is raised meanwhile, the kernel is done with the memory."""
+    def _transfer(self, operation: Operation, file: StateFile, address: int, begun: Callable[[], None]) -> IoTicket:
+        """Runs one transfer and returns its ticket when it has ended. Whatever is raised, the kernel no longer uses the
+        memory."""
         where = header_bytes(len(file.checksums))
         begin = self.pools["read"].read if operation == "read" else self.pools["write"].write
         with Uninterrupted():  # outside a lane
@@ -130,6 +131,7 @@ class FileMover:
         return ticket
 
     def _check(self, operation: Operation, file: StateFile, address: int, ticket: IoTicket) -> None:
+        """Raises BlockDamaged, DataTruncated or _RefusedError when the transfer failed, and counts the error."""
         if ticket.ok:
             return
         self.counters.count_error(operation)
@@ -151,8 +153,8 @@ class FileMover:
         return file_bytes(file.kind.data_bytes, self._block_bytes)
 
     def seconds(self, ways: tuple[Operation, ...], fd: int, memory: NDArray[np.uint8]) -> float:
-        """Until all of `memory` has moved each of these ways at once, whatever the file then holds. PathUnusable where
-        it cannot."""
+        """Seconds to transfer all of `memory` in each of these directions at once, whatever the file holds.
+        PathUnusable when a transfer fails."""
         tickets: list[IoTicket] = [
             getattr(self.pools[way], way)(fd, memory.ctypes.data, len(memory), 0, self._block_bytes) for way in ways
         ]
@@ -172,7 +174,7 @@ class FileMover:
 
 
 def _synchronised(fd: int) -> float | None:
-    """When what was written is on the medium; None where it went around the page cache, and is there already."""
+    """Time at which the written data are on stable storage; None with direct I/O, where they already are."""
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
         return None
     try:
@@ -183,22 +185,24 @@ def _synchronised(fd: int) -> float | None:
 
 
 class _RefusedError(Exception):
+    """Error of the operating system during a transfer."""
+
     def __init__(self, errno: int) -> None:
         super().__init__(errno)
         self.errno = errno
 
 
-def _may_pass(state: RetryCallState) -> bool:
-    """Whether another try is worth it. One after a checksum that differs: the transfer may have been bad, not what is
-    stored."""
+def _is_worth_retrying(state: RetryCallState) -> bool:
+    """Whether to retry: after a transient error, and once after a checksum mismatch, because the transfer may have been
+    bad, not the stored data."""
     error = state.outcome.exception() if state.outcome is not None else None
     if isinstance(error, BlockDamaged):
         return state.attempt_number == 1
-    return isinstance(error, _RefusedError) and error.errno in PASSING
+    return isinstance(error, _RefusedError) and error.errno in TRANSIENT_ERRORS
 
 
 def _free_bytes_or_zero(fd: int) -> int:
-    """0 when the file system no longer says."""
+    """Free bytes of the file system; 0 when it cannot be asked."""
     try:
         return free_bytes(fd)
     except OSError:

@@ -1,4 +1,5 @@
-"""One storage path of a rank: a file for each subgroup, moved by native threads around the page cache."""
+"""One storage path of a rank in a directory: one state file per subgroup, transferred by native threads with direct
+I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tidegate.agent.tiers.file_moves import FileMover, StateFile
 from tidegate.agent.tiers.path_locks import device_key, locks_of_path
 from tidegate.agent.tiers.scratch import Scratch, free_bytes, reserve
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, num_blocks, padded_bytes
-from tidegate.agent.tiers.transfers import PathCounters, Transfer, nothing
+from tidegate.agent.tiers.transfers import PathCounters, Transfer, no_op
 from tidegate.errors import ConfigError, PathUnusable
 from tidegate.kernels import aligned_buffer, fill, open_direct
 from tidegate.plan.tier_split import PathSpeeds
@@ -27,20 +28,21 @@ log = logging.getLogger("tidegate.tiers")
 
 CALIBRATION_TRIES: Final = 2
 DUPLEX_SHARE: Final = 0.75
-"""Reads and writes at once that take less than this share of one after the other do not share the device."""
+"""Limit for duplex devices. If reading and writing at the same time takes less than this share of the time for one
+after the other, the directions do not share the device's bandwidth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathSettings:
-    """One storage path.
+    """Settings of one storage path in a directory.
 
-    directory: an existing directory; state lies in a folder of the run inside it.
-    threads: blocks that are read at once, and as many that are written.
-    block_bytes: the unit of one transfer and of one checksum; a multiple of 4096.
-    lock_slots: processes of this node that may use the device at once; 0 for no exclusive access.
-    capacity_bytes: what state may take here; 0 for all that is free.
-    wear_bytes_per_day: bytes written a day beyond which a warning is logged, once, by runs that are attached; 0 for
-        never. A drive of 4 TB that is rated for one write of all of it a day: 4_000_000_000_000.
+    directory: an existing directory; state is stored in a folder of the run inside it.
+    threads: number of blocks read at once, and of blocks written at once.
+    block_bytes: size of one transfer and of one checksummed block; a multiple of 4096.
+    lock_slots: number of processes of this node that may use the device at once; 0 for no exclusive access.
+    capacity_bytes: limit for the state stored here; 0 for all free space.
+    wear_bytes_per_day: bytes written a day beyond which attached runs log a warning, once; 0 for never. For a drive of
+        4 TB that is rated for one full write a day: 4_000_000_000_000.
     """
 
     directory: str | os.PathLike[str]
@@ -53,7 +55,7 @@ class PathSettings:
     def __post_init__(self) -> None:
         if not os.fspath(self.directory):
             raise ConfigError(
-                "directory='' of a path names no directory: give one that exists, '.' for the present one."
+                "directory='' of a path names no directory: give one that exists, '.' for the current directory."
             )
         bounds = {"threads": 1, "block_bytes": 4096, "lock_slots": 0, "capacity_bytes": 0, "wear_bytes_per_day": 0}
         for name, minimum in bounds.items():
@@ -64,13 +66,14 @@ class PathSettings:
 
     @property
     def place(self) -> str:
-        """Where it is, for people."""
+        """Location of the path as text for messages."""
         return os.fspath(self.directory)
 
 
 @dataclass(slots=True)
 class HeldFile:
-    """State as it was on a path when it was held, behind `header`: an open file of its own, with a name or without."""
+    """State of a subgroup at the time of `StoragePath.hold`, behind `header`. It has an open file descriptor of its
+    own, which stays valid after the file is unlinked."""
 
     name: str
     fd: int
@@ -78,32 +81,32 @@ class HeldFile:
     counters: PathCounters
 
     def count(self, start: float, end: float, nbytes: int) -> None:
-        """Notes that some of it was read."""
+        """Counts a read of a part of the state, from `start` to `end` on the monotonic clock."""
         self.counters.count("read", Transfer(start, end, nbytes, 0.0, is_whole=False))
 
     def close(self) -> None:
-        """Lets it go. Idempotent."""
+        """Closes the file. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class StoragePath:
-    """Holds the state of subgroups in files of its own, which go with it.
+    """Storage path that keeps the state of subgroups in files of its own. `close` removes the files.
 
-    Threads may read and write at once, each the state of other subgroups. Memory is given by address: whole pages,
-    `padded_bytes` of the state.
+    Several threads may read and write at once, each the state of different subgroups. Memory is passed as an address of
+    whole pages: `padded_bytes` of the state.
     """
 
     def __init__(self, name: str, settings: PathSettings, run: str, rank: int, run_id: bytes) -> None:
-        """PathUnusable, PathFull or ScratchTaken when it cannot work."""
+        """PathUnusable, PathFull or ScratchTaken when the path cannot be used."""
         self.name = name
         self.settings = settings
         self.counters = PathCounters()
         self._run_id = run_id
         self._files: dict[int, StateFile] = {}
         self._spares: dict[int, StateFile] = {}
-        """Where state goes at its next flush, when a checkpoint holds the file that it is in."""
+        """Spare file of each subgroup: the next flush writes it when a checkpoint holds the subgroup's present file."""
         self._scratch = Scratch.create(settings.directory, run, rank)
         try:
             locks = None
@@ -113,30 +116,31 @@ class StoragePath:
         except BaseException:
             self._scratch.close()
             raise
-        self._said_buffered = False
+        self._warned_buffered = False
         self._numbers = itertools.count(1)
-        """Of files: no name is used twice."""
+        """Numbers in file names, so that no name is used twice."""
 
     @property
     def busy(self) -> bool:
-        """A transfer is in progress: the kernel may still use its file, and the memory that it was given."""
+        """Whether a transfer is in progress: the kernel may still use its file and the memory that it was given."""
         return self._mover.busy
 
     @property
     def lock_timeouts(self) -> int:
-        """Waits for exclusive access that took too long."""
+        """Number of waits for exclusive access that timed out."""
         return self._mover.locks.timeouts if self._mover.locks is not None else 0
 
     @property
     def capacity_bytes(self) -> int:
-        """Size of its file system, or what the settings allow if that is less. OSError when the directory is gone."""
+        """Size of the path's file system, or `capacity_bytes` of the settings if that is less. OSError when the
+        directory is gone."""
         found = os.statvfs(self._scratch.directory)
         size = found.f_blocks * found.f_frsize
         return min(size, self.settings.capacity_bytes) if self.settings.capacity_bytes else size
 
     @property
     def free_bytes(self) -> int:
-        """What more state may take. OSError when the directory is gone."""
+        """Bytes that are free for more state. OSError when the directory is gone."""
         free = free_bytes(self._scratch.directory)
         if self.settings.capacity_bytes:
             files = (*tuple(self._files.values()), *tuple(self._spares.values()))
@@ -145,22 +149,24 @@ class StoragePath:
         return max(free, 0)
 
     def _file_bytes(self, kind: StateKind) -> int:
+        """Bytes of a state file with the block size of this path."""
         return file_bytes(kind.data_bytes, self.settings.block_bytes)
 
     def holds(self, subgroup: int) -> bool:
-        """There is a file for it, with its space reserved."""
+        """Whether the subgroup has a file here, with its space reserved."""
         return subgroup in self._files
 
     def is_new(self, subgroup: int) -> bool:
-        """Nothing was written to its file."""
+        """Whether nothing was written to the subgroup's file yet."""
         return self._files[subgroup].step < 0
 
     def make(self, kind: StateKind) -> None:
-        """A file for a subgroup, with zeros for state and its space reserved. PathFull when there is not so much."""
+        """Creates the file of a subgroup, with zeros as state and its space reserved. PathFull when the space is not
+        there."""
         self._files[kind.subgroup] = self._new_file(kind)
 
     def _new_file(self, kind: StateKind, given: str | os.PathLike[str] | None = None) -> StateFile:
-        """One with its space reserved; out of the file `given`, which is no longer where it was."""
+        """Creates a state file with its space reserved. If the file `given` is passed, it is renamed and used."""
         name = str(self._scratch.directory / f"{kind.subgroup:06d}-{next(self._numbers)}.tide")
         if given is not None:
             os.rename(given, name)
@@ -175,41 +181,47 @@ class StoragePath:
         return StateFile(name, fd, kind, np.zeros(blocks, np.uint32))
 
     def _open(self, name: str) -> int:
+        """Opens or creates a file for direct I/O, or through the page cache, with a warning, where direct I/O is not
+        possible."""
         try:
             fd, direct = open_direct(name, write=True, create=True)
         except OSError as error:
-            raise PathUnusable(f"Path {self.name}: {name} cannot be made: {os.strerror(error.errno or 0)}.") from error
-        if not direct and not self._said_buffered:
-            self._said_buffered = True
+            raise PathUnusable(
+                f"Path {self.name}: {name} cannot be created: {os.strerror(error.errno or 0)}."
+            ) from error
+        if not direct and not self._warned_buffered:
+            self._warned_buffered = True
             log.warning("path %s has no direct I/O: it goes through the page cache, which takes memory", self.name)
         return fd
 
     def remove(self, subgroup: int) -> None:
-        """Its state lives elsewhere now."""
+        """Removes the subgroup's files: its state is stored elsewhere."""
         for files in (self._files, self._spares):
             if subgroup in files:
                 self._discard(files.pop(subgroup))
 
     def _discard(self, file: StateFile) -> None:
+        """Closes and deletes a file; an error is logged."""
         try:
             os.close(file.fd)
             os.unlink(file.name)
-        except OSError as error:  # a path that fails, or a directory that somebody removed
-            log.warning("path %s: %s stays behind: %s", self.name, file.name, error.strerror)
+        except OSError as error:  # a path that fails, or a directory that was removed
+            log.warning("path %s: %s cannot be removed: %s", self.name, file.name, error.strerror)
 
     def forget(self, subgroup: int) -> None:
-        """Its state is zeros again, whatever was written."""
+        """Resets the subgroup's state to zeros, whatever was written."""
         self._files[subgroup].step = -1
 
     def step_of(self, subgroup: int) -> int:
-        """Number of the last update that was written; -1 before the first."""
+        """Number of the last update whose state was written; -1 before the first."""
         return self._files[subgroup].step
 
-    def read(self, subgroup: int, address: int, begun: Callable[[], None] = nothing) -> Transfer:
-        """Brings its state to `address`, verified. PathFailed, BlockDamaged or DataTruncated when it cannot be had.
+    def read(self, subgroup: int, address: int, begun: Callable[[], None] = no_op) -> Transfer:
+        """Reads the subgroup's state into memory at `address` and verifies it. PathFailed, BlockDamaged or
+        DataTruncated when it cannot be read.
 
-        begun: called when all of it is queued, again when it is tried again: what another thread asks for from then on
-            comes after it.
+        begun: called when all blocks are queued, and again at each retry: a transfer that another thread requests from
+            then on comes after this one.
         """
         file = self._files[subgroup]
         if file.step < 0:
@@ -218,16 +230,16 @@ class StoragePath:
             return Transfer(start, time.monotonic(), 0, 0.0)
         return self._mover.read(file, address, begun)
 
-    def write(self, subgroup: int, address: int, step: int, begun: Callable[[], None] = nothing) -> Transfer:
-        """Stores the state at `address`, as it is after the update number `step`. PathFailed or PathFull when it cannot
-        be; what the file held is lost then. `begun`: see `read`.
+    def write(self, subgroup: int, address: int, step: int, begun: Callable[[], None] = no_op) -> Transfer:
+        """Writes the state at `address`, the state after update number `step`. PathFailed or PathFull when that fails;
+        the previous content of the file is then lost. `begun`: see `read`.
 
-        Through the page cache an error would come after the last moment at which the state is still in memory. So a
-        file without direct I/O is synchronised after each write: what returns from here is on the medium, or the
+        Through the page cache a write error would appear only after the state has left memory. So a file without direct
+        I/O is synchronised after each write: when this method returns, the data are on stable storage; otherwise the
         error names this update.
         """
         before = self._files[subgroup]
-        file = before if before.linked is None else self._spare(before)
+        file = before if before.linked_header is None else self._spare_for(before)
         fill(address + file.kind.data_bytes, 0, file.data_bytes - file.kind.data_bytes)
         moved = self._mover.write(file, address, step, begun)
         file.step = step
@@ -236,8 +248,9 @@ class StoragePath:
             self._discard(before)
         return moved
 
-    def _spare(self, file: StateFile) -> StateFile:
-        """It is there since the checkpoint, unless it was to come from one that another rank has not let go."""
+    def _spare_for(self, file: StateFile) -> StateFile:
+        """The spare file that replaces `file`. A checkpoint creates spare files when it is saved; a missing one, whose
+        file was to come from an earlier checkpoint that another rank has not released, is created here."""
         subgroup = file.kind.subgroup
         if subgroup not in self._spares:
             self._spares[subgroup] = self._new_file(file.kind)
@@ -246,18 +259,18 @@ class StoragePath:
     # ---- checkpoints
 
     def link_bytes(self, subgroup: int, weights_checksum: int, device: int) -> int | None:
-        """The size of the file that `link` would link to the file system `device`; None when it cannot."""
+        """Bytes of the file that `link` would link to the file system `device`; None when it cannot be linked."""
         file = self._files[subgroup]
         if file.step < 0 or os.fstat(file.fd).st_dev != device:
             return None
-        if file.linked not in (None, self._header(file, weights_checksum)):
-            return None  # an earlier checkpoint holds it, with other weights
+        if file.linked_header not in (None, self._header(file, weights_checksum)):
+            return None  # an earlier checkpoint holds the file, with other weights in its header
         return os.fstat(file.fd).st_size
 
     def link(self, subgroup: int, weights_checksum: int, target: str | os.PathLike[str]) -> bool:
-        """Gives the state on the disk the name `target`, too, header and all; from now on it is flushed to its spare.
-        Durable after fsync. False, and no `target`, where the file system will not have it. To be asked for when
-        `link_bytes` says so."""
+        """Hard-links the subgroup's file, header included, to `target`. From now on the state is flushed to the spare
+        file. Durable after fsync. False, without `target`, where the file system refuses the link. Call only when
+        `link_bytes` returned a size."""
         file = self._files[subgroup]
         self._freeze(file, self._header(file, weights_checksum))
         try:
@@ -269,29 +282,31 @@ class StoragePath:
         return True
 
     def hold(self, subgroup: int, weights_checksum: int) -> HeldFile:
-        """The state on the disk, for others to read later: from now on it is flushed to its spare. Not for state that
-        was never written."""
+        """Holds the stored state open, so that a checkpoint can read it later. From now on the state is flushed to the
+        spare file. Not for state that was never written."""
         file = self._files[subgroup]
         header = self._header(file, weights_checksum)
-        if file.linked is None:
+        if file.linked_header is None:
             self._freeze(file, header)
         return HeldFile(file.name, os.dup(file.fd), header, self.counters)
 
     def _freeze(self, file: StateFile, header: Header) -> None:
-        """It is never written to again."""
-        if file.linked is None:
+        """Writes the header and marks the file as read-only: it is never written to again."""
+        if file.linked_header is None:
             write_header(file.fd, header)
-        file.linked = header
+        file.linked_header = header
 
     def has_spare(self, subgroup: int) -> bool:
+        """Whether the subgroup has a spare file."""
         return subgroup in self._spares
 
     def add_spare(self, subgroup: int, given: str | os.PathLike[str] | None = None) -> None:
-        """Makes the file that is flushed to once a checkpoint holds the present one; or takes the file `given`, of this
-        file system, for it. PathFull when there is not so much space."""
+        """Creates the spare file of a subgroup: it is flushed to once a checkpoint holds the present file. If `given`
+        is passed, a file on this file system, that file becomes the spare. PathFull when the space is not there."""
         self._spares[subgroup] = self._new_file(self._files[subgroup].kind, given)
 
     def _header(self, file: StateFile, weights_checksum: int) -> Header:
+        """Header for the present content of a file."""
         return Header(
             kind=file.kind,
             run_id=self._run_id,
@@ -302,11 +317,11 @@ class StoragePath:
         )
 
     def calibrate(self, nbytes: int) -> PathSpeeds:
-        """How fast it writes and reads `nbytes` alone, a first estimate that live rates replace, and whether both ways
-        run at full speed at once. Takes space.
+        """Measures the speed of writing and reading `nbytes` without other load, and whether both directions run at
+        full speed at once (duplex). Live rates replace this first estimate. It needs free space.
 
-        The better of two tries each: one in ten meets a stall, and live rates take a path to be faster than it was
-        measured to be only after many steps, to be slower after two.
+        The better of two tries each: about one try in ten is slowed by a stall, and live rates raise an estimate only
+        after many steps but lower it after two.
         """
         size = max(padded_bytes(nbytes), self.settings.block_bytes)
         name = str(self._scratch.directory / "calibration")
@@ -332,23 +347,25 @@ class StoragePath:
         )
 
     def close(self) -> None:
-        """Its files are gone afterwards. Idempotent; nothing in a fork."""
+        """Removes the path's files and ends its threads. Idempotent; does nothing in a forked child."""
         if self._scratch.owner.pid != os.getpid():
             return
         self._mover.close()
         for files in (self._files, self._spares):
             for file in files.values():
-                with suppress(OSError):  # what a close can say of lost writes matters to nobody now
+                with suppress(OSError):  # close may report lost writes, but the files are deleted anyway
                     os.close(file.fd)
             files.clear()
         try:
             self._scratch.close()
         except OSError as error:
-            log.warning("path %s: what lies in %s stays behind: %s", self.name, self._scratch.directory, error.strerror)
+            log.warning(
+                "path %s: files in %s cannot be removed: %s", self.name, self._scratch.directory, error.strerror
+            )
 
 
 def write_header(fd: int, header: Header) -> None:
-    """Puts it at the beginning of an open file, directly if the file is open so."""
+    """Writes the header at the beginning of an open file, from page-aligned memory as direct I/O requires."""
     page = aligned_buffer(header.header_bytes)
     page[:] = np.frombuffer(header.pack(), np.uint8)
     written = os.pwrite(fd, page.data, 0)

@@ -1,7 +1,8 @@
-"""The client of an object store: obstore moves the bytes, boto3 finds the credentials. Both come with `tidegate[s3]`.
+"""Client of an S3-compatible object store: obstore transfers the bytes, boto3 finds the credentials. Both come with
+`tidegate[s3]`.
 
-What the client raises is told apart here, and nowhere else: `Refused` says what the server said, in a sentence without
-credentials, and whether another try is worth it. The client itself repeats nothing, so that each attempt is counted.
+Errors are classified only here. `RequestFailed` holds the server's reason as a sentence without credentials, and
+whether the error is transient. obstore's own retries are switched off, so that each attempt is counted.
 """
 
 from __future__ import annotations
@@ -28,28 +29,30 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CREDENTIALS_LIVE: Final = timedelta(minutes=10)
-"""How long what boto3 found is used before it is asked again; it renews what expires in less than 15 minutes."""
+CREDENTIALS_CACHE: Final = timedelta(minutes=10)
+"""How long credentials are used before boto3 is asked again. boto3 renews credentials that expire in less than 15
+minutes."""
 CONNECT_SECONDS: Final = 5.0
 FIRST_PAUSE_SECONDS: Final = 0.05
 LONGEST_PAUSE_SECONDS: Final = 5.0
-BRIEF_SECONDS: Final = 2.0
-BRIEF_TIMEOUT_SECONDS: Final = 10.0
-"""For what nobody should wait for: the first contact, leases, removal."""
+SHORT_RETRY_SECONDS: Final = 2.0
+SHORT_TIMEOUT_SECONDS: Final = 10.0
+"""Limits of requests that must not block for long: first contact, leases, deletion."""
 
 _STATUS: Final = re.compile(r"status code: (\d{3})([^:\n<]*)")
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
 _SYSTEM: Final = re.compile(r'(?:message|error): "([^"]+)"')
-_PASSING_STATUS: Final = (408, 429)
+_TRANSIENT_STATUS: Final = (408, 429)
 
 
-class Refused(Exception):
-    """A request that failed. `errno` is the nearest that the system knows; `passing`: another try is worth it."""
+class RequestFailed(Exception):
+    """Failed request. `errno`: the nearest error number of the operating system. `is_transient`: a retry may
+    succeed."""
 
-    def __init__(self, why: str, errno: int, passing: bool) -> None:
+    def __init__(self, why: str, errno: int, is_transient: bool) -> None:
         super().__init__(why)
         self.errno = errno
-        self.passing = passing
+        self.is_transient = is_transient
 
 
 def _nothing() -> None:
@@ -65,56 +68,58 @@ class _Spread(wait_base):
 
 
 class Client:
-    """Requests to the objects of one prefix, named without it. Each raises `Refused`, after the retries that
-    `retry_seconds` leaves. Threads may share it; a forked child must not use it."""
+    """Requests to the objects of one prefix. Keys are given without the prefix. Each request raises `RequestFailed`
+    after retries for `retry_seconds`. Threads may share a client; a forked child must not use it."""
 
     def __init__(self, settings: ObjectSettings) -> None:
-        """ConfigError or PathUnusable; nothing is asked of the server yet."""
+        """ConfigError or PathUnusable. No request is sent yet."""
         self._retry_seconds = settings.retry_seconds
         self._obstore = _require("obstore")
         self._store = _store(settings)
 
     def put(self, key: str, data: memoryview | bytes, repeated: Callable[[], None] = _nothing) -> None:
-        """Stores an object, whole or not at all. `data` is not looked at any more afterwards."""
-        self._tried(lambda: self._obstore.put(self._store, key, data, use_multipart=False), repeated)
+        """Stores an object, completely or not at all. `data` may be reused afterwards."""
+        self._retried(lambda: self._obstore.put(self._store, key, data, use_multipart=False), repeated)
 
     def get(self, key: str, nbytes: int, repeated: Callable[[], None] = _nothing) -> memoryview:
         """The first `nbytes` of an object, fewer where it is shorter."""
         return memoryview(
-            self._tried(lambda: self._obstore.get_range(self._store, key, start=0, length=nbytes), repeated)
+            self._retried(lambda: self._obstore.get_range(self._store, key, start=0, length=nbytes), repeated)
         )
 
     def delete(self, keys: Sequence[str]) -> None:
-        """What is gone already is no error."""
-        self._tried(lambda: self._obstore.delete(self._store, list(keys)))
+        """Deletes objects; missing ones are not an error."""
+        self._retried(lambda: self._obstore.delete(self._store, list(keys)))
 
     def folders(self, under: str = "") -> list[str]:
-        """What stands between `under` and the next slash, of all keys that begin with it, without slashes."""
-        found = self._tried(lambda: self._obstore.list_with_delimiter(self._store, under or None))
-        return [name.rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]]
+        """Names of the folders directly below the folder `under`, without slashes."""
+        listing = self._retried(lambda: self._obstore.list_with_delimiter(self._store, under or None))
+        return [name.rstrip("/").rpartition("/")[2] for name in listing["common_prefixes"]]
 
     def objects(self, under: str) -> list[dict[str, Any]]:
         """All objects whose keys begin with the folder `under`: `path`, `size`, `last_modified`."""
-        return self._tried(lambda: [one for page in self._obstore.list(self._store, under) for one in page])
+        return self._retried(lambda: [entry for page in self._obstore.list(self._store, under) for entry in page])
 
-    def _tried(self, request: Callable[[], T], repeated: Callable[[], None] = _nothing) -> T:
-        """`repeated` is called before each attempt but the first."""
+    def _retried(self, request: Callable[[], T], repeated: Callable[[], None] = _nothing) -> T:
+        """Runs a request, with retries. `repeated` is called before each attempt but the first."""
         attempts = Retrying(
             stop=stop_after_delay(self._retry_seconds),
             wait=wait_exponential(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS) + _Spread(),
-            retry=retry_if_exception(lambda error: isinstance(error, Refused) and error.passing),
+            retry=retry_if_exception(lambda error: isinstance(error, RequestFailed) and error.is_transient),
             before_sleep=lambda _: repeated(),
             reraise=True,
         )
         return cast(T, attempts(self._once, request))
 
     def _once(self, request: Callable[[], T]) -> T:
+        """Runs a request once and converts obstore's errors."""
         try:
             return request()
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
-            raise self._refused(error) from None
+            raise self._classified(error) from None
 
-    def _refused(self, error: Exception) -> Refused:
+    def _classified(self, error: Exception) -> RequestFailed:
+        """Converts an error of obstore: reason, error number, transient or not."""
         text, kinds = str(error), self._obstore.exceptions
         found = _STATUS.search(text)
         status = int(found[1]) if found else None
@@ -127,45 +132,46 @@ class Client:
             system = _SYSTEM.search(text)
             why = system[1] if system else text.partition("\n")[0]
         if isinstance(error, FileNotFoundError):
-            return Refused(why, errno.ENOENT, passing=False)
+            return RequestFailed(why, errno.ENOENT, is_transient=False)
         if isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError):
-            # Without a status nobody refused anything: whoever was asked for credentials did not answer.
-            return Refused(why, errno.EACCES, passing=status is None)
-        passing = status is None or status >= 500 or status in _PASSING_STATUS
-        return Refused(why, errno.ENOENT if status == 404 else errno.EIO, passing)
+            # Without an HTTP status the server refused nothing: the source of the credentials did not respond.
+            return RequestFailed(why, errno.EACCES, is_transient=status is None)
+        is_transient = status is None or status >= 500 or status in _TRANSIENT_STATUS
+        return RequestFailed(why, errno.ENOENT if status == 404 else errno.EIO, is_transient)
 
 
 def connect(settings: ObjectSettings) -> tuple[Client, Client]:
-    """A client for state, and one that is soon done with trying. ConfigError or PathUnusable."""
-    brief = replace(
+    """Creates two clients: one for state, and one with short retries and timeouts. ConfigError or PathUnusable."""
+    short = replace(
         settings,
-        retry_seconds=min(BRIEF_SECONDS, settings.retry_seconds),
-        timeout_seconds=min(BRIEF_TIMEOUT_SECONDS, settings.timeout_seconds),
+        retry_seconds=min(SHORT_RETRY_SECONDS, settings.retry_seconds),
+        timeout_seconds=min(SHORT_TIMEOUT_SECONDS, settings.timeout_seconds),
     )
-    return Client(settings), Client(brief)
+    return Client(settings), Client(short)
 
 
 def bucket_key(settings: ObjectSettings) -> str:
-    """What two paths have in common when they share a bucket: for the names of lock files."""
+    """Lock key of a bucket, used in names of lock files. Two paths with the same key share a lock."""
     return "s3-" + hashlib.sha256(f"{settings.server}/{settings.bucket}".encode()).hexdigest()[:16]
 
 
-def unusable(settings: ObjectSettings, error: Refused) -> PathUnusable:
-    """What to say at the start."""
+def path_unusable(settings: ObjectSettings, error: RequestFailed) -> PathUnusable:
+    """Error for a path that does not work at the start, with a remedy."""
     server = settings.server or "Amazon S3"
     remedy = {
         errno.ENOENT: "Create the bucket first, or name another one.",
-        errno.EACCES: "These credentials may not read, write and delete there: look at the policy of the bucket.",
-    }.get(error.errno, "Is the endpoint right, and can this machine reach it?")
+        errno.EACCES: "These credentials do not allow reading, writing and deleting there: check the bucket's policy.",
+    }.get(error.errno, "Check that the endpoint is right and that this machine can reach it.")
     return PathUnusable(f"{settings.url} at {server} cannot be used: {error}. {remedy}")
 
 
 def _store(settings: ObjectSettings) -> S3Store:
+    """obstore's store for the settings. ConfigError for a missing package, PathUnusable without credentials."""
     stores, boto3, auth = _require("obstore.store"), _require("boto3"), _require("obstore.auth.boto3")
     server = settings.server
     try:
         session = boto3.Session()
-        credentials = auth.Boto3CredentialProvider(session, ttl=CREDENTIALS_LIVE)
+        credentials = auth.Boto3CredentialProvider(session, ttl=CREDENTIALS_CACHE)
     except (ValueError, _require("botocore.exceptions").BotoCoreError) as error:
         why = "none were found" if isinstance(error, ValueError) else str(error)
         raise PathUnusable(
@@ -176,7 +182,7 @@ def _store(settings: ObjectSettings) -> S3Store:
         prefix=settings.prefix or None,
         region=settings.region or session.region_name or "us-east-1",
         credential_provider=credentials,
-        # Over https nobody can change what is sent; over http the signature covers it, which takes time.
+        # https protects the payload from changes. Over http the payload is signed, which takes time.
         unsigned_payload=not server.startswith("http://"),
         client_options={
             "allow_http": server.startswith("http://"),
@@ -190,6 +196,7 @@ def _store(settings: ObjectSettings) -> S3Store:
 
 
 def _require(module: str) -> ModuleType:
+    """Imports a module of the optional packages `tidegate[s3]`. ConfigError when it is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,16 +1,16 @@
-"""What a run leaves in an object store while it lives: `<prefix>/tidegate-<run>/rank<k>/`, and how to tell it is dead.
+"""Scratch prefix of a run in an object store, `<prefix>/tidegate-<run>/rank<k>/`, and whether its run is alive.
 
-There are no locks in an object store. Each rank has a lease: an object `owner.json`, which says who it is and is
-written again every LEASE_SECONDS. Whether it lives is told like this, and in this order:
+There are no locks in an object store. Each rank has a lease: an object `owner.json`, which identifies the rank's
+process and is rewritten every LEASE_SECONDS. Whether the rank is alive is decided in this order:
 
-- From where its process can be seen (same boot of the same kernel, same namespace of process ids): by the process
-  itself, its id together with the moment at which it began. That is certain, whatever the lease says.
-- From anywhere else: by the age of the lease, by the clock of the store. Younger than ALIVE_SECONDS: it lives. Older
-  than DEAD_SECONDS: it is dead. Between, or without a readable owner: nobody can tell.
+- On a machine where its process is visible (same boot of the same kernel, same namespace of process ids): by the
+  process itself, identified by its id and its start time. That is certain, whatever the age of the lease.
+- Anywhere else: by the age of the lease, measured with the clock of the store. Younger than ALIVE_SECONDS: alive. Older
+  than DEAD_SECONDS: dead. Between these, or without a readable owner: unknown.
 
 So a run that was stopped, or cut off from its store, for longer than DEAD_SECONDS can be taken for dead on another
-machine. It is never wrong then, but it ends: its next fetch finds no object, which is an error that says so. Clocks may
-differ by 15 minutes, the most that S3 lets a request differ, before anything here changes.
+machine, and its objects removed. That run then ends with an error, never with wrong results: its next fetch finds no
+object and raises. The limits allow for clocks that differ by 15 minutes, the most that S3 accepts in a request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Self
 
-from tidegate.agent.tiers.object_client import Client, Refused, connect, unusable
+from tidegate.agent.tiers.object_client import Client, RequestFailed, connect, path_unusable
 from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.agent.tiers.scratch import OWNER, PREFIX, RANK_NAME, RUN_NAME, Alive
 from tidegate.errors import ScratchTaken
@@ -36,14 +36,16 @@ log = logging.getLogger("tidegate.tiers")
 
 LEASE_SECONDS: Final = 60.0
 ALIVE_SECONDS: Final = 1200.0
-"""The lease is renewed within 60 s; 15 minutes for clocks, the rest for a store that is away for a while."""
+"""The lease is renewed within 60 s. The limit adds 15 minutes for different clocks; the rest is for a store that is
+unreachable for a while."""
 DEAD_SECONDS: Final = 6 * 3600.0
 OWNER_BYTES: Final = 1 << 16
+"""Maximum size of a lease that is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectOwner:
-    """Whose scratch it is, as its lease says."""
+    """Process that a scratch prefix belongs to: the content of its lease."""
 
     host: str
     boot_id: str
@@ -56,7 +58,8 @@ class ObjectOwner:
     """Unix seconds."""
 
     @classmethod
-    def me(cls, run: str, rank: int) -> Self:
+    def of_this_process(cls, run: str, rank: int) -> Self:
+        """The owner for the calling process."""
         return cls(
             host=socket.gethostname(), boot_id=_boot_id(), pid_namespace=_pid_namespace(), pid=os.getpid(),
             process_start_ticks=_start_ticks(os.getpid()), run=run, rank=rank, created_at=time.time(),
@@ -65,10 +68,10 @@ class ObjectOwner:
 
 @dataclass(frozen=True, slots=True)
 class ObjectLeftover:
-    """One rank's scratch that was found under a prefix."""
+    """Scratch prefix of one rank, found under a storage path."""
 
     directory: str
-    """Its prefix, as a URL."""
+    """The scratch prefix as a URL."""
     run: str
     rank: int
     nbytes: int
@@ -80,7 +83,7 @@ class ObjectLeftover:
 
 
 class ObjectScratch:
-    """One rank's prefix, for as long as its process lives, with a thread that renews the lease."""
+    """Scratch prefix of one rank. A thread renews its lease while the process lives."""
 
     def __init__(self, settings: ObjectSettings, client: Client, run: str, rank: int) -> None:
         """PathUnusable when nothing can be written there."""
@@ -88,40 +91,43 @@ class ObjectScratch:
             raise ValueError(f"run {run!r} or rank {rank} cannot be part of a key")
         self.folder = f"{PREFIX}{run}/rank{rank}"
         self.url = f"{settings.url.rstrip('/')}/{self.folder}"
-        self.owner = ObjectOwner.me(run, rank)
+        self.owner = ObjectOwner.of_this_process(run, rank)
         self._client = client
         self._ended = threading.Event()
         self._renew()
-        self._thread = threading.Thread(target=self._keep, name="tidegate-lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew_repeatedly, name="tidegate-lease", daemon=True)
         self._thread.start()
 
     def _renew(self) -> None:
+        """Writes the lease."""
         self._client.put(f"{self.folder}/{OWNER}", json.dumps(asdict(self.owner), indent=1).encode())
 
-    def _keep(self) -> None:
+    def _renew_repeatedly(self) -> None:
+        """Renews the lease every LEASE_SECONDS until `end`; failures are logged and tried again."""
         late = False
         while not self._ended.wait(LEASE_SECONDS):
             try:
                 self._renew()
-            except Refused as error:
-                if not late:  # whoever moves state sees it too, and acts on it
-                    log.warning("the lease of %s cannot be renewed, it is tried again and again: %s", self.url, error)
+            except RequestFailed as error:
+                if not late:  # transfers of state fail too, and handle the failure
+                    log.warning("the lease of %s cannot be renewed, retrying: %s", self.url, error)
                 late = True
             else:
                 late = False
 
     def end(self) -> None:
-        """The lease is not renewed any more. Idempotent."""
+        """Stops renewing the lease. Idempotent."""
         self._ended.set()
         self._thread.join()
 
     def remove(self) -> None:
-        """Removes the lease, after everything else. Refused when it stays behind."""
+        """Deletes the lease; call it after everything else is deleted. RequestFailed when the lease cannot be
+        deleted."""
         self._client.delete([f"{self.folder}/{OWNER}"])
 
 
 def find_object_leftovers(settings: ObjectSettings) -> list[ObjectLeftover]:
-    """All scratch under a prefix, by run and rank, that of live runs too: look at `alive`.
+    """Lists all scratch under a prefix, sorted by run and rank. Scratch of live runs is included: see `alive`.
 
     ConfigError, or PathUnusable when the prefix cannot be listed.
     """
@@ -129,58 +135,60 @@ def find_object_leftovers(settings: ObjectSettings) -> list[ObjectLeftover]:
     try:
         runs = [name for name in client.folders() if name.startswith(PREFIX)]
         ranks = [f"{run}/{rank}" for run in runs for rank in client.folders(run) if RANK_NAME.fullmatch(rank)]
-        found = [_look_at(settings, client, rank) for rank in ranks]
-    except Refused as error:
-        raise unusable(settings, error) from error
-    return sorted((one for one in found if one is not None), key=lambda leftover: (leftover.run, leftover.rank))
+        leftovers = [_inspect(settings, client, rank) for rank in ranks]
+    except RequestFailed as error:
+        raise path_unusable(settings, error) from error
+    return sorted((item for item in leftovers if item is not None), key=lambda leftover: (leftover.run, leftover.rank))
 
 
 def remove_objects(leftover: ObjectLeftover) -> None:
-    """Removes scratch that nobody uses. Nothing happens when it is gone.
+    """Deletes the scratch of a dead rank. Does nothing when it is already gone.
 
-    It is looked at again: ScratchTaken when it is not dead. PathUnusable when it cannot be removed.
+    It is inspected again first: ScratchTaken when the rank is not dead or the scratch has changed. PathUnusable when it
+    cannot be deleted.
     """
     _, client = connect(leftover.settings)
     folder = f"{PREFIX}{leftover.run}/rank{leftover.rank}"
     try:
-        now = _look_at(leftover.settings, client, folder)
-        if now is None:
+        current = _inspect(leftover.settings, client, folder)
+        if current is None:
             return
-        if now.alive != "no" or now.owner != leftover.owner:
-            raise ScratchTaken(f"{leftover.directory} is in use, may be, or is no longer what was found: look again.")
-        keys = [one["path"] for one in client.objects(folder)]
-        # The lease goes last: what is left after a crash can still be told apart.
+        if current.alive != "no" or current.owner != leftover.owner:
+            raise ScratchTaken(f"{leftover.directory} is in use, may be in use, or has changed since it was listed.")
+        keys = [entry["path"] for entry in client.objects(folder)]
+        # The lease is deleted last, so that scratch that is left after a crash can still be identified.
         client.delete([key for key in keys if not key.endswith(f"/{OWNER}")])
         client.delete([f"{folder}/{OWNER}"])
-    except Refused as error:
-        raise unusable(leftover.settings, error) from error
+    except RequestFailed as error:
+        raise path_unusable(leftover.settings, error) from error
 
 
-def _look_at(settings: ObjectSettings, client: Client, folder: str) -> ObjectLeftover | None:
-    """None when it is gone."""
+def _inspect(settings: ObjectSettings, client: Client, folder: str) -> ObjectLeftover | None:
+    """Reads owner, size, age and liveness of a rank's scratch; None when it is gone."""
     objects = client.objects(folder)
     if not objects:
         return None
-    lease = next((one for one in objects if one["path"] == f"{folder}/{OWNER}"), None)
+    lease = next((entry for entry in objects if entry["path"] == f"{folder}/{OWNER}"), None)
     owner = _read_owner(client, lease["path"]) if lease is not None else None
-    oldest: datetime = min(one["last_modified"] for one in objects)
+    oldest: datetime = min(entry["last_modified"] for entry in objects)
     created_at = owner.created_at if owner is not None else oldest.timestamp()
     run, _, rank = folder.partition("/")
     return ObjectLeftover(
         f"{settings.url.rstrip('/')}/{folder}", run.removeprefix(PREFIX), int(rank.removeprefix("rank")),
-        sum(one["size"] for one in objects), max(0.0, time.time() - created_at), owner,
-        _judge(owner, time.time() - lease["last_modified"].timestamp() if lease is not None else 0.0), settings,
+        sum(entry["size"] for entry in objects), max(0.0, time.time() - created_at), owner,
+        _liveness(owner, time.time() - lease["last_modified"].timestamp() if lease is not None else 0.0), settings,
     )  # fmt: skip
 
 
 def _read_owner(client: Client, key: str) -> ObjectOwner | None:
-    """None when it is damaged, or gone meanwhile."""
-    with suppress(Refused):
+    """Reads the owner from a lease; None when the lease is damaged, unreadable or gone."""
+    with suppress(RequestFailed):
         return _parse(bytes(client.get(key, OWNER_BYTES)))
     return None
 
 
 def _parse(text: bytes) -> ObjectOwner | None:
+    """The owner in the JSON of a lease; None when it is damaged."""
     try:
         owner = ObjectOwner(**json.loads(text))
     except (ValueError, TypeError):
@@ -191,21 +199,22 @@ def _parse(text: bytes) -> ObjectOwner | None:
     return owner if sound and owner.pid > 0 else None
 
 
-def _judge(owner: ObjectOwner | None, lease_age_seconds: float) -> Alive:
+def _liveness(owner: ObjectOwner | None, lease_age_seconds: float) -> Alive:
+    """Whether the owner is alive, by the rules of the module's docstring."""
     if owner is None:
         return "unknown"
     if (owner.boot_id, owner.pid_namespace) == (_boot_id(), _pid_namespace()):
-        return _judge_process(owner)
+        return _process_liveness(owner)
     if lease_age_seconds < ALIVE_SECONDS:
         return "yes"
     return "no" if lease_age_seconds > DEAD_SECONDS else "unknown"
 
 
-def _judge_process(owner: ObjectOwner) -> Alive:
-    """Of this kernel and this namespace of process ids."""
+def _process_liveness(owner: ObjectOwner) -> Alive:
+    """Whether a process of this kernel and this namespace of process ids is alive."""
     try:
         return "yes" if _start_ticks(owner.pid) == owner.process_start_ticks else "no"
-    except OSError:  # there is none, or /proc hides those of other users
+    except OSError:  # no such process, or /proc hides processes of other users
         with suppress(PermissionError):
             try:
                 os.kill(owner.pid, 0)
@@ -215,15 +224,20 @@ def _judge_process(owner: ObjectOwner) -> Alive:
 
 
 def _boot_id() -> str:
+    """Id of the present boot of this kernel."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _pid_namespace() -> str:
+    """Id of the namespace of process ids."""
     return os.readlink("/proc/self/ns/pid")
 
 
 def _start_ticks(pid: int) -> int:
-    """Field 22 of /proc/<pid>/stat; the second, the program's name, may contain anything but ends at the last ')'. -1
-    for one that is dead, though its parent has not yet taken note. OSError when it cannot be seen."""
+    """Start time of a process in clock ticks after boot: field 22 of /proc/<pid>/stat. -1 for a dead process that its
+    parent has not reaped. OSError when the process is not visible.
+
+    The second field, the program's name, may contain any character but ends at the last ')'.
+    """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return -1 if fields[0] in "ZX" else int(fields[19])

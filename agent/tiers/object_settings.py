@@ -1,4 +1,4 @@
-"""What a user says of a storage path that is a prefix of an object store."""
+"""User settings of a storage path in an object store."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectSettings:
-    """One storage path in an object store that speaks S3. Needs `pip install 'tidegate[s3]'`.
+    """Settings of one storage path in an S3-compatible object store. Needs `pip install 'tidegate[s3]'`.
 
-    Credentials are no settings: they come from where the AWS tools find them (environment, shared files, the
-    container's or the machine's role).
+    Credentials are not part of the settings. They come from the places that the AWS tools search: environment, shared
+    files, the role of the container or machine.
 
     url: "s3://bucket/prefix"; the bucket must exist.
-    endpoint: "http://host:port" or "https://host" of the server; "" for AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL where
-        they are set, else Amazon's.
-    region: "" for what the AWS tools are configured for, else us-east-1.
-    threads: objects that are read at once, and as many that are written.
-    block_bytes: the unit of one object, of one transfer and of one checksum; a multiple of 4096. So much memory is
-        used for each thread that reads.
-    lock_slots: processes of this node that may use the bucket at once; 0 for no exclusive access.
-    capacity_bytes: what state may take here; 0 for no bound. A subgroup that is being flushed takes its room twice.
-    timeout_seconds: how long one request may take.
-    retry_seconds: how long a request that fails in a way that may pass is repeated.
+    endpoint: "http://host:port" or "https://host" of the server. "": AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL if set,
+        else Amazon's.
+    region: "": the region that the AWS tools are configured for, else us-east-1.
+    threads: number of objects read at once, and of objects written at once.
+    block_bytes: size of one object, one transfer and one checksummed block; a multiple of 4096. Each thread that reads
+        needs as much memory.
+    lock_slots: number of processes of this node that may use the bucket at once; 0 for no exclusive access.
+    capacity_bytes: limit for the state stored here; 0 for no limit. During a flush a subgroup needs its space twice.
+    timeout_seconds: limit for one request.
+    retry_seconds: for how long a request that failed with a transient error is retried.
     """
 
     url: str
@@ -58,29 +58,31 @@ class ObjectSettings:
 
     @property
     def bucket(self) -> str:
+        """Name of the bucket."""
         return urlsplit(self.url).netloc
 
     @property
     def prefix(self) -> str:
-        """Without slashes at its ends; may be empty."""
+        """Prefix of all keys in the bucket, without slashes at its ends; may be empty."""
         return urlsplit(self.url).path.strip("/")
 
     @property
     def place(self) -> str:
-        """Where it is, for people."""
+        """Location of the path as text for messages."""
         return self.url
 
     @property
     def server(self) -> str:
-        """The endpoint that is used; "" for Amazon's. ConfigError when the environment names a bad one."""
-        found = self.endpoint or next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), "")
-        if found:
-            _split(found, ("http", "https"), 'the address of a server, as in "http://127.0.0.1:9000"')
-        return found.rstrip("/")
+        """Endpoint in use; "" for Amazon's. ConfigError when an environment variable holds a malformed address."""
+        endpoint = self.endpoint or next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), "")
+        if endpoint:
+            _split(endpoint, ("http", "https"), 'the address of a server, as in "http://127.0.0.1:9000"')
+        return endpoint.rstrip("/")
 
 
 def _split(address: str, schemes: tuple[str, ...], wanted: str) -> SplitResult:
-    """ConfigError when it is not such an address. One that holds credentials is not repeated."""
+    """Parses an address. ConfigError when it is malformed; an address that may hold credentials is not repeated in the
+    error."""
     if "@" in address:
         raise ConfigError(
             "The address of an object store holds credentials, or an '@': leave them out, they come from the "

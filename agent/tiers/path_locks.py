@@ -1,19 +1,22 @@
-"""Exclusive use of a storage path by one process at a time, or n: a hint that makes paths faster, never a need.
+"""Locks between processes for exclusive use of a storage path, by one process at a time or by n.
 
-POSIX record locks on bytes of a node-local file, because the kernel frees them at death and a forked child has none of
-them. They belong to the process, so that two things must hold: the file is opened once per process and never closed
-(closing any descriptor of it would drop the locks), and threads are counted here. A process in which one thread has
-the path lets its other threads in too, until another process waits.
+The locks are an optimisation: paths are faster with them, and correct without them.
 
-Byte 0 is a turnstile, bytes 1 to n are slots. Whoever finds no free slot blocks at the turnstile, where the kernel
-wakes in order of arrival; the one that is through looks for a free slot, again and again, and then leaves the turnstile
-to the next. Only that one process polls, which also finds whichever of n slots is freed first.
+They are POSIX record locks on bytes of a node-local file, because the kernel releases them when a process dies and a
+forked child inherits none. Record locks belong to the process. So each process opens the file once and never closes it
+(closing any descriptor of the file would release the locks), and threads are counted here. While one thread of a
+process has the lock, its other threads enter too, until another process waits.
+
+Byte 0 is a turnstile (a lock that orders the waiting processes), bytes 1 to n are slots. A process that finds no free
+slot blocks at the turnstile, where the kernel wakes processes in order of arrival. The process that holds the turnstile
+polls for a free slot, and then passes the turnstile to the next process. Only that one process polls, and it finds
+whichever of the n slots is freed first.
 
 Measured with 8 processes on 2 cores and one slot, held for 20 ms each time: 0.5 ms from one holder to the next, 0.1 of
 a core for all the waiting, turns 24 to 27, longest wait 1.6 times the median. When all of them poll (50 to 500 µs,
-backing off): the same gap, 0.25 of a core, turns 16 to 36, longest wait 9 times the median, because whoever comes last
-polls fastest. Blocking on the slot too saves 0.2 ms a turn but cannot wait for n of them. When nobody else is there, a
-lock costs 10 µs.
+backing off): the same gap, 0.25 of a core, turns 16 to 36, longest wait 9 times the median, because the last process to
+arrive polls fastest. Blocking on the slot too saves 0.2 ms a turn but cannot wait for n slots. Without other processes,
+a lock costs 10 µs.
 """
 
 from __future__ import annotations
@@ -40,28 +43,28 @@ log = logging.getLogger("tidegate.tiers")
 TURNSTILE: Final = 0
 FIRST_SLOT: Final = 1
 POLL_SECONDS: Final = (50e-6, 500e-6)
-"""Shortest and longest pause of the one process that looks for a free slot."""
+"""Shortest and longest pause, in seconds, of the process that polls for a free slot."""
 
 _FLOCK: Final = struct.Struct("@hhqqi4x")
 """struct flock of 64-bit Linux: type, whence, start, length, pid."""
 
 
 def lock_directory() -> Path:
-    """Where lock files lie: private to the user and local to the node. Processes exclude each other only where it is
-    the same for all of them: set XDG_RUNTIME_DIR for every rank or for none."""
+    """Directory of the lock files: private to the user and local to the node. Processes exclude each other only if they
+    all use the same directory: set XDG_RUNTIME_DIR for every rank or for none."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime, "tidegate") if runtime else Path(f"/tmp/tidegate-{os.geteuid()}")
 
 
 def device_key(directory: str | os.PathLike[str]) -> str:
-    """What two paths have in common when they share a device: the number of the file system that `directory` is on.
-    A network file system has one for each mount; partitions of one disk have one each."""
+    """Lock key of a device: the number of the file system that `directory` is on. Two paths with the same key share a
+    lock. A network file system has one number for each mount; each partition of a disk has its own."""
     device = os.stat(directory).st_dev
     return f"{os.major(device)}-{os.minor(device)}"
 
 
 def try_lock(fd: int, byte: int) -> bool:
-    """Locks one byte for this process, unless another process has it."""
+    """Locks one byte for this process without waiting. False when another process has locked it."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
     except (BlockingIOError, PermissionError):
@@ -70,11 +73,13 @@ def try_lock(fd: int, byte: int) -> bool:
 
 
 def unlock(fd: int, byte: int) -> None:
+    """Releases this process's lock of one byte."""
     fcntl.lockf(fd, fcntl.LOCK_UN, 1, byte)
 
 
 def locked_by_other(fd: int, byte: int) -> bool:
-    """Whether another process has the byte locked. Asks only: nobody meets a lock of ours meanwhile."""
+    """Whether another process has locked the byte. It queries without locking, so that no other process is blocked
+    meanwhile."""
     answer = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
@@ -85,7 +90,8 @@ def _pass_turnstile(fd: int) -> None:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX, 1, TURNSTILE)
         except OSError as error:
-            # The kernel sees a process as one thread: two that wait for different paths can look like a deadlock.
+            # The kernel treats a process as one thread: two threads that wait for different paths can look like a
+            # deadlock.
             if error.errno != errno.EDEADLK:
                 raise
             time.sleep(POLL_SECONDS[1])
@@ -94,29 +100,31 @@ def _pass_turnstile(fd: int) -> None:
 
 
 class _LockFile:
-    """One lock file as this process uses it: who of its threads is in, who waits. Used by all `TierLocks` on it."""
+    """One lock file within this process: counts the threads that hold the lock and those that wait. All `TierLocks` of
+    the file share it."""
 
     def __init__(self, path: Path, slots: int) -> None:
         self.path = path
         self.slots = slots
         self.warned = False
-        self.start_anew()
+        self.reset()
 
-    def start_anew(self) -> None:
-        """Nothing is held, nobody waits, the file is not open: at first, and in a forked child."""
+    def reset(self) -> None:
+        """Sets the initial state: no lock held, no thread waiting, file not open. Also called in a forked child."""
         self.lock = threading.Condition()
         self.fd: int | None = None
         self.slot: int | None = None
         self.inside = 0
         self.waiting = 0
         self.left = -math.inf
-        """When the last thread that was in went out."""
+        """Time (monotonic) at which the last thread inside left."""
         self.turn = 0
-        """Counts the times that all who waited were let in."""
+        """Number of times that all waiting threads were let in."""
         self.queue: threading.Thread | None = None
 
     def open(self) -> int:
-        """The descriptor; a new file when someone cleaned up the old one. Nothing is held or waited for."""
+        """File descriptor of the lock file; a new file if the old one was deleted. Call only while no lock is held or
+        waited for."""
         if self.fd is not None and os.fstat(self.fd).st_nlink:
             return self.fd
         if self.fd is not None:
@@ -126,27 +134,28 @@ class _LockFile:
         return self.fd
 
     def enter(self, timeout_seconds: float) -> bool:
-        """Lets the calling thread in, at the latest `timeout_seconds` after all others of this process have gone out;
-        False when that was too short."""
+        """Lets the calling thread in. Waits up to `timeout_seconds` after the other threads of this process have left;
+        False when that is exceeded."""
         with self.lock:
             try:
-                return self._enter_now() or (timeout_seconds > 0 and self._wait(timeout_seconds))
+                return self._try_enter() or (timeout_seconds > 0 and self._wait(timeout_seconds))
             except (LocksUnusable, OSError) as error:
-                # It worked at the start. Training goes on without, more slowly.
+                # Locking worked at the start and fails now: training continues without it, more slowly.
                 if not self.warned:
-                    log.warning("Going on without exclusive use of paths: %s", error)
+                    log.warning("Continuing without exclusive use of paths, more slowly: %s", error)
                 self.warned = True
                 return False
 
     def _wait(self, timeout_seconds: float) -> bool:
-        """Until all who wait are let in. What interrupts the wait leaves nothing behind."""
+        """Waits until all waiting threads are let in; False after `timeout_seconds`. An exception during the wait
+        leaves no trace."""
         if self.queue is None:
-            self.queue = threading.Thread(target=self._stand_in_line, name="tidegate-locks", daemon=True)
+            self.queue = threading.Thread(target=self._queue_for_process, name="tidegate-locks", daemon=True)
             self.queue.start()
         turn = self.turn
         self.waiting += 1
         try:
-            # Threads of this process that are in are not what the time is for.
+            # The timeout does not include the time while other threads of this process hold the lock.
             self.lock.wait_for(lambda: self.turn != turn or not self.inside)
             self.lock.wait_for(lambda: self.turn != turn, timeout_seconds)
         except BaseException:
@@ -159,7 +168,7 @@ class _LockFile:
         return self.turn != turn
 
     def leave(self) -> None:
-        """The calling thread goes out; the last one frees the slot."""
+        """Takes the calling thread out; the last thread inside releases the slot."""
         with self.lock:
             self.inside -= 1
             if not self.inside:
@@ -170,8 +179,9 @@ class _LockFile:
                 self.left = time.monotonic()
                 self.lock.notify_all()
 
-    def _enter_now(self) -> bool:
-        """Without waiting: beside threads that are in, while no other process waits; or through an open turnstile."""
+    def _try_enter(self) -> bool:
+        """Enters without waiting: next to threads that are inside while no other process waits, or through a free
+        turnstile."""
         if self.inside:
             assert self.fd is not None
             if self.waiting or locked_by_other(self.fd, TURNSTILE):
@@ -190,14 +200,16 @@ class _LockFile:
         return True
 
     def _try_slots(self, fd: int) -> int | None:
+        """Locks the first free slot and returns its byte; None when all are taken."""
         return next((slot for slot in range(FIRST_SLOT, FIRST_SLOT + self.slots) if try_lock(fd, slot)), None)
 
-    def _stand_in_line(self) -> None:
-        """The thread that waits for this process, because a blocked lock call cannot be given up: if its threads have
-        stopped waiting when it succeeds, it gives the turn away. It ends when nobody waits."""
+    def _queue_for_process(self) -> None:
+        """Body of the thread that waits at the turnstile for this process, because a blocked lock call cannot be
+        cancelled. If no thread of the process waits any more when the call succeeds, the turnstile is released unused.
+        The thread ends when no thread waits."""
         me = threading.current_thread()
         try:
-            while self._someone_waits():
+            while self._has_waiters():
                 assert self.fd is not None
                 _pass_turnstile(self.fd)
                 try:
@@ -209,8 +221,9 @@ class _LockFile:
                 if self.queue is me:
                     self.queue = None
 
-    def _someone_waits(self) -> bool:
-        """True when a thread waits and none is in; False, and the queue is gone, when none waits."""
+    def _has_waiters(self) -> bool:
+        """Blocks while threads are both inside and waiting. True when threads wait and none is inside; False, with the
+        queue thread removed, when none waits."""
         with self.lock:
             self.lock.wait_for(lambda: not self.inside or not self.waiting)
             if self.waiting:
@@ -219,7 +232,7 @@ class _LockFile:
             return False
 
     def _take_turn(self, fd: int) -> None:
-        """With the turnstile: looks for a free slot until there is one, or nobody waits any longer."""
+        """Holding the turnstile, polls for a free slot until it has one or no thread waits any longer."""
         pause = POLL_SECONDS[0]
         while True:
             with self.lock:
@@ -240,39 +253,41 @@ _files_lock = threading.Lock()
 
 
 def _forget_locks_of_parent() -> None:
-    """A forked child has none of its parent's locks. What it closes drops none of them."""
+    """Resets all lock files in a forked child, which inherits no locks. Closing its descriptors releases none of the
+    parent's."""
     global _files_lock
     _files_lock = threading.Lock()
     for file in _files.values():
         if file.fd is not None:
             os.close(file.fd)
-        file.start_anew()
+        file.reset()
 
 
 os.register_at_fork(after_in_child=_forget_locks_of_parent)
 
 
 @dataclass(slots=True)
-class Held:
-    """What `TierLocks.hold` gives: whether the path is ours, or the wait for other processes took too long."""
+class LockResult:
+    """Result of `TierLocks.hold`: whether the lock was acquired, and how long it waited for other processes."""
 
     waited_seconds: float
     _process: int | None
 
     @property
     def acquired(self) -> bool:
-        """False too in a child that was forked meanwhile."""
+        """Whether the lock was acquired. Also False in a child that was forked meanwhile."""
         return self._process == os.getpid()
 
 
 class TierLocks:
-    """Exclusive use of the device `device_key` across the processes of a user on this node.
+    """Lock for exclusive use of the device `device_key` by processes of one user on this node.
 
-    `slots` processes may use it at once; give all processes the same number. `operation` separates sets of slots: reads
-    and writes that do not disturb each other have one each. Waiting for longer than `timeout_seconds` for other
-    processes ends without the lock, and is counted. LocksUnusable when `directory` is not private or cannot lock.
+    `slots` processes may use the device at once; give all processes the same number. `operation` separates sets of
+    slots: reads and writes that do not disturb each other have one set each. A wait for other processes of more than
+    `timeout_seconds` ends without the lock, and is counted. LocksUnusable when `directory` is not private or cannot
+    lock.
 
-    Threads may share it; a forked child may go on using it, and has nothing of what its parent holds.
+    Threads may share an instance. A forked child may continue to use it, and holds none of the parent's locks.
     """
 
     def __init__(
@@ -289,19 +304,20 @@ class TierLocks:
             raise ValueError(f"timeout_seconds is {timeout_seconds}, it must be from 0 to {threading.TIMEOUT_MAX:.0f}")
         self.timeout_seconds = timeout_seconds
         self.timeouts = 0
-        """How often it was proceeded without the lock."""
+        """Number of waits that timed out, after which the operation ran without the lock."""
         self._counting = threading.Lock()
         folder = _private_directory(Path(os.path.abspath(directory)))
         self._file = _shared_file(folder / f"{device_key}.{operation}.lock", slots)
 
     @contextmanager
-    def hold(self) -> Iterator[Held]:
-        """For the duration of one operation on the path."""
+    def hold(self) -> Iterator[LockResult]:
+        """Holds the lock for one operation on the path. The operation runs without the lock if it was not
+        `acquired`."""
         file, start = self._file, time.monotonic()
         acquired = file.enter(self.timeout_seconds)
-        # As long as another thread of this process was in, nobody else had the path.
+        # While another thread of this process was inside, no other process had the path: that is no waiting time.
         waited = time.monotonic() - max(start, file.left)
-        held = Held(waited, os.getpid() if acquired else None)
+        held = LockResult(waited, os.getpid() if acquired else None)
         if not acquired:
             with self._counting:
                 self.timeouts += 1
@@ -313,17 +329,18 @@ class TierLocks:
 
 
 def locks_of_path(name: str, key: str, slots: int) -> TierLocks | None:
-    """Those of a storage path on the device `key`. None, with a warning, where there can be none: training goes on
-    without exclusive use, more slowly."""
+    """Locks of a storage path on the device `key`. None, with a warning, where locks are not possible: training then
+    runs without exclusive use, more slowly."""
     try:
         return TierLocks(lock_directory(), key, slots)
     except LocksUnusable as error:
-        log.warning("Going on without exclusive use of path %s: %s", name, error)
+        log.warning("Continuing without exclusive use of path %s, more slowly: %s", name, error)
         return None
 
 
 def _shared_file(path: Path, slots: int) -> _LockFile:
-    """The one of this process. It must be lockable: better said at the start than at the first wait."""
+    """The process's only `_LockFile` for `path`. The file is opened and tried here, so that errors appear at the
+    start."""
     with _files_lock:
         file = _files.setdefault(str(path), _LockFile(path, slots))
         with file.lock:
@@ -334,21 +351,21 @@ def _shared_file(path: Path, slots: int) -> _LockFile:
 
 
 def _private_directory(directory: Path) -> Path:
-    """The directory, made when it is missing; LocksUnusable when others could have put anything there."""
+    """Creates the directory if it is missing. LocksUnusable when other users could have put files there."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
     except OSError as error:
         raise LocksUnusable(
-            f"{directory}, for lock files, cannot be made: {error.strerror}. Set XDG_RUNTIME_DIR to a directory of "
-            "yours on this node."
+            f"{directory}, the directory for lock files, cannot be created: {error.strerror}. Set XDG_RUNTIME_DIR to "
+            "a directory of yours on this node."
         ) from error
     _check_private(directory, found)
     return directory
 
 
 def _open_private(path: Path) -> int:
-    """A descriptor of the lock file, in its private directory; made when missing, and tried."""
+    """Opens the lock file in its private directory, creates it if it is missing, and checks that it can be locked."""
     _private_directory(path.parent)
     fd = -1
     try:
@@ -370,9 +387,12 @@ def _open_private(path: Path) -> int:
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:
+    """LocksUnusable unless the entry belongs to this user, is no symbolic link, and has no access for other users."""
     remedy = "Remove it, or set XDG_RUNTIME_DIR to a directory of yours on this node."
     if found.st_uid != os.geteuid():
-        raise LocksUnusable(f"{path} belongs to user {found.st_uid}, not to {os.geteuid()} who runs this. {remedy}")
+        raise LocksUnusable(
+            f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}, the user of this process. {remedy}"
+        )
     if stat.S_ISLNK(found.st_mode) or (mode := stat.S_IMODE(found.st_mode)) & 0o077:
-        what = "is a link" if stat.S_ISLNK(found.st_mode) else f"has mode {mode:04o}: others may use it"
-        raise LocksUnusable(f"{path} {what}. {remedy}")
+        fault = "is a link" if stat.S_ISLNK(found.st_mode) else f"has mode {mode:04o}: others may use it"
+        raise LocksUnusable(f"{path} {fault}. {remedy}")

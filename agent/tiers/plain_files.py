@@ -1,7 +1,7 @@
-"""Opens files and looks at directories that others may have put something else in the place of.
+"""Safe opening of files and directories that another user or process may have replaced.
 
-Nothing here follows a symbolic link, waits for the other end of a FIFO, or wakes a device: what is not a plain file is
-`StrangeEntry`.
+Functions here follow no symbolic link, wait for no writer of a FIFO and open no device. Entries that are not plain
+files raise `StrangeEntry`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _KINDS: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
 
 
 def kind_of_entry(mode: int) -> str:
-    """What `st_mode` says an entry of a directory is, for people."""
+    """File type as text, from `st_mode`."""
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A plain file, open for reading. StrangeEntry when it is something else; FileNotFoundError and other OSError."""
+    """Opens a plain file for reading. StrangeEntry when it is something else; FileNotFoundError and other OSError."""
     try:
-        # Without O_NONBLOCK a FIFO would be waited for; on a plain file it means nothing.
+        # Without O_NONBLOCK, opening a FIFO waits for a writer. On a plain file the flag has no effect.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):  # a link; a socket, or a device that is not there
@@ -46,14 +46,15 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def require_directory(path: Path) -> None:
-    """StrangeEntry when it is not a directory itself, FileNotFoundError when it is missing."""
+    """Raises StrangeEntry when `path` is not itself a directory (a link to one is not), FileNotFoundError when it is
+    missing."""
     mode = path.lstat().st_mode
     if not stat.S_ISDIR(mode):
         raise StrangeEntry(path, kind_of_entry(mode), "a directory")
 
 
 def is_directory(path: Path) -> bool:
-    """Whether it is one itself: a link to one is none, nor is what is missing."""
+    """Whether `path` is itself a directory: False for a link to a directory and for a missing entry."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except FileNotFoundError:

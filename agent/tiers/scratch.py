@@ -1,10 +1,10 @@
-"""What a run leaves on a path while it lives: `<directory>/tidegate-<run>/rank<k>/`, and how to tell that it is dead.
+"""Scratch directory of a run on a path, `<directory>/tidegate-<run>/rank<k>/`, and whether its run is alive.
 
-Each rank's directory has an owner file, on which the rank holds a record lock for as long as its process lives. Nobody
-who cannot take that lock removes the directory, and nobody believes a process id: those are used again, and mean
-nothing on another node. Locks are believed on the node that holds them (same boot id, that is the same kernel). After a
-reboot what lies on a disk of the node is dead; what lies anywhere else may belong to another node of the same name, so
-it is `unknown` and stays unless someone insists.
+Each rank's directory has an owner file, on which the rank holds a record lock while its process lives. A directory is
+removed only by a process that can take that lock. Process ids are not trusted: they are reused, and mean nothing on
+another node. Locks are trusted only on the node that holds them (same boot id, that is the same kernel). After a
+reboot, scratch on a local disk of the node is dead. Scratch on any other file system may belong to another node with
+the same name, so it is `unknown` and is removed only with `force`.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ Alive = Literal["yes", "no", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose scratch it is, as its owner file says."""
+    """Process that a scratch directory belongs to: the content of its owner file."""
 
     host: str
     boot_id: str
     pid: int
     process_start_ticks: int
-    """Clock ticks after boot at which the process began: with `pid`, which process it is."""
+    """Start time of the process in clock ticks after boot. Together with `pid` it identifies the process."""
     run: str
     rank: int
     created_at: float
     """Unix seconds."""
     locked: bool
-    """False where the file system has no locks: then nobody can tell whether it is alive."""
+    """False where the file system has no locks: then it is unknown whether the owner is alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """One rank's scratch that was found on a path."""
+    """Scratch directory of one rank, found on a path."""
 
     directory: Path
     run: str
     rank: int
     nbytes: int
-    """What its removal frees: files that a checkpoint links too are not counted."""
+    """Bytes that its removal frees: files that a checkpoint also links are not counted."""
     age_seconds: float
     owner: Owner | None
     """None when the owner file is missing or damaged."""
@@ -68,49 +68,49 @@ class Leftover:
 
 
 _held: dict[tuple[int, int], tuple[int, Owner]] = {}
-"""Owner files that this process has locked, by device and inode: opening and closing one of them would drop the lock.
-The process id tells a forked child that they are its parent's."""
+"""Owner files that this process has locked, by device and inode, with the process id at that time. Opening and closing
+such a file would release the lock. By the process id a forked child detects that the locks are its parent's."""
 
 
 class Scratch:
-    """One rank's directory on a path, for as long as its process lives. `close` removes it."""
+    """Scratch directory of one rank on a path, locked while its process lives. `close` removes it."""
 
     def __init__(self, directory: Path, owner: Owner, owner_fd: int) -> None:
-        """Use `create`."""
+        """Internal: call `create`."""
         self.directory = directory
         self.owner = owner
         self._fd = owner_fd
 
     @classmethod
     def create(cls, directory: str | os.PathLike[str], run: str, rank: int, needed_bytes: int = 0) -> Self:
-        """Makes the directory of this rank, mode 0700, in `directory`, which must exist; relative ones are made
-        absolute.
+        """Creates this rank's directory, mode 0700, in `directory`, which must exist; a relative path is made absolute.
 
-        PathUnusable, PathFull (less than `needed_bytes` are free), or ScratchTaken when this run and rank has scratch
-        there, alive or not.
+        PathUnusable, PathFull (less than `needed_bytes` are free), or ScratchTaken when this run and rank already has
+        scratch there, alive or not.
         """
         if not RUN_NAME.fullmatch(run):
             raise ValueError(f"run is {run!r}: 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first")
         if not RANK_NAME.fullmatch(f"rank{rank}"):
             raise ValueError(f"rank is {rank}, it must be from 0 to 999,999")
         base = _absolute(directory)
-        mine = base / f"{PREFIX}{run}" / f"rank{rank}"
+        scratch = base / f"{PREFIX}{run}" / f"rank{rank}"
         try:
             _check_usable(base)
             _check_space(base, needed_bytes)
-            _make(mine)
+            _make_directories(scratch)
         except FileExistsError as error:
-            raise ScratchTaken(_why_taken(mine)) from error
+            raise ScratchTaken(_why_taken(scratch)) from error
         except OSError as error:
             raise _unusable(base, error) from error
         try:
-            return cls(mine, *_claim(mine, run, rank))
+            return cls(scratch, *_lock_owner_file(scratch, run, rank))
         except OSError as error:
-            _remove_tree(mine)
-            raise _unusable(mine, error) from error
+            _remove_tree(scratch)
+            raise _unusable(scratch, error) from error
 
     def close(self) -> None:
-        """Removes the directory and all in it. In a forked child it does nothing: the directory is the parent's."""
+        """Removes the directory with its content. Idempotent. Does nothing in a forked child: the directory is the
+        parent's."""
         if self._fd < 0 or self.owner.pid != os.getpid():
             return
         _remove_tree(self.directory)
@@ -128,7 +128,8 @@ class Scratch:
 
 
 def find_leftovers(directory: str | os.PathLike[str]) -> list[Leftover]:
-    """All scratch on a path, by run and rank, that of live runs too: look at `alive`. That of other users is left out.
+    """Lists all scratch on a path, sorted by run and rank. Scratch of live runs is included: see `alive`. Scratch of
+    other users is left out.
 
     PathUnusable when `directory` cannot be read.
     """
@@ -137,18 +138,19 @@ def find_leftovers(directory: str | os.PathLike[str]) -> list[Leftover]:
         runs = [run for run in _directories(base) if run.name.startswith(PREFIX)]
     except OSError as error:
         raise _unusable(base, error) from error
-    found = []
+    leftovers = []
     for run in runs:
-        with suppress(FileNotFoundError, PermissionError):  # ended meanwhile, or another user's
-            found += [_look_at(rank) for rank in _directories(run) if RANK_NAME.fullmatch(rank.name)]
-    return sorted(found, key=lambda leftover: (leftover.run, leftover.rank))
+        with suppress(FileNotFoundError, PermissionError):  # the run ended meanwhile, or is another user's
+            leftovers += [_inspect(rank) for rank in _directories(run) if RANK_NAME.fullmatch(rank.name)]
+    return sorted(leftovers, key=lambda leftover: (leftover.run, leftover.rank))
 
 
 def remove(leftover: Leftover, force: bool = False) -> None:
-    """Removes scratch that nobody uses. Nothing happens when it is gone.
+    """Removes scratch of a dead rank. Does nothing when it is already gone.
 
-    It is looked at again, under its lock: ScratchTaken when it is alive, `force` or not; when it is no longer what was
-    found; and, unless `force`, when nobody can tell. PathUnusable when it cannot be removed.
+    It is inspected again, under its lock. ScratchTaken when the owner is alive, with or without `force`; when the
+    scratch has changed since it was listed; and, without `force`, when it is unknown whether the owner is alive.
+    PathUnusable when it cannot be removed.
     """
     directory = leftover.directory
     try:
@@ -156,11 +158,11 @@ def remove(leftover: Leftover, force: bool = False) -> None:
             if alive == "yes" or (alive == "no" and not (fd is not None and try_lock(fd, 0))):
                 raise ScratchTaken(f"{directory} is in use by {_named(owner)}: end that run first.")
             if owner != leftover.owner or (fd is not None and not _is_at(fd, directory / OWNER)):
-                raise ScratchTaken(f"{directory} is no longer what was found: look again.")
+                raise ScratchTaken(f"{directory} has changed since it was listed: list it again.")
             if alive == "unknown" and not force:
                 raise ScratchTaken(
-                    f"{directory} may be in use by {_named(owner)}: nobody can tell from here. Look on that host, or "
-                    "insist on removing it."
+                    f"{directory} may be in use by {_named(owner)}: that cannot be decided on this machine. Check on "
+                    "that host, or remove it with force."
                 )
             _remove_tree(directory)
     except FileNotFoundError:
@@ -171,9 +173,9 @@ def remove(leftover: Leftover, force: bool = False) -> None:
 
 def reserve(fd: int, nbytes: int) -> bool:
     """Makes the open file at least `nbytes` long, with its blocks allocated, so that later writes cannot run out of
-    space. False where the file system cannot: then space was only looked at, and the file is sparse.
+    space. False where the file system cannot allocate: then only the free space was checked, and the file is sparse.
 
-    PathFull with the figures when there is not so much; the file is then as it was.
+    PathFull, with the figures, when the space is not there; the size of the file is then unchanged.
     """
     if nbytes < 1:
         raise ValueError(f"nbytes is {nbytes}, the least is 1")
@@ -195,9 +197,9 @@ def reserve(fd: int, nbytes: int) -> bool:
 
 
 def free_bytes(place: int | str | os.PathLike[str]) -> int:
-    """What an ordinary user can still write to the file system of a directory or an open file."""
-    found = os.statvfs(place)
-    return found.f_bavail * found.f_frsize
+    """Free bytes for ordinary users on the file system of a directory or an open file."""
+    status = os.statvfs(place)
+    return status.f_bavail * status.f_frsize
 
 
 def _absolute(directory: str | os.PathLike[str]) -> Path:
@@ -205,7 +207,7 @@ def _absolute(directory: str | os.PathLike[str]) -> Path:
 
 
 def _check_usable(base: Path) -> None:
-    """OSError that says why one cannot write there."""
+    """Raises an OSError with the reason when files cannot be created in `base`."""
     if not stat.S_ISDIR(base.stat().st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     if os.statvfs(base).f_flag & os.ST_RDONLY:
@@ -217,24 +219,24 @@ def _check_usable(base: Path) -> None:
 def _check_space(base: Path, needed_bytes: int) -> None:
     free = free_bytes(base)
     if needed_bytes > free:
-        raise PathFull(_no_room(base, needed_bytes, free), needed_bytes, free)
+        raise PathFull(_no_space_message(base, needed_bytes, free), needed_bytes, free)
 
 
 def _full(fd: int, nbytes: int, code: int) -> PathFull:
     path, needed, free = os.readlink(f"/proc/self/fd/{fd}"), nbytes - os.fstat(fd).st_size, free_bytes(fd)
-    return PathFull(f"{_no_room(path, needed, free)} ({os.strerror(code)})", needed, free)
+    return PathFull(f"{_no_space_message(path, needed, free)} ({os.strerror(code)})", needed, free)
 
 
-def _no_room(path: str | os.PathLike[str], needed_bytes: int, free: int) -> str:
+def _no_space_message(path: str | os.PathLike[str], needed_bytes: int, free: int) -> str:
     return (
-        f"{os.fspath(path)} needs {needed_bytes:,} bytes more, {free:,} are free. Remove what dead runs left "
-        "(`tidegate doctor` lists it), give this path a smaller share, or another directory."
+        f"{os.fspath(path)} needs {needed_bytes:,} bytes more, {free:,} are free. Remove scratch of dead runs "
+        "(`tidegate doctor` lists it), give this path a smaller share, or use another directory."
     )
 
 
 REMEDIES: Final = {
-    errno.ENOENT: "does not exist: create it first, or mount what it should be on.",
-    errno.ENOTDIR: "is not a directory: give one.",
+    errno.ENOENT: "does not exist: create it first, or mount its file system.",
+    errno.ENOTDIR: "is not a directory: give the path of a directory.",
     errno.EROFS: "is on a read-only file system: mount it for writing, or give another directory.",
     errno.EACCES: "is not open to user {user}: change its owner or mode, or give another directory.",
     errno.EPERM: "is not open to user {user}: change its owner or mode, or give another directory.",
@@ -242,29 +244,32 @@ REMEDIES: Final = {
 
 
 def _unusable(path: Path, error: OSError) -> PathUnusable:
-    if error.errno == errno.ENOENT and path.is_dir():  # /proc says so of each file that one would make
-        return PathUnusable(f"{path} is on a file system that holds no files of users: give another directory.")
+    """Error for a directory that cannot be used, with a remedy."""
+    if error.errno == errno.ENOENT and path.is_dir():  # /proc raises ENOENT for each new file
+        return PathUnusable(f"{path} is on a file system where users cannot create files: give another directory.")
     why = REMEDIES.get(error.errno or 0, f"cannot be used: {error.strerror}. Give another directory.")
     return PathUnusable(f"{path} {why.format(user=os.geteuid())}")
 
 
-def _make(mine: Path) -> None:
-    """The rank's directory in the run's, which an earlier run of that name may be removing right now."""
+def _make_directories(scratch: Path) -> None:
+    """Creates the rank's directory inside the run's directory, which an earlier run of the same name may be removing
+    now."""
     while True:
         with suppress(FileExistsError):
-            mine.parent.mkdir(mode=0o700)
+            scratch.parent.mkdir(mode=0o700)
         try:
-            if stat.S_ISLNK(mine.parent.lstat().st_mode):
+            if stat.S_ISLNK(scratch.parent.lstat().st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            mine.mkdir(mode=0o700)
+            scratch.mkdir(mode=0o700)
         except FileNotFoundError:
             continue
         return
 
 
-def _claim(mine: Path, run: str, rank: int) -> tuple[Owner, int]:
-    """Writes and locks the owner file. It appears under its name when it is locked, so that no rank ever looks dead."""
-    new = mine / f".{OWNER}"
+def _lock_owner_file(scratch: Path, run: str, rank: int) -> tuple[Owner, int]:
+    """Writes and locks the owner file, and returns the owner and the open descriptor. The file gets its final name only
+    when it is locked, so that a starting rank is never taken for dead."""
+    new = scratch / f".{OWNER}"
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         owner = Owner(
@@ -274,7 +279,7 @@ def _claim(mine: Path, run: str, rank: int) -> tuple[Owner, int]:
         os.write(fd, json.dumps(asdict(owner), indent=1).encode())
         os.fsync(fd)
         _held[_inode(os.fstat(fd))] = owner.pid, owner
-        new.rename(mine / OWNER)
+        new.rename(scratch / OWNER)
     except OSError:
         _held.pop(_inode(os.fstat(fd)), None)
         os.close(fd)
@@ -283,6 +288,7 @@ def _claim(mine: Path, run: str, rank: int) -> tuple[Owner, int]:
 
 
 def _can_lock(fd: int) -> bool:
+    """Locks the owner file; False when the file system has no locks."""
     try:
         return try_lock(fd, 0)
     except OSError:  # some parallel file systems are mounted without locks
@@ -291,7 +297,8 @@ def _can_lock(fd: int) -> bool:
 
 @contextmanager
 def _inspected(directory: Path) -> Iterator[tuple[int | None, Owner | None, Alive]]:
-    """The open owner file (None: missing, or our own, which must not be opened), what it says, and whether it is alive.
+    """Opens a rank's owner file and yields its descriptor, its content and whether the owner is alive. The descriptor
+    is None when the file is missing, or locked by this process: then it must not be opened again.
 
     FileNotFoundError when the directory is gone.
     """
@@ -306,12 +313,13 @@ def _inspected(directory: Path) -> Iterator[tuple[int | None, Owner | None, Aliv
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         owner = _parse(os.read(fd, 1 << 16))
-        yield fd, owner, _judge(fd, owner)
+        yield fd, owner, _liveness(fd, owner)
     finally:
         os.close(fd)
 
 
-def _judge(fd: int, owner: Owner | None) -> Alive:
+def _liveness(fd: int, owner: Owner | None) -> Alive:
+    """Whether the owner is alive, by the rules of the module's docstring."""
     try:
         if locked_by_other(fd, 0):
             return "yes"
@@ -321,14 +329,14 @@ def _judge(fd: int, owner: Owner | None) -> Alive:
         return "unknown"
     if owner.boot_id == _boot_id():
         return "no"
-    # Another boot of this node or another node of this name: a disk of its own is not shared between nodes. Network
-    # file systems, among others, have no disk: their major number is 0.
+    # Another boot of this node, or another node with the same name. A local disk is not shared between nodes. File
+    # systems without a disk, network file systems among them, have the major number 0.
     on_disk = os.major(os.fstat(fd).st_dev) != 0
     return "no" if owner.host == socket.gethostname() and on_disk else "unknown"
 
 
 def _parse(text: bytes) -> Owner | None:
-    """None when it is damaged."""
+    """Owner from the JSON of an owner file; None when it is damaged."""
     try:
         values = json.loads(text)
         owner = Owner(**values)
@@ -340,7 +348,8 @@ def _parse(text: bytes) -> Owner | None:
     return owner if sound else None
 
 
-def _look_at(directory: Path) -> Leftover:
+def _inspect(directory: Path) -> Leftover:
+    """Reads owner, size, age and liveness of a rank's scratch."""
     with _inspected(directory) as (_, owner, alive):
         created_at = directory.lstat().st_mtime if owner is None else owner.created_at
         return Leftover(
@@ -350,21 +359,22 @@ def _look_at(directory: Path) -> Leftover:
 
 
 def _why_taken(directory: Path) -> str:
+    """Message for scratch of this name that exists already."""
     try:
-        found = _look_at(directory)
-    except OSError as error:  # gone again, or another user's
-        return f"{directory} cannot be looked at: {error.strerror}. Give this run another name."
-    if found.alive == "no":
+        leftover = _inspect(directory)
+    except OSError as error:  # already gone, or another user's
+        return f"{directory} cannot be inspected: {error.strerror}. Give this run another name."
+    if leftover.alive == "no":
         return (
-            f"{directory} was left behind by {_named(found.owner)}, which is dead: `tidegate doctor` offers to remove "
-            "it; or give this run another name."
+            f"{directory} was left behind by {_named(leftover.owner)}, which is dead: `tidegate doctor` offers to "
+            "remove it; or give this run another name."
         )
-    word = "is" if found.alive == "yes" else "may be"
-    return f"{directory} {word} in use by {_named(found.owner)}: end that run first, or give this one another name."
+    verb = "is" if leftover.alive == "yes" else "may be"
+    return f"{directory} {verb} in use by {_named(leftover.owner)}: end that run first, or give this run another name."
 
 
 def _named(owner: Owner | None) -> str:
-    return "a process that left no name" if owner is None else f"process {owner.pid} on {owner.host}"
+    return "an unknown process" if owner is None else f"process {owner.pid} on {owner.host}"
 
 
 def _directories(directory: Path) -> list[Path]:
@@ -373,19 +383,19 @@ def _directories(directory: Path) -> list[Path]:
 
 
 def _allocated_bytes(directory: Path) -> int:
-    """Files of a live run may vanish meanwhile."""
+    """Bytes allocated by files that no checkpoint links. Files of a live run may vanish while they are counted."""
     total = 0
     for at, _, names in os.walk(directory):
         for name in names:
             with suppress(FileNotFoundError):
-                found = os.lstat(os.path.join(at, name))
-                total += found.st_blocks * 512 if found.st_nlink == 1 else 0
+                status = os.lstat(os.path.join(at, name))
+                total += status.st_blocks * 512 if status.st_nlink == 1 else 0
     return total
 
 
 def _remove_tree(directory: Path) -> None:
-    """The owner file goes last: what is left after a crash can still be told apart. The run's directory goes with its
-    last rank."""
+    """Removes a rank's directory. The owner file is deleted last, so that a directory that is left after a crash can
+    still be identified. The run's directory is removed with its last rank."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -399,17 +409,21 @@ def _remove_tree(directory: Path) -> None:
 
 
 def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is still the file at `path`."""
     return _inode(os.fstat(fd)) == _inode(path.lstat())
 
 
-def _inode(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    """Device and inode number: they identify a file."""
+    return status.st_dev, status.st_ino
 
 
 def _boot_id() -> str:
+    """Id of the present boot of this kernel."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _process_start_ticks() -> int:
-    """Field 22 of /proc/self/stat; the second, the program's name, may contain anything but ends at the last ')'."""
+    """Start time of this process in clock ticks after boot: field 22 of /proc/self/stat. The second field, the
+    program's name, may contain any character but ends at the last ')'."""
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,7 +1,9 @@
-"""The file that holds the state of one subgroup: a header of whole pages, then the data, padded to a page.
+"""Binary format of a state file: the optimizer state of one subgroup behind a checksummed header.
 
-All offsets are multiples of 4096 bytes, so that header and data can be read and written past the page cache. Numbers
-in the header are little-endian; those in the data have the byte order of the machine, which the header marks.
+The header fills whole pages of 4096 bytes. The data follow, padded with zeros to a whole page.
+
+All offsets are multiples of 4096 bytes, so that header and data can be read and written with direct I/O. Numbers in the
+header are little-endian. The data have the byte order of the machine that wrote them, which the header names.
 
     byte   size
     0      8     "TIDEGATE"
@@ -10,7 +12,7 @@ in the header are little-endian; those in the data have the byte order of the ma
     16     16    id of the run
     32     16    name of the update rule, ASCII, filled up with zeros
     48     4     rank
-    52     4     weight format, a number that only kernels know
+    52     4     weight format: its position in `kernels.WeightFormat`
     56     8     subgroup
     64     8     numel: parameters in the subgroup
     72     4     bytes of state per parameter
@@ -20,7 +22,7 @@ in the header are little-endian; those in the data have the byte order of the ma
     96     8     bytes of data: numel × bytes per parameter
     104    8     number of blocks
     112    8     checksum of the weights that the state belongs to
-    120    4·n   checksum of each block; the last one's with the padding, which is zeros
+    120    4·n   checksum of each block; that of the last block includes the zero padding
     …            zeros
     end-4  4     CRC-32 (zlib's) of all header bytes before it
 """
@@ -56,7 +58,7 @@ PAGE_BYTES: Final = 4096
 MAGIC: Final = b"TIDEGATE"
 VERSION: Final = 1
 BYTE_ORDER_MARKS: Final = {"little": 0x01020304, "big": 0x04030201}
-"""The mark, read as little-endian, by the byte order of the data."""
+"""Value of the byte order mark, read as little-endian, for each byte order of the data."""
 
 _START: Final = struct.Struct("<8sII")
 _FIELDS: Final = struct.Struct("<16s16sIIQQIIQQQQQ")
@@ -67,14 +69,14 @@ Name = str | os.PathLike[str]
 
 
 class ChecksumKind(IntEnum):
-    """How the checksums of blocks and weights are computed, by whoever moves the data."""
+    """Algorithm of the checksums of blocks and weights. The code that transfers the data computes the checksums."""
 
     CRC32C = 1
 
 
 @dataclass(frozen=True, slots=True)
 class StateKind:
-    """Whose state a file holds: what must be equal for it to be of use."""
+    """Identity of the state in a file: a reader may use the state only if all these values equal its own."""
 
     rule: str
     """Name of the update rule: 1 to 16 ASCII characters."""
@@ -83,7 +85,7 @@ class StateKind:
     numel: int
     weight_format: int
     state_bytes: int
-    """Per parameter."""
+    """Bytes of state per parameter."""
 
     def __post_init__(self) -> None:
         if not (self.rule.isascii() and self.rule.isprintable() and 1 <= len(self.rule) <= 16):
@@ -93,12 +95,13 @@ class StateKind:
 
     @property
     def data_bytes(self) -> int:
+        """Bytes of state, without padding."""
         return self.numel * self.state_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What stands before the data. `data_bytes` and offsets follow from it.
+    """Header of a state file. `data_bytes` and the offsets are computed from its values.
 
     ValueError for values that no file can hold: a mistake of the caller, not of a file.
     """
@@ -130,27 +133,28 @@ class Header:
 
     @property
     def data_bytes(self) -> int:
-        """Without the padding."""
+        """Bytes of state, without padding."""
         return self.kind.data_bytes
 
     @property
     def header_bytes(self) -> int:
-        """Also where the data begin."""
+        """Bytes of the header, which is also the offset of the data."""
         return header_bytes(len(self.block_checksums))
 
     @property
     def file_bytes(self) -> int:
+        """Bytes of the whole file: header, data and padding."""
         return file_bytes(self.data_bytes, self.block_bytes)
 
     def block(self, index: int) -> tuple[int, int]:
-        """Offset in the file and bytes of one block, with the padding behind the last."""
+        """Offset in the file and length in bytes of one block. The last block includes the padding."""
         start = index * self.block_bytes
         if not 0 <= start < self.data_bytes:
             raise IndexError(f"block {index} of {len(self.block_checksums)}")
         return self.header_bytes + start, min(self.block_bytes, padded_bytes(self.data_bytes) - start)
 
     def pack(self) -> bytes:
-        """The header as it stands in the file, `header_bytes` long. ValueError when a number does not fit."""
+        """The header as bytes, `header_bytes` long. ValueError when a number does not fit."""
         kind = self.kind
         try:
             packed = (
@@ -169,9 +173,9 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview, file: Name) -> Header:
-        """The header at the beginning of `data`, which may go on after it; `file` is named in errors.
+        """Parses the header at the beginning of `data`; bytes after the header are ignored. `file` is named in errors.
 
-        `StateFileError`, by what is wrong: NotAStateFile, NewerFormat, HeaderTruncated, HeaderDamaged,
+        Raises a `StateFileError` for each kind of fault: NotAStateFile, NewerFormat, HeaderTruncated, HeaderDamaged,
         HeaderContradiction, ForeignByteOrder, UnknownChecksum.
         """
         view = memoryview(data).cast("B")
@@ -184,17 +188,18 @@ class Header:
         return _read(view[:nbytes], file)
 
     def check_file(self, nbytes: int, file: Name) -> None:
-        """DataTruncated when a file of `nbytes` cannot hold the data. It may be longer: space reserved for more."""
+        """Raises DataTruncated when a file of `nbytes` is too short for the data. It may be longer: space may be
+        reserved."""
         if nbytes < self.file_bytes:
             raise DataTruncated(file, f"{nbytes:,} bytes", f"{self.file_bytes:,}")
 
     def check_run(self, run_id: bytes, file: Name) -> None:
-        """ForeignRun when another run wrote it. Not for files that a run resumes from."""
+        """Raises ForeignRun when another run wrote the file. Not called for files that a run resumes from."""
         if self.run_id != run_id:
             raise ForeignRun(file, f"run {self.run_id.hex()}", run_id.hex())
 
     def check_kind(self, kind: StateKind, file: Name) -> None:
-        """ForeignState when it is not the state of this rank, subgroup, format and rule."""
+        """Raises ForeignState when the file holds the state of another rank, subgroup, format or update rule."""
         if self.kind != kind:
             names = [field.name for field in fields(StateKind)]
             rows = zip(names, astuple(self.kind), astuple(kind), strict=True)
@@ -203,17 +208,19 @@ class Header:
             raise ForeignState(file, found, ", ".join(f"{name} {theirs}" for name, _, theirs in differing))
 
     def check_step(self, step: int, file: Name) -> None:
-        """WrongStep when it is the state after another update."""
+        """Raises WrongStep when the file holds the state after another update than `step`."""
         if self.step != step:
             raise WrongStep(file, f"step {self.step}", step)
 
     def check_block(self, index: int, checksum: int, file: Name) -> None:
-        """BlockDamaged when the data that were read of this block have another checksum."""
+        """Raises BlockDamaged when `checksum`, computed from the data read for this block, differs from the
+        header's."""
         if self.block_checksums[index] != checksum:
             raise BlockDamaged(file, index, self.block(index)[0], checksum, self.block_checksums[index])
 
     def check_weights(self, checksum: int, file: Name) -> None:
-        """WeightsMismatch when the model's weights have another checksum than those the state was written for."""
+        """Raises WeightsMismatch when the model's weights have another checksum than the weights that the state was
+        written for."""
         if self.weights_checksum != checksum:
             raise WeightsMismatch(
                 file, f"state of weights {self.weights_checksum:#018x}", f"{checksum:#018x}, which the model has"
@@ -221,16 +228,17 @@ class Header:
 
 
 def num_blocks(data_bytes: int, block_bytes: int) -> int:
+    """Number of blocks that the data fill; the last block may be shorter."""
     return -(-data_bytes // block_bytes)
 
 
 def header_bytes(num_blocks: int) -> int:
-    """Bytes of the header of a file with so many blocks: whole pages."""
+    """Bytes of the header of a file with `num_blocks` blocks, rounded up to whole pages."""
     return padded_bytes(_BLOCKS_AT + _CHECKSUM.size * num_blocks + _CHECKSUM.size)
 
 
 def file_bytes(data_bytes: int, block_bytes: int) -> int:
-    """Bytes of the file of so much data: what to reserve."""
+    """Bytes of a state file with `data_bytes` of data: the space to reserve."""
     return header_bytes(num_blocks(data_bytes, block_bytes)) + padded_bytes(data_bytes)
 
 
@@ -240,10 +248,10 @@ def padded_bytes(nbytes: int) -> int:
 
 
 def bytes_to_read(first_page: bytes | bytearray | memoryview, file: Name) -> int:
-    """Bytes of the whole header, from its first page: for a reader that does not know how many blocks there are.
+    """Bytes of the whole header, computed from its first page, for a reader that does not know the number of blocks.
 
-    The number is not yet covered by the checksum: a damaged one may be large, never smaller than a page. Errors as
-    `Header.unpack`.
+    The checksum is not verified yet: a damaged number of blocks may give a large size, but never less than a page.
+    Errors as `Header.unpack`.
     """
     view = memoryview(first_page).cast("B")
     _check_start(view, file)
@@ -260,7 +268,7 @@ def _at_least(name: str, value: int, least: int) -> None:
 
 
 def _check_start(view: memoryview, file: Name) -> int:
-    """The byte order mark, of a file that is ours."""
+    """Checks that the file begins like a state file and returns its byte order mark."""
     if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)] or not view:
         raise NotAStateFile(file, bytes(view[: len(MAGIC)]), MAGIC)
     if len(view) < _BLOCKS_AT:
@@ -270,14 +278,16 @@ def _check_start(view: memoryview, file: Name) -> int:
 
 
 def _check_version(view: memoryview, file: Name) -> None:
-    """NewerFormat when a later Tidegate wrote it, in whatever form. Where the checksum is right with our version in
-    place of the one that is there, the header was ours and is damaged: `_check_whole` says so."""
+    """Raises NewerFormat when a later version of Tidegate wrote the header, in whatever layout. If the checksum is
+    right with the present version number put in place of the stored one, only the version number is damaged: then
+    `_check_whole` raises."""
     _, version, mark = _START.unpack_from(view)
     if version > VERSION and not _is_whole_with(VERSION, view, mark):
         raise NewerFormat(file, f"version {version}", f"at most {VERSION}")
 
 
 def _is_whole_with(version: int, view: memoryview, mark: int) -> bool:
+    """Whether the header is complete and its checksum right once `version` replaces the stored version."""
     changed = bytearray(view)
     _START.pack_into(changed, 0, MAGIC, version, mark)
     try:
@@ -288,7 +298,7 @@ def _is_whole_with(version: int, view: memoryview, mark: int) -> bool:
 
 
 def _count_blocks(view: memoryview, file: Name) -> int:
-    """The number of blocks, which must be that of the data: it says where the checksum stands."""
+    """The number of blocks, checked against the bytes of data. The position of the checksum depends on it."""
     *_, block_bytes, data_bytes, count, _ = _FIELDS.unpack_from(view, _START.size)
     if not block_bytes or count != num_blocks(data_bytes, block_bytes):
         found = f"{count:,} blocks of {block_bytes:,} bytes for {data_bytes:,} bytes"
@@ -297,7 +307,7 @@ def _count_blocks(view: memoryview, file: Name) -> int:
 
 
 def _check_whole(view: memoryview, file: Name) -> int:
-    """Bytes of the header, which is all there and equals its checksum."""
+    """Bytes of the header. Raises when the header is incomplete or does not match its checksum."""
     nbytes = header_bytes(_count_blocks(view, file))
     if len(view) < nbytes:
         raise HeaderTruncated(file, f"{len(view):,} bytes", f"{nbytes:,}")
@@ -310,7 +320,8 @@ def _check_whole(view: memoryview, file: Name) -> int:
 
 
 def _read(view: memoryview, file: Name) -> Header:
-    """The values of a header that is whole: what is wrong now was written so."""
+    """Converts a complete header with a right checksum. Faults found here were already there when the header was
+    written."""
     (
         run_id, rule, rank, weight_format, subgroup, numel, state_bytes, checksum_kind, step, block_bytes, data_bytes,
         count, weights_checksum,
@@ -327,5 +338,5 @@ def _read(view: memoryview, file: Name) -> Header:
     except ValueError as error:
         raise HeaderContradiction(file, f"{error}", "values that can be written") from error
     if header.pack() != view:
-        raise HeaderContradiction(file, "bytes beside the values", "zeros, and the version that this is")
+        raise HeaderContradiction(file, "other bytes between the values", f"zeros, and version {VERSION}")
     return header

@@ -1,4 +1,4 @@
-"""What was moved to and from one storage path, and counting it."""
+"""Transfers of one storage path: a record of each, and counters."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from tidegate.agent.devices.base import DoneEvent
 Operation = Literal["read", "write"]
 
 MAX_MOVES: Final = 10_000
-"""Moves that are kept for telemetry until it takes them: nobody may listen."""
+"""Maximum number of recent transfers kept for telemetry, in case nothing reads them."""
 
 
-def nothing() -> None:
-    """What is called when nobody wants to be told."""
+def no_op() -> None:
+    """Does nothing: the default of callbacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer(DoneEvent):
-    """One file read or written. `nbytes` is 0 where nothing had to be moved; the wait for the lock is not in its
-    span."""
+    """One read or write of a file. `nbytes` is 0 where nothing had to be transferred. Its start and end exclude the
+    wait for the lock."""
 
     nbytes: int
     lock_wait_seconds: float
     is_whole: bool = True
-    """False for a piece of one: a checkpoint is drained in pieces."""
+    """False for a part of a file: a background checkpoint copies in parts."""
 
 
 @dataclass
 class PathCounters:
-    """What happened on a path since the run began, by operation: `read`, `write`. Calibration does not count."""
+    """Counters of a path since the run began, by operation: `read`, `write`. Calibration is not counted."""
 
     retries: dict[str, int] = field(default_factory=lambda: {"read": 0, "write": 0})
     errors: dict[str, int] = field(default_factory=lambda: {"read": 0, "write": 0})
-    """Attempts that failed, those that were repeated included."""
+    """Failed attempts, including those that were retried."""
     bytes: dict[str, int] = field(default_factory=lambda: {"read": 0, "write": 0})
-    """As they were moved, padding included."""
+    """Bytes transferred, including padding."""
     lock_wait_seconds: dict[str, float] = field(default_factory=lambda: {"read": 0.0, "write": 0.0})
     moves: deque[tuple[str, Transfer]] = field(default_factory=lambda: deque(maxlen=MAX_MOVES))
-    """The newest, with their operation; who wants to know takes them out."""
+    """The most recent transfers with their operation; the reader removes them."""
     taken_over_bytes: int = 0
-    """Written here because the path that the plan named had failed; in timelines these bytes and seconds are in the
-    lane of that path."""
+    """Bytes written to this path because the path that the plan named had failed. In timelines these bytes and seconds
+    appear in the lane of the failed path."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    """Lanes may read and write in two threads each, and a checkpoint that is drained beside them."""
+    """Protects the counters: two threads of each lane and a background checkpoint update them."""
     under_way: dict[object, tuple[str, float]] = field(default_factory=dict)
-    """Operation and begin, on the monotonic clock, of each transfer that has not ended."""
+    """Operation and start time (monotonic clock, seconds) of each transfer that has not ended."""
 
     @contextmanager
-    def going_on(self, operation: str) -> Iterator[None]:
-        """For the duration of one attempt, the wait for the lock excluded."""
+    def in_progress(self, operation: str) -> Iterator[None]:
+        """Records a transfer in `under_way` for the duration of one attempt, without the wait for the lock."""
         transfer = object()
         self.under_way[transfer] = (operation, time.monotonic())
         try:
@@ -64,6 +64,7 @@ class PathCounters:
             del self.under_way[transfer]
 
     def count(self, operation: str, moved: Transfer) -> Transfer:
+        """Adds a transfer to the counters and returns it."""
         with self._lock:
             self.bytes[operation] += moved.nbytes
             self.lock_wait_seconds[operation] += moved.lock_wait_seconds

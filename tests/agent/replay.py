@@ -22,10 +22,10 @@ from tidegate.agent.engine.residency import Effective
 from tidegate.agent.telemetry import step_metrics
 from tidegate.agent.telemetry.exposition import Exposition
 from tidegate.agent.telemetry.gpu import GpuFigures
-from tidegate.agent.telemetry.metric_store import Meter
-from tidegate.agent.telemetry.paths import PathNote
+from tidegate.agent.telemetry.metric_store import MetricStore
+from tidegate.agent.telemetry.paths import PathSample
 from tidegate.agent.telemetry.report import report_of
-from tidegate.agent.telemetry.scrape_snapshot import PathNow, Present, look, show
+from tidegate.agent.telemetry.scrape_snapshot import CurrentPath, CurrentState, read_current_state, update_metrics
 from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.agent.tiers.transfers import PathCounters, Transfer
 from tidegate.metrics.family import Metric
@@ -47,22 +47,22 @@ Values = dict[str, float]
 """Of one family, by sample name and labels as Prometheus writes them."""
 
 
-def replay(meter: Meter) -> Meter:
+def replay(meter: MetricStore) -> MetricStore:
     """All that was recorded, told to `meter`."""
     run = json.loads((FOLDER / "run.json").read_text())
-    step_metrics.begin(meter, PATHS)
+    step_metrics.initialize(meter, PATHS)
     predicted: dict[str, float] = {}
     for step in run["steps"]:
         finished = _finished(step)
         step_metrics.add_step(meter, finished, report_of(finished), predicted)
         seconds = step["predicted_seconds"]
         predicted = {} if seconds is None else {"update": seconds}
-        step_metrics.expect(meter, predicted)
-    show(meter, _present(run["present"]))
+        step_metrics.set_forecast(meter, predicted)
+    update_metrics(meter, _present(run["present"]))
     return meter
 
 
-def values(meter: Meter, metric: Metric) -> Values:
+def values(meter: MetricStore, metric: Metric) -> Values:
     """What /metrics says of one family."""
     exposition = Exposition(has_paths=True)
     exposition._families = [metric]
@@ -101,9 +101,9 @@ def _finished(row: Mapping[str, Any]) -> FinishedStep:
     )
 
 
-def _note(row: Mapping[str, Any]) -> PathNote:
+def _note(row: Mapping[str, Any]) -> PathSample:
     ceilings = PathSpeeds(**row["ceilings"])
-    return PathNote(**{**row, "moves": _moves(row["moves"]), "ceilings": ceilings})
+    return PathSample(**{**row, "moves": _moves(row["moves"]), "ceilings": ceilings})
 
 
 def _moves(rows: list[Any]) -> tuple[tuple[str, Transfer], ...]:
@@ -114,19 +114,19 @@ def _phase_spans(rows: list[Any]) -> tuple[PhaseSpan, ...]:
     return tuple(PhaseSpan(**row) for row in rows)
 
 
-def _present(row: Mapping[str, Any]) -> Present:
+def _present(row: Mapping[str, Any]) -> CurrentState:
     paths = {name: _path_now(path) for name, path in row["paths"].items()}
     gpu = GpuFigures(**row["gpu"])
-    return Present(**{**row, "phases": _phase_spans(row["phases"]), "paths": paths, "gpu": gpu})
+    return CurrentState(**{**row, "phases": _phase_spans(row["phases"]), "paths": paths, "gpu": gpu})
 
 
-def _path_now(row: Mapping[str, Any]) -> PathNow:
+def _path_now(row: Mapping[str, Any]) -> CurrentPath:
     counters = PathCounters(**{name: row["counters"][name] for name in ("retries", "errors", "bytes")})
     counters.lock_wait_seconds = row["counters"]["lock_wait_seconds"]
     counters.taken_over_bytes = row["counters"]["taken_over_bytes"]
     counters.moves.extend(_moves(row["counters"]["moves"]))
     counters.under_way = {i: tuple(at) for i, at in enumerate(row["counters"]["under_way"])}
-    return PathNow(**{**row, "counters": counters})
+    return CurrentPath(**{**row, "counters": counters})
 
 
 # ---- recording
@@ -160,7 +160,7 @@ def record() -> None:
     (FOLDER / "run.json").write_text(json.dumps(run) + "\n")
     from tidegate.metrics.catalogue import METRICS
 
-    meter = replay(Meter())
+    meter = replay(MetricStore())
     found = {metric.name: values(meter, metric) for metric in METRICS}
     (FOLDER / "values.json").write_text(json.dumps(found, indent=1) + "\n")
 
@@ -175,8 +175,10 @@ def _step(made: Any, bad: bool = False) -> None:
     made.optimizer.step()
 
 
-def _moment(optimizer: Any, attachment: Any) -> Present:
-    seen = look(optimizer, attachment.recorder.path_capacities, 2, {"recorder": 0.25, "sampler": 0.5}, GPU)
+def _moment(optimizer: Any, attachment: Any) -> CurrentState:
+    seen = read_current_state(
+        optimizer, attachment.recorder.path_capacities, 2, {"recorder": 0.25, "sampler": 0.5}, GPU
+    )
     # As if the read had begun two seconds before.
     late = seen.now + 2.0
     last = dataclasses.replace(seen.phases[-1], end=late)
@@ -185,7 +187,7 @@ def _moment(optimizer: Any, attachment: Any) -> Present:
 
 def _look_in_a_read(optimizer: Any, take: Callable[[], None]) -> None:
     path = optimizer.engine.store.paths["nvme"]
-    moved, seen = path._mover._moved, []
+    moved, seen = path._mover._transfer, []
 
     def looking(*of: Any) -> Any:
         ticket = moved(*of)
@@ -195,7 +197,7 @@ def _look_in_a_read(optimizer: Any, take: Callable[[], None]) -> None:
             take()
         return ticket
 
-    path._mover._moved = looking
+    path._mover._transfer = looking
 
 
 def _step_row(step: FinishedStep, predicted: float | None) -> dict[str, Any]:
@@ -219,7 +221,7 @@ def _step_row(step: FinishedStep, predicted: float | None) -> dict[str, Any]:
     }
 
 
-def _present_row(present: Present) -> dict[str, Any]:
+def _present_row(present: CurrentState) -> dict[str, Any]:
     row = {f.name: getattr(present, f.name) for f in dataclasses.fields(present)}
     return {
         **row,
@@ -229,7 +231,7 @@ def _present_row(present: Present) -> dict[str, Any]:
     }
 
 
-def _path_row(path: PathNow) -> dict[str, Any]:
+def _path_row(path: CurrentPath) -> dict[str, Any]:
     counters = path.counters
     return {
         "counters": {

@@ -22,7 +22,7 @@ from tidegate.agent.calibration import calibrate as measure
 from tidegate.agent.calibration import lane_rates, step_timing
 from tidegate.agent.calibration.hardware import hardware as hardware_of
 from tidegate.agent.calibration.lane_rates import Load, Ops, Round
-from tidegate.agent.calibration.saved import kept_card
+from tidegate.agent.calibration.saved import saved_rate_card
 from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
 from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.tiers.file_path import PathSettings
@@ -153,7 +153,7 @@ def test_medians_of_rounds_and_shares_within_each() -> None:
         alone = {lane: Ops(8 * speed, 0.5, 8 * speed) for lane in ("cpu", "h2d")}
         return Round(alone, {("cpu", "h2d"): (6 * speed, 9 * speed)})
 
-    alone, keeps = lane_rates.typical([round_(1.0), round_(0.5), round_(1.0)])
+    alone, keeps = lane_rates.medians([round_(1.0), round_(0.5), round_(1.0)])
     assert alone["cpu"] == Ops(8.0, 0.5, 8.0)
     assert keeps == {"cpu": {"h2d": 0.75}, "h2d": {"cpu": 1.0}}
 
@@ -228,16 +228,16 @@ def test_a_run_begins_with_the_rates_that_are_kept(tmp_path: Path) -> None:
     """So that what-if has an answer before the first step. Those of a set of paths come before those without any."""
     settings = {"disk": PathSettings(directory=tmp_path)}
     hardware = hardware_of()
-    assert kept_card(tmp_path, settings, SPEEDS, device="cuda", cpu_threads=2) is None
+    assert saved_rate_card(tmp_path, settings, SPEEDS, device="cuda", cpu_threads=2) is None
     without = Calibration(card=GPU, hardware=hardware, cpu_threads={1: 1e9, 2: 2e9}, card_threads=2, measured_at=5.0)
     keep(file_of(tmp_path, hardware["host"], {}), without)
-    found = kept_card(tmp_path, settings, SPEEDS, device="cuda", cpu_threads=1)
+    found = saved_rate_card(tmp_path, settings, SPEEDS, device="cuda", cpu_threads=1)
     assert found is not None
     assert found.cpu_params_per_second == 1e9, "of as many threads as the run has"
     assert found.paths["disk"].write_bytes_per_second == 1e9, "as the run has measured it"
     rank = Rank([Subgroup(i, 10**6, 2, 2, 10) for i in range(4)], 2, {"disk": 3})
     assert what_if(rank, Effective(2.0, 0.0), found).update_seconds > 0
-    emulated = kept_card(tmp_path, settings, SPEEDS, device="emulated", cpu_threads=2)
+    emulated = saved_rate_card(tmp_path, settings, SPEEDS, device="emulated", cpu_threads=2)
     assert emulated is not None
     assert emulated.missing == (
         "h2d_bytes_per_second", "d2h_bytes_per_second", "device_params_per_second", "norm_params_per_second",
@@ -248,9 +248,9 @@ def test_a_run_begins_with_the_rates_that_are_kept(tmp_path: Path) -> None:
         file_of(tmp_path, here["host"], {"disk": tmp_path}),
         Calibration(card=calibrated, hardware=here, cpu_threads={2: 2e9}, card_threads=2, measured_at=5.0),
     )
-    assert kept_card(tmp_path, settings, SPEEDS, device="cuda", cpu_threads=2) == calibrated
+    assert saved_rate_card(tmp_path, settings, SPEEDS, device="cuda", cpu_threads=2) == calibrated
     slower = {"disk": PathSettings(directory=tmp_path, threads=1)}
-    assert kept_card(tmp_path, slower, SPEEDS, device="cuda", cpu_threads=2) == GPU.with_paths(SPEEDS)
+    assert saved_rate_card(tmp_path, slower, SPEEDS, device="cuda", cpu_threads=2) == GPU.with_paths(SPEEDS)
 
 
 def test_an_attached_run_has_them_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

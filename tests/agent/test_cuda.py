@@ -40,7 +40,7 @@ def test_memory_that_the_framework_cannot_give_is_refused_likewise() -> None:
             raise MemoryError("out of memory")
 
     device = CudaDevice(Scattered(memory_bytes=1000))
-    with pytest.raises(MemoryBudgetError, match="too scattered"):
+    with pytest.raises(MemoryBudgetError, match="too fragmented"):
         device.alloc(10)
 
 

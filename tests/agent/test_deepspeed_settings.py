@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tidegate.agent.integrations.deepspeed.enable import _state_is_ours
+from tidegate.agent.integrations.deepspeed.enable import _swapping_disabled
 from tidegate.agent.integrations.deepspeed.norm import gradient_factor
 from tidegate.agent.integrations.deepspeed.scalars import CpuAdamScalars
 from tidegate.agent.integrations.deepspeed.settings import block_of, settings_of
@@ -186,7 +186,7 @@ class OffloadOptimizer(BaseModel):
 def test_deepspeed_that_goes_on_alone_keeps_its_state_where_it_was_told() -> None:
     zero = SimpleNamespace(offload_optimizer=OffloadOptimizer(device="nvme"))
     engine = SimpleNamespace(_config=SimpleNamespace(zero_config=zero), zero_nvme_offload_optimizer=lambda: True)
-    with _state_is_ours(engine) as restore:
+    with _swapping_disabled(engine) as restore:
         assert zero.offload_optimizer.device == "cpu"
         assert restore().device == zero.offload_optimizer.device == "nvme"
 

@@ -19,7 +19,7 @@ from prometheus_client.samples import Exemplar
 
 from tests.agent.replay import replay
 from tidegate.agent.telemetry.exposition import Exposition
-from tidegate.agent.telemetry.metric_store import Histogram, Meter
+from tidegate.agent.telemetry.metric_store import Histogram, MetricStore
 from tidegate.metrics.catalogue import METRICS
 from tidegate.metrics.family import Metric
 
@@ -27,7 +27,7 @@ from tidegate.metrics.family import Metric
 class Oracle(Collector):
     """Families as the library has them."""
 
-    def __init__(self, meter: Meter, has_paths: bool) -> None:
+    def __init__(self, meter: MetricStore, has_paths: bool) -> None:
         self._meter, self._has_paths = meter, has_paths
 
     def describe(self) -> Iterable[Family]:
@@ -61,13 +61,13 @@ def buckets(histogram: Histogram) -> list[Any]:
     bounds = (*(str(float(bound)) for bound in histogram.bounds), "+Inf")
     for i, (bound, count) in enumerate(zip(bounds, histogram.counts, strict=True)):
         seen += count
-        example = histogram.examples.get(i)
+        example = histogram.exemplars.get(i)
         exemplar = [] if example is None else [Exemplar({"step": str(example.step)}, example.value, example.timestamp)]
         found.append((bound, float(seen), *exemplar))
     return found
 
 
-def said_by_the_library(meter: Meter, has_paths: bool, openmetrics: bool) -> bytes:
+def said_by_the_library(meter: MetricStore, has_paths: bool, openmetrics: bool) -> bytes:
     registry = CollectorRegistry()
     registry.register(Oracle(meter, has_paths))
     text: bytes = (generate_openmetrics if openmetrics else generate_latest)(registry)
@@ -77,7 +77,7 @@ def said_by_the_library(meter: Meter, has_paths: bool, openmetrics: bool) -> byt
 @pytest.mark.parametrize("openmetrics", [False, True])
 @pytest.mark.parametrize("has_paths", [False, True])
 def test_a_recorded_run_reads_as_the_library_writes_it(has_paths: bool, openmetrics: bool) -> None:
-    meter, exposition = replay(Meter()), Exposition(has_paths)
+    meter, exposition = replay(MetricStore()), Exposition(has_paths)
     text = exposition.text(meter, openmetrics)
     assert text == said_by_the_library(meter, has_paths, openmetrics)
     assert exposition.text(meter, openmetrics) == text, "what is kept from the first time changes nothing"
@@ -89,9 +89,9 @@ def test_a_recorded_run_reads_as_the_library_writes_it(has_paths: bool, openmetr
     openmetrics=st.booleans(),
 )
 def test_any_value_and_any_label_does(value: float, path: str, openmetrics: bool) -> None:
-    meter = Meter()
-    meter.put("tidegate_loss", {(): value})
-    meter.put("tidegate_path_free_bytes", {(path,): value})
+    meter = MetricStore()
+    meter.set_series("tidegate_loss", {(): value})
+    meter.set_series("tidegate_path_free_bytes", {(path,): value})
     meter.observe("tidegate_path_operation_seconds", 0.25, path, "read")
     meter.observe("tidegate_phase_seconds", abs(value) if value == value else 1.0, "update", step=3, timestamp=1.5)
     said = partial(said_by_the_library, meter, True)
@@ -99,4 +99,4 @@ def test_any_value_and_any_label_does(value: float, path: str, openmetrics: bool
 
 
 def test_what_needs_nvml_is_absent_without_it() -> None:
-    assert b"tidegate_gpu" not in Exposition(has_paths=True).text(Meter(), openmetrics=False)
+    assert b"tidegate_gpu" not in Exposition(has_paths=True).text(MetricStore(), openmetrics=False)

@@ -90,33 +90,33 @@ def gpu(stub: Stub) -> Iterator[Gpu]:
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.floats(1e-3, 0.066)), min_size=1, max_size=20))
 def test_a_counter_of_32_bits_loses_nothing_when_it_wraps(steps: list[tuple[int, float]]) -> None:
     counter, now, total = WrappingCounter(32), 0.0, 2**32 - 5
-    assert counter.take(now, total) is None
+    assert counter.bytes_since_last(now, total) is None
     for moved, pause in steps:
         now, total = now + pause, total + moved
-        assert counter.take(now, total % 2**32) == moved
+        assert counter.bytes_since_last(now, total % 2**32) == moved
 
 
 def test_a_pause_in_which_it_may_wrap_twice_is_a_gap() -> None:
     counter, longest = WrappingCounter(32), 2**32 / MAX_LINK_BYTES_PER_SECOND
     assert longest > WRAP_PERIOD_SECONDS
-    counter.take(0.0, 0)
-    assert counter.take(1.001 * longest, 7) is None
-    assert counter.take(1.001 * longest + 0.01, 9) == 2, "what follows is known again"
+    counter.bytes_since_last(0.0, 0)
+    assert counter.bytes_since_last(1.001 * longest, 7) is None
+    assert counter.bytes_since_last(1.001 * longest + 0.01, 9) == 2, "what follows is known again"
 
 
 def test_a_counter_of_64_bits_that_goes_back_was_begun_anew() -> None:
     counter = WrappingCounter(64)
-    counter.take(0.0, 2**40)
-    assert counter.take(100.0, 5) is None
-    assert counter.take(200.0, 25) == 20
+    counter.bytes_since_last(0.0, 2**40)
+    assert counter.bytes_since_last(100.0, 5) is None
+    assert counter.bytes_since_last(200.0, 25) == 20
 
 
 def test_64_bits_are_believed_when_a_value_has_needed_them() -> None:
     counter = WrappingCounter(32)
-    counter.take(0.0, 2**32 - 10)
-    assert counter.take(100.0, 2**32 + 5) == 15, "nothing has wrapped, however long the pause was"
+    counter.bytes_since_last(0.0, 2**32 - 10)
+    assert counter.bytes_since_last(100.0, 2**32 + 5) == 15, "nothing has wrapped, however long the pause was"
     assert counter.bits == 64
-    assert counter.take(200.0, 2**33) == 2**32 - 5
+    assert counter.bytes_since_last(200.0, 2**33) == 2**32 - 5
 
 
 def test_counters_that_wrap_at_32_bits_behind_a_type_of_64_lose_nothing(stub: Stub) -> None:
@@ -169,7 +169,7 @@ def test_a_part_of_a_gpu_says_why_it_has_no_figures(stub: Stub, caplog: pytest.L
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "MIG" in record.getMessage()
-    assert "utilization and PCIe are absent" in record.getMessage()
+    assert "utilization and PCIe metrics are absent" in record.getMessage()
 
 
 def test_a_gpu_that_cannot_be_divided_has_figures(stub: Stub) -> None:
@@ -368,7 +368,7 @@ def test_a_rank_on_a_gpu_exports_what_nvml_says_and_any_other_nothing(
         url = f"http://{attachment.metrics_address}/metrics"
         assert "tidegate_gpu" not in httpx.get(url, trust_env=False).text
         assert rank_metrics._sampler(real, attachment.recorder) is None
-        sampler = attachment._watch._sampler = rank_metrics._sampler(on_gpu, attachment.recorder)  # type: ignore[arg-type]
+        sampler = attachment._metrics._sampler = rank_metrics._sampler(on_gpu, attachment.recorder)  # type: ignore[arg-type]
         assert sampler is not None
         until(lambda: sampler.figures.source, "a sample")
         stub.moved(h2d=7, d2h=5)

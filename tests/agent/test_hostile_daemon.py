@@ -221,6 +221,6 @@ def test_a_thread_that_fails_begins_again(monkeypatch: pytest.MonkeyPatch, caplo
         tiny.steps_until(lambda: attachment.generation == 1, "what the listener hears")
         assert attachment.link is not None
         assert attachment.link.restarts == 2
-        assert attachment._watch.thread_failures == 2
+        assert attachment._metrics.thread_failures == 2
     said = [r.getMessage() for r in caplog.records if getattr(r, "event", "") == "link_failed"]
-    assert said == ["the link's thread 'listen' failed, it begins again; training goes on"] * 2
+    assert said == ["the link's thread 'listen' failed and is restarted; training goes on"] * 2

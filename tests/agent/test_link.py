@@ -235,15 +235,15 @@ def test_the_more_a_report_costs_the_rarer_reports_are() -> None:
 def test_what_the_daemon_may_not_have_written_is_told_again_however_often_it_reports() -> None:
     told: list[object] = []
     link = object.__new__(AgentLink)  # without its threads
-    link._delivered, link._life, link._give_back = deque(), threading.Lock(), told.append  # type: ignore[method-assign]
+    link._delivered, link._identity_lock, link._requeue = deque(), threading.Lock(), told.append  # type: ignore[method-assign]
     reports = [AgentReport(timestamp=n, step=n, phase="other", generation=0, effective={}) for n in range(50)]
     for number, report in enumerate(reports):
         link._keep(report, 100.0 + 0.125 * number)
-    link._tell_again()
+    link._requeue_recent()
     assert told == reports[:-26:-1], "three seconds, the newest first"
     link._keep(reports[0], 200.0)
     link._keep(reports[1], 204.0)
-    link._tell_again()
+    link._requeue_recent()
     assert told[25:] == [reports[1]]
 
 

@@ -55,7 +55,7 @@ def test_a_directory_that_is_there_and_takes_no_files() -> None:
     with pytest.raises(StorageError) as error:
         tidegate.AdamW(parameters(), lr=1e-3, offload=tidegate.Offload(paths={"x": "/proc"}))
     assert "does not exist" not in str(error.value)
-    assert "/proc is on a file system that holds no files of users: give another directory" in str(error.value)
+    assert "/proc is on a file system where users cannot create files: give another directory" in str(error.value)
 
 
 @pytest.mark.parametrize("settings", [{"paths": {"x": ""}}, {"paths": {"y": "/tmp", "x": ""}}])

@@ -27,7 +27,7 @@ from tests.services import program, until
 from tidegate.agent.checkpoints import snapshot
 from tidegate.agent.telemetry import paths as path_telemetry
 from tidegate.agent.telemetry.bytes_by_phase import divided, moves_by_phase
-from tidegate.agent.telemetry.paths import MIN_WEAR_SECONDS, WEAR_WINDOW_SECONDS, Wear
+from tidegate.agent.telemetry.paths import MIN_WEAR_SECONDS, WEAR_WINDOW_SECONDS, WriteRate
 from tidegate.agent.tiers.file_moves import FileMover
 from tidegate.agent.tiers.transfers import Transfer
 from tidegate.errors import ConfigError
@@ -210,14 +210,14 @@ def test_what_a_checkpoint_reads_in_the_background_is_no_read_of_a_subgroups_sta
 ) -> None:
     """Its bytes are counted, and the read that is under way is seen; but how long state takes, pieces do not say."""
     under_way: list[list[str]] = []
-    tried = snapshot._tried
+    tried = snapshot._retried
 
     def watched(begin: Any) -> Any:
         paths = store.paths.values()
         under_way.append([operation for path in paths for operation, _ in tuple(path.counters.under_way.values())])
         return tried(begin)
 
-    monkeypatch.setattr(snapshot, "_tried", watched)
+    monkeypatch.setattr(snapshot, "_retried", watched)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tidegate-test-") as elsewhere:  # nothing can be linked
         made = training(Path(elsewhere), host_cache=0)
         with made.optimizer as optimizer:
@@ -240,7 +240,7 @@ def test_what_a_checkpoint_reads_in_the_background_is_no_read_of_a_subgroups_sta
 def test_a_read_that_hangs_is_seen_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = training(tmp_path, host_cache=0)
     hangs, release = threading.Event(), threading.Event()
-    moved = FileMover._moved
+    moved = FileMover._transfer
 
     def hanging(mover: FileMover, *of: Any) -> Any:
         if mover.path == "nvme" and ("read", mover.path) not in seen:
@@ -259,7 +259,7 @@ def test_a_read_that_hangs_is_seen_while_it_lasts(tmp_path: Path, monkeypatch: p
             return run.value("tidegate_path_busy_seconds_total", path="nvme", operation="read")
 
         before, nbytes = busy(), run.value("tidegate_path_bytes_total")
-        monkeypatch.setattr(FileMover, "_moved", hanging)
+        monkeypatch.setattr(FileMover, "_transfer", hanging)
         made.start()
         try:
             assert hangs.wait(60)
@@ -352,7 +352,7 @@ def test_time_of_transfers_that_overlap_counts_once_and_their_bytes_where_they_m
 
 def test_wear_is_the_pace_of_the_last_hour_and_its_warning_comes_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "tidegate")
-    wear = Wear("nvme", 200 * 86_400, 0.0, 1_000)
+    wear = WriteRate("nvme", 200 * 86_400, 0.0, 1_000)
     assert wear.per_day(MIN_WEAR_SECONDS / 2, 10**9) is None
     assert wear.per_day(100.0, 1_000 + 100 * 100) == pytest.approx(100 * 86_400)
     assert not caplog.records

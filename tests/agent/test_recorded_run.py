@@ -9,13 +9,13 @@ from functools import cache
 import pytest
 
 from tests.agent.replay import Values, expected, recorded_steps, replay, values
-from tidegate.agent.telemetry.metric_store import Labels, Meter
+from tidegate.agent.telemetry.metric_store import Labels, MetricStore
 from tidegate.metrics.catalogue import BY_NAME, METRICS
 from tidegate.metrics.family import Metric
 from tidegate.timeline.stall_analysis import compute_seconds
 
 
-class Deaf(Meter):
+class Deaf(MetricStore):
     """Does not hear of one family."""
 
     def __init__(self, family: str) -> None:
@@ -26,22 +26,22 @@ class Deaf(Meter):
         if name != self._family_not_heard:
             super().add(name, amount, *labels)
 
-    def put(self, name: str, rows: Mapping[Labels, float]) -> None:
+    def set_series(self, name: str, rows: Mapping[Labels, float]) -> None:
         if name != self._family_not_heard:
-            super().put(name, rows)
+            super().set_series(name, rows)
 
     def observe(self, name: str, value: float, *labels: str, step: int | None = None, timestamp: float = 0.0) -> None:
         if name != self._family_not_heard:
             super().observe(name, value, *labels, step=step, timestamp=timestamp)
 
-    def ahead(self, name: str, rows: Mapping[Labels, float]) -> None:
+    def set_pending(self, name: str, rows: Mapping[Labels, float]) -> None:
         if name != self._family_not_heard:
-            super().ahead(name, rows)
+            super().set_pending(name, rows)
 
 
 @cache
-def replayed() -> Meter:
-    return replay(Meter())
+def replayed() -> MetricStore:
+    return replay(MetricStore())
 
 
 def said(family: str) -> Values:

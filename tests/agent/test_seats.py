@@ -35,7 +35,7 @@ from tests.services import (
     until,
 )
 from tidegate.agent.control import daemon_link
-from tidegate.agent.control.process_identity import has_ended, is_seen, this_host, this_process
+from tidegate.agent.control.process_identity import has_ended, is_observable, this_host, this_process
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import ConfigError, NotAuthorized, RankTaken, TidegateError
 from tidegate.wire.agent import Holder
@@ -164,7 +164,7 @@ def test_what_is_known_of_processes() -> None:
     def agent(host: str = this_host(), **other: object) -> Holder:
         return Holder(agent="a", host=host, pid=1, process=here.model_copy(update=other))
 
-    assert is_seen(agent())
+    assert is_observable(agent())
     assert not has_ended(agent())
     assert has_ended(agent(started=here.started + 1)), "the pid is another process's"
     elsewhere: dict[str, dict[str, object]] = {
@@ -172,7 +172,7 @@ def test_what_is_known_of_processes() -> None:
         "a clone of this machine": {"host": "clone"},
     }  # fmt: skip
     for other in elsewhere.values():
-        assert not is_seen(agent(**other))
+        assert not is_observable(agent(**other))
         assert not has_ended(agent(**{**other, "pid": 2**22 + 1}))
     child = subprocess.Popen(["true"])
     found = agent(pid=child.pid)
@@ -277,15 +277,15 @@ def test_nothing_in_the_environment_stops_a_training(
 
 
 ARGUMENTS: dict[str, tuple[dict[str, object], str]] = {
-    "no name": ({"run": ""}, "run='' is no name of a run"),
-    "name of a path": ({"run": "bad name/.."}, "run='bad name/..' is no name of a run"),
-    "long name": ({"run": "a" * 65}, "is no name of a run"),
-    "number": ({"run": 7}, "run=7 is no name of a run"),
+    "no name": ({"run": ""}, "run='' is not a valid name of a run"),
+    "name of a path": ({"run": "bad name/.."}, "run='bad name/..' is not a valid name of a run"),
+    "long name": ({"run": "a" * 65}, "is not a valid name of a run"),
+    "number": ({"run": 7}, "run=7 is not a valid name of a run"),
     "daemon": ({"run": "any", "daemon": "head:8790"}, "daemon='head:8790'.*say http://host:port"),
     "daemon's port": ({"run": "any", "daemon": "http://head:x"}, "say http://host:port"),
-    "port": ({"run": "any", "metrics_port": 70_000}, "metrics_port=70000 is no port"),
-    "negative port": ({"run": "any", "metrics_port": -1}, "metrics_port=-1 is no port"),
-    "host": ({"run": "any", "advertise_host": "h" * 300}, "advertise_host='hhh.* is no host"),
+    "port": ({"run": "any", "metrics_port": 70_000}, "metrics_port=70000 is not a port"),
+    "negative port": ({"run": "any", "metrics_port": -1}, "metrics_port=-1 is not a port"),
+    "host": ({"run": "any", "advertise_host": "h" * 300}, "advertise_host='hhh.* is not a host"),
 }
 
 

@@ -190,9 +190,9 @@ def test_plans_that_take_turns_are_each_held_against_their_own_prediction(
         return add_step(meter, step, report, seconds)
 
     held: list[tuple[Plan, Mapping[str, float]]] = []
-    real, add_step = recorder.update_seconds, recorder.figures.add_step
+    real, add_step = recorder.update_seconds, recorder.step_metrics.add_step
     monkeypatch.setattr(recorder, "update_seconds", counted)
-    monkeypatch.setattr(recorder.figures, "add_step", compared)
+    monkeypatch.setattr(recorder.step_metrics, "add_step", compared)
     monkeypatch.setattr(recorder, "PREDICTION_SHARE", 1e-12)  # once for each plan
     training = Training(
         paths={name: tmp_path / name for name in ("a", "b")}, order="alternate", host_cache=7_000_000,

@@ -41,7 +41,7 @@ def test_it_asks_the_model_of_the_run_and_moves_to_what_it_says(
         seen: list[Effective] = []
         optimizer.observers.append(lambda result, _: seen.append(result.effective))
         tuning = attachment.tuning
-        look = tuning._look
+        look = tuning._search
 
         def watched() -> Move | None:
             """The real look, on the real rates; then a move that does not depend on how fast this machine is now."""
@@ -49,7 +49,7 @@ def test_it_asks_the_model_of_the_run_and_moves_to_what_it_says(
             now = optimizer.engine.effective
             return Move(Effective(4.0, now.static_ratio, now.tier_split, now.host_cache_bytes, True), 0.5)
 
-        monkeypatch.setattr(tuning, "_look", watched)
+        monkeypatch.setattr(tuning, "_search", watched)
         for _ in range(FIRST_LOOK_STEPS + 2):
             training.step()
         assert len(moves) == 1
@@ -87,11 +87,11 @@ def test_it_asks_of_the_paths_that_are_left(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tuning_module, "look", watched)
     with training.optimizer as optimizer, Attachment(optimizer, training.model, run="retired") as attachment:
         training.step()
-        assert attachment.tuning._look() is None
+        assert attachment.tuning._search() is None
         assert optimizer.engine.store is not None
         optimizer.engine.store.retire("pfs", "gone")
         training.step()
-        assert attachment.tuning._look() is None
+        assert attachment.tuning._search() is None
         last = attachment.recorder.totals.last
         assert last is not None
         assert [(state.path, state.retired) for state in last.path_states] == [("nvme", False), ("pfs", True)]
@@ -151,8 +151,8 @@ def test_a_host_cache_that_is_auto_may_grow_where_memory_came_free(
         state = sum(s.nbytes("state") for s in optimizer.engine.subgroups)
         with monkeypatch.context() as short:
             short.setattr(memory_module, "host_available_bytes", lambda: -state)
-            assert tuning._promising() is None, "budgets of memory hold for the tuner, too"
-        wanted = tuning._promising()
+            assert tuning._best_candidate() is None, "budgets of memory hold for the tuner, too"
+        wanted = tuning._best_candidate()
         assert wanted is not None, "what is cached is neither fetched nor flushed"
         assert wanted.to.host_cache_bytes >= state
         assert tuning._apply(wanted.to) is None
@@ -179,12 +179,12 @@ def test_a_recalibration_while_ranks_tell_each_other_is_told_the_next_time() -> 
     training = Training(stride="auto")
     with training.optimizer as optimizer, Attachment(optimizer, training.model, run="late") as attachment:
         tuning, recorder = attachment.tuning, attachment.recorder
-        said = tuning.says(0)
+        said = tuning.boundary_message(0)
         recorder._live.recalibrations = 1
         tuning.between_steps(said)
-        assert tuning.says(0).rates_changed
+        assert tuning.boundary_message(0).rates_changed
         tuning.between_steps(said)
-        assert not tuning.says(0).rates_changed
+        assert not tuning.boundary_message(0).rates_changed
 
 
 def test_eq1_divides_by_the_slower_direction(tmp_path: Path) -> None:

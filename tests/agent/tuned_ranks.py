@@ -77,15 +77,17 @@ def tell(attachment: Attachment, rank: int) -> None:
     tuning = attachment.tuning
 
     def wanted() -> Move | None:
-        now = tuning._now
+        now = tuning._current
         if rank == 1 and WANTED[1] == 8.0:
             raise RuntimeError("a model that fails on one rank holds up no other")
         return Move(Effective(WANTED[rank], now.static_ratio), 0.5) if now.stride == 2.0 or WANTED[0] == 8.0 else None
 
     def judge(settings: Sequence[Setting], _: int) -> Judged:
-        return Judged(SECONDS[float(tuning._now.stride)][rank], tuple(SECONDS[float(s.stride)][rank] for s in settings))
+        return Judged(
+            SECONDS[float(tuning._current.stride)][rank], tuple(SECONDS[float(s.stride)][rank] for s in settings)
+        )
 
-    tuning._promising = wanted  # type: ignore[method-assign]
+    tuning._best_candidate = wanted  # type: ignore[method-assign]
     tuning._judge = judge  # type: ignore[method-assign]
 
 

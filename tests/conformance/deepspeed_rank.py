@@ -122,7 +122,7 @@ def _whole_state_on_request() -> None:
     def filled(self: Any) -> None:
         if self._flats is None:
             self.shown = ExitStack()
-            self.shown.enter_context(self._as_deepspeed_has_it(filled=True, taken=False))
+            self.shown.enter_context(self._deepspeed_layout(filled=True, taken=False))
         fill(self)
 
     def cleared(self: Any) -> None:
@@ -148,6 +148,6 @@ def with_whole_state(compare: Callable[..., None]) -> Callable[..., None]:
 def _shown(optimizer: Any) -> Iterator[None]:
     with ExitStack() as stack:
         if hasattr(optimizer, "tidegate"):
-            stack.enter_context(optimizer._as_deepspeed_has_it(filled=True, taken=False))
+            stack.enter_context(optimizer._deepspeed_layout(filled=True, taken=False))
             assert any(flat.numel() for flat in optimizer.fp32_partitioned_groups_flat)
         yield

@@ -1,1 +1,1 @@
-"""DeepSpeed ZeRO-3 with Tidegate's engine: `enable_deepspeed`, its settings, state, norm and rounding."""
+"""Integration with DeepSpeed ZeRO-3: `enable_deepspeed`, its settings, state, gradient norm and rounding."""

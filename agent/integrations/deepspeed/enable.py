@@ -1,10 +1,11 @@
-"""DeepSpeed ZeRO-3 by its JSON: `tidegate.enable_deepspeed()` once, and a top-level `"tidegate": {…}` block.
+"""Enables Tidegate in DeepSpeed ZeRO-3 by its JSON: call `tidegate.enable_deepspeed()` once, and add a top-level
+`"tidegate": {…}` block.
 
     import tidegate
     tidegate.enable_deepspeed()
     engine, *_ = deepspeed.initialize(model=model, config="ds.json", …)
 
-Nothing changes for configurations without the block.
+Configurations without the block behave as before.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from tidegate.errors import ConfigError
 log = logging.getLogger("tidegate")
 
 INHERITS = ("deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.mics")
-"""Modules that make classes of ZeRO-3's optimizer: they must see DeepSpeed's own."""
+"""Modules with subclasses of ZeRO-3's optimizer: they are imported before the class is replaced, so that they inherit
+from DeepSpeed's own."""
 
 
 def enable_deepspeed() -> None:
-    """From now on `deepspeed.initialize` lets Tidegate keep and update the optimizer state of ZeRO-3 runs whose
-    configuration has a `"tidegate"` block. Call it once, before; calling it again changes nothing.
+    """Makes `deepspeed.initialize` use Tidegate for the optimizer state of ZeRO-3 runs whose configuration has a
+    `"tidegate"` block. Call it once, before `deepspeed.initialize`; further calls have no effect.
 
     `deepspeed.initialize` then raises ConfigError for settings that cannot work, and for a DeepSpeed that differs from
-    those tested, with what differs; with `"fallback": true` in the block it warns and goes on without Tidegate.
+    the tested releases, with the differences; with `"fallback": true` in the block it warns and continues without
+    Tidegate.
 
     ImportError when DeepSpeed is not installed.
     """
@@ -49,11 +52,11 @@ def _with_tidegate(configure: Callable[..., None]) -> Callable[..., None]:
     def configured(engine: Any, *args: Any, **given: Any) -> None:
         block = block_of(engine.config)
         settings = Settings(enabled=False) if block is None else settings_of(block, engine.config)
-        if not settings.enabled or not _usable(_obstacles(engine), settings):
+        if not settings.enabled or not _check_compatible(_incompatibilities(engine), settings):
             configure(engine, *args, **given)
             return
         _make_nvme_path(engine, settings)
-        with _state_is_ours(engine) as restore, _class_is_ours(settings, restore):
+        with _swapping_disabled(engine) as restore, _optimizer_class_replaced(settings, restore):
             configure(engine, *args, **given)
         optimizer = getattr(engine.optimizer, "tidegate", None)
         if optimizer is not None and settings.attach:
@@ -63,7 +66,7 @@ def _with_tidegate(configure: Callable[..., None]) -> Callable[..., None]:
     return configured
 
 
-def _obstacles(engine: Any) -> list[str]:
+def _incompatibilities(engine: Any) -> list[str]:
     import deepspeed
 
     stage3 = importlib.import_module("deepspeed.runtime.zero.stage3")
@@ -71,8 +74,8 @@ def _obstacles(engine: Any) -> list[str]:
     return [*differences, *support.unsupported_settings(engine)]
 
 
-def _usable(obstacles: list[str], settings: Settings) -> bool:
-    """Whether there are none. ConfigError where there are, and DeepSpeed's own optimizer is not allowed instead."""
+def _check_compatible(obstacles: list[str], settings: Settings) -> bool:
+    """Whether there are no incompatibilities. Otherwise ConfigError or, with `fallback`, False and a warning."""
     if not obstacles:
         return True
     reasons = "\n".join(f"- {obstacle}" for obstacle in obstacles)
@@ -83,7 +86,7 @@ def _usable(obstacles: list[str], settings: Settings) -> bool:
 
 
 def _make_nvme_path(engine: Any, settings: Settings) -> None:
-    """DeepSpeed makes the folder that its own setting names; where that is a path of ours, so do we."""
+    """Creates the folder of DeepSpeed's `nvme_path`, as DeepSpeed does, if it is a path of Tidegate's."""
     offload = engine._config.zero_config.offload_optimizer
     given = settings.offload.paths.get("nvme")
     if offload is not None and offload.nvme_path is not None and isinstance(given, str):
@@ -93,9 +96,9 @@ def _make_nvme_path(engine: Any, settings: Settings) -> None:
 
 
 @contextmanager
-def _state_is_ours(engine: Any) -> Iterator[Callable[[], Any]]:
-    """DeepSpeed is not to look for state that it has swapped to NVMe itself: it has none. Gives what takes that back,
-    and returns where DeepSpeed is to keep its state then."""
+def _swapping_disabled(engine: Any) -> Iterator[Callable[[], Any]]:
+    """Keeps DeepSpeed from loading state that it has swapped to NVMe: with Tidegate there is none. Yields a function
+    that undoes this and returns DeepSpeed's setting for the place of its state."""
     zero = engine._config.zero_config
     given = zero.offload_optimizer
     if engine.zero_nvme_offload_optimizer():
@@ -113,9 +116,9 @@ def _state_is_ours(engine: Any) -> Iterator[Callable[[], Any]]:
 
 
 @contextmanager
-def _class_is_ours(settings: Settings, restore: Callable[[], Any]) -> Iterator[None]:
-    """The engine makes our optimizer where it makes ZeRO-3's: it looks the name up when it does. `restore` gives where
-    DeepSpeed's own is to keep its state."""
+def _optimizer_class_replaced(settings: Settings, restore: Callable[[], Any]) -> Iterator[None]:
+    """Replaces ZeRO-3's optimizer class by Tidegate's: the engine looks the name up when it creates the optimizer.
+    `restore` returns DeepSpeed's setting for the place of its state."""
     stage3: Any = importlib.import_module("deepspeed.runtime.zero.stage3")
     for module in INHERITS:
         with suppress(ImportError):
@@ -125,7 +128,7 @@ def _class_is_ours(settings: Settings, restore: Callable[[], Any]) -> Iterator[N
     original = stage3.DeepSpeedZeroOptimizer_Stage3
 
     def build(module: Any, init_optimizer: Any, *args: Any, **given: Any) -> Any:
-        if not _usable(support.unsupported_optimizer(init_optimizer), settings):
+        if not _check_compatible(support.unsupported_optimizer(init_optimizer), settings):
             return original(module, init_optimizer, *args, **{**given, "offload_optimizer_config": restore()})
         return TidegateZeroOptimizer(settings.offload, module, init_optimizer, *args, **given)
 

@@ -1,4 +1,4 @@
-"""The `"tidegate"` block of a DeepSpeed configuration, and what DeepSpeed's own offload settings mean beside it."""
+"""Parses the `"tidegate"` block of a DeepSpeed configuration, and translates DeepSpeed's own offload settings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ OWN_KEYS = frozenset({"enabled", "fallback"})
 
 @dataclass(frozen=True)
 class Settings:
-    """What a block says.
+    """Parsed `"tidegate"` block.
 
     enabled: False leaves this run to DeepSpeed.
-    fallback: where Tidegate cannot work, DeepSpeed's own optimizer does, with a warning; without it that is an error.
-    offload: how state is offloaded.
-    attach: arguments of `tidegate.attach`; it is called where there is a `run`.
+    fallback: where Tidegate cannot work, True uses DeepSpeed's own optimizer, with a warning; False raises.
+    offload: settings of the offload.
+    attach: arguments of `tidegate.attach`, which is called if they include `run`.
     """
 
     enabled: bool = True
@@ -37,7 +37,7 @@ class Settings:
 
 
 def block_of(config: object) -> Mapping[str, Any] | None:
-    """The block in DeepSpeed's configuration, None where there is none. ConfigError for what is not one."""
+    """The block in DeepSpeed's configuration; None when there is none. ConfigError when it is not a block."""
     block = config.get(BLOCK) if isinstance(config, Mapping) else None
     if block is not None and not isinstance(block, Mapping):
         raise ConfigError(f'"{BLOCK}" in the DeepSpeed configuration is {block!r}: it must be a block, {{…}}.')
@@ -45,7 +45,8 @@ def block_of(config: object) -> Mapping[str, Any] | None:
 
 
 def settings_of(block: Mapping[str, Any], config: Mapping[str, Any]) -> Settings:
-    """`config`: the whole configuration that the block is in. ConfigError for keys and values that cannot work."""
+    """Settings from the block. `config`: the whole DeepSpeed configuration. ConfigError for unknown keys and invalid
+    values."""
     known = OFFLOAD_KEYS | ATTACH_KEYS | OWN_KEYS
     for key in block:
         if key not in known:
@@ -56,15 +57,15 @@ def settings_of(block: Mapping[str, Any], config: Mapping[str, Any]) -> Settings
     if attach and "run" not in attach:
         raise ConfigError(f'"{BLOCK}" has {min(attach)!r} but no "run": give the run a name.')
     return Settings(
-        enabled=_switch(block, "enabled", True),
-        fallback=_switch(block, "fallback", False),
+        enabled=_bool_of(block, "enabled", True),
+        fallback=_bool_of(block, "fallback", False),
         offload=Offload(**_offload(block, config.get("zero_optimization") or {})),
         attach=attach,
     )
 
 
 def _offload(block: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[str, Any]:
-    """The block's own keys first; what it leaves open begins with what DeepSpeed's settings say."""
+    """Arguments of `Offload`: the block's own keys; missing ones are derived from DeepSpeed's settings."""
     offload = zero.get("offload_optimizer") or {}
     given = {key: block[key] for key in OFFLOAD_KEYS if key in block}
     if "emulated" in given:
@@ -76,7 +77,7 @@ def _offload(block: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[str, Any
     elif offload.get("device") == "nvme":
         given["paths"] = {"nvme": offload.get("nvme_path") or _no_nvme_path()}
     if "ratio" in offload and not given.keys() & {"stride", "static_ratio"}:
-        # Twin-Flow: a share of the subgroups lives on the device and is updated there, the CPU updates the others.
+        # Twin-Flow: a share of the subgroups is kept and updated on the device, the CPU updates the others.
         given |= {"stride": "off", "static_ratio": 1.0 - float(offload["ratio"])}
     if isinstance(zero.get("sub_group_size"), int | float):
         given.setdefault("subgroup_numel", min(int(zero["sub_group_size"]), Offload.subgroup_numel))
@@ -84,6 +85,7 @@ def _offload(block: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[str, Any
 
 
 def _path(name: str, given: object) -> str | PathSettings | ObjectSettings:
+    """Settings of a storage path."""
     if isinstance(given, str):
         return given
     if isinstance(given, Mapping):
@@ -93,13 +95,14 @@ def _path(name: str, given: object) -> str | PathSettings | ObjectSettings:
 
 
 def _checked(given: object, kind: type, where: str) -> dict[str, Any]:
+    """A block whose keys are fields of `kind`. ConfigError otherwise."""
     known = {one.name for one in fields(kind)}
     if not isinstance(given, Mapping) or not known >= given.keys():
         raise ConfigError(f'"{BLOCK}": {where} is {given!r}: a block with some of {", ".join(sorted(known))}.')
     return dict(given)
 
 
-def _switch(block: Mapping[str, Any], name: str, default: bool) -> bool:
+def _bool_of(block: Mapping[str, Any], name: str, default: bool) -> bool:
     value = block.get(name, default)
     if not isinstance(value, bool):
         raise ConfigError(f'"{BLOCK}": {name} is {value!r}: true or false.')
@@ -107,4 +110,5 @@ def _switch(block: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def _no_nvme_path() -> str:
+    """Raises ConfigError: `nvme_path` is missing."""
     raise ConfigError('offload_optimizer.device is "nvme" without nvme_path: give one, or "paths" in "tidegate".')

@@ -1,9 +1,8 @@
-"""DeepSpeed's ZeRO-3 optimizer with our engine in it: partitioning, communication and loss scale are DeepSpeed's;
-state, gradients once they are reduced, the update and all swapping are ours.
+"""ZeRO-3 optimizer that uses Tidegate's engine. Partitioning, communication and loss scale are DeepSpeed's; state,
+gradients once they are reduced, the update and all swapping are Tidegate's.
 
 Each parameter's partition on this rank is a parameter of a `tidegate.AdamW`, in the memory of DeepSpeed's flat buffers.
-Where DeepSpeed reads or writes fp32 state as a whole (checkpoints), it is given tensors as its own code has them, for
-that long.
+Where DeepSpeed reads or writes the whole fp32 state (checkpoints), it temporarily gets tensors in its own layout.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from tidegate.agent.ranks import Ranks
 from tidegate.errors import ConfigError
 
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
-"""What schedulers and users may change in DeepSpeed's param groups while training runs."""
+"""Hyperparameters that schedulers and users may change in DeepSpeed's param groups during training."""
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an Adam of DeepSpeed's or torch's decays weights apart from gradients (AdamW)."""
+    """Whether an Adam of DeepSpeed or torch uses decoupled weight decay (AdamW)."""
     own = getattr(optimizer, "adam_w_mode", None)
     return isinstance(optimizer, torch.optim.AdamW) if own is None else bool(own)
 
 
 class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
-    """Made in place of its base where the configuration has a `"tidegate"` block. `tidegate` is the optimizer inside,
-    for `tidegate.attach` and its figures."""
+    """Replaces its base class where the configuration has a `"tidegate"` block. `tidegate` is the optimizer inside, for
+    `tidegate.attach` and its figures."""
 
     tidegate: AdamW
 
@@ -57,11 +56,11 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self._scalars: CpuAdamScalars | None = None
         super().__init__(module, init_optimizer, *args, **given)
 
-    # ---- what is built
+    # ---- construction
 
     def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
         super()._configure_offloading(offload_optimizer_config, offload_param_config)
-        # As with state in host memory: DeepSpeed then makes no state, and keeps no gradients of its own.
+        # These settings mean state in host memory: DeepSpeed then creates no state, and keeps no gradients of its own.
         self.offload_optimizer = True
         self.swap_optimizer = self.offload_optimizer_pin_memory = False
         self.partial_offload = 1.0
@@ -87,7 +86,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
                 by_group[self.sub_group_to_group_id[subgroup]].append(part)
                 offset += numel
         self._sources = list(by_group)
-        """Param groups of DeepSpeed's optimizer that ours are made of."""
+        """Numbers of the DeepSpeed param groups from which Tidegate's are made."""
         self.tidegate = AdamW(
             [{"params": by_group[source], **self._hyperparameters(source)} for source in self._sources],
             decoupled=is_decoupled(self.optimizer), max_grad_norm=self.clip_grad or None, offload=self._offload,
@@ -99,7 +98,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self._parts: list[Part] = [part for parts in by_group.values() for part in parts]
         assert self._sources == sorted(self._sources), "DeepSpeed makes subgroups param group by param group"
         self.tidegate.engine.sum_norms_with(ZeroNorm(self._parts, [place.subgroup for place in self._places]))
-        self._no_flats()
+        self._drop_flats()
         for group in self.optimizer.param_groups:
             group["params"] = []
 
@@ -121,7 +120,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         dist.barrier()
 
     def destroy(self) -> None:
-        """Closes the engine, too."""
+        """Destroys DeepSpeed's optimizer and closes the engine."""
         super().destroy()
         self.tidegate.close()
 
@@ -129,17 +128,18 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     @torch.no_grad()
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
-        """Takes what a bucket's reduction has left on this rank; `.grad` of the whole parameters is free then."""
+        """Takes over this rank's gradients after the reduction of a bucket; `.grad` of the whole parameters is
+        freed."""
         last = self.is_gradient_accumulation_boundary()
         for param, gradient in zip(params_to_release, grad_partitions, strict=True):
             if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel:
-                self._take(self._numbers[param.ds_id], gradient, last)
+                self._take_gradient(self._numbers[param.ds_id], gradient, last)
             if param.grad is not None and not get_accelerator().is_synchronized_device():
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
 
-    def _take(self, number: int, gradient: torch.Tensor, last: bool) -> None:
-        """The buffer that `gradient` is in is used again."""
+    def _take_gradient(self, number: int, gradient: torch.Tensor, last: bool) -> None:
+        """Copies or accumulates a gradient: DeepSpeed reuses the buffer of `gradient`."""
         part, gradients = self._parts[number], self.tidegate.engine.gradients
         if self.micro_step_id == 0 or part.grad is None:
             own = gradient.new_zeros(part.numel(), dtype=self.gradient_accumulation_dtype)
@@ -153,15 +153,16 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         gradients.accumulating = False
 
     def _finalize_offload_gradient_accumulation(self) -> None:
-        """Gradients that were summed are seen when the step begins."""
+        """Does nothing: accumulated gradients are used when the step begins."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops what was accumulated."""
+        """Drops all gradients, accumulated ones included."""
         super().zero_grad(set_to_none)
         self.tidegate.zero_grad()
 
     def _gradient_of(self, param: Any) -> torch.Tensor:
-        """This rank's part, whose gradient is zeros if the backward left it out. ConfigError when it is released."""
+        """This rank's gradient of a parameter; zeros if the backward made none. ConfigError with
+        gradients="release"."""
         if self._offload.gradients == "release":
             raise ConfigError(
                 'gradients="release" hands gradients over as they arrive: they can be read or set only with "keep".'
@@ -204,8 +205,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         }
 
     def complete_grad_norm_calculation_for_cpu_offload(self, params: Sequence[Any]) -> torch.Tensor:
-        """The norm over ranks of the gradients that these parameters have now: DeepSpeed's own code sums what it noted
-        as they arrived. ConfigError when they are released."""
+        """Norm over ranks of the present gradients of these parameters; DeepSpeed's own code sums values that it stored
+        when the gradients arrived. ConfigError with gradients="release"."""
         self._await_reduction()
         for param in params:
             self.norm_for_param_grads[self.get_param_id(param)] = self._gradient_of(param).float().norm()
@@ -219,7 +220,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
     # ---- a step
 
     def step(self, closure: None = None) -> None:
-        """One update, or none on any rank when gradients are not finite on one."""
+        """One update; skipped on all ranks when gradients are not finite on one of them."""
         self._pre_step()
         self._partition_all_parameters()
         self._await_reduction()
@@ -252,7 +253,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self._result = result
 
     def _complete_gradients(self) -> None:
-        """Subgroups of DeepSpeed's are updated as wholes: what the backward left out has a gradient of zeros."""
+        """Sets missing gradients to zeros, because DeepSpeed updates subgroups as a whole."""
         waiting = self.tidegate.engine.gradients.set_aside_params
         for number, part in enumerate(self._parts):
             if part.grad is None and number not in waiting:
@@ -276,7 +277,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
                 raise ConfigError(f"The parameter has {param.ds_numel} elements, the value {value.numel()}.")
             self._set_state(param, optim_state_key, self._own_slice(value, param))
             if optim_state_key is None and param.ds_status == ZeroParamStatus.AVAILABLE:
-                # A small parameter that stays gathered, or one that is gathered now.
+                # For parameters that are gathered now, or always because they are small.
                 param.data.copy_(states.rounded(value, param.dtype).view(param.data.shape))
 
     def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
@@ -292,24 +293,25 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         states.write_one(self.tidegate, number, name, whole)
 
     def _own_slice(self, value: torch.Tensor, param: Any) -> torch.Tensor:
-        """What this rank has of a whole parameter, without padding."""
+        """This rank's slice of a full parameter, without padding."""
         numel, flat = param.partition_numel(), value.flatten()
         start = min(numel * self._get_param_partition_rank(param), flat.numel())
         return flat[start : min(start + numel, flat.numel())]
 
-    # ---- all state at once, as DeepSpeed has it
+    # ---- the whole state in DeepSpeed's layout
 
-    def _no_flats(self) -> None:
+    def _drop_flats(self) -> None:
+        """Drops the flat tensors: DeepSpeed then sees empty state."""
         self._flats = None
         self.optimizer.state.clear()
         self.fp32_partitioned_groups_flat = [torch.empty(0) for _ in self.fp16_groups]
 
     @contextmanager
-    def _as_deepspeed_has_it(self, *, filled: bool, taken: bool) -> Iterator[None]:
-        """`fp32_partitioned_groups_flat` and the optimizer's state are there, in host memory. `filled`: with what the
-        engine has. `taken`: what they hold at the end is the engine's."""
+    def _deepspeed_layout(self, *, filled: bool, taken: bool) -> Iterator[None]:
+        """Provides `fp32_partitioned_groups_flat` and the optimizer's state in host memory within the block. `filled`:
+        begin with the engine's state. `taken`: at the end, load them into the engine."""
         sizes = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
-        states.require_room(sum(sizes), Ranks.now())
+        states.require_host_memory(sum(sizes), Ranks.now())
         steps = self._steps_by_subgroup()
         self._flats = [
             Flat(torch.zeros(n), {name: torch.zeros(n) for name in MOMENTS} if filled and step else {})
@@ -331,12 +333,12 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
                     [int(state.get("step", 0)) for state in loaded],
                 )
         finally:
-            self._no_flats()
+            self._drop_flats()
 
     def _fill_state(self, steps: Sequence[int]) -> None:
         count_as_tensor = isinstance(self.optimizer, torch.optim.Adam)
         for flat, step in zip(self._flats or (), steps, strict=True):
-            flat.master.requires_grad_(True)  # as DeepSpeed's own, which loaders of its checkpoints copy
+            flat.master.requires_grad_(True)  # as in DeepSpeed, whose checkpoint loaders copy this flag
             if step:
                 own_step = torch.tensor(float(step)) if count_as_tensor else step
                 self.optimizer.state[flat.master] = {"step": own_step, **flat.moments}
@@ -348,17 +350,18 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         return steps
 
     def _rigid_state_dict(self) -> dict[str, Any]:
-        with self._as_deepspeed_has_it(filled=True, taken=False):
+        with self._deepspeed_layout(filled=True, taken=False):
             found: dict[str, Any] = super()._rigid_state_dict()
             return found
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
         self._check_loadable(state_dict)
-        with self._as_deepspeed_has_it(filled=not load_optimizer_states, taken=True):
+        with self._deepspeed_layout(filled=not load_optimizer_states, taken=True):
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
 
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:
-        """ConfigError, with nothing changed, for a checkpoint whose state is elsewhere or of another model."""
+        """ConfigError, with nothing changed, when a checkpoint's state is in DeepSpeed's swap files or of another
+        model."""
         saved = [int(tensor.numel()) for tensor in state_dict["fp32_flat_groups"]]
         wanted = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
         if saved != wanted:
@@ -374,11 +377,11 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
     def _load_universal_checkpoint(
         self, checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool
     ) -> None:
-        with self._as_deepspeed_has_it(filled=not load_optimizer_states, taken=True):
+        with self._deepspeed_layout(filled=not load_optimizer_states, taken=True):
             super()._load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)
 
     def _restore_from_bit16_weights(self) -> None:
-        """fp32 weights are what the weights are."""
+        """Sets the fp32 weights to the present weights."""
         if self._flats is not None:
             super()._restore_from_bit16_weights()
             return
@@ -387,9 +390,9 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self.tidegate.engine.weights.loaded()
 
     def reset_swap_buffers(self) -> None:
-        """Nothing of DeepSpeed's is swapped."""
+        """Does nothing: DeepSpeed swaps nothing."""
 
-    # ---- what cannot be
+    # ---- unsupported operations
 
     def offload_states(self, *_: Any, **__: Any) -> NoReturn:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""State of this rank's parts as DeepSpeed keeps it: fp32 weights and moments, one flat tensor each for a subgroup of
-DeepSpeed's."""
+"""Converts this rank's state from and to DeepSpeed's layout: fp32 weights and moments, one flat tensor each per
+DeepSpeed subgroup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BYTES_PER_PARAM = 12
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a part is in DeepSpeed's layout: its flat subgroup, and the first element there."""
+    """Position of a part in DeepSpeed's layout: its subgroup and its first element there."""
 
     subgroup: int
     offset: int
@@ -32,14 +32,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Flat:
-    """A subgroup of DeepSpeed's, in host memory. `master` is the fp32 weights; moments are absent before any step."""
+    """State of one DeepSpeed subgroup in host memory, as flat tensors. `master`: fp32 weights. `moments`: empty before
+    the first step."""
 
     master: torch.Tensor
     moments: Mapping[str, torch.Tensor]
 
 
 def split_bf16(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 as bf16 (nearest, ties away from zero) and the remainder of its bits: `oracle.split_bf16` in torch."""
+    """Splits fp32 values into bf16 (nearest, ties away from zero) and the remainder of their bits: `oracle.split_bf16`
+    in torch."""
     bits = master.view(torch.int32)
     nan = master.isnan()
     high = torch.where(nan, bits >> 16 | 0x40, (bits + 0x8000) >> 16)
@@ -48,18 +50,18 @@ def split_bf16(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join_bf16(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 values that `split_bf16` took apart."""
+    """Inverse of `split_bf16`: the fp32 values."""
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
-def require_room(numel: int, ranks: Ranks) -> None:
-    """MemoryBudgetError, on all ranks, when fp32 weights and moments of so many parameters on each of them do not fit
-    in the memory of some host."""
+def require_host_memory(numel: int, ranks: Ranks) -> None:
+    """MemoryBudgetError, on all ranks, when the fp32 weights and moments of all ranks of a host do not fit in its
+    memory. `numel`: parameters of this rank."""
     host = socket.gethostname()
-    said = ranks.of_all((host, numel * BYTES_PER_PARAM, host_available_bytes()))
-    for one in dict.fromkeys(where for where, _, _ in said):
-        needed = sum(nbytes for where, nbytes, _ in said if where == one)
-        available = min(nbytes for where, _, nbytes in said if where == one)
+    demands = ranks.of_all((host, numel * BYTES_PER_PARAM, host_available_bytes()))
+    for one in dict.fromkeys(where for where, _, _ in demands):
+        needed = sum(nbytes for where, nbytes, _ in demands if where == one)
+        available = min(nbytes for where, _, nbytes in demands if where == one)
         if needed > available:
             raise MemoryBudgetError(
                 f"DeepSpeed's checkpoints hold the whole state of a host's ranks: {needed:,} bytes of host memory are "
@@ -68,8 +70,8 @@ def require_room(numel: int, ranks: Ranks) -> None:
             )  # fmt: skip
 
 
-def at_rest(optimizer: AdamW) -> Engine:
-    """The engine, with no step going on and edits of weights noticed."""
+def idle_engine(optimizer: AdamW) -> Engine:
+    """The optimizer's engine, after running work has ended and edits of the weights are taken over."""
     optimizer.wait()
     engine = optimizer.engine
     engine.require_usable()
@@ -80,7 +82,7 @@ def at_rest(optimizer: AdamW) -> Engine:
 
 def read(optimizer: AdamW, places: Sequence[Place], flats: Sequence[Flat]) -> None:
     """Copies the state of all parts into `flats`."""
-    engine = at_rest(optimizer)
+    engine = idle_engine(optimizer)
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id, changed=False) as arrays:
             for s in layout.segments:
@@ -93,7 +95,8 @@ def read(optimizer: AdamW, places: Sequence[Place], flats: Sequence[Flat]) -> No
 
 
 def write(optimizer: AdamW, places: Sequence[Place], flats: Sequence[Flat], steps: Sequence[int]) -> None:
-    """Takes the state of all parts from `flats`: weights, what makes them fp32, moments. `steps`: of each subgroup."""
+    """Loads the state of all parts from `flats`: weights, remainder or master, moments. `steps`: number of updates of
+    each subgroup."""
     optimizer.wait()
     state: dict[int, dict[str, torch.Tensor]] = {}
     for i, (place, part) in enumerate(zip(places, optimizer.engine.shards, strict=True)):
@@ -109,26 +112,26 @@ def write(optimizer: AdamW, places: Sequence[Place], flats: Sequence[Flat], step
 
 def read_one(optimizer: AdamW, part: int, name: str | None) -> torch.Tensor:
     """The fp32 weights of one part, or one of its moments, in host memory."""
-    engine = at_rest(optimizer)
+    engine = idle_engine(optimizer)
     found = torch.empty(engine.shards[part].numel(), dtype=torch.float32)
     for layout in engine.gradients.subgroups_of(part):
         with engine.memory.arrays(layout.id, changed=False) as arrays:
             for s in layout.segments:
                 if s.param == part:
                     whole = engine.shards[part]
-                    values = _master(arrays, s, whole) if name is None else _array(arrays, _known(name), s)
+                    values = _master(arrays, s, whole) if name is None else _array(arrays, _checked_name(name), s)
                     found[s.offset : s.offset + s.numel] = values
     return found
 
 
 def write_one(optimizer: AdamW, part: int, name: str | None, values: torch.Tensor) -> None:
     """Sets the fp32 weights of one part (and its weights, rounded), or one of its moments."""
-    engine = at_rest(optimizer)
+    engine = idle_engine(optimizer)
     if name is None:
         own = _set_weight(engine.shards[part], values)
         engine.weights.take_edited()
     else:
-        own = {_known(name): values}
+        own = {_checked_name(name): values}
     for layout in engine.gradients.subgroups_of(part) if own else ():
         with engine.memory.arrays(layout.id) as arrays:
             for s in layout.segments:
@@ -136,13 +139,15 @@ def write_one(optimizer: AdamW, part: int, name: str | None, values: torch.Tenso
                     _array(arrays, key, s).copy_(given[s.offset : s.offset + s.numel])
 
 
-def _known(name: str) -> str:
+def _checked_name(name: str) -> str:
+    """The name of a moment. ConfigError for another name."""
     if name not in MOMENTS:
         raise ConfigError(f"The optimizer has no state {name!r}: {', '.join(MOMENTS)}.")
     return name
 
 
 def _array(arrays: Mapping[str, torch.Tensor], name: str, s: Segment) -> torch.Tensor:
+    """The part of a state array that belongs to a segment."""
     return arrays[name][s.start : s.start + s.numel]
 
 
@@ -161,7 +166,8 @@ def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def _set_weight(part: torch.Tensor, master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Rounds fp32 weights into a part; what makes it fp32 again, by the name it has in state."""
+    """Rounds fp32 weights into a part. Returns the state that restores fp32, the remainder or the master, by its
+    name."""
     if part.dtype == torch.bfloat16:
         weight, remainder = split_bf16(master.contiguous())
         part.copy_(weight)

@@ -1,4 +1,4 @@
-"""What of DeepSpeed Tidegate takes the place of, and in which settings it can: asked before anything is built."""
+"""Checks, before anything is built, that the DeepSpeed version and its settings are supported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 TESTED: Final = ("0.19.8", "0.19.8")
-"""Oldest and newest release that our tests have run with."""
+"""Oldest and newest release of DeepSpeed that Tidegate's tests have run with."""
 
 FOUND_IN_TESTED: Final[Mapping[str, frozenset[str]]] = {
     "_configure_offloading": frozenset({"741fd450b1ad3303"}),
@@ -65,11 +65,11 @@ FOUND_IN_TESTED: Final[Mapping[str, frozenset[str]]] = {
     "get_fp32_grad_for_param": frozenset({"0b59765fd7649026"}),
     "_fp32_state_allgather": frozenset({"735ed78de0c2a8b1"}),
 }
-"""Digests of what our code takes the place of or leans on, as `digests` makes them, by method of ZeRO-3's optimizer."""
+"""Digests, made by `digests`, of the methods of ZeRO-3's optimizer that Tidegate overrides or calls."""
 
 
 def differences(optimizer_class: type, version: str) -> list[str]:
-    """What of DeepSpeed's ZeRO-3 optimizer is not as in any release that was tested; one sentence each."""
+    """Differences between DeepSpeed's ZeRO-3 optimizer and all tested releases, one sentence each."""
     present, name_of = digests(optimizer_class), optimizer_class.__name__
     found = [
         f"{name_of}.{method} has another body or signature." if method in present else f"{name_of} has no {method}."
@@ -78,27 +78,29 @@ def differences(optimizer_class: type, version: str) -> list[str]:
     ]
     if found:
         found.append(
-            f"This is DeepSpeed {version}; tested are {TESTED[0]} to {TESTED[1]}: install one of those, or say "
+            f"This is DeepSpeed {version}; tested are {TESTED[0]} to {TESTED[1]}: install one of those, or set "
             '"fallback": true in the "tidegate" block to train with DeepSpeed\'s own optimizer.'
         )
     return found
 
 
 def digests(kind: type) -> dict[str, str]:
-    """Of the code of each method that a class defines, without comments, docstrings and white space: what changes one
-    may change what the method does."""
+    """Digests of the methods that a class defines, by name, without comments, docstrings and white space: a changed
+    digest means possibly changed behaviour."""
     source = inspect.getsource(inspect.getmodule(kind) or kind)
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     lines = source.splitlines(keepends=True)
     return {
-        node.name: hashlib.sha256(_essence(lines[node.lineno - 1 : node.end_lineno]).encode()).hexdigest()[:16]
+        node.name: hashlib.sha256(_normalized_source(lines[node.lineno - 1 : node.end_lineno]).encode()).hexdigest()[
+            :16
+        ]
         for node in classes[kind.__name__].body
         if isinstance(node, ast.FunctionDef)
     }
 
 
-def _essence(lines: list[str]) -> str:
-    """The tokens of a function, which are the same in every version of Python."""
+def _normalized_source(lines: list[str]) -> str:
+    """The tokens of a function, which are the same in every version of Python, without comments and docstrings."""
     found, at_start = [], True
     for token in tokenize.generate_tokens(iter(textwrap.dedent("".join(lines)).splitlines(keepends=True)).__next__):
         if token.type in (tokenize.COMMENT, tokenize.NL) or (at_start and token.type == tokenize.STRING):
@@ -109,7 +111,7 @@ def _essence(lines: list[str]) -> str:
 
 
 def unsupported_settings(engine: Any) -> list[str]:
-    """What in a DeepSpeedEngine's settings Tidegate cannot work with, each with what to do about it."""
+    """Settings of a DeepSpeedEngine that Tidegate cannot work with, each with a remedy."""
     return list(_unsupported_settings(engine))
 
 
@@ -163,7 +165,7 @@ def _unsupported_offload_of_params(engine: Any, offload: Any) -> Iterator[str]:
 
 
 def unsupported_optimizer(optimizer: Any) -> list[str]:
-    """What in the optimizer that DeepSpeed was given, or has made, Tidegate cannot take the place of."""
+    """Properties of DeepSpeed's optimizer, passed in or created, that Tidegate cannot replace, each with a remedy."""
     kind = type(optimizer)
     known = {("deepspeed", "DeepSpeedCPUAdam"), ("deepspeed", "FusedAdam"), ("torch", "Adam"), ("torch", "AdamW")}
     if (kind.__module__.partition(".")[0], kind.__name__) not in known:

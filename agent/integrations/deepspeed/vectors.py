@@ -1,4 +1,4 @@
-"""How wide the vectors of DeepSpeed's cpu_adam are, as it was compiled on this machine, seen from one update by it."""
+"""Finds the vector width of DeepSpeed's cpu_adam, as compiled on this machine, by running one update."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, adamw_update
 log = logging.getLogger("tidegate.deepspeed")
 
 WIDTHS: Final = (16, 8, 4, 1, sys.maxsize)
-"""In elements: of AVX-512, AVX2 and NEON; where nothing is left over; and where everything is, without vectors."""
+"""Vector widths in elements: AVX-512, AVX2 and NEON; 1, where no element is left over; and, without vectors, a width at
+which all elements are left over."""
 NUMEL: Final = 127
+"""Number of elements of the test update: no multiple of a vector."""
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
 
 
 def vector_numel(cpu_adam: Any) -> int:
-    """How many elements DeepSpeed's op `cpu_adam` updates at a time. What is left over at the end of an array is
-    updated one by one, and rounded otherwise (`kernels.Arithmetic`).
+    """Number of elements that DeepSpeed's op `cpu_adam` updates at a time. Elements that are left over at the end of an
+    array are updated one by one, and rounded differently (`kernels.Arithmetic`).
 
-    Nothing says it but an update: the op may have been built for another machine, and another compiler may fuse
-    otherwise. Where no width gives the op's bits, weights are near DeepSpeed's and not equal, which is logged.
+    The width can only be found by an update: the op may have been built for another machine, and another compiler may
+    fuse operations differently. If no width gives the op's bits, weights are close to DeepSpeed's but not equal, which
+    is logged.
     """
     wanted = _updated_by(cpu_adam)
     for width in WIDTHS:
         if all(map(torch.equal, _updated_here(width), wanted)):
             return width
     log.warning(
-        "DeepSpeed's cpu_adam, as it was compiled here, rounds otherwise than Tidegate knows of: weights will be near "
-        "those of DeepSpeed's own offload, but not equal bit for bit."
+        "DeepSpeed's cpu_adam, as compiled on this machine, rounds in a way that Tidegate does not know: weights will "
+        "be close to those of DeepSpeed's own offload, but not equal bit for bit."
     )
     return 1
 
@@ -46,6 +49,7 @@ def _arrays() -> list[torch.Tensor]:
 
 
 def _updated_by(cpu_adam: Any) -> list[torch.Tensor]:
+    """Result of one update by DeepSpeed's op."""
     number, found = -1, _arrays()
     weight, exp_avg, exp_avg_sq, grad = found
     cpu_adam.create_adam(number, LR, *BETAS, EPS, DECAY, True, False)
@@ -55,6 +59,7 @@ def _updated_by(cpu_adam: Any) -> list[torch.Tensor]:
 
 
 def _updated_here(width: int) -> list[torch.Tensor]:
+    """Result of one update by Tidegate's kernel with this vector width."""
     values, found, body = CpuAdamScalars()(LR, *BETAS, EPS, DECAY, step=1), _arrays(), NUMEL - NUMEL % width
     with ThreadPool(1) as pool:
         for part, chosen in ((slice(body), values), (slice(body, None), values.of_tail())):

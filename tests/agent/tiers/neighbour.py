@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.agent.tiers import path_locks as locks_module
-from tidegate.agent.tiers.path_locks import Held, TierLocks
+from tidegate.agent.tiers.path_locks import LockResult, TierLocks
 
 SPAWN = mp.get_context("spawn")
 
@@ -87,5 +87,5 @@ def _serve(pipe: Connection, in_line: Event, directory: Path, options: dict[str,
         pipe.send("left")
 
 
-def _answer(held: Held) -> tuple[bool, float]:
+def _answer(held: LockResult) -> tuple[bool, float]:
     return held.acquired, held.waited_seconds

@@ -175,7 +175,7 @@ def test_one_after_the_other(
     tmp_path: Path, disk: Path, memory: Path, valve: Valve, monkeypatch: pytest.MonkeyPatch, second: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    settle = PendingCheckpoint.settle
+    settle = PendingCheckpoint.wait_and_agree
 
     def opened(self: PendingCheckpoint) -> None:
         assert not self.done()
@@ -186,7 +186,7 @@ def test_one_after_the_other(
         run.steps(0, 1)
         first = run.optimizer.begin_checkpoint(tmp_path / "saved", keep=2)
         run.steps(1, 2)
-        monkeypatch.setattr(PendingCheckpoint, "settle", opened)
+        monkeypatch.setattr(PendingCheckpoint, "wait_and_agree", opened)
         getattr(run.optimizer, second)(tmp_path / "saved", keep=2)
         assert first.done()
     assert [found.step for found in find_checkpoints(tmp_path / "saved")] == [2, 1]
@@ -196,8 +196,8 @@ def test_one_after_the_other(
 def test_a_load_waits_for_it(
     tmp_path: Path, disk: Path, memory: Path, valve: Valve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle = PendingCheckpoint.settle
-    monkeypatch.setattr(PendingCheckpoint, "settle", lambda self: (valve.open.set(), settle(self)))
+    settle = PendingCheckpoint.wait_and_agree
+    monkeypatch.setattr(PendingCheckpoint, "wait_and_agree", lambda self: (valve.open.set(), settle(self)))
     with Run(**both(disk, memory)) as run:
         run.steps(0, 2)
         run.optimizer.begin_checkpoint(tmp_path / "saved")
@@ -211,7 +211,7 @@ def test_a_load_waits_for_it(
 def test_no_chunk_is_begun_while_an_update_runs(
     tmp_path: Path, disk: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draining, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(draining, "POLL_SECONDS", 0.0)
     answers = [True, True, False, True, False, False, False]
     asked: list[tuple[bool, int]] = []
     with Run(**both(disk, memory)) as run:
@@ -284,7 +284,7 @@ def test_a_failure_is_told_once_and_the_one_before_stays(
             failing(patch)
             pending = ended(run.optimizer.begin_checkpoint(tmp_path / "saved"))
         assert names_in(tmp_path / "saved") == ["step-2"]
-        with pytest.raises(CheckpointFailed, match=r"step-3 was not completed .*Input/output error.* as they were"):
+        with pytest.raises(CheckpointFailed, match=r"step-3 was not completed .*Input/output error.* unchanged"):
             TELLERS[teller](run, pending, tmp_path / "saved")
         assert run.optimizer.engine.store is not None
         assert run.optimizer.engine.store.last_checkpoint == str(before.directory)
@@ -402,7 +402,7 @@ def test_how_far_it_is_can_be_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     caplog.set_level(logging.INFO, "tidegate.tiers")
-    monkeypatch.setattr(draining, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(draining, "LOG_INTERVAL_SECONDS", 0.0)
     with Run(**both(disk, memory)) as run:
         run.steps(0, 2)
         pending = run.optimizer.begin_checkpoint(tmp_path / "saved")
@@ -411,7 +411,7 @@ def test_how_far_it_is_can_be_seen(
         assert f"pending, 0 of {pending.total_bytes:,}" in repr(pending)
         valve.open.set()
         pending.result()
-    assert "bytes are drained while training goes on" in caplog.text
+    assert "bytes while training continues" in caplog.text
     assert f"step-2: 8,192 of {pending.total_bytes:,} bytes in" in caplog.text
     assert "step-2 is complete" in caplog.text
     assert "complete" in repr(pending)

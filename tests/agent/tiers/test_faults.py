@@ -133,7 +133,7 @@ def test_a_path_that_was_full_takes_state_again_when_some_has_left_it(tmp_path: 
         store._full.add(GOOD)
         assert store.capacity(held)[GOOD] == len(held)
         subgroup = held.popitem()[0]
-        store.lives(subgroup, "host")
+        store.remove_other_copies(subgroup, "host")
         assert store.capacity(held)[GOOD] > len(held)
         store.reserve(subgroup, GOOD)
 

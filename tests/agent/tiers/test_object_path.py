@@ -256,7 +256,7 @@ def test_a_store_that_cannot_work_says_so_at_the_start(
     with pytest.raises(PathUnusable, match=r"s3://nowhere/x.*404 Not Found, NoSuchBucket.*Create the bucket"):
         start({"dir": tmp_path / "dir", "store": missing})
     assert os.listdir(tmp_path / "dir") == []
-    with pytest.raises(PathUnusable, match=r"Connection refused.*Is the endpoint right"):
+    with pytest.raises(PathUnusable, match=r"Connection refused.*Check that the endpoint is right"):
         start({"store": settings_of(f"http://127.0.0.1:{free_port()}", "start")})
     front.answer = lambda _: 403
     with pytest.raises(PathUnusable, match=r"403 Forbidden, Injected.*policy"):
@@ -433,15 +433,15 @@ def test_an_object_that_is_not_what_was_written_is_never_used(
 
 
 def test_a_store_without_a_bound_has_no_figure_for_what_is_free(server: S3Server, tmp_path: Path) -> None:
-    from tidegate.agent.telemetry.paths import PathWatch, path_states
+    from tidegate.agent.telemetry.paths import PathSampler, path_states
 
     for bound, free in ((0, None), (8 * 45_056, 8 * 45_056 - 8 * 40_960)):
         with training(two(server, tmp_path, "figures", capacity_bytes=bound), tier_split="store:1") as pair:
             residences = pair.optimizer.engine.residences
             assert residences is not None
-            watch = PathWatch(store_of(pair.optimizer), residences)
+            watch = PathSampler(store_of(pair.optimizer), residences)
             train(pair, 0, 2)
-            states = {state.path: state for state in path_states(watch.note())}
+            states = {state.path: state for state in path_states(watch.sample())}
             assert states["store"].free_bytes == free
             assert states["dir"].free_bytes
             assert states["store"].written_bytes_per_day is None
@@ -472,7 +472,7 @@ def test_credentials_stay_out_of_what_is_said(
     assert "tidegate-lease" not in {thread.name for thread in threading.enumerate()}
     said += [server.get(key).decode(errors="replace") for key in server.keys("hush") if key.endswith("owner.json")]
     said.append(caplog.text)
-    assert "stays behind" in caplog.text
+    assert "cannot be deleted" in caplog.text
     assert not any(SECRET in one or "TIDEKEY" in one for one in said)
 
 

@@ -24,7 +24,7 @@ from tidegate.agent.tiers.object_scratch import (
     ALIVE_SECONDS,
     DEAD_SECONDS,
     ObjectOwner,
-    _judge,
+    _liveness,
     find_object_leftovers,
     remove_objects,
 )
@@ -109,7 +109,7 @@ def test_the_doctor_names_a_store_that_it_cannot_list(server: S3Server, tmp_path
     assert (code, "is not s3://bucket/prefix" in said) == (2, True), said
 
 
-ME = ObjectOwner.me("run", 0)
+ME = ObjectOwner.of_this_process("run", 0)
 ELSEWHERE = replace(ME, boot_id="another", host="another")
 CONTAINER = replace(ME, pid_namespace="pid:[1]")
 
@@ -131,15 +131,15 @@ CONTAINER = replace(ME, pid_namespace="pid:[1]")
     ],
 )
 def test_who_is_alive(owner: ObjectOwner | None, lease_age: float, alive: str) -> None:
-    assert _judge(owner, lease_age) == alive
+    assert _liveness(owner, lease_age) == alive
 
 
 def test_a_zombie_is_dead() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     owner = replace(ME, pid=process.pid, process_start_ticks=object_scratch._start_ticks(process.pid))
-    assert _judge(owner, 0.0) == "yes"
+    assert _liveness(owner, 0.0) == "yes"
     process.kill()
-    until(lambda: _judge(owner, 0.0) == "no", "a dead process that nobody has waited for")
+    until(lambda: _liveness(owner, 0.0) == "no", "a dead process that nobody has waited for")
     process.communicate()
 
 

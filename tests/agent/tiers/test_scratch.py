@@ -170,7 +170,7 @@ def test_without_an_owner_file_nobody_can_tell(dead: Leftover, spoil: Callable[[
     (found,) = find_leftovers(dead.directory.parent.parent)
     assert (found.owner, found.alive) == (None, "unknown")
     assert found.age_seconds < 60
-    with pytest.raises(ScratchTaken, match="a process that left no name"):
+    with pytest.raises(ScratchTaken, match="in use by an unknown process"):
         remove(found)
     remove(found, force=True)
     assert not found.directory.exists()
@@ -182,7 +182,7 @@ def test_a_new_run_in_the_same_place_is_not_taken_for_the_dead_one(tmp_path: Pat
         with pytest.raises(ScratchTaken, match="in use"):
             remove(dead)
         other.kill()
-        with pytest.raises(ScratchTaken, match="no longer what was found"):
+        with pytest.raises(ScratchTaken, match="has changed since it was listed"):
             remove(dead, force=True)
 
 
@@ -199,7 +199,7 @@ def test_an_owner_file_that_is_replaced_meanwhile_saves_the_directory(
         lockf(fd, *arguments)
 
     monkeypatch.setattr(fcntl, "lockf", replace_first)
-    with pytest.raises(ScratchTaken, match="no longer what was found"):
+    with pytest.raises(ScratchTaken, match="has changed since it was listed"):
         remove(dead)
     assert dead.directory.is_dir()
 
@@ -312,7 +312,7 @@ def test_a_missing_directory_has_no_leftovers_to_look_for(tmp_path: Path) -> Non
 
 
 def test_too_little_space_is_said_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(PathFull, match=r"are free\. Remove what dead runs left") as caught:
+    with pytest.raises(PathFull, match=r"are free\. Remove scratch of dead runs") as caught:
         Scratch.create(tmp_path, "run", 0, needed_bytes=1 << 60)
     assert caught.value.needed_bytes == 1 << 60
     assert 0 < caught.value.free_bytes < 1 << 60
