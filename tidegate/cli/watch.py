@@ -19,8 +19,7 @@ from tidegate.wire.run import RunView
 PAUSE_SECONDS: Final = 2.0
 PATIENCE_SECONDS: Final = 60.0
 """Longest time for which a daemon may be unreachable before `events --follow` ends."""
-CONTINUED: Final = "
-" + " " * 10
+CONTINUED: Final = "\n" + " " * 10
 """Indents the further lines of a reason, so that none of them looks like another event."""
 
 
