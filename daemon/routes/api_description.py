@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 
 from tidegate.daemon.problems import TITLES
 from tidegate.daemon.routes.examples import EXAMPLES
-from tidegate.daemon.security.scopes import Asked
+from tidegate.daemon.security.scopes import RouteRequirement
 from tidegate.knobs.knobs import SPECS, KnobSpec
 from tidegate.wire.standards import Problem
 
@@ -52,8 +52,10 @@ def _complete(method: str, path: str, operation: Json) -> None:
     """Its token, and the problems that it may answer with."""
     statuses = set(ALWAYS) | {int(status) for status in operation["responses"] if int(status) >= 400}
     if "security" in operation:
-        asked = Asked(frozenset(scope for needed in operation["security"] for scope in needed["token"]))
-        operation["description"] = f"{operation.get('description', '')} Token: {asked.needed}.".strip()
+        requirement = RouteRequirement(
+            frozenset(scope for needed in operation["security"] for scope in needed["token"])
+        )
+        operation["description"] = f"{operation.get('description', '')} Token: {requirement.needed}.".strip()
         statuses |= set(WITH_TOKEN)
     if "{" in path:
         statuses.add(404)
