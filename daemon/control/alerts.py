@@ -87,7 +87,7 @@ class AlertBook:
                 "",
                 notes=[_note(alert, actor) for alert in written],
                 alerts=[kept[key] for key in news if key in kept],
-                forgotten_alerts=gone & self._known.keys(),
+                deleted_alerts=gone & self._known.keys(),
             )
         self._known = kept
         return Taken(tuple(written), repeated, late, len(changed) - len(written) + displaced)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidegate.daemon.decisions.generations import Control, Decision, Generation
+from tidegate.daemon.decisions.generations import ControlState, Decision, Generation
 from tidegate.daemon.storage.store import AuditNote
 from tidegate.wire.agent import AgentHello
 from tidegate.wire.base import KnobChanges
@@ -15,16 +15,16 @@ AUDITED: Final = frozenset(
 TEXT: Final = 2_000
 
 
-def decision_note(run: str, before: Control, decision: Decision, at: float) -> AuditNote:
+def decision_note(run: str, before: ControlState, decision: Decision, at: float) -> AuditNote:
     """The row of one decision about a generation."""
     made = decision.generation
     effect = made.outcome
-    if decision.what == "applied":
+    if decision.kind == "applied":
         effect = "first step with it: " + ", ".join(f"rank {r} {s}" for r, s in sorted(made.applied.items())[:32])
-    if decision.what in ("promoted", "condemned", "canary_ended") and made.canary is not None:
+    if decision.kind in ("promoted", "condemned", "canary_ended") and made.canary is not None:
         effect = f"{made.canary.state.replace('_', ' ')}: {made.canary.verdict}"
-    actor = made.author if decision.what == "proposed" else "daemon"
-    return note(run, at, actor, decision.what, made, before=before.committed.knobs, effect=effect)
+    actor = made.author if decision.kind == "proposed" else "daemon"
+    return note(run, at, actor, decision.kind, made, before=before.committed.knobs, effect=effect)
 
 
 def taken_over_notes(hello: AgentHello, held: AgentHello | None, at: float) -> list[AuditNote]:

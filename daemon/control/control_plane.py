@@ -28,15 +28,15 @@ from tidegate.daemon.control.step_writer import History
 from tidegate.daemon.control.trials import Predicted, Trials
 from tidegate.daemon.control.turns import Turns
 from tidegate.daemon.decisions.generations import (
-    Apply,
-    Cast,
-    Control,
+    ControlEvent,
+    ControlState,
     Generation,
-    Happening,
-    Join,
-    Leave,
-    Propose,
+    NewProposal,
+    RankApplied,
+    RankJoined,
+    RankLeft,
     Tick,
+    VoteCast,
     decide,
 )
 from tidegate.daemon.decisions.knob_effect import WINDOW_STEPS, measure
@@ -114,7 +114,7 @@ class ControlPlane:
                 run.orders.call(held.hello.agent)
         run.seat(member)
         self.roster.agents[hello.agent] = (run.name, hello.rank)
-        self._advance(run, Join(hello.rank, fresh=not same))
+        self._advance(run, RankJoined(hello.rank, fresh=not same))
         self.roster.tell_agent(run, member)
         self._finish_left_over(run)
         return self._lease(run, member)
@@ -143,7 +143,7 @@ class ControlPlane:
     def vote(self, agent: str, vote: Vote) -> None:
         run, member = self.roster.member(agent)
         self._revive(run, member)
-        self._advance(run, Cast(member.hello.rank, vote.generation, vote.can, vote.reason, self._clock.wall()))
+        self._advance(run, VoteCast(member.hello.rank, vote.generation, vote.can, vote.reason, self._clock.wall()))
 
     def goodbye(self, agent: str) -> None:
         """The rank ends on purpose. Saying it again is fine."""
@@ -171,7 +171,7 @@ class ControlPlane:
         at, deadline = self._clock.wall(), self._clock.mono() + self._proposal_seconds
         self._advance(
             run,
-            Propose(
+            NewProposal(
                 knobs=_all(run, knobs),
                 changes=changes,
                 author=author,
@@ -233,7 +233,7 @@ class ControlPlane:
             self._finish_left_over(run)
         present = [run.members[rank] for rank in run.control.present]
         if flush and present:
-            self.store.touch([self._record(member) for member in present])
+            self.store.update_agents([self._record(member) for member in present])
 
     def close(self) -> None:
         """Wakes everyone who waits, for good."""
@@ -246,7 +246,7 @@ class ControlPlane:
         """What can be stored is stored, whatever becomes of the rest; raises what went wrong."""
         with ExitStack() as stack:
             for run in self.roster.runs.values():
-                stack.callback(self.store.touch, [self._record(member) for member in run.members.values()])
+                stack.callback(self.store.update_agents, [self._record(member) for member in run.members.values()])
             stack.callback(self.history.close)
             stack.callback(self.history.write)
 
@@ -271,7 +271,7 @@ class ControlPlane:
             decided_at=now,
         )
         self.store.add_run(hello.run, now, first, seated)
-        control = Control(newest=0, committed=first)
+        control = ControlState(newest=0, committed=first)
         self.roster.runs[hello.run] = run = Run(name=hello.run, created_at=now, control=control, latest=first)
         return run
 
@@ -290,7 +290,7 @@ class ControlPlane:
         )  # fmt: skip
         self._advance(
             run,
-            Propose(
+            NewProposal(
                 knobs=after,
                 changes={name: value for name, value in after.items() if before.get(name) != value},
                 author=author,
@@ -306,7 +306,7 @@ class ControlPlane:
     def _applied(self, run: Run, member: Member, generation: int, step: int) -> None:
         member.applied.setdefault(generation, step)
         member.applied_generation = max(member.applied_generation, generation)
-        self._advance(run, Apply(member.hello.rank, generation, step))
+        self._advance(run, RankApplied(member.hello.rank, generation, step))
 
     def _revive(self, run: Run, member: Member) -> None:
         was = self.roster.liveness(member)
@@ -314,7 +314,7 @@ class ControlPlane:
             self.retention.check_quota(run, member.owner)
         self._see(member)
         if member.hello.rank not in run.control.present:
-            self._advance(run, Join(member.hello.rank, fresh=False))
+            self._advance(run, RankJoined(member.hello.rank, fresh=False))
         if was != "live":
             self.roster.tell_agent(run, member)
 
@@ -326,7 +326,7 @@ class ControlPlane:
         record = replace(self._record(member), liveness="finished")
         self.store.save(run.name, agents=[record], notes=[note(run.name, at, actor, "goodbye", reason=reason)])
         member.finished, member.announced = True, "finished"
-        self._advance(run, Leave(rank, at))
+        self._advance(run, RankLeft(rank, at))
         run.orders.call(member.hello.agent)
         self.roster.tell_agent(run, member)
 
@@ -346,7 +346,7 @@ class ControlPlane:
             rank, silent = member.hello.rank, self._lease_seconds * 3
             lost = note(run.name, at, "daemon", "lost", reason=f"Rank {rank} said nothing for {silent:g} s.")
             self.store.save(run.name, agents=[self._record(member)], notes=[lost])
-            self._advance(run, Leave(rank, at))
+            self._advance(run, RankLeft(rank, at))
         member.announced = state
         self.roster.tell_agent(run, member)
         return True
@@ -377,14 +377,14 @@ class ControlPlane:
         self._store_and_tell(run, replace(run.control, committed=measured), [measured], notes)
 
     def _advance(
-        self, run: Run, event: Happening, agents: Sequence[AgentRecord] = (), also: Sequence[AuditNote] = ()
+        self, run: Run, event: ControlEvent, agents: Sequence[AgentRecord] = (), also: Sequence[AuditNote] = ()
     ) -> None:
         """Decides, stores what was decided (with these agents and rows of the audit log), and tells."""
         before = run.control
         control, decisions = decide(before, event)
-        notes = [decision_note(run.name, before, d, self._clock.wall()) for d in decisions if d.what in AUDITED]
+        notes = [decision_note(run.name, before, d, self._clock.wall()) for d in decisions if d.kind in AUDITED]
         # A vote is void after a restart, and ranks tell again what they have: neither is worth a write for each rank.
-        if all(d.what in ("voted", "rank_applied") for d in decisions):
+        if all(d.kind in ("voted", "rank_applied") for d in decisions):
             run.control = control
             run.latest = next((d.generation for d in decisions if d.generation.number == control.newest), run.latest)
             return
@@ -394,7 +394,7 @@ class ControlPlane:
     def _store_and_tell(
         self,
         run: Run,
-        control: Control,
+        control: ControlState,
         generations: list[Generation],
         notes: Sequence[AuditNote],
         agents: Sequence[AgentRecord] = (),

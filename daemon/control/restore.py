@@ -9,7 +9,7 @@ from typing import Final
 
 from tidegate.daemon.control.audit_rows import note
 from tidegate.daemon.control.run import RECENT_STEPS, Clock, Member, Run
-from tidegate.daemon.decisions.generations import Control, Generation
+from tidegate.daemon.decisions.generations import ControlState, Generation
 from tidegate.daemon.decisions.step_window import STEPS_KEPT
 from tidegate.daemon.storage.row_reader import REMEDY
 from tidegate.daemon.storage.step_table import step_of
@@ -87,7 +87,7 @@ def _run(store: Store, name: str, created_at: float, clock: Clock) -> Run | None
         log.error("run %s is left out, none of its committed generations can be read: %s", name, REMEDY)
         return None
     latest = generations[-1]
-    control = Control(newest=max(latest.number, store.newest_number(name)), committed=committed)
+    control = ControlState(newest=max(latest.number, store.newest_number(name)), committed=committed)
     if latest.state == "proposed":
         why = "The daemon restarted before all ranks had answered: nothing was changed."
         canary = latest.canary.closed("superseded", "It never ran.") if latest.canary else None

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from tidegate.daemon.control.liveness import liveness
 from tidegate.daemon.control.timelines import Timelines
-from tidegate.daemon.decisions.generations import Control, Generation
-from tidegate.daemon.decisions.step_window import Figures, Window
+from tidegate.daemon.decisions.generations import ControlState, Generation
+from tidegate.daemon.decisions.step_window import StepFigures, StepWindow
 from tidegate.wire.agent import AgentHello, AgentReport, Rates
 from tidegate.wire.base import KnobChanges, Liveness
 from tidegate.wire.event import Event
@@ -107,7 +107,7 @@ class Member:
     predicted_update_seconds: float | None = None
     timelines: Timelines = field(default_factory=Timelines)
     recent: deque[StepReport] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    window: Window = field(default_factory=Window)
+    window: StepWindow = field(default_factory=StepWindow)
 
     def liveness(self, now: float, lease_seconds: float) -> Liveness:
         if self.finished:
@@ -131,7 +131,7 @@ class Member:
         """Remembers a step; whether it is newer than all before."""
         if step.step <= self.window.newest:
             return False
-        self.window.add(Figures.of(step))
+        self.window.add(StepFigures.of(step))
         self.recent.append(step)
         return True
 
@@ -171,7 +171,7 @@ class Member:
 class Run:
     name: str
     created_at: float
-    control: Control
+    control: ControlState
     latest: Generation
     """The newest generation, whatever became of it: the one that If-Match names."""
     members: dict[int, Member] = field(default_factory=dict)

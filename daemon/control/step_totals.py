@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from tidegate.daemon.control.run import Run
-from tidegate.daemon.decisions.step_window import Figures
+from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.wire.run import RunTotals
 from tidegate.wire.step import StepReport
 
@@ -20,7 +20,7 @@ def totals(run: Run) -> RunTotals | None:
         return None
     newest = max(common)
     steps = {rank: by_number[newest] for rank, by_number in told.items()}
-    figures = {rank: Figures.of(step) for rank, step in steps.items()}
+    figures = {rank: StepFigures.of(step) for rank, step in steps.items()}
     slowest = max(figures, key=lambda rank: (figures[rank].seconds, -rank))
     tokens = [step.tokens for step in steps.values() if step.tokens is not None]
     return RunTotals(

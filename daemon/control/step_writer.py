@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from tidegate.daemon.control.run import Clock, Member
-from tidegate.daemon.storage.step_table import StepTable, ToldStep, step_of
+from tidegate.daemon.storage.step_table import StepRecord, StepTable, step_of
 from tidegate.wire.step import StepReport
 
 WRITE_SECONDS: Final = 1.0
@@ -35,11 +35,11 @@ class History:
         self._table = table
         self._keep_seconds = keep_seconds
         self._clock = clock
-        self._unwritten: deque[ToldStep] = deque(maxlen=UNWRITTEN_KEPT)
+        self._unwritten: deque[StepRecord] = deque(maxlen=UNWRITTEN_KEPT)
         self._uncleaned: dict[str, int] = {}
         self._firsts: dict[str, int] = {}
         self._thread = ThreadPoolExecutor(1, "tidegate-history")
-        self._under_way: tuple[list[ToldStep], dict[str, int], Future[None]] | None = None
+        self._under_way: tuple[list[StepRecord], dict[str, int], Future[None]] | None = None
         self._written_at = clock.mono()
         self._swept_at = -math.inf
 
@@ -48,7 +48,7 @@ class History:
         if not steps:
             return
         agent, at = member.hello.agent, self._clock.wall()
-        self._unwritten.extend(ToldStep(agent, step.step, at, step.model_dump_json()) for step in steps)
+        self._unwritten.extend(StepRecord(agent, step.step, at, step.model_dump_json()) for step in steps)
         self._uncleaned[agent] = self._uncleaned.get(agent, 0) + len(steps)
         if self._uncleaned[agent] >= STEPS_BEFORE_CLEANING:
             self._uncleaned[agent] = 0

@@ -11,8 +11,8 @@ from typing import Final
 from tidegate.daemon.control import serializers
 from tidegate.daemon.control.run import Clock, Run
 from tidegate.daemon.decisions.canary import MIN_STEPS_BEFORE, SETTLING_STEPS, Canary, Step, common_steps, judge
-from tidegate.daemon.decisions.generations import Generation, Happening, Judge, Propose
-from tidegate.daemon.decisions.step_window import Figures
+from tidegate.daemon.decisions.generations import ControlEvent, Generation, NewProposal, TrialJudged
+from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.storage.store import Store
 from tidegate.knobs.knobs import same
@@ -43,7 +43,7 @@ class Trials:
     """`advance(run, event)` decides, stores and tells."""
 
     def __init__(
-        self, store: Store, advance: Callable[[Run, Happening], None], clock: Clock, proposal_seconds: float
+        self, store: Store, advance: Callable[[Run, ControlEvent], None], clock: Clock, proposal_seconds: float
     ) -> None:
         self._store = store
         self._advance = advance
@@ -102,7 +102,7 @@ class Trials:
         judged = judge(committed.canary, self._steps(run))
         self._not_before[run.name] = began + LOOK_RATIO * (self._clock.mono() - began)
         if judged != committed.canary:
-            self._advance(run, Judge(committed.number, judged))
+            self._advance(run, TrialJudged(committed.number, judged))
             self.tick(run, self._clock.mono())
 
     def tick(self, run: Run, now: float) -> None:
@@ -159,7 +159,7 @@ class Trials:
         knobs, before = self._knobs(run, target), run.control.committed.knobs
         changed = {n: v for n, v in knobs.items() if n not in before or not same(n, before[n], v)}
         at, deadline = self._clock.wall(), self._clock.mono() + self._proposal_seconds
-        event = Propose(
+        event = NewProposal(
             knobs=knobs, changes=changed, author=author, reason=reason, at=at, deadline=deadline, restores=target.number
         )
         self._advance(run, event)
@@ -173,7 +173,7 @@ class Trials:
         """Steps that all present ranks ran with the committed generation; who has not told since when is left out."""
         committed = run.control.committed
         firsts: list[int] = []
-        ranks: list[tuple[Iterable[Figures], int | None]] = []
+        ranks: list[tuple[Iterable[StepFigures], int | None]] = []
         for rank in sorted(run.control.present & run.members.keys()):
             member = run.members[rank]
             first = member.applied.get(committed.number, committed.applied.get(rank))

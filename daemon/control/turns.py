@@ -40,21 +40,21 @@ class Turns:
         holds the database's write lock it is called again, between the turns of others, for `WAIT_SECONDS`. When that
         was in vain, nobody waits until one has had the lock.
         """
-        patience, loop = self._store.patience, asyncio.get_running_loop()
+        timeout, loop = self._store.lock_timeout, asyncio.get_running_loop()
         deadline = loop.time() + WAIT_SECONDS
         while True:
             async with self._turn():
-                patience.at_once = True
+                timeout.at_once = True
                 try:
                     return await greenlet_spawn(functools.partial(decide, *args, **more))
                 except OperationalError as error:
                     if not is_busy(error):
                         raise
-                    if patience.in_vain or loop.time() >= deadline:
-                        patience.in_vain = True
+                    if timeout.gave_up or loop.time() >= deadline:
+                        timeout.gave_up = True
                         raise
                 finally:
-                    patience.at_once = False
+                    timeout.at_once = False
             await asyncio.sleep(TRY_SECONDS)
 
     @asynccontextmanager

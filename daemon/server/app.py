@@ -60,7 +60,7 @@ def create_app(settings: Settings) -> FastAPI:
         keep_seconds=settings.keep_reports_seconds,
         keep_runs_seconds=settings.keep_runs_seconds,
     )
-    store.hurry()
+    store.use_short_timeout()
     app = FastAPI(
         title="Tidegate",
         version=_version(),

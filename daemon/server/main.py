@@ -24,7 +24,7 @@ from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.security.connections import Connection, ConnectionLimiter, descriptor_limit, raise_descriptor_limit
 from tidegate.daemon.server.app import create_app
 from tidegate.daemon.server.http_protocol import Acceptor, Protocol
-from tidegate.daemon.storage.database_file import told
+from tidegate.daemon.storage.database_file import database_errors_explained
 from tidegate.daemon.storage.state_directory import exclusive, prepare, unwritable, write_private
 from tidegate.errors import DaemonError
 
@@ -67,7 +67,7 @@ def serve(settings: Settings) -> int:
         home = prepare(settings.state_dir)
         settings.announced_host(settings.bind)  # checks the certificate before a port is taken
         with exclusive(home), _listen(settings.bind, settings.port) as listener:
-            with told("The daemon has not started"):
+            with database_errors_explained("The daemon has not started"):
                 server = make_server(create_app(settings), settings)
             if threading.current_thread() is threading.main_thread():
                 # Needed until uvicorn has installed its own handlers, and after its shutdown, when it raises the signal

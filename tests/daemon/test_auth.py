@@ -359,7 +359,7 @@ def test_a_token_outlives_a_database_that_is_begun_anew(tmp_path: Path) -> None:
         token = daemon.tokens["operate"]
     for path in tmp_path.glob("tidegate.db*"):
         path.unlink()
-    with pytest.raises(DaemonError, match=r"tidegate\.db is missing, and there was one: bring back a copy"):
+    with pytest.raises(DaemonError, match=r"tidegate\.db is missing, and there was one: restore a backup"):
         create_app(Settings(state_dir=tmp_path))
     (tmp_path / "database.made").unlink()
     with threaded(tmp_path) as daemon:

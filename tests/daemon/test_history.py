@@ -22,7 +22,7 @@ from tidegate.daemon.control import serializers as views_of
 from tidegate.daemon.control.control_plane import FLUSH_SECONDS, ControlPlane
 from tidegate.daemon.control.run import Clock, Member
 from tidegate.daemon.control.step_writer import STEPS_BEFORE_CLEANING, SWEEP_SECONDS, WRITE_SECONDS, History
-from tidegate.daemon.decisions.step_window import STEPS_KEPT, Figures, Window
+from tidegate.daemon.decisions.step_window import STEPS_KEPT, StepFigures, StepWindow
 from tidegate.daemon.storage import step_table
 from tidegate.daemon.storage.store import Store
 from tidegate.knobs.knobs import Knobs
@@ -30,14 +30,14 @@ from tidegate.wire.agent import AgentReport
 
 UNKNOWN = st.none() | st.floats(0, 1e12)
 FIGURES = st.builds(
-    Figures, st.integers(0, 2**62), st.floats(0, 1e6), st.floats(0, 1e6), UNKNOWN, UNKNOWN, st.booleans()
+    StepFigures, st.integers(0, 2**62), st.floats(0, 1e6), st.floats(0, 1e6), UNKNOWN, UNKNOWN, st.booleans()
 )
 
 
 @given(st.lists(FIGURES, max_size=40), st.integers(0, 2 * STEPS_KEPT))
-def test_a_window_is_the_newest_of_what_it_was_given(figures: list[Figures], many: int) -> None:
-    window, plain = Window(), deque[Figures](maxlen=STEPS_KEPT)
-    for row in [Figures(n, 1.0, 2.0, None, 3.0, False) for n in range(many)] + figures:
+def test_a_window_is_the_newest_of_what_it_was_given(figures: list[StepFigures], many: int) -> None:
+    window, plain = StepWindow(), deque[StepFigures](maxlen=STEPS_KEPT)
+    for row in [StepFigures(n, 1.0, 2.0, None, 3.0, False) for n in range(many)] + figures:
         window.add(row)
         plain.append(row)
     assert list(window) == list(plain)
