@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from tidegate.daemon import problems
 from tidegate.daemon.configuration.settings import Settings
-from tidegate.daemon.control.alerts import AlertBook
+from tidegate.daemon.control.alerts import AlertRegistry
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.routes import (
     advice,
@@ -73,14 +73,14 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.plane = plane
     app.state.proof_key = proof_key(home)
     app.state.readiness = Readiness(store)
-    app.state.alerts = book = AlertBook(store)
+    app.state.alerts = book = AlertRegistry(store)
     plane.retention.deleted = book.forget
     app.state.registry = registry = CollectorRegistry()
     registry.register(RunCollector(plane))
     app.state.refused = refused_connections(registry)
     problems.install(app)
     routers = [
-        agents.hot,
+        agents.fast_router,
         *(
             part.router
             for part in (
@@ -125,7 +125,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
     finally:
         plane.close()
-        async with plane.turns.none():
+        async with plane.turns.stopped():
             timer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await timer

@@ -31,8 +31,8 @@ class RunCollector(Collector):
         agents = GaugeMetricFamily("tidegate_agents", BY_NAME["tidegate_agents"].help, labels=["run", "state"])
         name = "tidegate_desired_generation"
         generations = GaugeMetricFamily(name, BY_NAME[name].help, labels=["run"])
-        for run in self._plane.roster.runs.values():
-            count = Tally(self._plane.roster.states(run).values())
+        for run in self._plane.registry.runs.values():
+            count = Tally(self._plane.registry.states(run).values())
             for state in STATES:
                 agents.add_metric([run.name, state], count[state])
             generations.add_metric([run.name], run.control.committed.number)

@@ -199,7 +199,7 @@ def test_the_way_back_is_asked_for_once_in_five_seconds(tmp_path: Path) -> None:
     plane = ControlPlane(store, clock=Clock(wall=lambda: now[0], mono=lambda: now[0]))
     message = hello("llama")
     plane.hello(message, Knobs(stride=2.0, static_ratio=0.0))
-    run = plane.roster.run("llama")
+    run = plane.registry.run("llama")
 
     def say(generation: int, *numbers: int, seconds: float = 1.0) -> None:
         """Steps, the first ones under `generation`."""
