@@ -1,4 +1,4 @@
-"""What `streamlit run` runs."""
+"""Streamlit's entry script: draws the page of the address."""
 
 from tidegate.dashboard.pages.frame import app
 

@@ -1,4 +1,4 @@
-"""Values told apart by who they are, not by what is in them: for caches of what is made of large ones."""
+"""Cache key that compares objects by identity instead of by value, for functions with large arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ T = TypeVar("T")
 
 
 class Same(Generic[T]):
-    """Equal to another one of the very same object. A cache that has it as a key keeps the object."""
+    """A wrapper that equals another wrapper only if both hold the same object. A cache with such a key keeps the object
+    alive."""
 
     __slots__ = ("value",)
 

@@ -1,4 +1,4 @@
-"""Alerts and audit: what fires in a run and what to do about it, and everything that was ever done to it."""
+"""Page Alerts: the firing and resolved alerts of a run with their remedies, and the run's audit log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Now: every run that goes on as a card, newest first, those that ended folded away, and the one thing to do next."""
+"""Page Now: running runs as cards, newest first; ended runs collapsed; and the most urgent suggested action."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from tidegate.dashboard.widgets import card, states
 from tidegate.wire.run import RunView
 
 CARDS: Final = 24
-"""More runs than that are rows of a table below."""
+"""Cards, at most; further runs are rows of a table below."""
 ENDED_SHOWN: Final = 3
-"""Runs that ended and are cards while none goes on; others are folded away."""
-ASKED: Final = 3
+"""Ended runs that are shown as cards while no run is running; the other ended runs are collapsed."""
+MAX_ADVISED: Final = 3
+"""Runs for which advice is requested, at most."""
 FILTER: Final = "now_filter"
 PLACES: Final = {"run": "Open the run", "tune": "Tune it", "timeline": "Open its timeline", "alerts": "See alerts"}
 
@@ -38,7 +39,7 @@ def now(place: Place) -> None:
 
 @live
 def _runs(place: Place) -> None:
-    """All cards. Drawn before the one thing to do next, for which the daemon may have to think."""
+    """Draws all cards. They are drawn before the suggested action, for which the daemon may need some time."""
     found = queries.runs(place.url)
     if not found.runs:
         states.nothing_yet(place.url, found)
@@ -69,7 +70,7 @@ def _filtered(runs: tuple[RunView, ...]) -> list[RunView]:
 
 @live
 def _next(place: Place) -> None:
-    """How many there are of each kind, and what to do."""
+    """Draws the number of runs by liveness, and the suggested action."""
     found = queries.runs(place.url)
     if not found.runs:
         return
@@ -95,7 +96,7 @@ def _next(place: Place) -> None:
 
 
 def _nothing(unknown: list[str]) -> None:
-    """Says so only where everything is known."""
+    """Draws that there is nothing to do; or, with the sentences `unknown`, that nothing to do is known."""
     if unknown:
         st.html(markup.advice("Nothing to do is known.", " ".join(unknown), "stale"))
         return
@@ -106,11 +107,12 @@ def _nothing(unknown: list[str]) -> None:
 def _most_urgent(
     url: str, tasks: list[triage.Task], generations: Mapping[str, int]
 ) -> tuple[triage.Task | None, list[str]]:
-    """The first task that is one, with advice; and what is not known about those before it, as sentences.
+    """The most urgent task, with advice; and sentences on tasks before it that could not be decided.
 
-    The model is asked about a few runs at most."""
+    Advice is requested for a few runs at most.
+    """
     unknown = []
-    for task in tasks[:ASKED]:
+    for task in tasks[:MAX_ADVISED]:
         advice = None
         if task.page == "tune":
             reading = read_cache.ADVICE.get(url, (task.run, generations[task.run]))
@@ -119,6 +121,6 @@ def _most_urgent(
                 unknown.append(f"What the model advises for {task.run} is not known: {reading.problem}")
         if (found := triage.with_advice(task, advice)) is not None:
             return found, unknown
-    if tasks[ASKED:]:
-        unknown.append(f"Of {len(tasks)} runs that spend much of a step on the update, {ASKED} were looked into.")
+    if tasks[MAX_ADVISED:]:
+        unknown.append(f"Of {len(tasks)} runs that spend much of a step on the update, {MAX_ADVISED} were looked into.")
     return None, unknown

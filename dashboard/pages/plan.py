@@ -1,4 +1,4 @@
-"""Plan: does a model train on a machine, where will its state live, how long is an iteration, what would help."""
+"""Page Plan: the capacity planner, which predicts memory use and iteration time of a model on a machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidegate.dashboard.widgets import plan_answer, plan_form
 
 
 def plan(_place: Place) -> None:
-    """Needs no daemon and no run. The answer comes with each edit."""
+    """Draws the page. It needs no daemon and no run; the answer is computed again at each edit."""
     st.html(snippets.STYLE)
     _plan()
 

@@ -1,4 +1,4 @@
-"""Run: where the time, the bytes and the memory of one rank go."""
+"""Page Run: charts of time, transfers and memory of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timeline: one update, op by op, on its lanes; what was measured above what was predicted."""
+"""Page Timeline: Gantt chart of one update with all ops on their lanes, measured above predicted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _head(place: Place) -> None:
 
 
 def _controls(place: Place) -> int | None:
-    """The step to show, None for the newest. Not live: a list must not change while somebody chooses from it."""
+    """The step to show, None for the newest. Not a live section: a list must not change while the viewer chooses."""
     asked = st.query_params.get("step", "")
     step = int(asked) if asked.isdecimal() else None
     steps = sorted({*queries.kept_steps(place.url, place.run, place.rank), *([step] if step is not None else [])})
@@ -71,7 +71,7 @@ def _controls(place: Place) -> int | None:
 
 
 def _show(place: Place, step: int | None) -> None:
-    """Puts the step into the address before the page is drawn, so that it is drawn once."""
+    """Writes the step into the address before the page is drawn, so that the page is drawn only once."""
     asked = {"run": place.run} | ({"rank": str(place.rank)} if place.rank else {})
     st.query_params.from_dict(asked | ({} if step is None else {"step": str(step)}))
 
@@ -93,7 +93,7 @@ def _newest(place: Place) -> None:
 
 
 def _one(place: Place, step: int) -> None:
-    """Nothing of it changes any more."""
+    """Draws the timeline of a fixed step, which does not change any more and needs no refresh."""
     view = queries.timeline(place.url, place.run, place.rank, step)
     if view is None:
         sentence = f"The timeline of step {step} is not kept any more: choose another step above, or follow the newest."
@@ -125,7 +125,7 @@ def _expected(place: Place, view: TimelineView) -> TimelineView | None:
 
 
 def _trace(place: Place, step: int | None) -> str:
-    """The step as a Chrome trace; an empty one when it is gone meanwhile."""
+    """The step as a Chrome trace; an empty trace if the timeline is no longer stored."""
     if step is None:
         view = queries.newest_timeline(place.url, place.run, place.rank)
     else:

@@ -1,4 +1,4 @@
-"""Tune: the knobs of a run as they are, what turning them would do, the fields that turn them, and the way back."""
+"""Page Tune: the present knobs of a run, the fields that change them, the preview of a change, and rollback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidegate.dashboard.widgets import advice, editor, forecast, header, history
 
 
 def tune(place: Place) -> None:
-    """What is live is in fragments; the editor is not, so that a refresh never eats an edit."""
+    """Draws the page. Live sections refresh as fragments; the editor does not, so that a refresh discards no edit."""
     st.html(snippets.STYLE)
     _head(place)
     left, right = st.columns([4, 7], gap="medium")

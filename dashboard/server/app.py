@@ -1,4 +1,4 @@
-"""What `streamlit run` serves: the pages of `main.py`, and the way in, behind the guard."""
+"""The ASGI application that `streamlit run` serves: the pages of `main.py` and the sign-in routes, behind the guard."""
 
 from starlette.middleware import Middleware
 from streamlit.starlette import App

@@ -1,4 +1,4 @@
-"""What the buttons of the page Tune do: each asks the daemon with the viewer's own token and leaves a notice."""
+"""Actions of the buttons on the page Tune: each sends a request with the viewer's token, and shows a notice."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tidegate.wire.canary import CanaryRequest
 from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView
 
 WAIT_SECONDS: Final = 2.0
-"""How long a viewer waits for the ranks to agree; what becomes of a change later is on the page."""
+"""Longest wait for the ranks' votes after a button is pressed; the page shows later results."""
 NOT_SET: Final = "Not set"
 TIMEOUT_SECONDS: Final = 10.0
-"""A preview of many subgroups takes a while."""
+"""Timeout of a request; a preview of many subgroups takes some seconds."""
 
 
 def preview(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
-    """Asks what the edits would do; changes nothing."""
+    """Requests a preview of the edits; changes nothing."""
     at = desks.desk(run)
     changes = _changes(at, bounds)
     if changes is None:
@@ -35,7 +35,7 @@ def preview(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
 
 
 def set_knobs(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
-    """Makes a generation of the edits, on trial if the viewer wants that. What was refused stays as it was typed."""
+    """Sends the edits as a new generation, on trial if the viewer wants that. Refused edits stay in the fields."""
     at = desks.desk(run)
     changes = _changes(at, bounds)
     if changes is None:
@@ -52,7 +52,7 @@ def set_knobs(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
 
 
 def roll_back(url: str, run: str, to: int, reason: str) -> None:
-    """Brings back the knobs of generation `to`, whatever is being edited."""
+    """Restores the knobs of generation `to`, independent of the edits."""
     at = desks.desk(run)
 
     def ask(client: DaemonClient) -> None:
@@ -65,7 +65,7 @@ def roll_back(url: str, run: str, to: int, reason: str) -> None:
 
 
 def keep_token(url: str, knobs: KnobsView, given: str) -> None:
-    """Keeps the token for this session once the daemon takes it, or while the daemon is away."""
+    """Stores the token in this session if the daemon accepts it, or while the daemon cannot be reached."""
     at = desks.desk(knobs.run)
     at.notice = None
     name = next(iter(knobs.bounds))
@@ -80,11 +80,12 @@ def keep_token(url: str, knobs: KnobsView, given: str) -> None:
         at.notice = ("error", f"The daemon does not accept this operate token. ({error})")
         return
     except (DaemonError, KnobError):
-        pass  # the token opened the door: what is wrong behind it is told when something is asked
+        pass  # the token was accepted; other errors appear at the next request
     desks.keep_token(given)
 
 
 def _made(at: Desk, made: GenerationView, now: KnobsView) -> None:
+    """Updates the edits and the notice after a generation was made."""
     good, sentence = knob_edits.outcome(made)
     seen = at.preview
     if good and seen is not None and seen.generation == at.generation and seen.changed == made.changes:
@@ -102,7 +103,7 @@ def _made(at: Desk, made: GenerationView, now: KnobsView) -> None:
 
 
 def _changes(at: Desk, bounds: Mapping[str, KnobBound]) -> dict[str, KnobValue] | None:
-    """What the edits ask for; None, with a notice, when there is nothing to send."""
+    """The changes that the edits make; None, with a notice, if there is nothing to send or an edit is invalid."""
     parsed = knob_edits.parse(at.draft, bounds)
     if parsed.errors:
         at.notice = ("error", " ".join(parsed.errors.values()))
@@ -115,7 +116,7 @@ def _changes(at: Desk, bounds: Mapping[str, KnobBound]) -> dict[str, KnobValue] 
 
 
 def _ask(url: str, run: str, at: Desk, ask: Callable[[DaemonClient], None], failed: str = NOT_SET) -> None:
-    """Asks, and tells what went wrong as a sentence that begins with `failed`."""
+    """Sends a request; an error becomes a notice that begins with `failed`."""
     try:
         with DaemonClient(url, desks.token(), TIMEOUT_SECONDS) as client:
             ask(client)
@@ -132,7 +133,7 @@ def _ask(url: str, run: str, at: Desk, ask: Callable[[DaemonClient], None], fail
 
 
 def _conflict(url: str, run: str, at: Desk) -> None:
-    """The edit stays; it stands on the newest generation now."""
+    """Handles a conflict with another change: the edit is kept, and now refers to the newest generation."""
     draft = at.draft
     try:
         now, generations = queries.fresh_knobs(url, run)

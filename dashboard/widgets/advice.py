@@ -1,4 +1,4 @@
-"""What the model would choose for the run, with one press to see it in figures."""
+"""Knob advice of the model for the run, with a button for a preview."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidegate.wire.prediction import Advice
 
 
 def advice(place: Place, snapshot: Snapshot) -> None:
-    """A sentence; with a change in it, a button that puts the change into the fields and previews it."""
+    """Draws the advice as a sentence; if it has a change, with a button that fills the fields and previews it."""
     found = read_cache.ADVICE.get(place.url, (place.run, snapshot.knobs.generation))
     told = found.value.sentence if found.value else found.problem or "No advice yet."
     left, right = st.columns([4, 1], vertical_alignment="center")

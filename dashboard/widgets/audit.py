@@ -1,4 +1,4 @@
-"""The audit log of a run: who, what, why, before, after, effect; looked through by words, action and author."""
+"""Audit log of a run as a table, filtered by text, action and author."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GOOD: Final = ("applied", "promoted", "alert_resolved")
 
 
 def audit(place: Place) -> None:
-    """The filters, which a refresh leaves alone, and the rows that they take. The address keeps the filters."""
+    """Draws the filters, which do not refresh, and the rows that they take. The filters are part of the address."""
     known = read_cache.AUDIT.get(place.url, (place.run, DEPTHS[0])).value or []
     st.html(markup.title("Audit log", "append-only; every change of knobs and every alert"))
     asked = st.query_params
@@ -70,14 +70,14 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
 
 
 def _at(place: Place, name: str, value: object) -> str:
-    """The key of a filter, which begins with `value`."""
+    """The session key of a filter, with `value` as its first value."""
     key = f"audit_{name}:{place.run}"
     st.session_state.setdefault(key, value)
     return key
 
 
 def _remember(place: Place, found: Filter) -> None:
-    """In the address, so that it can be sent to somebody."""
+    """Writes the filter into the address, so that the link can be shared."""
     values = {"q": found.text, "what": ",".join(sorted(found.actions)), "who": found.actor}
     for name, value in values.items():
         if value and st.query_params.get(name) != value:

@@ -1,4 +1,4 @@
-"""The fields that turn the knobs. Outside of the live parts, and empty until typed in: a refresh never eats an edit."""
+"""Editor of the knobs: a field for each knob, reason, trial and buttons. It does not refresh: no edit is discarded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOTICE: Final = {"error": st.error, "warning": st.warning, "success": st.succes
 
 @st.fragment
 def editor(place: Place, knobs: KnobsView) -> None:
-    """Token, a field for each knob, and the buttons; drawn anew only when the viewer touches it."""
+    """Draws the token field, a field for each knob, and the buttons; drawn again only when the viewer acts."""
     at, allowed = edit_session.desk(place.run), bool(edit_session.token())
     at.begin(knobs)
     st.html(markup.title("Turn the knobs", "all ranks apply a change between the same two steps"))
@@ -34,7 +34,7 @@ def editor(place: Place, knobs: KnobsView) -> None:
 
 
 def _access(place: Place, knobs: KnobsView, allowed: bool) -> None:
-    """Asks for the operate token, or says that there is one."""
+    """Draws the field for the operate token, or a note that there is a token."""
     key = f"token:{place.run}"
     with st.container(horizontal=True, vertical_alignment="center", key="access"):
         if allowed:
@@ -51,7 +51,7 @@ def _access(place: Place, knobs: KnobsView, allowed: bool) -> None:
 
 
 def _where_it_is() -> str:
-    """Where the operate token is, in Markdown."""
+    """The place of the operate token, as a sentence in Markdown."""
     file = token_dir() / "operate.token"
     if file.is_file():
         return f"The operate token is in `{file}`."
@@ -63,7 +63,7 @@ def _take_token(url: str, knobs: KnobsView, key: str) -> None:
 
 
 def _field(at: Desk, run: str, name: str, bound: KnobBound, allowed: bool, problem: str) -> None:
-    """Name and bounds on the left; what is wrong stands where the bounds were, so that nothing moves."""
+    """Draws a knob's name, bounds and field. An error replaces the bounds, so that the layout does not change."""
     key = f"knob:{run}:{name}:{at.filling}"
     left, right = st.columns([11, 9], gap="small", vertical_alignment="center")
     left.html(snippets.knob_label(name, problem or knob_edits.accepted(bound), bound.help, wrong=bool(problem)))
@@ -114,11 +114,11 @@ def _bar(place: Place, knobs: KnobsView, at: Desk, allowed: bool) -> None:
             st.button("Discard", key="discard", disabled=off, on_click=_discard, args=(run, knobs)),
         )
     if any(pressed):
-        st.rerun()  # the live parts tell what came of it
+        st.rerun()  # the live sections show the result
 
 
 def _kept(key: str, value: object) -> None:
-    """What was typed before the viewer went to another page and came back."""
+    """Restores a field's value after the viewer has left the page and come back."""
     st.session_state.setdefault(key, value)
 
 
@@ -142,7 +142,7 @@ def _discard(run: str, knobs: KnobsView) -> None:
 
 
 def _notice(at: Desk) -> None:
-    """What came of the last press of a button; it goes with the next edit."""
+    """Draws the result of the last action; the next edit removes it."""
     if at.notice:
         tone, sentence = at.notice
         draw: Any = _NOTICE[tone]

@@ -1,4 +1,4 @@
-"""The Gantt of one update with its words, and what each lane and each wait came to, measured and predicted."""
+"""Gantt chart of one update with its caption, and tables of lanes and waits, measured and predicted."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tidegate.wire.timeline import TimelineView
 from tidegate.wire.translation import as_timeline, as_view
 
 KEPT: Final = 16
-"""Predictions and figures: of thousands of ops they take a third of a second, and mostly the step is still the same."""
+"""Cached predictions and figures. With thousands of ops they take a third of a second, and the step often repeats."""
 NOTHING_YET = "No update has been measured yet. It shows here when the first step has finished."
 GONE = "The updates of this run are not kept any more: the daemon has them in memory until it ends."
 
 
 def expected(view: TimelineView, rates: RateCard | None) -> TimelineView | None:
-    """What the simulator expects of the ops of `view`; None where it cannot tell: no rates yet, or spans left out."""
+    """The predicted timeline of the ops of `view`; None without rates, or if `view` does not have all spans."""
     if rates is None or view.num_spans > len(view.spans):
         return None
     return _expected(Same(view), Same(rates))
@@ -52,7 +52,7 @@ def _figure(view: Same[TimelineView], predicted: Same[TimelineView | None], scop
 def chart(
     view: TimelineView | None, predicted: TimelineView | None, scope: Scope, critical: bool, gone: bool = False
 ) -> None:
-    """The update by lane. gone: the run ended, no other update comes."""
+    """Draws the Gantt chart of the update. gone: the run has ended, so no other update will come."""
     if view is None:
         st.html(markup.title("Update, by lane"))
         draw(chart_style.empty(GONE if gone else NOTHING_YET, HEIGHT), "gantt")
@@ -75,7 +75,7 @@ def _words(view: TimelineView, predicted: TimelineView | None) -> str:
 
 
 def lanes(view: TimelineView, predicted: TimelineView | None) -> None:
-    """How busy each lane was in the update, at what speed, and what was expected."""
+    """Draws a table of the lanes: busy time, speed, and predicted busy time."""
     expected = {use.lane: use for use in lane_use(predicted, *window(predicted, "update"))} if predicted else {}
     rows = []
     for use in lane_use(view, *window(view, "update")):
@@ -96,7 +96,7 @@ def lanes(view: TimelineView, predicted: TimelineView | None) -> None:
 
 
 def _work(use: LaneUse) -> tuple[str, str]:
-    """What the lane moved or updated, and how fast."""
+    """The bytes or parameters of a lane, and their rate, as text."""
     if use.nbytes:
         return units.nbytes(use.nbytes), units.rate(use.bytes_per_second)
     if use.numel:
@@ -105,7 +105,7 @@ def _work(use: LaneUse) -> tuple[str, str]:
 
 
 def waits(view: TimelineView, predicted: TimelineView | None) -> None:
-    """What the update waited for, and what it was expected to wait for."""
+    """Draws a table of the update's waits by cause, measured and predicted."""
     found = exposed_waits(as_timeline(view))
     expected = exposed_waits(as_timeline(predicted)) if predicted else {}
     first, last = window(view, "update")

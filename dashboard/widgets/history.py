@@ -1,4 +1,4 @@
-"""Every generation of the run: who, when, why, what became of it; and the way back to any that ever ran."""
+"""Table of the run's generations (author, time, reason, result), and rollback to any generation that ran."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS: Final = ("no.", "state", "change", "when", "by", "reason", "what came o
 
 
 def history(place: Place, snapshot: Snapshot) -> None:
-    """The newest generations, newest first, and the button to go back."""
+    """Draws the newest generations, newest first, and the rollback button."""
     made = list(snapshot.generations)[::-1]
     note = f"newest {SHOWN} of {len(made)}" if len(made) > SHOWN else "each keeps all knobs, so that it can come back"
     left, right = st.columns([5, 1], vertical_alignment="bottom")
@@ -45,7 +45,7 @@ def history(place: Place, snapshot: Snapshot) -> None:
 
 
 def outcome(view: GenerationView) -> str:
-    """Why it was not applied, or what it was measured to do."""
+    """The reason why a generation was not applied, or its measured effect."""
     if view.state in BAD:
         return view.outcome
     told = []
@@ -60,7 +60,7 @@ def outcome(view: GenerationView) -> str:
 
 
 def restorable(snapshot: Snapshot) -> list[GenerationView]:
-    """Generations that ever ran, newest first, without those whose knobs the run has now."""
+    """Generations that ran, newest first, except generations with the run's present knobs."""
     now = snapshot.knobs.desired
     ran = [view for view in snapshot.generations if view.state in ("committed", "applied") or view.applied]
     return [view for view in reversed(ran) if dict(view.knobs) != dict(now)]

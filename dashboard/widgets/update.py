@@ -1,4 +1,4 @@
-"""What updates wait for, and who does them."""
+"""Stalls of the update by cause, and the division of updates between device and CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def waits(snapshot: Snapshot, figures: Digest) -> None:
 
 
 def division(snapshot: Snapshot, figures: Digest) -> None:
-    """Who updates, what lives where, and what the simulator expected."""
+    """The division of updates, the residences of state, and the simulator's prediction, as text."""
     last = snapshot.steps[-1] if snapshot.steps else None
     rows = [*_shares("updated by", "params", last.update_params if last else {})]
     rows += _shares("state on", "subgroups", last.subgroups if last else {})
