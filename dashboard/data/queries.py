@@ -11,7 +11,7 @@ from typing import Final
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.dashboard.data import read_cache
 from tidegate.dashboard.data.clients import reader
-from tidegate.dashboard.data.read_cache import Kept
+from tidegate.dashboard.data.read_cache import CachedQuery
 from tidegate.errors import DaemonError, NotFound
 from tidegate.speeds.rate_card import RateCard
 from tidegate.wire.knobs import GenerationView, KnobsView
@@ -49,7 +49,7 @@ class Runs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class SnapshotReading:
     """The newest available snapshot. `problem`: why it is not up to date."""
 
     snapshot: Snapshot | None = None
@@ -75,10 +75,10 @@ def runs(url: str) -> Runs:
     return Runs(runs=reading.value or (), problem=reading.problem)
 
 
-def look(url: str, run: str, rank: int) -> Look:
+def look(url: str, run: str, rank: int) -> SnapshotReading:
     """The snapshot of one rank; the last one if the daemon cannot be reached."""
     reading = _SNAPSHOTS.get(url, (run, rank))
-    return Look(snapshot=reading.value, problem=reading.problem)
+    return SnapshotReading(snapshot=reading.value, problem=reading.problem)
 
 
 def newest_timeline(url: str, run: str, rank: int) -> TimelineView | None:
@@ -189,8 +189,8 @@ def _read_rates(client: DaemonClient, key: tuple[str, int]) -> RateCard | None:
     return None if found is None else RateCard.from_dict(found.model_dump())
 
 
-_RUNS: Final = Kept(_read_runs, 1.0, 8)
-_SNAPSHOTS: Final = Kept(_read_snapshot, 1.0)
-_TIMELINES: Final = Kept(_read_timeline, LONGEST_SECONDS, 16)
-_RATES: Final = Kept(_read_rates, 10.0)
-_STEPS: Final = Kept(lambda client, key: client.timelines(*key).steps, 2.0)
+_RUNS: Final = CachedQuery(_read_runs, 1.0, 8)
+_SNAPSHOTS: Final = CachedQuery(_read_snapshot, 1.0)
+_TIMELINES: Final = CachedQuery(_read_timeline, LONGEST_SECONDS, 16)
+_RATES: Final = CachedQuery(_read_rates, 10.0)
+_STEPS: Final = CachedQuery(lambda client, key: client.timelines(*key).steps, 2.0)

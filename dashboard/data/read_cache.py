@@ -38,7 +38,7 @@ class _Entry(Generic[T]):
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Kept(Generic[T]):
+class CachedQuery(Generic[T]):
     """A cached query: reads a value at most every `seconds` for each daemon and key. Thread-safe.
 
     All callers get the same object, so they must not change it.
@@ -92,15 +92,15 @@ class Kept(Generic[T]):
             return Reading(value=before.value, problem=clients.explain(error, url), error=error, read_at=before.read_at)
 
 
-_KINDS: list[Kept[Any]] = []
+_KINDS: list[CachedQuery[Any]] = []
 
-ADVICE: Final = Kept(lambda client, key: client.advice(key[0]), 20.0)
+ADVICE: Final = CachedQuery(lambda client, key: client.advice(key[0]), 20.0)
 """Advice by run and generation; it costs the daemon some processor time."""
-AUDIT: Final = Kept(lambda client, key: client.audit(key[0], key[1]), 2.0)
+AUDIT: Final = CachedQuery(lambda client, key: client.audit(key[0], key[1]), 2.0)
 """Audit rows by run and number of rows."""
-ALERTS: Final = Kept(lambda client, run: client.alerts(run or None), 5.0)
+ALERTS: Final = CachedQuery(lambda client, run: client.alerts(run or None), 5.0)
 """Alerts by run; alerts without a run have the empty name."""
-FIRING: Final = Kept(lambda client, _: client.firing(), 5.0)
+FIRING: Final = CachedQuery(lambda client, _: client.firing(), 5.0)
 """Firing alerts of all runs and of no run."""
 
 

@@ -37,7 +37,7 @@ class Digest:
     """Skipped steps among the newest `steps`."""
 
     @property
-    def told(self) -> str:
+    def step_count_text(self) -> str:
         """The number of steps in the figures as text: `20 steps`."""
         return units.counted(self.steps, "step")
 
@@ -102,8 +102,9 @@ def verdict(run: RunView, figures: Digest, now: float) -> str:
         return f"Late: no word from {_silent(run, 'stale')} for {units.age(now - _last_word(run, 'stale'))}."
     if figures.skipped_lately > MANY_SKIPPED * figures.steps:
         return (
-            f"{figures.skipped_lately} of the newest {figures.told} {'was' if figures.steps == 1 else 'were'} skipped, "
-            "because a gradient was not finite: the weights stay as they are."
+            f"{figures.skipped_lately} of the newest {figures.step_count_text} "
+            f"{'was' if figures.steps == 1 else 'were'} skipped, because a gradient was not finite: "
+            "the weights stay as they are."
         )
     if figures.steps == 0 or figures.update_share is None:
         return _without_figures(run)

@@ -1,9 +1,9 @@
 """Common layout, axes and colours of all charts. A figure is a plain dict, as Plotly's JavaScript takes it.
 
-Labels of axes that move with the steps must not be measured. To measure one Plotly lays out the page, and it remembers
-the size of each text at each place where it ever stood, up to 10,000 of them. So axes of numbers have fixed margins, no
-titles (their unit stands at the last tick), and keep labels that stick out; and `themed` replaces Streamlit's theme,
-which gives titles a distance that must be measured.
+Plotly must not measure labels of axes that move with the steps: to measure a label it lays out the page, and it
+remembers the size of each text at each position, up to 10,000 of them. So axes of numbers have fixed margins and no
+titles (the unit is at the last tick), and keep labels that stick out. `themed` replaces Streamlit's theme, which gives
+titles a distance that must be measured.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def _names_of(marks: Sequence[Mark], height: float) -> Trace:
 def cpu_cores(steps: Sequence[StepReport]) -> Figure:
     """CPU seconds per second of each phase (the number of busy cores), for each step.
 
-    Phases are told by colour, and when pointed at: a legend would take half of so small a chart.
+    Phases are identified by colour and hover text: a legend would take half of such a small chart.
     """
     recent = list(steps)[-MAX_POINTS:]
     traces = []

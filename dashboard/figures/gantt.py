@@ -1,6 +1,6 @@
-"""One update, drawn: a bar for each op on its lane, and a hatched bar wherever nothing was being updated.
+"""Gantt chart of one update: a bar for each op on its lane, and a hatched bar for each time without any update.
 
-Where there is a prediction each lane has two rows: what was measured above, what was predicted below, paler.
+With a prediction each lane has two rows: measured bars above, predicted bars below in paler colours.
 """
 
 from __future__ import annotations

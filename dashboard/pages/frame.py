@@ -14,7 +14,7 @@ from tidegate.dashboard import URL_VARIABLE
 from tidegate.dashboard.data import queries, triage
 from tidegate.dashboard.pages.registry import SCREENS, Screen
 from tidegate.dashboard.session import links
-from tidegate.dashboard.session.page_context import Place, live, slow, told
+from tidegate.dashboard.session.page_context import PageContext, errors_shown, live, slow
 from tidegate.dashboard.style import markup
 from tidegate.dashboard.widgets import states
 from tidegate.wire.run import RunView
@@ -44,7 +44,7 @@ def _drawing(screen: Screen) -> Callable[[], None]:
 
 
 def _show(screen: Screen) -> None:
-    with told():
+    with errors_shown():
         _draw(screen)
 
 
@@ -63,7 +63,7 @@ def _draw(screen: Screen) -> None:
     with left:
         _links(screen, run, rank)
     if screen.about == "all":
-        screen.draw(Place(url=url, run=run))
+        screen.draw(PageContext(url=url, run=run))
     elif not found.runs:
         _wait_for_a_run(url)
     elif run not in {view.run for view in found.runs}:
@@ -71,7 +71,7 @@ def _draw(screen: Screen) -> None:
         _watch_runs(url, _known(found.runs))
     else:
         _watch_runs(url, _known(found.runs))
-        screen.draw(Place(url=url, run=run, rank=rank))
+        screen.draw(PageContext(url=url, run=run, rank=rank))
 
 
 def _links(now: Screen, run: str, rank: int) -> None:

@@ -10,7 +10,7 @@ import streamlit as st
 
 from tidegate.dashboard.data import firing_alerts, queries, read_cache, triage
 from tidegate.dashboard.session import links
-from tidegate.dashboard.session.page_context import Place, live
+from tidegate.dashboard.session.page_context import PageContext, live
 from tidegate.dashboard.style import markup, palette
 from tidegate.dashboard.widgets import card, states
 from tidegate.wire.run import RunView
@@ -25,24 +25,24 @@ FILTER: Final = "now_filter"
 PLACES: Final = {"run": "Open the run", "tune": "Tune it", "timeline": "Open its timeline", "alerts": "See alerts"}
 
 
-def now(place: Place) -> None:
-    if len(queries.runs(place.url).runs) > CARDS:
+def now(context: PageContext) -> None:
+    if len(queries.runs(context.url).runs) > CARDS:
         st.text_input(
             "Filter", key=FILTER, placeholder="part of a run's name", label_visibility="collapsed", width=260,
             icon=":material/search:",
         )  # fmt: skip
     head = st.container()
-    _runs(place)
+    _runs(context)
     with head:
-        _next(place)
+        _next(context)
 
 
 @live
-def _runs(place: Place) -> None:
+def _runs(context: PageContext) -> None:
     """Draws all cards. They are drawn before the suggested action, for which the daemon may need some time."""
-    found = queries.runs(place.url)
+    found = queries.runs(context.url)
     if not found.runs:
-        states.nothing_yet(place.url, found)
+        states.nothing_yet(context.url, found)
         return
     if found.problem:
         st.html(markup.banner(f"{found.problem} What follows is what was last known.", palette.LIVENESS["lost"]))
@@ -69,20 +69,20 @@ def _filtered(runs: tuple[RunView, ...]) -> list[RunView]:
 
 
 @live
-def _next(place: Place) -> None:
+def _next(context: PageContext) -> None:
     """Draws the number of runs by liveness, and the suggested action."""
-    found = queries.runs(place.url)
+    found = queries.runs(context.url)
     if not found.runs:
         return
     st.html(markup.title("Runs", triage.counted(found.runs)))
     if found.problem:
         return
     runs = triage.ordered(found.runs)
-    fires = firing_alerts.firing(place.url)
+    fires = firing_alerts.firing(context.url)
     moment = time.time()
     tasks = [task for run in runs if (task := triage.task(run, fires.of(run.run), moment))]
     tasks += [task for task in [triage.of_no_run(fires.of(firing_alerts.NO_RUN))] if task]
-    first, unknown = _most_urgent(place.url, triage.sorted_tasks(tasks), {run.run: run.generation for run in runs})
+    first, unknown = _most_urgent(context.url, triage.sorted_tasks(tasks), {run.run: run.generation for run in runs})
     if fires.problem:
         unknown = [f"What fires is not known in full: {fires.problem}", *unknown]
     if first is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from tidegate.dashboard.pages import alerts, now, plan, run, timeline, tune
-from tidegate.dashboard.session.page_context import Place
+from tidegate.dashboard.session.page_context import PageContext
 
 About = Literal["all", "run", "rank"]
 
@@ -23,7 +23,7 @@ class Screen:
     path: str
     title: str
     about: About
-    draw: Callable[[Place], None]
+    draw: Callable[[PageContext], None]
 
 
 SCREENS: Final = (

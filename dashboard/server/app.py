@@ -3,7 +3,7 @@
 from starlette.middleware import Middleware
 from streamlit.starlette import App
 
-from tidegate.dashboard.server.request_guard import Guard
+from tidegate.dashboard.server.request_guard import RequestGuard
 from tidegate.dashboard.server.sign_in import ROUTES
 
-app = App("main.py", routes=ROUTES, middleware=[Middleware(Guard)])
+app = App("main.py", routes=ROUTES, middleware=[Middleware(RequestGuard)])

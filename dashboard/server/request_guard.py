@@ -52,7 +52,7 @@ POLICY: Final = (
 need 'unsafe-eval', because they evaluate expressions that are made here."""
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware in front of all routes of the live view."""
 
     def __init__(self, app: ASGIApp) -> None:

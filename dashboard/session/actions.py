@@ -7,8 +7,8 @@ from typing import Final
 
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.dashboard.data import knob_edits, queries
-from tidegate.dashboard.session import edit_session as desks
-from tidegate.dashboard.session.edit_session import Desk
+from tidegate.dashboard.session import edit_session
+from tidegate.dashboard.session.edit_session import EditState
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, StaleKnobs
 from tidegate.knobs.knobs import KnobValue
 from tidegate.wire.canary import CanaryRequest
@@ -23,7 +23,7 @@ TIMEOUT_SECONDS: Final = 10.0
 
 def preview(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
     """Requests a preview of the edits; changes nothing."""
-    at = desks.desk(run)
+    at = edit_session.state_of(run)
     changes = _changes(at, bounds)
     if changes is None:
         return
@@ -36,7 +36,7 @@ def preview(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
 
 def set_knobs(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
     """Sends the edits as a new generation, on trial if the viewer wants that. Refused edits stay in the fields."""
-    at = desks.desk(run)
+    at = edit_session.state_of(run)
     changes = _changes(at, bounds)
     if changes is None:
         return
@@ -53,7 +53,7 @@ def set_knobs(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
 
 def roll_back(url: str, run: str, to: int, reason: str) -> None:
     """Restores the knobs of generation `to`, independent of the edits."""
-    at = desks.desk(run)
+    at = edit_session.state_of(run)
 
     def ask(client: DaemonClient) -> None:
         made = client.roll_back(run, to, reason=reason.strip(), wait=WAIT_SECONDS)
@@ -66,12 +66,12 @@ def roll_back(url: str, run: str, to: int, reason: str) -> None:
 
 def keep_token(url: str, knobs: KnobsView, given: str) -> None:
     """Stores the token in this session if the daemon accepts it, or while the daemon cannot be reached."""
-    at = desks.desk(knobs.run)
+    at = edit_session.state_of(knobs.run)
     at.notice = None
     name = next(iter(knobs.bounds))
     nothing = {name: knobs.desired[name]} if name in knobs.desired else {}
     if not given.strip() or not nothing:
-        desks.keep_token(given)
+        edit_session.keep_token(given)
         return
     try:
         with DaemonClient(url, given.strip(), TIMEOUT_SECONDS) as client:
@@ -81,10 +81,10 @@ def keep_token(url: str, knobs: KnobsView, given: str) -> None:
         return
     except (DaemonError, KnobError):
         pass  # the token was accepted; other errors appear at the next request
-    desks.keep_token(given)
+    edit_session.keep_token(given)
 
 
-def _made(at: Desk, made: GenerationView, now: KnobsView) -> None:
+def _made(at: EditState, made: GenerationView, now: KnobsView) -> None:
     """Updates the edits and the notice after a generation was made."""
     good, sentence = knob_edits.outcome(made)
     seen = at.preview
@@ -102,7 +102,7 @@ def _made(at: Desk, made: GenerationView, now: KnobsView) -> None:
     at.notice = ("success" if good else "error", sentence)
 
 
-def _changes(at: Desk, bounds: Mapping[str, KnobBound]) -> dict[str, KnobValue] | None:
+def _changes(at: EditState, bounds: Mapping[str, KnobBound]) -> dict[str, KnobValue] | None:
     """The changes that the edits make; None, with a notice, if there is nothing to send or an edit is invalid."""
     parsed = knob_edits.parse(at.draft, bounds)
     if parsed.errors:
@@ -115,10 +115,10 @@ def _changes(at: Desk, bounds: Mapping[str, KnobBound]) -> dict[str, KnobValue] 
     return parsed.changes
 
 
-def _ask(url: str, run: str, at: Desk, ask: Callable[[DaemonClient], None], failed: str = NOT_SET) -> None:
+def _ask(url: str, run: str, at: EditState, ask: Callable[[DaemonClient], None], failed: str = NOT_SET) -> None:
     """Sends a request; an error becomes a notice that begins with `failed`."""
     try:
-        with DaemonClient(url, desks.token(), TIMEOUT_SECONDS) as client:
+        with DaemonClient(url, edit_session.token(), TIMEOUT_SECONDS) as client:
             ask(client)
     except StaleKnobs:
         _conflict(url, run, at)
@@ -132,7 +132,7 @@ def _ask(url: str, run: str, at: Desk, ask: Callable[[DaemonClient], None], fail
         at.notice = ("error", f"{failed}: {why} Your edit is kept.")
 
 
-def _conflict(url: str, run: str, at: Desk) -> None:
+def _conflict(url: str, run: str, at: EditState) -> None:
     """Handles a conflict with another change: the edit is kept, and now refers to the newest generation."""
     draft = at.draft
     try:

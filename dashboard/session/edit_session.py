@@ -21,7 +21,7 @@ TRIAL_STEPS: Final = CanaryRequest().steps
 
 
 @dataclass(kw_only=True)
-class Desk:
+class EditState:
     """A viewer's editing state for one run. Streamlit drops the values of widgets when their page is left."""
 
     generation: int | None = None
@@ -74,9 +74,9 @@ class Desk:
         self.filling += 1
 
 
-def desk(run: str) -> Desk:
+def state_of(run: str) -> EditState:
     """This viewer's editing state for `run`."""
-    state: Desk = st.session_state.setdefault(f"desk:{run}", Desk())
+    state: EditState = st.session_state.setdefault(f"desk:{run}", EditState())
     return state
 
 

@@ -22,7 +22,7 @@ _P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class PageContext:
     """The daemon, run and rank that a page shows, from the page's address: `/run?run=llama-7b&rank=3`."""
 
     url: str
@@ -33,7 +33,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def errors_shown() -> Iterator[None]:
     """Context manager that shows an exception as a sentence on the page, and logs it."""
     try:
         yield
@@ -61,7 +61,7 @@ def _every(seconds: float, draw: Callable[_P, None]) -> Callable[_P, None]:
     @st.fragment(run_every=seconds)
     @functools.wraps(draw)
     def drawn(*args: _P.args, **more: _P.kwargs) -> None:
-        with told():
+        with errors_shown():
             draw(*args, **more)
 
     return drawn

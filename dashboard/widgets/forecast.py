@@ -15,7 +15,7 @@ COLUMNS = ("", "measured", "predicted now", "predicted then", "change")
 
 def preview(snapshot: Snapshot) -> None:
     """Draws the viewer's last preview; nothing if there was none."""
-    seen = edit_session.desk(snapshot.run.run).preview
+    seen = edit_session.state_of(snapshot.run.run).preview
     if seen is None:
         return
     asked = knob_edits.describe(seen.changed, seen.before)

@@ -7,7 +7,7 @@ from typing import Final
 
 import streamlit as st
 
-from tidegate.dashboard.data.identity_key import Same
+from tidegate.dashboard.data.identity_key import IdentityKey
 from tidegate.dashboard.data.lane_stats import LaneUse, lane_use
 from tidegate.dashboard.figures import chart_style
 from tidegate.dashboard.figures.chart_style import Figure
@@ -33,11 +33,11 @@ def expected(view: TimelineView, rates: RateCard | None) -> TimelineView | None:
     """The predicted timeline of the ops of `view`; None without rates, or if `view` does not have all spans."""
     if rates is None or view.num_spans > len(view.spans):
         return None
-    return _expected(Same(view), Same(rates))
+    return _expected(IdentityKey(view), IdentityKey(rates))
 
 
 @functools.lru_cache(KEPT)
-def _expected(view: Same[TimelineView], rates: Same[RateCard]) -> TimelineView | None:
+def _expected(view: IdentityKey[TimelineView], rates: IdentityKey[RateCard]) -> TimelineView | None:
     try:
         return as_view(replay(as_timeline(view.value), rates.value))
     except TidegateError:
@@ -45,7 +45,9 @@ def _expected(view: Same[TimelineView], rates: Same[RateCard]) -> TimelineView |
 
 
 @functools.lru_cache(KEPT)
-def _figure(view: Same[TimelineView], predicted: Same[TimelineView | None], scope: Scope, ink: str | None) -> Figure:
+def _figure(
+    view: IdentityKey[TimelineView], predicted: IdentityKey[TimelineView | None], scope: Scope, ink: str | None
+) -> Figure:
     return gantt(view.value, scope, predicted=predicted.value, ink=ink)
 
 
@@ -59,7 +61,7 @@ def chart(
         return
     st.html(markup.title("Update, by lane", _words(view, predicted)))
     ink = palette.INK[theme()] if critical else None
-    draw(_figure(Same(view), Same(predicted), scope, ink), "gantt")
+    draw(_figure(IdentityKey(view), IdentityKey(predicted), scope, ink), "gantt")
 
 
 def _words(view: TimelineView, predicted: TimelineView | None) -> str:

@@ -6,26 +6,28 @@ import time
 
 import streamlit as st
 
-from tidegate.dashboard.data.queries import Look, Snapshot
+from tidegate.dashboard.data.queries import Snapshot, SnapshotReading
 from tidegate.dashboard.data.step_stats import Digest, verdict
-from tidegate.dashboard.session.page_context import Place
+from tidegate.dashboard.session.page_context import PageContext
 from tidegate.dashboard.style import markup, palette, units
 
 EMULATED = "Emulated device: rates are simulated, no performance claim"
 
 
-def unread(place: Place, look: Look) -> None:
+def no_data(context: PageContext, look: SnapshotReading) -> None:
     """Draws the reason why no data of this run was ever read."""
-    st.html(markup.head(place.run, "unknown", [place.url]) + markup.verdict(look.problem or "Nothing was read yet."))
+    st.html(
+        markup.head(context.run, "unknown", [context.url]) + markup.verdict(look.problem or "Nothing was read yet.")
+    )
 
 
-def header(look: Look, snapshot: Snapshot, figures: Digest) -> None:
+def header(look: SnapshotReading, snapshot: Snapshot, figures: Digest) -> None:
     """Draws the header: `brief`, and the key figures."""
     brief(look, snapshot, figures)
     st.html(markup.kpis(_figures(snapshot, figures)))
 
 
-def brief(look: Look, snapshot: Snapshot, figures: Digest) -> None:
+def brief(look: SnapshotReading, snapshot: Snapshot, figures: Digest) -> None:
     """Draws the run's name, its liveness, the age of the data, and one sentence."""
     now = time.time()
     st.html(
@@ -64,14 +66,14 @@ def _figures(snapshot: Snapshot, figures: Digest) -> list[tuple[str, str, str]]:
         (
             "pace",
             f"{units.seconds(figures.pace)}/step" if figures.pace else units.NONE,
-            f"median of {figures.told}",
+            f"median of {figures.step_count_text}",
         ),
         ("update", units.seconds(update), f"{units.share(figures.update_share)} of the step"),
         ("exposed", units.seconds(exposed), _part(exposed, total, "of the step blocked")),
         (
             "tokens",
             f"{units.count(tokens)}/s" if tokens is not None else units.NONE,
-            f"mean of {figures.told}",
+            f"mean of {figures.step_count_text}",
         ),
         ("loss", units.significant(figures.loss, 4) if figures.loss is not None else units.NONE, "last step"),
         (

@@ -57,16 +57,16 @@ def way(snapshot: Snapshot) -> str:
         stations = [("proposed", True, None), ("committed", reached, None)]
         stations.append((applied, complete, good if complete else None))
         more = ""
-    told = change(newest, snapshot.generations)
-    return markup.chain([(f"Generation {newest.generation}, {told}", True, None), *stations], more)
+    text = change(newest, snapshot.generations)
+    return markup.chain([(f"Generation {newest.generation}, {text}", True, None), *stations], more)
 
 
 def change(view: GenerationView, made: Sequence[GenerationView]) -> str:
     """The change from the generation that ran before, as text. made: all generations, oldest first."""
     ran = [earlier for earlier in made if earlier.generation < view.generation and earlier.state not in BAD]
     back = f"back to generation {view.restores}" if view.restores is not None else ""
-    told = knob_edits.describe(view.changes, ran[-1].knobs if ran else None) if view.changes else ""
-    return ": ".join(part for part in (back, told) if part) or "start-up settings"
+    text = knob_edits.describe(view.changes, ran[-1].knobs if ran else None) if view.changes else ""
+    return ": ".join(part for part in (back, text) if part) or "start-up settings"
 
 
 def value(name: str, found: KnobValue | None) -> str:
@@ -94,11 +94,11 @@ def _effective(name: str, live: Sequence[RankKnobs]) -> str:
     """The effective value if all ranks have the same; else each value with its number of ranks."""
     counted: dict[str, int] = {}
     for rank in live:
-        told = value(name, rank.effective.get(name))
-        counted[told] = counted.get(told, 0) + 1
+        text = value(name, rank.effective.get(name))
+        counted[text] = counted.get(text, 0) + 1
     if len(counted) <= 1:
         return next(iter(counted), units.NONE)
-    return ", ".join(f"{told} on {number} ranks" for told, number in sorted(counted.items(), key=lambda c: -c[1])[:4])
+    return ", ".join(f"{text} on {number} ranks" for text, number in sorted(counted.items(), key=lambda c: -c[1])[:4])
 
 
 def _applied(view: KnobsView, live: Sequence[RankKnobs]) -> str:
@@ -131,7 +131,7 @@ def _odd_ranks(view: KnobsView, live: Sequence[RankKnobs]) -> str:
 
 def _newer(view: KnobsView) -> None:
     """Draws a warning if the viewer's edit refers to older knobs."""
-    at = edit_session.desk(view.run)
+    at = edit_session.state_of(view.run)
     if at.draft.edited() and at.generation is not None and at.generation < view.generation:
         st.html(
             markup.banner(

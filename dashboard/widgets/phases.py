@@ -18,7 +18,7 @@ MAX_MARKS = 8
 
 
 def phases(snapshot: Snapshot, figures: Digest) -> None:
-    st.html(markup.title("Phases", f"medians of {figures.told}") + _table(snapshot.steps, figures))
+    st.html(markup.title("Phases", f"medians of {figures.step_count_text}") + _table(snapshot.steps, figures))
 
 
 def history(snapshot: Snapshot) -> None:

@@ -83,8 +83,8 @@ def _model(asked: Question, own: ModelShape | None) -> tuple[str, ModelShape | N
     if own is None:
         st.caption(markup.plain(f"Until one is given, {asked.model} is planned."))
     else:
-        told = f"{own.name} is not in the address of this page: whoever opens it sees {asked.model}."
-        st.caption(markup.plain(told))
+        text = f"{own.name} is not in the address of this page: whoever opens it sees {asked.model}."
+        st.caption(markup.plain(text))
     return asked.model, own
 
 

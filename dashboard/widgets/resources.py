@@ -29,7 +29,7 @@ def link_speeds(snapshot: Snapshot, figures: Digest) -> None:
     st.html(
         markup.title(
             "Link, by phase",
-            f"means of {figures.told}, against the fastest phase of {len(snapshot.steps)}",
+            f"means of {figures.step_count_text}, against the fastest phase of {len(snapshot.steps)}",
         )
     )
     rows = []

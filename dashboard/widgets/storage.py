@@ -22,7 +22,7 @@ def paths(snapshot: Snapshot, figures: Digest) -> None:
         return
     total = sum(snapshot.steps[-1].subgroups.values())
     st.html(
-        markup.title("Storage paths", f"means of {figures.told}; waits and errors since the run began")
+        markup.title("Storage paths", f"means of {figures.step_count_text}; waits and errors since the run began")
         + markup.table(COLUMNS, [_row(path, total) for path in found])
     )
 

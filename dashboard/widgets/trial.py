@@ -38,8 +38,8 @@ def effect(view: GenerationView) -> str:
     """The measured effect compared with the prediction, or what is still missing, as text."""
     if view.measured_effect is None:
         return "Not measured yet: that takes five steps with it, and some before."
-    told = knob_preview.against(view.measured_effect, predicted(view))
-    return told[0].upper() + told[1:] + "."
+    text = knob_preview.against(view.measured_effect, predicted(view))
+    return text[0].upper() + text[1:] + "."
 
 
 def predicted(view: GenerationView) -> tuple[float, float] | None:
@@ -47,7 +47,7 @@ def predicted(view: GenerationView) -> tuple[float, float] | None:
     trial = view.canary
     if trial and trial.predicted_update_seconds_before is not None and trial.predicted_update_seconds_after is not None:
         return trial.predicted_update_seconds_before, trial.predicted_update_seconds_after
-    return edit_session.desk(view.run).predicted.get(view.generation)
+    return edit_session.state_of(view.run).predicted.get(view.generation)
 
 
 def progress(view: GenerationView, canary: CanaryView, snapshot: Snapshot) -> int:

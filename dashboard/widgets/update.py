@@ -14,7 +14,7 @@ from tidegate.dashboard.widgets.header import prediction
 
 def waits(snapshot: Snapshot, figures: Digest) -> None:
     total = sum(figures.stall_share.values())
-    st.html(markup.title("Stalls by cause", f"{units.share(total)} of the update, mean of {figures.told}"))
+    st.html(markup.title("Stalls by cause", f"{units.share(total)} of the update, mean of {figures.step_count_text}"))
     draw(charts.stalls_by_cause(snapshot.steps), "stalls")
 
 
@@ -27,7 +27,7 @@ def division(snapshot: Snapshot, figures: Digest) -> None:
     st.html(
         markup.title("Division of work", "last step")
         + markup.table(("", "", ""), rows)
-        + markup.title("Update", f"{note} (median of {figures.told})")
+        + markup.title("Update", f"{note} (median of {figures.step_count_text})")
     )
 
 
