@@ -253,7 +253,7 @@ def memory_alone(num_agents: int, seconds: float) -> dict[str, Any]:
                 plane.report(agent.id, AgentReport.model_validate_json(agent.report()))
             now += 1.0
             plane.tick()
-            plane.history.settle()
+            plane.step_writer.wait_for_write()
             resident.append(resident_bytes(os.getpid()))
         took = time.process_time() - began
         plane.save_all()

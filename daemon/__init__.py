@@ -1,1 +1,1 @@
-"""The control daemon: keeps the desired knobs of every run, and tells Prometheus where the runs are."""
+"""The control daemon: stores the desired knobs of every run, and serves Prometheus service discovery of the ranks."""

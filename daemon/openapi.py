@@ -1,4 +1,4 @@
-"""Prints the OpenAPI document of the daemon: `python -m tidegate.daemon.openapi > docs/openapi.json`."""
+"""Prints the OpenAPI document of the daemon's API: `python -m tidegate.daemon.openapi > docs/openapi.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems (RFC 9457): the one form of every error that the daemon answers."""
+"""Error responses of the daemon in the problem format of RFC 9457, and the handlers that map exceptions to them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tidegate.daemon.storage.database_file import why_unusable
 from tidegate.daemon.storage.store import is_busy
 
 RETRY_SECONDS = "1"
+"""Value of the header Retry-After in responses with status 503."""
 TITLES = {
     400: "Bad request",
     401: "Not authorized",
@@ -36,7 +37,7 @@ TITLES = {
 
 
 class ProblemError(Exception):
-    """Ends a request with a problem; `more` are extension members."""
+    """Ends a request with a problem response; `more` are extension members of the problem."""
 
     def __init__(self, status: int, type: str, detail: str, **more: Any) -> None:
         super().__init__(detail)
@@ -47,7 +48,7 @@ class ProblemError(Exception):
 
 
 class _ProblemResponse(JSONResponse):
-    """Can be told whatever it is about: what UTF-8 cannot encode is a question mark."""
+    """JSON response that can always be encoded: characters that UTF-8 cannot encode become question marks."""
 
     media_type = "application/problem+json"
 
@@ -56,19 +57,19 @@ class _ProblemResponse(JSONResponse):
 
 
 def problem(status: int, type: str, detail: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
+    """The response for one problem; `more` are extension members of the problem."""
     title = TITLES.get(status, "Error")
     body = {"type": type, "title": title, "status": status, "detail": detail, **more}
     return _ProblemResponse(body, status, headers=headers)
 
 
 def also(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: problems that it may answer with beside those of every route."""
+    """For a route's `responses`: the problems of this route, in addition to the problems of every route."""
     return {status: {"description": TITLES[status]} for status in statuses}
 
 
 def install(app: FastAPI) -> None:
-    """Answers every error of `app` with a problem."""
-
+    """Installs exception handlers, so that `app` answers every error with a problem."""
     app.add_exception_handler(Exception, _on_error)
     for kind in (ProblemError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _on_error)
@@ -76,13 +77,13 @@ def install(app: FastAPI) -> None:
 
 
 def _allowed(request: Request) -> str:
-    """The methods of every route at this path; starlette names those of the first."""
+    """The header Allow: the methods of all routes at this path. Starlette gives the methods of the first route only."""
     routes = [route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE]
     return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
 async def _on_database(request: Request, error: Exception) -> Response:
-    """The database cannot be used for now; every other trouble with it is a failure as any."""
+    """Status 503 for a database that is locked or unusable for now; other database errors become internal errors."""
     if isinstance(error, OperationalError) and is_busy(error):
         detail = "Another process holds the write lock of the daemon's database: nothing was changed, try again."
         return problem(503, "store-busy", detail, {"Retry-After": RETRY_SECONDS})
@@ -108,5 +109,5 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case HTTPException():
             return problem(error.status_code, "about:blank", str(error.detail))
     detail = f"{request.method} {request.url.path} failed with {type(error).__name__}; the daemon's log says more."
-    # The server hangs up after this: who is not told might ask its next question on a connection that is gone.
+    # The server closes the connection after this response. A client must know, or it sends its next request on it.
     return problem(500, "internal", detail, headers={"Connection": "close"})

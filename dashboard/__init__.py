@@ -1,4 +1,4 @@
-"""The live view: what a run does now, and the gate to turn. Started here, served by `served.py`."""
+"""The live view: a dashboard that shows runs and changes their knobs. This module starts its server (`server/`)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tidegate.dashboard.session import one_time_codes
 URL_VARIABLE = "TIDEGATE_DAEMON"
 DEFAULT_URL = "http://127.0.0.1:8790"
 OPEN_VARIABLE = "TIDEGATE_OPEN"
-"""The address at which the server answers, and the page that it opens in a browser then."""
+"""Variable with two addresses: the server's health check, and the page that it opens in a browser once it is ready."""
 HOSTS_VARIABLE = "TIDEGATE_DASHBOARD_HOSTS"
-"""More names that the live view has, with commas between them; `*` for any."""
+"""Variable with additional host names of the live view, separated by commas; `*` for any."""
 PUBLIC_VARIABLE = "TIDEGATE_DASHBOARD_PUBLIC"
-"""`1`: everybody who reaches the live view may look."""
+"""Variable; `1`: every browser that reaches the live view may read it without a session."""
 OPEN_PATH = "/open"
 SIGN_IN_PATH = "/enter"
 HEALTH_PATH = "/_stcore/health"
 MAX_UPLOAD_MB = 1
-"""Of a model's config.json, the one thing that is uploaded."""
+"""Largest upload in MB. Only a model's config.json is uploaded."""
 
 
 def command(port: int, daemon_url: str, bind: str = "127.0.0.1") -> list[str]:
@@ -42,13 +42,13 @@ def command(port: int, daemon_url: str, bind: str = "127.0.0.1") -> list[str]:
         "theme.light.primaryColor": "#0072B2",
         "theme.dark.primaryColor": "#1E86C8",
     }
-    script = Path(__file__).parent / "server" / "app.py"
+    script = Path(__file__).parent / "app" / "asgi.py"
     arguments = [f"--{name}={value}" for name, value in options.items()]
     return [sys.executable, "-m", "tidegate.dashboard.server.serve", "run", str(script), *arguments]
 
 
 def environment(daemon_url: str) -> dict[str, str]:
-    """This process's environment with the daemon's address in it."""
+    """This process's environment variables, with the daemon's address added."""
     return {**os.environ, URL_VARIABLE: daemon_url}
 
 
@@ -60,10 +60,10 @@ def launch(
     names: tuple[str, ...] = (),
     public: bool = False,
 ) -> int:
-    """Serve the live view in place of this process; comes back, with 1, only when it cannot start.
+    """Replaces this process by the server of the live view; returns 1 if the server cannot start.
 
-    browse: open it in a browser when it answers. names: those that it has beside addresses and this machine's name.
-    public: whoever reaches it may look, without link or token.
+    browse: opens the live view in a browser when it is ready. names: host names in addition to addresses and this
+    machine's name. public: read access without link or token.
     """
     problem = port_problem(port, bind)
     if problem is None:
@@ -90,8 +90,10 @@ def address_of(port: int, bind: str = "127.0.0.1") -> str:
 
 
 def link_to(address: str) -> str | None:
-    """The address with a new one-time code that gives a browser a session: with the operate scope where this user has
-    the operate token, else only to look. None where codes cannot be kept."""
+    """The address with a new one-time code, which gives a browser a session. None if codes cannot be stored.
+
+    The session has the operate scope if this user has the operate token, else it is read-only.
+    """
     try:
         return f"{address}{OPEN_PATH}?code={one_time_codes.mint()}"
     except OSError:
@@ -99,7 +101,10 @@ def link_to(address: str) -> str | None:
 
 
 def page_to_open(link: str | None, address: str) -> str:
-    """What a browser is told to open; the code is not in it, since other users see the arguments of a program."""
+    """The URL for the command that opens a browser: a private file that redirects to the link.
+
+    The code is not in this URL, because other users can see the arguments of a program.
+    """
     if link is None:
         return address
     try:
@@ -109,13 +114,13 @@ def page_to_open(link: str | None, address: str) -> str:
 
 
 def wants_browser() -> bool:
-    """Whether there is somebody at a terminal, with a browser that has a window of its own."""
+    """Whether the process has a terminal, and a browser with a window can be opened."""
     windows = sys.platform == "darwin" or any(os.environ.get(n) for n in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
     return windows and sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _entry(link: str | None, bind: str, public: bool) -> Iterator[str]:
-    """Who may look, and how to get in, in sentences."""
+    """Sentences that are printed at start: how to open the live view, and who has access."""
     if link:
         yield f"Open (once, within 10 minutes) {link}"
     else:
@@ -132,7 +137,7 @@ def _entry(link: str | None, bind: str, public: bool) -> Iterator[str]:
 
 
 def read_only() -> str:
-    """Why a link only lets look, and what to do, as a sentence; empty where it lets turn knobs, too."""
+    """The reason why links are read-only, and the remedy, as a sentence; empty if links allow changes of knobs."""
     if find_token("operate") is not None:
         return ""
     return (
@@ -142,7 +147,7 @@ def read_only() -> str:
 
 
 def no_link() -> str:
-    """Why there is no link, after `There is`."""
+    """The reason why there is no link, as the end of a sentence that begins with `There is`."""
     return (
         f"no link: {one_time_codes.folder()}, where codes are kept, cannot be written. Paste a token into the page "
         "that opens."
@@ -150,14 +155,14 @@ def no_link() -> str:
 
 
 def is_loopback(bind: str) -> bool:
-    """Whether only this machine reaches a server that listens there."""
+    """Whether a server that listens on `bind` can be reached from this machine only."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(bind).is_loopback
     return bind == "localhost"
 
 
 def port_problem(port: int, bind: str) -> str | None:
-    """Why the live view cannot listen there, as one sentence; None when it can."""
+    """The reason why the live view cannot listen on this port, as one sentence; None if it can."""
     with socket.socket(_family(bind)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

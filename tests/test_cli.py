@@ -481,7 +481,7 @@ def test_deleting_runs(daemon: Daemon) -> None:
     code, _, error = run(daemon, "runs", "delete", "old", "no-such", "--yes")
     assert (code, "no run 'no-such'" in error) == (1, True), error
     code, _, error = run(daemon, "runs", "delete", "trains", "--yes")
-    assert (code, "Run 'trains' goes on (rank 0 is live)" in error) == (1, True), error
+    assert (code, "Run 'trains' is running (rank 0 is live)" in error) == (1, True), error
     assert {view.run for view in daemon.client().runs()} == {"old", "older", "trains"}
     for answer, said in (("n", "Nothing was deleted."), ("y", "Run 'old' is deleted.")):
         assert said in asked_on_a_terminal(daemon, answer, "runs", "delete", "old", "--reason", "a trial")

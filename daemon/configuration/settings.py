@@ -1,4 +1,4 @@
-"""What an administrator may set about the daemon."""
+"""Settings of the daemon: the state directory, the address, TLS, limits and retention."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Settings(BaseModel):
 
     state_dir: Path = Field(default_factory=state_dir)
     token_dir: Path | None = None
-    """Holds `<scope>.token` for every scope, made by somebody else: secrets as files. They are read, never written.
-    None: the daemon makes them in `home`."""
+    """Directory with one file `<scope>.token` for every scope, provided from outside (secrets mounted as files). The
+    daemon reads these files and never writes them. None: the daemon makes the token files in `home`."""
     database_url: str | None = None
     """Any SQLAlchemy URL; None is an SQLite file in `home`."""
     bind: str = "127.0.0.1"
     port: int = Field(default=8790, ge=0, le=65_535)
-    """0 takes a free one."""
+    """Port to listen on; 0 chooses a free port."""
     advertise_address: str | None = None
     """Name or address by which other machines reach this daemon."""
     allowed_hosts: tuple[str, ...] = ()
@@ -37,15 +37,19 @@ class Settings(BaseModel):
     tls_key: Path | None = None
     """PEM file with its private key; None where the certificate's file holds it."""
     forgiven_failures: int = Field(default=20, ge=1)
-    """Requests with a token that opens nothing, of one token or one address, before they are told to wait."""
+    """Failed requests of one token or one address before the daemon answers 429 with a time to wait. Failed: with an
+    invalid token, or with a valid token that does not grant the request (counted by token only)."""
     request_seconds: float = Field(default=10.0, gt=0, le=3_600)
-    """A connection without a valid token is closed when no request has come in, and been answered, for so long."""
+    """A connection without a valid token is closed when no request was received and answered on it for this time."""
     lease_seconds: float = Field(default=10.0, gt=0, le=86_400)
+    """A rank is live for this time after its last message, stale for up to three times as long, then lost."""
     proposal_seconds: float = Field(default=5.0, gt=0)
+    """A proposed generation is aborted when not all ranks have voted within this time."""
     keep_reports_seconds: float = Field(default=7 * 86_400.0, gt=0)
-    """Steps that were reported longer ago are deleted; of each rank the newest 256 are kept at most."""
+    """Steps that were reported longer ago are deleted, but for the last step of each rank. At most the newest 256 steps
+    of each rank are kept."""
     keep_runs_seconds: float = Field(default=30 * 86_400.0, gt=0)
-    """Runs of which no rank has spoken for so long, and none goes on, are deleted; the audit log stays."""
+    """Runs that have ended are deleted this long after the last message of any rank; their audit log stays."""
     max_body_bytes: int = Field(default=MAX_BODY_BYTES, gt=0)
 
     @field_validator("allowed_hosts")
@@ -66,7 +70,7 @@ class Settings(BaseModel):
 
     @property
     def home(self) -> Path:
-        """The folder that holds the state: `state_dir`, or the daemon's own one in it (`state_directory.prepare`)."""
+        """The folder of the state: `state_dir`, or the daemon's own folder in it (see `state_directory.prepare`)."""
         return home_of(self.state_dir)
 
     @property
@@ -75,10 +79,10 @@ class Settings(BaseModel):
         return self.home / "tidegate.db"
 
     def announced_host(self, listening: str) -> str:
-        """What clients of this machine are told to call the daemon that listens on this address.
+        """Host name of the daemon's URL for clients on this machine; `listening` is the address that it listens on.
 
-        With TLS it is a name that the certificate is for: the advertised one, else one that the machine has.
-        DaemonError when there is none, or the certificate cannot be used.
+        With TLS it is a name that the certificate is valid for: the advertised name, else a name of this machine.
+        DaemonError when the certificate is valid for no such name, or cannot be used.
         """
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listening, listening)
         if self.tls_certificate is None:
@@ -90,18 +94,20 @@ class Settings(BaseModel):
         else:
             names = list(dict.fromkeys((shown, "localhost", socket.gethostname(), socket.getfqdn())))
         reasons = {name: why_not(self.tls_certificate, self.tls_key, name) for name in names}
-        good = next((name for name, reason in reasons.items() if not reason), None)
-        if good is None:
+        valid = next((name for name, reason in reasons.items() if not reason), None)
+        if valid is None:
             remedy = (
-                "get one for that name" if self.advertise_address else "name one that it is for: --advertise-address"
+                "get a certificate for that name"
+                if self.advertise_address
+                else "give a name that it is valid for with --advertise-address"
             )
-            told = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in reasons.items())
-            raise DaemonError(f"Clients would refuse the certificate {self.tls_certificate} ({told}): {remedy}.")
-        return good
+            why = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in reasons.items())
+            raise DaemonError(f"Clients would refuse the certificate {self.tls_certificate} ({why}): {remedy}.")
+        return valid
 
     @property
     def hosts(self) -> frozenset[str]:
-        """Values of the Host header that are this daemon; others are a web page that plays tricks with DNS."""
+        """Accepted values of the Host header; other values are refused, because they may be DNS rebinding attacks."""
         own = {"127.0.0.1", "localhost", "::1", socket.gethostname(), socket.getfqdn(), self.bind}
         if self.advertise_address:
             own.add(_hostname(self.advertise_address))
@@ -109,7 +115,7 @@ class Settings(BaseModel):
 
 
 def _hostname(address: str) -> str:
-    """The host of `host`, `host:port`, `[v6]` or `[v6]:port`."""
+    """The host part of an address of the form `host`, `host:port`, `[v6]` or `[v6]:port`."""
     if address.startswith("["):
         return address[1:].partition("]")[0]
     return address.rpartition(":")[0] if address.count(":") == 1 else address

@@ -1,4 +1,4 @@
-"""Whether a certificate is good for the names by which the daemon is reached, asked before anybody else has to."""
+"""TLS certificate: loads it, and checks at start that clients will accept it for the daemon's host names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidegate.errors import DaemonError
 
 
 def load(certificate: Path, key: Path | None) -> ssl.SSLContext:
-    """The server's context; DaemonError when certificate and key cannot be used."""
+    """The server's SSL context; DaemonError when certificate and key cannot be used."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(certificate, key, password=lambda: "")
@@ -21,13 +21,14 @@ def load(certificate: Path, key: Path | None) -> ssl.SSLContext:
 
 
 def why_not(certificate: Path, key: Path | None, name: str) -> str:
-    """Why a client that trusts the certificate refuses it for `name`, a host's name or address; empty if it does not.
+    """The reason why a client that trusts the certificate refuses it for `name`; empty if the client accepts it.
 
-    Found by a handshake in memory: what is asked is what clients ask. DaemonError as `load`.
+    `name` is a host name or an address. A TLS handshake in memory finds the reason, so the check is that of a real
+    client. DaemonError when certificate and key cannot be used.
     """
     server_context = load(certificate, key)
     client_context = ssl.create_default_context(cafile=str(certificate))
-    client_context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted, whoever signed it
+    client_context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context.wrap_bio(to_client, to_server, server_hostname=name)
     server = server_context.wrap_bio(to_server, to_client, server_side=True)

@@ -1,1 +1,1 @@
-"""Control: the life of knob generations and of the ranks that must agree to them."""
+"""Control: knob generations of each run (proposal, vote, commit), liveness of ranks, trials, alerts and retention."""

@@ -1,8 +1,9 @@
-"""The alerts that Alertmanager tells of: the newest word on each is stored, and each change is a row of the audit log.
+"""Alerts received from Alertmanager: the latest state of each alert is stored, each change is a row of the audit log.
 
-A bounded number is kept, for each run and each token that tells: the worst of those that fire, of the equally bad those
-that have fired longest, of those with one start the first that were told; and the newest that were resolved. So what
-one token tells hides nothing of another's, and what comes later nothing that is as bad.
+The number of stored alerts is limited for each run and each token that reports them. Of firing alerts the most severe
+are kept; among equally severe alerts those that have fired longest, and with the same start those received first. Of
+resolved alerts the newest are kept. So the alerts of one token cannot displace those of another token, and later alerts
+cannot displace equally severe earlier alerts.
 """
 
 from __future__ import annotations
@@ -19,21 +20,25 @@ from tidegate.wire.alert import SEVERITIES, AlertState, AlertView
 from tidegate.wire.base import KnobChanges
 
 FIRING_KEPT: Final = 200
+"""Firing alerts of one token in one run, at most."""
 RESOLVED_KEPT: Final = 50
-"""Of one token in one run."""
+"""Resolved alerts of one token in one run, at most."""
 KEPT_OF_A_TOKEN: Final = 5_000
-"""In all runs, of each of the two."""
+"""Firing alerts of one token in all runs, at most; the same number of resolved alerts."""
 RESOLVED_SECONDS: Final = 7 * 86_400.0
-"""For so long one that was resolved is kept after the daemon was told of it last."""
+"""A resolved alert is kept for this time after the daemon last received it."""
 _LABEL: Final = "label_"
 _Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What became of a message: `changed` alerts were written down, `repeated` ones were known, `late` ones are older
-    than what is known, for those `over_quota` the token has no room: new ones are not written down, known ones that
-    fire are kept no longer."""
+class AlertResult:
+    """Result of a webhook message: how many of its alerts were stored and why the others were not.
+
+    changed: alerts with a new state, which were stored. repeated: alerts whose state was known. late: alerts that are
+    older than the stored state. over_quota: new alerts that were not stored, and stored firing alerts that were
+    removed, because the token is over its quota.
+    """
 
     changed: tuple[AlertView, ...] = ()
     repeated: int = 0
@@ -41,25 +46,25 @@ class Taken:
     over_quota: int = 0
 
 
-class AlertBook:
-    """The newest word on each alert, by run and fingerprint; the run of alerts that concern none is the empty text."""
+class AlertRegistry:
+    """The latest state of each alert, by run and fingerprint; an alert without a run has an empty run name."""
 
     def __init__(self, store: Store, wall: Callable[[], float] = time.time) -> None:
         self._store = store
         self._wall = wall
         self._known = {alert.key: alert for alert in store.alerts.all()}
-        """In the order in which they began to fire or were resolved, as far as this process was told."""
+        """Alerts by run and fingerprint, in the order of their last change, as far as this process received it."""
 
     def of(self, run: str, state: AlertState | None = None) -> list[AlertView]:
         """The alerts of a run, worst first."""
         return self._shown(state, lambda alert: alert.view.run == run)
 
     def everywhere(self, state: AlertState | None = None) -> list[AlertView]:
-        """The alerts of all runs and of none, worst first."""
+        """The alerts of all runs and those without a run, worst first."""
         return self._shown(state, lambda _: True)
 
-    def take(self, alerts: Sequence[AlertView], actor: str, owner: str = "") -> Taken:
-        """Writes down what is new, all of it or nothing. Saying it again is fine. `owner`: id of the caller's token."""
+    def record(self, alerts: Sequence[AlertView], actor: str, owner: str = "") -> AlertResult:
+        """Stores the alerts that have changed, in one transaction. Idempotent. `owner`: id of the caller's token."""
         known = dict(self._known)
         changed: list[tuple[AlertView, bool]] = []
         repeated = late = 0
@@ -73,11 +78,11 @@ class AlertBook:
                 repeated += 1
             else:
                 changed.append((alert, before is not None))
-                known.pop(key, None)  # it is the last one told now
+                known.pop(key, None)  # so that it becomes the last one in the order
             known[key] = KnownAlert(alert, before.owner if before else owner)
         oldest = self._wall() - RESOLVED_SECONDS
         gone = {alert.key for alert in known.values() if _is_old(alert, oldest)} | _over_quota(known.values())
-        # What becomes of an alert that was written down is written down, too, whether or not it is kept.
+        # A change of an alert that was stored is audited even if the alert is no longer kept.
         written = [alert for alert, was_known in changed if was_known or (alert.run, alert.fingerprint) not in gone]
         kept = {key: alert for key, alert in known.items() if key not in gone}
         displaced = sum(known[key].view.state == "firing" for key in gone & self._known.keys())
@@ -87,19 +92,19 @@ class AlertBook:
                 "",
                 notes=[_note(alert, actor) for alert in written],
                 alerts=[kept[key] for key in news if key in kept],
-                forgotten_alerts=gone & self._known.keys(),
+                deleted_alerts=gone & self._known.keys(),
             )
         self._known = kept
-        return Taken(tuple(written), repeated, late, len(changed) - len(written) + displaced)
+        return AlertResult(tuple(written), repeated, late, len(changed) - len(written) + displaced)
 
     def forget(self, run: str) -> None:
-        """The run is deleted, and its alerts were with it."""
+        """Drops the alerts of a deleted run from memory; the store has deleted them together with the run."""
         self._known = {key: alert for key, alert in self._known.items() if alert.view.run != run}
 
     def _shown(self, state: AlertState | None, wanted: Callable[[KnownAlert], bool]) -> list[AlertView]:
         oldest = self._wall() - RESOLVED_SECONDS
-        found = (alert for alert in self._known.values() if wanted(alert) and not _is_old(alert, oldest))
-        ranked = sorted(found, key=lambda alert: (*_rank(alert), alert.view.fingerprint))
+        shown = (alert for alert in self._known.values() if wanted(alert) and not _is_old(alert, oldest))
+        ranked = sorted(shown, key=lambda alert: (*_rank(alert), alert.view.fingerprint))
         return [alert.view for alert in ranked if state in (None, alert.view.state)]
 
 
@@ -108,7 +113,7 @@ def _is_old(alert: KnownAlert, oldest: float) -> bool:
 
 
 def _rank(alert: KnownAlert) -> tuple[bool, int, float]:
-    """Those that fire first: by severity, then those that have fired longest. Then the others, newest first."""
+    """Sort key: firing alerts by severity, then by start; after them resolved alerts, newest first."""
     view = alert.view
     if view.state == "resolved":
         return True, 0, -(view.ends_at or view.starts_at)
@@ -117,25 +122,26 @@ def _rank(alert: KnownAlert) -> tuple[bool, int, float]:
 
 
 def _over_quota(alerts: Iterable[KnownAlert]) -> set[_Key]:
-    """Those for which their token has no room. Of equal ones the first given stay."""
-    return set(_without_room(sorted(alerts, key=_rank)))
+    """Keys of the alerts over their token's quota. Of alerts with equal rank the first given are kept."""
+    return set(_iterate_over_quota(sorted(alerts, key=_rank)))
 
 
-def _without_room(ranked: Iterable[KnownAlert]) -> Iterator[_Key]:
+def _iterate_over_quota(ranked: Iterable[KnownAlert]) -> Iterator[_Key]:
     in_run: defaultdict[tuple[str, str, AlertState], int] = defaultdict(int)
     everywhere: defaultdict[tuple[str, AlertState], int] = defaultdict(int)
     for alert in ranked:
         view = alert.view
-        here, all_of_it = (view.run, alert.owner, view.state), (alert.owner, view.state)
-        kept = FIRING_KEPT if view.state == "firing" else RESOLVED_KEPT
-        if in_run[here] >= kept or everywhere[all_of_it] >= KEPT_OF_A_TOKEN:
+        run_key, token_key = (view.run, alert.owner, view.state), (alert.owner, view.state)
+        limit = FIRING_KEPT if view.state == "firing" else RESOLVED_KEPT
+        if in_run[run_key] >= limit or everywhere[token_key] >= KEPT_OF_A_TOKEN:
             yield alert.key
             continue
-        in_run[here] += 1
-        everywhere[all_of_it] += 1
+        in_run[run_key] += 1
+        everywhere[token_key] += 1
 
 
 def _note(alert: AlertView, actor: str) -> AuditNote:
+    """The audit row of a changed alert."""
     facts: KnobChanges = {
         "alert": alert.alert,
         "severity": alert.severity,

@@ -1,10 +1,10 @@
-"""The rows of the audit log: who, what, before, after, why, effect."""
+"""Builds rows of the audit log: actor, action, knobs before and after, reason and effect."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from tidegate.daemon.decisions.generations import Control, Decision, Generation
+from tidegate.daemon.decisions.generations import ControlState, Decision, Generation
 from tidegate.daemon.storage.store import AuditNote
 from tidegate.wire.agent import AgentHello
 from tidegate.wire.base import KnobChanges
@@ -12,23 +12,24 @@ from tidegate.wire.base import KnobChanges
 AUDITED: Final = frozenset(
     {"proposed", "committed", "refused", "aborted", "superseded", "applied", "promoted", "condemned", "canary_ended"}
 )
-TEXT: Final = 2_000
+MAX_TEXT: Final = 2_000
+"""Characters of a reason or an effect; longer texts are cut."""
 
 
-def decision_note(run: str, before: Control, decision: Decision, at: float) -> AuditNote:
-    """The row of one decision about a generation."""
+def decision_note(run: str, before: ControlState, decision: Decision, at: float) -> AuditNote:
+    """The audit row of one decision about a generation."""
     made = decision.generation
     effect = made.outcome
-    if decision.what == "applied":
+    if decision.kind == "applied":
         effect = "first step with it: " + ", ".join(f"rank {r} {s}" for r, s in sorted(made.applied.items())[:32])
-    if decision.what in ("promoted", "condemned", "canary_ended") and made.canary is not None:
+    if decision.kind in ("promoted", "condemned", "canary_ended") and made.canary is not None:
         effect = f"{made.canary.state.replace('_', ' ')}: {made.canary.verdict}"
-    actor = made.author if decision.what == "proposed" else "daemon"
-    return note(run, at, actor, decision.what, made, before=before.committed.knobs, effect=effect)
+    actor = made.author if decision.kind == "proposed" else "daemon"
+    return note(run, at, actor, decision.kind, made, before=before.committed.knobs, effect=effect)
 
 
 def taken_over_notes(hello: AgentHello, held: AgentHello | None, at: float) -> list[AuditNote]:
-    """What is written down when a rank is taken over from a process that has ended without a goodbye."""
+    """The audit row of a takeover: an agent takes a rank over from a process that has ended without a goodbye."""
     if held is None or held.agent != hello.replaces or hello.process == held.process is not None:
         return []
     ended = f"Process {held.pid} on {held.host} has ended without a goodbye."
@@ -47,6 +48,7 @@ def note(
     reason: str = "",
     effect: str = "",
 ) -> AuditNote:
+    """An audit row. `made`: the generation that the row is about."""
     return AuditNote(
         timestamp=at,
         actor=actor,
@@ -55,6 +57,6 @@ def note(
         generation=made.number if made else None,
         before=before,
         after=made.knobs if made else None,
-        reason=(reason or (made.reason if made else ""))[:TEXT],
-        effect=effect[:TEXT],
+        reason=(reason or (made.reason if made else ""))[:MAX_TEXT],
+        effect=effect[:MAX_TEXT],
     )

@@ -1,8 +1,8 @@
-"""The control plane: takes what agents and operators say, decides, stores the decision, then tells.
+"""The control plane: handles requests of agents and operators: decides, stores the decision, then notifies.
 
-All of it runs on one event loop. What decides is called in a turn (`turns.py`), one at a time, so every method is
-atomic to the others. What is decided is stored before it is visible: an exception of the store leaves the memory as it
-was.
+It runs on one event loop. Every method that decides is called in a turn (`turns.py`, a mutex), one at a time, so the
+methods are atomic. A decision is stored before it becomes visible: if the store raises an exception, the state in
+memory is unchanged.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from sqlalchemy.exc import OperationalError
 from tidegate.daemon.control import serializers
 from tidegate.daemon.control.audit_rows import AUDITED, decision_note, note, taken_over_notes
 from tidegate.daemon.control.event_ids import EventIds
-from tidegate.daemon.control.registry import Roster
+from tidegate.daemon.control.registry import RunRegistry
 from tidegate.daemon.control.restore import restore
 from tidegate.daemon.control.retention import GONE_RANKS_KEPT, LAST_STEPS_KEPT, Retention
 from tidegate.daemon.control.run import Clock, Member, Run
-from tidegate.daemon.control.step_writer import History
+from tidegate.daemon.control.step_writer import StepWriter
 from tidegate.daemon.control.trials import Predicted, Trials
 from tidegate.daemon.control.turns import Turns
 from tidegate.daemon.decisions.generations import (
-    Apply,
-    Cast,
-    Control,
+    ControlEvent,
+    ControlState,
     Generation,
-    Happening,
-    Join,
-    Leave,
-    Propose,
+    NewProposal,
+    RankApplied,
+    RankJoined,
+    RankLeft,
     Tick,
+    VoteCast,
     decide,
 )
 from tidegate.daemon.decisions.knob_effect import WINDOW_STEPS, measure
@@ -49,13 +49,15 @@ from tidegate.wire.base import KnobChanges
 from tidegate.wire.canary import CanaryRequest
 
 FLUSH_SECONDS: Final = 30.0
+"""Time between two writes of the frequently changing data of ranks."""
 RESET: Final = "reset_knobs at start-up"
 RETRY_SECONDS: Final = 2.0
+"""The deadlines and leases of a run for which they failed are handled again after this time."""
 log = logging.getLogger(__name__)
 
 
 class ControlPlane:
-    """Everything the daemon decides. Durations are seconds."""
+    """All decisions of the daemon. Durations are in seconds."""
 
     def __init__(
         self,
@@ -75,28 +77,28 @@ class ControlPlane:
         self._clock = clock or Clock()
         self._flushed = self._clock.mono()
         self._not_before: dict[str, float] = {}
-        """When the deadlines of a run that failed are looked at again."""
+        """When deadlines and leases are handled again, by run for which they failed; on the monotonic clock."""
         known = restore(store, lease_seconds, self._clock, GONE_RANKS_KEPT, LAST_STEPS_KEPT)
         damaged = store.run_names() - known[0].keys()
         self._event_ids = EventIds(store)
-        self.roster = Roster(*known, lease_seconds, self._clock, self._event_ids, damaged)
-        self.history = History(store.steps, keep_seconds, self._clock)
-        self._trials = Trials(store, self._advance, self._clock, proposal_seconds)
-        self.retention = Retention(store, self.roster, self.history, self._trials, self._clock, keep_runs_seconds)
+        self.registry = RunRegistry(*known, lease_seconds, self._clock, self._event_ids, damaged)
+        self.step_writer = StepWriter(store.steps, keep_seconds, self._clock)
+        self._trials = Trials(store, self._apply_event, self._clock, proposal_seconds)
+        self.retention = Retention(store, self.registry, self.step_writer, self._trials, self._clock, keep_runs_seconds)
 
     # ---- agents
 
     def hello(self, hello: AgentHello, knobs: Knobs, owner: str = "") -> Lease:
-        """Registers a rank. `knobs` are its start-up settings, complete; `owner` is the id of its token."""
-        run, now = self.roster.runs.get(hello.run), self._clock.wall()
+        """Registers a rank. `knobs` are all its start-up settings; `owner` is the id of its token."""
+        run, now = self.registry.runs.get(hello.run), self._clock.wall()
         held = run.members.get(hello.rank) if run else None
-        self.roster.check_free(hello)
+        self.registry.check_free(hello)
         self.retention.admit(hello, owner)
         same = held is not None and held.hello.agent == hello.agent
-        member = held if held and same else Member(hello=hello, seen=0.0, last_seen=now)
+        member = held if held and same else Member(hello=hello, seen_mono=0.0, last_seen=now)
         seated = AgentRecord(
             hello=hello, liveness="live", last_seen=now, step=member.step,
-            applied_generation=member.applied_generation, told=member.told, owner=owner,
+            applied_generation=member.applied_generation, told=member.last_report, owner=owner,
         )  # fmt: skip
         taken_over = taken_over_notes(hello, held.hello if held else None, now)
         if run is None:
@@ -106,51 +108,54 @@ class ControlPlane:
         else:
             self.store.save(run.name, notes=taken_over, agents=[seated])
         member.hello, member.finished, member.owner = hello, False, owner
-        self._see(member)
+        self._mark_seen(member)
         if held is not None:
-            self.roster.agents.pop(held.hello.agent, None)
+            self.registry.agents.pop(held.hello.agent, None)
             if not same:
-                self.history.drop(held.hello.agent)
-                run.orders.call(held.hello.agent)
+                self.step_writer.drop(held.hello.agent)
+                run.directive_notifier.notify(held.hello.agent)
         run.seat(member)
-        self.roster.agents[hello.agent] = (run.name, hello.rank)
-        self._advance(run, Join(hello.rank, fresh=not same))
-        self.roster.tell_agent(run, member)
-        self._finish_left_over(run)
+        self.registry.agents[hello.agent] = (run.name, hello.rank)
+        self._apply_event(run, RankJoined(hello.rank, fresh=not same))
+        self.registry.publish_liveness(run, member)
+        self._finish_surplus_ranks(run)
         return self._lease(run, member)
 
     def report(self, agent: str, report: AgentReport) -> Lease:
-        run, member = self.roster.member(agent)
+        """Takes a rank's report and renews its lease."""
+        run, member = self.registry.member(agent)
         if member.is_past(report):
-            detail = f"The report of step {report.step} is older than what rank {member.hello.rank} has told since."
+            detail = f"The report of step {report.step} is older than what rank {member.hello.rank} has reported since."
             raise ProblemError(409, "past-report", detail)
-        self._revive(run, member)
-        self.history.add(member, member.take(report))
+        self._mark_live(run, member)
+        self.step_writer.add(member, member.take(report))
         rank = member.hello.rank
         if report.applied is not None:
             self._applied(run, member, report.applied.generation, report.applied.step)
-        if report.generation == member.reported_generation:  # told twice: its own word on the step is not coming
+        # A second report with the same generation: the agent will not report the first step with it separately.
+        if report.generation == member.reported_generation:
             self._applied(run, member, report.generation, report.step)
         member.reported_generation = report.generation
         self._measure_effect(run, rank)
-        self._trials.look(run)
+        self._trials.evaluate(run)
         data = {"rank": rank, "step": report.step, "phase": report.phase, "generation": report.generation}
-        self.roster.publish(run, "report", data)
+        self.registry.publish(run, "report", data)
         if report.finished:
             self.goodbye(agent)
         return self._lease(run, member)
 
     def vote(self, agent: str, vote: Vote) -> None:
-        run, member = self.roster.member(agent)
-        self._revive(run, member)
-        self._advance(run, Cast(member.hello.rank, vote.generation, vote.can, vote.reason, self._clock.wall()))
+        """Takes a rank's vote on a generation."""
+        run, member = self.registry.member(agent)
+        self._mark_live(run, member)
+        self._apply_event(run, VoteCast(member.hello.rank, vote.generation, vote.can, vote.reason, self._clock.wall()))
 
     def goodbye(self, agent: str) -> None:
-        """The rank ends on purpose. Saying it again is fine."""
-        name, rank = self.roster.agents.get(agent, ("", -1))
+        """The rank ends on purpose. Idempotent."""
+        name, rank = self.registry.agents.get(agent, ("", -1))
         if not name:
-            self.roster.member(agent)  # raises
-        run = self.roster.runs[name]
+            self.registry.member(agent)  # raises
+        run = self.registry.runs[name]
         member = run.members[rank]
         if member.finished:
             return
@@ -167,11 +172,11 @@ class ControlPlane:
         reason: str,
         trial: tuple[CanaryRequest, Predicted] | None = None,
     ) -> Generation:
-        """Makes the next generation on top of whatever is newest; the caller has checked If-Match."""
+        """Proposes new knobs as the next generation; the caller has checked If-Match."""
         at, deadline = self._clock.wall(), self._clock.mono() + self._proposal_seconds
-        self._advance(
+        self._apply_event(
             run,
-            Propose(
+            NewProposal(
                 knobs=_all(run, knobs),
                 changes=changes,
                 author=author,
@@ -184,11 +189,11 @@ class ControlPlane:
         return run.latest
 
     def roll_back(self, run: Run, to: int | None, author: str, reason: str) -> Generation:
-        """Makes a generation with the knobs of an earlier one."""
+        """Proposes the knobs of an earlier generation as the next generation."""
         return self._trials.roll_back(run, to, author, reason)
 
-    async def recall(self, run: Run) -> None:
-        """Reads the last step of those ranks of the run that are gone for so long that it is not in memory any more."""
+    async def load_last_steps(self, run: Run) -> None:
+        """Reads the last step of ranks from the store, where it is no longer in memory."""
         forgotten = {m.hello.agent: m for m in run.members.values() if not m.recent and m.window.newest >= 0}
         if not forgotten:
             return
@@ -199,17 +204,20 @@ class ControlPlane:
     # ---- time
 
     def tick(self) -> None:
-        """Deadlines and leases; to be called several times a second. Where those of a run fail, the others go on, and
-        it has its turn again after `RETRY_SECONDS`; raises at the end where another process holds the write lock."""
+        """Handles deadlines and leases of all runs. Call it several times a second.
+
+        If they fail for one run, the other runs are still handled, and that run is handled again after `RETRY_SECONDS`.
+        It raises at the end if another process holds the database's write lock.
+        """
         now, at, busy = self._clock.mono(), self._clock.wall(), None
         flush = now - self._flushed >= FLUSH_SECONDS
-        for run in list(self.roster.runs.values()):
+        for run in list(self.registry.runs.values()):
             if self._not_before.get(run.name, now) > now:
                 continue
             self._not_before.pop(run.name, None)
             try:
                 self._tick(run, now, at, flush)
-            except Exception as error:  # what one run meets must not end deadlines and leases of the others
+            except Exception as error:  # an error of one run must not stop deadlines and leases of the others
                 if isinstance(error, OperationalError) and is_busy(error):
                     busy = error
                     continue
@@ -221,34 +229,34 @@ class ControlPlane:
             self._flushed = now
             self.retention.forget_gone()
             self._event_ids.refill()
-        self.history.tick(now)
+        self.step_writer.tick(now)
         self.retention.tick(now)
 
     def _tick(self, run: Run, now: float, at: float, flush: bool) -> None:
-        self._advance(run, Tick(now, at))
-        self._trials.look(run)
+        self._apply_event(run, Tick(now, at))
+        self._trials.evaluate(run)
         self._trials.tick(run, now)
-        changed = [member for member in run.members.values() if self._watch(run, member, at)]
+        changed = [member for member in run.members.values() if self._announce_liveness(run, member, at)]
         if changed:
-            self._finish_left_over(run)
+            self._finish_surplus_ranks(run)
         present = [run.members[rank] for rank in run.control.present]
         if flush and present:
-            self.store.touch([self._record(member) for member in present])
+            self.store.update_agents([self._record(member) for member in present])
 
     def close(self) -> None:
-        """Wakes everyone who waits, for good."""
+        """Wakes all waiting requests, for the shutdown; later requests do not wait."""
         self.closing = True
-        for run in self.roster.runs.values():
-            run.bell.ring()
-            run.orders.ring()
+        for run in self.registry.runs.values():
+            run.event_notifier.notify_all()
+            run.directive_notifier.notify_all()
 
     def save_all(self) -> None:
-        """What can be stored is stored, whatever becomes of the rest; raises what went wrong."""
+        """Stores everything that can be stored, even if a part fails; raises the error at the end."""
         with ExitStack() as stack:
-            for run in self.roster.runs.values():
-                stack.callback(self.store.touch, [self._record(member) for member in run.members.values()])
-            stack.callback(self.history.close)
-            stack.callback(self.history.write)
+            for run in self.registry.runs.values():
+                stack.callback(self.store.update_agents, [self._record(member) for member in run.members.values()])
+            stack.callback(self.step_writer.close)
+            stack.callback(self.step_writer.write)
 
     # ---- inside
 
@@ -271,15 +279,17 @@ class ControlPlane:
             decided_at=now,
         )
         self.store.add_run(hello.run, now, first, seated)
-        control = Control(newest=0, committed=first)
-        self.roster.runs[hello.run] = run = Run(name=hello.run, created_at=now, control=control, latest=first)
+        control = ControlState(newest=0, committed=first)
+        self.registry.runs[hello.run] = run = Run(name=hello.run, created_at=now, control=control, latest=first)
         return run
 
     def _reset(
         self, run: Run, hello: AgentHello, knobs: Knobs, seated: AgentRecord, taken_over: list[AuditNote]
     ) -> None:
-        """Makes the rank's settings those of the run. They are stored together with the rank: a hello that was not
-        stored can be said again."""
+        """Makes the rank's settings the knobs of the run.
+
+        They are stored together with the rank, so that a hello that failed can be repeated.
+        """
         now, others = self._clock.wall(), run.control.present - {hello.rank}
         paths = bool(hello.paths) or any(run.members[rank].hello.paths for rank in others)
         before, after = serializers.knobs_of(run.control.committed).as_dict(paths=paths), knobs.as_dict(paths=paths)
@@ -288,9 +298,9 @@ class ControlPlane:
             timestamp=now, actor=author, action="reset", run=run.name, generation=run.control.newest + 1,
             before=before, after=after, reason=RESET,
         )  # fmt: skip
-        self._advance(
+        self._apply_event(
             run,
-            Propose(
+            NewProposal(
                 knobs=after,
                 changes={name: value for name, value in after.items() if before.get(name) != value},
                 author=author,
@@ -306,52 +316,54 @@ class ControlPlane:
     def _applied(self, run: Run, member: Member, generation: int, step: int) -> None:
         member.applied.setdefault(generation, step)
         member.applied_generation = max(member.applied_generation, generation)
-        self._advance(run, Apply(member.hello.rank, generation, step))
+        self._apply_event(run, RankApplied(member.hello.rank, generation, step))
 
-    def _revive(self, run: Run, member: Member) -> None:
-        was = self.roster.liveness(member)
-        if not run.goes_on:
+    def _mark_live(self, run: Run, member: Member) -> None:
+        """Marks a rank as live because it has sent a message; a lost rank becomes present again."""
+        was = self.registry.liveness(member)
+        if not run.is_running:
             self.retention.check_quota(run, member.owner)
-        self._see(member)
+        self._mark_seen(member)
         if member.hello.rank not in run.control.present:
-            self._advance(run, Join(member.hello.rank, fresh=False))
+            self._apply_event(run, RankJoined(member.hello.rank, fresh=False))
         if was != "live":
-            self.roster.tell_agent(run, member)
+            self.registry.publish_liveness(run, member)
 
-    def _see(self, member: Member) -> None:
-        member.seen, member.last_seen, member.announced = self._clock.mono(), self._clock.wall(), "live"
+    def _mark_seen(self, member: Member) -> None:
+        member.seen_mono, member.last_seen, member.announced = self._clock.mono(), self._clock.wall(), "live"
 
     def _finish(self, run: Run, member: Member, actor: str, reason: str) -> None:
         rank, at = member.hello.rank, self._clock.wall()
         record = replace(self._record(member), liveness="finished")
         self.store.save(run.name, agents=[record], notes=[note(run.name, at, actor, "goodbye", reason=reason)])
         member.finished, member.announced = True, "finished"
-        self._advance(run, Leave(rank, at))
-        run.orders.call(member.hello.agent)
-        self.roster.tell_agent(run, member)
+        self._apply_event(run, RankLeft(rank, at))
+        run.directive_notifier.notify(member.hello.agent)
+        self.registry.publish_liveness(run, member)
 
-    def _finish_left_over(self, run: Run) -> None:
-        """Lost ranks that the run was started again without: nobody will bring them back, so they are no fault."""
+    def _finish_surplus_ranks(self, run: Run) -> None:
+        """Marks lost ranks as finished if the run was restarted with fewer ranks: they will not return."""
         size = run.world_size
         for rank, member in run.members.items():
-            if rank >= size and self.roster.liveness(member) == "lost":
+            if rank >= size and self.registry.liveness(member) == "lost":
                 self._finish(run, member, "daemon", f"Rank {rank} is lost and the run goes on with {size} ranks.")
 
-    def _watch(self, run: Run, member: Member, at: float) -> bool:
-        """Tells of a liveness that is another one; whether it is."""
-        state = self.roster.liveness(member)
+    def _announce_liveness(self, run: Run, member: Member, at: float) -> bool:
+        """Publishes and stores a changed liveness of a rank; whether it has changed."""
+        state = self.registry.liveness(member)
         if state == member.announced:
             return False
         if state == "lost":
             rank, silent = member.hello.rank, self._lease_seconds * 3
             lost = note(run.name, at, "daemon", "lost", reason=f"Rank {rank} said nothing for {silent:g} s.")
             self.store.save(run.name, agents=[self._record(member)], notes=[lost])
-            self._advance(run, Leave(rank, at))
+            self._apply_event(run, RankLeft(rank, at))
         member.announced = state
-        self.roster.tell_agent(run, member)
+        self.registry.publish_liveness(run, member)
         return True
 
     def _measure_effect(self, run: Run, rank: int) -> None:
+        """Measures the effect of the committed generation from the steps of the lead rank."""
         committed = run.control.committed
         if (
             run.lead is None
@@ -364,37 +376,37 @@ class ControlPlane:
         if effect is None or effect == committed.effect:
             return
         measured = replace(committed, effect=effect)
-        if committed.effect and effect.steps_after < WINDOW_STEPS:  # not written for each step: it is found again
+        if committed.effect and effect.steps_after < WINDOW_STEPS:  # not stored for each step
             run.control = replace(run.control, committed=measured)
             run.latest = measured if run.latest.number == measured.number else run.latest
-            self._tell(run, measured)
+            self._publish_generation(run, measured)
             return
         before, after = effect.update_seconds_before, effect.update_seconds_after
         text = f"update {before:.3f} s before, {after:.3f} s after (median of {effect.steps_after} steps)"
         notes = (
             [] if committed.effect else [note(run.name, self._clock.wall(), "daemon", "effect", measured, effect=text)]
         )
-        self._store_and_tell(run, replace(run.control, committed=measured), [measured], notes)
+        self._store_and_publish(run, replace(run.control, committed=measured), [measured], notes)
 
-    def _advance(
-        self, run: Run, event: Happening, agents: Sequence[AgentRecord] = (), also: Sequence[AuditNote] = ()
+    def _apply_event(
+        self, run: Run, event: ControlEvent, agents: Sequence[AgentRecord] = (), also: Sequence[AuditNote] = ()
     ) -> None:
-        """Decides, stores what was decided (with these agents and rows of the audit log), and tells."""
+        """Applies an event to the run: decides, stores decisions, `agents` and audit rows `also`, and notifies."""
         before = run.control
         control, decisions = decide(before, event)
-        notes = [decision_note(run.name, before, d, self._clock.wall()) for d in decisions if d.what in AUDITED]
-        # A vote is void after a restart, and ranks tell again what they have: neither is worth a write for each rank.
-        if all(d.what in ("voted", "rank_applied") for d in decisions):
+        notes = [decision_note(run.name, before, d, self._clock.wall()) for d in decisions if d.kind in AUDITED]
+        # Votes are discarded at a restart, and ranks report their generation again: neither is stored for each rank.
+        if all(d.kind in ("voted", "rank_applied") for d in decisions):
             run.control = control
             run.latest = next((d.generation for d in decisions if d.generation.number == control.newest), run.latest)
             return
-        self._store_and_tell(run, control, [d.generation for d in decisions], [*notes, *also], agents)
-        run.orders.ring()
+        self._store_and_publish(run, control, [d.generation for d in decisions], [*notes, *also], agents)
+        run.directive_notifier.notify_all()
 
-    def _store_and_tell(
+    def _store_and_publish(
         self,
         run: Run,
-        control: Control,
+        control: ControlState,
         generations: list[Generation],
         notes: Sequence[AuditNote],
         agents: Sequence[AgentRecord] = (),
@@ -405,25 +417,25 @@ class ControlPlane:
         run.control = control
         run.latest = newest.get(control.newest, run.latest)
         for generation in newest.values():
-            self._tell(run, generation)
+            self._publish_generation(run, generation)
 
-    def _tell(self, run: Run, generation: Generation) -> None:
-        self.roster.publish(
+    def _publish_generation(self, run: Run, generation: Generation) -> None:
+        self.registry.publish(
             run, "generation", serializers.generation_view(run.name, generation).model_dump(mode="json")
         )
 
     def _record(self, member: Member) -> AgentRecord:
         return AgentRecord(
             hello=member.hello,
-            liveness=self.roster.liveness(member),
+            liveness=self.registry.liveness(member),
             last_seen=member.last_seen,
             step=member.step,
             applied_generation=member.applied_generation,
-            told=member.told,
+            told=member.last_report,
             owner=member.owner,
         )
 
 
 def _all(run: Run, knobs: Knobs) -> KnobChanges:
-    """Every knob that the run has."""
+    """All knobs that the run has, as a message."""
     return knobs.as_dict(paths=bool(run.paths))

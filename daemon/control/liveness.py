@@ -1,4 +1,4 @@
-"""How long the daemon believes in a rank that says nothing."""
+"""Liveness of ranks and runs: live, stale, lost or finished, from the time since a rank's last message."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Final
 from tidegate.wire.base import Liveness
 
 STALE_LEASES: Final = 3
+"""A rank without a message for this many leases is lost."""
 _WORST_FIRST: Final[tuple[Liveness, ...]] = ("lost", "stale", "live")
 
 
 def liveness(silent_seconds: float, lease_seconds: float) -> Liveness:
-    """Live while the lease holds, stale for up to three leases, then lost."""
+    """The liveness of a rank: live while its lease lasts, stale for up to three leases, then lost."""
     if silent_seconds <= lease_seconds:
         return "live"
     return "stale" if silent_seconds <= STALE_LEASES * lease_seconds else "lost"
 
 
 def of_run(ranks: Iterable[Liveness]) -> Liveness:
-    """The worst of the ranks that have not finished; finished when all have."""
-    found = set(ranks)
-    return next((state for state in _WORST_FIRST if state in found), "finished")
+    """The liveness of a run: the worst of its unfinished ranks; finished when all ranks have finished."""
+    states = set(ranks)
+    return next((state for state in _WORST_FIRST if state in states), "finished")

@@ -1,4 +1,4 @@
-"""What a change of knobs would do to the update, asked of the simulator with the run's own rates."""
+"""Prediction of a knob change (dry run) and knob advice, simulated with the rates that the run's lead rank reported."""
 
 from __future__ import annotations
 
@@ -29,40 +29,41 @@ from tidegate.wire.step import StepReport
 log = logging.getLogger(__name__)
 
 NO_RATES: Final = "No prediction yet: it needs the rates of a few steps."
-OF_NO_USE: Final = "No advice: what the ranks told is of no use; the daemon's log says why."
-_OF_NO_USE: Final = (TidegateError, ArithmeticError, ValueError, TypeError)
-"""What the model raises where ranks told figures that cannot be true together: each alone was checked when it came."""
+UNUSABLE_REPORT: Final = "No advice: the figures that the ranks reported cannot be used; the daemon's log says why."
+_MODEL_ERRORS: Final = (TidegateError, ArithmeticError, ValueError, TypeError)
+"""Exceptions of the model when reported figures contradict each other; each figure alone was checked on arrival."""
 NO_ROOM: Final = "No prediction: there is no room for it."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What is known of the lead rank: sizes, speeds, and what its recent steps took."""
+class PredictionInputs:
+    """Inputs of a prediction, as the lead rank reported them: sizes, rates, and times of its recent steps."""
 
     hello: AgentHello
     rates: RateCard
     effective: Mapping[str, KnobValue]
-    """What `auto` stands for."""
+    """The values that the rank uses for knobs with the value `auto`."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Medians of the last steps, as they were measured."""
+    """Median measured seconds of each phase in the last steps."""
     error_ratio: float | None = None
+    """Relative error of the prediction for the present plan; None while there is nothing to compare."""
     ratios: tuple[float, ...] = ()
-    """Updates of the last steps as measured, by what is predicted of the present plan."""
+    """Measured update time of each of the last steps, divided by the predicted time for the present plan."""
     capacity: Mapping[str, int] = field(default_factory=dict)
-    """Most subgroups of each path, 0 for retired ones; without limit where absent."""
+    """Largest number of subgroups of each path, 0 for a retired path; a path that is absent has no limit."""
     device_free_bytes: int | None = None
-    """What was never used of the device's memory in the last steps; None where nobody has told."""
+    """Device memory that was never used in the last steps; None if unknown."""
 
     @property
     def unknown_policy(self) -> str:
-        """Why nothing can be predicted of it, as a sentence; empty where it can."""
+        """The reason why the model cannot predict the run's policy, as a sentence; empty where it can."""
         policy = self.hello.policy
         known = policy == "interleaved"
         return "" if known else f"No prediction: the model knows the interleaved policy, and this run is {policy}."
 
     @cached_property
     def rank(self) -> Rank:
-        """The rank as the simulator takes it. There may be many subgroups: not for the event loop."""
+        """The rank as the simulator's input. There may be many subgroups, so do not call this on the event loop."""
         hello = self.hello
         kinds = [Subgroup(0, s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in hello.subgroups]
         repeated = [kind for kind, sizes in zip(kinds, hello.subgroups, strict=True) for _ in range(sizes.count)]
@@ -75,7 +76,8 @@ class Evidence:
         )
 
     def predict(self, knobs: Knobs) -> PredictedUpdate | None:
-        """None when a rate that these knobs need was never measured, or the policy is none that the model knows."""
+        """The predicted update with these knobs; None if a rate that they need was never measured, or the model does
+        not support the run's policy."""
         wanted = self.numbers(knobs) if not self.unknown_policy else None
         if wanted is None:
             return None
@@ -98,7 +100,7 @@ class Evidence:
         )
 
     def no_room(self, knobs: Knobs) -> str:
-        """Which path cannot hold what these knobs give it, as a sentence; empty when all can, or nothing is known."""
+        """The path that is too small for its share under these knobs, as a sentence; empty if none, or if unknown."""
         wanted = self.numbers(knobs) if not self.unknown_policy and self.hello.paths else None
         try:
             return no_room(self.rank, wanted, self.rates) if wanted is not None else ""
@@ -106,7 +108,7 @@ class Evidence:
             return ""
 
     def numbers(self, knobs: Knobs) -> Effective | None:
-        """The knobs as numbers; None while the rank has not told what `auto` stands for."""
+        """The knobs as numbers; None while the rank has not reported its values for `auto`."""
         values = {
             name: self.effective.get(name, AUTO) if value == AUTO and name != "tier_split" else value
             for name, value in knobs.as_dict(paths=True).items()
@@ -129,23 +131,23 @@ def _split(text: str) -> Split:
     return None if text == AUTO else tuple(weights_of(text).items())
 
 
-def evidence(run: Run) -> Evidence | None:
-    """None until the lead rank has told its sizes and rates, and where what it told is of no use."""
+def prediction_inputs(run: Run) -> PredictionInputs | None:
+    """The prediction inputs of a run; None until the lead rank has reported usable sizes and rates."""
     try:
-        return _evidence(run)
-    except _OF_NO_USE as error:
-        log.warning("what the ranks of run %s told is of no use for predictions: %s", run.name, error)
+        return _prediction_inputs(run)
+    except _MODEL_ERRORS as error:
+        log.warning("the reports of the ranks of run %s cannot be used for predictions: %s", run.name, error)
         return None
 
 
-def _evidence(run: Run) -> Evidence | None:
+def _prediction_inputs(run: Run) -> PredictionInputs | None:
     if run.lead is None or run.lead[1].rates is None or not run.lead[1].hello.subgroups:
         return None
     member = run.lead[1]
     rates = run.lead[1].rates
     steps = [step for step in member.recent if not step.skipped]
     phases = dict.fromkeys(phase for step in steps for phase in step.phase_seconds)
-    return Evidence(
+    return PredictionInputs(
         hello=member.hello,
         rates=RateCard.from_dict(rates.model_dump()),
         effective=member.effective,
@@ -170,39 +172,39 @@ def _device_free_bytes(member: Member, steps: list[StepReport]) -> int | None:
 
 
 def _error_ratio(member: Member, steps: list[StepReport]) -> float | None:
-    """None while there is nothing to compare."""
+    """Relative error of the prediction for the present plan; None while there is nothing to compare."""
     ratios = _ratios(member, steps)
     return abs(1 / median(ratios) - 1) if ratios else None
 
 
 def _ratios(member: Member, steps: list[StepReport]) -> tuple[float, ...]:
-    # What goes on in the next forward is the update's, too.
+    # State that is still spilled during the next forward belongs to the update, too.
     measured = [step.phase_seconds.get("update", 0.0) + step.spill_seconds for step in steps]
     predicted = member.predicted_update_seconds
     return tuple(seconds / predicted for seconds in measured if seconds > 0) if predicted else ()
 
 
 def preview(
-    run: str, generation: int, before: Knobs, after: Knobs, known: Evidence | None, *, paths: bool
+    run: str, generation: int, before: Knobs, after: Knobs, inputs: PredictionInputs | None, *, paths: bool
 ) -> KnobPreview:
-    """The difference, and what is predicted of the update before and after. Slow enough to keep off the event loop.
+    """The changed knobs, and the predicted update before and after the change. Slow: run it in a thread.
 
-    paths: whether the run has storage paths, and so their knobs.
+    paths: whether the run has storage paths, and so the knobs of storage.
     """
     try:
-        return _preview(run, generation, before, after, known, paths=paths)
-    except _OF_NO_USE as error:
-        log.warning("no preview for run %s from what its ranks told: %s", run, error)
+        return _preview(run, generation, before, after, inputs, paths=paths)
+    except _MODEL_ERRORS as error:
+        log.warning("no preview for run %s from the reports of its ranks: %s", run, error)
         return _preview(run, generation, before, after, None, paths=paths)
 
 
 def _preview(
-    run: str, generation: int, before: Knobs, after: Knobs, known: Evidence | None, *, paths: bool
+    run: str, generation: int, before: Knobs, after: Knobs, inputs: PredictionInputs | None, *, paths: bool
 ) -> KnobPreview:
     old, new = before.as_dict(paths=paths), after.as_dict(paths=paths)
-    now, then = (known.predict(knobs) if known else None for knobs in (before, after))
-    full = known.no_room(after) if known else ""
-    unknown = (known and known.unknown_policy) or (NO_ROOM if full else NO_RATES)
+    now, then = (inputs.predict(knobs) if inputs else None for knobs in (before, after))
+    full = inputs.no_room(after) if inputs else ""
+    unknown = (inputs and inputs.unknown_policy) or (NO_ROOM if full else NO_RATES)
     return KnobPreview(
         run=run,
         generation=generation,
@@ -213,44 +215,46 @@ def _preview(
         predicted_update_seconds_after=then.update_seconds if then else None,
         predicted_before=now,
         predicted_after=then,
-        predicted_phase_seconds_after={**known.phase_seconds, "update": then.update_seconds} if known and then else {},
-        error_ratio=known.error_ratio if known and then else None,
+        predicted_phase_seconds_after={**inputs.phase_seconds, "update": then.update_seconds}
+        if inputs and then
+        else {},
+        error_ratio=inputs.error_ratio if inputs and then else None,
         no_prediction="" if now is not None and then is not None else unknown,
         no_room=full,
     )
 
 
-def advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
-    """What the model would choose of all knobs but the host cache, for which only the rank knows what is free.
+def advise(run: str, knobs: Knobs, inputs: PredictionInputs | None) -> Advice:
+    """Recommended knobs. All knobs are considered except `host_cache`: only the rank knows how much memory is free.
 
-    More residents are advised where the device had memory left at its peak for them. The rank may still refuse. Slow
-    enough to keep off the event loop.
+    More resident subgroups are advised only if they fit in the device memory that was free at its peak. The rank may
+    still refuse. Slow: run it in a thread.
     """
     try:
-        return _advise(run, knobs, known)
-    except _OF_NO_USE as error:
-        log.warning("no advice for run %s from what its ranks told: %s", run, error)
-        return Advice(run=run, sentence=OF_NO_USE)
+        return _advise(run, knobs, inputs)
+    except _MODEL_ERRORS as error:
+        log.warning("no advice for run %s from the reports of its ranks: %s", run, error)
+        return Advice(run=run, sentence=UNUSABLE_REPORT)
 
 
-def _advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
-    if known is not None and known.unknown_policy:
-        return Advice(run=run, sentence=known.unknown_policy)
-    now = known.numbers(knobs) if known else None
-    if known is None or now is None:
+def _advise(run: str, knobs: Knobs, inputs: PredictionInputs | None) -> Advice:
+    if inputs is not None and inputs.unknown_policy:
+        return Advice(run=run, sentence=inputs.unknown_policy)
+    now = inputs.numbers(knobs) if inputs else None
+    if inputs is None or now is None:
         return Advice(run=run, sentence=NO_RATES)
-    backward = known.phase_seconds.get("backward")
+    backward = inputs.phase_seconds.get("backward")
     try:
-        present = predicted_seconds(known.rank, now, known.rates, backward_seconds=backward)
+        present = predicted_seconds(inputs.rank, now, inputs.rates, backward_seconds=backward)
         found = best(
-            known.rank,
+            inputs.rank,
             now,
-            known.rates,
+            inputs.rates,
             {"stride", "order", "tier_split"},
             below_seconds=(1 - MINIMUM_GAIN) * present,
             backward_seconds=backward,
-            static_ratios=_static_ratios(known, now),
-            allowed=lambda then: _fits(known, now, then),
+            static_ratios=_static_ratios(inputs, now),
+            allowed=lambda then: _fits(inputs, now, then),
         )
     except TidegateError as error:
         return Advice(run=run, sentence=f"No advice yet: {error}")
@@ -269,26 +273,29 @@ def _advise(run: str, knobs: Knobs, known: Evidence | None) -> Advice:
     )
 
 
-def _static_ratios(known: Evidence, now: Effective) -> tuple[float, ...]:
-    """Others that the device may have room for; none where nobody has told what it uses."""
-    free = known.device_free_bytes
+def _static_ratios(inputs: PredictionInputs, now: Effective) -> tuple[float, ...]:
+    """Values of `static_ratio` that may fit in the free device memory; empty if the memory use is unknown."""
+    free = inputs.device_free_bytes
     if free is None:
         return ()
-    state = sum(s.nbytes("state") for s in known.rank.subgroups)
+    state = sum(s.nbytes("state") for s in inputs.rank.subgroups)
     return tuple(ratio for ratio in CANDIDATE_RATIOS if (ratio - now.static_ratio) * state <= free)
 
 
-def _fits(known: Evidence, now: Effective, then: Effective) -> bool:
-    """Residents and staging slots in what is free of the device, as far as that is known: the rank may still refuse."""
-    free = known.device_free_bytes
+def _fits(inputs: PredictionInputs, now: Effective, then: Effective) -> bool:
+    """Whether resident subgroups and staging slots fit in the free device memory; True if that is unknown.
+
+    The rank may still refuse.
+    """
+    free = inputs.device_free_bytes
     if free is None:
         return True
-    more, less = (settled(known.rank, knobs, known.rates)[0].device_bytes() for knobs in (then, now))
+    more, less = (settled(inputs.rank, knobs, inputs.rates)[0].device_bytes() for knobs in (then, now))
     return more - less <= free
 
 
 def _changes(knobs: Knobs, now: Effective, then: Effective) -> KnobChanges:
-    """The knobs that differ."""
+    """The knobs that differ between the present and the recommended settings."""
     changes: KnobChanges = {}
     if then.stride != now.stride:
         changes["stride"] = then.stride

@@ -1,4 +1,4 @@
-"""Moves rows of an SQLite database that cannot be read out of the way, into the table `quarantine`."""
+"""Finds unreadable rows of an SQLite database and moves them into the table `quarantine`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sqlalchemy import Select, insert, literal_column, select, text
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session
 
-from tidegate.daemon.control.restore import RAN
+from tidegate.daemon.control.restore import COMMITTED_STATES
 from tidegate.daemon.storage.alert_table import alert_of
 from tidegate.daemon.storage.row_reader import key_of, reason
 from tidegate.daemon.storage.schema import (
@@ -36,35 +36,38 @@ _KEEPS_AUDIT: Final = "audit_no_delete"
 
 @dataclass(frozen=True, kw_only=True)
 class Damaged:
-    """A row that cannot be read, or is of no use without one that cannot."""
+    """A row that cannot be read, or that depends on a row that cannot be read."""
 
     table: str
     rowid: int
     key: tuple[Any, ...]
     why: str
     body: dict[str, Any]
-    """Its values by column."""
+    """The row's values by column."""
 
 
 def find(store: Store) -> list[Damaged]:
-    """Every such row."""
+    """All damaged rows of the database."""
     with Session(store.engine) as session:
         found = [damaged for row, make in _READERS for damaged in _damaged(session, row, make)]
-        left = {(damaged.table, damaged.rowid) for damaged in found}
+        unreadable = {(damaged.table, damaged.rowid) for damaged in found}
         good = {
             run
             for rowid, run, state in _columns(session, GenerationRow, "run", "state")
-            if state in RAN and ("generations", rowid) not in left
-        } & {name for rowid, name in _columns(session, RunRow, "name") if ("runs", rowid) not in left}
+            if state in COMMITTED_STATES and ("generations", rowid) not in unreadable
+        } & {name for rowid, name in _columns(session, RunRow, "name") if ("runs", rowid) not in unreadable}
         for row, column in ((RunRow, "name"), (GenerationRow, "run"), (AgentRow, "run")):
             for rowid, made in _rows(session, row):
-                if getattr(made, column) not in good and (row.__tablename__, rowid) not in left:
-                    found.append(_of(made, rowid, NO_GENERATION))
+                if getattr(made, column) not in good and (row.__tablename__, rowid) not in unreadable:
+                    found.append(_damaged_row(made, rowid, NO_GENERATION))
     return found
 
 
 def move(store: Store, found: list[Damaged]) -> None:
-    """All of them, or none. The audit log is append-only again when this returns."""
+    """Moves the rows into the quarantine table in one transaction.
+
+    If audit rows are among them, the trigger that keeps the audit log append-only is removed and made again.
+    """
     now = time.time()
     with store.engine.begin() as connection:
         rows = [{"at": now, "source": d.table, "why": d.why, "body": json.dumps(d.body, default=_shown)} for d in found]
@@ -79,7 +82,7 @@ def move(store: Store, found: list[Damaged]) -> None:
 
 
 def integrity(store: Store) -> list[str]:
-    """What SQLite itself finds wrong with the file."""
+    """The problems that SQLite's own check finds in the file; empty if there are none."""
     with store.engine.connect() as connection:
         lines = [str(line) for (line,) in connection.exec_driver_sql("PRAGMA quick_check")]
     return [line for line in lines if line != "ok"]
@@ -90,7 +93,7 @@ def _damaged(session: Session, row: type[Base], make: Callable[[Any], object]) -
         try:
             make(made)
         except Exception as error:  # what a damaged row raises depends on the damage
-            yield _of(made, rowid, reason(error))
+            yield _damaged_row(made, rowid, reason(error))
 
 
 def _rows(session: Session, row: type[Base]) -> Iterator[tuple[int, Any]]:
@@ -103,7 +106,7 @@ def _columns(session: Session, row: type[Base], *names: str) -> Iterator[tuple[A
     yield from (tuple(found) for found in session.execute(select(*wanted)))
 
 
-def _of(row: Base, rowid: int, why: str) -> Damaged:
+def _damaged_row(row: Base, rowid: int, why: str) -> Damaged:
     body = {column.name: getattr(row, column.name) for column in row.__table__.columns}
     return Damaged(table=row.__tablename__, rowid=rowid, key=key_of(row), why=why, body=body)
 

@@ -1,4 +1,4 @@
-"""Who is there: every run, every rank, every agent, and how alive each is."""
+"""Registry of runs, ranks and agents, with the liveness of each rank."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tidegate.daemon.storage.row_reader import REMEDY
 from tidegate.wire.agent import AgentHello, Holder
 from tidegate.wire.base import Liveness
 
-NAMED: Final = 10
-"""Runs or ranks of a kind in a message."""
+MAX_LISTED: Final = 10
+"""Names of runs or ranks that a message lists, at most."""
 
 
-class Roster:
-    """Looks things up, and ends the request with a problem that lists what there is when they are not there."""
+class RunRegistry:
+    """All runs, ranks and agents. A look-up that finds nothing raises a problem that lists the known names."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Roster:
         event_ids: EventIds,
         damaged: Collection[str] = (),
     ) -> None:
-        """`damaged`: runs of which the store has what nobody can read."""
+        """`damaged`: names of stored runs whose rows cannot be read."""
         self.runs = runs
         self.agents = agents
         self._lease_seconds = lease_seconds
@@ -49,12 +49,13 @@ class Roster:
             raise ProblemError(409, "run-damaged", detail)
 
     def _known(self) -> str:
-        """The runs that go on, and the newest of those that ended, as a sentence."""
+        """The running runs and the newest ended runs, as a sentence."""
         newest = sorted(self.runs.values(), key=lambda run: -run.created_at)
-        goes_on = [run.name for run in newest if of_run(self.states(run).values()) in ("live", "stale")]
-        ended = [run.name for run in newest if run.name not in set(goes_on)]
-        told = [f"{what}: {', '.join(names[:NAMED])}" for what, names in (("Live", goes_on), ("Ended", ended)) if names]
-        return f"{'. '.join(told)}." if told else "There is none yet."
+        running = [run.name for run in newest if of_run(self.states(run).values()) in ("live", "stale")]
+        ended = [run.name for run in newest if run.name not in set(running)]
+        groups = (("Live", running), ("Ended", ended))
+        lists = [f"{what}: {', '.join(names[:MAX_LISTED])}" for what, names in groups if names]
+        return f"{'. '.join(lists)}." if lists else "There is none yet."
 
     def rank(self, name: str, rank: int) -> Member:
         run = self.run(name)
@@ -64,7 +65,7 @@ class Roster:
         return run.members[rank]
 
     def member(self, agent: str) -> tuple[Run, Member]:
-        """The run and rank that the agent holds. One that has finished is unknown."""
+        """The run and the rank that the agent holds. An agent that has finished counts as unknown."""
         if seat := self.agents.get(agent):
             run = self.runs[seat[0]]
             member = run.members[seat[1]]
@@ -73,8 +74,10 @@ class Roster:
         raise ProblemError(404, "unknown-agent", f"The daemon does not know agent {agent!r}: say hello first.")
 
     def check_free(self, hello: AgentHello) -> None:
-        """A rank is taken while another agent that is live holds it, unless that one is known to have ended; an agent
-        is one rank for its whole life."""
+        """Raises a 409 problem if another live agent holds the rank, or if this agent already holds another rank.
+
+        The rank is free if the agent that holds it is the one that `hello.replaces`, which has ended.
+        """
         self._check_damaged(hello.run)
         run = self.runs.get(hello.run)
         held = run.members.get(hello.rank) if run else None
@@ -93,7 +96,7 @@ class Roster:
 
     @property
     def lost_seconds(self) -> float:
-        """A rank that was silent for so long is lost."""
+        """A rank without a message for this time is lost."""
         return STALE_LEASES * self._lease_seconds
 
     def liveness(self, member: Member) -> Liveness:
@@ -110,9 +113,11 @@ class Roster:
                     yield member
 
     def publish(self, run: Run, kind: str, data: dict[str, Any]) -> None:
+        """Adds an event to the run's events."""
         run.publish(self._event_ids.take(), kind, self._clock.wall(), data)
 
-    def tell_agent(self, run: Run, member: Member) -> None:
+    def publish_liveness(self, run: Run, member: Member) -> None:
+        """Adds an event with the liveness of a rank."""
         data = {"rank": member.hello.rank, "agent": member.hello.agent, "liveness": self.liveness(member)}
         self.publish(run, "agent", data)
 

@@ -1,4 +1,4 @@
-"""What a daemon knows when it starts again."""
+"""Restores runs and ranks from the database when the daemon starts."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Final
 
 from tidegate.daemon.control.audit_rows import note
 from tidegate.daemon.control.run import RECENT_STEPS, Clock, Member, Run
-from tidegate.daemon.decisions.generations import Control, Generation
+from tidegate.daemon.decisions.generations import ControlState, Generation
 from tidegate.daemon.decisions.step_window import STEPS_KEPT
 from tidegate.daemon.storage.row_reader import REMEDY
 from tidegate.daemon.storage.step_table import step_of
 from tidegate.daemon.storage.store import AgentRecord, Store
 
-RAN: Final = ("committed", "applied")
+COMMITTED_STATES: Final = ("committed", "applied")
+"""States of generations that were committed."""
 log = logging.getLogger(__name__)
 
 
 def restore(
     store: Store, lease_seconds: float, clock: Clock, gone_kept: int, last_kept: int
 ) -> tuple[dict[str, Run], dict[str, tuple[str, int]]]:
-    """The stored runs, and the run and rank of each agent. What was proposed is aborted.
+    """The stored runs, and the run and rank of each agent. Pending proposals are aborted.
 
-    Ranks that were there may still be: they are stale until they speak, so that a change waits for their vote. Of ranks
-    that are gone the newest steps are known for the last `gone_kept`, and the last step for the last `last_kept`.
+    Ranks that were live or stale may still be running: they start as stale until their first message, so that a change
+    waits for their vote. Of lost and finished ranks, the last `gone_kept` get their newest steps back, and the last
+    `last_kept` their last step.
     """
     found = (_run(store, name, created_at, clock) for name, created_at in store.runs().items())
     runs = {run.name: run for run in found if run is not None}
@@ -71,7 +73,10 @@ def _recall_steps(store: Store, member: Member, limit: int) -> None:
 
 
 def _recall_applied(run: Run, generations: list[Generation]) -> None:
-    """When the agents that are there first ran with each generation. Those before them counted other steps."""
+    """Sets each present agent's first step with each generation.
+
+    Generations decided before the agent started are left out: their steps are those of an earlier agent.
+    """
     for generation in generations:
         for rank, step in generation.applied.items():
             member = run.members.get(rank)
@@ -80,14 +85,14 @@ def _recall_applied(run: Run, generations: list[Generation]) -> None:
 
 
 def _run(store: Store, name: str, created_at: float, clock: Clock) -> Run | None:
-    """None where no generation that was committed can be read."""
+    """The stored run; None if none of its committed generations can be read."""
     generations = store.generations(name)
-    committed = max((g for g in generations if g.state in RAN), key=lambda g: g.number, default=None)
+    committed = max((g for g in generations if g.state in COMMITTED_STATES), key=lambda g: g.number, default=None)
     if committed is None:
         log.error("run %s is left out, none of its committed generations can be read: %s", name, REMEDY)
         return None
     latest = generations[-1]
-    control = Control(newest=max(latest.number, store.newest_number(name)), committed=committed)
+    control = ControlState(newest=max(latest.number, store.newest_number(name)), committed=committed)
     if latest.state == "proposed":
         why = "The daemon restarted before all ranks had answered: nothing was changed."
         canary = latest.canary.closed("superseded", "It never ran.") if latest.canary else None
@@ -101,7 +106,7 @@ def _member(record: AgentRecord, lease_seconds: float, clock: Clock) -> Member:
     here = record.liveness in ("live", "stale")
     member = Member(
         hello=record.hello,
-        seen=clock.mono() - lease_seconds * 1.001 if here else -math.inf,
+        seen_mono=clock.mono() - lease_seconds * 1.001 if here else -math.inf,
         last_seen=record.last_seen,
         finished=record.liveness == "finished",
         announced="stale" if here else record.liveness,

@@ -1,7 +1,7 @@
-"""Which runs the daemon keeps: how long after their end, and how many of each token; and how one is deleted.
+"""Retention of runs: limits on the age and number of runs, quotas for each token, and deletion.
 
-A run goes on while any of its ranks is live or stale. Runs that go on are never deleted: by a quota those of one token
-leave room for those of others. Runs that ended make room for new ones.
+A run is running while any of its ranks is live or stale. A running run is never deleted; a quota for each token keeps
+one token from using all places. Runs that have ended are deleted to make room for new runs.
 """
 
 from __future__ import annotations
@@ -12,40 +12,54 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from tidegate.daemon.control.audit_rows import note
-from tidegate.daemon.control.registry import NAMED, Roster
+from tidegate.daemon.control.registry import MAX_LISTED, RunRegistry
 from tidegate.daemon.control.run import Clock, Run
-from tidegate.daemon.control.step_writer import History
+from tidegate.daemon.control.step_writer import StepWriter
 from tidegate.daemon.control.trials import Trials
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.storage.store import Store
 from tidegate.wire.agent import AgentHello
 
 RUNS_KEPT: Final = 10_000
+"""Runs in the daemon, at most."""
 RANKS_KEPT: Final = 100_000
+"""Ranks in the daemon, at most."""
 RUNS_OF_A_TOKEN: Final = 2_000
-"""Runs of one token that go on at the same time."""
+"""Running runs of one token, at most."""
 RANKS_OF_A_TOKEN: Final = 20_000
-"""Ranks that came with one token, in runs that go on."""
+"""Ranks of one token in running runs, at most."""
 GONE_RANKS_KEPT: Final = 64
-"""Ranks that are gone and whose newest steps are still in memory."""
+"""Lost or finished ranks whose newest steps are still in memory."""
 LAST_STEPS_KEPT: Final = 4_096
-"""Ranks that are gone and whose last step is still in memory; of others it is read when somebody asks for their run."""
+"""Lost or finished ranks whose last step is still in memory. The last step of other ranks is read from the store when
+their run is requested."""
 DELETED_AT_ONCE: Final = 20
-"""Runs in one transaction: others wait for it."""
+"""Runs deleted in one transaction, at most, because other changes wait for the transaction."""
 SWEEP_SECONDS: Final = 30.0
+"""Time between two searches for old runs."""
 DELETED: Final = "deleted"
-"""In the audit log."""
+"""Action of the audit row of a deleted run."""
 
 
 class Retention:
-    """`keep_seconds`: runs are kept for so long after a rank spoke last. `deleted` is called with each run's name."""
+    """Deletes runs that are old or above a limit, and refuses ranks above a token's quota.
+
+    keep_seconds: ended runs are kept for this time after the last message of a rank. deleted: a callback that gets the
+    name of each deleted run.
+    """
 
     def __init__(
-        self, store: Store, roster: Roster, history: History, trials: Trials, clock: Clock, keep_seconds: float
+        self,
+        store: Store,
+        registry: RunRegistry,
+        step_writer: StepWriter,
+        trials: Trials,
+        clock: Clock,
+        keep_seconds: float,
     ) -> None:
         self._store = store
-        self._roster = roster
-        self._history = history
+        self._registry = registry
+        self._step_writer = step_writer
         self._trials = trials
         self._clock = clock
         self._keep_seconds = keep_seconds
@@ -53,62 +67,64 @@ class Retention:
         self.deleted: Callable[[str], None] = lambda run: None
 
     def delete(self, run: Run, actor: str, reason: str = "") -> None:
-        """Forgets the run. Ends the request while it goes on."""
-        states = sorted(self._roster.states(run).items())
-        going = [f"rank {rank} is {state}" for rank, state in states if state in ("live", "stale")]
-        if going:
+        """Deletes the run. Raises a 409 problem while it is running."""
+        states = sorted(self._registry.states(run).items())
+        running = [f"rank {rank} is {state}" for rank, state in states if state in ("live", "stale")]
+        if running:
             detail = (
-                f"Run {run.name!r} goes on ({', '.join(going[:NAMED])}): end its processes, wait until a rank that "
-                f"died is lost ({self._roster.lost_seconds:g} s after its last word), then delete it."
+                f"Run {run.name!r} is running ({', '.join(running[:MAX_LISTED])}): end its processes, wait until a "
+                f"rank that died is lost ({self._registry.lost_seconds:g} s after its last message), then delete it."
             )
             raise ProblemError(409, "run-goes-on", detail)
         self._delete([run], actor, reason)
 
     def admit(self, hello: AgentHello, owner: str) -> None:
-        """Makes room for the rank where it is a new one. Ends the request where there is none for its token."""
-        run = self._roster.runs.get(hello.run)
+        """Makes room for a new rank, by deleting old runs. Raises a 409 problem if its token is over its quota."""
+        run = self._registry.runs.get(hello.run)
         known = run is not None and hello.rank in run.members
-        if run is None or not known or not run.goes_on:
+        if run is None or not known or not run.is_running:
             self.check_quota(run, owner)
         if not known:
             self._make_room(hello.run)
 
     def check_quota(self, run: Run | None, owner: str) -> None:
-        """Ends the request where the token has as many runs and ranks that go on as it may have, and this is one more.
+        """Raises a 409 problem if one more rank would put the token over its quota of running runs or ranks.
 
-        run: None for a new one."""
-        runs = self._roster.runs.values()
-        starts = run is None or not run.goes_on
-        if starts and len(self._roster.runs) >= RUNS_OF_A_TOKEN:
-            going = sum(run.goes_on and run.owner == owner for run in runs)
-            if going >= RUNS_OF_A_TOKEN:
-                raise _too_many(f"{going:,} runs of this token go on, it may have {RUNS_OF_A_TOKEN:,} at a time")
-        if len(self._roster.agents) >= RANKS_OF_A_TOKEN:
-            ranks = sum(m.owner == owner for run in runs if run.goes_on for m in run.members.values())
+        run: the rank's run; None for a new run.
+        """
+        runs = self._registry.runs.values()
+        starts = run is None or not run.is_running
+        if starts and len(self._registry.runs) >= RUNS_OF_A_TOKEN:
+            running = sum(run.is_running and run.owner == owner for run in runs)
+            if running >= RUNS_OF_A_TOKEN:
+                raise _too_many(f"{running:,} runs of this token are running, at most {RUNS_OF_A_TOKEN:,} may be")
+        if len(self._registry.agents) >= RANKS_OF_A_TOKEN:
+            ranks = sum(m.owner == owner for run in runs if run.is_running for m in run.members.values())
             if ranks >= RANKS_OF_A_TOKEN:
-                raise _too_many(f"{ranks:,} ranks of this token are there, it may have {RANKS_OF_A_TOKEN:,} at a time")
+                raise _too_many(f"{ranks:,} ranks of this token are running, at most {RANKS_OF_A_TOKEN:,} may be")
 
     def _make_room(self, name: str) -> None:
-        """For one more rank of the run of this name. The oldest runs go that ended, of the token that has most runs.
+        """Makes room for one more rank of the run `name`: deletes the oldest ended runs of the token with most runs.
 
-        Ends the request where all runs go on."""
-        runs, agents = self._roster.runs, self._roster.agents
+        Raises a 409 problem if all runs are running.
+        """
+        runs, agents = self._registry.runs, self._registry.agents
         while (name not in runs and len(runs) >= RUNS_KEPT) or len(agents) >= RANKS_KEPT:
             owners = Counter(run.owner for run in runs.values())
-            ended = [run for run in runs.values() if not run.goes_on and run.name != name]
+            ended = [run for run in runs.values() if not run.is_running and run.name != name]
             if not ended:
-                raise _too_many(f"The daemon keeps {RUNS_KEPT:,} runs and {RANKS_KEPT:,} ranks, and all go on")
+                raise _too_many(f"The daemon keeps {RUNS_KEPT:,} runs and {RANKS_KEPT:,} ranks, and all are running")
             most = max({run.owner for run in ended}, key=lambda owner: owners[owner])
             oldest = sorted((run for run in ended if run.owner == most), key=lambda run: run.last_seen)
-            reason = f"The daemon is full ({RUNS_KEPT:,} runs, {RANKS_KEPT:,} ranks): it was an old one that had ended."
+            reason = f"The daemon is full ({RUNS_KEPT:,} runs, {RANKS_KEPT:,} ranks), and this was an old ended run."
             self._delete(oldest[: max(1, RUNS_KEPT // 500)], "daemon", reason)
 
     def tick(self, now: float) -> None:
-        """Forgets runs that ended long ago; `now` is on the monotonic clock. To be called several times a second."""
+        """Deletes runs that ended long ago. `now` is on the monotonic clock. Call it several times a second."""
         if now - self._swept_at < SWEEP_SECONDS:
             return
         before = self._clock.wall() - self._keep_seconds
-        old = [run for run in self._roster.runs.values() if not run.goes_on and run.last_seen < before]
+        old = [run for run in self._registry.runs.values() if not run.is_running and run.last_seen < before]
         if old:
             days = self._keep_seconds / 86_400
             self._delete(old[:DELETED_AT_ONCE], "daemon", f"It ended more than {days:g} days ago (--keep-runs).")
@@ -116,29 +132,31 @@ class Retention:
             self._swept_at = now
 
     def forget_gone(self) -> None:
-        """Drops from memory what ranks told that are gone, but for those that went last. To be called now and then."""
-        gone = [m for run in self._roster.runs.values() for r, m in run.members.items() if r not in run.control.present]
+        """Drops data of lost and finished ranks from memory, except for the latest. Call it every half minute or so."""
+        gone = [
+            m for run in self._registry.runs.values() for r, m in run.members.items() if r not in run.control.present
+        ]
         gone.sort(key=lambda member: member.last_seen, reverse=True)
         for member in gone[GONE_RANKS_KEPT:]:
             member.forget()
-            self._history.forget(member.hello.agent)
+            self._step_writer.forget(member.hello.agent)
         for member in gone[LAST_STEPS_KEPT:]:
             member.recent.clear()
 
     def _delete(self, runs: Sequence[Run], actor: str, reason: str) -> None:
         at = self._clock.wall()
         agents = {member.hello.agent for run in runs for member in run.members.values()}
-        self._history.erase(agents)
+        self._step_writer.erase(agents)
         notes = [note(run.name, at, actor, DELETED, before=run.control.committed.knobs, reason=reason) for run in runs]
         self._store.delete_runs([run.name for run in runs], notes)
         for agent in agents:
-            self._roster.agents.pop(agent, None)
+            self._registry.agents.pop(agent, None)
         for run in runs:
-            del self._roster.runs[run.name]
+            del self._registry.runs[run.name]
             self._trials.forget(run.name)
             self.deleted(run.name)
-            run.bell.ring()
-            run.orders.ring()
+            run.event_notifier.notify_all()
+            run.directive_notifier.notify_all()
 
 
 def _too_many(why: str) -> ProblemError:

@@ -1,4 +1,4 @@
-"""One run as the daemon sees it now: its control, its ranks, its newest events. Lives in memory, bounded."""
+"""State of one run in memory: its generations, its ranks and its newest events, all of bounded size."""
 
 from __future__ import annotations
 
@@ -12,67 +12,73 @@ from typing import Any, Final
 
 from tidegate.daemon.control.liveness import liveness
 from tidegate.daemon.control.timelines import Timelines
-from tidegate.daemon.decisions.generations import Control, Generation
-from tidegate.daemon.decisions.step_window import Figures, Window
+from tidegate.daemon.decisions.generations import ControlState, Generation
+from tidegate.daemon.decisions.step_window import StepFigures, StepWindow
 from tidegate.wire.agent import AgentHello, AgentReport, Rates
 from tidegate.wire.base import KnobChanges, Liveness
 from tidegate.wire.event import Event
 from tidegate.wire.step import StepReport
 
 RECENT_STEPS: Final = 20
-"""Of each rank, as they were told; of those before only the figures are in memory."""
+"""Full step reports in memory of each rank; of older steps only the figures of `StepWindow` are in memory."""
 EVENTS_KEPT: Final = 1_000
+"""Events in memory of each run."""
 WOKEN_AT_ONCE: Final = 16
+"""Waiting requests that are woken together."""
 BETWEEN_SECONDS: Final = 0.008
-"""Until the next few are woken: about what the answers of so many take."""
+"""Pause between two such batches: about the time that a batch of responses takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """`wall` is seconds since the epoch, for people; `mono` never jumps, for leases and deadlines."""
+    """Two clocks in seconds: `wall`, since the epoch, for display; `mono`, monotonic, for leases and deadlines."""
 
     wall: Callable[[], float] = time.time
     mono: Callable[[], float] = time.monotonic
 
 
-class Bell:
-    """Wakes everyone who waits for a change, a few at a time: of hundreds of ranks that answer at once each would keep
-    all others waiting, and reports with them."""
+class Notifier:
+    """Notifies requests that wait for a change, in batches.
+
+    If hundreds of ranks were woken together, their responses would delay each other and the reports of other ranks.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], str] = {}
-        """In the order in which they came, each with who it is."""
-        self._ringing: deque[asyncio.Future[None]] = deque()
+        """Futures of waiting requests in the order of their arrival, each with the name of the caller."""
+        self._to_wake: deque[asyncio.Future[None]] = deque()
+        """Futures that are to be woken."""
 
-    def ring(self) -> None:
+    def notify_all(self) -> None:
+        """Wakes all waiting requests, in batches."""
         if self._waiting:
-            idle = not self._ringing
-            self._ringing.extend(self._waiting)
+            idle = not self._to_wake
+            self._to_wake.extend(self._waiting)
             self._waiting.clear()
             if idle:
                 self._wake()
 
-    def call(self, who: str) -> None:
-        """Wakes one of those who wait."""
+    def notify(self, who: str) -> None:
+        """Wakes the waiting requests of one caller at once."""
         for woken in [woken for woken, name in self._waiting.items() if name == who]:
             _set(woken)
 
     async def wait(self, seconds: float, who: str = "") -> None:
-        """Until the next ring has come round to this one, somebody calls it, or `seconds`."""
+        """Waits until notified, at most `seconds`. `who`: the caller's name for `notify`."""
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
         self._waiting[woken] = who
-        late = loop.call_later(seconds, _set, woken)
+        timer = loop.call_later(seconds, _set, woken)
         try:
             await woken
         finally:
-            late.cancel()
+            timer.cancel()
             self._waiting.pop(woken, None)
 
     def _wake(self) -> None:
-        for _ in range(min(WOKEN_AT_ONCE, len(self._ringing))):
-            _set(self._ringing.popleft())
-        if self._ringing:
+        for _ in range(min(WOKEN_AT_ONCE, len(self._to_wake))):
+            _set(self._to_wake.popleft())
+        if self._to_wake:
             asyncio.get_running_loop().call_later(BETWEEN_SECONDS, self._wake)
 
 
@@ -83,20 +89,21 @@ def _set(woken: asyncio.Future[None]) -> None:
 
 @dataclass
 class Member:
-    """The agent that holds a rank."""
+    """A rank of a run, with the agent that holds it and what that agent has reported."""
 
     hello: AgentHello
-    seen: float
-    """On the monotonic clock; -inf when it was lost before the daemon started."""
+    seen_mono: float
+    """Time of the last message on the monotonic clock; -inf if the rank was lost before the daemon started."""
     last_seen: float
+    """Time of the last message in seconds since the epoch."""
     owner: str = ""
-    """Id of the token that it came with."""
+    """Id of the token that the agent used."""
     finished: bool = False
     announced: Liveness = "live"
-    """What the audit log and the events know of its liveness."""
+    """The liveness that was last published as an event and in the audit log."""
     step: int = 0
-    said_at: float = -math.inf
-    """When it made its newest report, by its own clock."""
+    reported_at: float = -math.inf
+    """Timestamp of the newest report, by the agent's own clock."""
     phase: str = "other"
     applied_generation: int = 0
     reported_generation: int = -1
@@ -107,16 +114,16 @@ class Member:
     predicted_update_seconds: float | None = None
     timelines: Timelines = field(default_factory=Timelines)
     recent: deque[StepReport] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    window: Window = field(default_factory=Window)
+    window: StepWindow = field(default_factory=StepWindow)
 
     def liveness(self, now: float, lease_seconds: float) -> Liveness:
         if self.finished:
             return "finished"
-        return "lost" if self.seen == -math.inf else liveness(now - self.seen, lease_seconds)
+        return "lost" if self.seen_mono == -math.inf else liveness(now - self.seen_mono, lease_seconds)
 
     def take(self, report: AgentReport) -> tuple[StepReport, ...]:
-        """Remembers what the rank says. The steps that are news: it may tell one twice."""
-        self.said_at = report.timestamp
+        """Stores a report in memory. Returns its steps that are new, because an agent may report a step twice."""
+        self.reported_at = report.timestamp
         self.step = report.step
         self.phase = report.phase
         self.effective = report.effective
@@ -128,23 +135,23 @@ class Member:
         return tuple(step for step in sorted(report.steps, key=lambda step: step.step) if self.add(step))
 
     def add(self, step: StepReport) -> bool:
-        """Remembers a step; whether it is newer than all before."""
+        """Adds a step if it is newer than all steps before; whether it is."""
         if step.step <= self.window.newest:
             return False
-        self.window.add(Figures.of(step))
+        self.window.add(StepFigures.of(step))
         self.recent.append(step)
         return True
 
     def is_past(self, report: AgentReport) -> bool:
-        """Whether the report is older than one that was taken, by its clock and by its step.
+        """Whether the report is older than the newest report, both by its timestamp and by its step.
 
-        Either alone happens to honest ranks: clocks are set back, training goes back to a checkpoint.
+        One of the two alone is normal: a clock may be set back, and training may resume from an earlier checkpoint.
         """
-        return report.timestamp < self.said_at and report.step < self.step
+        return report.timestamp < self.reported_at and report.step < self.step
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What it said last that is in no step, to be stored."""
+    def last_report(self) -> dict[str, Any]:
+        """The fields of the newest report that belong to no step, for storage."""
         return {
             "phase": self.phase,
             "effective": dict(self.effective),
@@ -153,14 +160,14 @@ class Member:
         }
 
     def remember(self, told: dict[str, Any]) -> None:
-        """Takes what was stored."""
+        """Restores the fields that `last_report` stored."""
         self.phase = told.get("phase", self.phase)
         self.effective = told.get("effective", {})
         self.predicted_update_seconds = told.get("predicted_update_seconds")
         self.rates = Rates.model_validate(told["rates"]) if told.get("rates") else None
 
     def forget(self) -> None:
-        """Drops what is large; the last step stays."""
+        """Drops steps and timelines from memory, except for the last step."""
         self.window.clear()
         while len(self.recent) > 1:
             self.recent.popleft()
@@ -169,66 +176,69 @@ class Member:
 
 @dataclass
 class Run:
+    """A run: its generations, its ranks and its newest events."""
+
     name: str
     created_at: float
-    control: Control
+    control: ControlState
     latest: Generation
-    """The newest generation, whatever became of it: the one that If-Match names."""
+    """The newest generation in any state. Its number is the ETag that If-Match must name."""
     members: dict[int, Member] = field(default_factory=dict)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
-    bell: Bell = field(default_factory=Bell)
-    """Rings with every event."""
-    orders: Bell = field(default_factory=Bell)
-    """Rings when what is wanted of the ranks changes: a bell for every report would wake every rank each time."""
-    _facts_found: tuple[int, tuple[str, ...]] = (-1, ())
-    _facts_of: frozenset[int] | None = None
-    """The present ranks that the facts were found for."""
+    event_notifier: Notifier = field(default_factory=Notifier)
+    """Notified on every event."""
+    directive_notifier: Notifier = field(default_factory=Notifier)
+    """Notified when the directive for the ranks changes. `event_notifier` would wake all ranks at every report."""
+    _lead_and_paths_cache: tuple[int, tuple[str, ...]] = (-1, ())
+    _cached_for: frozenset[int] | None = None
+    """The present ranks that the cache was computed for."""
 
     def seat(self, member: Member) -> None:
-        """The rank is this member's from now on."""
+        """Gives the rank to this member."""
         self.members[member.hello.rank] = member
-        self._facts_of = None
+        self._cached_for = None
 
     @property
     def lead(self) -> tuple[int, Member] | None:
-        """The lowest rank that is present, else the lowest of all."""
-        rank, _ = self._facts()
+        """The lead rank: the lowest rank that is present, else the lowest of all ranks."""
+        rank, _ = self._lead_and_paths()
         return (rank, self.members[rank]) if rank >= 0 else None
 
     @property
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         """Whether any rank is live or stale."""
         return bool(self.control.present)
 
     @property
     def owner(self) -> str:
-        """Id of the token that its lead came with; empty where nobody knows."""
+        """Id of the token of the lead rank; empty if unknown."""
         return self.lead[1].owner if self.lead else ""
 
     @property
     def last_seen(self) -> float:
-        """When any rank spoke last, since the epoch."""
+        """Time of the last message of any rank, in seconds since the epoch."""
         return max((member.last_seen for member in self.members.values()), default=self.created_at)
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run as it was started last; 0 before any has said hello."""
+        """Number of ranks of the run's last start; 0 before the first hello."""
         newest = max(self.members.values(), key=lambda member: member.hello.started_at, default=None)
         return newest.hello.world_size if newest else 0
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Storage paths of the ranks that are present, else of all, in the order of the lowest rank that has them."""
-        return self._facts()[1]
+        """Storage paths of the present ranks, else of all ranks, in the order of the lowest rank that has them."""
+        return self._lead_and_paths()[1]
 
-    def _facts(self) -> tuple[int, tuple[str, ...]]:
-        """Lead (-1 without ranks) and paths: asked for with every report, and changed when ranks come and go."""
-        if self._facts_of is not self.control.present:
+    def _lead_and_paths(self) -> tuple[int, tuple[str, ...]]:
+        """The lead rank (-1 without ranks) and the paths. Cached, because every report needs them."""
+        if self._cached_for is not self.control.present:
             ranks = sorted(self.control.present & self.members.keys() or self.members.keys())
             paths = dict.fromkeys(path for rank in ranks for path in self.members[rank].hello.paths)
-            self._facts_found, self._facts_of = (min(ranks, default=-1), tuple(paths)), self.control.present
-        return self._facts_found
+            self._lead_and_paths_cache = (min(ranks, default=-1), tuple(paths))
+            self._cached_for = self.control.present
+        return self._lead_and_paths_cache
 
     def publish(self, id: int, kind: str, timestamp: float, data: dict[str, Any]) -> None:
         self.events.append(Event(id=id, kind=kind, run=self.name, timestamp=timestamp, data=data))
-        self.bell.ring()
+        self.event_notifier.notify_all()

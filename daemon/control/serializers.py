@@ -1,10 +1,10 @@
-"""What operators see of a run, made from what the daemon knows."""
+"""Serializers: convert the daemon's state of a run to the messages of the API."""
 
 from __future__ import annotations
 
 import functools
 
-from tidegate.daemon.control.audit_rows import TEXT
+from tidegate.daemon.control.audit_rows import MAX_TEXT
 from tidegate.daemon.control.liveness import of_run
 from tidegate.daemon.control.run import Member, Run
 from tidegate.daemon.control.step_totals import totals
@@ -30,7 +30,7 @@ def generation_view(run: str, g: Generation) -> GenerationView:
         reason=g.reason,
         created_at=g.created_at,
         decided_at=g.decided_at,
-        outcome=g.outcome[:TEXT],
+        outcome=g.outcome[:MAX_TEXT],
         applied=dict(g.applied),
         measured_effect=g.effect,
         canary=canary_view(g.canary) if g.canary else None,
@@ -45,7 +45,7 @@ def canary_view(canary: Canary) -> CanaryView:
         min_effect=canary.min_effect,
         min_headroom=canary.min_headroom,
         state=canary.state,
-        verdict=canary.verdict[:TEXT],
+        verdict=canary.verdict[:MAX_TEXT],
         predicted_update_seconds_before=canary.predicted_before,
         predicted_update_seconds_after=canary.predicted_after,
         measured=canary.measured,
@@ -114,37 +114,40 @@ def knobs_view(run: Run, states: dict[int, Liveness]) -> KnobsView:
 
 
 def _desired(run: Run) -> KnobChanges:
-    """The committed knobs, those of storage when the run has paths."""
+    """The committed knobs; with the knobs of storage if the run has storage paths."""
     knobs = knobs_of(run.control.committed)
     return knobs.as_dict(paths=True) if run.paths else knobs.fitted(()).as_dict()
 
 
 def knobs_of(generation: Generation) -> Knobs:
-    """The full set of a generation; one stored before a knob existed has its default."""
+    """All knobs of a generation; a knob that did not exist when the generation was stored has its default."""
     return Knobs(**generation.knobs)  # type: ignore[arg-type]
 
 
 def directive(run: Run, rank: int) -> Directive:
-    """What the daemon wants of a rank; a proposal that it has voted on is not asked again.
+    """The directive for a rank: the committed knobs, and a proposal that the rank has not voted on yet.
 
-    Desired knobs may be older than the paths: the rank gets what it can have of them, and votes on what the run can.
+    Stored knobs may name storage paths that no longer exist. The rank gets the committed knobs for its own paths, and
+    votes on the proposed knobs for the run's paths.
     """
     pending, paths = run.control.pending, run.members[rank].hello.paths
-    asked = pending if pending is not None and rank not in pending.votes else None
+    proposed = pending if pending is not None and rank not in pending.votes else None
     return Directive(
         committed=run.control.committed.number,
         committed_knobs=_fitted(tuple(run.control.committed.knobs.items()), paths),
-        proposed=asked.number if asked else None,
-        proposed_knobs=_fitted(tuple(asked.knobs.items()), run.paths) if asked else None,
+        proposed=proposed.number if proposed else None,
+        proposed_knobs=_fitted(tuple(proposed.knobs.items()), run.paths) if proposed else None,
     )
 
 
-@functools.lru_cache(maxsize=1024)  # all ranks of a run are told the same
+@functools.lru_cache(maxsize=1024)  # most ranks of a run get the same knobs
 def _fitted(knobs: tuple[tuple[str, KnobValue], ...], paths: tuple[str, ...]) -> KnobChanges:
+    """The knobs restricted to these storage paths."""
     return Knobs(**dict(knobs)).fitted(paths).as_dict()  # type: ignore[arg-type]
 
 
 def sd_target(member: Member) -> SdTarget:
+    """The Prometheus target of a rank, for service discovery."""
     hello = member.hello
     labels = {"run": hello.run, "rank": str(hello.rank), "host": hello.host, "device_kind": hello.device_kind}
     return SdTarget(targets=(hello.metrics_address,), labels=labels)

@@ -1,4 +1,4 @@
-"""What all ranks of a run did in one step, put together."""
+"""Totals of one step over all ranks of a run: times, bytes and parameters."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from tidegate.daemon.control.run import Run
-from tidegate.daemon.decisions.step_window import Figures
+from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.wire.run import RunTotals
 from tidegate.wire.step import StepReport
 
 
 def totals(run: Run) -> RunTotals | None:
-    """Of the newest step that every present rank has told, else every rank; None when there is none."""
+    """Totals of the newest step that all present ranks (if none is present: all ranks) have reported.
+
+    None if there is no such step.
+    """
     ranks = run.control.present & run.members.keys() or run.members.keys()
-    told = {rank: {step.step: step for step in run.members[rank].recent} for rank in ranks}
-    common = set.intersection(*(set(steps) for steps in told.values())) if told else set()
+    reported = {rank: {step.step: step for step in run.members[rank].recent} for rank in ranks}
+    common = set.intersection(*(set(steps) for steps in reported.values())) if reported else set()
     if not common:
         return None
     newest = max(common)
-    steps = {rank: by_number[newest] for rank, by_number in told.items()}
-    figures = {rank: Figures.of(step) for rank, step in steps.items()}
+    steps = {rank: by_number[newest] for rank, by_number in reported.items()}
+    figures = {rank: StepFigures.of(step) for rank, step in steps.items()}
     slowest = max(figures, key=lambda rank: (figures[rank].seconds, -rank))
     tokens = [step.tokens for step in steps.values() if step.tokens is not None]
     return RunTotals(

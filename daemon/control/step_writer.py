@@ -1,4 +1,4 @@
-"""The steps that ranks tell, on their way to the database: written together, once a second."""
+"""Write buffer for reported steps: a background thread writes them to the database once a second."""
 
 from __future__ import annotations
 
@@ -11,106 +11,112 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from tidegate.daemon.control.run import Clock, Member
-from tidegate.daemon.storage.step_table import StepTable, ToldStep, step_of
+from tidegate.daemon.storage.step_table import StepRecord, StepTable, step_of
 from tidegate.wire.step import StepReport
 
 WRITE_SECONDS: Final = 1.0
+"""Time between two writes."""
 UNWRITTEN_KEPT: Final = 50_000
-"""Steps that wait for a database which refuses them; the oldest are given up."""
+"""Steps in the buffer, at most, while the database refuses them; then the oldest are dropped."""
 STEPS_BEFORE_CLEANING: Final = 32
-"""An agent's old steps go when so many new ones have come: deleting one for each would be as much work again."""
+"""New steps of an agent until its old steps are deleted: deleting one old step for each new one doubles the work."""
 SWEEP_SECONDS: Final = 3_600.0
+"""Time between two deletions of steps older than `keep_seconds`."""
 _AFTER_ALL: Final = 2**63 - 1
-"""Above every step."""
+"""A number above every step."""
 log = logging.getLogger(__name__)
 
 
-class History:
-    """`keep_seconds`: steps that were told longer ago than that are deleted, whosever they are.
+class StepWriter:
+    """Buffers reported steps and writes them in a thread, so that no rank waits for a slow disk.
 
-    A thread of its own writes: however slow the disk is, no rank waits for it.
+    keep_seconds: steps of any agent that were reported longer ago are deleted.
     """
 
     def __init__(self, table: StepTable, keep_seconds: float, clock: Clock) -> None:
         self._table = table
         self._keep_seconds = keep_seconds
         self._clock = clock
-        self._unwritten: deque[ToldStep] = deque(maxlen=UNWRITTEN_KEPT)
+        self._unwritten: deque[StepRecord] = deque(maxlen=UNWRITTEN_KEPT)
         self._uncleaned: dict[str, int] = {}
         self._firsts: dict[str, int] = {}
         self._thread = ThreadPoolExecutor(1, "tidegate-history")
-        self._under_way: tuple[list[ToldStep], dict[str, int], Future[None]] | None = None
+        self._running: tuple[list[StepRecord], dict[str, int], Future[None]] | None = None
         self._written_at = clock.mono()
         self._swept_at = -math.inf
 
     def add(self, member: Member, steps: tuple[StepReport, ...]) -> None:
-        """Remembers them for the next write."""
+        """Adds steps to the buffer for the next write."""
         if not steps:
             return
         agent, at = member.hello.agent, self._clock.wall()
-        self._unwritten.extend(ToldStep(agent, step.step, at, step.model_dump_json()) for step in steps)
+        self._unwritten.extend(StepRecord(agent, step.step, at, step.model_dump_json()) for step in steps)
         self._uncleaned[agent] = self._uncleaned.get(agent, 0) + len(steps)
         if self._uncleaned[agent] >= STEPS_BEFORE_CLEANING:
             self._uncleaned[agent] = 0
             self._firsts[agent] = member.window.oldest
 
     async def newest(self, agent: str, limit: int) -> list[str]:
-        """The newest reports of an agent in JSON, oldest first; those that wait to be written are among them."""
-        waiting = [*(self._under_way[0] if self._under_way is not None else ()), *self._unwritten]
-        told = {step.step: step.body for step in waiting if step.agent == agent}
+        """The newest reports of an agent in JSON, oldest first, including reports that are not written yet."""
+        waiting = [*(self._running[0] if self._running is not None else ()), *self._unwritten]
+        buffered = {step.step: step.body for step in waiting if step.agent == agent}
         rows = await asyncio.to_thread(self._table.newest, agent, limit)
         stored = {step: body for step, body in rows if step_of(agent, body)}
-        found = stored | told  # what was under way may be there by now
-        return [found[step] for step in sorted(found)[-limit:]]
+        bodies = stored | buffered  # a step may be in both, if the running write has finished meanwhile
+        return [bodies[step] for step in sorted(bodies)[-limit:]]
 
     def tick(self, now: float) -> None:
-        """To be called several times a second; `now` is on the monotonic clock. It logs what fails."""
-        if self._under_way is not None and self._under_way[2].done():
-            self._settle_or_tell()
-        if now - self._written_at >= WRITE_SECONDS and self._under_way is None:
-            self._written_at = now  # a database that refuses them is asked again in a second
+        """Starts a write when it is time; logs a failed write. `now` is on the monotonic clock. Call it several times a
+        second."""
+        if self._running is not None and self._running[2].done():
+            self._wait_or_log()
+        if now - self._written_at >= WRITE_SECONDS and self._running is None:
+            self._written_at = now  # if the database refuses the steps, the next try is after `WRITE_SECONDS`
             self._begin(now)
 
     def write(self) -> None:
-        """Writes all that was told until now, and returns when it is there; raises when this try fails, too."""
-        self._settle_or_tell()
+        """Writes all buffered steps and returns when they are stored; raises if this try fails."""
+        self._wait_or_log()
         self._begin(self._clock.mono())
-        self.settle()
+        self.wait_for_write()
 
-    def settle(self) -> None:
-        """Waits for the write that is under way. What it could not write waits for the next; raises why."""
-        if self._under_way is None:
+    def wait_for_write(self) -> None:
+        """Waits for the running write. If it failed, puts its steps back into the buffer and raises its error."""
+        if self._running is None:
             return
-        (steps, firsts, done), self._under_way = self._under_way, None
+        (steps, firsts, done), self._running = self._running, None
         if error := done.exception():
             room = UNWRITTEN_KEPT - len(self._unwritten)
-            self._unwritten.extendleft(steps[: -room - 1 : -1])  # the newest of them, in their order
+            self._unwritten.extendleft(steps[: -room - 1 : -1])  # the newest steps that fit, in their order
             self._firsts = firsts | self._firsts
             raise error
 
-    def _settle_or_tell(self) -> None:
+    def _wait_or_log(self) -> None:
         try:
-            self.settle()
+            self.wait_for_write()
         except Exception as error:
             log.error("steps could not be stored, %d wait for the next try: %s", len(self._unwritten), error)
 
     def forget(self, agent: str) -> None:
-        """The agent is gone: nothing more comes of it."""
+        """Drops the counter of an agent that sends no more steps."""
         self._uncleaned.pop(agent, None)
 
     def drop(self, agent: str) -> None:
-        """Another has taken its rank, and nobody can ask for its steps any more: they go with the next write."""
+        """Deletes the steps of a replaced agent with the next write: its rank has another agent now, so no request can
+        read them."""
         self.forget(agent)
         self._firsts[agent] = _AFTER_ALL
 
     def erase(self, agents: Collection[str]) -> None:
-        """These agents are deleted: what they told and is not written yet goes, too. To be called before the rows are
-        deleted, so that a write which is under way brings none of them back."""
-        if self._under_way is not None and any(step.agent in agents for step in self._under_way[0]):
-            self._settle_or_tell()
-        left = [step for step in self._unwritten if step.agent not in agents]
+        """Removes steps of deleted agents from the buffer.
+
+        Call it before the rows are deleted: it waits for a running write, which could otherwise store them again.
+        """
+        if self._running is not None and any(step.agent in agents for step in self._running[0]):
+            self._wait_or_log()
+        remaining = [step for step in self._unwritten if step.agent not in agents]
         self._unwritten.clear()
-        self._unwritten.extend(left)
+        self._unwritten.extend(remaining)
         for agent in agents:
             self.forget(agent)
             self._firsts.pop(agent, None)
@@ -126,4 +132,4 @@ class History:
         if steps or firsts or before is not None:
             self._unwritten.clear()
             self._firsts.clear()
-            self._under_way = steps, firsts, self._thread.submit(self._table.write, steps, firsts.items(), before)
+            self._running = steps, firsts, self._thread.submit(self._table.write, steps, firsts.items(), before)

@@ -1,4 +1,4 @@
-"""The timelines of one rank: the newest, and a few of before, so that an operator can look back at a step."""
+"""Timelines of one rank: the newest timeline and a few older ones, so that an operator can look at earlier steps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Final
 from tidegate.wire.timeline import TimelineView
 
 KEPT: Final = 24
-"""Compressed, about 10 kB each for 200 spans, at most 100 kB for those that fill a message."""
+"""Number of kept timelines. A compressed timeline is about 10 kB for 200 spans, and at most 100 kB."""
 KEEP_SECONDS: Final = 5.0
-"""One in so many seconds is kept: of a run with short steps they would else be those of a few seconds, and compressing
-each would cost more than all the rest that a report costs."""
+"""One timeline in this time is kept. Otherwise the timelines of a run with short steps would cover a few seconds only,
+and compressing each timeline would cost more than the rest of a report."""
 
 
 @dataclass
 class Timelines:
-    """Newest last. Not for several threads."""
+    """The kept timelines of one rank, oldest first. Not thread-safe."""
 
     clock: Callable[[], float] = monotonic
     newest: TimelineView | None = None
@@ -29,11 +29,12 @@ class Timelines:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Of which there is a timeline, oldest first. Training that went back to a checkpoint repeats its steps."""
+        """Steps that have a timeline, oldest first. After training has resumed from a checkpoint, steps repeat."""
         newest = () if self.newest is None or self.newest.step in self._kept else (self.newest.step,)
         return (*self._kept, *newest)
 
     def take(self, view: TimelineView) -> None:
+        """Makes this the newest timeline, and keeps it if the last kept one is older than `KEEP_SECONDS`."""
         self.newest = view
         now = self.clock()
         if now - self._kept_at < KEEP_SECONDS:
@@ -45,6 +46,7 @@ class Timelines:
             self._kept.popitem(last=False)
 
     def at(self, step: int) -> TimelineView | None:
+        """The timeline of a step; None if it is not kept."""
         if self.newest is not None and self.newest.step == step:
             return self.newest
         packed = self._kept.get(step)

@@ -1,4 +1,4 @@
-"""Canaries and rollbacks of a run: when a trial begins, when it is judged, how the ranks are brought back."""
+"""Trials (canaries) and rollbacks of a run: starts a trial, evaluates it, and rolls a harmful change back."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Final
 from tidegate.daemon.control import serializers
 from tidegate.daemon.control.run import Clock, Run
 from tidegate.daemon.decisions.canary import MIN_STEPS_BEFORE, SETTLING_STEPS, Canary, Step, common_steps, judge
-from tidegate.daemon.decisions.generations import Generation, Happening, Judge, Propose
-from tidegate.daemon.decisions.step_window import Figures
+from tidegate.daemon.decisions.generations import ControlEvent, Generation, NewProposal, TrialJudged
+from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.storage.store import Store
 from tidegate.knobs.knobs import same
@@ -22,42 +22,45 @@ from tidegate.wire.canary import CanaryRequest
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 5.0
-"""A rank that did not agree to go back is asked again after so long, then after twice as long each time."""
-MOST_RETRY_SECONDS: Final = 300.0
-"""But never later: each time costs a generation and two rows of the audit log, which are kept."""
-LOOK_RATIO: Final = 20.0
-"""How much longer than a look the time to the next one is: a look goes over all steps of all ranks."""
+"""A rollback that the ranks refused is proposed again after this time, then after twice as long each time."""
+MAX_RETRY_SECONDS: Final = 300.0
+"""The longest such time. Each proposal makes a generation and two rows of the audit log, which are kept."""
+EVALUATION_INTERVAL_FACTOR: Final = 20.0
+"""Pause before the next evaluation of a trial, as a multiple of the time that an evaluation took: an evaluation reads
+all steps of all ranks."""
 REPORTS_A_TRIAL: Final = 8
-"""So many reports a canary is to last, that it ends soon after the step which decides it."""
+"""Reports of each rank during a trial, at least, so that the trial ends soon after its deciding step."""
 SHORTEST_REPORT_SECONDS: Final = 0.1
-RAN: Final = frozenset({"committed", "applied"})
+"""Shortest time between two reports."""
+COMMITTED_STATES: Final = frozenset({"committed", "applied"})
+"""States of generations that were committed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """Update seconds that the simulator expects; None where it knows nothing."""
+    """Predicted seconds of the update before and after a change; None if the simulator cannot predict them."""
 
     before: float | None = None
     after: float | None = None
 
 
 class Trials:
-    """`advance(run, event)` decides, stores and tells."""
+    """The trials of all runs. `advance(run, event)` applies an event to a run: it decides, stores and notifies."""
 
     def __init__(
-        self, store: Store, advance: Callable[[Run, Happening], None], clock: Clock, proposal_seconds: float
+        self, store: Store, advance: Callable[[Run, ControlEvent], None], clock: Clock, proposal_seconds: float
     ) -> None:
         self._store = store
-        self._advance = advance
+        self._apply_event = advance
         self._clock = clock
         self._proposal_seconds = proposal_seconds
-        self._ask_again: dict[str, tuple[float, float]] = {}
-        """When the ranks of a run may be asked again to go back, and how long that was after the last time."""
+        self._next_request: dict[str, tuple[float, float]] = {}
+        """Time of the next rollback request, on the monotonic clock, and the wait before it, by run."""
         self._not_before: dict[str, float] = {}
-        """When a run may be looked at again."""
+        """Earliest time of the next evaluation, by run; on the monotonic clock."""
 
     def begin(self, run: Run, request: CanaryRequest, predicted: Predicted) -> Canary:
-        """A trial against the steps until now. Ends the request when there is nothing to compare with."""
+        """A new trial, which compares with the steps until now. Raises a 409 problem if there are too few of them."""
         committed = run.control.committed
         if not run.control.present:
             raise ProblemError(409, "no-baseline", "No rank is running: there are no steps to compare with.")
@@ -67,8 +70,8 @@ class Trials:
                 "or make the change without a canary."
             )
             raise ProblemError(409, "canary-running", detail, generation=committed.number)
-        ran = self._steps(run, settling=SETTLING_STEPS) if committed.state == "applied" else []
-        before = ran[-request.steps :]
+        steps = self._steps(run, settling=SETTLING_STEPS) if committed.state == "applied" else []
+        before = steps[-request.steps :]
         if len(before) < MIN_STEPS_BEFORE:
             detail = (
                 f"Only {len(before)} steps ran with generation {committed.number}, {MIN_STEPS_BEFORE} are needed to "
@@ -86,15 +89,15 @@ class Trials:
         )
 
     def report_seconds(self, run: Run) -> float | None:
-        """How often its ranks should report for the sake of a trial; None when there is none."""
+        """Seconds between two reports of a rank during a trial; None if there is no trial."""
         canary = run.control.committed.canary
         if canary is None or canary.state != "waiting":
             return None
         typical = median(step.seconds for step in canary.before)
         return max(SHORTEST_REPORT_SECONDS, canary.steps / REPORTS_A_TRIAL * typical)
 
-    def look(self, run: Run) -> None:
-        """After a report: judges the trial if it has steps enough, and begins the way back where it harms."""
+    def evaluate(self, run: Run) -> None:
+        """Evaluates the trial if it has enough steps; starts a rollback if the change is harmful. Called at reports."""
         committed = run.control.committed
         if committed.canary is None or committed.canary.state != "waiting" or committed.state != "applied":
             return
@@ -102,36 +105,36 @@ class Trials:
         if began < self._not_before.get(run.name, began):
             return
         judged = judge(committed.canary, self._steps(run))
-        self._not_before[run.name] = began + LOOK_RATIO * (self._clock.mono() - began)
+        self._not_before[run.name] = began + EVALUATION_INTERVAL_FACTOR * (self._clock.mono() - began)
         if judged != committed.canary:
-            self._advance(run, Judge(committed.number, judged))
+            self._apply_event(run, TrialJudged(committed.number, judged))
             self.tick(run, self._clock.mono())
 
     def tick(self, run: Run, now: float) -> None:
-        """Asks the ranks to go back while a condemned generation is what they have. What people ask goes first."""
+        """Proposes a rollback while a condemned generation is committed. Changes of operators have priority."""
         committed, canary = run.control.committed, run.control.committed.canary
         if canary is None or canary.state != "condemned":
-            self._ask_again.pop(run.name, None)
+            self._next_request.pop(run.name, None)
             return
-        if run.control.pending is not None:  # perhaps the way back itself: when it was asked for still counts
+        if run.control.pending is not None:  # it may be the rollback itself, so the time of its request is kept
             return
-        due, waited = self._ask_again.get(run.name, (now, 0.0))
+        due, waited = self._next_request.get(run.name, (now, 0.0))
         if now >= due:
-            wait = min(max(RETRY_SECONDS, 2 * waited), MOST_RETRY_SECONDS)
-            self._ask_again[run.name] = (now + wait, wait)
+            wait = min(max(RETRY_SECONDS, 2 * waited), MAX_RETRY_SECONDS)
+            self._next_request[run.name] = (now + wait, wait)
             base = self._store.generation(run.name, canary.base)
             if base is None:
-                log.error("run %s cannot go back to generation %d, which cannot be read", run.name, canary.base)
+                log.error("run %s cannot be rolled back to generation %d, which cannot be read", run.name, canary.base)
                 return
             self._propose(run, base, "daemon", f"Canary of generation {committed.number}: {canary.verdict}")
 
     def forget(self, run: str) -> None:
-        """The run is deleted."""
-        self._ask_again.pop(run, None)
+        """Drops the state of a deleted run."""
+        self._next_request.pop(run, None)
         self._not_before.pop(run, None)
 
     def roll_back(self, run: Run, to: int | None, author: str, reason: str) -> Generation:
-        """Makes a generation with the knobs of an earlier one. Ends the request when that cannot be."""
+        """Proposes the knobs of an earlier generation as a new one. Raises a problem if that is not possible."""
         target = self._target(run, to)
         now = run.control.committed.knobs
         knobs = self._knobs(run, target)
@@ -141,11 +144,12 @@ class Trials:
         return self._propose(run, target, author, reason or f"Back to generation {target.number}.")
 
     def _target(self, run: Run, to: int | None) -> Generation:
+        """The generation to roll back to. None: the one before a trial, else the newest earlier committed one."""
         committed = run.control.committed
         if to is None and committed.canary is not None and committed.canary.open:
             to = committed.canary.base
         if to is None:
-            to = self._store.newest_of(run.name, RAN, below=committed.number)
+            to = self._store.newest_of(run.name, COMMITTED_STATES, below=committed.number)
         if to is None:
             raise ProblemError(409, "nothing-to-roll-back", f"Run {run.name!r} has no earlier generation.")
         if to > run.control.newest:
@@ -155,7 +159,7 @@ class Trials:
         if target is None:
             detail = f"What is stored of generation {to} of run {run.name!r} cannot be read: choose another one."
             raise ProblemError(409, "generation-damaged", detail)
-        if target.state not in RAN:
+        if target.state not in COMMITTED_STATES:
             raise ProblemError(409, "never-ran", f"Generation {to} was {target.state}: no rank ever ran with it.")
         return target
 
@@ -163,21 +167,24 @@ class Trials:
         knobs, before = self._knobs(run, target), run.control.committed.knobs
         changed = {n: v for n, v in knobs.items() if n not in before or not same(n, before[n], v)}
         at, deadline = self._clock.wall(), self._clock.mono() + self._proposal_seconds
-        event = Propose(
+        event = NewProposal(
             knobs=knobs, changes=changed, author=author, reason=reason, at=at, deadline=deadline, restores=target.number
         )
-        self._advance(run, event)
+        self._apply_event(run, event)
         return run.latest
 
     def _knobs(self, run: Run, target: Generation) -> KnobChanges:
-        """What the run can have of the target's knobs: its paths may be others by now."""
+        """The target's knobs, restricted to the storage paths that the run has now."""
         return serializers.knobs_of(target).fitted(run.paths).as_dict(paths=bool(run.paths))
 
     def _steps(self, run: Run, settling: int = 0) -> list[Step]:
-        """Steps that all present ranks ran with the committed generation; who has not told since when is left out."""
+        """Steps that all present ranks ran with the committed generation, without the first `settling` steps.
+
+        A rank that has not reported its first step with the generation is ignored.
+        """
         committed = run.control.committed
         firsts: list[int] = []
-        ranks: list[tuple[Iterable[Figures], int | None]] = []
+        ranks: list[tuple[Iterable[StepFigures], int | None]] = []
         for rank in sorted(run.control.present & run.members.keys()):
             member = run.members[rank]
             first = member.applied.get(committed.number, committed.applied.get(rank))

@@ -1,8 +1,8 @@
-"""Turns: what decides has one, and the event loop goes on while the database takes what was decided.
+"""Turns: run the control plane's decisions one at a time, without blocking the event loop during database writes.
 
-The control plane decides in synchronous code that stores before it shows. A turn runs such code: at each call of the
-store it is suspended until a thread has done the work. One turn at a time, so that decisions stay atomic among each
-other; questions need none, and see what was stored.
+The control plane decides in synchronous code that stores a decision before it makes the decision visible. A turn runs
+such code: at each call of the store the code is suspended until a thread has done the work. There is one turn at a
+time, so decisions stay atomic. Requests that only read need no turn, and see what was stored.
 """
 
 from __future__ import annotations
@@ -23,43 +23,45 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TURN_SECONDS: Final = 4.0
-"""How long one waits for those before; agents wait 5 s for an answer."""
+"""Longest wait for a turn; agents wait 5 s for a response."""
 TRY_SECONDS: Final = 0.02
-"""Between two tries to take a write lock that another process holds."""
+"""Pause between two tries to get a write lock that another process holds."""
 
 
 class Turns:
-    """Those of one store."""
+    """The turns of one store: a mutex for decisions, with retries while the database is locked."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = asyncio.Lock()
 
     async def do(self, decide: Callable[P, T], /, *args: P.args, **more: P.kwargs) -> T:
-        """What `decide` gives. It must leave everything as it was where its first write fails: while another process
-        holds the database's write lock it is called again, between the turns of others, for `WAIT_SECONDS`. When that
-        was in vain, nobody waits until one has had the lock.
+        """Calls `decide` in a turn and returns its result.
+
+        While another process holds the database's write lock, `decide` is called again for up to `WAIT_SECONDS`, with
+        turns of other callers in between. So `decide` must change nothing if its first write fails. After a wait
+        without success, later turns do not wait until one has obtained the lock.
         """
-        patience, loop = self._store.patience, asyncio.get_running_loop()
+        timeout, loop = self._store.lock_timeout, asyncio.get_running_loop()
         deadline = loop.time() + WAIT_SECONDS
         while True:
             async with self._turn():
-                patience.at_once = True
+                timeout.at_once = True
                 try:
                     return await greenlet_spawn(functools.partial(decide, *args, **more))
                 except OperationalError as error:
                     if not is_busy(error):
                         raise
-                    if patience.in_vain or loop.time() >= deadline:
-                        patience.in_vain = True
+                    if timeout.gave_up or loop.time() >= deadline:
+                        timeout.gave_up = True
                         raise
                 finally:
-                    patience.at_once = False
+                    timeout.at_once = False
             await asyncio.sleep(TRY_SECONDS)
 
     @asynccontextmanager
-    async def none(self) -> AsyncIterator[None]:
-        """Nothing is being decided within, and nothing will be: for the end."""
+    async def stopped(self) -> AsyncIterator[None]:
+        """Waits for the present turn, and lets no other turn start: for the shutdown."""
         async with self._lock:
             yield
 

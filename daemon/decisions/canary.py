@@ -1,9 +1,10 @@
-"""Whether a change on trial helps or harms: steps with it against steps before it. Pure functions of what was measured.
+"""Canary analysis: decides from measured steps whether a knob change on trial helps or harms. Pure functions.
 
-A step's time has outliers and is no normal distribution. So the change is the Hodges-Lehmann shift (median of all
-differences, after minus before), and whether it could be chance is the rank test of Mann and Whitney. Both are asked of
-the whole step, which may suffer where knobs do not act directly, and of its exposed part, which is ours and far less
-noisy than the model's own computing.
+The steps with the change are compared with the steps before it. Step times have outliers and no normal distribution.
+So the size of the change is the Hodges-Lehmann shift (median of all differences, after minus before), and the
+Mann-Whitney rank test tells whether it could be chance. Both are computed for the whole step, which may become slower
+where knobs do not act directly, and for its exposed part, which Tidegate causes and which is far less noisy than the
+model's own computation.
 """
 
 from __future__ import annotations
@@ -14,21 +15,25 @@ from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Final
 
-from tidegate.daemon.decisions.step_window import Figures
+from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.wire.canary import CanaryMeasure, CanaryState
 
 MIN_STEPS_BEFORE: Final = 5
 SETTLING_STEPS: Final = 1
-"""The first step with a generation moves state, and says little of those that follow."""
-CHANCE: Final = 2.33
-"""Standard score that chance exceeds once in a hundred."""
+"""Steps left out at the begin of a generation: the first step moves state, and is not representative."""
+SIGNIFICANT_SCORE: Final = 2.33
+"""Standard score that chance exceeds with a probability of 1 %."""
 EARLY_SHARE, EARLY_RATIO = 4, 1.5
-"""After a quarter of the steps: when each took half as long again as the slowest before, no more are needed."""
+"""The trial stops early after a quarter of its steps (at least 3) if each of them took more than 1.5 times as long as
+the slowest step before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step on its slowest rank; `free_share` of device memory at its peak, None where the size is not known."""
+    """One step over all ranks: the times of the slowest rank, and the smallest free share of device memory at the peak.
+
+    `free_share` is None where the memory's size is unknown.
+    """
 
     seconds: float
     exposed_seconds: float
@@ -38,7 +43,12 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Canary:
-    """A trial. `before` is kept with it, so that a restart of the daemon does not end it."""
+    """A trial of a knob change.
+
+    base: the generation before the change. steps: how many steps are compared. min_effect: smallest change that counts,
+    as a share of the step time. min_headroom: share of device memory that must stay free. before: the steps before the
+    change; they are stored with the trial, so that a restart of the daemon does not end it.
+    """
 
     base: int
     steps: int
@@ -53,20 +63,20 @@ class Canary:
 
     @property
     def open(self) -> bool:
-        """Whether its end is still to come."""
+        """Whether the trial has not ended yet."""
         return self.state in ("waiting", "condemned")
 
     def closed(self, state: CanaryState, verdict: str) -> Canary:
-        """Its end; a verdict that was reached stays."""
+        """The trial ended with this state; a verdict that was reached before is kept."""
         return replace(self, state=state, verdict=self.verdict or verdict) if self.open else self
 
 
 def common_steps(
-    ranks: Iterable[tuple[Iterable[Figures], int | None]], *, first: int = 0, end: int | None = None
+    ranks: Iterable[tuple[Iterable[StepFigures], int | None]], *, first: int = 0, end: int | None = None
 ) -> list[Step]:
-    """Steps in [first, end) that every rank has told of, skipped ones left out, oldest first.
+    """The steps in [first, end) that every rank has reported, oldest first, without skipped steps.
 
-    ranks: the steps of each rank, and its device memory in bytes.
+    ranks: the steps of each rank, and the size of its device memory in bytes.
     """
     tables = [
         ({s.step: s for s in steps if s.step >= first and (end is None or s.step < end)}, m) for steps, m in ranks
@@ -75,10 +85,10 @@ def common_steps(
         return []
     shared = sorted(set.intersection(*(set(table) for table, _ in tables)))
     rows = [[(table[number], memory) for table, memory in tables] for number in shared]
-    return [_slowest(row) for row in rows if all(s.update_seconds is not None and not s.skipped for s, _ in row)]
+    return [_combine(row) for row in rows if all(s.update_seconds is not None and not s.skipped for s, _ in row)]
 
 
-def _slowest(row: Sequence[tuple[Figures, int | None]]) -> Step:
+def _combine(row: Sequence[tuple[StepFigures, int | None]]) -> Step:
     shares = [1 - s.peak_bytes / memory for s, memory in row if memory and s.peak_bytes is not None]
     return Step(
         seconds=max(s.seconds for s, _ in row),
@@ -89,7 +99,10 @@ def _slowest(row: Sequence[tuple[Figures, int | None]]) -> Step:
 
 
 def judge(canary: Canary, after: Sequence[Step]) -> Canary:
-    """The canary with its verdict; as it is while there are too few steps. `after` begins at the first step with it."""
+    """The canary with its verdict; unchanged while there are too few steps.
+
+    after: the steps with the change, from the first one on.
+    """
     seen = after[SETTLING_STEPS : SETTLING_STEPS + canary.steps]
     if canary.state != "waiting" or not seen:
         return canary
@@ -100,35 +113,37 @@ def judge(canary: Canary, after: Sequence[Step]) -> Canary:
     if not short and not early and len(seen) < canary.steps:
         return canary
     measured = measure(canary.before, seen)
-    # What the model's own computing varies by, on a machine that is shared say, is no effect of knobs.
-    least = max(canary.min_effect, spread([s.seconds for s in canary.before]) / max(measured.step_seconds_before, 1e-9))
+    # Variation of the model's own computation, for example on a shared machine, is no effect of knobs.
+    spread = interquartile_range([s.seconds for s in canary.before])
+    least = max(canary.min_effect, spread / max(measured.step_seconds_before, 1e-9))
     slower = _differs(measured.exposed_shift, measured.exposed_score, canary.min_effect) or _differs(
         measured.step_shift, measured.step_score, least
     )
     faster = _differs(-measured.exposed_shift, -measured.exposed_score, canary.min_effect)
-    told = f"{_in_words(measured)}; {_against_prediction(canary, measured)}"
+    details = f"{_in_words(measured)}; {_against_prediction(canary, measured)}"
     if short:
-        return replace(canary, state="condemned", verdict=f"Harmful: {short}; {told}.", measured=measured)
+        return replace(canary, state="condemned", verdict=f"Harmful: {short}; {details}.", measured=measured)
     if early or slower:
-        return replace(canary, state="condemned", verdict=f"Harmful: {told}.", measured=measured)
+        return replace(canary, state="condemned", verdict=f"Harmful: {details}.", measured=measured)
     what = "Helpful" if faster else f"No change beyond {canary.min_effect:.0%}"
-    return replace(canary, state="promoted", verdict=f"{what}: {told}.", measured=measured)
+    return replace(canary, state="promoted", verdict=f"{what}: {details}.", measured=measured)
 
 
 def _differs(shift: float, score: float, least: float) -> bool:
-    return shift > least and score > CHANCE
+    """Whether a shift is larger than `least` and significant."""
+    return shift > least and score > SIGNIFICANT_SCORE
 
 
-def spread(values: Sequence[float]) -> float:
-    """Between the quartiles."""
+def interquartile_range(values: Sequence[float]) -> float:
+    """The difference between the third and the first quartile; 0 for fewer than two values."""
     low, _, high = quantiles(values, n=4) if len(values) > 1 else (0.0, 0.0, 0.0)
     return high - low
 
 
 def measure(before: Sequence[Step], after: Sequence[Step]) -> CanaryMeasure:
-    """Both sides need at least one step."""
+    """Compares the steps before and after the change; both sides need at least one step."""
     old, new = [s.seconds for s in before], [s.seconds for s in after]
-    ours, now = [s.exposed_seconds for s in before], [s.exposed_seconds for s in after]
+    old_exposed, new_exposed = [s.exposed_seconds for s in before], [s.exposed_seconds for s in after]
     whole = max(median(old), 1e-9)
     shares = [s.free_share for s in after if s.free_share is not None]
     return CanaryMeasure(
@@ -136,25 +151,25 @@ def measure(before: Sequence[Step], after: Sequence[Step]) -> CanaryMeasure:
         steps_after=len(after),
         step_seconds_before=median(old),
         step_seconds_after=median(new),
-        exposed_seconds_before=median(ours),
-        exposed_seconds_after=median(now),
+        exposed_seconds_before=median(old_exposed),
+        exposed_seconds_after=median(new_exposed),
         update_seconds_before=median(s.update_seconds for s in before),
         update_seconds_after=median(s.update_seconds for s in after),
         step_shift=shift(old, new) / whole,
         step_score=rank_score(old, new),
-        exposed_shift=shift(ours, now) / whole,
-        exposed_score=rank_score(ours, now),
+        exposed_shift=shift(old_exposed, new_exposed) / whole,
+        exposed_score=rank_score(old_exposed, new_exposed),
         headroom=min(shares, default=None),
     )
 
 
 def shift(old: Sequence[float], new: Sequence[float]) -> float:
-    """Hodges and Lehmann's estimate of how much larger `new` is."""
+    """Hodges-Lehmann estimate of how much larger `new` is than `old`, in the unit of the values."""
     return median(b - a for a in old for b in new)
 
 
 def rank_score(old: Sequence[float], new: Sequence[float]) -> float:
-    """Standard score of Mann and Whitney's U, positive when `new` tends to be larger; ties count half."""
+    """Standard score of the Mann-Whitney U, positive when `new` tends to be larger; ties count half."""
     wins = sum((b > a) + 0.5 * (b == a) for a in old for b in new)
     pairs = len(old) * len(new)
     return (wins - pairs / 2) / math.sqrt(pairs * (len(old) + len(new) + 1) / 12)
@@ -169,6 +184,7 @@ def _in_words(m: CanaryMeasure) -> str:
 
 
 def _short_of_memory(canary: Canary, after: Sequence[Step]) -> str:
+    """The complaint if the change left less than `min_headroom` of device memory free, else empty."""
     before = min((s.free_share for s in canary.before if s.free_share is not None), default=None)
     now = min((s.free_share for s in after if s.free_share is not None), default=None)
     if before is None or now is None or now >= canary.min_headroom or before < canary.min_headroom:
@@ -185,18 +201,18 @@ def _against_prediction(canary: Canary, measured: CanaryMeasure) -> str:
 
 
 def as_json(canary: Canary) -> Mapping[str, object]:
-    """For the database."""
+    """The canary as JSON for the database."""
     rows = [[s.seconds, s.exposed_seconds, s.update_seconds, s.free_share] for s in canary.before]
     measured = canary.measured.model_dump() if canary.measured else None
     names = ("base", "steps", "min_effect", "min_headroom", "state", "verdict", "predicted_before", "predicted_after")
     return {**{name: getattr(canary, name) for name in names}, "before": rows, "measured": measured}
 
 
-def from_json(found: Mapping[str, object]) -> Canary:
-    """Of the database."""
-    more: dict[str, object] = {
-        **found,
-        "before": tuple(Step(*row) for row in found["before"]),  # type: ignore[attr-defined]
-        "measured": CanaryMeasure.model_validate(found["measured"]) if found["measured"] else None,
+def from_json(stored: Mapping[str, object]) -> Canary:
+    """The canary from the JSON of the database."""
+    values: dict[str, object] = {
+        **stored,
+        "before": tuple(Step(*row) for row in stored["before"]),  # type: ignore[attr-defined]
+        "measured": CanaryMeasure.model_validate(stored["measured"]) if stored["measured"] else None,
     }
-    return Canary(**more)  # type: ignore[arg-type]
+    return Canary(**values)  # type: ignore[arg-type]

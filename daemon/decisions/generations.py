@@ -1,11 +1,15 @@
-"""The life of knob generations as a pure state machine: events in, decisions out. No clock, no storage, no network.
+"""State machine of knob generations (proposal, vote, commit): takes events, returns decisions.
 
-proposed ──all present ranks say yes──► committed ──all present ranks applied──► applied
-   │  ├─ one says no ──► refused
-   │  ├─ silence past the deadline ──► aborted
-   │  └─ a newer proposal ──► superseded
-A generation may be on trial (its canary): waiting ──► promoted, or ──► condemned ──the next one commits──► rolled_back.
-Present ranks are those whose lease has not been lost; without any, a proposal is committed at once.
+It is pure: no clock, no storage, no network.
+
+proposed ──all present ranks accept──► committed ──all present ranks have applied it──► applied
+   ├─ a rank refuses ──► refused
+   ├─ a rank has not voted at the deadline ──► aborted
+   └─ there is a newer proposal ──► superseded
+A generation may be on trial (its canary): waiting ──► promoted, or waiting ──► condemned. If the next generation is
+committed while the trial is waiting or condemned, the trial ends: rolled_back if that generation restores the knobs of
+before the trial, else superseded. Present ranks are live or stale, not lost or finished. Without present ranks, a
+proposal is committed at once.
 """
 
 from __future__ import annotations
@@ -19,15 +23,18 @@ from tidegate.daemon.decisions.canary import Canary
 from tidegate.wire.base import KnobChanges
 from tidegate.wire.knobs import GenerationState, MeasuredEffect
 
-What = Literal[
+DecisionKind = Literal[
     "proposed", "voted", "committed", "refused", "aborted", "superseded", "rank_applied", "applied",
     "promoted", "condemned", "canary_ended",
 ]  # fmt: skip
+"""Kind of a decision."""
 NO_RANKS: Final = "No rank is running: takes effect when the run starts again."
 
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
+    """The vote of one rank: whether it can run with the proposed knobs, and why not."""
+
     can: bool
     reason: str
 
@@ -47,30 +54,36 @@ class Generation:
     outcome: str = ""
     votes: Mapping[int, Ballot] = field(default_factory=dict)
     applied: Mapping[int, int] = field(default_factory=dict)
-    """First step that ran with it, by rank."""
+    """The first step that ran with this generation, by rank."""
     effect: MeasuredEffect | None = None
     canary: Canary | None = None
     restores: int | None = None
-    """The generation whose knobs it brings back."""
+    """Number of the generation whose knobs this generation restores; None where it is no rollback."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Control:
-    """What a run's control knows: at most one pending generation on top of one committed."""
+class ControlState:
+    """State of a run's generations: one committed generation, and at most one pending proposal that is newer."""
 
     newest: int
+    """Largest generation number so far."""
     committed: Generation
     pending: Generation | None = None
     deadline: float = math.inf
+    """When the pending proposal is aborted, on the monotonic clock."""
     present: frozenset[int] = frozenset()
+    """Ranks that are live or stale."""
 
     def is_decided(self, generation: int) -> bool:
         return self.pending is None or self.pending.number != generation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Propose:
-    """`commit` skips the vote: the start-up settings of a run that was told to reset its knobs."""
+class NewProposal:
+    """Event: new knobs are proposed. `at`: seconds since the epoch; `deadline`: on the monotonic clock.
+
+    commit: skips the vote, for the start-up settings of a run with `reset_knobs`.
+    """
 
     knobs: KnobChanges
     changes: KnobChanges
@@ -84,7 +97,9 @@ class Propose:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class VoteCast:
+    """Event: a rank has voted on a generation. `at`: seconds since the epoch."""
+
     rank: int
     generation: int
     can: bool
@@ -93,73 +108,79 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
+class RankApplied:
+    """Event: a rank runs with a generation since this step."""
+
     rank: int
     generation: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    """A rank is present; `fresh` when a new agent holds it, whose predecessor's vote is void."""
+class RankJoined:
+    """Event: a rank is present. `fresh`: a new agent holds it, so the vote of the agent before is discarded."""
 
     rank: int
     fresh: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class RankLeft:
+    """Event: a rank is lost or has finished. `at`: seconds since the epoch."""
+
     rank: int
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """`now` is on the deadline's clock, `at` since the epoch."""
+    """Event: time has passed. `now` is on the monotonic clock, as the deadline; `at` is seconds since the epoch."""
 
     now: float
     at: float
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
-    """The trial of the committed generation has its verdict."""
+class TrialJudged:
+    """Event: the trial of the committed generation has a verdict."""
 
     generation: int
     canary: Canary
 
 
-Happening = Propose | Cast | Apply | Join | Leave | Tick | Judge
+ControlEvent = NewProposal | VoteCast | RankApplied | RankJoined | RankLeft | Tick | TrialJudged
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    what: What
+    """A decision about a generation. `generation` is its state after the decision."""
+
+    kind: DecisionKind
     generation: Generation
 
 
-Outcome = tuple[Control, tuple[Decision, ...]]
+Outcome = tuple[ControlState, tuple[Decision, ...]]
 
 
-def decide(control: Control, event: Happening) -> Outcome:
-    """The control after `event`, and what was decided, in order."""
+def decide(control: ControlState, event: ControlEvent) -> Outcome:
+    """The new state after `event`, and the decisions in order."""
     match event:
-        case Propose():
+        case NewProposal():
             return _propose(control, event)
-        case Cast():
+        case VoteCast():
             return _cast(control, event)
-        case Apply():
+        case RankApplied():
             return _apply(control, event)
-        case Join(rank, fresh):
+        case RankJoined(rank, fresh):
             pending = control.pending
             if fresh and pending is not None:
                 pending = replace(pending, votes={r: b for r, b in pending.votes.items() if r != rank})
             return replace(control, present=control.present | {rank}, pending=pending), ()
-        case Leave(rank, at):
-            gone = replace(control, present=control.present - {rank})
-            settled, decisions = _settle(gone, at)
-            done, more = _check_applied(settled, control.committed) if not decisions else (settled, ())
-            return done, decisions + more
+        case RankLeft(rank, at):
+            without = replace(control, present=control.present - {rank})
+            counted, decisions = _count_votes(without, at)
+            after, more = _check_applied(counted, control.committed) if not decisions else (counted, ())
+            return after, decisions + more
         case Tick(now, at):
             if control.pending is None or now < control.deadline:
                 return control, ()
@@ -167,18 +188,18 @@ def decide(control: Control, event: Happening) -> Outcome:
             named = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(map(str, silent))
             outcome = f"No answer from {named} before the deadline: nothing was changed."
             return _close(control, control.pending, "aborted", outcome, at)
-        case Judge(generation, canary):
-            known = control.committed
-            if known.number != generation or known.canary is None or known.canary.state != "waiting":
+        case TrialJudged(generation, canary):
+            committed = control.committed
+            if committed.number != generation or committed.canary is None or committed.canary.state != "waiting":
                 return control, ()
-            judged = replace(known, canary=canary)
-            what: What = "promoted" if canary.state == "promoted" else "condemned"
-            return replace(control, committed=judged), (Decision(what, judged),)
+            judged = replace(committed, canary=canary)
+            kind: DecisionKind = "promoted" if canary.state == "promoted" else "condemned"
+            return replace(control, committed=judged), (Decision(kind, judged),)
 
 
-def _propose(control: Control, event: Propose) -> Outcome:
+def _propose(control: ControlState, event: NewProposal) -> Outcome:
     number = control.newest + 1
-    made = Generation(
+    proposal = Generation(
         number=number,
         state="proposed",
         knobs=dict(event.knobs),
@@ -193,29 +214,30 @@ def _propose(control: Control, event: Propose) -> Outcome:
     if control.pending is not None:
         why = f"Superseded by generation {number} of {event.author} before all ranks had answered."
         control, decisions = _close(control, control.pending, "superseded", why, event.at)
-    control = replace(control, newest=number, pending=made, deadline=event.deadline)
-    decisions += (Decision("proposed", made),)
+    control = replace(control, newest=number, pending=proposal, deadline=event.deadline)
+    decisions += (Decision("proposed", proposal),)
     if event.commit:
-        control, more = _commit(control, made, "Start-up settings won: the knobs were reset.", event.at)
+        control, more = _commit(control, proposal, "Start-up settings won: the knobs were reset.", event.at)
     else:
-        control, more = _settle(control, event.at)
+        control, more = _count_votes(control, event.at)
     return control, decisions + more
 
 
-def _cast(control: Control, event: Cast) -> Outcome:
+def _cast(control: ControlState, event: VoteCast) -> Outcome:
     pending, committed = control.pending, control.committed
     if event.generation == committed.number and not event.can and event.rank not in committed.applied:
-        # It was said to work, and does not: nothing is decided any more, but people see why it is not applied.
+        # The rank could not apply the generation after all. The vote decides nothing any more; it is kept so that
+        # operators see why the generation is not applied.
         committed = replace(committed, votes={**committed.votes, event.rank: Ballot(False, event.reason)})
         return replace(control, committed=committed), (Decision("voted", committed),)
     if pending is None or event.generation != pending.number or event.rank not in control.present:
-        return control, ()  # too late: it was decided without this vote
+        return control, ()  # too late: the generation was decided without this vote
     pending = replace(pending, votes={**pending.votes, event.rank: Ballot(event.can, event.reason)})
-    settled, decisions = _settle(replace(control, pending=pending), event.at)
-    return settled, (Decision("voted", pending), *decisions)
+    counted, decisions = _count_votes(replace(control, pending=pending), event.at)
+    return counted, (Decision("voted", pending), *decisions)
 
 
-def _apply(control: Control, event: Apply) -> Outcome:
+def _apply(control: ControlState, event: RankApplied) -> Outcome:
     committed = control.committed
     if event.generation != committed.number or event.rank in committed.applied:
         return control, ()
@@ -224,13 +246,13 @@ def _apply(control: Control, event: Apply) -> Outcome:
     return applied, (Decision("rank_applied", committed), *decisions)
 
 
-def _settle(control: Control, at: float) -> Outcome:
+def _count_votes(control: ControlState, at: float) -> Outcome:
     """Decides the pending generation if the votes suffice."""
     if (pending := control.pending) is None:
         return control, ()
-    no = [rank for rank, ballot in pending.votes.items() if not ballot.can and rank in control.present]
-    if no:
-        rank = min(no)
+    refusing = [rank for rank, ballot in pending.votes.items() if not ballot.can and rank in control.present]
+    if refusing:
+        rank = min(refusing)
         reason = pending.votes[rank].reason or "it gave no reason"
         return _close(control, pending, "refused", f"Rank {rank} refused: {reason}", at)
     if not control.present:
@@ -242,26 +264,34 @@ def _settle(control: Control, at: float) -> Outcome:
     return control, ()
 
 
-def _commit(control: Control, pending: Generation, outcome: str, at: float) -> Outcome:
-    made = replace(pending, state="committed", decided_at=at, outcome=outcome)
-    decisions: tuple[Decision, ...] = (Decision("committed", made),)
+def _commit(control: ControlState, pending: Generation, outcome: str, at: float) -> Outcome:
+    """Commits the pending generation, and ends the trial of the committed generation before it."""
+    committed = replace(pending, state="committed", decided_at=at, outcome=outcome)
+    decisions: tuple[Decision, ...] = (Decision("committed", committed),)
     old = control.committed
     if old.canary is not None and old.canary.open:
-        back = pending.restores is not None and pending.restores <= old.canary.base
-        end = old.canary.closed("rolled_back" if back else "superseded", f"Ended by generation {made.number}.")
+        is_rollback = pending.restores is not None and pending.restores <= old.canary.base
+        state: Literal["rolled_back", "superseded"] = "rolled_back" if is_rollback else "superseded"
+        end = old.canary.closed(state, f"Ended by generation {committed.number}.")
         decisions = (Decision("canary_ended", replace(old, canary=end)), *decisions)
-    return replace(control, committed=made, pending=None, deadline=math.inf), decisions
+    return replace(control, committed=committed, pending=None, deadline=math.inf), decisions
 
 
 def _close(
-    control: Control, pending: Generation, state: Literal["refused", "aborted", "superseded"], outcome: str, at: float
+    control: ControlState,
+    pending: Generation,
+    state: Literal["refused", "aborted", "superseded"],
+    outcome: str,
+    at: float,
 ) -> Outcome:
+    """Ends the pending generation without a commit."""
     canary = pending.canary.closed("superseded", "It never ran.") if pending.canary else None
     closed = replace(pending, state=state, decided_at=at, outcome=outcome, canary=canary)
     return replace(control, pending=None, deadline=math.inf), (Decision(state, closed),)
 
 
-def _check_applied(control: Control, committed: Generation) -> Outcome:
+def _check_applied(control: ControlState, committed: Generation) -> Outcome:
+    """Marks the committed generation as applied once all present ranks run with it."""
     if committed.state != "committed" or not 0 < len(control.present) <= len(committed.applied):
         return control, ()
     if not control.present <= committed.applied.keys():

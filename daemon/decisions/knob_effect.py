@@ -1,4 +1,4 @@
-"""What a change of knobs did to the update, measured from the steps around it."""
+"""Effect of a knob change: the update time measured in the steps before and after the change."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Final
 
-from tidegate.daemon.decisions.step_window import Figures
+from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.wire.knobs import MeasuredEffect
 
 WINDOW_STEPS: Final = 20
 MIN_STEPS_AFTER: Final = 5
 
 
-def measure(steps: Iterable[Figures], applied: Mapping[int, int], generation: int) -> MeasuredEffect | None:
-    """Median update seconds of up to 20 steps on each side; None before 5 steps ran with `generation`.
+def measure(steps: Iterable[StepFigures], applied: Mapping[int, int], generation: int) -> MeasuredEffect | None:
+    """Median update seconds of up to 20 steps before and after the change; None before 5 steps ran with `generation`.
 
-    applied: the first step that ran with each generation. Steps of the generation before the last are left out.
+    applied: the first step that ran with each generation. Only steps of `generation` and of the generation directly
+    before it are compared.
     """
     if generation not in applied:
         return None

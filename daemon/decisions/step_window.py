@@ -1,4 +1,4 @@
-"""The newest steps of a rank as the few figures that are compared, in memory that does not grow."""
+"""StepWindow of the newest steps of a rank: a ring buffer of fixed size with the few figures that decisions need."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from typing import Final, NamedTuple, Self
 from tidegate.wire.step import StepReport
 
 STEPS_KEPT: Final = 256
-"""Of each rank, here and in the database."""
+"""Steps kept of each rank, here and in the database."""
 PHASES: Final = ("forward", "backward", "update")
 _WIDTH: Final = 5
+"""Numbers that are stored for each step."""
 
 
-class Figures(NamedTuple):
-    """One step. `seconds` is forward, backward and update; `peak_bytes` is of device memory. None: it was not told."""
+class StepFigures(NamedTuple):
+    """StepFigures of one step. None: the rank did not report the figure.
+
+    `seconds` is the sum of forward, backward and update; `peak_bytes` is the peak use of device memory.
+    """
 
     step: int
     seconds: float
@@ -38,29 +42,30 @@ class Figures(NamedTuple):
         )
 
 
-class Window:
-    """The newest `STEPS_KEPT` steps, oldest first. Takes 12 kB with the first, where reports take 1 MB."""
+class StepWindow:
+    """The newest `STEPS_KEPT` steps of a rank, oldest first. It takes 12 kB from the first step on; reports would take
+    1 MB."""
 
     def __init__(self, newest: int = -1) -> None:
         self.newest = newest
-        """Number of the newest step; -1 before the first. Outlives `clear`."""
+        """Number of the newest step; -1 before the first. `clear` does not change it."""
         self._steps, self._figures, self._count = array("q"), array("d"), 0
 
     def __len__(self) -> int:
         return min(self._count, STEPS_KEPT)
 
-    def __iter__(self) -> Iterator[Figures]:
+    def __iter__(self) -> Iterator[StepFigures]:
         for number in range(self._count - len(self), self._count):
             at = number % STEPS_KEPT
             seconds, exposed, update, peak, skipped = self._figures[at * _WIDTH : (at + 1) * _WIDTH]
-            yield Figures(self._steps[at], seconds, exposed, _known(update), _known(peak), bool(skipped))
+            yield StepFigures(self._steps[at], seconds, exposed, _known(update), _known(peak), bool(skipped))
 
     @property
     def oldest(self) -> int:
         """Number of the oldest step when the window is full, else -1."""
         return self._steps[self._count % STEPS_KEPT] if self._count >= STEPS_KEPT else -1
 
-    def add(self, figures: Figures) -> None:
+    def add(self, figures: StepFigures) -> None:
         if not self._steps:
             self._steps = array("q", bytes(8 * STEPS_KEPT))
             self._figures = array("d", bytes(8 * _WIDTH * STEPS_KEPT))
@@ -72,9 +77,10 @@ class Window:
         self._count += 1
 
     def clear(self) -> None:
-        """Gives its memory back, too."""
+        """Removes all steps and frees their memory."""
         self._steps, self._figures, self._count = array("q"), array("d"), 0
 
 
 def _known(value: float) -> float | None:
+    """The value; None for NaN, which stands for a figure that was not reported."""
     return None if math.isnan(value) else value

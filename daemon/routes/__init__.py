@@ -1,1 +1,1 @@
-"""One resource a file."""
+"""HTTP routes of the daemon's API, one module for each resource."""

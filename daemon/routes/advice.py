@@ -1,4 +1,4 @@
-"""/v1/runs/{run}/advice: what the model would choose for this run, pinned knobs included."""
+"""/v1/runs/{run}/advice: knob recommendations of the model for a run, pinned knobs included."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from fastapi import APIRouter
 
 from tidegate.daemon.control import serializers
-from tidegate.daemon.control.preview import advise, evidence
+from tidegate.daemon.control.preview import advise, prediction_inputs
 from tidegate.daemon.routes.dependencies import Plane
 from tidegate.daemon.security.scopes import READ
 from tidegate.wire.prediction import Advice
@@ -17,7 +17,7 @@ router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"], dependencies=[READ])
 
 @router.get("/advice")
 async def advice(plane: Plane, run: str) -> Advice:
-    """Changes that are predicted to shorten the update by 5 % or more, or why there are none."""
-    found = plane.roster.run(run)
+    """Knob changes that are predicted to shorten the update by 5 % or more, or the reason why there are none."""
+    found = plane.registry.run(run)
     knobs = serializers.knobs_of(found.control.committed)
-    return await asyncio.to_thread(advise, found.name, knobs, evidence(found))
+    return await asyncio.to_thread(advise, found.name, knobs, prediction_inputs(found))

@@ -1,4 +1,4 @@
-"""/v1/agents: what training processes say, and what they are told."""
+"""/v1/agents: endpoints for the agents in training processes: register, report, get the directive, vote, leave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from tidegate.daemon.control import serializers
 from tidegate.daemon.problems import ProblemError, also
 from tidegate.daemon.routes.dependencies import Own, Plane, Wait, Who
-from tidegate.daemon.routes.fast_route import LeanRoute
+from tidegate.daemon.routes.fast_route import FastRoute
 from tidegate.daemon.security.scopes import AGENT_OF_ANY_RUN, READ_OF_ANY_RUN
 from tidegate.errors import KnobError
 from tidegate.knobs.knobs import Knobs, specs_for
@@ -19,15 +19,17 @@ from tidegate.wire.agent import PROTOCOL_VERSION, AgentHello, AgentReport, Direc
 
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
 
-hot = APIRouter(prefix="/v1/agents", tags=["agents"], route_class=LeanRoute)
+fast_router = APIRouter(prefix="/v1/agents", tags=["agents"], route_class=FastRoute)
 
 
-class Patience(BaseModel):
+class WaitQuery(BaseModel):
+    """Query of a long poll."""
+
     wait: Wait = 0.0
 
 
-class Known(Patience):
-    """What an agent that asks for its directive has heard of."""
+class DirectiveQuery(WaitQuery):
+    """Query for a directive: the generations that the agent knows already, and the longest wait."""
 
     committed: Annotated[int, Field(ge=-1, lt=2**63)] = -1
     proposed: Annotated[int | None, Field(ge=-1, lt=2**63)] = None
@@ -35,7 +37,7 @@ class Known(Patience):
 
 @router.post("", status_code=201, dependencies=[AGENT_OF_ANY_RUN], responses=also(409))
 async def hello(plane: Plane, who: Who, message: AgentHello) -> Lease:
-    """Registers one rank of a run; the first one makes the run."""
+    """Registers one rank of a run; the first rank creates the run."""
     who.check_run(message.run)
     if message.protocol != PROTOCOL_VERSION:
         detail = (
@@ -49,37 +51,39 @@ async def hello(plane: Plane, who: Who, message: AgentHello) -> Lease:
     return await plane.turns.do(plane.hello, message, knobs, who.token)
 
 
-@hot.post("/{agent}/reports", dependencies=[AGENT_OF_ANY_RUN], responses=also(409))
+@fast_router.post("/{agent}/reports", dependencies=[AGENT_OF_ANY_RUN], responses=also(409))
 async def report(plane: Plane, agent: Own, message: AgentReport) -> Lease:
-    """What the rank did since its last report; renews its lease."""
+    """Takes the rank's report since its last one, and renews its lease."""
     return await plane.turns.do(plane.report, agent, message)
 
 
-@hot.get("/{agent}/directive", dependencies=[READ_OF_ANY_RUN])
-async def directive(plane: Plane, agent: Own, message: Annotated[Known, Query()]) -> Directive:
-    """At once when there is something newer than the caller knows, else after `wait` seconds."""
+@fast_router.get("/{agent}/directive", dependencies=[READ_OF_ANY_RUN])
+async def directive(plane: Plane, agent: Own, message: Annotated[DirectiveQuery, Query()]) -> Directive:
+    """Long poll for the rank's directive: returns at once if it is newer than what the caller knows, else after at most
+    `wait` seconds."""
     deadline, seen = time.monotonic() + message.wait, -1 if message.proposed is None else message.proposed
     while True:
-        run, member = plane.roster.member(agent)
-        found = serializers.directive(run, member.hello.rank)
-        asked = found.proposed is not None and found.proposed > seen
+        run, member = plane.registry.member(agent)
+        current = serializers.directive(run, member.hello.rank)
+        has_new_proposal = current.proposed is not None and current.proposed > seen
         left = deadline - time.monotonic()
-        if found.committed > message.committed or asked or left <= 0 or plane.closing:
-            return found
-        await run.orders.wait(left, agent)
+        if current.committed > message.committed or has_new_proposal or left <= 0 or plane.closing:
+            return current
+        await run.directive_notifier.wait(left, agent)
 
 
-@hot.post("/{agent}/votes", dependencies=[AGENT_OF_ANY_RUN])
-async def vote(plane: Plane, agent: Own, message: Vote, asked: Annotated[Patience, Query()]) -> Directive:
-    """Whether the rank can have the knobs that were proposed. Answers when that is decided, or after `wait` seconds."""
-    deadline = time.monotonic() + asked.wait
+@fast_router.post("/{agent}/votes", dependencies=[AGENT_OF_ANY_RUN])
+async def vote(plane: Plane, agent: Own, message: Vote, query: Annotated[WaitQuery, Query()]) -> Directive:
+    """Takes the rank's vote on proposed knobs: whether it can use them. Returns when the proposal is decided, or after
+    `wait` seconds."""
+    deadline = time.monotonic() + query.wait
     await plane.turns.do(plane.vote, agent, message)
     while True:
-        run, member = plane.roster.member(agent)
+        run, member = plane.registry.member(agent)
         left = deadline - time.monotonic()
         if run.control.is_decided(message.generation) or left <= 0 or plane.closing:
             return serializers.directive(run, member.hello.rank)
-        await run.orders.wait(left, agent)
+        await run.directive_notifier.wait(left, agent)
 
 
 @router.delete("/{agent}", status_code=204, dependencies=[AGENT_OF_ANY_RUN])

@@ -1,4 +1,4 @@
-"""/v1/alerts and /v1/runs/{run}/alerts: what Alertmanager's webhook tells, and what it has told."""
+"""/v1/alerts and /v1/runs/{run}/alerts: Alertmanager's webhook, and the alerts that it has sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ router = APIRouter(tags=["alerts"])
 MAX_ALERTS = 1_000
 MAX_LABELS = 32
 LABEL, VALUE, TEXT, URL = 64, 200, 2_000, 500
-"""Longer names, values, texts and addresses are cut."""
+"""Longest label names, label values, texts and URLs, in characters; longer ones are cut."""
 
 Texts = Annotated[
     dict[Annotated[str, Field(max_length=1_024)], Annotated[str, Field(max_length=65_536)]], Field(max_length=200)
@@ -27,14 +27,14 @@ Texts = Annotated[
 
 
 class WebhookAlert(BaseModel):
-    """One alert of a message. What Alertmanager may add later is left alone."""
+    """One alert of a webhook message. Unknown fields are ignored: later versions of Alertmanager may add some."""
 
     status: AlertState
     labels: Texts
     annotations: Texts = {}
     startsAt: AwareDatetime
     endsAt: AwareDatetime
-    """While it fires: the year 1."""
+    """In the year 1 while the alert is firing."""
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
 
 
@@ -47,22 +47,21 @@ class Webhook(BaseModel):
 
 @router.post("/v1/alerts", dependencies=[ALERT])
 async def take(plane: Plane, book: Alerts, author: Author, who: Who, message: Webhook) -> AlertReceipt:
-    """Writes down what is new. Alerts of a run that the daemon does not know are left out, and counted: to refuse the
-    message would lose the others in it. So are those for which the token has no room: it has for 200 that fire and 50
-    that were resolved in each run."""
+    """Stores the alerts that have changed. Alerts of unknown runs, and alerts over the token's quota (200 firing and 50
+    resolved alerts in each run), are skipped and counted: to refuse the whole message would lose its other alerts."""
     now = time.time()
     views = [_view(alert, now) for alert in message.alerts]
-    known = [view for view in views if not view.run or view.run in plane.roster.runs]
-    taken = await plane.turns.do(book.take, known, author, who.token)
-    for alert in taken.changed:
+    known = [view for view in views if not view.run or view.run in plane.registry.runs]
+    result = await plane.turns.do(book.record, known, author, who.token)
+    for alert in result.changed:
         if alert.run:
-            plane.roster.publish(plane.roster.run(alert.run), "alert", alert.model_dump(mode="json"))
+            plane.registry.publish(plane.registry.run(alert.run), "alert", alert.model_dump(mode="json"))
     return AlertReceipt(
-        changed=len(taken.changed),
-        repeated=taken.repeated,
-        late=taken.late,
+        changed=len(result.changed),
+        repeated=result.repeated,
+        late=result.late,
         unknown_run=len(views) - len(known),
-        over_quota=taken.over_quota,
+        over_quota=result.over_quota,
     )
 
 
@@ -70,15 +69,16 @@ async def take(plane: Plane, book: Alerts, author: Author, who: Who, message: We
 async def without_run(
     book: Alerts, state: AlertState | None = None, runs: Literal["none", "all"] = "none"
 ) -> list[AlertView]:
-    """Alerts that concern no run, or with `runs=all` those of all runs too: what fires first, by severity, then
-    what fires longest; then what was resolved, newest first."""
+    """Alerts without a run, or with `runs=all` also the alerts of all runs: first the firing alerts by severity, then
+    by start; after them the resolved alerts, newest first."""
     return book.everywhere(state) if runs == "all" else book.of("", state)
 
 
 @router.get("/v1/runs/{run}/alerts", dependencies=[READ])
 async def of_run(plane: Plane, book: Alerts, run: str, state: AlertState | None = None) -> list[AlertView]:
-    """What fires in a run, by severity, then what fires longest; then what was resolved, newest first."""
-    return book.of(plane.roster.run(run).name, state)
+    """Alerts of a run: first the firing alerts by severity, then by start; after them the resolved alerts, newest
+    first."""
+    return book.of(plane.registry.run(run).name, state)
 
 
 def _view(alert: WebhookAlert, now: float) -> AlertView:
@@ -101,10 +101,10 @@ def _view(alert: WebhookAlert, now: float) -> AlertView:
 
 
 def _cut(text: str, length: int) -> str:
-    """Without NUL, which not every database stores."""
+    """The text without NUL characters, which some databases cannot store, cut to `length`."""
     return text.replace("\0", "")[:length]
 
 
 def _seconds(at: datetime) -> float:
-    """Since the epoch; 0 for times before it."""
+    """Seconds since the epoch, in whole milliseconds; 0 for times before the epoch."""
     return max(0.0, math.floor(at.timestamp() * 1000) / 1000) if at.year >= 1970 else 0.0

@@ -1,6 +1,6 @@
-"""The API's description: what FastAPI knows, and what it does not: tokens, problems, bounds of knobs, examples.
+"""OpenAPI document of the daemon's API: FastAPI's own document with tokens, problems, knob bounds and examples added.
 
-`python -m tidegate.daemon.openapi` prints it; docs/openapi.json is what it was at the last commit.
+`python -m tidegate.daemon.openapi` prints the document; docs/openapi.json is the committed copy.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from fastapi.openapi.utils import get_openapi
 
 from tidegate.daemon.problems import TITLES
 from tidegate.daemon.routes.examples import EXAMPLES
-from tidegate.daemon.security.scopes import Asked
+from tidegate.daemon.security.scopes import RouteRequirement
 from tidegate.knobs.knobs import SPECS, KnobSpec
 from tidegate.wire.standards import Problem
 
 ALWAYS: Final = (400, 413, 422, 500)
+"""Problems of every route."""
 WITH_TOKEN: Final = (401, 403, 429)
+"""Problems of every route that needs a token."""
 _DROPPED: Final = ("HTTPValidationError", "ValidationError")
 _DECIMAL: Final = r"[0-9]+(\.[0-9]+)?"
 Json = dict[str, Any]
@@ -49,11 +51,13 @@ def _operations(document: Json) -> Iterator[tuple[str, str, Json]]:
 
 
 def _complete(method: str, path: str, operation: Json) -> None:
-    """Its token, and the problems that it may answer with."""
+    """Adds the token scope and the problem responses to an operation."""
     statuses = set(ALWAYS) | {int(status) for status in operation["responses"] if int(status) >= 400}
     if "security" in operation:
-        asked = Asked(frozenset(scope for needed in operation["security"] for scope in needed["token"]))
-        operation["description"] = f"{operation.get('description', '')} Token: {asked.needed}.".strip()
+        requirement = RouteRequirement(
+            frozenset(scope for needed in operation["security"] for scope in needed["token"])
+        )
+        operation["description"] = f"{operation.get('description', '')} Token: {requirement.needed}.".strip()
         statuses |= set(WITH_TOKEN)
     if "{" in path:
         statuses.add(404)
@@ -68,7 +72,7 @@ def _complete(method: str, path: str, operation: Json) -> None:
 
 
 def _values(spec: KnobSpec) -> Json:
-    """What a knob takes; `GET …/knobs` says what it takes in one run."""
+    """The JSON schema of a knob's values in any run; `GET …/knobs` has the bounds in one run."""
     words: list[Json] = [{"type": "string", "enum": list(spec.words)}] if spec.words else []
     match spec.kind:
         case "number":

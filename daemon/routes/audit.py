@@ -1,4 +1,4 @@
-"""The audit log: who did what, when and why. It is append-only, and there is no route that writes to it."""
+"""/v1/audit and /v1/runs/{run}/audit: the audit log of all changes. It is append-only; no route writes to it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Limit = Annotated[int, Query(ge=1, le=5_000)]
 
 @router.get("/audit")
 async def whole(plane: Plane, limit: Limit = 500) -> list[AuditRow]:
-    """The newest rows of all runs, and of what concerns none (tokens, the daemon's own alerts), oldest first."""
+    """The newest rows of the whole log, oldest first. Changes of tokens and alerts without a run are in it, too."""
     return await asyncio.to_thread(plane.store.audit, None, limit)
 
 
 @router.get("/runs/{run}/audit")
 async def of_run(plane: Plane, run: str, limit: Limit = 500) -> list[AuditRow]:
-    """The newest rows of the run, oldest first."""
-    return await asyncio.to_thread(plane.store.audit, plane.roster.run(run).name, limit)
+    """The newest audit rows of the run, oldest first."""
+    return await asyncio.to_thread(plane.store.audit, plane.registry.run(run).name, limit)

@@ -1,4 +1,7 @@
-"""What routes are given: the control plane and who asks. All async: others FastAPI runs in threads, each request."""
+"""FastAPI dependencies of routes: the control plane, the caller, the agent.
+
+All of them are async functions: FastAPI would run others in a thread at each request.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Annotated
 
 from fastapi import Depends, Query, Request
 
-from tidegate.daemon.control.alerts import AlertBook
+from tidegate.daemon.control.alerts import AlertRegistry
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.security.tokens import Caller, Tokens, bearer
 
@@ -19,13 +22,13 @@ async def _plane(request: Request) -> ControlPlane:
     return plane
 
 
-async def _alerts(request: Request) -> AlertBook:
-    book: AlertBook = request.app.state.alerts
+async def _alerts(request: Request) -> AlertRegistry:
+    book: AlertRegistry = request.app.state.alerts
     return book
 
 
 async def _author(request: Request) -> str:
-    """Whose token it is, and who the holder says to be: `alice@node1 (operate)`."""
+    """The author for the audit log: the name that the client claims and the token's name: `alice@node1 (operate)`."""
     caller: Caller = request.state.caller
     claim = "".join(c for c in request.headers.get("tidegate-actor", "") if c.isprintable())
     return f"{claim[:40]} ({caller.name[:20]})" if claim else caller.name[:64]
@@ -37,8 +40,9 @@ async def _caller(request: Request) -> Caller:
 
 
 def own_agent(plane: ControlPlane, who: Caller, agent: str) -> str:
-    """The agent, if the caller's token is for its run. One that is unknown is told so by who looks for it."""
-    if seat := plane.roster.agents.get(agent):
+    """The agent's id. Raises a 403 problem if the caller's token is for another run. It does not check that the agent
+    is known."""
+    if seat := plane.registry.agents.get(agent):
         who.check_run(seat[0])
     return agent
 
@@ -48,13 +52,13 @@ async def _own(request: Request, agent: str) -> str:
 
 
 async def _holds(request: Request) -> Callable[[], bool]:
-    """Whether the request's token still opens anything, for answers that last."""
+    """A function that checks whether the request's token is still valid, for long-lived responses."""
     tokens: Tokens = request.app.state.tokens
     token = bearer(request.headers.get("authorization", ""))
     return lambda: isinstance(tokens.check(token), Caller)
 
 
-Alerts = Annotated[AlertBook, Depends(_alerts)]
+Alerts = Annotated[AlertRegistry, Depends(_alerts)]
 Plane = Annotated[ControlPlane, Depends(_plane)]
 Who = Annotated[Caller, Depends(_caller)]
 Author = Annotated[str, Depends(_author)]

@@ -1,4 +1,4 @@
-"""/v1/runs/{run}/events: what happens in a run as server-sent events; Last-Event-ID takes up where one left off."""
+"""/v1/runs/{run}/events: the events of a run as server-sent events; Last-Event-ID resumes the stream."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ KEEP_ALIVE_SECONDS = 15.0
 async def events(
     plane: Plane, holds: Holds, run: str, last_event_id: Annotated[int | None, Header()] = None
 ) -> StreamingResponse:
-    """Without Last-Event-ID only what comes; with it, the kept events after that one first. Ends with its token,
-    and with the run."""
-    found = plane.roster.run(run)
+    """The events of a run as they occur; with Last-Event-ID, first the stored events after that one. The stream ends
+    when the token is no longer valid or the run is deleted."""
+    found = plane.registry.run(run)
     newest = found.events[-1].id if found.events else 0
     last = newest if last_event_id is None else last_event_id
     headers = {"Cache-Control": "no-store", "Tidegate-Newest-Event": str(newest), "X-Accel-Buffering": "no"}
@@ -32,13 +32,13 @@ async def events(
 
 async def _stream(plane: ControlPlane, holds: Callable[[], bool], run: Run, last: int) -> AsyncIterator[str]:
     yield ": welcome\n\n"  # sends the headers at once
-    while not plane.closing and holds() and plane.roster.runs.get(run.name) is run:
+    while not plane.closing and holds() and plane.registry.runs.get(run.name) is run:
         fresh = [event for event in run.events if event.id > last]
         for event in fresh:
             last = event.id
             yield f"id: {event.id}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"
         if not fresh:
             seen = run.events[-1].id if run.events else last
-            await run.bell.wait(KEEP_ALIVE_SECONDS)
+            await run.event_notifier.wait(KEEP_ALIVE_SECONDS)
             if not run.events or run.events[-1].id == seen:
                 yield ": still here\n\n"

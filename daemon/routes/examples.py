@@ -1,4 +1,4 @@
-"""One example of each message that people write or read most, for the API's description. They are checked when made."""
+"""Examples of the most used messages, for the OpenAPI document. Each example is validated when it is created."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Routes that hundreds of ranks ask every second: FastAPI describes them as all others, and does not resolve them.
+"""Fast routes, for requests that hundreds of ranks send every second: they skip FastAPI's dependency resolution.
 
-Finding out anew at each request what an endpoint depends on takes longer than all that the daemon does with a report.
+FastAPI would resolve an endpoint's dependencies at each request, which takes longer than handling a report. The routes
+are in the OpenAPI document as all others.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from starlette.types import Receive, Scope, Send
 from tidegate.daemon.routes.dependencies import own_agent
 
 
-class LeanRoute(APIRoute):
-    """Its endpoint takes `plane`, `agent` and models, and nothing else: one is the body, what is annotated so is the
-    query. It answers a model."""
+class FastRoute(APIRoute):
+    """A route whose endpoint takes `plane`, `agent` and models only, and returns a model.
+
+    An annotated model is read from the query, the other model (at most one) from the body.
+    """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **more: Any) -> None:
         super().__init__(path, endpoint, **more)
@@ -32,7 +35,7 @@ class LeanRoute(APIRoute):
         self._body: dict[str, type[BaseModel]] = {n: hint for n, hint in models.items() if n not in self._query}
         others = [name for name, model in (self._query | self._body).items() if not issubclass(model, BaseModel)]
         if others or len(self._body) > 1 or not {"plane", "agent"} <= {*hints}:
-            raise TypeError(f"{endpoint.__name__} takes other things than plane, agent and models")
+            raise TypeError(f"{endpoint.__name__} must take plane, agent and models only, one model as the body")
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in (self.methods or ()):
@@ -45,15 +48,18 @@ class LeanRoute(APIRoute):
         await response(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> dict[str, BaseModel]:
-        """The models; RequestValidationError as FastAPI raises it. The gate gives a body in one piece."""
-        found, place = dict[str, BaseModel](), "query"
+        """The models of the query and the body. RequestValidationError if they are invalid, in FastAPI's form.
+
+        `SecurityMiddleware` gives the body in one message.
+        """
+        models, place = dict[str, BaseModel](), "query"
         try:
             for name, model in self._query.items():
-                found[name] = model.model_validate(dict(parse_qsl(scope["query_string"].decode("latin-1"))))
+                models[name] = model.model_validate(dict(parse_qsl(scope["query_string"].decode("latin-1"))))
             place = "body"
             for name, model in self._body.items():
-                found[name] = model.model_validate_json((await receive())["body"])
+                models[name] = model.model_validate_json((await receive())["body"])
         except ValidationError as error:
             wrong = error.errors(include_url=False, include_context=False)
             raise RequestValidationError([{**e, "loc": (place, *e["loc"])} for e in wrong]) from error
-        return found
+        return models

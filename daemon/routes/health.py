@@ -1,4 +1,4 @@
-"""/healthz, /readyz and /metrics: what watches the daemon itself."""
+"""/healthz, /readyz and /metrics: health and metrics of the daemon itself."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ metrics_router = APIRouter(tags=["prometheus"], dependencies=[PROBE])
 
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """The process answers."""
+    """The process is alive."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", responses=also(503))
 async def readyz(request: Request, plane: Plane) -> dict[str, str]:
-    """The database answers and takes changes, too: a small one was made within the last second."""
+    """The database can be read and written: a test row was written within the last second."""
     readiness: Readiness = request.app.state.readiness
     if reason := await readiness.why_not():
         raise ProblemError(503, "not-ready", reason)
@@ -34,5 +34,5 @@ async def readyz(request: Request, plane: Plane) -> dict[str, str]:
 
 @metrics_router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """The daemon's own figures, for Prometheus."""
+    """The daemon's own metrics in Prometheus' text format."""
     return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)

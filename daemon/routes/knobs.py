@@ -1,4 +1,4 @@
-"""/v1/runs/{run}/knobs: what an operator may change while training runs. Every change is a generation."""
+"""/v1/runs/{run}/knobs: read and change the knobs of a run while it trains. Every change is a new generation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi import APIRouter, Header, Query, Response
 
 from tidegate.daemon.control import serializers
 from tidegate.daemon.control.control_plane import ControlPlane
-from tidegate.daemon.control.preview import evidence, preview
+from tidegate.daemon.control.preview import prediction_inputs, preview
 from tidegate.daemon.control.run import Run
 from tidegate.daemon.control.trials import Predicted
 from tidegate.daemon.decisions.generations import Generation
@@ -32,10 +32,10 @@ router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
 
 @router.get("/knobs", dependencies=[READ])
 async def knobs(plane: Plane, run: str, response: Response) -> KnobsView:
-    """The desired knobs, their bounds, and what each rank has. The ETag is for If-Match."""
-    found = plane.roster.run(run)
+    """The desired knobs, their bounds, and the knobs that each rank uses. The ETag is for If-Match."""
+    found = plane.registry.run(run)
     response.headers["ETag"] = f'"{found.control.newest}"'
-    return serializers.knobs_view(found, plane.roster.states(found))
+    return serializers.knobs_view(found, plane.registry.states(found))
 
 
 @router.patch(
@@ -51,16 +51,17 @@ async def change(
     dry_run: Annotated[bool, Query()] = False,
     wait: Wait = 0.0,
 ) -> GenerationView | KnobPreview:
-    """Makes a generation on top of the one that If-Match names. 202 while the ranks vote, 200 when it is decided."""
-    found = plane.roster.run(run)
+    """Proposes changed knobs as a new generation; If-Match must name the newest generation. 202 while the ranks vote,
+    200 when the generation is decided."""
+    found = plane.registry.run(run)
     made = None
     while made is None:
         _check_match(found, if_match)
         before, after = _changed(found, patch.changes)
-        seen = await _seen(found, before, after) if dry_run or patch.canary else None
-        if dry_run and seen is not None:
-            return seen
-        make = functools.partial(_make, plane, found, patch, author, if_match, before, seen)
+        prediction = await _predict(found, before, after) if dry_run or patch.canary else None
+        if dry_run and prediction is not None:
+            return prediction
+        make = functools.partial(_make, plane, found, patch, author, if_match, before, prediction)
         made = await plane.turns.do(make)
     return await _outcome(plane, found, made.number, wait, response)
 
@@ -75,8 +76,9 @@ async def roll_back(
     if_match: Annotated[str | None, Header()] = None,
     wait: Wait = 0.0,
 ) -> GenerationView:
-    """Brings back the knobs of an earlier generation as a new one. If-Match may be left out: it is at once."""
-    found = plane.roster.run(run)
+    """Proposes the knobs of an earlier generation as a new generation. If-Match is optional, so that a rollback can be
+    sent without reading the knobs before."""
+    found = plane.registry.run(run)
 
     def make() -> Generation:
         if if_match is not None:
@@ -90,7 +92,7 @@ async def roll_back(
 @router.get("/generations", dependencies=[READ])
 async def generations(plane: Plane, run: str) -> list[GenerationView]:
     """All generations, oldest first."""
-    found = plane.roster.run(run)
+    found = plane.registry.run(run)
     return [
         serializers.generation_view(run, generation)
         for generation in await asyncio.to_thread(plane.store.generations, found.name)
@@ -104,23 +106,28 @@ def _make(
     author: str,
     if_match: str | None,
     before: Knobs,
-    seen: KnobPreview | None,
+    prediction: KnobPreview | None,
 ) -> Generation | None:
-    """The generation; None where `before`, of which `seen` was predicted, was overtaken by what was pending."""
-    _check_match(run, if_match)  # others may have changed them meanwhile
+    """Makes the generation. None if its trial needs a new prediction, because the committed knobs have changed.
+
+    before: the committed knobs for which `prediction` was made.
+    """
+    _check_match(run, if_match)  # the knobs may have been changed meanwhile
     now, after = _changed(run, patch.changes)
     if now != before and patch.canary:
         return None
     changes = {name: after.as_dict(paths=True)[name] for name in patch.changes}
     trial = None
-    if patch.canary and seen is not None:
-        predicted = Predicted(before=seen.predicted_update_seconds_before, after=seen.predicted_update_seconds_after)
+    if patch.canary and prediction is not None:
+        predicted = Predicted(
+            before=prediction.predicted_update_seconds_before, after=prediction.predicted_update_seconds_after
+        )
         trial = (patch.canary, predicted)
     return plane.patch(run, after, changes, author, patch.reason, trial)
 
 
 def _changed(run: Run, changes: KnobChanges) -> tuple[Knobs, Knobs]:
-    """The committed knobs, and what the changes make of them. Ends the request when they cannot be."""
+    """The committed knobs, and these knobs after the changes. Raises a 422 problem if a change is invalid."""
     before, specs = serializers.knobs_of(run.control.committed), specs_for(run.paths)
     try:
         return before, before.changed(changes, specs)
@@ -129,17 +136,17 @@ def _changed(run: Run, changes: KnobChanges) -> tuple[Knobs, Knobs]:
         raise ProblemError(422, "invalid-knob", str(error), knob=error.knob, **bounds) from error
 
 
-async def _seen(run: Run, before: Knobs, after: Knobs) -> KnobPreview:
-    """What is predicted, found off the event loop: the run may be another one when this returns."""
-    known, newest, paths = evidence(run), run.control.newest, bool(run.paths)
-    return await asyncio.to_thread(preview, run.name, newest, before, after, known, paths=paths)
+async def _predict(run: Run, before: Knobs, after: Knobs) -> KnobPreview:
+    """The prediction of the change, made in a thread: the run's state may have changed when this returns."""
+    inputs, newest, paths = prediction_inputs(run), run.control.newest, bool(run.paths)
+    return await asyncio.to_thread(preview, run.name, newest, before, after, inputs, paths=paths)
 
 
 async def _outcome(plane: ControlPlane, run: Run, number: int, wait: float, response: Response) -> GenerationView:
-    """What became of the generation within `wait` seconds."""
+    """The generation's state when it is decided, or after `wait` seconds; sets the status and the ETag."""
     deadline = time.monotonic() + wait
     while (left := deadline - time.monotonic()) > 0 and _undecided(run, number) and not plane.closing:
-        await run.orders.wait(left)
+        await run.directive_notifier.wait(left)
     response.status_code = 202 if _undecided(run, number) else 200
     response.headers["ETag"] = f'"{run.control.newest}"'
     current: Generation | None = run.latest
@@ -168,6 +175,6 @@ def _check_match(run: Run, header: str | None) -> None:
     what = ", ".join(f"{name}={show(name, value)}" for name, value in made.changes.items()) or "all knobs"
     detail = (
         f"The knobs of run {run.name!r} are at generation {newest}, not {header}: "
-        f"{made.author} changed {what} at {at} ({made.state}). Read them again and decide anew."
+        f"{made.author} changed {what} at {at} ({made.state}). Read them again, then decide again."
     )
     raise ProblemError(412, "stale-knobs", detail, generation=newest)

@@ -1,4 +1,4 @@
-"""/v1/proof: shows who asks that this is the daemon of a state directory, before a token is sent to it."""
+"""/v1/proof: proves the daemon's identity to a client, before the client sends a token."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ router = APIRouter(tags=["health"], dependencies=[PROBE])
 async def proof(
     request: Request, nonce: Annotated[str, Query(pattern=NONCE_PATTERN, description="random, hexadecimal")]
 ) -> dict[str, str]:
-    """An HMAC-SHA256 over the nonce and the address at which the connection arrived, with the secret in `proof.key`."""
+    """An HMAC-SHA256 of the nonce and the address at which the connection arrived, with the secret key in `proof.key`
+    of the state directory."""
     host, port = request.scope["server"]
     return {"proof": sign(request.app.state.proof_key, nonce, host, port)}

@@ -1,4 +1,4 @@
-"""/v1/runs: the runs, and what their ranks did last."""
+"""/v1/runs: runs, and the newest steps, timelines and rates of their ranks."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 @router.get("", dependencies=[READ_OF_ANY_RUN])
 async def runs(plane: Plane, who: Who) -> list[RunView]:
-    """All runs that the token opens, newest first."""
-    seen = sorted((r for r in plane.roster.runs.values() if who.may_see(r.name)), key=lambda r: -r.created_at)
-    return [serializers.run_view(run, plane.roster.states(run)) for run in seen]
+    """All runs that the token gives access to, newest first."""
+    visible = sorted((r for r in plane.registry.runs.values() if who.may_see(r.name)), key=lambda r: -r.created_at)
+    return [serializers.run_view(run, plane.registry.states(run)) for run in visible]
 
 
 @router.get("/{run}", dependencies=[READ])
 async def one(plane: Plane, run: str) -> RunView:
-    """One run and its ranks."""
-    found = plane.roster.run(run)
-    await plane.recall(found)
-    return serializers.run_view(found, plane.roster.states(found))
+    """A run and its ranks."""
+    found = plane.registry.run(run)
+    await plane.load_last_steps(found)
+    return serializers.run_view(found, plane.registry.states(found))
 
 
 @router.delete("/{run}", status_code=204, dependencies=[OPERATE], responses=also(409))
 async def delete(plane: Plane, author: Author, run: str, reason: Annotated[str, Query(max_length=300)] = "") -> None:
-    """Forgets the run for good: generations, ranks, steps and alerts. The audit log keeps its rows and says who deleted
-    it. 409 while any rank is live or stale."""
-    await plane.turns.do(lambda: plane.retention.delete(plane.roster.run(run), author, reason))
+    """Deletes the run permanently: its generations, ranks, steps and alerts. The audit log keeps the run's rows, and
+    gets a row with the author of the deletion. 409 while any rank is live or stale."""
+    await plane.turns.do(lambda: plane.retention.delete(plane.registry.run(run), author, reason))
 
 
 @router.get("/{run}/ranks/{rank}/timelines", dependencies=[READ])
 async def timelines(plane: Plane, run: str, rank: int) -> TimelinesView:
-    """The steps of the rank whose timelines are kept: the newest, and about one in five seconds of those before."""
-    return TimelinesView(run=run, rank=rank, steps=plane.roster.rank(run, rank).timelines.steps)
+    """The steps of the rank that have a timeline: the newest step, and earlier steps about 5 seconds apart."""
+    return TimelinesView(run=run, rank=rank, steps=plane.registry.rank(run, rank).timelines.steps)
 
 
 @router.get(
@@ -56,13 +56,13 @@ async def timelines(plane: Plane, run: str, rank: int) -> TimelinesView:
 async def timeline(
     plane: Plane, run: str, rank: int, step: Annotated[int | None, Query(ge=0)] = None
 ) -> TimelineView | Response:
-    """The newest timeline that the rank sent, or that of a step; 204 before the first."""
-    known = plane.roster.rank(run, rank).timelines
-    found = known.newest if step is None else known.at(step)
-    if found is None and step is not None:
-        kept = ", ".join(map(str, known.steps[-10:])) or "none yet"
+    """The newest timeline of the rank, or the timeline of one step; 204 before the first timeline."""
+    stored = plane.registry.rank(run, rank).timelines
+    view = stored.newest if step is None else stored.at(step)
+    if view is None and step is not None:
+        kept = ", ".join(map(str, stored.steps[-10:])) or "none yet"
         raise ProblemError(404, "unknown-step", f"There is no timeline of step {step} of rank {rank}. Kept: {kept}.")
-    return found or Response(status_code=204)
+    return view or Response(status_code=204)
 
 
 @router.get(
@@ -72,14 +72,14 @@ async def timeline(
     responses={204: {"description": "none yet"}},
 )
 async def rates(plane: Plane, run: str, rank: int) -> Rates | Response:
-    """The rank's live rate card, which its predictions are made with; 204 before it has measured any."""
-    return plane.roster.rank(run, rank).rates or Response(status_code=204)
+    """The rank's live rate card, from which its predictions are made; 204 before it has measured any rate."""
+    return plane.registry.rank(run, rank).rates or Response(status_code=204)
 
 
 @router.get("/{run}/ranks/{rank}/steps", dependencies=[READ], response_model=StepsView)
 async def steps(plane: Plane, run: str, rank: int, limit: Annotated[int, Query(ge=1, le=STEPS_KEPT)] = 200) -> Response:
     """The newest steps of one rank, oldest first."""
-    told = await plane.history.newest(plane.roster.rank(run, rank).hello.agent, limit)
-    # As they were stored: they were checked when they came.
-    body = f'{{"run":{json.dumps(run)},"rank":{rank},"steps":[{",".join(told)}]}}'
+    reports = await plane.step_writer.newest(plane.registry.rank(run, rank).hello.agent, limit)
+    # The stored JSON is sent unchanged: it was validated when it was received.
+    body = f'{{"run":{json.dumps(run)},"rank":{rank},"steps":[{",".join(reports)}]}}'
     return Response(body, media_type="application/json")

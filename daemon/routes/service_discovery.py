@@ -1,4 +1,4 @@
-"""/sd: Prometheus HTTP service discovery. Always 200 and complete: on an error Prometheus keeps what it had."""
+"""/sd: Prometheus HTTP service discovery. The list is always complete; on an error Prometheus keeps its old targets."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ router = APIRouter(tags=["prometheus"], dependencies=[OPEN])
 
 @router.get("/sd")
 async def sd(plane: Plane) -> list[SdTarget]:
-    """Every rank that can be scraped."""
-    return [serializers.sd_target(member) for member in plane.roster.reachable()]
+    """Every rank with metrics to scrape: the live and stale ranks."""
+    return [serializers.sd_target(member) for member in plane.registry.reachable()]

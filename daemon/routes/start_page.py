@@ -1,6 +1,7 @@
-"""/ and /docs: what a person sees who opens the daemon's address. Open to all: nothing of a run is in them.
+"""/ and /docs: the start page and the API documentation, for a person who opens the daemon's address in a browser.
 
-Swagger UI comes from the package fastapi-offline, which brings its files along: no other host is asked for anything.
+They need no token, because they contain no data of runs. The files of Swagger UI are in the package fastapi-offline, so
+nothing is loaded from another host.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _FRONT: Final = """\
 
 @router.get("/")
 async def front(request: Request) -> Response:
-    """What this is and where to go: a page for browsers, plain text for others."""
+    """The start page with links: HTML for browsers, plain text for other clients."""
     base = str(request.base_url).rstrip("/")
     if "text/html" not in request.headers.get("accept", ""):
         text = "".join(f"{words}{f': {base}{path}' if path else ''}\n" for words, path in _lines(request))
@@ -66,7 +67,7 @@ async def docs() -> Response:
 
 @router.get("/v1/openapi.json")
 async def description(request: Request) -> Response:
-    """The API for programs."""
+    """The OpenAPI document."""
     return JSONResponse(request.app.openapi())
 
 
@@ -89,32 +90,34 @@ def _file(name: str) -> Response:
     try:
         content = (resources.files(_PACKAGE) / "static" / name).read_bytes()
     except (ModuleNotFoundError, OSError) as error:
-        detail = "The files of Swagger UI are not there: pip install 'tidegate[daemon]'. /v1/openapi.json needs none."
+        detail = (
+            "The files of Swagger UI are missing: pip install 'tidegate[daemon]'. /v1/openapi.json works without them."
+        )
         raise ProblemError(503, "not-installed", detail) from error
     return Response(content, media_type=_FILES[name], headers={**_HEADERS, "Cache-Control": "max-age=3600"})
 
 
 def _lines(request: Request) -> list[tuple[str, str]]:
-    """What there is to say, each with the path that it is about."""
-    metrics = [("Figures of the daemon itself, for Prometheus", "/metrics")] if request.app.state.metrics else []
+    """The lines of the start page, each with the path of its link, or an empty text."""
+    metrics = [("Metrics of the daemon itself, for Prometheus", "/metrics")] if request.app.state.metrics else []
     return [
-        ("It keeps the knobs of training runs, and tells what the runs do.", ""),
+        ("It stores the knobs of training runs, and shows what the runs do.", ""),
         ("The runs as pages: `tidegate dashboard` serves the live view and prints its address.", ""),
         ("The runs on the command line: `tidegate status`; `tidegate --help` lists the rest.", ""),
         ("The API, to read and to try", "/docs"),
         ("The API for programs (OpenAPI)", "/v1/openapi.json"),
-        ("Whether the daemon is well", "/readyz"),
+        ("Whether the daemon is ready", "/readyz"),
         *metrics,
         (
-            "All that is said of runs needs a token: the daemon's first start wrote read.token and operate.token to "
-            "its state directory; `tidegate token create` makes more.",
+            "All data of runs needs a token: the daemon's first start wrote read.token and operate.token to its state "
+            "directory; `tidegate token create` makes more tokens.",
             "",
         ),
     ]
 
 
 def _paragraph(words: str, path: str) -> str:
-    """The line in HTML: what is between backquotes as code, the path as a link."""
+    """The line in HTML: text between backquotes as code, the path as a link."""
     parts = html.escape(words).split("`")
-    told = "".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts))
-    return f'<p>{told}: <a href="{path}">{path}</a></p>' if path else f"<p>{told}</p>"
+    text = "".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts))
+    return f'<p>{text}: <a href="{path}">{path}</a></p>' if path else f"<p>{text}</p>"

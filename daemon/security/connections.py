@@ -1,10 +1,10 @@
-"""The daemon's connections: how many there may be, and how long each has to show a valid token.
+"""Limits on connections: how many may be open, and the time in which a client must send a valid token.
 
-Descriptors are divided into three parts: `OWN_DESCRIPTORS` for the daemon itself, at most `unauthorized_limit`
-connections on which no valid token was shown, and the rest, at least three quarters, for those on which one was. A new
-connection is always accepted: where there are too many without a token, the address (IPv6: the /64 network) that has
-most of them loses its oldest. Whoever opens many displaces his own, and a client that sends its request at once needs
-only as long as the request is on its way.
+File descriptors are divided into three parts: `OWN_DESCRIPTORS` for the daemon itself; at most `unauthorized_limit`
+connections without a valid token; and the rest, at least three quarters, for connections with a valid token. A new
+connection is always accepted. Where there are too many connections without a valid token, the daemon closes the oldest
+connection of the address (IPv6: the /64 network) that has most of them. So a client that opens many connections only
+displaces its own. A client that sends its request at once needs its place only until the request has arrived.
 """
 
 from __future__ import annotations
@@ -22,48 +22,51 @@ from typing import Final, Literal
 Reason = Literal["deadline", "evicted", "too-large", "invalid", "full", "descriptors"]
 WHY: Final[dict[Reason, str]] = {
     "deadline": "sent no request with a valid token in time",
-    "evicted": "made room for newer ones",
-    "too-large": "sent headers above the bound",
-    "invalid": "sent what is no HTTP",
-    "full": "had a valid token, but all places were taken",
-    "descriptors": "waited since there was no free descriptor",
+    "evicted": "closed for newer connections",
+    "too-large": "sent headers above the limit",
+    "invalid": "sent an invalid HTTP request",
+    "full": "had a valid token, but the limit of connections was reached",
+    "descriptors": "waited because no file descriptor was free",
 }
 OWN_DESCRIPTORS: Final = 128
-"""For the database, its log, the listener, files."""
-MOST_UNAUTHORIZED: Final = 1_024
-FEWEST: Final = 16
+"""File descriptors reserved for the database, its log, the listening socket and files."""
+MAX_UNAUTHORIZED: Final = 1_024
+"""Connections without a valid token, at most."""
+MIN_CONNECTIONS: Final = 16
+"""Lower bound of each limit, whatever the limit of file descriptors is."""
 LOG_SECONDS: Final = 60.0
+"""Refusals are logged at most once in this time."""
 REQUEST_SECONDS: Final = 75.0
-"""How long a request may take to come in once the connection has shown a valid token."""
+"""Longest time to receive a request on a connection with a valid token."""
 log = logging.getLogger(__name__)
 
 
 class Connection:
-    """One connection, from its being accepted on. `authorized`: a valid token was shown on it."""
+    """One accepted connection. `authorized`: a request with a valid token was received on it."""
 
-    __slots__ = ("_book", "_timer", "address", "authorized", "close", "gone", "incomplete", "served")
+    __slots__ = ("_limiter", "_timer", "address", "authorized", "close", "gone", "incomplete", "served")
 
-    def __init__(self, book: Connections, address: str, close: Callable[[Reason], object]) -> None:
-        self._book = book
+    def __init__(self, limiter: ConnectionLimiter, address: str, close: Callable[[Reason], object]) -> None:
+        self._limiter = limiter
         self.address = address
         self.close = close
         self.authorized = False
         self.gone = False
         self.incomplete = False
-        """A request has begun to come in."""
+        """A request is being received."""
         self.served = False
-        """An answer was given."""
+        """At least one response was sent."""
         self._timer: asyncio.TimerHandle | None = None
 
     def authorize(self) -> bool:
-        """A valid token was shown on it. False where all places are taken; it then stays what it was."""
-        return self._book.authorize(self)
+        """Counts the connection as one with a valid token. False, and no change, where the limit is reached."""
+        return self._limiter.authorize(self)
 
-    def arm(self, seconds: float, late: Callable[[Connection], None]) -> None:
-        """Calls `late` after that time, instead of whatever was armed before."""
+    def arm(self, seconds: float, on_timeout: Callable[[Connection], None]) -> None:
+        """Starts the timer: calls `on_timeout` after this time. A timer that was armed before is cancelled."""
         self.disarm()
-        with contextlib.suppress(RuntimeError):  # no loop: nothing waits
-            self._timer = asyncio.get_running_loop().call_later(seconds, late, self)
+        with contextlib.suppress(RuntimeError):  # without a running event loop there is no timer
+            self._timer = asyncio.get_running_loop().call_later(seconds, on_timeout, self)
 
     def disarm(self) -> None:
         if self._timer is not None:
@@ -75,35 +78,38 @@ class Connection:
         return self._timer is not None
 
 
-class Connections:
-    """All connections of a server. `count` is told each refusal; `seconds`: the time for a request with a valid token,
-    TLS handshake included; `descriptors`: how many this process may have."""
+class ConnectionLimiter:
+    """Counts the connections of a server, and closes those above the limits or too slow.
+
+    count: is called with the reason of each refusal. seconds: the time to send a request with a valid token, TLS
+    handshake included. descriptors: the limit of file descriptors of this process.
+    """
 
     def __init__(self, count: Callable[[Reason], object], *, seconds: float, descriptors: int) -> None:
         self.seconds = seconds
-        self.capacity = max(FEWEST, descriptors - OWN_DESCRIPTORS)
-        self.unauthorized_limit = max(FEWEST, min(MOST_UNAUTHORIZED, self.capacity // 4))
+        self.capacity = max(MIN_CONNECTIONS, descriptors - OWN_DESCRIPTORS)
+        self.unauthorized_limit = max(MIN_CONNECTIONS, min(MAX_UNAUTHORIZED, self.capacity // 4))
         self.unauthorized = 0
         self.authorized = 0
         self._count = count
         self._by_network: dict[str, dict[Connection, None]] = {}
-        self._untold: Counter[Reason] = Counter()
-        self._untold_addresses: Counter[str] = Counter()
-        self._told_at = -LOG_SECONDS
+        self._unlogged: Counter[Reason] = Counter()
+        self._unlogged_addresses: Counter[str] = Counter()
+        self._logged_at = -LOG_SECONDS
 
-    def admit(self, address: str, close: Callable[[Reason], object]) -> Connection:
-        """A new connection; another one may have to go for it."""
+    def register(self, address: str, close: Callable[[Reason], object]) -> Connection:
+        """Registers a new connection; may close another connection to stay within the limit."""
         connection = Connection(self, address, close)
         self._by_network.setdefault(network_of(address), {})[connection] = None
         self.unauthorized += 1
-        connection.arm(self.seconds, self._late)
-        if self.unauthorized > max(FEWEST, min(self.unauthorized_limit, self.capacity - self.authorized)):
+        connection.arm(self.seconds, self._on_timeout)
+        if self.unauthorized > max(MIN_CONNECTIONS, min(self.unauthorized_limit, self.capacity - self.authorized)):
             self.evict()
         return connection
 
     def authorize(self, connection: Connection) -> bool:
-        """See `Connection.authorize`."""
-        if connection.authorized or connection.gone:  # an answer may be made for a client that has gone
+        """Counts the connection as one with a valid token. False, and no change, where the limit is reached."""
+        if connection.authorized or connection.gone:  # the client may have disconnected during its request
             return True
         if self.authorized >= self.capacity:
             self.refuse("full", connection.address)
@@ -114,53 +120,53 @@ class Connections:
         self.progress(connection)
         return True
 
-    def leave(self, connection: Connection) -> None:
-        """It is closed, or about to be. Saying it again is fine."""
+    def unregister(self, connection: Connection) -> None:
+        """Removes a connection that is closed or about to be closed. Idempotent."""
         if not connection.gone:
             connection.gone = True
             self._forget(connection)
 
     def progress(self, connection: Connection) -> None:
-        """Something came in on a connection with a valid token: what has begun has to end."""
+        """Data was received. On a connection with a valid token, a request that was begun must arrive in time."""
         if not connection.authorized:
             return
         if not connection.incomplete:
             connection.disarm()
         elif not connection.armed:
-            connection.arm(REQUEST_SECONDS, self._late)
+            connection.arm(REQUEST_SECONDS, self._on_timeout)
 
     def answered(self, connection: Connection) -> None:
-        """An answer was given: without a valid token the time for the next request begins."""
+        """A response was sent. On a connection without a valid token the time for the next request starts."""
         connection.served = True
         if not (connection.authorized or connection.gone):
             of_network = self._by_network[network_of(connection.address)]
             of_network[connection] = of_network.pop(connection)  # the newest
-            connection.arm(self.seconds, self._late)
+            connection.arm(self.seconds, self._on_timeout)
 
     def evict(self) -> None:
-        """Closes the oldest connection of the network that has most of those without a valid token."""
+        """Closes the oldest connection of the network that has the most connections without a valid token."""
         if self._by_network:
             most = max(self._by_network, key=lambda network: len(self._by_network[network]))
             self._close(next(iter(self._by_network[most])), "evicted")
 
     def refuse(self, reason: Reason, address: str) -> None:
-        """Counts a refusal, and tells of it in the log, at most once a minute."""
+        """Counts a refusal; logs the refusals since the last log line, at most once a minute."""
         self._count(reason)
-        self._untold[reason] += 1
-        self._untold_addresses[address] += 1
+        self._unlogged[reason] += 1
+        self._unlogged_addresses[address] += 1
         now = time.monotonic()
-        if now - self._told_at < LOG_SECONDS:
+        if now - self._logged_at < LOG_SECONDS:
             return
-        self._told_at = now
-        what = ", ".join(f"{count} {WHY[why]}" for why, count in self._untold.most_common())
-        whose = ", ".join(address for address, _ in self._untold_addresses.most_common(3))
+        self._logged_at = now
+        what = ", ".join(f"{count} {WHY[why]}" for why, count in self._unlogged.most_common())
+        whose = ", ".join(address for address, _ in self._unlogged_addresses.most_common(3))
         log.warning(
-            "refused connections: %s; most from %s. Without a valid token there are %d (at most %d), with one %d (at "
-            "most %d). More are counted in tidegate_refused_connections_total, and told here once a minute",
+            "refused connections: %s; most from %s. Open connections without a valid token: %d (at most %d), with one: "
+            "%d (at most %d). All refusals are counted in tidegate_refused_connections_total and logged once a minute",
             what, whose, self.unauthorized, self.unauthorized_limit, self.authorized, self.capacity,
         )  # fmt: skip
-        self._untold.clear()
-        self._untold_addresses.clear()
+        self._unlogged.clear()
+        self._unlogged_addresses.clear()
 
     def _forget(self, connection: Connection) -> None:
         connection.disarm()
@@ -174,21 +180,21 @@ class Connections:
         if not of_network:
             del self._by_network[network]
 
-    def _late(self, connection: Connection) -> None:
-        if connection.served and not connection.incomplete:  # it is idle, and was of use
-            self.leave(connection)
+    def _on_timeout(self, connection: Connection) -> None:
+        if connection.served and not connection.incomplete:  # an idle connection that was used is no refusal
+            self.unregister(connection)
             connection.close("deadline")
         else:
             self._close(connection, "deadline")
 
     def _close(self, connection: Connection, reason: Reason) -> None:
-        self.leave(connection)
+        self.unregister(connection)
         connection.close(reason)
         self.refuse(reason, connection.address)
 
 
 def network_of(address: str) -> str:
-    """What one client has at its disposal: an IPv4 address, an IPv6 network of 64 bits."""
+    """The addresses that one client may use, as a key: the IPv4 address itself, or the IPv6 /64 network."""
     if ":" not in address:
         return address
     try:
@@ -199,14 +205,14 @@ def network_of(address: str) -> str:
 
 
 def raise_descriptor_limit() -> None:
-    """As many descriptors as this process may have without asking anybody."""
+    """Raises the soft limit of open file descriptors to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(OSError, ValueError):  # some systems refuse what they say to allow
+        with contextlib.suppress(OSError, ValueError):  # some systems refuse the hard limit that they report
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def descriptor_limit() -> int:
-    """How many descriptors this process may have at a time."""
+    """The number of file descriptors that this process may have open at the same time."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft

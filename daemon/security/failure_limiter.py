@@ -1,4 +1,4 @@
-"""How often one may fail: failures of each token and each address are counted, in bounded memory."""
+"""Rate limit for failed requests: a token bucket for each token and each address, in bounded memory."""
 
 from __future__ import annotations
 
@@ -10,38 +10,41 @@ from dataclasses import dataclass
 from typing import Final
 
 REFILL_SECONDS: Final = 3.0
-"""When all are used up, one more is forgiven in so many seconds."""
-KEPT: Final = 10_000
+"""A bucket gains one allowed failure in this time."""
+MAX_KEYS: Final = 10_000
+"""Buckets in memory; the least recently used bucket is dropped."""
 
 
 @dataclass(slots=True)
 class _Bucket:
     left: float
+    """Allowed failures that are left."""
     at: float
+    """When `left` was computed, in seconds of the clock."""
 
 
-class Failures:
-    """A bucket of forgiven failures for each key: a token's digest, an address.
+class FailureLimiter:
+    """One bucket of allowed failures for each key. A key names a token's digest or an address.
 
-    Only failures count: whoever shows a good token is never held up by others that share the address.
+    Only failures count, so a client with a valid token is never delayed by other clients that share its address.
     """
 
-    def __init__(self, forgiven: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._forgiven = forgiven
+    def __init__(self, allowed: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._allowed = allowed
         self._clock = clock
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 
-    def note(self, *keys: str) -> int:
-        """Counts one failure of every key. Seconds to wait when one has failed too often, else 0."""
+    def count(self, *keys: str) -> int:
+        """Counts one failure of every key. Returns the seconds to wait if a key has failed too often, else 0."""
         return max(self._take(key) for key in keys)
 
     def _take(self, key: str) -> int:
         now = self._clock()
-        bucket = self._buckets.setdefault(key, _Bucket(self._forgiven, now))
+        bucket = self._buckets.setdefault(key, _Bucket(self._allowed, now))
         self._buckets.move_to_end(key)
-        while len(self._buckets) > KEPT:
+        while len(self._buckets) > MAX_KEYS:
             self._buckets.popitem(last=False)
-        bucket.left = min(self._forgiven, bucket.left + (now - bucket.at) / REFILL_SECONDS)
+        bucket.left = min(self._allowed, bucket.left + (now - bucket.at) / REFILL_SECONDS)
         bucket.at = now
         if bucket.left < 1:
             return math.ceil((1 - bucket.left) * REFILL_SECONDS)

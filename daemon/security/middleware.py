@@ -1,4 +1,7 @@
-"""What every request passes before a route sees it: Host, origin, token, size of the body. Closed by default."""
+"""Security middleware: checks Host, Origin, token and body size of every request before a route sees it.
+
+A request is refused unless its route declares that it may pass (see `scopes.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.problems import RETRY_SECONDS, problem
 from tidegate.daemon.security.connections import Connection
-from tidegate.daemon.security.failure_limiter import Failures
-from tidegate.daemon.security.scopes import Asked, Declared
+from tidegate.daemon.security.failure_limiter import FailureLimiter
+from tidegate.daemon.security.scopes import RouteRequirement, RouteRequirements
 from tidegate.daemon.security.tokens import Caller, Tokens, bearer
 from tidegate.daemon.storage.token_table import digest_of
 
@@ -26,42 +29,42 @@ REFUSALS = {
     "revoked": "The token was withdrawn: ask for a new one.",
 }
 OPEN_BODY_BYTES: Final = 65_536
-"""Of a request that needs no token."""
+"""Largest body of a request that needs no token."""
 TOO_MANY: Final = (
     "All connections that the daemon's limit of descriptors allows are in use: raise it (ulimit -n, LimitNOFILE)."
 )
 AUTHORITY: Final = "authority"
-"""In a request's state: the host in its target, where that is a whole address (`GET http://host/path`)."""
+"""Key in a request's state: the host in the request target, where the target is a full URL (`GET http://host/path`)."""
 _HOST: Final = re.compile(
     r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?))(?::[0-9]*)?"
 )
-"""A Host header that can be meant: a name or an address, with or without a port."""
+"""Pattern of a valid Host header: a name or an address, with or without a port."""
 _OWN_NAME: Final = "tidegate.own_name"
 log = logging.getLogger(__name__)
 
 
-class Gate:
-    """ASGI middleware. The caller, when there is one, is at `request.state.caller`."""
+class SecurityMiddleware:
+    """ASGI middleware that authorizes requests. The authenticated caller, or None, is at `request.state.caller`."""
 
-    def __init__(self, app: ASGIApp, *, tokens: Tokens, declared: Declared, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, *, tokens: Tokens, requirements: RouteRequirements, settings: Settings) -> None:
         self._app = app
         self._tokens = tokens
-        self._declared = declared
+        self._requirements = requirements
         names = [f"[{host}]" if ":" in host else host for host in sorted(settings.hosts)]
         self._trusted_host = TrustedHostMiddleware(_has_own_name, names, www_redirect=False)
         self._max_body_bytes = settings.max_body_bytes
-        self._failures = Failures(settings.forgiven_failures)
+        self._failures = FailureLimiter(settings.forgiven_failures)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        asked = self._declared.of(scope)
-        answer = await self._wrong_place(scope, asked, headers)
+        requirement = self._requirements.of(scope)
+        answer = await self._check_host_and_origin(scope, requirement, headers)
         caller = None
-        if answer is None and not asked.open:
-            answer, caller = self._authorize(scope, asked, headers.get("authorization", ""))
+        if answer is None and not requirement.open:
+            answer, caller = self._authorize(scope, requirement, headers.get("authorization", ""))
         state = scope.setdefault("state", {})
         connection: Connection | None = state.get("connection")
         if caller is not None and connection is not None and not connection.authorize():
@@ -79,13 +82,18 @@ class Gate:
             return
         await self._app(scope, _replay(body, receive), send)
 
-    async def _wrong_place(self, scope: Scope, asked: Asked, headers: Headers) -> Response | None:
-        """Refuses what a web page can make a browser send: another Host (DNS rebinding), another origin. And what a
-        proxy may take for a request to somebody else: several hosts (RFC 9112, 3.2)."""
+    async def _check_host_and_origin(
+        self, scope: Scope, requirement: RouteRequirement, headers: Headers
+    ) -> Response | None:
+        """The refusal of a request with a wrong Host or Origin header; None where both are right.
+
+        A web page can make a browser send another Host (DNS rebinding) or another Origin. A request with several Host
+        headers is refused because a proxy may read it as a request to another host (RFC 9112, 3.2).
+        """
         origin = headers.get("origin")
         if len(headers.getlist("host")) > 1:
             return problem(400, "wrong-host", "The request has several Host headers: send one.")
-        hosts = [] if asked.by_any_name and origin is None else [headers.get("host", "")]
+        hosts = [] if requirement.any_host and origin is None else [headers.get("host", "")]
         if (authority := scope.get("state", {}).get(AUTHORITY)) is not None:
             hosts = [headers.get("host", ""), authority]
         for host in hosts:
@@ -96,40 +104,47 @@ class Gate:
         return None
 
     async def _is_own_name(self, scope: Scope, host: str) -> bool:
-        """What starlette says of such a Host header; its answer in plain text is not sent."""
-        seen = {**scope, "headers": [(b"host", host.encode("latin-1"))]}
-        await self._trusted_host(seen, _nothing_comes, _not_sent)
-        return _OWN_NAME in seen
+        """Whether starlette's TrustedHostMiddleware accepts this Host header; its plain text response is discarded."""
+        probe = {**scope, "headers": [(b"host", host.encode("latin-1"))]}
+        await self._trusted_host(probe, _receive_disconnect, _discard)
+        return _OWN_NAME in probe
 
-    def _authorize(self, scope: Scope, asked: Asked, header: str) -> tuple[Response | None, Caller | None]:
+    def _authorize(
+        self, scope: Scope, requirement: RouteRequirement, header: str
+    ) -> tuple[Response | None, Caller | None]:
         token = bearer(header)
         if not token:
-            # Nothing was tried: a page that is opened by hand is no attack.
+            # No token was sent, so this is no failed attempt: a person may have opened the address in a browser.
             return problem(401, "no-token", "A token is needed: send `Authorization: Bearer …`.", CHALLENGE), None
         caller = self._tokens.check(token)
         if isinstance(caller, str):
             return self._refuse(scope, token, 401, f"{caller}-token", REFUSALS[caller]), None
-        if not asked.grants(caller.scope):
+        if not requirement.grants(caller.scope):
             what = f"{scope['method']} {scope['path']}"
-            detail = f"The token has scope {caller.scope}; {what} needs {asked.needed}."
+            detail = f"The token has scope {caller.scope}; {what} needs {requirement.needed}."
             return self._refuse(scope, token, 403, "wrong-scope", detail), None
-        if not asked.opens(caller):
+        if not requirement.allows_run(caller):
             return self._refuse(scope, token, 403, "wrong-run", f"The token opens run {caller.run!r} only."), None
         return None, caller
 
     def _refuse(self, scope: Scope, token: str, status: int, type: str, detail: str) -> Response:
-        """A token that opens nothing counts against its address, too; one that opens something else only by itself."""
+        """The refusal, counted as a failure: 429 after too many of them.
+
+        An invalid token counts for the token and for the address, a valid token without the right for the token only.
+        """
         address = str((scope.get("client") or ("unknown",))[0])
         keys = [f"token {digest_of(token)}", *([f"address {address}"] if status == 401 else [])]
-        if wait := self._failures.note(*keys):
+        if wait := self._failures.count(*keys):
             detail = f"Too many refused requests: wait {wait} s."
             return problem(429, "too-many-failures", detail, {"Retry-After": str(wait)})
         log.warning("refused %s %r from %s: %s", scope["method"], scope["path"][:200], address, type)
         return problem(status, type, detail, CHALLENGE if status == 401 else None)
 
     async def _read(self, headers: Headers, receive: Receive, most: int) -> bytes | None:
-        """The whole body; None when it is too large, told before it is read where the length is known, and when the
-        client goes before its end: half a request is none."""
+        """The whole body; None when it is larger than `most` bytes, or when the client disconnects before its end.
+
+        A body whose Content-Length is too large is not read at all.
+        """
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > most:
             return None
@@ -147,20 +162,21 @@ class Gate:
 
 
 async def _has_own_name(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application that starlette guards: it is reached by one of the daemon's names."""
+    """The application behind TrustedHostMiddleware: it is called when the Host header is a name of the daemon."""
     scope[_OWN_NAME] = True
 
 
-async def _nothing_comes() -> Message:
+async def _receive_disconnect() -> Message:
+    """A receive channel without a body."""
     return {"type": "http.disconnect"}
 
 
-async def _not_sent(message: Message) -> None:
-    """Takes what the daemon says in its own form."""
+async def _discard(message: Message) -> None:
+    """A send channel that discards the response; the daemon sends a problem instead."""
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A channel that gives the body once, then what the client does."""
+    """A receive channel that gives the body once, then the messages of `receive`."""
     given = False
 
     async def again() -> Message:
@@ -174,7 +190,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _not_the_daemon(host: str) -> str:
-    """What a Host header is told that names another host, or none."""
+    """The error text for a Host header that names another host, or no valid host."""
     if (found := _HOST.fullmatch(host)) is None:
         return f"The host {host[:253]!r} is no name of this daemon: send the name or address by which it is reached."
     name = (found["ipv6"] or found["name"]).lower()

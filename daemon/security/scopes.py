@@ -1,7 +1,8 @@
-"""What each route asks of its caller, declared at the route: the OpenAPI document is made from the same words.
+"""Access requirements of routes: the token scope that a route needs, and whether tokens for one run may use it.
 
-A route asks for one scope, or is open to all: `dependencies=[READ]`, `[OPERATE]`, `[OPEN]`. The gate asks before it
-reads a body; FastAPI would read it first.
+A route declares its requirement as a FastAPI dependency: `dependencies=[READ]`, `[OPERATE]`, `[OPEN]`. The OpenAPI
+document is made from the same declarations. `SecurityMiddleware` checks the requirement before it reads a body; FastAPI
+would read the body first.
 """
 
 from __future__ import annotations
@@ -26,45 +27,45 @@ GRANTS: Final[Mapping[Scope, frozenset[Scope]]] = {
     "agent": frozenset({"agent", "read"}),
     "alert": frozenset({"alert"}),
 }
-"""What a token of each scope may do."""
+"""The scopes that a token of each scope includes."""
 _SAFE: Final = ("GET", "HEAD")
 _UNSAFE: Final = ("POST", "PUT", "PATCH", "DELETE")
 _BEARER: Final = HTTPBearer(scheme_name="token", auto_error=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a route asks. Where it is not `open`, a token is needed that may do all of `scopes`."""
+class RouteRequirement:
+    """The access requirement of a route. Unless it is `open`, it needs a token that includes all of `scopes`."""
 
     scopes: frozenset[str] = frozenset()
     open: bool = False
-    by_any_name: bool = False
-    """Whatever the Host header says: orchestrators and Prometheus ask by the address of a pod, and send no Origin."""
-    of_any_run: bool = False
-    """A token that is for one run comes in: the route itself looks what it may see."""
+    any_host: bool = False
+    """Accepts any Host header in requests without Origin: orchestrators and Prometheus send the address of a pod."""
+    any_run: bool = False
+    """Accepts a token for one run, whichever run: the route itself checks what the token may access."""
     run: str | None = None
-    """The run that the path names."""
+    """The run in the request's path."""
 
     def grants(self, scope: Scope) -> bool:
         return self.scopes <= GRANTS[scope]
 
     @property
     def needed(self) -> str:
-        """The scopes of tokens that are good for it, in words."""
+        """The scopes of tokens that are sufficient, as text."""
         return " or ".join(sorted(scope for scope in SCOPES if self.grants(scope)))
 
-    def opens(self, caller: Caller) -> bool:
-        """Whether the caller's token, where it is for one run, may come near."""
-        return caller.run is None or self.of_any_run or caller.run == self.run
+    def allows_run(self, caller: Caller) -> bool:
+        """Whether the route accepts the run of the caller's token. A token for all runs is always accepted."""
+        return caller.run is None or self.any_run or caller.run == self.run
 
 
 async def _caller(
-    request: Request, asked: SecurityScopes, _: HTTPAuthorizationCredentials | None = Security(_BEARER)
+    request: Request, needed: SecurityScopes, _: HTTPAuthorizationCredentials | None = Security(_BEARER)
 ) -> Caller:
-    """Whom the gate has let in; it has asked the same before."""
+    """The caller that `SecurityMiddleware` has authenticated; its scope is checked a second time."""
     caller: Caller | None = request.state.caller
-    if caller is None or not Asked(frozenset(asked.scopes)).grants(caller.scope):
-        raise ProblemError(403, "wrong-scope", f"This needs a token for {asked.scope_str}.")
+    if caller is None or not RouteRequirement(frozenset(needed.scopes)).grants(caller.scope):
+        raise ProblemError(403, "wrong-scope", f"This needs a token for {needed.scope_str}.")
     return caller
 
 
@@ -73,11 +74,11 @@ async def _caller_of_any_run(caller: Caller = Security(_caller)) -> Caller:
 
 
 async def _anybody() -> None:
-    """Nothing is asked."""
+    """No requirement: no token is needed."""
 
 
-async def _anybody_by_any_name() -> None:
-    """Nothing is asked, not even that the Host is right."""
+async def _anybody_any_host() -> None:
+    """No requirement, and no check of the Host header."""
 
 
 READ: Final = Security(_caller, scopes=["read"])
@@ -86,60 +87,64 @@ OPERATE: Final = Security(_caller, scopes=["operate"])
 AGENT_OF_ANY_RUN: Final = Security(_caller_of_any_run, scopes=["agent"])
 ALERT: Final = Security(_caller, scopes=["alert"])
 OPEN: Final = Depends(_anybody)
-PROBE: Final = Depends(_anybody_by_any_name)
+PROBE: Final = Depends(_anybody_any_host)
 
 
-def asked_by(route: APIRoute) -> Asked:
-    """What the route declares; LookupError for one that does not, or asks what no token is good for."""
-    found = [depends for depends in route.dependencies if depends.dependency in _DECLARED]
-    declared = found[0] if len(found) == 1 else None
+def requirement_of(route: APIRoute) -> RouteRequirement:
+    """The requirement that the route declares.
+
+    LookupError for a route that declares none or several, or scopes that no token includes together.
+    """
+    declarations = [depends for depends in route.dependencies if depends.dependency in _DECLARED]
+    declared = declarations[0] if len(declarations) == 1 else None
     scopes = (declared.scopes or ()) if isinstance(declared, params.Security) else ()
     if declared is None or _DECLARED[declared.dependency].open == bool(scopes):
-        raise LookupError(
-            f"{route.path} must declare one thing that it asks of its caller: see daemon/security/scopes.py"
-        )
-    asked = replace(_DECLARED[declared.dependency], scopes=frozenset(scopes))
-    if not asked.needed:
-        raise LookupError(f"{route.path} asks for {', '.join(sorted(scopes))}, which no token is good for")
-    return asked
+        raise LookupError(f"{route.path} must declare exactly one access requirement: see daemon/security/scopes.py")
+    requirement = replace(_DECLARED[declared.dependency], scopes=frozenset(scopes))
+    if not requirement.needed:
+        raise LookupError(f"{route.path} asks for {', '.join(sorted(scopes))}, which no token has together")
+    return requirement
 
 
-_DECLARED: Final[Mapping[Any, Asked]] = {
-    _caller: Asked(),
-    _caller_of_any_run: Asked(of_any_run=True),
-    _anybody: Asked(open=True),
-    _anybody_by_any_name: Asked(open=True, by_any_name=True),
+_DECLARED: Final[Mapping[Any, RouteRequirement]] = {
+    _caller: RouteRequirement(),
+    _caller_of_any_run: RouteRequirement(any_run=True),
+    _anybody: RouteRequirement(open=True),
+    _anybody_any_host: RouteRequirement(open=True, any_host=True),
 }
 
 
-class Declared:
-    """What all routes of the application ask, found by the routes' own rules. What is declared nowhere is closed."""
+class RouteRequirements:
+    """The requirements of all routes of the application, looked up by request. A request without a route is closed."""
 
     def __init__(self, routes: Iterable[APIRoute]) -> None:
-        self._routes: Sequence[tuple[APIRoute, Asked]] = [(route, asked_by(route)) for route in routes]
+        self._routes: Sequence[tuple[APIRoute, RouteRequirement]] = [(route, requirement_of(route)) for route in routes]
 
-    def of(self, connection: Connection) -> Asked:
-        """What the request's route asks."""
-        same_path: list[Asked] = []
-        for route, asked in self._routes:
-            match, found = route.matches(connection)
+    def of(self, connection: Connection) -> RouteRequirement:
+        """The requirement of the route that starlette's own matching finds for the request."""
+        same_path: list[RouteRequirement] = []
+        for route, requirement in self._routes:
+            match, child_scope = route.matches(connection)
             if match is not Match.NONE:
-                asked = replace(asked, run=found["path_params"].get("run"))
+                requirement = replace(requirement, run=child_scope["path_params"].get("run"))
                 if match is Match.FULL:
-                    return asked
-                same_path.append(asked)
+                    return requirement
+                same_path.append(requirement)
         return _undeclared(connection["method"], same_path)
 
 
-def _undeclared(method: str, same_path: Sequence[Asked]) -> Asked:
-    """What is asked before somebody is told that there is no such route, or not with this method."""
-    if any(asked.open for asked in same_path):
-        return next(asked for asked in same_path if asked.open)
-    run = next((asked.run for asked in same_path), None)
-    near = any(asked.of_any_run for asked in same_path)
+def _undeclared(method: str, same_path: Sequence[RouteRequirement]) -> RouteRequirement:
+    """The requirement of a request that no route serves: who meets it gets a 404 or 405 response.
+
+    same_path: the requirements of the routes at this path with other methods.
+    """
+    if any(requirement.open for requirement in same_path):
+        return next(requirement for requirement in same_path if requirement.open)
+    run = next((requirement.run for requirement in same_path), None)
+    any_run = any(requirement.any_run for requirement in same_path)
     if method in _SAFE:
-        return Asked(frozenset({"read"}), of_any_run=near, run=run)
+        return RouteRequirement(frozenset({"read"}), any_run=any_run, run=run)
     if method not in _UNSAFE:
-        return Asked(of_any_run=near, run=run)  # no route has it
-    writes = frozenset(scope for asked in same_path for scope in asked.scopes) - {"read"}
-    return Asked(writes or frozenset({"operate"}), of_any_run=near, run=run)
+        return RouteRequirement(any_run=any_run, run=run)  # no route has this method
+    writes = frozenset(scope for requirement in same_path for scope in requirement.scopes) - {"read"}
+    return RouteRequirement(writes or frozenset({"operate"}), any_run=any_run, run=run)

@@ -1,4 +1,7 @@
-"""Whose token it is; `scopes.py` says what it may do. The first start writes one of each scope to private files."""
+"""Token authentication: the caller of a token. `scopes.py` defines what the caller may do.
+
+The daemon's first start writes one token of each scope to private files.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ from tidegate.daemon.storage.token_table import StoredToken, digest_of
 from tidegate.errors import DaemonError
 
 REFRESH_SECONDS: Final = 2.0
+"""The tokens in memory are read from the store again when they are this old."""
 UNKNOWN_REFRESH_SECONDS: Final = 0.2
-"""Age of the tokens in memory from which a token that is not among them makes the daemon read them again."""
+"""The tokens in memory are also read again for an unknown token, when they are this old."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who holds the token. `run`: the only run that it opens; None opens all. `token`: its id."""
+    """The holder of a valid token. `run`: the only run that the token gives access to; None: all. `token`: its id."""
 
     name: str
     scope: Scope
@@ -34,20 +38,23 @@ class Caller:
         return self.run is None or self.run == run
 
     def check_run(self, run: str) -> None:
-        """Ends the request where the token is for another run."""
+        """Raises a 403 problem where the token is for another run."""
         if not self.may_see(run):
             raise ProblemError(403, "wrong-run", f"The token opens run {self.run!r} only.")
 
 
 def bearer(header: str) -> str:
-    """The token in an Authorization header; empty where there is none."""
+    """The bearer token in the value of an Authorization header; empty where there is none."""
     kind, _, token = header.partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
 
 
 class Tokens:
-    """The tokens of the store. They are read again when they are two seconds old, so that withdrawn ones are refused,
-    and when an unknown token is shown, which may be a new one."""
+    """The store's tokens in memory.
+
+    They are read again when they are two seconds old, so that revoked tokens are refused, and when a request has an
+    unknown token, which may be new.
+    """
 
     def __init__(
         self, store: Store, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
@@ -59,22 +66,22 @@ class Tokens:
         self._read_at = -REFRESH_SECONDS
 
     def check(self, token: str) -> Caller | str:
-        """Whose token it is, or why it opens nothing: `wrong`, `expired` or `revoked`.
+        """The caller of a token, or the reason why the token is rejected: `wrong`, `expired` or `revoked`.
 
-        Every stored digest is compared, each in constant time.
+        The token is compared with every stored digest, each in constant time.
         """
-        asked = digest_of(token)
+        digest = digest_of(token)
         self._refresh(REFRESH_SECONDS)
-        found = self._find(asked)
-        if found is None and self._refresh(UNKNOWN_REFRESH_SECONDS):
-            found = self._find(asked)
-        if found is None:
+        stored = self._find(digest)
+        if stored is None and self._refresh(UNKNOWN_REFRESH_SECONDS):
+            stored = self._find(digest)
+        if stored is None:
             return "wrong"
-        state = found.state(self._wall())
-        return Caller(found.name, found.scope, found.run, found.id) if state == "valid" else state
+        state = stored.state(self._wall())
+        return Caller(stored.name, stored.scope, stored.run, stored.id) if state == "valid" else state
 
     def _refresh(self, age: float) -> bool:
-        """Reads the tokens from the store if those in memory are at least `age` seconds old."""
+        """Reads the tokens from the store if the tokens in memory are at least `age` seconds old; whether it did."""
         if self._clock() - self._read_at < age:
             return False
         self._known = self._store.tokens.all()
@@ -82,22 +89,22 @@ class Tokens:
         return True
 
     def _find(self, digest: str) -> StoredToken | None:
-        found = None
+        match = None
         for known in self._known:
             if hmac.compare_digest(digest, known.digest):
-                found = known
-        return found
+                match = known
+        return match
 
 
 def ensure_files(store: Store, home: Path) -> None:
-    """Makes sure that the token file of every scope exists, is private and holds a token that opens something."""
+    """Makes sure that the token file of every scope exists, is private and contains a valid token."""
     for scope in SCOPES:
         path = home / f"{scope}.token"
         try:
             token = read_private(path)
             known = store.tokens.find(digest_of(token)) if token else None
             if token and known is None:
-                store.tokens.add(token, scope, scope)  # the database is a new one, the file is not
+                store.tokens.add(token, scope, scope)  # the database was created anew, the file was kept
             elif known is None or known.state(time.time()) != "valid":
                 write_private(path, store.tokens.issue(scope, scope))
         except OSError as error:
@@ -105,10 +112,10 @@ def ensure_files(store: Store, home: Path) -> None:
 
 
 def read_files(store: Store, token_dir: Path) -> None:
-    """Makes the tokens in the files `<scope>.token`, one for every scope, known to the store.
+    """Adds the tokens in the files `<scope>.token`, one for every scope, to the store.
 
-    Whoever mounts the files says who may read them: their modes are left alone. DaemonError for one without a token,
-    or with one that was withdrawn.
+    The modes of the files are not checked: the administrator who mounts the files decides who may read them.
+    DaemonError for a file without a token, or with a token that is of another scope, expired or revoked.
     """
     for scope in SCOPES:
         path = token_dir / f"{scope}.token"

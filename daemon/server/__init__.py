@@ -1,1 +1,1 @@
-"""The server: application, HTTP protocol, start and end of the daemon, and its own metrics."""
+"""The server: ASGI application, HTTP protocol, start and shutdown of the daemon process, and the daemon's metrics."""

@@ -1,4 +1,4 @@
-"""The application factory: settings in, ASGI application out."""
+"""Application factory: builds the FastAPI application of the daemon from its settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from tidegate.daemon import problems
 from tidegate.daemon.configuration.settings import Settings
-from tidegate.daemon.control.alerts import AlertBook
+from tidegate.daemon.control.alerts import AlertRegistry
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.routes import (
     advice,
@@ -30,21 +30,23 @@ from tidegate.daemon.routes import (
     start_page,
 )
 from tidegate.daemon.routes.api_description import describe
-from tidegate.daemon.security.middleware import Gate
-from tidegate.daemon.security.scopes import Declared
+from tidegate.daemon.security.middleware import SecurityMiddleware
+from tidegate.daemon.security.scopes import RouteRequirements
 from tidegate.daemon.security.tokens import Tokens, ensure_files, read_files
-from tidegate.daemon.server.metrics import Measured, Requests, RunCollector, refused_connections
+from tidegate.daemon.server.metrics import RequestMetricsMiddleware, Requests, RunCollector, refused_connections
 from tidegate.daemon.storage.open_database import open_store
 from tidegate.daemon.storage.readiness import Readiness
 from tidegate.daemon.storage.state_directory import prepare, proof_key
 
 TICK_SECONDS: Final = 0.1
+"""Pause between two ticks of the control plane, which handle deadlines and leases."""
 RETRY_SECONDS: Final = 2.0
+"""Additional pause after a tick that failed."""
 log = logging.getLogger(__name__)
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The daemon as an application. Opens the store and writes the token files; DaemonError when it cannot."""
+    """The daemon's application. Opens the store and writes the token files; DaemonError when that is not possible."""
     home = prepare(settings.state_dir)
     store = open_store(settings)
     if settings.token_dir is None:
@@ -58,11 +60,11 @@ def create_app(settings: Settings) -> FastAPI:
         keep_seconds=settings.keep_reports_seconds,
         keep_runs_seconds=settings.keep_runs_seconds,
     )
-    store.hurry()
+    store.use_short_timeout()
     app = FastAPI(
         title="Tidegate",
         version=_version(),
-        openapi_url=None,  # one of our routes, as all others
+        openapi_url=None,  # served by a route of `routes/start_page.py`
         docs_url=None,
         redoc_url=None,
         lifespan=_lifespan,
@@ -71,14 +73,14 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.plane = plane
     app.state.proof_key = proof_key(home)
     app.state.readiness = Readiness(store)
-    app.state.alerts = book = AlertBook(store)
+    app.state.alerts = book = AlertRegistry(store)
     plane.retention.deleted = book.forget
     app.state.registry = registry = CollectorRegistry()
     registry.register(RunCollector(plane))
     app.state.refused = refused_connections(registry)
     problems.install(app)
     routers = [
-        agents.hot,
+        agents.fast_router,
         *(
             part.router
             for part in (
@@ -103,8 +105,9 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.routes = [route for router in served for route in router.routes]
     app.openapi = lambda: _described(app)  # type: ignore[method-assign]
     app.state.tokens = tokens = Tokens(store)
-    app.add_middleware(Gate, tokens=tokens, declared=Declared(app.state.routes), settings=settings)
-    app.add_middleware(Measured, requests=Requests(registry))
+    requirements = RouteRequirements(app.state.routes)
+    app.add_middleware(SecurityMiddleware, tokens=tokens, requirements=requirements, settings=settings)
+    app.add_middleware(RequestMetricsMiddleware, requests=Requests(registry))
     return app
 
 
@@ -117,26 +120,27 @@ def _described(app: FastAPI) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     plane: ControlPlane = app.state.plane
-    ticker = asyncio.create_task(_tick(plane))
+    timer = asyncio.create_task(_tick_forever(plane))
     try:
         yield
     finally:
         plane.close()
-        async with plane.turns.none():
-            ticker.cancel()
+        async with plane.turns.stopped():
+            timer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await ticker
+                await timer
             try:
                 plane.save_all()
             finally:
                 plane.store.close()
 
 
-async def _tick(plane: ControlPlane) -> None:
+async def _tick_forever(plane: ControlPlane) -> None:
+    """Timer loop: calls the control plane's `tick` until the task is cancelled."""
     while True:
         try:
             await plane.turns.do(plane.tick)
-        except Exception:  # a full disk must not end deadlines and leases for good
+        except Exception:  # a temporary error, such as a full disk, must not stop the timer loop
             log.exception("the control plane's tick failed")
             await asyncio.sleep(RETRY_SECONDS)
         await asyncio.sleep(TICK_SECONDS)

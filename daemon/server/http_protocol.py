@@ -1,4 +1,4 @@
-"""HTTP as uvicorn speaks it, with a bound on what a client may send and how long it may take; and what accepts it."""
+"""Uvicorn's HTTP protocol with limits on header size, framing and time; and the acceptor of new connections."""
 
 from __future__ import annotations
 
@@ -17,45 +17,46 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from tidegate.daemon.problems import problem
-from tidegate.daemon.security.connections import Connection, Connections, Reason
+from tidegate.daemon.security.connections import Connection, ConnectionLimiter, Reason
 from tidegate.daemon.security.middleware import AUTHORITY
 from tidegate.pipelining import Pipelined
 
 MAX_HEADER_BYTES: Final = 65_536
-"""Request line and headers; trailers and the framing of chunks count as well."""
+"""Limit for the request line and headers; trailers and the framing of chunks count as well."""
 FRAMING: Final = 8
-"""Bytes around one byte of a chunked body, at most, beside those."""
+"""Bytes of framing that a chunked body may have for each byte of content, in addition to `MAX_HEADER_BYTES`."""
 BACKLOG: Final = 2_048
 AT_ONCE: Final = 16
-"""Connections that are accepted before those that are open have their turn."""
+"""Connections that are accepted in a row before the event loop serves open connections."""
 PAUSE_SECONDS: Final = 0.05
-"""Where no connection can be accepted."""
+"""Pause before the next try when no connection can be accepted."""
 _AUTHORITY_END: Final = re.compile(rb"[/?#]")
 _NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 NO_UPGRADE: Final = "The daemon speaks HTTP/1.1 and nothing else: send a request with a body without `Upgrade`."
 
 
-class _OfferWithBody(Exception):
-    """A request with a body that offers another protocol: the parser would take its body for the next request."""
+class _UpgradeWithBody(Exception):
+    """A request that has both a body and an Upgrade header: the parser would take its body for the next request."""
 
 
 class Protocol(Pipelined):
-    """One connection. Each request finds it at `request.state.connection`."""
+    """HTTP protocol of one connection. Its `Connection` is at `request.state.connection` of each request."""
 
-    def __init__(self, book: Connections, connection: Connection, **more: Any) -> None:
+    def __init__(self, limiter: ConnectionLimiter, connection: Connection, **more: Any) -> None:
         super().__init__(**more)
-        self._book = book
+        self._limiter = limiter
         self._connection = connection
         self._received = 0
-        """Bytes of the request that is coming in; those of its body are counted below, too."""
+        """Bytes received so far of the present request, its body included."""
         self._body = 0
+        """Bytes received so far of the body of the present request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._connection.close = self._end
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._book.leave(self._connection)
+        self._limiter.unregister(self._connection)
         super().connection_lost(exc)
 
     def take(self, piece: bytes) -> None:
@@ -66,7 +67,7 @@ class Protocol(Pipelined):
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, OverflowError):
                 self._refuse_headers()
-            elif isinstance(error.__context__, _OfferWithBody):
+            elif isinstance(error.__context__, _UpgradeWithBody):
                 self._refuse("invalid", problem(400, "no-upgrade", NO_UPGRADE))
             else:
                 self._refuse("invalid", problem(400, "no-http", "This is no valid HTTP/1.1 request."))
@@ -74,16 +75,16 @@ class Protocol(Pipelined):
         if self._received - self._body > MAX_HEADER_BYTES + FRAMING * self._body:
             self._refuse_headers()
             return
-        self._book.progress(self._connection)
+        self._limiter.progress(self._connection)
 
     def _parse(self, data: bytes) -> None:
-        """The offer of another protocol is ignored (RFC 9110, 7.8): the next request is one of HTTP/1.1 as well."""
+        """Feeds the parser. An Upgrade header is ignored (RFC 9110, 7.8): the connection continues with HTTP/1.1."""
         while data:
             try:
                 self.parser.feed_data(data)
                 return
-            except httptools.HttpParserUpgrade as offer:
-                data = data[offer.args[0] :]
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -94,7 +95,7 @@ class Protocol(Pipelined):
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
             raise OverflowError
         if self.parser.should_upgrade() and any(_announces_body(name, value) for name, value in self.headers):
-            raise _OfferWithBody
+            raise _UpgradeWithBody
         if not self.url.startswith(b"/") and b"://" in self.url:
             self.scope["state"][AUTHORITY] = _AUTHORITY_END.split(self.url.partition(b"://")[2], 1)[0].decode("latin-1")
         super().on_headers_complete()
@@ -109,7 +110,7 @@ class Protocol(Pipelined):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._book.answered(self._connection)
+        self._limiter.answered(self._connection)
         super().on_response_complete()
 
     def _refuse_headers(self) -> None:
@@ -117,25 +118,25 @@ class Protocol(Pipelined):
         self._refuse("too-large", problem(431, "headers-too-large", detail))
 
     def _refuse(self, reason: Reason, answer: Response) -> None:
-        self._book.refuse(reason, self._connection.address)
+        self._limiter.refuse(reason, self._connection.address)
         self._answer(answer)
 
     def _end(self, reason: Reason) -> None:
-        """The book wants it closed."""
+        """Closes the connection for the connection limiter; a request that was too slow gets a 408 response."""
         if reason == "deadline" and self._connection.incomplete and self.transport.get_write_buffer_size() == 0:
-            detail = f"The request did not come in within {self._book.seconds:g} s."
+            detail = f"The request did not come in within {self._limiter.seconds:g} s."
             self._answer(problem(408, "too-slow", detail))
         else:
             self.transport.abort()
 
     def _answer(self, answer: Response) -> None:
-        """Says why, unless another answer is under way or has been given, and closes."""
+        """Sends the response and closes. Where another response was begun or is being made, it only closes."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             if cycle.response_started or not cycle.more_body or self.pipeline:
                 self.transport.abort()
                 return
-            cycle.disconnected = True  # its application waits for the body: it finds the client gone
+            cycle.disconnected = True  # the application waits for the body: for it, the client has disconnected
             cycle.message_event.set()
         head = [b"%s: %s\r\n" % header for header in (*answer.raw_headers, (b"connection", b"close"))]
         self.transport.write(b"".join((STATUS_LINE[answer.status_code], *head, b"\r\n", bytes(answer.body))))
@@ -147,16 +148,16 @@ def _announces_body(name: bytes, value: bytes) -> bool:
 
 
 class Acceptor:
-    """Accepts the connections of a listening socket from its being made until `close`, in the running event loop."""
+    """Accepts connections of a listening socket in the running event loop, from construction until `close`."""
 
     def __init__(
         self,
         listener: socket.socket,
-        book: Connections,
+        limiter: ConnectionLimiter,
         make: Callable[[Connection], Protocol],
         context: ssl.SSLContext | None,
     ) -> None:
-        self._listener, self._book, self._make, self._context = listener, book, make, context
+        self._listener, self._limiter, self._make, self._context = listener, limiter, make, context
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
         listener.setblocking(False)
@@ -174,9 +175,9 @@ class Acceptor:
                 taken, peer = await self._loop.sock_accept(self._listener)
             except OSError as error:
                 if error.errno in _NO_DESCRIPTOR:
-                    self._book.refuse("descriptors", "any address")
+                    self._limiter.refuse("descriptors", "any address")
                     for _ in range(AT_ONCE):
-                        self._book.evict()
+                        self._limiter.evict()
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
             self._take(taken, str(peer[0]))
@@ -185,31 +186,31 @@ class Acceptor:
                 await asyncio.sleep(0)
 
     def _take(self, taken: socket.socket, address: str) -> None:
-        opening = _Opening(taken)
-        connection = self._book.admit(address, opening.cancel)
+        opening = _PendingConnection(taken)
+        connection = self._limiter.register(address, opening.cancel)
         opening.task = task = self._loop.create_task(self._open(opening, connection))
         self._opening.add(task)
         task.add_done_callback(functools.partial(self._opened, opening, connection))
 
-    async def _open(self, opening: _Opening, connection: Connection) -> None:
-        """TLS's handshake included, if there is one; the book's deadline is for all of it."""
+    async def _open(self, opening: _PendingConnection, connection: Connection) -> None:
+        """Makes the protocol, after the TLS handshake if any. The deadline of the limiter includes the handshake."""
         opening.begun = True
         make = functools.partial(self._make, connection)
-        with contextlib.suppress(OSError):  # the client has gone, or speaks no TLS
+        with contextlib.suppress(OSError):  # the client has disconnected, or does not speak TLS
             await self._loop.connect_accepted_socket(make, opening.socket, ssl=self._context)
             return
-        self._book.leave(connection)
+        self._limiter.unregister(connection)
 
-    def _opened(self, opening: _Opening, connection: Connection, task: asyncio.Task[None]) -> None:
+    def _opened(self, opening: _PendingConnection, connection: Connection, task: asyncio.Task[None]) -> None:
         self._opening.discard(task)
         if task.cancelled() or task.exception() is not None:
-            self._book.leave(connection)
-            if not opening.begun:  # otherwise it is the event loop's
+            self._limiter.unregister(connection)
+            if not opening.begun:  # otherwise the event loop closes the socket
                 opening.socket.close()
 
 
-class _Opening:
-    """A connection that is accepted and has no protocol yet."""
+class _PendingConnection:
+    """An accepted connection that has no protocol yet. `begun`: the event loop has taken over the socket."""
 
     def __init__(self, socket: socket.socket) -> None:
         self.socket = socket

@@ -1,4 +1,4 @@
-"""Runs the daemon: takes the port, says where it is, and ends promptly."""
+"""Daemon process: listens on the port, announces the address, serves until a signal, and shuts down promptly."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fastapi import FastAPI
 from prometheus_client import Counter
 
 from tidegate.daemon.configuration.settings import Settings
-from tidegate.daemon.security.connections import Connection, Connections, descriptor_limit, raise_descriptor_limit
+from tidegate.daemon.security.connections import Connection, ConnectionLimiter, descriptor_limit, raise_descriptor_limit
 from tidegate.daemon.server.app import create_app
 from tidegate.daemon.server.http_protocol import Acceptor, Protocol
-from tidegate.daemon.storage.database_file import told
+from tidegate.daemon.storage.database_file import database_errors_explained
 from tidegate.daemon.storage.state_directory import exclusive, prepare, unwritable, write_private
 from tidegate.errors import DaemonError
 
@@ -32,22 +32,25 @@ log = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """Accepts connections by `connections`' rules; wakes long polls and event streams before it waits for their end."""
+    """Uvicorn server that accepts connections under the limits of `connections`.
 
-    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+    At shutdown it wakes long polls and event streams before it waits for them to finish.
+    """
+
+    def __init__(self, config: uvicorn.Config, connections: ConnectionLimiter) -> None:
         super().__init__(config)
         self._connections = connections
         self._acceptors: list[Acceptor] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=[])  # uvicorn listens on none of them
+        await super().startup(sockets=[])  # uvicorn itself listens on no socket: the acceptors below do
         self._acceptors = [
             Acceptor(listener, self._connections, self._protocol, self.config.ssl) for listener in sockets or ()
         ]
 
     def _protocol(self, connection: Connection) -> Protocol:
-        made = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
-        return Protocol(self._connections, connection, **made)
+        arguments = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+        return Protocol(self._connections, connection, **arguments)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         app: Any = self.config.app
@@ -58,18 +61,19 @@ class Server(uvicorn.Server):
 
 
 def serve(settings: Settings) -> int:
-    """Runs until SIGTERM or SIGINT. Returns the exit code; what went wrong is told on stderr."""
+    """Runs the daemon until SIGTERM or SIGINT. Returns the exit code; an error is printed on stderr."""
     try:
         raise_descriptor_limit()
         home = prepare(settings.state_dir)
-        settings.announced_host(settings.bind)  # before a port is taken
+        settings.announced_host(settings.bind)  # checks the certificate before a port is taken
         with exclusive(home), _listen(settings.bind, settings.port) as listener:
-            with told("The daemon has not started"):
+            with database_errors_explained("The daemon has not started"):
                 server = make_server(create_app(settings), settings)
             if threading.current_thread() is threading.main_thread():
-                # Until uvicorn has handlers of its own; and it raises the signal again when it has shut down.
+                # Needed until uvicorn has installed its own handlers, and after its shutdown, when it raises the signal
+                # again.
                 signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
-            _collect_rarely()
+            _tune_garbage_collection()
             with _announced(settings, listener):
                 server.run(sockets=[listener])
     except DaemonError as error:
@@ -80,19 +84,22 @@ def serve(settings: Settings) -> int:
     return 0
 
 
-def _collect_rarely() -> None:
-    """A collection of all but the youngest stops the event loop for 0.1 to 0.2 s with the steps of 512 ranks in memory,
-    and finds nothing: what messages are made of is freed when the last one lets go. The program itself is not looked at
-    again."""
+def _tune_garbage_collection() -> None:
+    """Makes Python's garbage collections of the older generations rare, and excludes the program's own objects.
+
+    With the steps of 512 ranks in memory such a collection stops the event loop for 0.1 to 0.2 s and frees nothing:
+    the objects of messages are freed by reference counting.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 1_000, 100)
 
 
 def make_server(app: FastAPI, settings: Settings) -> Server:
+    """The server for `app`, with logging and connection limits set up."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     refused: Counter = app.state.refused
-    app.state.connections = connections = Connections(
+    app.state.connections = connections = ConnectionLimiter(
         lambda reason: refused.labels(reason).inc(),
         seconds=settings.request_seconds,
         descriptors=descriptor_limit(),
@@ -117,13 +124,13 @@ def make_server(app: FastAPI, settings: Settings) -> Server:
 
 
 def _listen(bind: str, port: int) -> socket.socket:
-    """The listening socket, taken before anything else so that a taken port is told at once."""
+    """The listening socket. It is opened before the database, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. asyncio sets it on sockets of its own only: without it an answer's body waits for the
-        # client to acknowledge the head, 40 ms.
+        # Accepted connections inherit TCP_NODELAY. asyncio sets the option on its own sockets only. Without the option
+        # a response's body waits 40 ms, until the client has acknowledged the head.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind((bind, port))
         listener.listen(128)
@@ -147,7 +154,7 @@ def _is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def _announced(settings: Settings, listener: socket.socket) -> Iterator[None]:
-    """Writes and prints the actual address; the file goes with the daemon."""
+    """Prints the daemon's actual address and writes it to `daemon.json`, which is deleted when the daemon ends."""
     host, port = listener.getsockname()[:2]
     shown = settings.announced_host(host)
     scheme = "https" if settings.tls_certificate else "http"
@@ -159,7 +166,7 @@ def _announced(settings: Settings, listener: socket.socket) -> Iterator[None]:
         raise DaemonError(f"The daemon's address cannot be written to {path}: {unwritable(error)}.") from error
     print(f"Tidegate daemon at {url}, state in {settings.home}.", flush=True)
     if not settings.tls_certificate and not _is_loopback(host):
-        log.warning("tokens cross the network as they are: give --tls-certificate, or put a TLS proxy in front")
+        log.warning("tokens cross the network unencrypted: give --tls-certificate, or put a TLS proxy in front")
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The daemon's own /metrics: ranks by state and desired generations at scrape time, requests as they come."""
+"""The daemon's own metrics: ranks by state and desired generations (read at scrape time), and request counters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATES: Final[tuple[Liveness, ...]] = get_args(Liveness)
 
 
 class RunCollector(Collector):
-    """Reads the control plane when Prometheus asks."""
+    """Prometheus collector that reads the control plane at each scrape."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
@@ -31,8 +31,8 @@ class RunCollector(Collector):
         agents = GaugeMetricFamily("tidegate_agents", BY_NAME["tidegate_agents"].help, labels=["run", "state"])
         name = "tidegate_desired_generation"
         generations = GaugeMetricFamily(name, BY_NAME[name].help, labels=["run"])
-        for run in self._plane.roster.runs.values():
-            count = Tally(self._plane.roster.states(run).values())
+        for run in self._plane.registry.runs.values():
+            count = Tally(self._plane.registry.states(run).values())
             for state in STATES:
                 agents.add_metric([run.name, state], count[state])
             generations.add_metric([run.name], run.control.committed.number)
@@ -41,7 +41,7 @@ class RunCollector(Collector):
 
 
 class Requests:
-    """The request families, cached by their labels."""
+    """Metric families of requests: the count and the duration in seconds."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ class Requests:
 
 
 def refused_connections(registry: CollectorRegistry) -> Counter:
-    """The family of connections that were refused."""
+    """Metric family that counts refused connections by reason."""
     name = "tidegate_refused_connections_total"
     counter = Counter(name, BY_NAME[name].help, ["reason"], registry=registry)
     for reason in WHY:
@@ -61,8 +61,8 @@ def refused_connections(registry: CollectorRegistry) -> Counter:
     return counter
 
 
-class Measured:
-    """ASGI middleware: counts and times every request under its route's template, so that labels stay few."""
+class RequestMetricsMiddleware:
+    """ASGI middleware that counts and times requests, labelled by route template so that there are few label values."""
 
     def __init__(self, app: ASGIApp, *, requests: Requests) -> None:
         self._app = app
@@ -74,14 +74,14 @@ class Measured:
             return
         status, begin = 500, time.perf_counter()
 
-        async def watch(message: Message) -> None:
+        async def record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, watch)
+            await self._app(scope, receive, record_status)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in ("GET", "POST", "PATCH", "DELETE", "HEAD") else "other"

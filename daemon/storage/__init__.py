@@ -1,1 +1,1 @@
-"""Storage: tables, migrations, the state directory, and calls that do not block the event loop."""
+"""Storage: database tables, migrations, the state directory, and store calls that do not block the event loop."""

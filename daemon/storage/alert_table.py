@@ -1,4 +1,4 @@
-"""The stored alerts: the newest word on each that is kept, and whose token told of it."""
+"""Table of alerts: the latest state of each stored alert, and the token that first reported it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
-from tidegate.daemon.storage.row_reader import Readable
+from tidegate.daemon.storage.row_reader import RowReader
 from tidegate.daemon.storage.schema import AlertRow
 from tidegate.wire.alert import AlertView
 
 
 @dataclass(frozen=True, slots=True)
 class KnownAlert:
-    """`owner`: id of the token that told of it first; empty where nobody knows."""
+    """The latest state of one alert. `owner`: id of the token that first reported it; empty if unknown."""
 
     view: AlertView
     owner: str
@@ -28,19 +28,22 @@ class KnownAlert:
 class AlertTable:
     """The alerts of one database."""
 
-    def __init__(self, reading: sessionmaker[Session], readable: Readable) -> None:
+    def __init__(self, reading: sessionmaker[Session], row_reader: RowReader) -> None:
         """`reading`: sessions that only read."""
-        self._reading, self._readable = reading, readable
+        self._reading, self._row_reader = reading, row_reader
 
     def all(self) -> list[KnownAlert]:
-        """Those that can be read."""
+        """All alerts whose rows can be read."""
         with self._reading() as session:
-            return list(self._readable.each(session.scalars(select(AlertRow)), alert_of))
+            return list(self._row_reader.each(session.scalars(select(AlertRow)), alert_of))
 
 
-def change(session: Session, kept: Iterable[KnownAlert], gone: Iterable[tuple[str, str]]) -> None:
-    """Stores these and removes those, in the session's transaction."""
-    for key in gone:
+def change(session: Session, kept: Iterable[KnownAlert], removed: Iterable[tuple[str, str]]) -> None:
+    """Stores the alerts `kept` and deletes the alerts with the keys `removed`, in the session's transaction.
+
+    A key is a run's name and an alert's fingerprint.
+    """
+    for key in removed:
         if (row := session.get(AlertRow, key)) is not None:
             session.delete(row)
     for alert in kept:
@@ -50,8 +53,8 @@ def change(session: Session, kept: Iterable[KnownAlert], gone: Iterable[tuple[st
 
 
 def alert_of(row: AlertRow) -> KnownAlert:
-    """Raises for a row that cannot be read."""
-    found = KnownAlert(AlertView.model_validate(row.body), row.owner)
-    if found.key != (row.run, row.fingerprint):
-        raise ValueError("it is that of another alert")
-    return found
+    """The alert of a database row; raises for a row that cannot be read."""
+    alert = KnownAlert(AlertView.model_validate(row.body), row.owner)
+    if alert.key != (row.run, row.fingerprint):
+        raise ValueError("its body is that of another alert")
+    return alert

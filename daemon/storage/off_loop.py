@@ -1,7 +1,7 @@
-"""Methods that wait for the disk, called from synchronous code on the event loop without stopping the loop.
+"""Decorator for store methods that wait for the disk: synchronous code can call them without blocking the event loop.
 
-SQLAlchemy's own bridge to asyncio: code that `greenlet_spawn` runs is suspended at such a call, and goes on when a
-thread has done it.
+It uses SQLAlchemy's bridge to asyncio: code that `greenlet_spawn` runs is suspended at such a call, and continues when
+a thread has done the work.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from sqlalchemy.util.concurrency import await_only, in_greenlet
 
 
 class HasThread(Protocol):
+    """An object with a thread that runs its decorated methods."""
+
     @property
     def thread(self) -> Executor: ...
 
@@ -26,7 +28,7 @@ T = TypeVar("T")
 
 
 def off_loop(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """The method: done by the object's thread within a turn (`control/turns.py`), elsewhere where it is called."""
+    """The method, run in the object's thread when called inside a turn (`control/turns.py`), otherwise run directly."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **more: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""Opening the daemon's database: one that is damaged, or gone where there was one, is refused and left as it is."""
+"""Opens the daemon's database; refuses a damaged or missing database, and leaves it unchanged."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from tidegate.daemon.storage.store import BUSY_SECONDS, Store
 from tidegate.errors import DaemonError
 
 MARKER: Final = "database.made"
-"""Names the databases that were made for this state, one a line. One that is named must be there."""
+"""File in the state directory that lists the databases created for this state, one per line. A listed database must
+exist: if it is missing, it was lost."""
 
 
 def open_store(settings: Settings) -> Store:
-    """The store of these settings; DaemonError, and nothing is changed, for a database that was lost or is damaged."""
+    """The store of these settings. DaemonError for a lost or damaged database, which is left unchanged."""
     marker, file = settings.home / MARKER, _file(settings.url)
     name = file.name if file == settings.database else _shown(settings.url)
     try:
@@ -43,37 +44,38 @@ def open_store(settings: Settings) -> Store:
 
 
 def _lost(name: str, what: str, marker: Path) -> DaemonError:
+    """The error for a database that existed and is lost. `what`: its present state, such as `is missing`."""
     return DaemonError(
-        f"The database {name} {what}, and there was one: bring back a copy of it. To begin anew, without the runs and "
-        f"knobs of before, remove {marker} by hand."
+        f"The database {name} {what}, and there was one: restore a backup of it. To start with an empty database, "
+        f"without the earlier runs and knobs, remove {marker} by hand."
     )
 
 
 def _check(file: Path, state_dir: Path) -> None:
-    """What SQLite finds wrong with the file's pages; it reads all of them."""
+    """Raises DaemonError if SQLite finds damage in the file; SQLite reads all of its pages."""
     try:
         with contextlib.closing(sqlite3.connect(f"{file.as_uri()}?mode=rw", uri=True, timeout=BUSY_SECONDS)) as opened:
             lines = [str(line) for (line,) in opened.execute("PRAGMA quick_check(3)")]
     except sqlite3.OperationalError:
-        return  # it is locked, or may not be opened: the store says so
+        return  # the file is locked or cannot be opened: opening the store reports that
     except sqlite3.DatabaseError as error:
         lines = [str(error)]
     if lines != ["ok"]:
-        told = " ".join("; ".join(lines).split())
+        damage = " ".join("; ".join(lines).split())
         raise DaemonError(
-            f"The database {file} is damaged ({told[:300]}): bring back a copy of it. `tidegate doctor --state "
-            f"{state_dir}` shows what can still be read. To begin anew, move {file.name}* away and remove "
-            f"{file.parent / MARKER}."
+            f"The database {file} is damaged ({damage[:300]}): restore a backup of it. `tidegate doctor --state "
+            f"{state_dir}` shows what can still be read. To start with an empty database, move {file.name}* away and "
+            f"remove {file.parent / MARKER}."
         )
 
 
 def _file(url: str) -> Path | None:
-    """The file of an SQLite database; None for any other."""
+    """The file of an SQLite database; None for any other database."""
     try:
-        made = make_url(url)
+        parsed = make_url(url)
     except ArgumentError:
         return None
-    name = made.database if made.get_backend_name() == "sqlite" else None
+    name = parsed.database if parsed.get_backend_name() == "sqlite" else None
     return None if not name or name == ":memory:" or name.startswith("file:") else Path(name).absolute()
 
 
@@ -85,13 +87,13 @@ def _size(file: Path) -> int:
 
 
 def _make_private(file: Path) -> None:
-    """SQLite gives its other files the mode of this one."""
-    with contextlib.suppress(OSError):  # it is there, or the store says why it cannot be
+    """Creates the database file with mode 0600. SQLite gives its other files the mode of this file."""
+    with contextlib.suppress(OSError):  # the file exists, or opening the store reports why it cannot be created
         os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
 
 
 def _shown(url: str) -> str:
-    """Without its password."""
+    """The URL without its password."""
     try:
         return make_url(url).render_as_string(hide_password=True)
     except ArgumentError:

@@ -1,4 +1,4 @@
-"""Whether the database takes changes, found out by one, at most once a second however many ask."""
+"""Readiness check: whether the database can be written. The result is cached for one second."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ BUSY: Final = "Another process holds the write lock of the database: changes wai
 
 
 class Readiness:
-    """Of one store. Who asks while it is being found out waits for the same answer."""
+    """The readiness of one store. Concurrent callers share one check."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._found: str | None = None
-        self._found_at = -KEPT_SECONDS
+        self._reason: str | None = None
+        self._checked_at = -KEPT_SECONDS
 
     async def why_not(self) -> str | None:
-        """None where changes are taken, else the reason as a sentence."""
+        """None if the database can be written, else the reason as a sentence."""
         async with self._lock:
-            if self._clock() - self._found_at >= KEPT_SECONDS:
-                self._found = await asyncio.to_thread(self._look)
-                self._found_at = self._clock()
-            return self._found
+            if self._clock() - self._checked_at >= KEPT_SECONDS:
+                self._reason = await asyncio.to_thread(self._check)
+                self._checked_at = self._clock()
+            return self._reason
 
-    def _look(self) -> str | None:
+    def _check(self) -> str | None:
         try:
-            self._store.probe()
+            self._store.test_write()
         except SQLAlchemyError as error:
             if isinstance(error, OperationalError) and is_busy(error):
                 return BUSY

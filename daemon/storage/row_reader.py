@@ -1,4 +1,4 @@
-"""Rows of the database, read one at a time: one that cannot be read is left out and told, and fails no other."""
+"""Reads database rows one by one: a row that cannot be read is skipped and logged, so that the others can be used."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from tidegate.daemon.storage.schema import Base
 Row = TypeVar("Row", bound=Base)
 T = TypeVar("T")
 REMEDY: Final = "stop the daemon and run `tidegate doctor --state DIRECTORY`, which moves it out of the way"
+"""What to do about a row that cannot be read, for messages."""
 log = logging.getLogger(__name__)
 
 
-class Readable:
-    """Reads rows, and keeps the keys of those that it could not."""
+class RowReader:
+    """Converts rows to objects, and remembers the keys of rows that could not be converted."""
 
     def __init__(self) -> None:
         self.unreadable: dict[str, set[tuple[Any, ...]]] = {}
-        """By table."""
+        """Primary keys of the unreadable rows, by table."""
 
     def each(self, rows: Iterable[Row], make: Callable[[Row], T]) -> Iterator[T]:
-        """What `make` makes of each row, without those of which it makes nothing."""
+        """Yields `make(row)` for each row; a row for which `make` raises is skipped and logged."""
         for row in rows:
             try:
                 made = make(row)
@@ -33,7 +34,7 @@ class Readable:
                 yield made
 
     def leave_out(self, table: str, key: tuple[Any, ...], error: Exception) -> None:
-        """Tells of a row that cannot be read, once."""
+        """Remembers and logs a row that cannot be read, once."""
         known = self.unreadable.setdefault(table, set())
         if key not in known:
             known.add(key)
@@ -42,7 +43,7 @@ class Readable:
 
 
 def key_of(row: Base) -> tuple[Any, ...]:
-    """Its primary key."""
+    """The row's primary key."""
     return tuple(getattr(row, column.name) for column in row.__table__.primary_key)
 
 
@@ -55,13 +56,13 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].encode("ascii", "replace").decode()[:300]
 
 
-def text_of(found: bytes) -> str:
-    """For SQLite: bytes that are no text become a text that no message takes, instead of an error for all rows."""
-    return found.decode("utf-8", "surrogateescape")
+def text_of(value: bytes) -> str:
+    """Text factory for SQLite. Invalid UTF-8 becomes a text that validation rejects later, so only this row fails."""
+    return value.decode("utf-8", "surrogateescape")
 
 
 def json_of(text: str) -> Any:
-    """For SQLite: what is no JSON stays the text that it is, which no message takes."""
+    """JSON deserializer for SQLite. Invalid JSON stays a string, which validation rejects later."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The tables as they are now: what must survive a restart of the daemon. `migrations/` says how they came to be."""
+"""Database schema: the tables in their present version. `migrations/` has the steps from one version to the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Base(DeclarativeBase):
 
 
 class TokenRow(Base):
-    """A token's SHA-256 in hex; the token itself is nowhere but with its holder."""
+    """A token, stored as its SHA-256 digest in hex; the token itself is not stored."""
 
     __tablename__ = "tokens"
     digest: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -23,7 +23,7 @@ class TokenRow(Base):
     scope: Mapped[str]
     created_at: Mapped[float]
     run: Mapped[str | None]
-    """The only run that it opens; None opens all."""
+    """The only run that the token gives access to; None: all runs."""
     expires_at: Mapped[float | None]
     revoked_at: Mapped[float | None]
 
@@ -35,6 +35,8 @@ class RunRow(Base):
 
 
 class GenerationRow(Base):
+    """One generation of a run's desired knobs."""
+
     __tablename__ = "generations"
     run: Mapped[str] = mapped_column(String(64), primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -51,11 +53,11 @@ class GenerationRow(Base):
     effect: Mapped[dict[str, Any] | None]
     canary: Mapped[dict[str, Any] | None]
     restores: Mapped[int | None]
-    """The generation whose knobs it brings back."""
+    """Number of the generation whose knobs this generation restores; None where it is no rollback."""
 
 
 class AgentRow(Base):
-    """The agent that holds a rank, or held it last."""
+    """The agent that holds a rank now, or held it last."""
 
     __tablename__ = "agents"
     run: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -67,37 +69,38 @@ class AgentRow(Base):
     step: Mapped[int] = mapped_column(BigInteger)
     applied_generation: Mapped[int]
     told: Mapped[dict[str, Any] | None]
-    """What it said last that is in no step: see `Member.told`."""
+    """Fields of the agent's last report that belong to no step: see `Member.last_report`."""
     owner: Mapped[str | None] = mapped_column(String(64))
-    """Id of the token that it came with; None where nobody knows."""
+    """Id of the token that the agent used; None if unknown."""
 
 
 class AlertRow(Base):
-    """The newest word on an alert. Bounded: see `control/alerts.py`; the audit log has all changes."""
+    """The latest state of an alert. `control/alerts.py` limits the number of rows; the audit log has all changes."""
 
     __tablename__ = "alerts"
     run: Mapped[str] = mapped_column(String(64), primary_key=True)
-    """Empty for those that concern none."""
+    """Empty for an alert without a run."""
     fingerprint: Mapped[str] = mapped_column(String(64), primary_key=True)
     owner: Mapped[str] = mapped_column(String(64))
-    """Id of the token that told of it first; empty where nobody knows."""
+    """Id of the token that first reported the alert; empty if unknown."""
     body: Mapped[dict[str, Any]]
 
 
 class StepRow(Base):
-    """One step of an agent as it was reported. Bounded: see `control/history.py`."""
+    """One step of an agent as it was reported. `control/step_writer.py` limits the number of rows."""
 
     __tablename__ = "steps"
     __table_args__ = (Index("steps_by_time", "at"),)
     agent: Mapped[str] = mapped_column(String(64), primary_key=True)
     step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     at: Mapped[float]
+    """When the daemon received it, in seconds since the epoch."""
     body: Mapped[str] = mapped_column(Text)
-    """JSON."""
+    """The `StepReport` in JSON."""
 
 
 class CounterRow(Base):
-    """The next number that a counter gives: it never goes back."""
+    """A persistent counter: `next` is the number that it gives next, and never decreases."""
 
     __tablename__ = "counters"
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -105,20 +108,20 @@ class CounterRow(Base):
 
 
 class QuarantineRow(Base):
-    """A row of another table that could not be read: `tidegate doctor --state` has moved it here."""
+    """A row of another table that could not be read, moved here by `tidegate doctor --state`."""
 
     __tablename__ = "quarantine"
     id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
     at: Mapped[float]
     source: Mapped[str] = mapped_column(String(64))
-    """The table that it was in."""
+    """The table that the row was in."""
     why: Mapped[str] = mapped_column(Text)
     body: Mapped[str] = mapped_column(Text)
-    """JSON: its values by column, those that are no text as hexadecimal digits."""
+    """The row's values by column in JSON; bytes as hexadecimal digits."""
 
 
 class AuditEntry(Base):
-    """Append-only: the database refuses updates and deletions by trigger."""
+    """A row of the audit log. Append-only: database triggers refuse updates and deletions."""
 
     __tablename__ = "audit"
     __table_args__ = (Index("audit_by_run", "run", "id"),)

@@ -1,4 +1,4 @@
-"""The daemon's state directory: made, checked, and held by one daemon; files in it are private and never links."""
+"""The daemon's state directory: created, checked, and locked by one daemon. Its files are private and never links."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ _DATABASE: Final = "tidegate.db"
 _MOVED: Final = (
     f"{_DATABASE}-wal", f"{_DATABASE}-shm", "read.token", "operate.token", "agent.token", "alert.token", _DATABASE,
 )  # fmt: skip
-"""The database comes last: as long as it is where it was, the rest is looked for there."""
+"""Files that are moved from an earlier version's state directory, in this order. The database is moved last: while it
+is at its old place, an interrupted move is repeated at the next start."""
 log = logging.getLogger(__name__)
 
 
 def prepare(state_dir: Path) -> Path:
-    """Makes the folder that holds the state, of mode 0700 and ours, and gives it; DaemonError where that cannot be.
+    """Creates and returns the folder of the state: owned by this user, mode 0700. DaemonError if that is impossible.
 
-    It is `state_dir` itself where that is ours and closed to others, or not there yet. Else (a volume of root's, of
-    mode 0777) it is a folder of our own in it, into which what an earlier version left beside it is moved.
+    It is `state_dir` itself where that is owned by this user and closed to others, or does not exist yet. Otherwise
+    (for example a volume owned by root with mode 0777) it is a folder of this user inside `state_dir`. The files that
+    an earlier version left in `state_dir` are moved into that folder.
     """
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = state_dir.stat()
+        status = state_dir.stat()
         own = state_dir / OWN_FOLDER
-        if home_of(state_dir) == state_dir and _is_private(found) and not _is_there(own):
+        if home_of(state_dir) == state_dir and _is_private(status) and not _is_there(own):
             return state_dir
         with contextlib.suppress(FileExistsError):
             own.mkdir(mode=0o700)
@@ -54,6 +56,7 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def _is_there(path: Path) -> bool:
+    """Whether there is anything at the path, a broken link included."""
     try:
         path.lstat()
     except FileNotFoundError:
@@ -62,19 +65,19 @@ def _is_there(path: Path) -> bool:
 
 
 def _check(own: Path) -> None:
-    """DaemonError unless it is a folder that only we can enter."""
-    found = own.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    """DaemonError unless `own` is a folder that only this user can enter."""
+    status = own.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise DaemonError(f"{own} is not a folder, so it cannot hold the daemon's state: remove it.")
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         raise DaemonError(
-            f"{own} belongs to user {_user(found.st_uid)}, so it cannot hold the state of a daemon of user "
+            f"{own} belongs to user {_user(status.st_uid)}, so it cannot hold the state of a daemon of user "
             f"{_user(os.geteuid())}: start the daemon as its owner, remove it, or choose another --state-dir."
         )
-    if found.st_mode & _OTHERS:
+    if status.st_mode & _OTHERS:
         raise DaemonError(
-            f"{own} has mode {stat.S_IMODE(found.st_mode):04o}: other users may have changed or read the daemon's "
-            f"state. Look whether its files are yours and as they should be, then chmod 700 {own}."
+            f"{own} has mode {stat.S_IMODE(status.st_mode):04o}: other users may have changed or read the daemon's "
+            f"state. Check that its files belong to you and are unchanged, then chmod 700 {own}."
         )
 
 
@@ -86,28 +89,31 @@ def _user(number: int) -> str:
 
 
 def _move_here(state_dir: Path, own: Path) -> None:
-    """Moves what an earlier version left beside our folder into it, once; DaemonError where it is not ours."""
-    left = [name for name in _MOVED if _is_there(state_dir / name)]
-    if not left or _is_there(own / _DATABASE):
+    """Moves the files of an earlier version from `state_dir` into `own`, once.
+
+    DaemonError for a file that is a link or belongs to another user.
+    """
+    old_files = [name for name in _MOVED if _is_there(state_dir / name)]
+    if not old_files or _is_there(own / _DATABASE):
         return
     with exclusive(state_dir):
-        for name in left:
-            found = (state_dir / name).lstat()
-            if not (stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1):
+        for name in old_files:
+            status = (state_dir / name).lstat()
+            if not (stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1):
                 raise DaemonError(
-                    f"{state_dir / name} is a link or belongs to user {_user(found.st_uid)}, so the state in "
+                    f"{state_dir / name} is a link or belongs to user {_user(status.st_uid)}, so the state in "
                     f"{state_dir} is not moved to {own}: start the daemon as the user whose state it is, or remove it."
                 )
-        for name in left:
+        for name in old_files:
             (state_dir / name).rename(own / name)
-    log.warning("the state in %s is in %s from now on: others may enter %s", state_dir, own, state_dir)
+    log.warning("the state in %s was moved to %s, because other users may enter %s", state_dir, own, state_dir)
 
 
 @contextlib.contextmanager
 def exclusive(home: Path) -> Iterator[None]:
-    """Holds the folder: two daemons on one would decide against each other. Freed at death."""
+    """Locks the folder, because two daemons on one state would conflict. The lock ends with the process."""
     try:
-        # The folder itself is locked: no lock file is left behind, whatever ends this process.
+        # The folder itself is locked, so no lock file can be left behind.
         descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise DaemonError(f"The state directory {home} cannot be used: {error.strerror}.") from error
@@ -123,6 +129,7 @@ def exclusive(home: Path) -> Iterator[None]:
 
 
 def _pid(home: Path) -> str:
+    """Process id of the daemon that uses the folder, for messages; `unknown` if it cannot be read."""
     try:
         return str(json.loads(read_no_link(home / "daemon.json")[0])["pid"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -130,9 +137,10 @@ def _pid(home: Path) -> str:
 
 
 def read_private(path: Path) -> str:
-    """The text of our file; empty where there is none. One that others could read is written anew.
+    """The text of a private file of this user; empty where there is no file.
 
-    DaemonError for a link, and for a file of somebody else.
+    A file that other users could read is replaced by one with mode 0600. DaemonError for a link, and for a file of
+    another user.
     """
     if path.is_symlink():
         raise DaemonError(
@@ -156,7 +164,7 @@ def read_private(path: Path) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Never readable by others, not for a moment; complete or not there. What is at `path`, a link too, is replaced."""
+    """Writes a file atomically with mode 0600, so that others can never read it. Replaces a file or link at `path`."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -171,14 +179,14 @@ def write_private(path: Path, text: str) -> None:
 
 
 def unwritable(error: OSError) -> str:
-    """Why the system refused a file of the state; of a full disk also what to do. It ends without a full stop."""
+    """The reason of a failed file operation, for a full disk with the remedy, as text without a final full stop."""
     why = error.strerror or str(error)
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return f"{why}. Make room on its disk, then start the daemon again" if full else why
 
 
 def proof_key(home: Path) -> str:
-    """The secret with which this daemon proves itself; made where there is none."""
+    """The secret key of the daemon's identity proof (`/v1/proof`); created if it does not exist."""
     path = home / KEY_FILE
     try:
         if not (key := read_private(path)):

@@ -1,4 +1,4 @@
-"""The stored steps of ranks: the newest of each agent, as it told them."""
+"""Table of steps: the newest step reports of each agent."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tidegate.wire.step import StepReport
 
 
 @dataclass(frozen=True, slots=True)
-class ToldStep:
-    """One step of an agent. `body`: its report in JSON; `at`: seconds since the epoch."""
+class StepRecord:
+    """One step of an agent as it is stored. `body`: its report in JSON; `at`: seconds since the epoch."""
 
     agent: str
     step: int
@@ -30,10 +30,11 @@ class ToldStep:
 
 log = logging.getLogger(__name__)
 ROWS_AT_ONCE: Final = 2_000
+"""Rows in one transaction, at most."""
 AGENTS_AT_ONCE: Final = 500
-"""In one question: databases limit what it may hold."""
+"""Agents in one query, at most: databases limit the number of parameters."""
 LET_IN_SECONDS: Final = 0.05
-"""Between two transactions: who waits for SQLite's lock asks for it again only every so often."""
+"""Pause between two transactions: a process that waits for SQLite's lock only polls it, and needs time to get it."""
 _INSERT: Final = insert(StepRow)
 _NEWER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.step >= bindparam("first"))
 _LATER: Final = aliased(StepRow)
@@ -43,34 +44,34 @@ _OLDER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.
 
 
 def step_of(agent: str, body: str) -> StepReport | None:
-    """The report; None, and a line in the log, where it cannot be read."""
+    """The step report in JSON text `body`; None, and one line in the log, if it cannot be read."""
     try:
         return StepReport.model_validate_json(body)
     except ValueError as error:
-        _tell(agent, reason(error))
+        _log_unreadable(agent, reason(error))
         return None
 
 
-@functools.lru_cache(maxsize=1_024)  # once for each
-def _tell(agent: str, why: str) -> None:
+@functools.lru_cache(maxsize=1_024)  # logs each agent and reason once
+def _log_unreadable(agent: str, why: str) -> None:
     log.error("steps of agent %s cannot be read and are left out (%s): %s", agent, why, REMEDY)
 
 
 class StepTable:
-    """The steps of one database. Every method has committed when it returns. For any thread."""
+    """The steps in one database. Every method has committed when it returns. Safe for several threads."""
 
     def __init__(self, engine: Engine, reading: Engine) -> None:
-        """`reading`: for transactions that only read."""
+        """`reading`: engine for transactions that only read."""
         self._engine, self._reading = engine, reading
 
     def write(
-        self, steps: Iterable[ToldStep], firsts: Iterable[tuple[str, int]] = (), before: float | None = None
+        self, steps: Iterable[StepRecord], firsts: Iterable[tuple[str, int]] = (), before: float | None = None
     ) -> None:
-        """All of these, oldest first; writing them again is fine.
+        """Writes these steps, given oldest first, and deletes old steps. Idempotent.
 
-        Each transaction has at most `ROWS_AT_ONCE`: after an outage, decisions need not wait for all.
-        firsts: agents, and the step before which what they told goes. before: a time; all that was told earlier goes,
-        but for the last step of each agent: what a run ended with stays.
+        Each transaction has at most `ROWS_AT_ONCE` rows, so that after an outage other writers need not wait for all.
+        firsts: pairs of an agent and a step; the agent's steps before that step are deleted. before: a time in seconds
+        since the epoch; steps stored earlier are deleted, except for the last step of each agent.
         """
         rows = list(steps)
         old = [{"of": agent, "first": first} for agent, first in firsts]
@@ -86,11 +87,11 @@ class StepTable:
             if before is not None:
                 connection.execute(_OLD, {"before": before})
 
-    def _write(self, rows: Sequence[ToldStep]) -> None:
+    def _write(self, rows: Sequence[StepRecord]) -> None:
         begin = {s.agent: s.step for s in reversed(rows)}
         with self._engine.begin() as connection:
             connection.execute(_NEWER, [{"of": agent, "first": step} for agent, step in begin.items()])
-            connection.execute(_INSERT, [{name: getattr(s, name) for name in ToldStep.__slots__} for s in rows])
+            connection.execute(_INSERT, [{name: getattr(s, name) for name in StepRecord.__slots__} for s in rows])
 
     def newest(self, agent: str, limit: int) -> list[tuple[int, str]]:
         """The newest `limit` steps of the agent, each with its report in JSON, oldest first."""
@@ -100,8 +101,8 @@ class StepTable:
             return [(step, body) for step, body in reversed(rows)]
 
     def last(self, agents: Sequence[str]) -> dict[str, str]:
-        """The newest report of each of these agents, in JSON."""
-        found: dict[str, str] = {}
+        """The newest report of each of these agents, in JSON, by agent."""
+        bodies: dict[str, str] = {}
         for start in range(0, len(agents), AGENTS_AT_ONCE):
             newest = (
                 select(StepRow.agent, func.max(StepRow.step).label("step"))
@@ -112,11 +113,11 @@ class StepTable:
             same = (StepRow.agent == newest.c.agent) & (StepRow.step == newest.c.step)
             with self._reading.connect() as connection:
                 rows = connection.execute(select(StepRow.agent, StepRow.body).join(newest, same))
-                found.update((agent, body) for agent, body in rows)
-        return found
+                bodies.update((agent, body) for agent, body in rows)
+        return bodies
 
     def newest_numbers(self) -> dict[str, int]:
-        """The newest step of every agent."""
+        """The number of the newest step of every agent."""
         query = select(StepRow.agent, func.max(StepRow.step)).group_by(StepRow.agent)
         with self._reading.connect() as connection:
             return {agent: newest for agent, newest in connection.execute(query)}  # noqa: C416

@@ -1,6 +1,6 @@
-"""What the daemon remembers across restarts, in SQLite or any database that SQLAlchemy speaks to.
+"""The store: persistent state of the daemon, in SQLite or any other database that SQLAlchemy supports.
 
-A method has committed when it returns: what the daemon acknowledges, it keeps.
+A method has committed when it returns, so changes that the daemon acknowledges are durable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tidegate.daemon.storage.alert_table import AlertTable, KnownAlert
 from tidegate.daemon.storage.database_file import DatabaseFile, remedy
 from tidegate.daemon.storage.migrations.upgrade import upgrade
 from tidegate.daemon.storage.off_loop import off_loop
-from tidegate.daemon.storage.row_reader import Readable, json_of, text_of
+from tidegate.daemon.storage.row_reader import RowReader, json_of, text_of
 from tidegate.daemon.storage.schema import AgentRow, AlertRow, AuditEntry, CounterRow, GenerationRow, RunRow, StepRow
 from tidegate.daemon.storage.step_table import StepTable
 from tidegate.daemon.storage.token_table import TokenTable
@@ -38,18 +38,18 @@ from tidegate.wire.base import Duration, Finite, KnobChanges, Label, Liveness, M
 from tidegate.wire.knobs import MeasuredEffect
 
 BUSY_SECONDS: Final = 5.0
-"""How long one waits for another process that writes."""
+"""Longest wait for the write lock that another process holds, while the daemon starts and in other programs."""
 WAIT_SECONDS: Final = 1.0
-"""How long a change waits for it in a daemon that serves."""
+"""Longest wait for that lock in a daemon that serves requests."""
 _ONLY_READS: Final = "tidegate_only_reads"
-_PATIENCE: Final = "tidegate_patience"
+_LOCK_TIMEOUT: Final = "tidegate_lock_timeout"
 _PROBE: Final = "readyz"
-"""The counter that is written to see whether that can be."""
+"""Name of the counter that `Store.test_write` writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentRecord:
-    """One rank's agent as it is stored."""
+    """The agent of one rank as it is stored."""
 
     hello: AgentHello
     liveness: Liveness
@@ -58,12 +58,12 @@ class AgentRecord:
     applied_generation: int
     told: dict[str, Any]
     owner: str = ""
-    """Id of the token that it came with; empty where nobody knows."""
+    """Id of the token that the agent used; empty if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditNote:
-    """A row of the audit log before it has its number."""
+    """A new row of the audit log, which has no number yet."""
 
     timestamp: float
     actor: str
@@ -76,8 +76,8 @@ class AuditNote:
     effect: str = ""
 
 
-class Told(Message):
-    """`Member.told` as it is stored."""
+class LastReport(Message):
+    """`Member.last_report` as it is stored."""
 
     phase: Label = "other"
     effective: KnobChanges = Field(default_factory=dict)
@@ -86,7 +86,7 @@ class Told(Message):
 
 
 class StoredRun(Message):
-    """A row of the runs."""
+    """A row of the table of runs."""
 
     name: RunName
     created_at: Finite
@@ -97,66 +97,66 @@ _GENERATION: Final = TypeAdapter(Generation)
 
 
 @dataclass(slots=True)
-class Patience:
-    """How long a transaction that writes waits for another process that does. Once that was in vain, none waits until
-    one has had the lock."""
+class LockTimeout:
+    """How long a write transaction waits for the write lock while another process holds it."""
 
     seconds: float = BUSY_SECONDS
-    in_vain: bool = False
+    gave_up: bool = False
+    """A transaction has waited without success. The next ones do not wait, until one has obtained the lock."""
     at_once: bool = False
-    """The next one does not wait."""
+    """The next transaction does not wait."""
 
 
 class Store:
-    """Opens the database at `url` and brings its tables up to date; one of a newer version is refused.
+    """The database at `url`. Opening it upgrades its tables; DaemonError for a database of a newer version.
 
-    if_new: is raised where it has no tables yet, before any are made.
+    if_new: the error to raise if the database has no tables yet, before any table is created.
     """
 
     def __init__(self, url: str, if_new: DaemonError | None = None) -> None:
         try:
-            self.patience = Patience()
-            self._engine, self._relaxed = _engine(url, "FULL", self.patience), _engine(url, "NORMAL", Patience())
+            self.lock_timeout = LockTimeout()
+            self._engine, self._relaxed = _engine(url, "FULL", self.lock_timeout), _engine(url, "NORMAL", LockTimeout())
             self._file = DatabaseFile(self._engine.url.database if self._engine.dialect.name == "sqlite" else None)
             upgrade(self._engine, if_new)
-            self._file.note()
+            self._file.remember()
             for engine in (self._engine, self._relaxed):
                 event.listen(engine, "do_connect", lambda *_: self._file.check())
                 event.listen(engine, "begin", self._check_file, insert=True)
         except (SQLAlchemyError, ImportError) as error:
             why = str(getattr(error, "orig", None) or error).splitlines()[0]
-            found = remedy(error)
+            what_to_do = remedy(error)
             shown = url if "@" not in url else url.partition("://")[0]
             raise DaemonError(
-                f"The database {shown} cannot be opened: {why}{f'; {found}' if found else ''}."
+                f"The database {shown} cannot be opened: {why}{f'; {what_to_do}' if what_to_do else ''}."
             ) from error
         self.thread = ThreadPoolExecutor(1, "tidegate-store")
         self._session = sessionmaker(self._engine, expire_on_commit=False)
         self._reading = sessionmaker(_reading(self._engine))
-        probing = self._relaxed.execution_options(**{_PATIENCE: Patience(WAIT_SECONDS)})
-        self._probing = sessionmaker(probing)  # holds the lock for less long than what waits for the disk
-        self.readable = Readable()
-        self.tokens = TokenTable(self._session, self._reading, self.readable)
-        self.alerts = AlertTable(self._reading, self.readable)
+        probing = self._relaxed.execution_options(**{_LOCK_TIMEOUT: LockTimeout(WAIT_SECONDS)})
+        self._probing = sessionmaker(probing)  # does not wait for the disk, so it holds the lock only briefly
+        self.row_reader = RowReader()
+        self.tokens = TokenTable(self._session, self._reading, self.row_reader)
+        self.alerts = AlertTable(self._reading, self.row_reader)
         self.steps = StepTable(self._relaxed, _reading(self._relaxed))
 
     @property
     def engine(self) -> Engine:
         return self._engine
 
-    def hurry(self) -> None:
-        """From now on a change waits for `WAIT_SECONDS` at most: somebody waits for the answer."""
-        self.patience.seconds = WAIT_SECONDS
+    def use_short_timeout(self) -> None:
+        """From now on a change waits for the write lock for `WAIT_SECONDS` at most, because a client waits for it."""
+        self.lock_timeout.seconds = WAIT_SECONDS
 
     def _check_file(self, connection: Connection) -> None:
         if not _only_reads(connection):
             self._file.check()
 
-    def probe(self) -> None:
-        """Writes a little; raises what SQLAlchemy does where that fails. Not for an event loop, it may wait."""
+    def test_write(self) -> None:
+        """Writes one small row; raises SQLAlchemy's error if that fails. It may block: not for an event loop."""
         with self._probing.begin() as session:
             session.merge(CounterRow(name=_PROBE, next=int(time.time())))
-        self.patience.in_vain = False  # nobody holds the lock any more: changes wait for it again
+        self.lock_timeout.gave_up = False  # the write lock is free again: changes may wait for it
 
     def close(self) -> None:
         self.thread.shutdown()
@@ -166,13 +166,13 @@ class Store:
     # ---- runs and generations
 
     def runs(self) -> dict[str, float]:
-        """Every run with its time of creation."""
+        """Every run that can be read, with its time of creation in seconds since the epoch."""
         with self._reading() as session:
             rows = session.scalars(select(RunRow).order_by(RunRow.created_at))
-            return dict(self.readable.each(rows, run_of))
+            return dict(self.row_reader.each(rows, run_of))
 
     def run_names(self) -> set[str]:
-        """The names that are taken, those of runs that cannot be read too."""
+        """The names of all stored runs, including runs that cannot be read."""
         with self._reading() as session:
             return set(session.scalars(select(RunRow.name)))
 
@@ -191,20 +191,20 @@ class Store:
         notes: Iterable[AuditNote] = (),
         agents: Iterable[AgentRecord] = (),
         alerts: Iterable[KnownAlert] = (),
-        forgotten_alerts: Iterable[tuple[str, str]] = (),
+        deleted_alerts: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Stores all of it or nothing. forgotten_alerts: run and fingerprint of those that go."""
+        """Stores all of these in one transaction. deleted_alerts: run and fingerprint of alerts to delete."""
         with self._session.begin() as session:
             for generation in generations:
                 session.merge(_generation_row(run, generation))
             for agent in agents:
                 session.merge(_agent_row(agent))
-            alert_table.change(session, alerts, forgotten_alerts)
+            alert_table.change(session, alerts, deleted_alerts)
             session.add_all(_audit_entry(note) for note in notes)
 
     @off_loop
     def delete_runs(self, runs: Sequence[str], notes: Iterable[AuditNote]) -> None:
-        """Deletes them with their generations, ranks, steps and alerts, all or nothing. The audit log stays."""
+        """Deletes runs with their generations, ranks, steps and alerts in one transaction. The audit log stays."""
         with self._session.begin() as session:
             agents = select(AgentRow.agent).where(AgentRow.run.in_(runs))
             session.execute(delete(StepRow).where(StepRow.agent.in_(agents)))
@@ -215,8 +215,8 @@ class Store:
             session.add_all(_audit_entry(note) for note in notes)
 
     @off_loop
-    def touch(self, agents: Iterable[AgentRecord]) -> None:
-        """Stores what changes all the time of agents that are known, in one statement."""
+    def update_agents(self, agents: Iterable[AgentRecord]) -> None:
+        """Updates the frequently changing columns of stored agents, in one statement."""
         rows = [
             {
                 "run": agent.hello.run,
@@ -237,19 +237,19 @@ class Store:
         """All generations of the run, oldest first."""
         query = select(GenerationRow).where(GenerationRow.run == run).order_by(GenerationRow.number)
         with self._reading() as session:
-            return list(self.readable.each(session.scalars(query), generation_of))
+            return list(self.row_reader.each(session.scalars(query), generation_of))
 
     def newest_number(self, run: str) -> int:
-        """The largest number among the run's generations that could not be read; -1 where there are none.
+        """The largest number among the run's unreadable generations; -1 if there are none.
 
-        It is taken: a new generation may not be written over one that is kept.
+        The number is in use: a new generation must not overwrite an unreadable row that is kept.
         """
-        left_out = self.readable.unreadable.get(GenerationRow.__tablename__, ())
+        left_out = self.row_reader.unreadable.get(GenerationRow.__tablename__, ())
         return max((key[1] for key in left_out if key[0] == run and isinstance(key[1], int)), default=-1)
 
     @off_loop
     def newest_of(self, run: str, states: Collection[str], below: int) -> int | None:
-        """The newest generation older than `below` that is in one of these states."""
+        """The number of the newest generation below `below` that is in one of these states."""
         query = select(func.max(GenerationRow.number)).where(
             GenerationRow.run == run, GenerationRow.number < below, GenerationRow.state.in_(states)
         )
@@ -258,17 +258,20 @@ class Store:
 
     @off_loop
     def generation(self, run: str, number: int) -> Generation | None:
-        """None where it cannot be read, or was moved out of the way because of that."""
+        """One generation; None if it is not stored, cannot be read, or was moved to the quarantine table."""
         with self._reading() as session:
             row = session.get(GenerationRow, (run, number))
-            return next(self.readable.each([row] if row is not None else [], generation_of), None)
+            return next(self.row_reader.each([row] if row is not None else [], generation_of), None)
 
     # ---- counters
 
     @off_loop
     def reserve(self, counter: str, count: int) -> int:
-        """Takes `count` numbers of the counter, and gives the first. A new one begins at the milliseconds since the
-        epoch: above what daemons before it, which had none, made of the clock."""
+        """Reserves `count` numbers of a counter and returns the first.
+
+        A new counter starts at the milliseconds since the epoch. Earlier versions had no counter and made their numbers
+        from the clock, so all their numbers are smaller.
+        """
         with self._session.begin() as session:
             row = session.get(CounterRow, counter)
             if row is None:
@@ -281,15 +284,15 @@ class Store:
 
     def agents(self) -> list[AgentRecord]:
         with self._reading() as session:
-            return list(self.readable.each(session.scalars(select(AgentRow)), agent_of))
+            return list(self.row_reader.each(session.scalars(select(AgentRow)), agent_of))
 
     def audit(self, run: str | None, limit: int) -> list[AuditRow]:
-        """The newest `limit` rows of the run, oldest first; None: of the whole log."""
+        """The newest `limit` audit rows of the run, or of the whole log for run None, oldest first."""
         query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(limit)
         if run is not None:
             query = query.where(AuditEntry.run == run)
         with self._reading() as session:
-            return list(self.readable.each(session.scalars(query), audit_of))[::-1]
+            return list(self.row_reader.each(session.scalars(query), audit_of))[::-1]
 
 
 def is_busy(error: OperationalError) -> bool:
@@ -297,35 +300,41 @@ def is_busy(error: OperationalError) -> bool:
     return isinstance(error.orig, sqlite3.OperationalError) and "is locked" in str(error.orig)
 
 
-def _engine(url: str, synchronous: Literal["FULL", "NORMAL"], patience: Patience) -> Engine:
-    """FULL: what is committed survives a power failure. NORMAL: it survives the process, and waits for no disk."""
+def _engine(url: str, synchronous: Literal["FULL", "NORMAL"], timeout: LockTimeout) -> Engine:
+    """An SQLAlchemy engine for `url`, with SQLite's setting `synchronous`.
+
+    FULL: a committed change survives a power failure. NORMAL: a committed change survives the end of the process, and
+    the commit does not wait for the disk.
+    """
     if not url.startswith("sqlite"):
         return create_engine(url)
-    made = create_engine(url, json_deserializer=json_of)
-    if made.dialect.name == "sqlite":
-        event.listen(made, "connect", functools.partial(_use_wal, synchronous))
-        event.listen(made, "begin", functools.partial(_begin, patience))
-    return made
+    engine = create_engine(url, json_deserializer=json_of)
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", functools.partial(_configure, synchronous))
+        event.listen(engine, "begin", functools.partial(_begin, timeout))
+    return engine
 
 
 def _reading(engine: Engine) -> Engine:
-    """The same connections, for transactions that only read."""
+    """The same engine with an option that marks its transactions as read-only."""
     return engine.execution_options(**{_ONLY_READS: True})
 
 
-def _use_wal(synchronous: str, connection: Any, _: Any) -> None:
+def _configure(synchronous: str, connection: Any, _: Any) -> None:
+    """Sets up a new connection to SQLite: WAL mode, timeouts, durability."""
     if isinstance(connection, sqlite3.Connection):
         connection.text_factory = text_of
         connection.execute(f"PRAGMA busy_timeout={1000 * BUSY_SECONDS:.0f}")
         _change_to_wal(connection)
         connection.execute(f"PRAGMA synchronous={synchronous}")
-        # Moving the log into the database waits for the disk: the writer of steps does it, before the event loop would.
+        # A checkpoint (moving the log into the database file) waits for the disk. The step writer's connections make a
+        # checkpoint after fewer pages, so that the changes of the control plane need not wait for one.
         connection.execute(f"PRAGMA wal_autocheckpoint={1_000 if synchronous == 'NORMAL' else 10_000}")
-        connection.isolation_level = None  # Python's module would commit before DDL and begin too late: see `_begin`
+        connection.isolation_level = None  # else Python commits before DDL and begins too late: see `_begin`
 
 
 def _change_to_wal(connection: sqlite3.Connection) -> None:
-    """SQLite itself does not wait here for another process that does the same."""
+    """Changes the database to WAL mode. SQLite itself does not wait for another process that does the same."""
     latest = time.monotonic() + BUSY_SECONDS
     while True:
         try:
@@ -337,24 +346,25 @@ def _change_to_wal(connection: sqlite3.Connection) -> None:
             time.sleep(0.01)
 
 
-def _begin(patience: Patience, connection: Connection) -> None:
-    """Who opens the database at the same time waits: a transaction that reads first could not write later.
+def _begin(timeout: LockTimeout, connection: Connection) -> None:
+    """Begins a transaction: BEGIN IMMEDIATE for one that may write, so that concurrent writers wait for each other.
 
-    One that only reads waits for no writer.
+    With a plain BEGIN, a transaction that reads first could fail to write later. A transaction that only reads begins
+    with a plain BEGIN, and does not wait for writers.
     """
     if _only_reads(connection):
         connection.exec_driver_sql("BEGIN")
         return
-    patience = connection.get_execution_options().get(_PATIENCE, patience)
-    wait = 0.0 if patience.in_vain or patience.at_once else patience.seconds
+    timeout = connection.get_execution_options().get(_LOCK_TIMEOUT, timeout)
+    wait = 0.0 if timeout.gave_up or timeout.at_once else timeout.seconds
     connection.exec_driver_sql(f"PRAGMA busy_timeout={1000 * wait:.0f}")
     try:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
     except OperationalError as error:
         if wait:
-            patience.in_vain = patience.seconds < BUSY_SECONDS and is_busy(error)
+            timeout.gave_up = timeout.seconds < BUSY_SECONDS and is_busy(error)
         raise
-    patience.in_vain = patience.at_once = False
+    timeout.gave_up = timeout.at_once = False
 
 
 def _only_reads(connection: Connection) -> bool:
@@ -382,9 +392,9 @@ def _generation_row(run: str, g: Generation) -> GenerationRow:
 
 
 def run_of(row: RunRow) -> tuple[str, float]:
-    """Name and time of creation; each `…_of` raises for a row that cannot be read."""
-    found = StoredRun(name=row.name, created_at=row.created_at)
-    return found.name, found.created_at
+    """Name and time of creation of a run. Each function `…_of(row)` raises for a row that cannot be read."""
+    run = StoredRun(name=row.name, created_at=row.created_at)
+    return run.name, run.created_at
 
 
 def audit_of(row: AuditEntry) -> AuditRow:
@@ -394,16 +404,16 @@ def audit_of(row: AuditEntry) -> AuditRow:
 def agent_of(row: AgentRow) -> AgentRecord:
     hello = AgentHello.model_validate(row.hello)
     if (hello.run, hello.rank, hello.agent) != (row.run, row.rank, row.agent):
-        raise ValueError("its greeting is that of another rank")
-    told = Told.model_validate(row.told or {}).model_dump(exclude_unset=True)
+        raise ValueError("its hello message is that of another rank")
+    told = LastReport.model_validate(row.told or {}).model_dump(exclude_unset=True)
     more = {name: getattr(row, name) for name in ("liveness", "last_seen", "step", "applied_generation")}
     return _AGENT.validate_python({"hello": hello, "told": told, "owner": row.owner or "", **more})
 
 
 def generation_of(row: GenerationRow) -> Generation:
-    made = _GENERATION.validate_python(asdict(_generation(row)))
-    Knobs(**made.knobs)  # type: ignore[arg-type]
-    return made
+    generation = _GENERATION.validate_python(asdict(_generation(row)))
+    Knobs(**generation.knobs)  # type: ignore[arg-type]  # raises for invalid knobs
+    return generation
 
 
 def _generation(row: GenerationRow) -> Generation:

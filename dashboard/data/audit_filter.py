@@ -1,4 +1,4 @@
-"""The audit log as people look through it: what to show of a row, and which rows. Pure: nothing here draws."""
+"""Filter and text of audit rows: which rows to show, and how a row's change reads. Pure: it draws nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALERT: Final = "alert_"
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """Which rows to show. Empty: all of them. `text` is looked for in everything that a row says, whatever its case."""
+    """A filter of audit rows; an empty filter takes all rows. `text`: words that a row must contain, in any case."""
 
     text: str = ""
     actions: frozenset[str] = frozenset()
@@ -31,12 +31,12 @@ class Filter:
 
 
 def chosen(rows: Sequence[AuditRow], wanted: Filter) -> list[AuditRow]:
-    """Rows that the filter takes, newest first."""
+    """The rows that the filter takes, newest first."""
     return [row for row in reversed(rows) if wanted.takes(row)]
 
 
 def actions(rows: Iterable[AuditRow]) -> list[str]:
-    """The actions that there are, by name."""
+    """The different actions of the rows, sorted."""
     return sorted({row.action for row in rows})
 
 
@@ -45,12 +45,12 @@ def actors(rows: Iterable[AuditRow]) -> list[str]:
 
 
 def words(action: str) -> str:
-    """`alert_firing` as `alert firing`."""
+    """An action as text: `alert_firing` becomes `alert firing`."""
     return action.replace("_", " ")
 
 
 def change(row: AuditRow) -> str:
-    """What is different after it; for alerts which one, and the knob that it names."""
+    """The change of an audit row as text: the knobs that differ; for an alert its name and the knob to turn."""
     if row.action.startswith(ALERT):
         knob = str(row.after.get("knob", ""))
         return f"{row.after.get('alert', '')}" + (f", turn {knob}" if knob not in ("", "none") else "")

@@ -1,4 +1,4 @@
-"""The clients that this process reads the daemon with, one for each address and token, and what their errors mean."""
+"""Daemon clients that the pages read with, one for each address and token, and texts for their errors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _lock = threading.Lock()
 
 
 def reader(url: str) -> DaemonClient:
-    """The client that this process reads with; not to be closed. One that is dropped is closed when nobody has it."""
+    """The shared client for the daemon at `url`. Callers must not close it; a dropped client is closed when unused."""
     key = (url, find_token("read"))
     with _lock:
-        found = _clients.get(key) or DaemonClient(*key, timeout=TIMEOUT_SECONDS)
-        _clients[key] = found
+        client = _clients.get(key) or DaemonClient(*key, timeout=TIMEOUT_SECONDS)
+        _clients[key] = client
         _clients.move_to_end(key)
         while len(_clients) > CLIENTS_KEPT:
             _clients.popitem(last=False)
-    return found
+    return client
 
 
 def explain(error: DaemonError, url: str) -> str:
-    """The error as a sentence for the viewer of a page."""
+    """The error as a sentence for a page's viewer."""
     if isinstance(error, NotAuthorized):
         return (
             f"The daemon at {url} does not accept this page's read token. Start the live view as the user who runs "

@@ -1,4 +1,4 @@
-"""What fires in all runs and in none of them, as far as the daemon answers; and whether that is all."""
+"""Firing alerts of all runs and of no run, and whether the list is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_RUN = ""
 
 @dataclass(frozen=True, kw_only=True)
 class Firing:
-    """Alerts by run; those that concern none are under the empty name. `problem`: why some may be missing."""
+    """Firing alerts by run; alerts without a run have the empty name. `problem`: why alerts may be missing."""
 
     by_run: Mapping[str, Sequence[AlertView]]
     problem: str | None = None
@@ -24,7 +24,7 @@ class Firing:
 
 
 def firing(url: str) -> Firing:
-    """One question for all runs, every few seconds at most."""
+    """The firing alerts of all runs, read with one request, at most every few seconds."""
     reading = read_cache.FIRING.get(url)
     by_run: defaultdict[str, list[AlertView]] = defaultdict(list)
     for alert in reading.value or ():

@@ -1,4 +1,4 @@
-"""Values told apart by who they are, not by what is in them: for caches of what is made of large ones."""
+"""Cache key that compares objects by identity instead of by value, for functions with large arguments."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Same(Generic[T]):
-    """Equal to another one of the very same object. A cache that has it as a key keeps the object."""
+class IdentityKey(Generic[T]):
+    """A wrapper that equals another wrapper only if both hold the same object. A cache with such a key keeps the object
+    alive."""
 
     __slots__ = ("value",)
 
@@ -16,7 +17,7 @@ class Same(Generic[T]):
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        return isinstance(other, IdentityKey) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)

@@ -1,4 +1,4 @@
-"""The rules of editing knobs, without a screen: what was typed, what it means, what a conflict is told as."""
+"""Editing rules of knobs: parses and checks typed values, and words changes, conflicts and outcomes. Pure."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from tidegate.wire.knobs import GenerationView, KnobBound
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What was typed, by knob, against the generation that the viewer saw; an empty field changes nothing."""
+    """Typed texts by knob, with the generation that the viewer saw; an empty field changes nothing."""
 
     generation: int
     desired: Mapping[str, KnobValue]
     fields: Mapping[str, str]
 
     def edited(self) -> set[str]:
-        """Knobs whose field holds something."""
+        """Knobs whose field is not empty."""
         return {name for name, text in self.fields.items() if text.strip()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """Values to send, and what is wrong with those that cannot be sent, by knob."""
+    """Parsed values to send, and error texts of invalid values, by knob."""
 
     changes: dict[str, KnobValue] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
 
 def accepted(bound: KnobBound) -> str:
-    """What a field takes, in words: `auto, off or 1 to 1 000 000 subgroups`."""
+    """The values that a field accepts, as text with unit: `auto, off or 1 to 1 000 000 subgroups`."""
     return f"{limits(bound)} {bound.unit}" if bound.kind == "number" else limits(bound)
 
 
 def limits(bound: KnobBound) -> str:
-    """The same without a unit: `auto, off or 1 to 1 000 000`."""
+    """The values that a field accepts, as text without unit: `auto, off or 1 to 1 000 000`."""
     match bound.kind:
         case "number":
-            told = f"{_number(bound.minimum)} to {_number(bound.maximum)}"
+            values = f"{_number(bound.minimum)} to {_number(bound.maximum)}"
         case "size":
-            told = f"{show_size(bound.minimum)} to {show_size(bound.maximum)}"
+            values = f"{show_size(bound.minimum)} to {show_size(bound.maximum)}"
         case "weights":
-            told = f"weights of {', '.join(bound.paths)}"
+            values = f"weights of {', '.join(bound.paths)}"
         case "choice":
             return ", ".join(bound.words)
-    return f"{', '.join(bound.words)} or {told}" if bound.words else told
+    return f"{', '.join(bound.words)} or {values}" if bound.words else values
 
 
 def example(bound: KnobBound) -> str:
-    """What a free field may hold besides the words, to be shown while it is empty."""
+    """An example value, shown in an empty text field."""
     match bound.kind:
         case "size":
             return "12GiB"
@@ -67,7 +67,7 @@ def _number(value: float) -> str:
 
 
 def parse(draft: Draft, bounds: Mapping[str, KnobBound]) -> Parsed:
-    """Edited fields as values within the bounds that the daemon gave; knobs that the run has no more are left out."""
+    """Parses the edited fields within the daemon's bounds; knobs that the run no longer has are left out."""
     parsed = Parsed()
     for name in sorted(draft.edited() & bounds.keys()):
         spec = bounds[name].spec(name)
@@ -83,7 +83,7 @@ def parse(draft: Draft, bounds: Mapping[str, KnobBound]) -> Parsed:
 
 
 def describe(changes: Mapping[str, KnobValue], before: Mapping[str, KnobValue] | None = None) -> str:
-    """`stride auto → 3, static_ratio 0.5`."""
+    """Changes as text: `stride auto → 3, static_ratio = 0.5`."""
     known = before or {}
     parts = [
         f"{name} {units.knob(name, known[name])} → {units.knob(name, value)}"
@@ -95,7 +95,7 @@ def describe(changes: Mapping[str, KnobValue], before: Mapping[str, KnobValue] |
 
 
 def conflict(draft: Draft, generations: Sequence[GenerationView]) -> str:
-    """What others did since the viewer began to edit, and what the viewer can do."""
+    """The message of a conflict: what others changed since the viewer began to edit, and what the viewer can do."""
     newer = [view for view in generations if view.generation > draft.generation]
     if not newer:
         return "Conflict: the knobs were changed since you began, so nothing was set. Your edit is kept; set it again."
@@ -110,7 +110,7 @@ def conflict(draft: Draft, generations: Sequence[GenerationView]) -> str:
 
 
 def outcome(view: GenerationView) -> tuple[bool, str]:
-    """Whether a generation went well so far, and that as a sentence."""
+    """Whether a generation is successful so far, and its state as a sentence."""
     what = f"Generation {view.generation} ({describe(view.changes)})"
     match view.state:
         case "applied":

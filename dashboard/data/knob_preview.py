@@ -1,4 +1,4 @@
-"""What a change of knobs is predicted to do, figure by figure beside what is measured. Pure: nothing here draws."""
+"""Lines and sentences of a knob preview: predictions before and after the change, with measurements. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tidegate.wire.prediction import KnobPreview, PredictedUpdate
 from tidegate.wire.step import StepReport
 
 NOTABLE: Final = 0.005
-"""Changes below this share are no change."""
+"""Changes below this share count as no change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One figure: as measured, as predicted of the knobs of now, and of those that are asked for. None: not known."""
+    """One figure: measured, predicted for the present knobs, and predicted for the changed knobs. None: unknown."""
 
     name: str
     measured: float | None
@@ -28,11 +28,11 @@ class Line:
     then: float | None
     show: Callable[[float | None], str]
     part: bool = False
-    """A share of the line above it."""
+    """The figure is a part of the line above."""
 
     @property
     def change(self) -> float | None:
-        """Of the prediction, as a share of it; None where there is none to speak of."""
+        """Relative change of the prediction, 0 below `NOTABLE`; None if there is no prediction."""
         if self.now is None or self.then is None or self.now <= 0:
             return None
         share = (self.then - self.now) / self.now
@@ -40,7 +40,7 @@ class Line:
 
 
 def lines(preview: KnobPreview, steps: Sequence[StepReport]) -> list[Line]:
-    """Step, update, stalls by cause, lower bound, memory and traffic; empty without a prediction."""
+    """Lines for step, update, stalls by cause, lower bound, memory and traffic; empty without a prediction."""
     now, then = preview.predicted_before, preview.predicted_after
     if now is None or then is None:
         return []
@@ -65,28 +65,30 @@ def lines(preview: KnobPreview, steps: Sequence[StepReport]) -> list[Line]:
 
 
 def against(effect: MeasuredEffect, predicted: tuple[float, float] | None) -> str:
-    """Update seconds before and after, as they were measured and, where that was asked, as they were predicted."""
+    """The measured update seconds before and after a change, and the predicted ones if there was a preview, as text."""
     before, after = effect.update_seconds_before, effect.update_seconds_after
-    told = f"update {units.seconds(before)} → {units.seconds(after)}{_percent(before, after)}"
+    measured = f"update {units.seconds(before)} → {units.seconds(after)}{_percent(before, after)}"
     counted = f"{effect.steps_after} steps after, {effect.steps_before} before"
     if predicted is None:
-        return f"measured: {told}; {counted}"
+        return f"measured: {measured}; {counted}"
     was, now = predicted
-    return f"measured: {told}; predicted: {units.seconds(was)} → {units.seconds(now)}{_percent(was, now)}; {counted}"
+    return (
+        f"measured: {measured}; predicted: {units.seconds(was)} → {units.seconds(now)}{_percent(was, now)}; {counted}"
+    )
 
 
 def headline(preview: KnobPreview) -> str:
-    """The prediction in a sentence or two, or why there is none."""
+    """The prediction in one or two sentences, or the reason why there is none."""
     before, after = preview.predicted_update_seconds_before, preview.predicted_update_seconds_after
     if before is None or after is None:
         return " ".join(text for text in (preview.no_prediction or "No prediction.", preview.no_room) if text)
-    told = f"Predicted update: {units.seconds(before)} → {units.seconds(after)}{_percent(before, after)}."
+    text = f"Predicted update: {units.seconds(before)} → {units.seconds(after)}{_percent(before, after)}."
     if preview.error_ratio is not None:
-        told += f" Predictions of this run are off by {units.share(preview.error_ratio)} now."
+        text += f" Predictions of this run are off by {units.share(preview.error_ratio)} now."
     then = preview.predicted_after
     if then is not None and then.low_seconds is not None and then.high_seconds is not None:
-        told += f" 9 of 10 updates between {units.seconds(then.low_seconds)} and {units.seconds(then.high_seconds)}."
-    return f"{told} {preview.no_room}".strip()
+        text += f" 9 of 10 updates between {units.seconds(then.low_seconds)} and {units.seconds(then.high_seconds)}."
+    return f"{text} {preview.no_room}".strip()
 
 
 def _percent(before: float, after: float) -> str:
@@ -98,7 +100,7 @@ def _seconds(name: str, measured: float | None, now: float, then: float, *, part
 
 
 def _bytes(name: str, measured: Mapping[str, int], now: Mapping[str, int], then: Mapping[str, int]) -> list[Line]:
-    """The sum, and below it the kinds that change."""
+    """A line with the sum of all kinds, and below it a line for each kind that changes."""
     kinds = dict.fromkeys([*now, *then])
     total = Line(
         name=name, measured=sum(measured.values()) if measured else None, now=sum(now.values()),

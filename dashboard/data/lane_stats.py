@@ -1,4 +1,4 @@
-"""How busy each lane was in the last update: figures for the table beside the Gantt."""
+"""Use of each lane in an update (busy time, bytes, parameters): figures for the table next to the Gantt chart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ UPDATES = (OpKind.CPU_UPDATE, OpKind.DEVICE_UPDATE)
 
 @dataclass(frozen=True, kw_only=True)
 class LaneUse:
-    """One lane in the update. `busy_seconds` is the union of its spans inside; bytes and parameters in proportion."""
+    """Use of one lane in the update. `busy_seconds` is the union of its spans inside the update; bytes and parameters
+    count in proportion to the time inside."""
 
     lane: str
     num_ops: int
@@ -32,7 +33,7 @@ class LaneUse:
 
 
 def lane_use(view: TimelineView, first: float, last: float) -> list[LaneUse]:
-    """Use of each lane by the ops that touch [first, last]; busy seconds count only what lies inside."""
+    """Use of each lane by the ops that overlap [first, last]; busy seconds count only the time inside."""
     found = []
     known = [lane for lane in LANES if any(row.lane == lane for row in view.spans)]
     for lane in [*known, *sorted({row.lane for row in view.spans} - set(LANES))]:

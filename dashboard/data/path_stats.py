@@ -1,4 +1,4 @@
-"""What each storage path did in the newest steps: figures for the table of paths. Pure, as `digest.py`."""
+"""Figures of each storage path over the newest steps, for the table of paths. Pure: it draws nothing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from tidegate.wire.step import PathOperation, PathState, StepReport
 
 @dataclass(frozen=True, kw_only=True)
 class PathUse:
-    """One direction of one path: means over the newest steps. `ceiling_share`: of what it can do alone."""
+    """One direction of one path: means over the newest steps. `ceiling_share`: speed as a share of the path's speed
+    when it was used alone."""
 
     bytes_per_step: float
     bytes_per_second: float | None
-    """While busy; None when nothing was moved."""
+    """Speed while busy; None if nothing was transferred."""
     ceiling_share: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathFigures:
-    """One path: what it holds, moves and has left. Sums are since the run began."""
+    """One path: its subgroups, transfers and free space. Lock waits and errors are sums since the run began."""
 
     name: str
     subgroups: int
@@ -35,7 +36,7 @@ class PathFigures:
 
 
 def path_figures(steps: Sequence[StepReport]) -> list[PathFigures]:
-    """Of the newest WINDOW of `steps` (oldest first), in the order of the paths; none for a run without any."""
+    """Figures of the newest WINDOW of `steps` (oldest first), in the order of the paths; empty without paths."""
     recent = list(steps)[-WINDOW:]
     moved: defaultdict[tuple[str, str], float] = defaultdict(float)
     busy: defaultdict[tuple[str, str], float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""What the capacity planner is asked on its page, as one value: of the address, for the form, and for the planner."""
+"""Input of the capacity planner's page as one value, with conversions from the address and to the planner."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tidegate.capacity.planner import CapacityPlan, plan_capacity
 from tidegate.capacity.recommendations import Change, best_changes
 
 KEPT: Final = 64
-"""Answers that are kept: a form asks the same thing again and again."""
+"""Cached answers: each refresh of the form asks the same question again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The form's fields. GB are 10⁹ bytes; gpu_memory 0 is what the kind of GPU has; paths: a line for each."""
+    """The form's fields. Sizes are in GB (10⁹ bytes), speeds in GB/s. gpu_memory 0: the memory of this kind of GPU.
+    paths: one line for each path."""
 
     model: str = "llama-70b"
     gpu: str = "a100-80"
@@ -40,7 +41,7 @@ class Question:
 
     @classmethod
     def of_query(cls, query: Mapping[str, str]) -> Self:
-        """Of an address; what it does not say, or says wrongly, is as it is at first."""
+        """The question in an address; fields that are absent or invalid have their defaults."""
         first, given = asdict(cls()), dict[str, Any]()
         for name, text in query.items():
             if name in first:
@@ -49,12 +50,12 @@ class Question:
         return cls(**{name: value for name, value in given.items() if not _is_nan(value)})
 
     def query(self) -> dict[str, str]:
-        """For the address: what differs from the form as it is at first."""
+        """The fields that differ from their defaults, for the address."""
         first, now = asdict(type(self)()), asdict(self)
         return {name: str(value) for name, value in now.items() if value != first[name]}
 
     def machine(self) -> Machine:
-        """ConfigError, as a sentence, for what cannot be."""
+        """The machine of the question; ConfigError with a sentence for invalid input."""
         kind = gpu_named(self.gpu)
         lines = [line.strip() for line in self.paths.splitlines() if line.strip()]
         return Machine.of(
@@ -81,16 +82,16 @@ def _is_nan(value: object) -> bool:
 
 @lru_cache(maxsize=KEPT)
 def answer(asked: Question, shape: ModelShape | None = None) -> CapacityPlan:
-    """The plan. shape: of a model that has no name here. ConfigError for what cannot be."""
+    """The plan. shape: the shape of an uploaded model. ConfigError for invalid input."""
     return plan_capacity(shape or model_named(asked.model), asked.machine(), asked.work())
 
 
 @lru_cache(maxsize=KEPT)
 def changes(asked: Question, shape: ModelShape | None = None) -> tuple[Change, ...]:
-    """What would help most; takes seconds."""
+    """The changes of the machine or the model that help most. It takes seconds."""
     return best_changes(answer(asked, shape))
 
 
 def names() -> list[str]:
-    """Models that have a name, by size."""
+    """The names of known models, smallest first."""
     return sorted(MODELS, key=lambda name: MODELS[name].params)

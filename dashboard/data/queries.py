@@ -1,4 +1,4 @@
-"""What the screens show of runs and ranks, read from the daemon: shared for a second among viewers."""
+"""Queries of the pages to the daemon: runs, snapshots of a rank, timelines and rates, cached for all viewers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.dashboard.data import read_cache
 from tidegate.dashboard.data.clients import reader
-from tidegate.dashboard.data.read_cache import Kept
+from tidegate.dashboard.data.read_cache import CachedQuery
 from tidegate.errors import DaemonError, NotFound
 from tidegate.speeds.rate_card import RateCard
 from tidegate.wire.knobs import GenerationView, KnobsView
@@ -21,16 +21,16 @@ from tidegate.wire.timeline import TimelineView
 
 NUM_STEPS: Final = 200
 OVERLAP: Final = 4
-"""Steps that are read again: they tell that none is missing between those that were known and those that are new."""
+"""Steps that are read again with the new ones, to detect gaps between known and new steps."""
 TIMELINES_KEPT: Final = 64
-"""Of all runs and ranks: those that were on a screen last."""
+"""Timelines in memory for all runs and ranks, at most; the least recently shown is dropped."""
 LONGEST_SECONDS: Final = 4.0
 """A timeline is read again when its rank has done another step, and after this long in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What all pages about one rank of one run show, as read at `read_at`."""
+    """Data of one rank of one run for all pages, read at `read_at` (seconds since the epoch)."""
 
     run: RunView
     rank: RankView
@@ -42,46 +42,47 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Runs that the daemon knows, the one heard of last first. `problem`: why the list could not be read just now."""
+    """The runs of the daemon, the run with the latest message first. `problem`: why the list is not up to date."""
 
     runs: tuple[RunView, ...] = ()
     problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
-    """The newest snapshot that could be had. `problem`: why it is not of this moment."""
+class SnapshotReading:
+    """The newest available snapshot. `problem`: why it is not up to date."""
 
     snapshot: Snapshot | None = None
     problem: str | None = None
 
 
 _timelines: OrderedDict[tuple[str, str, int, str, int], TimelineView] = OrderedDict()
-"""By daemon, run, rank, the process that it was then, and step: a run that begins again has other updates."""
+"""Timelines by daemon, run, rank, process of the rank, and step. The process is in the key because a restarted run has
+other updates."""
 _lock = threading.Lock()
 
 
 def forget() -> None:
-    """Drops everything that is kept, and closes the clients."""
+    """Clears all caches and closes the clients."""
     read_cache.forget()
     with _lock:
         _timelines.clear()
 
 
 def runs(url: str) -> Runs:
-    """The runs; the last known ones when the daemon is away."""
-    found = _RUNS.get(url)
-    return Runs(runs=found.value or (), problem=found.problem)
+    """The runs; the last known runs if the daemon cannot be reached."""
+    reading = _RUNS.get(url)
+    return Runs(runs=reading.value or (), problem=reading.problem)
 
 
-def look(url: str, run: str, rank: int) -> Look:
-    """One rank of a run; the last snapshot when the daemon is away."""
-    found = _SNAPSHOTS.get(url, (run, rank))
-    return Look(snapshot=found.value, problem=found.problem)
+def look(url: str, run: str, rank: int) -> SnapshotReading:
+    """The snapshot of one rank; the last one if the daemon cannot be reached."""
+    reading = _SNAPSHOTS.get(url, (run, rank))
+    return SnapshotReading(snapshot=reading.value, problem=reading.problem)
 
 
 def newest_timeline(url: str, run: str, rank: int) -> TimelineView | None:
-    """The rank's; None before its first. Timelines are large: read again only when it has done another step."""
+    """The rank's newest timeline; None before its first. Timelines are large, so it is read again only after a step."""
     snapshot = look(url, run, rank).snapshot
     if snapshot is None:
         return None
@@ -89,7 +90,7 @@ def newest_timeline(url: str, run: str, rank: int) -> TimelineView | None:
 
 
 def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
-    """Of one step: what was on a screen before, or what the daemon still has; None when it is gone for good."""
+    """The timeline of one step, from memory or from the daemon; None if it is no longer stored."""
     who = _process(url, run, rank)
     with _lock:
         if (seen := _timelines.get((url, run, rank, who, step))) is not None:
@@ -105,22 +106,22 @@ def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
 
 
 def rates(url: str, run: str, rank: int) -> RateCard | None:
-    """The rank's live rate card; None while there is none, or no daemon to ask."""
-    found = _RATES.get(url, (run, rank))
-    return None if found.problem else found.value
+    """The rank's live rate card; None if there is none yet, or the daemon cannot be reached."""
+    reading = _RATES.get(url, (run, rank))
+    return None if reading.problem else reading.value
 
 
 def kept_steps(url: str, run: str, rank: int) -> tuple[int, ...]:
-    """Steps that can be looked back at, oldest first."""
-    found = _STEPS.get(url, (run, rank))
+    """Steps that have a timeline, oldest first."""
+    reading = _STEPS.get(url, (run, rank))
     whose = (url, run, rank, _process(url, run, rank))
     with _lock:
         seen = {step for *of, step in _timelines if tuple(of) == whose}
-    return tuple(sorted({*((not found.problem and found.value) or ()), *seen}))
+    return tuple(sorted({*((not reading.problem and reading.value) or ()), *seen}))
 
 
 def fresh_knobs(url: str, run: str) -> tuple[KnobsView, tuple[GenerationView, ...]]:
-    """Knobs and generations as they are now, past every cache."""
+    """The present knobs and generations, read without a cache."""
     client = reader(url)
     return client.knobs(run), tuple(client.generations(run))
 
@@ -134,11 +135,12 @@ def _remember(whose: tuple[str, str, int, str], found: TimelineView) -> None:
 
 
 def _whose(rank: RankView) -> str:
+    """Identity of the process that holds the rank: its agent and its start."""
     return f"{rank.agent} {rank.started_at}"
 
 
 def _process(url: str, run: str, rank: int) -> str:
-    """The process that the rank is now, or was last; empty when it was never seen."""
+    """Identity of the process that holds the rank now, or held it last; empty if the rank was never read."""
     snapshot = _SNAPSHOTS.last(url, (run, rank)) or look(url, run, rank).snapshot
     return _whose(snapshot.rank) if snapshot else ""
 
@@ -164,7 +166,7 @@ def _read_snapshot(client: DaemonClient, key: tuple[str, int]) -> Snapshot:
 
 
 def _steps(client: DaemonClient, run: str, rank: RankView, before: Snapshot | None) -> tuple[StepReport, ...]:
-    """The newest NUM_STEPS. Only those are asked for that were not there before: to read a step takes 0.1 ms."""
+    """The newest NUM_STEPS steps. Only new steps are requested, because reading a step takes 0.1 ms."""
     known = before.steps if before is not None and _whose(before.rank) == _whose(rank) else ()
     if known and known[-1].step <= rank.step < known[-1].step + NUM_STEPS:
         new = client.steps(run, rank.rank, min(NUM_STEPS, rank.step - known[-1].step + OVERLAP)).steps
@@ -174,7 +176,7 @@ def _steps(client: DaemonClient, run: str, rank: RankView, before: Snapshot | No
 
 
 def _read_timeline(client: DaemonClient, key: tuple[str, int, str, int]) -> TimelineView | None:
-    """The newest of the rank, as the process `who`."""
+    """The rank's newest timeline, also stored under the process in the key."""
     run, rank, who, _ = key
     found = client.timeline(run, rank)
     if found is not None:
@@ -187,8 +189,8 @@ def _read_rates(client: DaemonClient, key: tuple[str, int]) -> RateCard | None:
     return None if found is None else RateCard.from_dict(found.model_dump())
 
 
-_RUNS: Final = Kept(_read_runs, 1.0, 8)
-_SNAPSHOTS: Final = Kept(_read_snapshot, 1.0)
-_TIMELINES: Final = Kept(_read_timeline, LONGEST_SECONDS, 16)
-_RATES: Final = Kept(_read_rates, 10.0)
-_STEPS: Final = Kept(lambda client, key: client.timelines(*key).steps, 2.0)
+_RUNS: Final = CachedQuery(_read_runs, 1.0, 8)
+_SNAPSHOTS: Final = CachedQuery(_read_snapshot, 1.0)
+_TIMELINES: Final = CachedQuery(_read_timeline, LONGEST_SECONDS, 16)
+_RATES: Final = CachedQuery(_read_rates, 10.0)
+_STEPS: Final = CachedQuery(lambda client, key: client.timelines(*key).steps, 2.0)

@@ -1,4 +1,4 @@
-"""What is read from the daemon: shared for a while among viewers, and kept when the daemon is away."""
+"""Cache of values read from the daemon, shared by all viewers; old values are used while the daemon is unreachable."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tidegate.errors import DaemonError
 
 T = TypeVar("T")
 MAX_KEPT: Final = 64
-"""Of a kind; the one asked for longest ago goes first."""
+"""Entries of a cache, at most; the least recently used entry is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Generic[T]):
-    """The newest value that could be had. `problem`: why it is not of this moment; `error` is what it came of."""
+    """The newest available value. `problem`: why it is not up to date, as a sentence; `error`: the cause."""
 
     value: T | None = None
     problem: str | None = None
@@ -30,17 +30,18 @@ class Reading(Generic[T]):
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
-    """One thing. Who reads it holds its lock: others who want it meanwhile get what that one brings."""
+    """One entry. Its lock is held during a read, so that concurrent callers share one read."""
 
     reading: Reading[T] = field(default_factory=Reading)
     until: float = 0.0
+    """When the value expires, on the monotonic clock."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Kept(Generic[T]):
-    """One kind of thing, asked for at most every `seconds` for each daemon and key. For any thread.
+class CachedQuery(Generic[T]):
+    """A cached query: reads a value at most every `seconds` for each daemon and key. Thread-safe.
 
-    Everybody gets the same object: what is read is never changed.
+    All callers get the same object, so they must not change it.
     """
 
     def __init__(self, read: Callable[[DaemonClient, Any], T], seconds: float, most: int = MAX_KEPT) -> None:
@@ -50,7 +51,7 @@ class Kept(Generic[T]):
         _KINDS.append(self)
 
     def get(self, url: str, key: Hashable = None) -> Reading[T]:
-        """The value as it was within the last `seconds`, else read anew; the last one with the problem if it cannot."""
+        """The value, read again if it is older than `seconds`; the last value with the problem if the read fails."""
         entry = self._entry((url, key))
         if time.monotonic() < entry.until:
             return entry.reading
@@ -61,13 +62,13 @@ class Kept(Generic[T]):
             return entry.reading
 
     def last(self, url: str, key: Hashable = None) -> T | None:
-        """The value that was read last, however old; asks nobody."""
+        """The value that was read last, of any age, without a request."""
         with self._lock:
-            found = self._entries.get((url, key))
-        return found.reading.value if found else None
+            entry = self._entries.get((url, key))
+        return entry.reading.value if entry else None
 
     def expire(self) -> None:
-        """All of it is read anew when it is wanted next; kept where that cannot be."""
+        """Marks all entries as expired: they are read again at the next use, and kept if that fails."""
         with self._lock:
             for entry in self._entries.values():
                 entry.until = 0.0
@@ -91,26 +92,26 @@ class Kept(Generic[T]):
             return Reading(value=before.value, problem=clients.explain(error, url), error=error, read_at=before.read_at)
 
 
-_KINDS: list[Kept[Any]] = []
+_KINDS: list[CachedQuery[Any]] = []
 
-ADVICE: Final = Kept(lambda client, key: client.advice(key[0]), 20.0)
-"""By run and generation: making one keeps the daemon busy for a moment."""
-AUDIT: Final = Kept(lambda client, key: client.audit(key[0], key[1]), 2.0)
-"""By run and the most rows to read."""
-ALERTS: Final = Kept(lambda client, run: client.alerts(run or None), 5.0)
-"""By run; those without a run under the empty name."""
-FIRING: Final = Kept(lambda client, _: client.firing(), 5.0)
-"""In all runs and in none."""
+ADVICE: Final = CachedQuery(lambda client, key: client.advice(key[0]), 20.0)
+"""Advice by run and generation; it costs the daemon some processor time."""
+AUDIT: Final = CachedQuery(lambda client, key: client.audit(key[0], key[1]), 2.0)
+"""Audit rows by run and number of rows."""
+ALERTS: Final = CachedQuery(lambda client, run: client.alerts(run or None), 5.0)
+"""Alerts by run; alerts without a run have the empty name."""
+FIRING: Final = CachedQuery(lambda client, _: client.firing(), 5.0)
+"""Firing alerts of all runs and of no run."""
 
 
 def expire() -> None:
-    """Everything is read anew when it is wanted next."""
+    """Marks all values of all caches as expired."""
     for kind in _KINDS:
         kind.expire()
 
 
 def forget() -> None:
-    """Drops everything that is kept, and closes the clients."""
+    """Clears all caches and closes the clients."""
     for kind in _KINDS:
         kind.forget()
     clients.forget()

@@ -1,4 +1,4 @@
-"""From reported steps to the few figures of the first screen. Pure: nothing here draws or asks the daemon."""
+"""Summary figures of the newest steps, for the first screen. Pure: it draws nothing and sends no requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidegate.wire.run import RunView
 from tidegate.wire.step import StepReport
 
 MANY_SKIPPED = 0.1
-"""Share of steps; a scaler of fp16 gradients skips one now and then."""
+"""Share of skipped steps above which the page warns; a gradient scaler for fp16 skips a few steps normally."""
 WINDOW = 20
 """Figures are medians or means over this many of the newest steps."""
 
@@ -34,11 +34,11 @@ class Digest:
     grad_norm: float | None
     skipped: int
     skipped_lately: int = 0
-    """Of the newest `steps`."""
+    """Skipped steps among the newest `steps`."""
 
     @property
-    def told(self) -> str:
-        """How many steps the figures are of: `20 steps`."""
+    def step_count_text(self) -> str:
+        """The number of steps in the figures as text: `20 steps`."""
         return units.counted(self.steps, "step")
 
     @property
@@ -76,7 +76,7 @@ def digest(steps: Sequence[StepReport]) -> Digest:
 
 
 def pace(steps: Sequence[StepReport]) -> float | None:
-    """Median seconds from the end of one step to the end of the next; the sum of phases when there is but one."""
+    """Median seconds from the end of one step to the end of the next; with only one step, the sum of its phases."""
     gaps = [
         (after.timestamp - before.timestamp) / (after.step - before.step)
         for before, after in pairwise(steps)
@@ -95,15 +95,16 @@ def tokens_per_second(steps: Sequence[StepReport]) -> float | None:
 
 
 def verdict(run: RunView, figures: Digest, now: float) -> str:
-    """One sentence: what this run spends its time on, or why that cannot be told."""
+    """One sentence on what the run spends its time on, or why that is unknown."""
     if run.liveness == "lost":
         return f"Lost: no word from {_silent(run, 'lost')} for {units.age(now - _last_word(run, 'lost'))}."
     if run.liveness == "stale":
         return f"Late: no word from {_silent(run, 'stale')} for {units.age(now - _last_word(run, 'stale'))}."
     if figures.skipped_lately > MANY_SKIPPED * figures.steps:
         return (
-            f"{figures.skipped_lately} of the newest {figures.told} {'was' if figures.steps == 1 else 'were'} skipped, "
-            "because a gradient was not finite: the weights stay as they are."
+            f"{figures.skipped_lately} of the newest {figures.step_count_text} "
+            f"{'was' if figures.steps == 1 else 'were'} skipped, because a gradient was not finite: "
+            "the weights stay as they are."
         )
     if figures.steps == 0 or figures.update_share is None:
         return _without_figures(run)
@@ -127,7 +128,7 @@ def _without_figures(run: RunView) -> str:
 
 
 def column(steps: Sequence[StepReport], pick: Callable[[StepReport], float | None]) -> tuple[list[int], list[float]]:
-    """Step numbers and values of those steps that have one."""
+    """Step numbers and values of the steps that have a value."""
     pairs = [(step.step, value) for step in steps if (value := pick(step)) is not None]
     return [number for number, _ in pairs], [value for _, value in pairs]
 

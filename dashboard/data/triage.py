@@ -1,4 +1,4 @@
-"""What to look at first: runs in order, and the one thing to do for each. Pure: nothing here draws or asks a daemon."""
+"""Triage of runs: their order, and the suggested next action for each. Pure: it draws nothing and sends no requests."""
 
 from __future__ import annotations
 
@@ -15,46 +15,48 @@ from tidegate.wire.prediction import Advice
 from tidegate.wire.run import RankView, RunView
 
 WORTH_A_LOOK: Final = 0.1
-"""A wait of a smaller share of the step is not worth a change of knobs."""
+"""Share of the step from which a wait gives a suggestion to change knobs."""
 LARGE_UPDATE: Final = 0.25
-"""An update of a smaller share of the step, and without such a wait, is not worth asking the model about."""
+"""Share of the step from which an update without such a wait gives a suggestion, if the model has advice."""
 NEARLY_FULL: Final = 0.95
+"""Share of device memory from which it counts as full."""
 LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
-"""Urgencies; what is in one class is ordered by the fraction. One that is late comes back by itself, mostly."""
+"""Urgency classes; lower is more urgent, and a fraction orders the tasks within a class. Late (stale) ranks are less
+urgent than a full device, because they usually come back."""
 RUNNING: Final = ("live", "stale")
 LOST_SECONDS: Final = 86_400.0
-"""A run that is lost for longer is nobody's task any more."""
+"""A run that has been lost for longer gives no task."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One thing to do: how urgent (less is more), a sentence, and the page on which it is done."""
+    """A suggested action: its urgency (lower is more urgent), a sentence, and the page where it is done."""
 
     run: str
     urgency: float
     sentence: str
     page: str
     if_advised: bool = False
-    """It is one only if the model knows what to turn."""
+    """The task is shown only if the model advises a change of knobs."""
 
 
 def running(runs: Collection[RunView]) -> list[RunView]:
-    """Those that go on, newest first."""
+    """The running runs (live or stale), newest first."""
     return _newest_first(run for run in runs if run.liveness in RUNNING)
 
 
 def ended(runs: Collection[RunView]) -> list[RunView]:
-    """Those that are lost or finished, newest first."""
+    """The lost and finished runs, newest first."""
     return _newest_first(run for run in runs if run.liveness not in RUNNING)
 
 
 def ordered(runs: Collection[RunView]) -> list[RunView]:
-    """Those that go on, then those that ended, each newest first."""
+    """The running runs, then the ended runs, each newest first."""
     return running(runs) + ended(runs)
 
 
 def counted(runs: Iterable[RunView]) -> str:
-    """How many there are of each kind: `3 live, 1 finished`."""
+    """The number of runs by liveness as text: `3 live, 1 finished`."""
     return ", ".join(f"{count} {liveness}" for liveness, count in Counter(r.liveness for r in runs).most_common())
 
 
@@ -63,13 +65,13 @@ def _newest_first(runs: Iterable[RunView]) -> list[RunView]:
 
 
 def lead(run: RunView) -> RankView | None:
-    """The lowest rank that has finished a step, else the lowest."""
+    """The lowest rank that has finished a step, else the lowest rank; None without ranks."""
     ranks = sorted(run.ranks, key=lambda rank: rank.rank)
     return next((rank for rank in ranks if rank.last_step is not None), ranks[0] if ranks else None)
 
 
 def task(run: RunView, alerts: Sequence[AlertView], now: float) -> Task | None:
-    """What this run wants of its operator now; None when it wants nothing."""
+    """The suggested action for this run now; None if there is none."""
     if run.liveness == "finished" or (run.liveness == "lost" and now - run.last_seen > LOST_SECONDS):
         return None
     if run.liveness in ("lost", "stale"):
@@ -78,7 +80,7 @@ def task(run: RunView, alerts: Sequence[AlertView], now: float) -> Task | None:
 
 
 def of_no_run(alerts: Sequence[AlertView]) -> Task | None:
-    """What alerts that concern no run want; its `run` is empty."""
+    """The suggested action for alerts without a run; its `run` is empty."""
     return _fires("", alerts)
 
 
@@ -91,14 +93,14 @@ def _fires(run: str, alerts: Sequence[AlertView]) -> Task | None:
 
 
 def sorted_tasks(tasks: Collection[Task]) -> list[Task]:
-    """The most urgent first."""
+    """The tasks, most urgent first."""
     return sorted(tasks, key=lambda task: (task.urgency, task.run))
 
 
 def with_advice(found: Task, advice: Advice | None) -> Task | None:
-    """The task with what the model would turn, where it is a matter of knobs and the model has something to say.
+    """The task with the model's advice added, if it is about knobs and there is advice.
 
-    None when it is a task only with advice, and there is none.
+    None if the task is shown only with advice, and there is none.
     """
     if found.page != "tune" or found.urgency < WAITING:
         return found

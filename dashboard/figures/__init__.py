@@ -1,1 +1,1 @@
-"""Figures: charts as Plotly takes them."""
+"""Figures: builds charts as Plotly figures."""

@@ -1,9 +1,9 @@
-"""The look that all charts share. A figure is a plain dict, as Plotly's JavaScript takes it: made in microseconds.
+"""Common layout, axes and colours of all charts. A figure is a plain dict, as Plotly's JavaScript takes it.
 
-Labels of axes that move with the steps must not be measured. To measure one Plotly lays out the page, and it remembers
-the size of each text at each place where it ever stood, up to 10,000 of them. So axes of numbers have fixed margins, no
-titles (their unit stands at the last tick), and keep labels that stick out; and `themed` replaces Streamlit's theme,
-which gives titles a distance that must be measured.
+Plotly must not measure labels of axes that move with the steps: to measure a label it lays out the page, and it
+remembers the size of each text at each position, up to 10,000 of them. So axes of numbers have fixed margins and no
+titles (the unit is at the last tick), and keep labels that stick out. `themed` replaces Streamlit's theme, which gives
+titles a distance that must be measured.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ TICKS: Final = {"size": 10.5}
 FONT: Final = '"Source Sans", sans-serif'
 CLEAR: Final = "rgba(0,0,0,0)"
 DIGITS: Final = 5
-"""Of each number that is sent: more than a chart can show."""
+"""Significant digits of each number that is sent to the browser: more than a chart can show."""
 
 
 def figure(
     traces: Sequence[Trace], x: Axis, y: Axis, height: int = SMALL, *, legend: bool = False, **layout: object
 ) -> Figure:
-    """Traces on two axes, as yet without the colours of the page."""
+    """A figure of traces on two axes, without the colours of a theme."""
     return {"data": list(traces), "layout": frame(height, legend=legend) | {"xaxis": x, "yaxis": y} | layout}
 
 
 def frame(height: int, *, legend: bool) -> dict[str, object]:
-    """The layout without its axes."""
+    """The layout of a figure, without its axes."""
     return {
         "height": height,
         "margin": MARGIN | {"t": MARGIN["t"] + LEGEND_HEIGHT * legend},
@@ -50,7 +50,7 @@ def frame(height: int, *, legend: bool) -> dict[str, object]:
 
 
 def themed(drawn: Figure, theme: palette.Theme) -> Figure:
-    """In the colours of the page."""
+    """The figure in the colours of the page's theme."""
     axis = {"gridcolor": palette.GRID[theme], "linecolor": palette.GRID[theme], "zerolinecolor": palette.GRID[theme]}
     look = {
         "font": {"family": FONT, "size": 11, "color": palette.LABEL[theme]},
@@ -62,38 +62,38 @@ def themed(drawn: Figure, theme: palette.Theme) -> Figure:
 
 
 def numbers(unit: str = "", **more: object) -> Axis:
-    """An axis of numbers, with their unit at the last tick."""
+    """An axis of numbers, with the unit at the last tick."""
     ticks = {"ticksuffix": f" {unit}", "showticksuffix": "last"} if unit else {}
     kept = {"automargin": False, "tickangle": 0, "ticklabeloverflow": "allow", "tickfont": TICKS}
     return kept | {"zeroline": False, "nticks": 5} | ticks | more
 
 
 def names(**more: object) -> Axis:
-    """An axis of words, as wide as they are."""
+    """An axis of names, as wide as the longest name."""
     return {"type": "category", "automargin": True, "tickfont": TICKS, "showgrid": False, "zeroline": False} | more
 
 
 def steps(first: int, last: int, ticks: int) -> Axis:
-    """An axis of whole steps, each named once however few there are."""
+    """An axis of step numbers, without repeated labels for few steps."""
     spacing = {"nticks": ticks} if last - first > ticks else {"dtick": 1}
     said = {"tickformat": "d", "tickprefix": "step ", "showtickprefix": "first", "showgrid": False}
     return numbers() | said | spacing
 
 
 def empty(message: str, height: int = SMALL) -> Figure:
-    """A figure that says why there is nothing to show."""
+    """A figure without data that shows a message."""
     said = {"text": markup.chart(message), "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper",
             "font": {"size": 12, "color": palette.GREY}}  # fmt: skip
     return figure([], {"visible": False}, {"visible": False}, height, annotations=[said])
 
 
 def short(values: Iterable[float]) -> list[float]:
-    """As many digits as are worth sending."""
+    """The values rounded to `DIGITS` significant digits."""
     return [float(f"{value:.{DIGITS}g}") for value in values]
 
 
 def hatched(color: str) -> dict[str, object]:
-    """The marker of a stall: stripes of `color` on a tint that shows on light and dark."""
+    """The marker of a stall: stripes of `color` on a tint that is visible in the light and the dark theme."""
     return {
         "color": "rgba(128,128,128,0.18)",
         "line": {"color": color, "width": 1},
@@ -102,7 +102,7 @@ def hatched(color: str) -> dict[str, object]:
 
 
 def ends(names: Sequence[str], lengths: Sequence[float], labels: Sequence[str]) -> Trace:
-    """Each row's total, written after its bar; leave room for it."""
+    """A trace with each row's total as text after its bar; the axis must leave space for it."""
     return {
         "type": "scatter", "x": short(lengths), "y": [markup.chart(name) for name in names],
         "text": [f" {label}" for label in labels],

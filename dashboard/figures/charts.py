@@ -1,4 +1,4 @@
-"""Figures of the page Run: steps in, a figure out. The Gantt is in `gantt.py`, the tide in `tide.py`."""
+"""Charts of the page Run, built from steps. The Gantt chart is in `gantt.py`, memory in `memory_chart.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_STEP = "No step has finished yet."
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at a step: a short name for the chart, and the lines of text for who points at it."""
+    """An event at a step: a short name in the chart, and the lines of its hover text."""
 
     step: int
     name: str
@@ -26,7 +26,7 @@ class Mark:
 
 
 def phase_history(steps: Sequence[StepReport], marks: Sequence[Mark] = ()) -> Figure:
-    """Seconds of each phase, stacked, step by step; a line wherever knobs changed."""
+    """Seconds of each phase, stacked, for each step; with a line at each change of knobs."""
     recent = list(steps)[-MAX_POINTS:]
     if not recent:
         return chart_style.empty(NO_STEP, chart_style.TALL)
@@ -75,9 +75,9 @@ def _names_of(marks: Sequence[Mark], height: float) -> Trace:
 
 
 def cpu_cores(steps: Sequence[StepReport]) -> Figure:
-    """CPU seconds per second of each phase: how many cores it kept busy, step by step.
+    """CPU seconds per second of each phase (the number of busy cores), for each step.
 
-    Phases are told by colour, and when pointed at: a legend would take half of so small a chart.
+    Phases are identified by colour and hover text: a legend would take half of such a small chart.
     """
     recent = list(steps)[-MAX_POINTS:]
     traces = []
@@ -97,7 +97,7 @@ def cpu_cores(steps: Sequence[StepReport]) -> Figure:
 
 
 def series(points: tuple[list[int], list[float]], nothing: str, color: str) -> Figure:
-    """One number of each step as a line: step numbers and values; `nothing` is said when there are none."""
+    """A line of one value for each step. points: step numbers and values. nothing: the message if there are none."""
     numbers, values = points
     if not values:
         return chart_style.empty(nothing)
@@ -116,7 +116,7 @@ def _line(points: Mapping[int, float], color: str, hover: str, name: str = "") -
 
 
 def stalls_by_cause(steps: Sequence[StepReport]) -> Figure:
-    """Mean stall seconds a step by cause, coloured by the phase that waited."""
+    """Mean stall seconds per step by cause, coloured by the phase that waited."""
     recent = list(steps)[-WINDOW:]
     totals: dict[tuple[str, str], float] = {}
     for row in (row for step in recent for row in step.stalls if row.seconds > 0):
@@ -144,7 +144,7 @@ def stalls_by_cause(steps: Sequence[StepReport]) -> Figure:
 
 
 def link_bytes(steps: Sequence[StepReport]) -> Figure:
-    """Mean bytes a step over the link, by direction and content, coloured by the phase in which they moved."""
+    """Mean bytes per step over the link, by direction and content, coloured by the phase of the transfer."""
     recent = list(steps)[-WINDOW:]
     moved: dict[tuple[str, str], float] = {}
     busy: dict[tuple[str, str], float] = {}

@@ -1,6 +1,6 @@
-"""One update, drawn: a bar for each op on its lane, and a hatched bar wherever nothing was being updated.
+"""Gantt chart of one update: a bar for each op on its lane, and a hatched bar for each time without any update.
 
-Where there is a prediction each lane has two rows: what was measured above, what was predicted below, paler.
+With a prediction each lane has two rows: measured bars above, predicted bars below in paler colours.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tidegate.wire.translation import as_timeline
 
 Scope = Literal["update", "step"]
 HEIGHT: Final = 330
-"""Of an empty chart."""
+"""Height of an empty chart, in pixels."""
 FRAME_HEIGHT: Final = 96
 LANE_HEIGHT: Final = 36
 MAX_BARS: Final = 800
 WAITS: Final = "waits"
 PALE: Final = 0.5
 FURTHEST: Final = 2.0
-"""A prediction that is far off is cut at so many times what was measured, or that could not be read beside it."""
+"""A prediction is cut at this multiple of the measured time; otherwise the measured part would be too small to read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One op, or several neighbours of one kind that would be too thin to see."""
+    """A bar for one op, or for several neighbours of one kind that would be too thin to see."""
 
     kind: str
     lane: str
@@ -50,7 +50,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Where bars of one timeline go: the middle of each lane's row, how high bars are, how strong, and their words."""
+    """Layout of one timeline's bars: the middle of each lane's row, the bars' height and opacity, and their text."""
 
     middle: Mapping[str, float]
     height: float
@@ -59,14 +59,15 @@ class Row:
 
 
 def window(view: TimelineView, scope: Scope) -> tuple[float, float]:
-    """Seconds shown: the update (or all the step), from the timeline's origin."""
+    """Begin and end of the shown part (the update or the whole step), in seconds from the timeline's origin."""
     rows = [row for row in view.phases if scope == "step" or row.phase == "update"]
     edges = [(row.start, row.end) for row in rows] or [(row.start, row.end) for row in view.spans] or [(0.0, 1e-3)]
     return min(start for start, _ in edges), max(end for _, end in edges)
 
 
 def bars(rows: Sequence[SpanRow], finest: float, critical: Collection[int] = ()) -> list[Bar]:
-    """One bar a span; neighbours of one kind on a lane join where both bars and the gap are below `finest` seconds."""
+    """One bar for each span. Neighbours of one kind on a lane are joined if both bars and their gap are shorter than
+    `finest` seconds."""
     joined: list[Bar] = []
     by_lane: dict[str, list[SpanRow]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.start):
@@ -105,7 +106,7 @@ def gantt(
     predicted: TimelineView | None = None,
     ink: str | None = None,
 ) -> Figure:
-    """Bars of the update, or of the whole step, by lane. Times are from the start of what is shown.
+    """Gantt chart of the update, or of the whole step, by lane. Times are from the start of the shown part.
 
     ink: the colour in which the critical path is drawn; None leaves it out.
     """
@@ -143,7 +144,8 @@ def gantt(
 
 
 def _rows(names: Sequence[str], two: bool) -> tuple[Row, Row]:
-    """Measured above predicted in each lane; all of the lane where there is no prediction."""
+    """The layouts of the measured bars (above) and the predicted bars in each lane; without a prediction the measured
+    bars take the whole lane."""
     if not two:
         whole = Row({name: float(at) for at, name in enumerate(names)}, 0.78, 1.0, "")
         return whole, whole
@@ -182,7 +184,7 @@ def _by_cause(found: Sequence[Stall], first: float, last: float) -> dict[str, li
 
 
 def _bar_trace(name: str, row: Row, lanes: Sequence[str], spans: Sequence[tuple[float, float]]) -> Trace:
-    """Bars on their lanes, from start to end on the axis."""
+    """A trace of bars on their lanes, from start to end."""
     label = markup.chart(name)
     return {
         "type": "bar", "orientation": "h", "name": label, "legendgroup": label, "showlegend": not row.said,
@@ -216,7 +218,7 @@ def _stall_trace(cause: str, found: Sequence[Stall], row: Row, first: float, sca
 
 
 def _path(found: Sequence[Bar], row: Row, first: float, scale: float, ink: str) -> Trace:
-    """A line through the bars that decided when the update ended, from each to the next that waited for it."""
+    """The critical path: a line through the bars that decided when the update ended."""
     x: list[float] = []
     y: list[float] = []
     for bar in sorted(found, key=lambda bar: (bar.start, bar.end)):
@@ -248,7 +250,7 @@ def _describe(bar: Bar, first: float) -> str:
 
 
 def _tints(view: TimelineView, first: float, last: float, scale: float) -> dict[str, list[dict[str, object]]]:
-    """A tint behind each phase, with its name inside at the bottom where there is room."""
+    """A tint behind each phase, with the phase's name at the bottom if it fits."""
     edges = [(row, (row.start - first) * scale, (row.end - first) * scale) for row in view.phases]
     tints: list[dict[str, object]] = [
         {

@@ -1,4 +1,4 @@
-"""The tide chart: memory rising and falling with the phases, on the device above and in host memory below."""
+"""Memory chart (the tide chart): peaks of device memory by phase above, host memory of the engine below."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tidegate.wire.step import StepReport
 STEPS = 12
 HEIGHT = 360
 SHORE = 0.42
-"""Where the water meets the land, as a share of the height."""
+"""Position of the line between the device and the host part, as a share of the height."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """The device's peak in one phase of one step. `at` is where the phase begins, as a step and its fraction."""
+    """Peak of device memory in one phase of one step. `at`: begin of the phase, as a step number with a fraction."""
 
     step: int
     phase: str
@@ -29,7 +29,7 @@ class Wave:
 
 
 def waves(steps: Sequence[StepReport]) -> list[Wave]:
-    """Phases in their order, each as wide as its share of the step; those without a peak leave a gap."""
+    """The phases in order, each as wide as its share of the step; a phase without a peak leaves a gap."""
     found = []
     for step in steps:
         total = sum(step.phase_seconds.get(phase, 0.0) for phase in PHASES)
@@ -43,7 +43,7 @@ def waves(steps: Sequence[StepReport]) -> list[Wave]:
 
 
 def tide(steps: Sequence[StepReport], capacity_bytes: int | None = None) -> Figure:
-    """Of the newest STEPS steps. `capacity_bytes`: what the device has, drawn as a line where it is known."""
+    """The memory chart of the newest STEPS steps. `capacity_bytes`: size of device memory, drawn as a line if known."""
     recent = list(steps)[-STEPS:]
     found = waves(recent)
     kinds = [kind for kind in palette.HOST if any(step.host_memory_bytes.get(kind) for step in recent)]
@@ -80,14 +80,14 @@ def tide(steps: Sequence[StepReport], capacity_bytes: int | None = None) -> Figu
 
 
 def _steps(recent: Sequence[StepReport], **more: object) -> Axis:
-    """From the beginning of the first step to the end of the last; not all of them named."""
+    """The axis from the begin of the first step to the end of the last; only some steps have labels."""
     first, last = recent[0].step, recent[-1].step
     spread = {"range": [first, last + 1], "tick0": first, "dtick": max(1, len(recent) // 8)}
     return chart_style.steps(first, last, STEPS) | spread | more
 
 
 def _side(name: str, height: float) -> dict[str, object]:
-    """What is on this side of the water, at the left edge."""
+    """The label of the device or host part, at the left edge."""
     return {
         "text": name, "textangle": -90, "showarrow": False, "font": {"size": 10.5, "color": palette.GREY},
         "xref": "paper", "x": 0, "xanchor": "right", "xshift": -38, "yref": "paper", "y": height, "yanchor": "middle",
@@ -135,7 +135,7 @@ def _host(recent: Sequence[StepReport], kinds: Sequence[str], scale: float, unit
 
 
 def _mark_capacity(drawn: Figure, capacity_bytes: int, scale: float) -> None:
-    """What the device has, as a dashed line across."""
+    """Draws the size of device memory as a dashed horizontal line."""
     at = capacity_bytes * scale
     drawn["layout"]["shapes"] = [
         {

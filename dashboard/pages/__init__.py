@@ -1,1 +1,1 @@
-"""The pages of the live view, one module each: which sections there are and where."""
+"""The pages of the live view, one module each: the sections of a page and their layout."""

@@ -1,4 +1,4 @@
-"""What all pages share: the bar with its links and pickers, and what is said while there is no run to show."""
+"""Frame of all pages: navigation bar, pickers of run and rank, and the text shown while there is no run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidegate.dashboard import URL_VARIABLE
 from tidegate.dashboard.data import queries, triage
 from tidegate.dashboard.pages.registry import SCREENS, Screen
 from tidegate.dashboard.session import links
-from tidegate.dashboard.session.page_context import Place, live, slow, told
+from tidegate.dashboard.session.page_context import PageContext, errors_shown, live, slow
 from tidegate.dashboard.style import markup
 from tidegate.dashboard.widgets import states
 from tidegate.wire.run import RunView
@@ -23,7 +23,7 @@ START: Final = "start"
 
 
 def app() -> None:
-    """Draws the page of the address. Live parts refresh themselves; the rest runs only when the viewer touches it."""
+    """Draws the page of the address. Live sections refresh by themselves; the rest runs only when the viewer acts."""
     st.set_page_config(page_title="Tidegate", page_icon="🌊", layout="wide", initial_sidebar_state="collapsed")
     st.html(markup.STYLE)
     pages = {screen.path: st.Page(_drawing(screen), title=screen.title, url_path=screen.path) for screen in SCREENS}
@@ -33,7 +33,7 @@ def app() -> None:
 
 
 def _start() -> None:
-    """`/` goes on to the first page, `/?run=…` to that run."""
+    """Redirects `/` to the first page, and `/?run=…` to the page of that run."""
     if run := st.query_params.get("run"):
         links.go("run", run=run)
     links.go(SCREENS[0].path)
@@ -44,7 +44,7 @@ def _drawing(screen: Screen) -> Callable[[], None]:
 
 
 def _show(screen: Screen) -> None:
-    with told():
+    with errors_shown():
         _draw(screen)
 
 
@@ -63,7 +63,7 @@ def _draw(screen: Screen) -> None:
     with left:
         _links(screen, run, rank)
     if screen.about == "all":
-        screen.draw(Place(url=url, run=run))
+        screen.draw(PageContext(url=url, run=run))
     elif not found.runs:
         _wait_for_a_run(url)
     elif run not in {view.run for view in found.runs}:
@@ -71,11 +71,11 @@ def _draw(screen: Screen) -> None:
         _watch_runs(url, _known(found.runs))
     else:
         _watch_runs(url, _known(found.runs))
-        screen.draw(Place(url=url, run=run, rank=rank))
+        screen.draw(PageContext(url=url, run=run, rank=rank))
 
 
 def _links(now: Screen, run: str, rank: int) -> None:
-    """A link to each page, with the run that is shown."""
+    """Draws a link to each page, with the present run and rank."""
     kept: dict[str, str | int] = {"run": run} if run else {}
     if rank:
         kept["rank"] = rank
@@ -94,7 +94,7 @@ def _wait_for_a_run(url: str) -> None:
 
 @slow
 def _watch_runs(url: str, known: frozenset[tuple[str, int]]) -> None:
-    """A new run or rank needs the pickers drawn again."""
+    """Draws the page again when there is a new run or rank, so that the pickers have it."""
     found = queries.runs(url)
     if not found.problem and _known(found.runs) - known:
         st.rerun(scope="app")
@@ -105,7 +105,7 @@ def _known(runs: tuple[RunView, ...]) -> frozenset[tuple[str, int]]:
 
 
 def _pick_run(where: st.delta_generator.DeltaGenerator, runs: tuple[RunView, ...]) -> str:
-    """The run of ?run=, else the one heard of last; a picker when there are several."""
+    """The run of ?run=, else the first of the list; draws a picker if there are several runs."""
     names = [view.run for view in triage.ordered(runs)]
     asked = st.query_params.get("run")
     if len(names) == 1 and asked in (None, names[0]):
@@ -122,7 +122,7 @@ def _pick_run(where: st.delta_generator.DeltaGenerator, runs: tuple[RunView, ...
 
 
 def _pick_rank(where: st.delta_generator.DeltaGenerator, view: RunView) -> int:
-    """The rank of ?rank=, else the lowest there is; a picker when there are several."""
+    """The rank of ?rank=, else the lowest rank; draws a picker if there are several ranks."""
     ranks = sorted(rank.rank for rank in view.ranks) or [0]
     asked = st.query_params.get("rank", "")
     shown = int(asked) if asked.isdecimal() and int(asked) in ranks else ranks[0]

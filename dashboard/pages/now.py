@@ -1,4 +1,4 @@
-"""Now: every run that goes on as a card, newest first, those that ended folded away, and the one thing to do next."""
+"""Page Now: running runs as cards, newest first; ended runs collapsed; and the most urgent suggested action."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ import streamlit as st
 
 from tidegate.dashboard.data import firing_alerts, queries, read_cache, triage
 from tidegate.dashboard.session import links
-from tidegate.dashboard.session.page_context import Place, live
+from tidegate.dashboard.session.page_context import PageContext, live
 from tidegate.dashboard.style import markup, palette
 from tidegate.dashboard.widgets import card, states
 from tidegate.wire.run import RunView
 
 CARDS: Final = 24
-"""More runs than that are rows of a table below."""
+"""Cards, at most; further runs are rows of a table below."""
 ENDED_SHOWN: Final = 3
-"""Runs that ended and are cards while none goes on; others are folded away."""
-ASKED: Final = 3
+"""Ended runs that are shown as cards while no run is running; the other ended runs are collapsed."""
+MAX_ADVISED: Final = 3
+"""Runs for which advice is requested, at most."""
 FILTER: Final = "now_filter"
 PLACES: Final = {"run": "Open the run", "tune": "Tune it", "timeline": "Open its timeline", "alerts": "See alerts"}
 
 
-def now(place: Place) -> None:
-    if len(queries.runs(place.url).runs) > CARDS:
+def now(context: PageContext) -> None:
+    if len(queries.runs(context.url).runs) > CARDS:
         st.text_input(
             "Filter", key=FILTER, placeholder="part of a run's name", label_visibility="collapsed", width=260,
             icon=":material/search:",
         )  # fmt: skip
     head = st.container()
-    _runs(place)
+    _runs(context)
     with head:
-        _next(place)
+        _next(context)
 
 
 @live
-def _runs(place: Place) -> None:
-    """All cards. Drawn before the one thing to do next, for which the daemon may have to think."""
-    found = queries.runs(place.url)
+def _runs(context: PageContext) -> None:
+    """Draws all cards. They are drawn before the suggested action, for which the daemon may need some time."""
+    found = queries.runs(context.url)
     if not found.runs:
-        states.nothing_yet(place.url, found)
+        states.nothing_yet(context.url, found)
         return
     if found.problem:
         st.html(markup.banner(f"{found.problem} What follows is what was last known.", palette.LIVENESS["lost"]))
@@ -68,20 +69,20 @@ def _filtered(runs: tuple[RunView, ...]) -> list[RunView]:
 
 
 @live
-def _next(place: Place) -> None:
-    """How many there are of each kind, and what to do."""
-    found = queries.runs(place.url)
+def _next(context: PageContext) -> None:
+    """Draws the number of runs by liveness, and the suggested action."""
+    found = queries.runs(context.url)
     if not found.runs:
         return
     st.html(markup.title("Runs", triage.counted(found.runs)))
     if found.problem:
         return
     runs = triage.ordered(found.runs)
-    fires = firing_alerts.firing(place.url)
+    fires = firing_alerts.firing(context.url)
     moment = time.time()
     tasks = [task for run in runs if (task := triage.task(run, fires.of(run.run), moment))]
     tasks += [task for task in [triage.of_no_run(fires.of(firing_alerts.NO_RUN))] if task]
-    first, unknown = _most_urgent(place.url, triage.sorted_tasks(tasks), {run.run: run.generation for run in runs})
+    first, unknown = _most_urgent(context.url, triage.sorted_tasks(tasks), {run.run: run.generation for run in runs})
     if fires.problem:
         unknown = [f"What fires is not known in full: {fires.problem}", *unknown]
     if first is None:
@@ -95,7 +96,7 @@ def _next(place: Place) -> None:
 
 
 def _nothing(unknown: list[str]) -> None:
-    """Says so only where everything is known."""
+    """Draws that there is nothing to do; or, with the sentences `unknown`, that nothing to do is known."""
     if unknown:
         st.html(markup.advice("Nothing to do is known.", " ".join(unknown), "stale"))
         return
@@ -106,11 +107,12 @@ def _nothing(unknown: list[str]) -> None:
 def _most_urgent(
     url: str, tasks: list[triage.Task], generations: Mapping[str, int]
 ) -> tuple[triage.Task | None, list[str]]:
-    """The first task that is one, with advice; and what is not known about those before it, as sentences.
+    """The most urgent task, with advice; and sentences on tasks before it that could not be decided.
 
-    The model is asked about a few runs at most."""
+    Advice is requested for a few runs at most.
+    """
     unknown = []
-    for task in tasks[:ASKED]:
+    for task in tasks[:MAX_ADVISED]:
         advice = None
         if task.page == "tune":
             reading = read_cache.ADVICE.get(url, (task.run, generations[task.run]))
@@ -119,6 +121,6 @@ def _most_urgent(
                 unknown.append(f"What the model advises for {task.run} is not known: {reading.problem}")
         if (found := triage.with_advice(task, advice)) is not None:
             return found, unknown
-    if tasks[ASKED:]:
-        unknown.append(f"Of {len(tasks)} runs that spend much of a step on the update, {ASKED} were looked into.")
+    if tasks[MAX_ADVISED:]:
+        unknown.append(f"Of {len(tasks)} runs that spend much of a step on the update, {MAX_ADVISED} were looked into.")
     return None, unknown

@@ -1,4 +1,4 @@
-"""The pages there are: their addresses, their names, what they are about, and who draws them."""
+"""Registry of the pages: address, title, scope (all runs, a run, a rank) and drawing function of each page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from tidegate.dashboard.pages import alerts, now, plan, run, timeline, tune
-from tidegate.dashboard.session.page_context import Place
+from tidegate.dashboard.session.page_context import PageContext
 
 About = Literal["all", "run", "rank"]
 
@@ -16,14 +16,14 @@ About = Literal["all", "run", "rank"]
 class Screen:
     """One page, at the address `/<path>`.
 
-    about: `all` is drawn whatever there is, even without a run or a daemon; `run` has a picker of runs and is drawn
-        only when there is one; `rank` has a picker of ranks besides.
+    about: `all`: the page is always drawn, even without a run or a daemon. `run`: the page has a picker of runs, and is
+        drawn only if there is a run. `rank`: the page also has a picker of ranks.
     """
 
     path: str
     title: str
     about: About
-    draw: Callable[[Place], None]
+    draw: Callable[[PageContext], None]
 
 
 SCREENS: Final = (
@@ -34,4 +34,4 @@ SCREENS: Final = (
     Screen(path="plan", title="Plan", about="all", draw=plan.plan),
     Screen(path="alerts", title="Alerts and audit", about="run", draw=alerts.alerts),
 )
-"""In the order of the bar; the first is the start page."""
+"""The pages in the order of the navigation bar; the first is the start page."""

@@ -1,4 +1,4 @@
-"""Run: where the time, the bytes and the memory of one rank go."""
+"""Page Run: charts of time, transfers and memory of one rank."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import streamlit as st
 
 from tidegate.dashboard.data import queries
 from tidegate.dashboard.data.step_stats import digest
-from tidegate.dashboard.session.page_context import Place, live, slow
+from tidegate.dashboard.session.page_context import PageContext, live, slow
 from tidegate.dashboard.widgets import header, phases, resources, storage, update
 
 
-def run(place: Place) -> None:
-    _first_screen(place)
-    _below(place)
+def run(context: PageContext) -> None:
+    _first_screen(context)
+    _below(context)
 
 
 @live
-def _first_screen(place: Place) -> None:
-    look = queries.look(place.url, place.run, place.rank)
+def _first_screen(context: PageContext) -> None:
+    look = queries.look(context.url, context.run, context.rank)
     snapshot = look.snapshot
     if snapshot is None:
-        header.unread(place, look)
+        header.no_data(context, look)
         return
     figures = digest(snapshot.steps)
     header.header(look, snapshot, figures)
@@ -34,8 +34,8 @@ def _first_screen(place: Place) -> None:
 
 
 @slow
-def _below(place: Place) -> None:
-    snapshot = queries.look(place.url, place.run, place.rank).snapshot
+def _below(context: PageContext) -> None:
+    snapshot = queries.look(context.url, context.run, context.rank).snapshot
     if snapshot is None:
         return
     figures = digest(snapshot.steps)

@@ -1,4 +1,4 @@
-"""Tune: the knobs of a run as they are, what turning them would do, the fields that turn them, and the way back."""
+"""Page Tune: the present knobs of a run, the fields that change them, the preview of a change, and rollback."""
 
 from __future__ import annotations
 
@@ -6,51 +6,51 @@ import streamlit as st
 
 from tidegate.dashboard.data import queries
 from tidegate.dashboard.data.step_stats import digest
-from tidegate.dashboard.session.page_context import Place, live, slow, told
+from tidegate.dashboard.session.page_context import PageContext, errors_shown, live, slow
 from tidegate.dashboard.style import snippets
 from tidegate.dashboard.widgets import advice, editor, forecast, header, history, knobs_now, trial
 
 
-def tune(place: Place) -> None:
-    """What is live is in fragments; the editor is not, so that a refresh never eats an edit."""
+def tune(context: PageContext) -> None:
+    """Draws the page. Live sections refresh as fragments; the editor does not, so that a refresh discards no edit."""
     st.html(snippets.STYLE)
-    _head(place)
+    _head(context)
     left, right = st.columns([4, 7], gap="medium")
     with right:
-        _knobs(place)
+        _knobs(context)
     with left:
-        _editor(place)
-    _history(place)
+        _editor(context)
+    _history(context)
 
 
 @live
-def _head(place: Place) -> None:
-    look = queries.look(place.url, place.run, place.rank)
+def _head(context: PageContext) -> None:
+    look = queries.look(context.url, context.run, context.rank)
     if look.snapshot is None:
-        header.unread(place, look)
+        header.no_data(context, look)
     else:
         header.brief(look, look.snapshot, digest(look.snapshot.steps))
 
 
 @live
-def _knobs(place: Place) -> None:
-    snapshot = queries.look(place.url, place.run, place.rank).snapshot
+def _knobs(context: PageContext) -> None:
+    snapshot = queries.look(context.url, context.run, context.rank).snapshot
     if snapshot is not None:
         knobs_now.knobs_now(snapshot)
         forecast.preview(snapshot)
         trial.last_change(snapshot)
-        advice.advice(place, snapshot)
+        advice.advice(context, snapshot)
 
 
 @slow
-def _history(place: Place) -> None:
-    snapshot = queries.look(place.url, place.run, place.rank).snapshot
+def _history(context: PageContext) -> None:
+    snapshot = queries.look(context.url, context.run, context.rank).snapshot
     if snapshot is not None:
-        history.history(place, snapshot)
+        history.history(context, snapshot)
 
 
-def _editor(place: Place) -> None:
-    snapshot = queries.look(place.url, place.run, place.rank).snapshot
+def _editor(context: PageContext) -> None:
+    snapshot = queries.look(context.url, context.run, context.rank).snapshot
     if snapshot is not None:
-        with told():
-            editor.editor(place, snapshot.knobs)
+        with errors_shown():
+            editor.editor(context, snapshot.knobs)

@@ -1,1 +1,1 @@
-"""The server of the live view: start, request guard and sign-in."""
+"""The server of the live view: start, request guard (Host, Origin, session) and sign-in."""

@@ -1,7 +1,7 @@
-"""What every request to the live view passes: its Host and Origin, its session, and the policy for pages.
+"""Request guard of the live view: checks Host, Origin and session of every request, and sets the security headers.
 
-A page of another site can make a browser send requests here, and with DNS rebinding it even gives us its own name. A
-browser without a session gets the entrance page and no other, and no WebSocket, over which all figures come.
+A page of another site can make a browser send requests to the live view. With DNS rebinding it can even use its own
+host name for them. A browser without a session gets the sign-in page only, and no WebSocket, which carries all data.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from tidegate.dashboard.session import browser_sessions
 FREE: Final = (HEALTH_PATH, OPEN_PATH, SIGN_IN_PATH, "/favicon.png", "/favicon.ico")
 """Paths that need no session."""
 STATIC: Final = "/static/"
-"""What is below is Streamlit's own, the same for everybody."""
+"""Path of Streamlit's own static files, which contain no data."""
 POLICY_VIOLATION: Final = 1008
+"""WebSocket close code."""
 _NO_SESSION: Final = "This needs a session: open the live view in a browser, or see `tidegate dashboard --link`."
 _INLINE: Final = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
 
 def _own_scripts() -> str:
-    """The hashes of the scripts that Streamlit's page has in itself, as the policy names them."""
+    """The hashes of the inline scripts of Streamlit's page, for the Content-Security-Policy."""
     page = (Path(streamlit.__file__).parent / "static" / "index.html").read_bytes()
     hashes = (base64.b64encode(hashlib.sha256(script).digest()).decode() for script in _INLINE.findall(page))
     return " ".join(f"'sha256-{one}'" for one in hashes)
@@ -47,12 +48,12 @@ POLICY: Final = (
     "img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; connect-src 'self'; "
     "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'self'"
 )
-"""No page loads, sends or shows anything of another host, whatever text comes from outside. Charts evaluate expressions
-that are made here: they need 'unsafe-eval'."""
+"""Content-Security-Policy: no page loads, sends or shows data of another host, whatever text it contains. The charts
+need 'unsafe-eval', because they evaluate expressions that are made here."""
 
 
-class Guard:
-    """ASGI middleware before everything that the live view serves."""
+class RequestGuard:
+    """ASGI middleware in front of all routes of the live view."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -89,7 +90,7 @@ class Guard:
 
 
 def may_pass(connection: HTTPConnection) -> bool:
-    """Whether the request has a session, or needs none."""
+    """Whether the request has a session, or its path needs none."""
     if os.environ.get(PUBLIC_VARIABLE) == "1":
         return True
     path = connection.scope["path"]
@@ -99,14 +100,14 @@ def may_pass(connection: HTTPConnection) -> bool:
 
 
 def _refusal(connection: HTTPConnection) -> Response:
-    """The entrance where a browser asks for a page."""
+    """The response to a request without a session: the sign-in page for a page request, else 403."""
     if connection.scope["type"] == "http" and connection.scope["method"] in ("GET", "HEAD"):
         return sign_in.page(sign_in.wanted(connection))
     return PlainTextResponse(_NO_SESSION, 403)
 
 
 def refused(headers: Headers) -> str | None:
-    """Why a request with these headers is not answered, as a sentence; None when it is."""
+    """The reason why a request with these headers is refused, as a sentence; None if it is accepted."""
     host, origin = headers.get("host", ""), headers.get("origin")
     name = hostname(host)
     if not is_ours(name):
@@ -117,7 +118,7 @@ def refused(headers: Headers) -> str | None:
 
 
 def is_ours(name: str) -> bool:
-    """Whether this name of a host stands for us: no name of DNS that somebody else could point to this machine."""
+    """Whether a host name is a name of the live view, and no DNS name that an attacker could point to this machine."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -128,7 +129,7 @@ def is_ours(name: str) -> bool:
 
 
 def hostname(header: str) -> str:
-    """The host of `host`, `host:port`, `[v6]` or `[v6]:port`; empty for what is none of these."""
+    """The host part of `host`, `host:port`, `[v6]` or `[v6]:port`; empty for other forms."""
     try:
         return (urlsplit(f"//{header}").hostname or "").lower()
     except ValueError:

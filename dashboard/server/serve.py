@@ -1,12 +1,12 @@
-"""Runs Streamlit, as `python -m streamlit` does, on connections that send at once.
+"""Runs Streamlit, as `python -m streamlit` does, on connections with TCP_NODELAY (without Nagle's algorithm).
 
-A refresh is a dozen small messages. Streamlit listens on a socket that does not name its protocol, and asyncio switches
-Nagle's algorithm off only where TCP is named: a message would then wait for the viewer's browser to acknowledge the one
-before, up to 40 ms. A connection inherits the option from the socket that listens.
+A refresh of a page is a dozen small messages. Streamlit's listening socket does not name its protocol, and asyncio sets
+TCP_NODELAY only where TCP is named. Without the option a message waits up to 40 ms, until the browser has acknowledged
+the message before. Connections inherit the option from the listening socket.
 
-Whoever sends requests without waiting for answers is read no faster than answered (`tidegate/pipelining.py`).
-
-When it answers, it opens the page that the launcher names in the user's browser.
+Requests that a client sends without waiting for answers are read no faster than they are answered
+(`tidegate/pipelining.py`). When the server is ready, it opens a page in the user's browser, if the launcher has set
+`OPEN_VARIABLE`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 def send_at_once() -> None:
-    """All sockets of this process that listen from now on switch the delay off."""
+    """Sets TCP_NODELAY on all TCP sockets of this process that listen from now on."""
     listen = socket.socket.listen
 
     def at_once(self: socket.socket, backlog: int = 128, /) -> None:
@@ -48,7 +48,7 @@ def read_as_answered() -> None:
 
 
 def open_when_ready(health: str, page: str) -> None:
-    """Opens `page` once `health` answers; gives up after a minute."""
+    """Opens the address `page` in a browser once the address `health` answers; gives up after a minute."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     latest = time.monotonic() + START_SECONDS
     while time.monotonic() < latest:
@@ -63,6 +63,6 @@ def open_when_ready(health: str, page: str) -> None:
 if __name__ == "__main__":
     send_at_once()
     read_as_answered()
-    if told := os.environ.pop(OPEN_VARIABLE, "").split():
-        threading.Thread(target=open_when_ready, args=told, daemon=True).start()
+    if health_and_page := os.environ.pop(OPEN_VARIABLE, "").split():
+        threading.Thread(target=open_when_ready, args=health_and_page, daemon=True).start()
     sys.exit(cli.main(prog_name="streamlit"))

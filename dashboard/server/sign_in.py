@@ -1,6 +1,6 @@
-"""The way into the live view: a link with a one-time code, or a token that is pasted into the page of those without.
+"""Sign-in to the live view: with a link that has a one-time code, or with a token pasted into the sign-in page.
 
-Both give the browser a session. Until it has one, it gets this page and no other.
+Both give the browser a session. A browser without a session gets the sign-in page only.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tidegate.dashboard.session import browser_sessions, one_time_codes
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized
 
 LONGEST_FORM: Final = 8_192
-"""Bytes of what the page sends."""
+"""Largest form that the sign-in page may send, in bytes."""
 CHECK_SECONDS: Final = 3.0
 CHECKS: Final = 4
-"""Tokens that the daemon is asked about at one time."""
+"""Tokens that are checked with the daemon at the same time, at most."""
 STYLE: Final = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 40rem; margin: 12vh auto 0; padding: 0 1.5rem;
   color: #1a1a1a; background: #fff; }
@@ -53,16 +53,16 @@ _checks = threading.BoundedSemaphore(CHECKS)
 
 
 async def enter(request: Request) -> Response:
-    """Exchanges the code for a session and goes on to the first page, whose address has no code."""
+    """Exchanges the one-time code for a session, and redirects to the first page, whose address has no code."""
     if request.method != "GET":
-        return Response(headers=_HEADERS)  # programs that look at links do not use them up
+        return Response(headers=_HEADERS)  # link previewers send HEAD: they must not use up the code
     if not one_time_codes.redeem(request.query_params.get("code", "")):
         return page("/", _USED)
     return _let_in(request, find_token("operate") or "", "/")
 
 
 async def sign_in(request: Request) -> Response:
-    """Exchanges a token for a session and goes on to where the browser wanted to go."""
+    """Exchanges a token for a session, and redirects to the page that the browser requested."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -81,11 +81,11 @@ ROUTES: Final = [Route(OPEN_PATH, enter, methods=["GET"]), Route(SIGN_IN_PATH, s
 
 
 def page(then: str, said: str = "", status: int = 403) -> Response:
-    """What a browser without a session gets. then: the address to go on to. said: why it is not let in."""
-    told = f'<p class="said">{html.escape(said)}</p>' if said else ""
+    """The sign-in page. then: the address to open after the sign-in. said: the reason why the sign-in failed."""
+    reason = f'<p class="said">{html.escape(said)}</p>' if said else ""
     body = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Tidegate</title>
 <meta name="viewport" content="width=device-width"><link rel="icon" href="data:,"><style>{STYLE}</style>
-<h1>Tidegate live view</h1><p>This browser has not been let in yet.</p>{told}
+<h1>Tidegate live view</h1><p>This browser has not been let in yet.</p>{reason}
 <h2>With a link</h2>
 <p>Where the live view runs, as the user who started it: <code>tidegate dashboard --link</code> (and its
 <code>--port</code>) prints a link that opens once, within 10 minutes.</p>
@@ -101,20 +101,21 @@ and <code>operate.token</code> in its state directory.</p>
 
 
 def wanted(connection: HTTPConnection) -> str:
-    """The address of this request, without the host."""
+    """The path and query of this request, for the redirect after the sign-in."""
     url = connection.url
     address = f"{url.path}?{url.query}" if url.query else url.path
     return address if _is_ours(address) else "/"
 
 
 def _is_ours(address: str) -> bool:
-    """Whether a redirect to it stays on this host."""
+    """Whether a redirect to the address stays on this host."""
     return address.startswith("/") and not address.startswith("//") and not {"\\", "\r", "\n", "\t"} & {*address}
 
 
 def _let_in(request: Request, operate: str, then: str) -> Response:
+    """A redirect to `then` that gives the browser a session. `operate`: the operate token, empty for read-only."""
     answer = RedirectResponse(then, 303, headers=_HEADERS)
-    # Lax: the page that opens a browser is a file, and people follow links to runs from elsewhere.
+    # SameSite=Lax: the redirect page is a local file, and links to runs on other sites must work.
     answer.set_cookie(
         browser_sessions.cookie_name(request.headers.get("host", "")), browser_sessions.begin(operate),
         httponly=True, samesite="lax", secure=request.url.scheme == "https", max_age=int(browser_sessions.LIFE_SECONDS),
@@ -123,7 +124,7 @@ def _let_in(request: Request, operate: str, then: str) -> Response:
 
 
 def _check(token: str) -> tuple[str, str]:
-    """The token itself where it may operate, empty where it may only look; and what is wrong with it, if anything."""
+    """The token if it has the operate scope, else empty; and the problem with the token, empty if there is none."""
     for scope in ("operate", "read"):
         known = find_token(scope)
         if known is not None and hmac.compare_digest(known.encode(), token.encode("utf-8", "replace")):
@@ -133,7 +134,7 @@ def _check(token: str) -> tuple[str, str]:
     url = os.environ.get(URL_VARIABLE) or find_daemon()
     try:
         with DaemonClient(url, token, CHECK_SECONDS) as client:
-            client.audit(limit=1)  # of all runs: a token for one run does not open it
+            client.audit(limit=1)  # the audit log of all runs: a token for one run is refused
             return (token if _may_operate(client) else ""), ""
     except NotAuthorized as error:
         return "", f"The daemon does not accept this token for the live view. ({error})"
@@ -144,7 +145,7 @@ def _check(token: str) -> tuple[str, str]:
 
 
 def _may_operate(client: DaemonClient) -> bool:
-    """Whether the daemon takes the token for a preview, which changes nothing, of a run that there need not be."""
+    """Whether the token has the operate scope. Tested with a preview, which changes nothing, of a run named `-`."""
     try:
         client.preview_knobs("-", {"stride": 1.0}, 0)
     except NotAuthorized:
@@ -152,5 +153,5 @@ def _may_operate(client: DaemonClient) -> bool:
     except DaemonUnreachable:
         raise
     except (DaemonError, KnobError):
-        pass  # the token opened the door; there is no such run
+        pass  # the token was accepted; the error is about the run, which need not exist
     return True

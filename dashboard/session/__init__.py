@@ -1,1 +1,1 @@
-"""Sessions: who the viewer is, which page and run are open, and edits that are not sent yet."""
+"""Sessions: browser sessions and one-time codes, the page's daemon, run and rank, and edits that are not sent yet."""

@@ -1,4 +1,4 @@
-"""What the buttons of the page Tune do: each asks the daemon with the viewer's own token and leaves a notice."""
+"""Actions of the buttons on the page Tune: each sends a request with the viewer's token, and shows a notice."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Final
 
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.dashboard.data import knob_edits, queries
-from tidegate.dashboard.session import edit_session as desks
-from tidegate.dashboard.session.edit_session import Desk
+from tidegate.dashboard.session import edit_session
+from tidegate.dashboard.session.edit_session import EditState
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, StaleKnobs
 from tidegate.knobs.knobs import KnobValue
 from tidegate.wire.canary import CanaryRequest
 from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView
 
 WAIT_SECONDS: Final = 2.0
-"""How long a viewer waits for the ranks to agree; what becomes of a change later is on the page."""
+"""Longest wait for the ranks' votes after a button is pressed; the page shows later results."""
 NOT_SET: Final = "Not set"
 TIMEOUT_SECONDS: Final = 10.0
-"""A preview of many subgroups takes a while."""
+"""Timeout of a request; a preview of many subgroups takes some seconds."""
 
 
 def preview(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
-    """Asks what the edits would do; changes nothing."""
-    at = desks.desk(run)
+    """Requests a preview of the edits; changes nothing."""
+    at = edit_session.state_of(run)
     changes = _changes(at, bounds)
     if changes is None:
         return
@@ -35,8 +35,8 @@ def preview(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
 
 
 def set_knobs(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
-    """Makes a generation of the edits, on trial if the viewer wants that. What was refused stays as it was typed."""
-    at = desks.desk(run)
+    """Sends the edits as a new generation, on trial if the viewer wants that. Refused edits stay in the fields."""
+    at = edit_session.state_of(run)
     changes = _changes(at, bounds)
     if changes is None:
         return
@@ -52,8 +52,8 @@ def set_knobs(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
 
 
 def roll_back(url: str, run: str, to: int, reason: str) -> None:
-    """Brings back the knobs of generation `to`, whatever is being edited."""
-    at = desks.desk(run)
+    """Restores the knobs of generation `to`, independent of the edits."""
+    at = edit_session.state_of(run)
 
     def ask(client: DaemonClient) -> None:
         made = client.roll_back(run, to, reason=reason.strip(), wait=WAIT_SECONDS)
@@ -65,13 +65,13 @@ def roll_back(url: str, run: str, to: int, reason: str) -> None:
 
 
 def keep_token(url: str, knobs: KnobsView, given: str) -> None:
-    """Keeps the token for this session once the daemon takes it, or while the daemon is away."""
-    at = desks.desk(knobs.run)
+    """Stores the token in this session if the daemon accepts it, or while the daemon cannot be reached."""
+    at = edit_session.state_of(knobs.run)
     at.notice = None
     name = next(iter(knobs.bounds))
     nothing = {name: knobs.desired[name]} if name in knobs.desired else {}
     if not given.strip() or not nothing:
-        desks.keep_token(given)
+        edit_session.keep_token(given)
         return
     try:
         with DaemonClient(url, given.strip(), TIMEOUT_SECONDS) as client:
@@ -80,11 +80,12 @@ def keep_token(url: str, knobs: KnobsView, given: str) -> None:
         at.notice = ("error", f"The daemon does not accept this operate token. ({error})")
         return
     except (DaemonError, KnobError):
-        pass  # the token opened the door: what is wrong behind it is told when something is asked
-    desks.keep_token(given)
+        pass  # the token was accepted; other errors appear at the next request
+    edit_session.keep_token(given)
 
 
-def _made(at: Desk, made: GenerationView, now: KnobsView) -> None:
+def _made(at: EditState, made: GenerationView, now: KnobsView) -> None:
+    """Updates the edits and the notice after a generation was made."""
     good, sentence = knob_edits.outcome(made)
     seen = at.preview
     if good and seen is not None and seen.generation == at.generation and seen.changed == made.changes:
@@ -101,8 +102,8 @@ def _made(at: Desk, made: GenerationView, now: KnobsView) -> None:
     at.notice = ("success" if good else "error", sentence)
 
 
-def _changes(at: Desk, bounds: Mapping[str, KnobBound]) -> dict[str, KnobValue] | None:
-    """What the edits ask for; None, with a notice, when there is nothing to send."""
+def _changes(at: EditState, bounds: Mapping[str, KnobBound]) -> dict[str, KnobValue] | None:
+    """The changes that the edits make; None, with a notice, if there is nothing to send or an edit is invalid."""
     parsed = knob_edits.parse(at.draft, bounds)
     if parsed.errors:
         at.notice = ("error", " ".join(parsed.errors.values()))
@@ -114,10 +115,10 @@ def _changes(at: Desk, bounds: Mapping[str, KnobBound]) -> dict[str, KnobValue] 
     return parsed.changes
 
 
-def _ask(url: str, run: str, at: Desk, ask: Callable[[DaemonClient], None], failed: str = NOT_SET) -> None:
-    """Asks, and tells what went wrong as a sentence that begins with `failed`."""
+def _ask(url: str, run: str, at: EditState, ask: Callable[[DaemonClient], None], failed: str = NOT_SET) -> None:
+    """Sends a request; an error becomes a notice that begins with `failed`."""
     try:
-        with DaemonClient(url, desks.token(), TIMEOUT_SECONDS) as client:
+        with DaemonClient(url, edit_session.token(), TIMEOUT_SECONDS) as client:
             ask(client)
     except StaleKnobs:
         _conflict(url, run, at)
@@ -131,8 +132,8 @@ def _ask(url: str, run: str, at: Desk, ask: Callable[[DaemonClient], None], fail
         at.notice = ("error", f"{failed}: {why} Your edit is kept.")
 
 
-def _conflict(url: str, run: str, at: Desk) -> None:
-    """The edit stays; it stands on the newest generation now."""
+def _conflict(url: str, run: str, at: EditState) -> None:
+    """Handles a conflict with another change: the edit is kept, and now refers to the newest generation."""
     draft = at.draft
     try:
         now, generations = queries.fresh_knobs(url, run)

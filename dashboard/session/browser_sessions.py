@@ -1,7 +1,7 @@
-"""Sessions of browsers: which of them may look, and which may turn knobs.
+"""Browser sessions: read-only, or with the operate scope for changes of knobs.
 
-A session's cookie holds a random name and nothing else; what it stands for is in this process's memory only. Cookies
-are the same on all ports of a host, so a request that turns knobs must come from a page of ours, too.
+A session's cookie holds a random id only; the session itself is in this process's memory. A browser sends cookies to
+all ports of a host, so a request that changes knobs must also come from a page of the live view (same origin).
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from urllib.parse import urlsplit
 
 LIFE_SECONDS: Final = 12 * 3_600.0
 KEPT: Final = 256
-"""Browsers; the one that came first goes first."""
+"""Sessions in memory, at most; the oldest is dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What one browser may do, until `ends_at`. `operate`: the operate token; empty where it may only look."""
+    """A browser's session. `operate`: its operate token, empty if read-only; `ends_at`: seconds since the epoch."""
 
     operate: str
     ends_at: float
 
 
 _sessions: OrderedDict[str, Session] = OrderedDict()
-"""By the digest of the cookie's value."""
+"""Sessions by the digest of the cookie's value."""
 _lock = threading.Lock()
 
 
 def begin(operate: str = "") -> str:
-    """Begins a session; its cookie's value."""
+    """Begins a session; returns the value of its cookie."""
     value = secrets.token_urlsafe(32)
     with _lock:
         _sessions[_digest(value)] = Session(operate, time.time() + LIFE_SECONDS)
@@ -45,22 +45,22 @@ def begin(operate: str = "") -> str:
 
 
 def find(host: str, cookies: Mapping[str, str]) -> Session | None:
-    """The session of a request to the live view at this Host; None where it has none, or one that has ended."""
+    """The session of a request with this Host header; None if there is none, or it has ended."""
     key = _key(host, cookies)
     with _lock:
-        found = _sessions.get(key)
-        if found is not None and time.time() >= found.ends_at:
+        session = _sessions.get(key)
+        if session is not None and time.time() >= session.ends_at:
             del _sessions[key]
             return None
-    return found
+    return session
 
 
 def only_look(host: str, cookies: Mapping[str, str]) -> None:
-    """Takes the operate scope from the browser, in all its tabs."""
+    """Makes the browser's session read-only, in all its tabs."""
     key = _key(host, cookies)
     with _lock:
-        if (found := _sessions.get(key)) is not None:
-            _sessions[key] = Session("", found.ends_at)
+        if (session := _sessions.get(key)) is not None:
+            _sessions[key] = Session("", session.ends_at)
 
 
 def forget() -> None:
@@ -70,16 +70,16 @@ def forget() -> None:
 
 
 def cookie_name(host: str) -> str:
-    """Of the live view at this Host: several on one machine do not take each other's."""
+    """The cookie's name. It has the port of the Host header: live views on several ports have separate cookies."""
     try:
         port = urlsplit(f"//{host}").port
-    except ValueError:  # no port has this number
+    except ValueError:  # an invalid port number
         port = None
     return f"tidegate-{port}" if port else "tidegate"
 
 
 def same_origin(headers: Mapping[str, str]) -> bool:
-    """Whether it is our own page that speaks. Names of headers are lower case."""
+    """Whether a request comes from a page of the live view itself. Header names are lower case."""
     host = headers.get("host", "").lower()
     return bool(host) and urlsplit(headers.get("origin", "")).netloc.lower() == host
 

@@ -1,4 +1,4 @@
-"""What a viewer has at hand while turning knobs: token, edits, preview. In the server's memory, nowhere else."""
+"""Editing state of a viewer who changes knobs: token, edits and preview. It is in the server's memory only."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ TRIAL_STEPS: Final = CanaryRequest().steps
 
 
 @dataclass(kw_only=True)
-class Desk:
-    """One run's. Widgets come and go with their page; what was typed into them stays here."""
+class EditState:
+    """A viewer's editing state for one run. Streamlit drops the values of widgets when their page is left."""
 
     generation: int | None = None
-    """The newest that the viewer had before them when they began to edit; If-Match names it."""
+    """The newest generation that the viewer saw when the edit began; sent as If-Match."""
     desired: dict[str, KnobValue] = field(default_factory=dict)
     edits: dict[str, str] = field(default_factory=dict)
     reason: str = ""
     trial: bool = False
     trial_steps: int = TRIAL_STEPS
     filling: int = 0
-    """Counts how often the fields were filled or emptied by us. A browser that has not heard of it yet still sends what
-    was in the old fields, and that must not pass for an edit: the count is in their keys, and edits of old ones are
-    dropped."""
+    """Counts how often the program has filled or emptied the fields. A browser that has not been updated yet still
+    sends the old fields, which must not count as edits. So the count is part of the fields' keys, and edits of fields
+    with an old key are dropped."""
     notice: tuple[Tone, str] | None = None
     preview: KnobPreview | None = None
     predicted: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Update seconds before and after that were predicted of a generation, when it was previewed and then set."""
+    """Predicted update seconds before and after a generation, for generations that were previewed and then set."""
 
     def begin(self, knobs: KnobsView) -> None:
-        """The viewer has these knobs before them. What was typed before stays on those that it was typed against; what
-        was typed for knobs that the run has no more (it began again without paths, say) is dropped."""
+        """Called with the knobs that the page shows. Existing edits still refer to the knobs that they were made for.
+
+        Edits of knobs that the run no longer has (for example after a restart without storage paths) are dropped.
+        """
         if gone := sorted(self.draft.edited() - knobs.bounds.keys()):
             self.notice = ("info", f"This run has no {', '.join(gone)} any more; what you typed there is dropped.")
             self.preview = None
@@ -52,7 +54,7 @@ class Desk:
             self.base_on(knobs)
 
     def base_on(self, knobs: KnobsView) -> None:
-        """What was typed is for these knobs from now on."""
+        """Makes the edits refer to these knobs."""
         self.generation, self.desired = knobs.generation, dict(knobs.desired)
 
     @property
@@ -60,26 +62,26 @@ class Desk:
         return Draft(generation=self.generation or 0, desired=self.desired, fields=self.edits)
 
     def clear(self) -> None:
-        """Forgets what was typed."""
+        """Drops all edits."""
         self.edits.clear()
         self.reason, self.preview = "", None
         self.filling += 1
 
     def fill(self, fields: Mapping[str, str], reason: str) -> None:
-        """Types for the viewer; a reason that was given stays."""
+        """Fills fields by program; a reason that the viewer gave is kept."""
         self.edits.update(fields)
         self.reason = self.reason or reason
         self.filling += 1
 
 
-def desk(run: str) -> Desk:
-    """This viewer's desk for `run`."""
-    found: Desk = st.session_state.setdefault(f"desk:{run}", Desk())
-    return found
+def state_of(run: str) -> EditState:
+    """This viewer's editing state for `run`."""
+    state: EditState = st.session_state.setdefault(f"desk:{run}", EditState())
+    return state
 
 
 def token() -> str:
-    """The operate token that the viewer gave, else the one of the browser's; empty while the page is read-only."""
+    """The operate token that the viewer entered, else that of the browser's session; empty if the page is read-only."""
     return str(st.session_state.get(TOKEN, "")) or _of_browser()
 
 
@@ -88,7 +90,7 @@ def keep_token(given: str) -> None:
 
 
 def forget_token() -> None:
-    """The page is read-only again, in all tabs where a link had opened it."""
+    """Makes the page read-only again; for a browser session with the operate scope, in all its tabs."""
     keep_token("")
     headers = _headers()
     if browser_sessions.same_origin(headers):
@@ -96,12 +98,12 @@ def forget_token() -> None:
 
 
 def _of_browser() -> str:
-    """The operate token of the browser's session; empty where it has none. A page of another origin has none."""
+    """The operate token of the browser's session; empty if it has none, or the page is of another origin."""
     headers = _headers()
     if not browser_sessions.same_origin(headers):
         return ""
-    found = browser_sessions.find(headers.get("host", ""), st.context.cookies.to_dict())
-    return found.operate if found is not None else ""
+    session = browser_sessions.find(headers.get("host", ""), st.context.cookies.to_dict())
+    return session.operate if session is not None else ""
 
 
 def _headers() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Links between the pages: within the page that is open, so that a viewer's token and edits stay."""
+"""Links between pages. They stay in Streamlit's session, so that the viewer's token and edits are kept."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _PAGES: Final = "pages"
 
 
 def know(pages: Mapping[str, Any]) -> None:
-    """Remembers Streamlit's page of each path for this session."""
+    """Registers Streamlit's page for each path in this session."""
     st.session_state[_PAGES] = pages
 
 
 def link(path: str, label: str, **query: str | int) -> None:
-    """A link to the page at `path`, drawn here with the label as it is; it may be opened in another tab too."""
+    """Draws a link to the page at `path`, with the label as plain text; it can also be opened in another tab."""
     st.page_link(st.session_state[_PAGES][path], label=markup.plain(label), query_params=_texts(query))
 
 

@@ -1,7 +1,7 @@
-"""One-time codes: who shows one may open the live view, once, within ten minutes.
+"""One-time codes: a code gives one browser a session of the live view, once, within ten minutes.
 
-A code that was made is a file in a private folder, named by the code's digest. Whoever removes the file has redeemed
-the code, and only one can. Each user's codes are in that user's state directory, next to the tokens.
+A code is stored as a file in a private folder; the file's name is the code's digest. To remove the file is to redeem
+the code, so only one request can succeed. Each user's codes are in that user's state directory, next to the tokens.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tidegate.client.state_files import home_of
 
 LIFE_SECONDS: Final = 600.0
 LONGEST: Final = 128
-"""No code is longer."""
+"""Longest code, in characters."""
 
 
 def folder() -> Path:
-    """Where this user's codes are."""
+    """The folder of this user's codes."""
     return home_of(state_dir()) / "codes"
 
 
 def mint(where: Path | None = None) -> str:
-    """A new code. OSError where the folder cannot be written."""
+    """A new code. OSError if the folder cannot be written."""
     where = where or folder()
     where.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     where.mkdir(exist_ok=True, mode=0o700)
@@ -41,21 +41,21 @@ def mint(where: Path | None = None) -> str:
 
 
 def redeem(code: str, where: Path | None = None) -> bool:
-    """Whether the code is one, for the first time, and soon enough."""
+    """Redeems a code: whether it is valid, was not used before, and is not older than `LIFE_SECONDS`."""
     if not 0 < len(code) <= LONGEST:
         return False
     kept = (where or folder()) / _digest(code)
     try:
         made_at = kept.stat().st_mtime
-        kept.unlink()  # of several at once one succeeds
+        kept.unlink()  # of several requests at the same time one succeeds
     except OSError:
         return False
     return time.time() - made_at <= LIFE_SECONDS
 
 
 def redirect_file(link: str, where: Path | None = None) -> Path:
-    """A private page that leads to the link, for a browser that is to be opened: other users of the machine see the
-    arguments of a program."""
+    """A private HTML file that redirects to the link. A browser is started with the file's address instead of the link,
+    because other users of the machine can see the arguments of a program."""
     path = (where or folder()) / f"open-{secrets.token_hex(8)}.html"
     address = html.escape(link, quote=True)
     _write_private(
@@ -75,6 +75,6 @@ def _write_private(path: Path, text: str) -> None:
 
 def _remove_old(where: Path) -> None:
     for kept in where.iterdir():
-        with contextlib.suppress(OSError):  # somebody else removed it
+        with contextlib.suppress(OSError):  # another process has removed it
             if time.time() - kept.stat().st_mtime > LIFE_SECONDS:
                 kept.unlink()

@@ -1,4 +1,4 @@
-"""Where the viewer is: which daemon, run and rank a page is about, and how often its live parts are drawn anew."""
+"""Context of a page: its daemon, run and rank; decorators for sections that refresh; errors shown on the page."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ log = logging.getLogger(__name__)
 
 REFRESH_SECONDS: Final = 1.5
 SLOW_SECONDS: Final = 4.5
-"""For what changes seldom, and for charts below the first screen: each of them takes a browser 40 ms."""
+"""Refresh time of sections that change seldom, and of charts below the first screen (40 ms each in a browser)."""
 _P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """What a page is asked to show. The address of the page says it: `/run?run=llama-7b&rank=3`."""
+class PageContext:
+    """The daemon, run and rank that a page shows, from the page's address: `/run?run=llama-7b&rank=3`."""
 
     url: str
-    """Of the daemon."""
+    """The daemon's address."""
     run: str = ""
-    """Empty on pages that are about no run in particular, unless the address names one."""
+    """Empty on pages that are not about one run, unless the address names a run."""
     rank: int = 0
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
-    """What goes wrong inside is a sentence on the page; the log has the rest."""
+def errors_shown() -> Iterator[None]:
+    """Context manager that shows an exception as a sentence on the page, and logs it."""
     try:
         yield
     except Exception as error:
@@ -47,12 +47,13 @@ def told() -> Iterator[None]:
 
 
 def live(draw: Callable[_P, None]) -> Callable[_P, None]:
-    """Decorator of what refreshes by itself. Whatever takes input that a refresh must not eat stays outside of it."""
+    """Decorator for a section that refreshes every `REFRESH_SECONDS`. Do not use it for input fields: a refresh could
+    discard their input."""
     return _every(REFRESH_SECONDS, draw)
 
 
 def slow(draw: Callable[_P, None]) -> Callable[_P, None]:
-    """The same, for what is looked at less."""
+    """Decorator for a section that refreshes every `SLOW_SECONDS`."""
     return _every(SLOW_SECONDS, draw)
 
 
@@ -60,7 +61,7 @@ def _every(seconds: float, draw: Callable[_P, None]) -> Callable[_P, None]:
     @st.fragment(run_every=seconds)
     @functools.wraps(draw)
     def drawn(*args: _P.args, **more: _P.kwargs) -> None:
-        with told():
+        with errors_shown():
             draw(*args, **more)
 
     return drawn

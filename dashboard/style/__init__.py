@@ -1,1 +1,1 @@
-"""Style: colours, HTML and its escaping, numbers with units."""
+"""Style: colours, HTML snippets with escaping, and numbers with units."""

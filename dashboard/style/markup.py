@@ -1,5 +1,4 @@
-"""Small pieces of HTML, plain text for markdown and for charts, and the one style sheet. Every text that comes from
-outside is escaped here."""
+"""HTML snippets, escaping for Markdown and charts, and the style sheet. Text from outside is escaped here."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from tidegate.dashboard.style import palette
 
 NO_BREAK = "\u00a0"
 _MARKDOWN = re.compile(r"[\\`*_{}\[\]()<>#!|~$:]|^[+-]", re.MULTILINE)
-"""Characters that mean something there; a sign at the beginning of a line makes a list or a heading."""
+"""Special characters of Markdown; `+` and `-` at the beginning of a line would make a list or a heading."""
 _ADDRESS = re.compile(r"(?<=www)(?=\.)|(?<=:)(?=//)|(?=@)|(?<=:)(?=[\w+-]+(?:/[\w+-]+)?:)", re.IGNORECASE)
-"""Where addresses and names of icons are broken: `www.`, `http://` and `name@host` become links there, `:home:` and
-`:material/home:` pictures, escaped or not."""
+"""Places where addresses and icon names are broken up. Markdown makes links of `www.`, `http://` and `name@host`, and
+pictures of `:home:` and `:material/home:`, even if they are escaped."""
 _JOINER = "\u2060"
-"""Has no width and breaks no line."""
+"""Word joiner: a character without width that allows no line break."""
 
 STYLE = """
 <style>
@@ -91,12 +90,12 @@ table.tg { border-collapse: collapse; width: 100%; font-size: 0.78rem; font-vari
 
 
 def plain(text: str) -> str:
-    """The text for what takes markdown: labels, captions, messages. It is shown as it is."""
+    """The text escaped for Markdown (labels, captions, messages), so that it is shown unchanged."""
     return _MARKDOWN.sub(r"\\\g<0>", _ADDRESS.sub(_JOINER, text))
 
 
 def chart(text: str) -> str:
-    """The text for a figure. Plotly makes links and tags of what looks like them, and fills in `%{…}`."""
+    """The text escaped for a chart. Plotly would interpret tags and links, and replace `%{…}`."""
     return escape(text, quote=False).replace("%{", "%&#123;")
 
 
@@ -112,19 +111,19 @@ def pill(liveness: str) -> str:
 
 
 def advice(what: str, sentence: str, liveness: str) -> str:
-    """What to do, in the colour of how bad it is."""
+    """A suggested action, in the colour of its severity."""
     color = palette.LIVENESS[liveness]
     return f'<div class="tg-next" style="border-color:{color}"><b>{escape(what)}</b> {escape(sentence)}</div>'
 
 
 def pace(figure: str, details: Sequence[str], hint: str = "") -> str:
-    """A card's large figure with what belongs to it; `hint` shows when pointed at."""
+    """A card's large figure with details; `hint` is the hover text."""
     rest = " · ".join(escape(detail) for detail in details)
     return f'<div class="tg-pace" title="{escape(hint)}"><b>{escape(figure)}</b><span>{rest}</span></div>'
 
 
 def stack(parts: Iterable[tuple[str, float, str]]) -> str:
-    """Shares of a whole as one bar and its legend: text, share and colour of each."""
+    """A stacked bar of shares with a legend; each part has a text, a share and a colour."""
     found = [(escape(text), max(0.0, share), color) for text, share, color in parts]
     filled = "".join(
         f'<i style="width:{share * 100:.1f}%;background:{color}" title="{text}"></i>' for text, share, color in found
@@ -134,7 +133,7 @@ def stack(parts: Iterable[tuple[str, float, str]]) -> str:
 
 
 def verdict(sentence: str) -> str:
-    """A figure and its percent sign stay in one line."""
+    """The verdict as HTML; a number and its percent sign stay in one line."""
     return f'<div class="tg-verdict">{escape(sentence).replace(" %", NO_BREAK + "%")}</div>'
 
 
@@ -143,7 +142,7 @@ def banner(sentence: str, color: str) -> str:
 
 
 def kpis(items: Iterable[tuple[str, str, str]]) -> str:
-    """Name, figure and footnote of each."""
+    """Key figures as HTML; each has a name, a figure and a footnote."""
     cells = (
         f'<div class="tg-kpi"><span>{escape(name)}</span><b>{escape(figure)}</b>'
         f"<span>{escape(note) or '&nbsp;'}</span></div>"
@@ -157,7 +156,7 @@ def title(text: str, note: str = "") -> str:
 
 
 class Raw(str):
-    """A cell that is HTML already."""
+    """A table cell that is HTML already, and is not escaped again."""
 
     __slots__ = ()
 
@@ -179,7 +178,7 @@ def bar(share: float, text: str, color: str) -> Raw:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,), wide: Sequence[int] = ()
 ) -> str:
-    """Columns in `left` are aligned left, those in `wide` may break their lines."""
+    """A table as HTML. Columns in `left` are aligned left, columns in `wide` may break their lines."""
 
     def css(index: int) -> str:
         return " ".join(name for name, chosen in (("l", left), ("w", wide)) if index in chosen)
@@ -197,11 +196,11 @@ def table(
 
 
 Station = tuple[str, bool, str | None]
-"""Text, whether it was reached, and a colour to mark it with."""
+"""A station of progress: its text, whether it was reached, and a colour to mark it with."""
 
 
 def chain(stations: Sequence[Station], more: str = "") -> str:
-    """Stations on a way, and what is to be said at its end."""
+    """Progress as a row of stations, with a text at its end."""
     chips = (
         f'<span class="tg-chip{"" if reached else " off"}"'
         f'{f""" style="color:{color};border-color:{color}" """ if color else ""}>{escape(text)}</span>'

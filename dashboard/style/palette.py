@@ -1,4 +1,4 @@
-"""One fixed colour for each phase, lane and kind of op (Okabe and Ito's set): told apart by colour-blind people too."""
+"""Fixed colours of phases, lanes and kinds of ops, from the Okabe-Ito set: colour-blind people can tell them apart."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ Theme = Literal["light", "dark"]
 GREY: Final = "#8C8C8C"
 
 INK: Final[dict[Theme, str]] = {"light": "#1A1A1A", "dark": "#FAFAFA"}
-"""What must be seen on every colour."""
+"""Colour of text and lines that must be visible on every other colour."""
 
 LABEL: Final[dict[Theme, str]] = {"light": "#5B6170", "dark": "#B4B8C2"}
-"""The small words of charts: a contrast of 5 to 1 or more."""
+"""Colour of small text in charts, with a contrast of at least 5 to 1."""
 
 GRID: Final[dict[Theme, str]] = {"light": "#E4E4E2", "dark": "#353431"}
 
 GROUND: Final[dict[Theme, str]] = {"light": "#FFFFFF", "dark": "#171614"}
-"""Behind everything: Streamlit's own."""
+"""Background colour: that of Streamlit."""
 
 PHASE: Final = {
     "forward": "#56B4E9",
@@ -42,10 +42,10 @@ KIND: Final = {
     "fetch": "#E69F00",
     "flush": "#B87F00",
 }
-"""Kinds are shades of their lane's colour."""
+"""Colours of the kinds of ops: shades of their lane's colour."""
 
 HOST: Final = {"state": "#009E73", "mirror": "#66C5A8", "gradient": "#00573F", "slot": "#B3E0D1"}
-"""Kinds of host memory are shades of the colour of what the CPU updates."""
+"""Colours of the kinds of host memory: shades of the CPU lane's colour."""
 
 CAUSE: Final = {**LANE, "lock": "#F0E442", "collective": "#0072B2", "scheduler": GREY}
 
@@ -68,15 +68,15 @@ KIND_NAME: Final = {
 
 
 def lane(name: str) -> str:
-    """The colour of a lane; those of paths have that of their ops."""
+    """The colour of a lane; a lane of a storage path has the colour of its ops."""
     return LANE.get(name) or {"read": KIND["fetch"], "write": KIND["flush"]}.get(name.rpartition(":")[2], GREY)
 
 
 def cause(name: str) -> str:
-    """The colour of what a step waited for."""
+    """The colour of a stall cause."""
     return CAUSE.get(name) or lane(name)
 
 
 def place(residence: str) -> str:
-    """The colour of where state lives: device memory, host memory, or a path."""
+    """The colour of a residence of state: device memory, host memory, or a storage path."""
     return {"device": LANE["device"], "host": LANE["cpu"], "cpu": LANE["cpu"]}.get(residence, KIND["fetch"])

@@ -1,4 +1,4 @@
-"""HTML of the pages on which something is done: labels of fields, figures in sentences. Texts are escaped here."""
+"""HTML snippets of the pages with forms: labels of fields, rows of text. Text is escaped here."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ STYLE: Final = """
 
 
 def knob_label(name: str, note: str, hover: str, *, wrong: bool) -> str:
-    """A knob's name over what it takes, or over what is wrong with what was typed."""
+    """A knob's name above its accepted values, or above an error text if `wrong`."""
     css = f' class="wrong" style="color:{palette.LIVENESS["lost"]}"' if wrong else ""
-    told = escape(note if wrong else hover)
-    return f'<div class="tg-knob" title="{told}"><b>{escape(name)}</b><span{css}>{escape(note)}</span></div>'
+    hint = escape(note if wrong else hover)
+    return f'<div class="tg-knob" title="{hint}"><b>{escape(name)}</b><span{css}>{escape(note)}</span></div>'
 
 
 def say(*parts: str) -> str:
-    """Figures and words in a row."""
-    told = "".join(f"<span>{part if isinstance(part, Raw) else escape(part)}</span>" for part in parts if part)
-    return f'<div class="tg-say">{told}</div>'
+    """A row of text parts."""
+    spans = "".join(f"<span>{part if isinstance(part, Raw) else escape(part)}</span>" for part in parts if part)
+    return f'<div class="tg-say">{spans}</div>'
 
 
 def indented(text: str) -> Raw:
-    """The name of a part of the line above."""
+    """The indented name of a line that is a part of the line above."""
     return Raw(f'<span class="tg-part">{escape(text)}</span>')
 
 
@@ -69,5 +69,5 @@ def colored(text: str, color: str) -> Raw:
 
 
 def nothing(sentence: str) -> str:
-    """What a section says that has nothing to show."""
+    """The sentence of a section without data."""
     return f'<div class="tg-none">{escape(sentence)}</div>'

@@ -1,4 +1,4 @@
-"""Numbers as people read them: three significant digits and a unit."""
+"""Formats numbers for display: three significant digits and a unit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def duration(value: float) -> str:
 
 
 def age(value: float) -> str:
-    """An age that ticks: tenths of a second while it is young."""
+    """An age: with tenths of a second below 10 s, else as `duration`."""
     value = max(0.0, value)
     return f"{value:.1f} s" if value < 9.95 else duration(value)
 
@@ -94,5 +94,5 @@ def change(value: float) -> str:
 
 
 def knob(name: str, value: KnobValue | None) -> str:
-    """A knob's value: words as they are, numbers without trailing zeros, sizes with a unit."""
+    """A knob's value as text: words unchanged, numbers without trailing zeros, sizes with a unit."""
     return NONE if value is None else knobs.show(name, value)

@@ -1,1 +1,1 @@
-"""Widgets: sections of pages. Each draws one thing and knows nothing of the page around it."""
+"""Widgets: sections of pages. Each draws one topic and is independent of the page around it."""

@@ -1,4 +1,4 @@
-"""What the model would choose for the run, with one press to see it in figures."""
+"""Knob advice of the model for the run, with a button for a preview."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import streamlit as st
 from tidegate.dashboard.data import read_cache
 from tidegate.dashboard.data.queries import Snapshot
 from tidegate.dashboard.session import actions, edit_session
-from tidegate.dashboard.session.page_context import Place
+from tidegate.dashboard.session.page_context import PageContext
 from tidegate.dashboard.style import markup, snippets, units
 from tidegate.wire.knobs import KnobsView
 from tidegate.wire.prediction import Advice
 
 
-def advice(place: Place, snapshot: Snapshot) -> None:
-    """A sentence; with a change in it, a button that puts the change into the fields and previews it."""
-    found = read_cache.ADVICE.get(place.url, (place.run, snapshot.knobs.generation))
-    told = found.value.sentence if found.value else found.problem or "No advice yet."
+def advice(context: PageContext, snapshot: Snapshot) -> None:
+    """Draws the advice as a sentence; if it has a change, with a button that fills the fields and previews it."""
+    found = read_cache.ADVICE.get(context.url, (context.run, snapshot.knobs.generation))
+    text = found.value.sentence if found.value else found.problem or "No advice yet."
     left, right = st.columns([4, 1], vertical_alignment="center")
-    left.html(markup.title("Advice", "what the model would choose") + snippets.say(told))
+    left.html(markup.title("Advice", "what the model would choose") + snippets.say(text))
     if found.value and found.value.changes:
         pressed = right.button(
             "Preview", key="preview_advice", disabled=not edit_session.token(), width="stretch",
             help="Puts it into the fields and asks what it would do. Nothing is changed.",
-            on_click=_take, args=(place, found.value, snapshot.knobs),
+            on_click=_take, args=(context, found.value, snapshot.knobs),
         )  # fmt: skip
         if pressed:
             st.rerun()
 
 
-def _take(place: Place, found: Advice, knobs: KnobsView) -> None:
-    at = edit_session.desk(place.run)
+def _take(context: PageContext, found: Advice, knobs: KnobsView) -> None:
+    at = edit_session.state_of(context.run)
     at.begin(knobs)
     fields = {name: units.knob(name, value) for name, value in found.changes.items() if name in knobs.bounds}
     at.fill(fields, "as the model advises")
-    actions.preview(place.url, place.run, knobs.bounds)
+    actions.preview(context.url, context.run, knobs.bounds)

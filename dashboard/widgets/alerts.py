@@ -1,4 +1,4 @@
-"""What fires: how bad, since when, its figures, the knob to turn, where to read on; and what was resolved."""
+"""Cards of firing alerts (severity, age, figures, knob to turn, runbook), and the table of resolved alerts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tidegate.wire.alert import AlertView
 COLORS: Final = {
     "critical": palette.LIVENESS["lost"], "warning": palette.LIVENESS["stale"], "info": palette.PHASE["forward"]
 }  # fmt: skip
-"""Worst first."""
+"""Colours of severities, the worst first."""
 SHOWN: Final = 12
 RESOLVED_SHOWN: Final = 20
 _RUNBOOK: Final = re.compile(r"docs/runbooks/([A-Za-z0-9]{1,64}\.md)")
 _NEIGHBOUR: Final = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]*\)")
 _RUNBOOKS: Final = Path(__file__).resolve().parents[2] / "docs" / "runbooks"
-"""Where the live view runs from a copy of the repository; else there is none."""
+"""Folder of the runbooks; it exists only if the live view runs from a copy of the repository."""
 
 
 def firing(alerts: Sequence[AlertView], run: str, *, known: bool) -> None:
-    """A card for each, worst first. known: these are all, as of now."""
+    """Draws a card for each firing alert, worst first. known: the list is complete and up to date."""
     found = worst_first([alert for alert in alerts if alert.state == "firing"])
     note = f"worst {SHOWN} of {len(found)}" if len(found) > SHOWN else "as Alertmanager tells"
     st.html(markup.title("Firing", note))
@@ -39,7 +39,7 @@ def firing(alerts: Sequence[AlertView], run: str, *, known: bool) -> None:
 
 
 def resolved(alerts: Sequence[AlertView]) -> None:
-    """Newest first; nothing where there never was one."""
+    """Draws the resolved alerts, newest first; nothing if there are none."""
     found = sorted((a for a in alerts if a.state == "resolved"), key=lambda a: -(a.ends_at or 0.0))
     if not found:
         return
@@ -61,7 +61,7 @@ def resolved(alerts: Sequence[AlertView]) -> None:
 
 
 def worst_first(alerts: Sequence[AlertView]) -> list[AlertView]:
-    """By severity, those that fire longest first."""
+    """The alerts by severity, then by start."""
     order = list(COLORS)
     return sorted(
         alerts, key=lambda a: (order.index(a.severity) if a.severity in order else len(order), a.starts_at)
@@ -73,14 +73,14 @@ def color(alert: AlertView) -> str:
 
 
 def runbook(url: str) -> str:
-    """A link where it is an address of the web; else what it says, for there is nothing to open."""
+    """A link if the runbook is a web address, else its text."""
     if not url.startswith(("https://", "http://")):
         return url or units.NONE
     return markup.Raw(f'<a href="{escape(url)}" target="_blank" rel="noreferrer">runbook</a>')
 
 
 def own_runbook(url: str) -> str | None:
-    """The text of one of Tidegate's own runbooks, where the repository is at hand; links to others are names."""
+    """The text of one of Tidegate's own runbooks, if the repository is available; its relative links become text."""
     found = _RUNBOOK.fullmatch(url)
     path = _RUNBOOKS / found[1] if found else None
     return _NEIGHBOUR.sub(r"\1", path.read_text()) if path is not None and path.is_file() else None

@@ -1,4 +1,4 @@
-"""The audit log of a run: who, what, why, before, after, effect; looked through by words, action and author."""
+"""Audit log of a run as a table, filtered by text, action and author."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import streamlit as st
 
 from tidegate.dashboard.data import audit_filter, read_cache
 from tidegate.dashboard.data.audit_filter import Filter
-from tidegate.dashboard.session.page_context import Place, live
+from tidegate.dashboard.session.page_context import PageContext, live
 from tidegate.dashboard.style import markup, palette, snippets, units
 from tidegate.wire.audit import AuditRow
 
@@ -20,29 +20,29 @@ _BAD: Final = ("refused", "aborted", "superseded", "condemned", "alert_firing")
 _GOOD: Final = ("applied", "promoted", "alert_resolved")
 
 
-def audit(place: Place) -> None:
-    """The filters, which a refresh leaves alone, and the rows that they take. The address keeps the filters."""
-    known = read_cache.AUDIT.get(place.url, (place.run, DEPTHS[0])).value or []
+def audit(context: PageContext) -> None:
+    """Draws the filters, which do not refresh, and the rows that they take. The filters are part of the address."""
+    known = read_cache.AUDIT.get(context.url, (context.run, DEPTHS[0])).value or []
     st.html(markup.title("Audit log", "append-only; every change of knobs and every alert"))
     asked = st.query_params
     words, what, who, depth = st.columns([4, 4, 3, 2], vertical_alignment="bottom")
-    text = words.text_input("Words", key=_at(place, "words", asked.get("q", "")), placeholder="Words in any column")
+    text = words.text_input("Words", key=_at(context, "words", asked.get("q", "")), placeholder="Words in any column")
     there, people = audit_filter.actions(known), audit_filter.actors(known)
     wanted = [action for action in asked.get("what", "").split(",") if action in there]
     picked = what.multiselect(
-        "What", there, key=_at(place, "what", wanted), format_func=audit_filter.words, placeholder="Everything"
+        "What", there, key=_at(context, "what", wanted), format_func=audit_filter.words, placeholder="Everything"
     )
     first = asked["who"] if asked.get("who") in people else None
-    actor = who.selectbox("Who", people, index=None, key=_at(place, "who", first), placeholder="Everybody")
-    limit = depth.selectbox("Look through", DEPTHS, key=f"audit_depth:{place.run}", format_func=_depth)
+    actor = who.selectbox("Who", people, index=None, key=_at(context, "who", first), placeholder="Everybody")
+    limit = depth.selectbox("Look through", DEPTHS, key=f"audit_depth:{context.run}", format_func=_depth)
     found = Filter(text=text or "", actions=frozenset(picked), actor=actor or "")
-    _remember(place, found)
-    _rows(place, found, limit)
+    _remember(context, found)
+    _rows(context, found, limit)
 
 
 @live
-def _rows(place: Place, wanted: Filter, limit: int) -> None:
-    reading = read_cache.AUDIT.get(place.url, (place.run, limit))
+def _rows(context: PageContext, wanted: Filter, limit: int) -> None:
+    reading = read_cache.AUDIT.get(context.url, (context.run, limit))
     if reading.value is None:
         st.html(snippets.nothing(reading.problem or "Nothing was read yet."))
         return
@@ -69,15 +69,15 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
     )
 
 
-def _at(place: Place, name: str, value: object) -> str:
-    """The key of a filter, which begins with `value`."""
-    key = f"audit_{name}:{place.run}"
+def _at(context: PageContext, name: str, value: object) -> str:
+    """The session key of a filter, with `value` as its first value."""
+    key = f"audit_{name}:{context.run}"
     st.session_state.setdefault(key, value)
     return key
 
 
-def _remember(place: Place, found: Filter) -> None:
-    """In the address, so that it can be sent to somebody."""
+def _remember(context: PageContext, found: Filter) -> None:
+    """Writes the filter into the address, so that the link can be shared."""
     values = {"q": found.text, "what": ",".join(sorted(found.actions)), "who": found.actor}
     for name, value in values.items():
         if value and st.query_params.get(name) != value:

@@ -1,4 +1,4 @@
-"""One run in a glance: how it is, its pace, what it spends its time on, and how old that is."""
+"""Card of one run: liveness, time per step, verdict, and age of the data; and a table for further runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tidegate.dashboard.widgets.header import EMULATED
 from tidegate.wire.run import RunView
 
 DRAWN: Final = "drawn:"
-"""Before the key of a table: names in it, as the viewer sees it."""
+"""Prefix of the session key that holds the run names of a table in the order drawn last."""
 
 
 def card(number: int, run: RunView, now: float, *, away: bool) -> None:
-    """away: the daemon does not answer, and how the run is now is not known."""
+    """Draws the card of a run. away: the daemon cannot be reached, so the run's present state is unknown."""
     known = triage.lead(run)
     figures = digest([known.last_step] if known and known.last_step else [])
     liveness = "unknown" if away else run.liveness
@@ -43,7 +43,7 @@ def _no_figures(run: RunView) -> str:
 
 
 def _phases(figures: Digest) -> str:
-    """Where the last step's time went."""
+    """The phases of the last step as a stacked bar."""
     total = figures.step_seconds
     if total <= 0:
         return ""
@@ -52,7 +52,7 @@ def _phases(figures: Digest) -> str:
 
 
 def rows(key: str, runs: Sequence[RunView], now: float, title: str) -> None:
-    """Runs that are no cards, as a table; a click opens one."""
+    """Draws runs without a card as a table; a click on a row opens the run."""
     st.html(markup.title(title, "click a row to open it"))
     table = []
     for run in runs:
@@ -68,7 +68,7 @@ def rows(key: str, runs: Sequence[RunView], now: float, title: str) -> None:
                 "heard of": f"{units.age(now - run.last_seen)} ago",
             }
         )
-    # A click is on a row of the table as it was drawn last; the order may be another one by now.
+    # The row number of a click refers to the table that was drawn last; the order may have changed since.
     drawn: list[str] = st.session_state.get(DRAWN + key, [])
     st.session_state[DRAWN + key] = [run.run for run in runs]
     chosen = st.dataframe(

@@ -1,4 +1,4 @@
-"""The fields that turn the knobs. Outside of the live parts, and empty until typed in: a refresh never eats an edit."""
+"""Editor of the knobs: a field for each knob, reason, trial and buttons. It does not refresh: no edit is discarded."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import streamlit as st
 from tidegate.client.daemon_client import token_dir
 from tidegate.dashboard.data import knob_edits
 from tidegate.dashboard.session import actions, edit_session
-from tidegate.dashboard.session.edit_session import Desk
-from tidegate.dashboard.session.page_context import Place
+from tidegate.dashboard.session.edit_session import EditState
+from tidegate.dashboard.session.page_context import PageContext
 from tidegate.dashboard.style import markup, snippets
 from tidegate.wire.canary import MAX_CANARY_STEPS
 from tidegate.wire.knobs import KnobBound, KnobsView
@@ -20,22 +20,22 @@ _NOTICE: Final = {"error": st.error, "warning": st.warning, "success": st.succes
 
 
 @st.fragment
-def editor(place: Place, knobs: KnobsView) -> None:
-    """Token, a field for each knob, and the buttons; drawn anew only when the viewer touches it."""
-    at, allowed = edit_session.desk(place.run), bool(edit_session.token())
+def editor(context: PageContext, knobs: KnobsView) -> None:
+    """Draws the token field, a field for each knob, and the buttons; drawn again only when the viewer acts."""
+    at, allowed = edit_session.state_of(context.run), bool(edit_session.token())
     at.begin(knobs)
     st.html(markup.title("Turn the knobs", "all ranks apply a change between the same two steps"))
-    _access(place, knobs, allowed)
+    _access(context, knobs, allowed)
     parsed = knob_edits.parse(at.draft, knobs.bounds)
     for name, bound in knobs.bounds.items():
-        _field(at, place.run, name, bound, allowed, parsed.errors.get(name, ""))
-    _bar(place, knobs, at, allowed)
+        _field(at, context.run, name, bound, allowed, parsed.errors.get(name, ""))
+    _bar(context, knobs, at, allowed)
     _notice(at)
 
 
-def _access(place: Place, knobs: KnobsView, allowed: bool) -> None:
-    """Asks for the operate token, or says that there is one."""
-    key = f"token:{place.run}"
+def _access(context: PageContext, knobs: KnobsView, allowed: bool) -> None:
+    """Draws the field for the operate token, or a note that there is a token."""
+    key = f"token:{context.run}"
     with st.container(horizontal=True, vertical_alignment="center", key="access"):
         if allowed:
             st.caption("Changes are made with your operate token, which this page keeps for you.")
@@ -43,7 +43,7 @@ def _access(place: Place, knobs: KnobsView, allowed: bool) -> None:
             return
         st.text_input(
             "Operate token", type="password", key=key, autocomplete="off", label_visibility="collapsed",
-            placeholder="Operate token, to change anything", on_change=_take_token, args=(place.url, knobs, key),
+            placeholder="Operate token, to change anything", on_change=_take_token, args=(context.url, knobs, key),
             help="It stays in this session.",
         )  # fmt: skip
         st.caption("Read-only")
@@ -51,7 +51,7 @@ def _access(place: Place, knobs: KnobsView, allowed: bool) -> None:
 
 
 def _where_it_is() -> str:
-    """Where the operate token is, in Markdown."""
+    """The place of the operate token, as a sentence in Markdown."""
     file = token_dir() / "operate.token"
     if file.is_file():
         return f"The operate token is in `{file}`."
@@ -62,8 +62,8 @@ def _take_token(url: str, knobs: KnobsView, key: str) -> None:
     actions.keep_token(url, knobs, str(st.session_state[key]))
 
 
-def _field(at: Desk, run: str, name: str, bound: KnobBound, allowed: bool, problem: str) -> None:
-    """Name and bounds on the left; what is wrong stands where the bounds were, so that nothing moves."""
+def _field(at: EditState, run: str, name: str, bound: KnobBound, allowed: bool, problem: str) -> None:
+    """Draws a knob's name, bounds and field. An error replaces the bounds, so that the layout does not change."""
     key = f"knob:{run}:{name}:{at.filling}"
     left, right = st.columns([11, 9], gap="small", vertical_alignment="center")
     left.html(snippets.knob_label(name, problem or knob_edits.accepted(bound), bound.help, wrong=bool(problem)))
@@ -80,13 +80,13 @@ def _field(at: Desk, run: str, name: str, bound: KnobBound, allowed: bool, probl
 
 
 def _typed(run: str, name: str, key: str, filling: int) -> None:
-    at = edit_session.desk(run)
+    at = edit_session.state_of(run)
     if at.filling == filling:
         at.edits[name], at.notice = str(st.session_state[key] or ""), None
 
 
-def _bar(place: Place, knobs: KnobsView, at: Desk, allowed: bool) -> None:
-    run, off = place.run, not allowed
+def _bar(context: PageContext, knobs: KnobsView, at: EditState, allowed: bool) -> None:
+    run, off = context.run, not allowed
     key = f"reason:{run}:{at.filling}"
     _kept(key, at.reason)
     st.text_input(
@@ -107,42 +107,42 @@ def _bar(place: Place, knobs: KnobsView, at: Desk, allowed: bool) -> None:
         )  # fmt: skip
         st.caption("steps")
     with st.container(horizontal=True, key="bar_tune"):
-        sent = (place.url, run, knobs.bounds)
+        sent = (context.url, run, knobs.bounds)
         pressed = (
             st.button("Set", key="set", type="primary", disabled=off, on_click=actions.set_knobs, args=sent),
             st.button("Preview", key="preview", disabled=off, on_click=actions.preview, args=sent),
             st.button("Discard", key="discard", disabled=off, on_click=_discard, args=(run, knobs)),
         )
     if any(pressed):
-        st.rerun()  # the live parts tell what came of it
+        st.rerun()  # the live sections show the result
 
 
 def _kept(key: str, value: object) -> None:
-    """What was typed before the viewer went to another page and came back."""
+    """Restores a field's value after the viewer has left the page and come back."""
     st.session_state.setdefault(key, value)
 
 
 def _reasoned(run: str, key: str, filling: int) -> None:
-    at = edit_session.desk(run)
+    at = edit_session.state_of(run)
     if at.filling == filling:
         at.reason = str(st.session_state[key])
 
 
 def _tried(run: str) -> None:
-    at = edit_session.desk(run)
+    at = edit_session.state_of(run)
     at.trial, at.trial_steps = bool(st.session_state[f"trial:{run}"]), int(st.session_state[f"trial_steps:{run}"])
 
 
 def _discard(run: str, knobs: KnobsView) -> None:
     """Empties the fields."""
-    at = edit_session.desk(run)
+    at = edit_session.state_of(run)
     at.clear()
     at.notice = None
     at.base_on(knobs)
 
 
-def _notice(at: Desk) -> None:
-    """What came of the last press of a button; it goes with the next edit."""
+def _notice(at: EditState) -> None:
+    """Draws the result of the last action; the next edit removes it."""
     if at.notice:
         tone, sentence = at.notice
         draw: Any = _NOTICE[tone]

@@ -1,4 +1,4 @@
-"""A figure, on the page."""
+"""Draws a Plotly figure on the page, in the viewer's theme."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ CONFIG = {"displayModeBar": False, "responsive": True}
 
 
 def draw(figure: chart_style.Figure, key: str) -> None:
-    """In the colours of the viewer's theme, checked against Plotly's schema. What has not changed is not redrawn."""
+    """Draws the figure in the viewer's theme, validated with Plotly's schema. An unchanged figure is not redrawn."""
     st.plotly_chart(go.Figure(chart_style.themed(figure, theme())), key=key, config=CONFIG, theme=None)
 
 
 def theme() -> Theme:
-    """The viewer's."""
+    """The viewer's theme."""
     return "dark" if st.context.theme.type == "dark" else "light"

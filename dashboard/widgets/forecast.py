@@ -1,4 +1,4 @@
-"""The preview: what is measured, what is predicted of the knobs of now, and of those that are asked for."""
+"""Table of a knob preview: measured, predicted for the present knobs, and predicted for the edited knobs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ COLUMNS = ("", "measured", "predicted now", "predicted then", "change")
 
 
 def preview(snapshot: Snapshot) -> None:
-    """What the viewer asked for last; nothing is said before."""
-    seen = edit_session.desk(snapshot.run.run).preview
+    """Draws the viewer's last preview; nothing if there was none."""
+    seen = edit_session.state_of(snapshot.run.run).preview
     if seen is None:
         return
     asked = knob_edits.describe(seen.changed, seen.before)
@@ -35,7 +35,7 @@ def _row(line: Line) -> tuple[str, ...]:
 
 
 def _change(share: float | None) -> str:
-    """In the colour of good or bad: less is better in every line."""
+    """The change in the colour of better or worse; lower is better in every line."""
     if share is None:
         return units.NONE
     if share == 0:

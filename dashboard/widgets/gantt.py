@@ -1,4 +1,4 @@
-"""The Gantt of one update with its words, and what each lane and each wait came to, measured and predicted."""
+"""Gantt chart of one update with its caption, and tables of lanes and waits, measured and predicted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 import streamlit as st
 
-from tidegate.dashboard.data.identity_key import Same
+from tidegate.dashboard.data.identity_key import IdentityKey
 from tidegate.dashboard.data.lane_stats import LaneUse, lane_use
 from tidegate.dashboard.figures import chart_style
 from tidegate.dashboard.figures.chart_style import Figure
@@ -24,20 +24,20 @@ from tidegate.wire.timeline import TimelineView
 from tidegate.wire.translation import as_timeline, as_view
 
 KEPT: Final = 16
-"""Predictions and figures: of thousands of ops they take a third of a second, and mostly the step is still the same."""
+"""Cached predictions and figures. With thousands of ops they take a third of a second, and the step often repeats."""
 NOTHING_YET = "No update has been measured yet. It shows here when the first step has finished."
 GONE = "The updates of this run are not kept any more: the daemon has them in memory until it ends."
 
 
 def expected(view: TimelineView, rates: RateCard | None) -> TimelineView | None:
-    """What the simulator expects of the ops of `view`; None where it cannot tell: no rates yet, or spans left out."""
+    """The predicted timeline of the ops of `view`; None without rates, or if `view` does not have all spans."""
     if rates is None or view.num_spans > len(view.spans):
         return None
-    return _expected(Same(view), Same(rates))
+    return _expected(IdentityKey(view), IdentityKey(rates))
 
 
 @functools.lru_cache(KEPT)
-def _expected(view: Same[TimelineView], rates: Same[RateCard]) -> TimelineView | None:
+def _expected(view: IdentityKey[TimelineView], rates: IdentityKey[RateCard]) -> TimelineView | None:
     try:
         return as_view(replay(as_timeline(view.value), rates.value))
     except TidegateError:
@@ -45,21 +45,23 @@ def _expected(view: Same[TimelineView], rates: Same[RateCard]) -> TimelineView |
 
 
 @functools.lru_cache(KEPT)
-def _figure(view: Same[TimelineView], predicted: Same[TimelineView | None], scope: Scope, ink: str | None) -> Figure:
+def _figure(
+    view: IdentityKey[TimelineView], predicted: IdentityKey[TimelineView | None], scope: Scope, ink: str | None
+) -> Figure:
     return gantt(view.value, scope, predicted=predicted.value, ink=ink)
 
 
 def chart(
     view: TimelineView | None, predicted: TimelineView | None, scope: Scope, critical: bool, gone: bool = False
 ) -> None:
-    """The update by lane. gone: the run ended, no other update comes."""
+    """Draws the Gantt chart of the update. gone: the run has ended, so no other update will come."""
     if view is None:
         st.html(markup.title("Update, by lane"))
         draw(chart_style.empty(GONE if gone else NOTHING_YET, HEIGHT), "gantt")
         return
     st.html(markup.title("Update, by lane", _words(view, predicted)))
     ink = palette.INK[theme()] if critical else None
-    draw(_figure(Same(view), Same(predicted), scope, ink), "gantt")
+    draw(_figure(IdentityKey(view), IdentityKey(predicted), scope, ink), "gantt")
 
 
 def _words(view: TimelineView, predicted: TimelineView | None) -> str:
@@ -75,7 +77,7 @@ def _words(view: TimelineView, predicted: TimelineView | None) -> str:
 
 
 def lanes(view: TimelineView, predicted: TimelineView | None) -> None:
-    """How busy each lane was in the update, at what speed, and what was expected."""
+    """Draws a table of the lanes: busy time, speed, and predicted busy time."""
     expected = {use.lane: use for use in lane_use(predicted, *window(predicted, "update"))} if predicted else {}
     rows = []
     for use in lane_use(view, *window(view, "update")):
@@ -96,7 +98,7 @@ def lanes(view: TimelineView, predicted: TimelineView | None) -> None:
 
 
 def _work(use: LaneUse) -> tuple[str, str]:
-    """What the lane moved or updated, and how fast."""
+    """The bytes or parameters of a lane, and their rate, as text."""
     if use.nbytes:
         return units.nbytes(use.nbytes), units.rate(use.bytes_per_second)
     if use.numel:
@@ -105,7 +107,7 @@ def _work(use: LaneUse) -> tuple[str, str]:
 
 
 def waits(view: TimelineView, predicted: TimelineView | None) -> None:
-    """What the update waited for, and what it was expected to wait for."""
+    """Draws a table of the update's waits by cause, measured and predicted."""
     found = exposed_waits(as_timeline(view))
     expected = exposed_waits(as_timeline(predicted)) if predicted else {}
     first, last = window(view, "update")

@@ -1,4 +1,4 @@
-"""The first lines: which run, how it is, one sentence, and the figures that matter most."""
+"""Header of a page: the run's name, its liveness, one sentence, and the key figures."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import time
 
 import streamlit as st
 
-from tidegate.dashboard.data.queries import Look, Snapshot
+from tidegate.dashboard.data.queries import Snapshot, SnapshotReading
 from tidegate.dashboard.data.step_stats import Digest, verdict
-from tidegate.dashboard.session.page_context import Place
+from tidegate.dashboard.session.page_context import PageContext
 from tidegate.dashboard.style import markup, palette, units
 
 EMULATED = "Emulated device: rates are simulated, no performance claim"
 
 
-def unread(place: Place, look: Look) -> None:
-    """Nothing was ever read of this run: why."""
-    st.html(markup.head(place.run, "unknown", [place.url]) + markup.verdict(look.problem or "Nothing was read yet."))
+def no_data(context: PageContext, look: SnapshotReading) -> None:
+    """Draws the reason why no data of this run was ever read."""
+    st.html(
+        markup.head(context.run, "unknown", [context.url]) + markup.verdict(look.problem or "Nothing was read yet.")
+    )
 
 
-def header(look: Look, snapshot: Snapshot, figures: Digest) -> None:
-    """Everything above the charts: `brief`, and the figures that matter most."""
+def header(look: SnapshotReading, snapshot: Snapshot, figures: Digest) -> None:
+    """Draws the header: `brief`, and the key figures."""
     brief(look, snapshot, figures)
     st.html(markup.kpis(_figures(snapshot, figures)))
 
 
-def brief(look: Look, snapshot: Snapshot, figures: Digest) -> None:
-    """Which run, how it is, how old what is shown, and one sentence."""
+def brief(look: SnapshotReading, snapshot: Snapshot, figures: Digest) -> None:
+    """Draws the run's name, its liveness, the age of the data, and one sentence."""
     now = time.time()
     st.html(
         markup.head(snapshot.run.run, "unknown" if look.problem else snapshot.run.liveness, _details(snapshot, now))
@@ -64,14 +66,14 @@ def _figures(snapshot: Snapshot, figures: Digest) -> list[tuple[str, str, str]]:
         (
             "pace",
             f"{units.seconds(figures.pace)}/step" if figures.pace else units.NONE,
-            f"median of {figures.told}",
+            f"median of {figures.step_count_text}",
         ),
         ("update", units.seconds(update), f"{units.share(figures.update_share)} of the step"),
         ("exposed", units.seconds(exposed), _part(exposed, total, "of the step blocked")),
         (
             "tokens",
             f"{units.count(tokens)}/s" if tokens is not None else units.NONE,
-            f"mean of {figures.told}",
+            f"mean of {figures.step_count_text}",
         ),
         ("loss", units.significant(figures.loss, 4) if figures.loss is not None else units.NONE, "last step"),
         (
@@ -85,7 +87,7 @@ def _figures(snapshot: Snapshot, figures: Digest) -> list[tuple[str, str, str]]:
 
 
 def _generation_note(snapshot: Snapshot) -> str:
-    """What the run wants, next to what this rank has applied."""
+    """The desired generation of the run, compared with the generation that this rank has applied."""
     good = [view.generation for view in snapshot.generations if view.state in ("committed", "applied")]
     desired = max(good, default=0)
     if snapshot.knobs.pending is not None:
@@ -94,7 +96,7 @@ def _generation_note(snapshot: Snapshot) -> str:
 
 
 def prediction(predicted: float | None, measured: float | None) -> str:
-    """predicted 1.40 s, measured 1.46 s, off by 4 %."""
+    """A prediction compared with the measurement: `predicted 1.40 s, measured 1.46 s, off by 4 %`."""
     error = prediction_error(predicted, measured)
     if predicted is None or not measured:
         return error
@@ -102,7 +104,7 @@ def prediction(predicted: float | None, measured: float | None) -> str:
 
 
 def prediction_error(predicted: float | None, measured: float | None) -> str:
-    """How far the rank's simulator is from what was measured: |predicted - measured| / measured."""
+    """The error of the rank's prediction as text: |predicted - measured| / measured."""
     if predicted is None:
         return "no prediction yet"
     return f"off by {units.share(abs(predicted - measured) / measured)}" if measured else "not measured yet"

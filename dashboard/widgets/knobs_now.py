@@ -1,4 +1,4 @@
-"""The knobs as they are: desired, applied and effective, and where the newest generation is on its way."""
+"""Table of the present knobs (desired, effective, applied), and the progress of the newest generation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tidegate.wire.knobs import GenerationState, GenerationView, KnobsView, Rank
 
 BAD: Final[tuple[GenerationState, ...]] = ("refused", "aborted", "superseded")
 MAX_NAMED: Final = 8
-"""Ranks that differ from the others are named up to so many."""
+"""Deviating ranks that are listed by number, at most."""
 
 
 def knobs_now(snapshot: Snapshot) -> None:
-    """A row for each knob, and ranks only where they need to be looked at."""
+    """Draws a row for each knob, and a row for each rank that deviates."""
     view = snapshot.knobs
     live = taking_part(view)
     rows = [_row(name, view, live) for name in view.bounds]
@@ -35,12 +35,12 @@ def knobs_now(snapshot: Snapshot) -> None:
 
 
 def taking_part(view: KnobsView) -> Sequence[RankKnobs]:
-    """Ranks that are there, or all of them when none is."""
+    """The live and stale ranks; all ranks if there are none."""
     return [rank for rank in view.ranks if rank.liveness in ("live", "stale")] or list(view.ranks)
 
 
 def way(snapshot: Snapshot) -> str:
-    """The newest generation from proposed to applied, or where it ended and why."""
+    """The progress of the newest generation from proposed to applied, or its end with the reason, as HTML."""
     newest = snapshot.knobs.pending or (snapshot.generations[-1] if snapshot.generations else None)
     if newest is None:
         return ""
@@ -57,20 +57,20 @@ def way(snapshot: Snapshot) -> str:
         stations = [("proposed", True, None), ("committed", reached, None)]
         stations.append((applied, complete, good if complete else None))
         more = ""
-    told = change(newest, snapshot.generations)
-    return markup.chain([(f"Generation {newest.generation}, {told}", True, None), *stations], more)
+    text = change(newest, snapshot.generations)
+    return markup.chain([(f"Generation {newest.generation}, {text}", True, None), *stations], more)
 
 
 def change(view: GenerationView, made: Sequence[GenerationView]) -> str:
-    """What a generation changed of the one that ran before it, in words. made: all of them, oldest first."""
+    """The change from the generation that ran before, as text. made: all generations, oldest first."""
     ran = [earlier for earlier in made if earlier.generation < view.generation and earlier.state not in BAD]
     back = f"back to generation {view.restores}" if view.restores is not None else ""
-    told = knob_edits.describe(view.changes, ran[-1].knobs if ran else None) if view.changes else ""
-    return ": ".join(part for part in (back, told) if part) or "start-up settings"
+    text = knob_edits.describe(view.changes, ran[-1].knobs if ran else None) if view.changes else ""
+    return ": ".join(part for part in (back, text) if part) or "start-up settings"
 
 
 def value(name: str, found: KnobValue | None) -> str:
-    """A knob's value; a stride also as the share that the device updates."""
+    """A knob's value as text; a stride also with the share of the update that the device does."""
     text = units.knob(name, found)
     if name == "stride" and isinstance(found, float | int) and found:
         return f"{text} (device share {units.share(1 / found)})"
@@ -91,14 +91,14 @@ def _row(name: str, view: KnobsView, live: Sequence[RankKnobs]) -> tuple[str, ..
 
 
 def _effective(name: str, live: Sequence[RankKnobs]) -> str:
-    """One value where all ranks have the same; else each with how many have it."""
+    """The effective value if all ranks have the same; else each value with its number of ranks."""
     counted: dict[str, int] = {}
     for rank in live:
-        told = value(name, rank.effective.get(name))
-        counted[told] = counted.get(told, 0) + 1
+        text = value(name, rank.effective.get(name))
+        counted[text] = counted.get(text, 0) + 1
     if len(counted) <= 1:
         return next(iter(counted), units.NONE)
-    return ", ".join(f"{told} on {number} ranks" for told, number in sorted(counted.items(), key=lambda c: -c[1])[:4])
+    return ", ".join(f"{text} on {number} ranks" for text, number in sorted(counted.items(), key=lambda c: -c[1])[:4])
 
 
 def _applied(view: KnobsView, live: Sequence[RankKnobs]) -> str:
@@ -109,7 +109,7 @@ def _applied(view: KnobsView, live: Sequence[RankKnobs]) -> str:
 
 
 def _odd_ranks(view: KnobsView, live: Sequence[RankKnobs]) -> str:
-    """Ranks that are not well, refused, or are behind the others."""
+    """Draws the ranks that are stale or lost, have refused, or are behind the others."""
     newest = max((rank.applied_generation for rank in live), default=0)
     odd = [r for r in view.ranks if r.refused or r.liveness in ("stale", "lost") or r.applied_generation < newest]
     if not odd:
@@ -130,8 +130,8 @@ def _odd_ranks(view: KnobsView, live: Sequence[RankKnobs]) -> str:
 
 
 def _newer(view: KnobsView) -> None:
-    """The viewer's edit stands on older knobs: say so before it is sent."""
-    at = edit_session.desk(view.run)
+    """Draws a warning if the viewer's edit refers to older knobs."""
+    at = edit_session.state_of(view.run)
     if at.draft.edited() and at.generation is not None and at.generation < view.generation:
         st.html(
             markup.banner(

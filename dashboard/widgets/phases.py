@@ -1,4 +1,4 @@
-"""Where a step's time goes: a row for each phase, and the newest steps as stacked bars."""
+"""Phases of a step: a table with a row for each phase, and the newest steps as stacked bars."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ MAX_MARKS = 8
 
 
 def phases(snapshot: Snapshot, figures: Digest) -> None:
-    st.html(markup.title("Phases", f"medians of {figures.told}") + _table(snapshot.steps, figures))
+    st.html(markup.title("Phases", f"medians of {figures.step_count_text}") + _table(snapshot.steps, figures))
 
 
 def history(snapshot: Snapshot) -> None:
-    """Phase times over steps, with the steps from which on knobs were others."""
+    """Draws phase times over steps, with a line at each step where knobs changed."""
     st.html(markup.title("Phases, step by step", "lines: knobs changed"))
     draw(charts.phase_history(snapshot.steps, marks(snapshot)), "phase_history")
 
 
 def marks(snapshot: Snapshot) -> list[charts.Mark]:
-    """The generations that were applied, at their first step on this rank; start-up settings are no change."""
+    """Marks for applied generations at their first step on this rank, without the start-up settings."""
     rank, before = snapshot.rank.rank, {g.generation: g.knobs for g in snapshot.generations}
     found = []
     for made in snapshot.generations:

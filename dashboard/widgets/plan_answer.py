@@ -1,4 +1,4 @@
-"""The planner's answer: whether it fits, how long an iteration takes, where everything lives, and what would help."""
+"""Answer of the capacity planner: whether the model fits, iteration time, memory by place, and recommended changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidegate.errors import ConfigError
 
 
 def answer(asked: Question, shape: ModelShape | None) -> None:
-    """Drawn from the top, so that the verdict is there before what takes seconds."""
+    """Draws the answer from the top, so that the verdict appears before the parts that take seconds."""
     try:
         plan = plan_question.answer(asked, shape)
     except ConfigError as error:
@@ -46,7 +46,7 @@ def answer(asked: Question, shape: ModelShape | None) -> None:
 
 
 def verdict(plan: CapacityPlan) -> str:
-    """One sentence."""
+    """The verdict on the plan in one sentence."""
     machine = plan.machine
     nodes = "one node" if machine.nodes == 1 else f"{machine.nodes} nodes"
     gpus = f"{machine.gpus} GPU{'s' if machine.gpus > 1 else ''}"
@@ -84,7 +84,7 @@ def _phases(plan: CapacityPlan) -> str:
 
 
 def _busy(plan: CapacityPlan) -> str:
-    """What the update keeps busy: the fullest bar is the bottleneck."""
+    """Busy time of each resource in the update, as a table; the fullest bar is the bottleneck."""
     if plan.update is None or plan.update.seconds <= 0:
         return ""
     rows = [

@@ -1,4 +1,4 @@
-"""The form of the capacity planner. Every edit is in the address at once: a question can be sent to somebody."""
+"""Form of the capacity planner. The address always contains the edited fields, so that the link can be shared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATHS_HELP: Final = (
 
 
 def form() -> tuple[Question, ModelShape | None]:
-    """What is asked now, and the shape of a model that was uploaded."""
+    """The question in the form, and the shape of an uploaded model."""
     asked: Question = st.session_state.get(ASKED) or Question.of_query(st.query_params.to_dict())
     st.html(markup.title("Model"))
     own = st.session_state.get("plan_own_shape")
@@ -83,8 +83,8 @@ def _model(asked: Question, own: ModelShape | None) -> tuple[str, ModelShape | N
     if own is None:
         st.caption(markup.plain(f"Until one is given, {asked.model} is planned."))
     else:
-        told = f"{own.name} is not in the address of this page: whoever opens it sees {asked.model}."
-        st.caption(markup.plain(told))
+        text = f"{own.name} is not in the address of this page: whoever opens it sees {asked.model}."
+        st.caption(markup.plain(text))
     return asked.model, own
 
 
@@ -110,13 +110,13 @@ def _number(
 
 
 def _at(name: str, value: object) -> str:
-    """The key of a field, which begins with `value`."""
+    """The session key of a field, with `value` as its first value."""
     st.session_state.setdefault(f"plan_{name}", value)
     return f"plan_{name}"
 
 
 def _remember(found: Question) -> None:
-    """In the address: what differs from the form as it is at first."""
+    """Writes the fields that differ from their defaults into the address."""
     wanted = found.query()
     for name in asdict(found):
         if name in wanted and st.query_params.get(name) != wanted[name]:

@@ -1,4 +1,4 @@
-"""Links, memory and what training makes."""
+"""Charts and tables of the link, memory, CPU, loss, gradient norm and tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidegate.dashboard.widgets.figure import draw
 from tidegate.wire.step import StepReport
 
 MIN_CEILING_BYTES = 1 << 20
-"""A phase that moved less says nothing of what the link can do."""
+"""Phases that transferred fewer bytes are ignored for the link's highest speed."""
 
 
 def links(snapshot: Snapshot) -> None:
@@ -24,12 +24,12 @@ def links(snapshot: Snapshot) -> None:
 
 
 def link_speeds(snapshot: Snapshot, figures: Digest) -> None:
-    """Bytes and busy time of each direction in each phase, and how near that is to the best the link has done."""
+    """Draws bytes and busy time of each direction in each phase, and the speed as a share of the highest speed."""
     ceilings = link_ceilings(snapshot.steps)
     st.html(
         markup.title(
             "Link, by phase",
-            f"means of {figures.told}, against the fastest phase of {len(snapshot.steps)}",
+            f"means of {figures.step_count_text}, against the fastest phase of {len(snapshot.steps)}",
         )
     )
     rows = []
@@ -48,7 +48,7 @@ def link_speeds(snapshot: Snapshot, figures: Digest) -> None:
 
 
 def against(speed: float | None, ceiling: float | None, color: str) -> str:
-    """A speed as a share of what can be had."""
+    """A speed as a share of the ceiling, as a bar."""
     if speed is None or not ceiling:
         return units.rate(speed)
     share = speed / ceiling
@@ -74,7 +74,7 @@ def _by_phase(steps: tuple[StepReport, ...]) -> dict[tuple[str, str], tuple[floa
 
 
 def memory(snapshot: Snapshot) -> None:
-    """The tide chart."""
+    """Draws the memory chart (the tide chart)."""
     st.html(markup.title("Memory", "the tide: peaks on the device, above what the engine holds in host memory"))
     figure = tide(snapshot.steps, snapshot.rank.device_memory_bytes)
     draw(figure, "memory")

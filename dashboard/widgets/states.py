@@ -1,4 +1,4 @@
-"""What the page says when there is no run to show."""
+"""Texts of a page without a run to show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tidegate.dashboard.style import markup, palette
 
 
 def nothing_yet(url: str, found: Runs) -> None:
-    """No run, or no daemon: what is missing and what to type."""
+    """Draws what is missing (a run, or the daemon), with the command that starts it."""
     if found.problem:
         st.html(markup.head("Tidegate", "no daemon", [url]) + markup.verdict("There is nothing to show yet."))
         st.html(markup.banner(f"{found.problem} This page connects by itself.", palette.LIVENESS["lost"]))

@@ -1,4 +1,4 @@
-"""The storage paths of a run: what lives on each, how much it moves, and how near it is to what it can do."""
+"""Table of a run's storage paths: subgroups, transfers, and speed compared with the path's own highest speed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ COLUMNS = (
 
 
 def paths(snapshot: Snapshot, figures: Digest) -> None:
-    """A row for each path; nothing for a run without any."""
+    """Draws a row for each path; nothing for a run without paths."""
     found = path_figures(snapshot.steps)
     if not found:
         return
     total = sum(snapshot.steps[-1].subgroups.values())
     st.html(
-        markup.title("Storage paths", f"means of {figures.told}; waits and errors since the run began")
+        markup.title("Storage paths", f"means of {figures.step_count_text}; waits and errors since the run began")
         + markup.table(COLUMNS, [_row(path, total) for path in found])
     )
 
@@ -44,8 +44,11 @@ def _row(path: PathFigures, total: int) -> tuple[str, ...]:
 
 
 def speed(use: PathUse, lane: str) -> str:
-    """While busy, as a share of what the path could do alone when the run began. Many small files, a cache in the drive
-    or another tenant who has left make it more than that: how much more says nothing."""
+    """Speed while busy as a share of the path's speed alone, which was measured when the run began, as a bar.
+
+    The share can be above 100 %: because of many small files, a cache in the drive, or load of other users that has
+    ended since. The excess has no meaning.
+    """
     if use.bytes_per_second is None or use.ceiling_share is None:
         return units.rate(use.bytes_per_second)
     share = units.share(use.ceiling_share) if use.ceiling_share <= 1 else "over 100 %"

@@ -1,4 +1,4 @@
-"""What the last change did: its trial, if it is on one, and the measured effect beside the predicted one."""
+"""Result of the last change of knobs: its trial, and the measured effect compared with the prediction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATES = {
 
 
 def last_change(snapshot: Snapshot) -> None:
-    """Of the newest generation that ran, start-up settings left out, and of an open trial."""
+    """Draws the result of the newest generation that ran (except start-up settings), and of an open trial."""
     ran = [view for view in snapshot.generations if view.applied and view.generation > 0 and view.state not in BAD]
     tried = next((v for v in reversed(ran) if v.canary and v.canary.state in ("waiting", "condemned")), None)
     found = tried or (ran[-1] if ran else None)
@@ -35,23 +35,23 @@ def last_change(snapshot: Snapshot) -> None:
 
 
 def effect(view: GenerationView) -> str:
-    """Measured against predicted, or what is still missing."""
+    """The measured effect compared with the prediction, or what is still missing, as text."""
     if view.measured_effect is None:
         return "Not measured yet: that takes five steps with it, and some before."
-    told = knob_preview.against(view.measured_effect, predicted(view))
-    return told[0].upper() + told[1:] + "."
+    text = knob_preview.against(view.measured_effect, predicted(view))
+    return text[0].upper() + text[1:] + "."
 
 
 def predicted(view: GenerationView) -> tuple[float, float] | None:
-    """Update seconds before and after, from its trial or from this viewer's preview."""
+    """Predicted update seconds before and after, from the trial or from this viewer's preview; None if unknown."""
     trial = view.canary
     if trial and trial.predicted_update_seconds_before is not None and trial.predicted_update_seconds_after is not None:
         return trial.predicted_update_seconds_before, trial.predicted_update_seconds_after
-    return edit_session.desk(view.run).predicted.get(view.generation)
+    return edit_session.state_of(view.run).predicted.get(view.generation)
 
 
 def progress(view: GenerationView, canary: CanaryView, snapshot: Snapshot) -> int:
-    """Steps with it that every rank has done; the first one, which moves state, does not count."""
+    """Steps with the generation that every rank has done, without the first step, which moves state."""
     done = [
         rank.step - view.applied[rank.rank] for rank in snapshot.run.ranks if rank.rank in view.applied
     ]  # fmt: skip

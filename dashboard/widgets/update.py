@@ -1,4 +1,4 @@
-"""What updates wait for, and who does them."""
+"""Stalls of the update by cause, and the division of updates between device and CPU."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tidegate.dashboard.widgets.header import prediction
 
 def waits(snapshot: Snapshot, figures: Digest) -> None:
     total = sum(figures.stall_share.values())
-    st.html(markup.title("Stalls by cause", f"{units.share(total)} of the update, mean of {figures.told}"))
+    st.html(markup.title("Stalls by cause", f"{units.share(total)} of the update, mean of {figures.step_count_text}"))
     draw(charts.stalls_by_cause(snapshot.steps), "stalls")
 
 
 def division(snapshot: Snapshot, figures: Digest) -> None:
-    """Who updates, what lives where, and what the simulator expected."""
+    """The division of updates, the residences of state, and the simulator's prediction, as text."""
     last = snapshot.steps[-1] if snapshot.steps else None
     rows = [*_shares("updated by", "params", last.update_params if last else {})]
     rows += _shares("state on", "subgroups", last.subgroups if last else {})
@@ -27,7 +27,7 @@ def division(snapshot: Snapshot, figures: Digest) -> None:
     st.html(
         markup.title("Division of work", "last step")
         + markup.table(("", "", ""), rows)
-        + markup.title("Update", f"{note} (median of {figures.told})")
+        + markup.title("Update", f"{note} (median of {figures.step_count_text})")
     )
 
 

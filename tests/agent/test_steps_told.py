@@ -124,7 +124,7 @@ def test_the_daemon_hears_of_parameters_that_come_later(daemon: Daemon) -> None:
     resumed = Resumed(daemon)
 
     def known() -> int:
-        member = daemon.app.state.plane.roster.runs[resumed.run].members[0]
+        member = daemon.app.state.plane.registry.runs[resumed.run].members[0]
         return sum(sizes.numel * sizes.count for sizes in member.hello.subgroups)
 
     with resumed.optimizer as optimizer:

@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
 from tidegate.daemon.control.control_plane import ControlPlane
-from tidegate.daemon.control.run import WOKEN_AT_ONCE, Bell, Clock
+from tidegate.daemon.control.run import WOKEN_AT_ONCE, Clock, Notifier
 from tidegate.daemon.storage.store import Store
 from tidegate.errors import DaemonError, NotFound, RankTaken
 from tidegate.knobs.knobs import Knobs
@@ -281,7 +281,7 @@ def test_ranks_that_a_run_is_started_again_without_are_lost_no_longer(tmp_path: 
     plane = ControlPlane(store, lease_seconds=10.0, clock=clock)
     for rank in range(3):
         plane.hello(hello("llama", rank, world_size=3, started_at=now[0]), knobs)
-    run = plane.roster.run("llama")
+    run = plane.registry.run("llama")
     now[0] += silent
     plane.tick()
     again = hello("llama", 0, world_size=2, started_at=now[0])
@@ -290,11 +290,11 @@ def test_ranks_that_a_run_is_started_again_without_are_lost_no_longer(tmp_path: 
         now[0] += 8.0
         plane.report(again.agent, AgentReport(timestamp=now[0], step=1, phase="x", generation=0, effective={}))
         plane.tick()
-    assert plane.roster.states(run) == {0: "live", 1: "lost", 2: "finished"}, "rank 1 should be there"
+    assert plane.registry.states(run) == {0: "live", 1: "lost", 2: "finished"}, "rank 1 should be there"
     (row,) = (row for row in store.audit("llama", 100) if row.action == "goodbye")
     assert row.actor == "daemon"
     assert row.reason == "Rank 2 is lost and the run goes on with 2 ranks."
-    assert ControlPlane(store, clock=clock).roster.states(run)[2] == "finished"
+    assert ControlPlane(store, clock=clock).registry.states(run)[2] == "finished"
     store.close()
 
 
@@ -354,7 +354,7 @@ def test_hundreds_that_wait_are_woken_in_turns_and_none_is_forgotten() -> None:
     """Whoever is ready gets a turn of the event loop between them; a ring meets those that wait, and no others."""
 
     async def waiting() -> tuple[list[int], int]:
-        bell, woken, turns = Bell(), list[int](), 0
+        bell, woken, turns = Notifier(), list[int](), 0
 
         async def one(number: int) -> None:
             await bell.wait(60.0)
@@ -363,13 +363,13 @@ def test_hundreds_that_wait_are_woken_in_turns_and_none_is_forgotten() -> None:
         tasks = [asyncio.create_task(one(number)) for number in range(100)]
         late = asyncio.create_task(bell.wait(0.0))
         await late
-        bell.ring()
+        bell.notify_all()
         tasks.append(asyncio.create_task(one(100)))
         while len(woken) < 100:
             turns += 1
             await asyncio.sleep(0)
         assert not tasks[-1].done(), "it came after the ring"
-        bell.ring()
+        bell.notify_all()
         await asyncio.gather(*tasks)
         return woken, turns
 
@@ -384,13 +384,13 @@ def test_a_hello_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
     first = hello("llama", 0)
     plane.hello(first, knobs)
     plane.goodbye(first.agent)
-    member = plane.roster.run("llama").members[0]
+    member = plane.registry.run("llama").members[0]
     with sqlite3.connect(tmp_path / "tidegate.db") as broken:
         broken.execute("ALTER TABLE agents RENAME TO elsewhere")
     for again in (first.model_copy(update={"pid": 1}), hello("llama", 0)):
         with pytest.raises(SQLAlchemyError):
             plane.hello(again, knobs)
-        assert plane.roster.run("llama").members == {0: member}
+        assert plane.registry.run("llama").members == {0: member}
         assert (member.hello, member.finished, member.announced) == (first, True, "finished")
     store.close()
 
@@ -402,7 +402,7 @@ def test_knobs_that_could_not_be_reset_are_reset_by_the_next_hello(tmp_path: Pat
     first = hello("llama", 0)
     plane.hello(first, Knobs(stride=2.0, static_ratio=0.0))
     plane.goodbye(first.agent)
-    run = plane.roster.run("llama")
+    run = plane.registry.run("llama")
     again, knobs = hello("llama", 0, reset_knobs=True), Knobs(stride=5.0, static_ratio=0.0)
     with sqlite3.connect(path) as broken:
         broken.execute("ALTER TABLE generations RENAME TO elsewhere")
@@ -445,7 +445,7 @@ def test_an_agent_that_listens_hears_at_once_that_its_rank_is_not_its_own(daemon
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         asks = pool.submit(agent.client.directive, agent.id, 0, None, 30.0)
-        wait_until(lambda: daemon.app.state.plane.roster.runs[run].orders._waiting, "the question")
+        wait_until(lambda: daemon.app.state.plane.registry.runs[run].directive_notifier._waiting, "the question")
         if ended == "goodbye":
             daemon.client("agent").goodbye(agent.id)
         else:

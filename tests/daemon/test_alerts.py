@@ -291,15 +291,15 @@ def test_alerts_of_all_runs_of_a_token_are_bounded(tmp_path: Path, monkeypatch: 
 
 def test_what_was_resolved_is_forgotten_after_a_week(tmp_path: Path) -> None:
     now, store = [1_800_000_000.0], Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
-    made = book.AlertBook(store, lambda: now[0])
+    made = book.AlertRegistry(store, lambda: now[0])
     view = AlertView(run="", fingerprint="0a", alert="A", state="firing", starts_at=1.0, received_at=now[0])
     over = view.model_copy(update={"fingerprint": "0b", "state": "resolved", "ends_at": 2.0})
-    made.take([view, over], "alert")
+    made.record([view, over], "alert")
     now[0] += book.RESOLVED_SECONDS - 1
-    assert [a.fingerprint for a in book.AlertBook(store, lambda: now[0]).of("")] == ["0a", "0b"]
+    assert [a.fingerprint for a in book.AlertRegistry(store, lambda: now[0]).of("")] == ["0a", "0b"]
     now[0] += 2
-    assert made.of("") == book.AlertBook(store, lambda: now[0]).of("") == [view]
-    made.take([view], "alert")
+    assert made.of("") == book.AlertRegistry(store, lambda: now[0]).of("") == [view]
+    made.record([view], "alert")
     assert [known.view for known in store.alerts.all()] == [view]
     store.close()
 

@@ -17,7 +17,7 @@ from tests.certificates import certificate_for
 from tests.daemon.live import Agent, Daemon, Process, hello, new_run, threaded, wait_until
 from tidegate.client.daemon_client import SCOPES, DaemonClient, find_token
 from tidegate.daemon.configuration.settings import Settings
-from tidegate.daemon.security.failure_limiter import KEPT, Failures
+from tidegate.daemon.security.failure_limiter import MAX_KEYS, FailureLimiter
 from tidegate.daemon.security.tokens import UNKNOWN_REFRESH_SECONDS, Caller, Tokens
 from tidegate.daemon.server.app import create_app
 from tidegate.daemon.storage.store import Store
@@ -200,13 +200,13 @@ def test_failures_are_held_up_and_good_tokens_are_not(tmp_path: Path) -> None:
 
 def test_failures_are_forgotten_and_bounded() -> None:
     now = 0.0
-    failures = Failures(2, clock=lambda: now)
-    assert [failures.note("a") for _ in range(3)] == [0, 0, 3]
+    failures = FailureLimiter(2, clock=lambda: now)
+    assert [failures.count("a") for _ in range(3)] == [0, 0, 3]
     now = 3.0
-    assert [failures.note("a"), failures.note("a")] == [0, 3]
-    for number in range(KEPT + 1):
-        failures.note(f"b{number}")
-    assert len(failures._buckets) == KEPT
+    assert [failures.count("a"), failures.count("a")] == [0, 3]
+    for number in range(MAX_KEYS + 1):
+        failures.count(f"b{number}")
+    assert len(failures._buckets) == MAX_KEYS
 
 
 def test_nothing_secret_in_logs_or_metrics(tmp_path: Path) -> None:
@@ -246,8 +246,8 @@ def test_https(tmp_path: Path) -> None:
         ("DNS:localhost", None, "localhost"),
         ("DNS:tide.example", "tide.example:8790", "tide.example"),
         ("DNS:*.tide.example", "node.tide.example", "node.tide.example"),
-        ("DNS:tide.example", None, "mismatch.* name one that it is for: --advertise-address"),
-        ("IP:127.0.0.1", "tide.example", "tide.example: .*mismatch.* get one for that name"),
+        ("DNS:tide.example", None, "mismatch.* give a name that it is valid for with --advertise-address"),
+        ("IP:127.0.0.1", "tide.example", "tide.example: .*mismatch.* get a certificate for that name"),
     ],
 )
 def test_what_is_announced_can_be_verified(tmp_path: Path, names: str, advertised: str | None, announced: str) -> None:
@@ -359,7 +359,7 @@ def test_a_token_outlives_a_database_that_is_begun_anew(tmp_path: Path) -> None:
         token = daemon.tokens["operate"]
     for path in tmp_path.glob("tidegate.db*"):
         path.unlink()
-    with pytest.raises(DaemonError, match=r"tidegate\.db is missing, and there was one: bring back a copy"):
+    with pytest.raises(DaemonError, match=r"tidegate\.db is missing, and there was one: restore a backup"):
         create_app(Settings(state_dir=tmp_path))
     (tmp_path / "database.made").unlink()
     with threaded(tmp_path) as daemon:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report
 from tests.examples import examples
-from tidegate.daemon.routes.fast_route import LeanRoute
+from tidegate.daemon.routes.fast_route import FastRoute
 from tidegate.wire.agent import AgentReport
 from tidegate.wire.timeline import TimelineView
 
@@ -43,7 +43,7 @@ def models(daemon: Daemon) -> Iterator[tuple[str, Any]]:
     for router in (one.original_router for one in daemon.app.routes):
         for route in router.routes:
             assert isinstance(route, APIRoute)
-            if isinstance(route, LeanRoute):
+            if isinstance(route, FastRoute):
                 yield from ((route.path, model) for model in route._body.values())
             elif route.body_field is not None:
                 yield route.path, route.body_field.field_info.annotation

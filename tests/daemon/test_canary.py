@@ -17,7 +17,7 @@ from tidegate.daemon.control.preview import preview
 from tidegate.daemon.control.run import Clock
 from tidegate.daemon.control.trials import Predicted
 from tidegate.daemon.decisions.canary import Canary, Step, as_json, common_steps, from_json, judge, measure, rank_score
-from tidegate.daemon.decisions.step_window import Figures
+from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.daemon.storage.store import Store
 from tidegate.errors import DaemonError, NotFound
 from tidegate.knobs.knobs import Knobs
@@ -106,9 +106,9 @@ def test_a_canary_is_stored_as_it_is(seconds: list[float], predicted: float) -> 
         assert from_json(as_json(found)) == found
 
 
-def told(step: int, update: float, peak: int = 0, *, skipped: bool = False) -> Figures:
+def told(step: int, update: float, peak: int = 0, *, skipped: bool = False) -> StepFigures:
     peaks = {"device_memory_peak_bytes": {"update": peak}, "skipped": skipped}
-    return Figures.of(step_report(step, update).model_copy(update=peaks))
+    return StepFigures.of(step_report(step, update).model_copy(update=peaks))
 
 
 def test_a_step_is_as_slow_as_its_slowest_rank_and_known_when_all_have_told() -> None:
@@ -200,7 +200,7 @@ def test_a_rank_that_always_refuses_is_asked_ever_less_often(tmp_path: Path, sec
     plane = ControlPlane(store, clock=Clock(wall=lambda: now[0], mono=lambda: now[0]))
     message = hello("llama")
     plane.hello(message, Knobs(stride=2.0, static_ratio=0.0))
-    run = plane.roster.run("llama")
+    run = plane.registry.run("llama")
 
     def say(generation: int, *numbers: int, seconds: float = 1.0) -> None:
         """Steps, the first ones under `generation`."""

@@ -22,7 +22,7 @@ from tests.daemon.live import ROOT, Agent, Daemon, Process, environment, file_to
 from tests.daemon.test_auth import certificate_for
 from tests.services import PATIENCE
 from tidegate.client.daemon_client import DaemonClient
-from tidegate.daemon.security.connections import WHY, Connections
+from tidegate.daemon.security.connections import WHY, ConnectionLimiter
 from tidegate.daemon.server.http_protocol import Protocol
 from tidegate.metrics.family import REFUSALS
 
@@ -108,7 +108,8 @@ def test_silent_sockets_take_no_descriptors_from_those_with_a_token(tmp_path: Pa
         text = process.end(signal.SIGTERM)[2]
     told = [line for line in text.splitlines() if "refused" in line]
     assert len(told) == 1, text
-    assert "made room for newer ones; most from 127.0.0.1. Without a valid token there are 224 (at most 224)" in told[0]
+    assert "closed for newer connections; most from 127.0.0.1." in told[0]
+    assert "Open connections without a valid token: 224 (at most 224)" in told[0]
 
 
 def test_without_a_descriptor_the_daemon_waits_and_serves_who_is_connected(tmp_path: Path) -> None:
@@ -286,21 +287,21 @@ def test_a_handshake_counts(tmp_path: Path) -> None:
             assert encrypted.recv(1) == b""  # silent after it
         with DaemonClient(daemon.url, daemon.tokens["read"], ca=certificate) as client:
             assert client.runs() == []
-        book = daemon.app.state.connections
-        wait_until(lambda: (book.unauthorized, book.authorized) == (0, 0), "closed connections")
+        limiter = daemon.app.state.connections
+        wait_until(lambda: (limiter.unauthorized, limiter.authorized) == (0, 0), "closed connections")
 
 
 def test_the_address_with_most_connections_loses_the_oldest() -> None:
     """Whoever opens many displaces his own; one more from elsewhere has its time."""
     closed: list[str] = []
-    book = Connections(lambda reason: None, seconds=10.0, descriptors=1_024)
-    honest = book.admit("10.0.0.7", closed.append)
-    for number in range(2 * book.unauthorized_limit):
-        book.admit(f"2001:db8::{number:x}", lambda reason, n=number: closed.append(str(n)))  # type: ignore[misc]
-    assert book.unauthorized == book.unauthorized_limit
+    limiter = ConnectionLimiter(lambda reason: None, seconds=10.0, descriptors=1_024)
+    honest = limiter.register("10.0.0.7", closed.append)
+    for number in range(2 * limiter.unauthorized_limit):
+        limiter.register(f"2001:db8::{number:x}", lambda reason, n=number: closed.append(str(n)))  # type: ignore[misc]
+    assert limiter.unauthorized == limiter.unauthorized_limit
     assert closed[:3] == ["0", "1", "2"]
-    assert book.authorize(honest)
-    assert book.unauthorized == book.unauthorized_limit - 1
+    assert limiter.authorize(honest)
+    assert limiter.unauthorized == limiter.unauthorized_limit - 1
 
 
 def test_every_reason_is_in_the_catalogue() -> None:
@@ -308,10 +309,10 @@ def test_every_reason_is_in_the_catalogue() -> None:
 
 
 def test_connections_with_a_token_have_a_bound_too() -> None:
-    book = Connections(lambda reason: None, seconds=10.0, descriptors=200)
-    taken = [book.admit("10.0.0.7", lambda reason: None) for _ in range(1)]
-    while book.authorize(taken[-1]):
-        taken.append(book.admit("10.0.0.7", lambda reason: None))
-    assert len(taken) == book.capacity + 1
-    book.leave(taken[0])
-    assert book.authorize(taken[-1])
+    limiter = ConnectionLimiter(lambda reason: None, seconds=10.0, descriptors=200)
+    taken = [limiter.register("10.0.0.7", lambda reason: None) for _ in range(1)]
+    while limiter.authorize(taken[-1]):
+        taken.append(limiter.register("10.0.0.7", lambda reason: None))
+    assert len(taken) == limiter.capacity + 1
+    limiter.unregister(taken[0])
+    assert limiter.authorize(taken[-1])

@@ -7,7 +7,7 @@ import pytest
 from tests.daemon.live import step_report
 from tidegate.daemon.control.liveness import liveness, of_run
 from tidegate.daemon.decisions.knob_effect import measure
-from tidegate.daemon.decisions.step_window import Figures
+from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.wire.base import Liveness
 
 
@@ -33,8 +33,8 @@ def test_of_run(ranks: list[Liveness], expected: Liveness) -> None:
     assert of_run(ranks) == expected
 
 
-def steps(*seconds: float, first: int = 1) -> list[Figures]:
-    return [Figures.of(step_report(first + i, value)) for i, value in enumerate(seconds)]
+def steps(*seconds: float, first: int = 1) -> list[StepFigures]:
+    return [StepFigures.of(step_report(first + i, value)) for i, value in enumerate(seconds)]
 
 
 SLOW, FAST = [2.0] * 6, [1.0] * 6
@@ -54,7 +54,7 @@ SLOW, FAST = [2.0] * 6, [1.0] * 6
     ids=["both", "too few", "start", "nothing before", "an older generation", "at most 20", "at most 20 after"],
 )
 def test_measure(
-    history: list[Figures], applied: dict[int, int], expected: tuple[int, int, float, float] | None
+    history: list[StepFigures], applied: dict[int, int], expected: tuple[int, int, float, float] | None
 ) -> None:
     found = measure(history, applied, 1)
     assert (None if found is None else tuple(found.model_dump().values())) == expected

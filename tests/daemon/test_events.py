@@ -83,7 +83,7 @@ def test_ids_grow_over_restarts_whatever_the_clock_says(tmp_path: Path, wall: fl
         store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
         plane = ControlPlane(store, clock=Clock(wall=lambda at=at: at))  # type: ignore[misc]
         plane.hello(hello("llama"), Knobs())
-        seen += [event.id for event in plane.roster.runs["llama"].events]
+        seen += [event.id for event in plane.registry.runs["llama"].events]
         store.close()
     assert len(seen) >= 3
     assert seen == sorted(set(seen))

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from tidegate.daemon.decisions.canary import Canary, Step
 from tidegate.daemon.decisions.generations import (
     NO_RANKS,
-    Apply,
-    Cast,
-    Control,
+    ControlEvent,
+    ControlState,
     Generation,
-    Happening,
-    Join,
-    Judge,
-    Leave,
-    Propose,
+    NewProposal,
+    RankApplied,
+    RankJoined,
+    RankLeft,
     Tick,
+    TrialJudged,
+    VoteCast,
     decide,
 )
 from tidegate.wire.base import KnobChanges
@@ -30,16 +30,18 @@ START = Generation(number=0, state="committed", knobs={"stride": 2.0}, changes={
 DEADLINE = 10.0
 
 
-def control(*ranks: int) -> Control:
-    return Control(newest=0, committed=START, present=frozenset(ranks))
+def control(*ranks: int) -> ControlState:
+    return ControlState(newest=0, committed=START, present=frozenset(ranks))
 
 
 TRIAL = Canary(base=0, steps=5, min_effect=0.1, min_headroom=0.05, before=(Step(1.0, 0.5, 0.5),))
 
 
-def propose(stride: float = 3.0, *, commit: bool = False, trial: bool = False, restores: int | None = None) -> Propose:
+def propose(
+    stride: float = 3.0, *, commit: bool = False, trial: bool = False, restores: int | None = None
+) -> NewProposal:
     knobs: KnobChanges = {"stride": stride}
-    return Propose(
+    return NewProposal(
         knobs=knobs,
         changes=knobs,
         author="ada",
@@ -52,22 +54,22 @@ def propose(stride: float = 3.0, *, commit: bool = False, trial: bool = False, r
     )
 
 
-def judged(state: CanaryState, generation: int = 1) -> Judge:
-    return Judge(generation, replace(TRIAL, state=state, verdict="as measured"))
+def judged(state: CanaryState, generation: int = 1) -> TrialJudged:
+    return TrialJudged(generation, replace(TRIAL, state=state, verdict="as measured"))
 
 
-def yes(rank: int, generation: int = 1) -> Cast:
-    return Cast(rank, generation, True, "", 2.0)
+def yes(rank: int, generation: int = 1) -> VoteCast:
+    return VoteCast(rank, generation, True, "", 2.0)
 
 
-def no(rank: int, reason: str = "it does not fit") -> Cast:
-    return Cast(rank, 1, False, reason, 2.0)
+def no(rank: int, reason: str = "it does not fit") -> VoteCast:
+    return VoteCast(rank, 1, False, reason, 2.0)
 
 
 LATE = Tick(DEADLINE, 3.0)
 EARLY = Tick(DEADLINE - 0.1, 3.0)
 
-TABLE: list[tuple[str, tuple[int, ...], list[Happening], list[str]]] = [
+TABLE: list[tuple[str, tuple[int, ...], list[ControlEvent], list[str]]] = [
     ("no rank: at once", (), [propose()], ["1 proposed", "1 committed"]),
     ("one rank waits", (0,), [propose()], ["1 proposed"]),
     ("one rank says yes", (0,), [propose(), yes(0)], ["1 proposed", "1 voted", "1 committed"]),
@@ -90,19 +92,19 @@ TABLE: list[tuple[str, tuple[int, ...], list[Happening], list[str]]] = [
         [propose(), propose(4), yes(0, 1), yes(0, 2)],
         ["1 proposed", "1 superseded", "2 proposed", "2 voted", "2 committed"],
     ),
-    ("the silent one leaves", (0, 1), [propose(), yes(0), Leave(1, 3.0)], ["1 proposed", "1 voted", "1 committed"]),
-    ("the last one leaves", (0,), [propose(), Leave(0, 3.0)], ["1 proposed", "1 committed"]),
-    ("one who joins must vote", (0,), [propose(), Join(1, True), yes(0)], ["1 proposed", "1 voted"]),
+    ("the silent one leaves", (0, 1), [propose(), yes(0), RankLeft(1, 3.0)], ["1 proposed", "1 voted", "1 committed"]),
+    ("the last one leaves", (0,), [propose(), RankLeft(0, 3.0)], ["1 proposed", "1 committed"]),
+    ("one who joins must vote", (0,), [propose(), RankJoined(1, True), yes(0)], ["1 proposed", "1 voted"]),
     (
         "a new agent must vote again",
         (0, 1),
-        [propose(), yes(0), Join(0, True), yes(1)],
+        [propose(), yes(0), RankJoined(0, True), yes(1)],
         ["1 proposed"] + ["1 voted"] * 2,
     ),
     (
         "the same agent need not",
         (0, 1),
-        [propose(), yes(0), Join(0, False), yes(1)],
+        [propose(), yes(0), RankJoined(0, False), yes(1)],
         ["1 proposed", "1 voted", "1 voted", "1 committed"],
     ),
     ("reset skips the vote", (0,), [propose(commit=True)], ["1 proposed", "1 committed"]),
@@ -112,34 +114,39 @@ TABLE: list[tuple[str, tuple[int, ...], list[Happening], list[str]]] = [
         [propose(), propose(5, commit=True)],
         ["1 proposed", "1 superseded", "2 proposed", "2 committed"],
     ),
-    ("applied by all", (0, 1), [Apply(0, 0, 4), Apply(1, 0, 4)], ["0 rank_applied", "0 rank_applied", "0 applied"]),
-    ("applied twice", (0, 1), [Apply(0, 0, 4), Apply(0, 0, 9)], ["0 rank_applied"]),
-    ("applied by all who stay", (0, 1), [Apply(0, 0, 4), Leave(1, 3.0)], ["0 rank_applied", "0 applied"]),
-    ("nobody stays", (0,), [Leave(0, 3.0)], []),
+    (
+        "applied by all",
+        (0, 1),
+        [RankApplied(0, 0, 4), RankApplied(1, 0, 4)],
+        ["0 rank_applied", "0 rank_applied", "0 applied"],
+    ),
+    ("applied twice", (0, 1), [RankApplied(0, 0, 4), RankApplied(0, 0, 9)], ["0 rank_applied"]),
+    ("applied by all who stay", (0, 1), [RankApplied(0, 0, 4), RankLeft(1, 3.0)], ["0 rank_applied", "0 applied"]),
+    ("nobody stays", (0,), [RankLeft(0, 3.0)], []),
     (
         "applied too late to matter",
         (0,),
-        [propose(), yes(0), Apply(0, 0, 7)],
+        [propose(), yes(0), RankApplied(0, 0, 7)],
         ["1 proposed", "1 voted", "1 committed"],
     ),
 ]
 
 
-def play(state: Control, events: list[Happening]) -> tuple[Control, list[str]]:
+def play(state: ControlState, events: list[ControlEvent]) -> tuple[ControlState, list[str]]:
     told: list[str] = []
     for event in events:
         state, decisions = decide(state, event)
-        told += [f"{d.generation.number} {d.what}" for d in decisions]
+        told += [f"{d.generation.number} {d.kind}" for d in decisions]
     return state, told
 
 
 @pytest.mark.parametrize(("name", "ranks", "events", "expected"), TABLE, ids=[row[0] for row in TABLE])
-def test_decisions(name: str, ranks: tuple[int, ...], events: list[Happening], expected: list[str]) -> None:
+def test_decisions(name: str, ranks: tuple[int, ...], events: list[ControlEvent], expected: list[str]) -> None:
     assert play(control(*ranks), events)[1] == expected
 
 
 PROPOSED = ["1 proposed waiting", "1 committed waiting"]
-TRIALS: list[tuple[str, list[Happening], list[str]]] = [
+TRIALS: list[tuple[str, list[ControlEvent], list[str]]] = [
     ("kept", [judged("promoted")], ["1 promoted promoted"]),
     ("kept once", [judged("promoted"), judged("condemned")], ["1 promoted promoted"]),
     ("of another generation", [judged("promoted", 0)], []),
@@ -159,13 +166,13 @@ TRIALS: list[tuple[str, list[Happening], list[str]]] = [
 
 
 @pytest.mark.parametrize(("name", "events", "expected"), TRIALS, ids=[row[0] for row in TRIALS])
-def test_trials(name: str, events: list[Happening], expected: list[str]) -> None:
+def test_trials(name: str, events: list[ControlEvent], expected: list[str]) -> None:
     state, told = control(), list[str]()
     for event in [propose(trial=True), *events]:
         state, decisions = decide(state, event)
         for made in decisions:
             trial = made.generation.canary
-            told.append(f"{made.generation.number} {made.what}" + (f" {trial.state}" if trial else ""))
+            told.append(f"{made.generation.number} {made.kind}" + (f" {trial.state}" if trial else ""))
     assert told == PROPOSED + expected
 
 
@@ -176,7 +183,7 @@ def test_a_trial_that_never_ran_has_ended() -> None:
     assert (trial.state, trial.verdict) == ("superseded", "It never ran.")
 
 
-def outcome(ranks: tuple[int, ...], events: list[Happening]) -> str:
+def outcome(ranks: tuple[int, ...], events: list[ControlEvent]) -> str:
     state = control(*ranks)
     for event in events:
         state, decisions = decide(state, event)
@@ -192,7 +199,7 @@ def test_outcomes_name_rank_and_reason() -> None:
 
 
 def test_first_steps_are_kept_by_rank() -> None:
-    state, _ = play(control(0, 1), [propose(), yes(0), yes(1), Apply(1, 1, 12), Apply(0, 1, 12)])
+    state, _ = play(control(0, 1), [propose(), yes(0), yes(1), RankApplied(1, 1, 12), RankApplied(0, 1, 12)])
     assert dict(state.committed.applied) == {0: 12, 1: 12}
     assert state.committed.state == "applied"
 
@@ -201,10 +208,10 @@ RANK, NUMBER = st.integers(0, 2), st.integers(0, 6)
 EVENTS = st.lists(
     st.one_of(
         st.builds(propose, st.floats(1, 9), commit=st.booleans()),
-        st.builds(Cast, RANK, NUMBER, st.booleans(), st.just("why"), st.just(2.0)),
-        st.builds(Apply, RANK, NUMBER, st.integers(0, 99)),
-        st.builds(Join, RANK, st.booleans()),
-        st.builds(Leave, RANK, st.just(3.0)),
+        st.builds(VoteCast, RANK, NUMBER, st.booleans(), st.just("why"), st.just(2.0)),
+        st.builds(RankApplied, RANK, NUMBER, st.integers(0, 99)),
+        st.builds(RankJoined, RANK, st.booleans()),
+        st.builds(RankLeft, RANK, st.just(3.0)),
         st.sampled_from([EARLY, LATE]),
     ),
     max_size=40,
@@ -213,7 +220,7 @@ FINAL = {"applied", "refused", "aborted", "superseded"}
 
 
 @given(EVENTS)
-def test_never_back_to_an_older_generation(events: list[Happening]) -> None:
+def test_never_back_to_an_older_generation(events: list[ControlEvent]) -> None:
     state, states = control(0, 1), {0: "committed"}
     for event in events:
         after, decisions = decide(state, event)
@@ -222,8 +229,8 @@ def test_never_back_to_an_older_generation(events: list[Happening]) -> None:
         assert after.pending is None or after.committed.number < after.pending.number == after.newest
         for decision in decisions:
             made = decision.generation
-            assert states.get(made.number) not in FINAL or decision.what == "rank_applied"
+            assert states.get(made.number) not in FINAL or decision.kind == "rank_applied"
             states[made.number] = made.state
-            if decision.what == "committed" and made.outcome.startswith(("All", "The rank")):
+            if decision.kind == "committed" and made.outcome.startswith(("All", "The rank")):
                 assert all(made.votes[rank].can for rank in state.present)
         state = after

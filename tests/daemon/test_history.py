@@ -21,8 +21,8 @@ from tidegate.daemon.control import retention
 from tidegate.daemon.control import serializers as views_of
 from tidegate.daemon.control.control_plane import FLUSH_SECONDS, ControlPlane
 from tidegate.daemon.control.run import Clock, Member
-from tidegate.daemon.control.step_writer import STEPS_BEFORE_CLEANING, SWEEP_SECONDS, WRITE_SECONDS, History
-from tidegate.daemon.decisions.step_window import STEPS_KEPT, Figures, Window
+from tidegate.daemon.control.step_writer import STEPS_BEFORE_CLEANING, SWEEP_SECONDS, WRITE_SECONDS, StepWriter
+from tidegate.daemon.decisions.step_window import STEPS_KEPT, StepFigures, StepWindow
 from tidegate.daemon.storage import step_table
 from tidegate.daemon.storage.store import Store
 from tidegate.knobs.knobs import Knobs
@@ -30,14 +30,14 @@ from tidegate.wire.agent import AgentReport
 
 UNKNOWN = st.none() | st.floats(0, 1e12)
 FIGURES = st.builds(
-    Figures, st.integers(0, 2**62), st.floats(0, 1e6), st.floats(0, 1e6), UNKNOWN, UNKNOWN, st.booleans()
+    StepFigures, st.integers(0, 2**62), st.floats(0, 1e6), st.floats(0, 1e6), UNKNOWN, UNKNOWN, st.booleans()
 )
 
 
 @given(st.lists(FIGURES, max_size=40), st.integers(0, 2 * STEPS_KEPT))
-def test_a_window_is_the_newest_of_what_it_was_given(figures: list[Figures], many: int) -> None:
-    window, plain = Window(), deque[Figures](maxlen=STEPS_KEPT)
-    for row in [Figures(n, 1.0, 2.0, None, 3.0, False) for n in range(many)] + figures:
+def test_a_window_is_the_newest_of_what_it_was_given(figures: list[StepFigures], many: int) -> None:
+    window, plain = StepWindow(), deque[StepFigures](maxlen=STEPS_KEPT)
+    for row in [StepFigures(n, 1.0, 2.0, None, 3.0, False) for n in range(many)] + figures:
         window.add(row)
         plain.append(row)
     assert list(window) == list(plain)
@@ -51,8 +51,8 @@ class Rank:
     def __init__(self, store: Store) -> None:
         self.mono, self.wall = 0.0, 1_000.0
         clock = Clock(wall=lambda: self.wall, mono=lambda: self.mono)
-        self.history = History(store.steps, keep_seconds=100.0, clock=clock)
-        self.member = Member(hello=hello("llama"), seen=0.0, last_seen=0.0)
+        self.history = StepWriter(store.steps, keep_seconds=100.0, clock=clock)
+        self.member = Member(hello=hello("llama"), seen_mono=0.0, last_seen=0.0)
         self.step = 0
 
     def tell(self, count: int) -> None:
@@ -67,7 +67,7 @@ class Rank:
         self.mono += seconds
         self.wall += seconds
         self.history.tick(self.mono)
-        self.history.settle()
+        self.history.wait_for_write()
 
 
 @pytest.fixture
@@ -136,8 +136,8 @@ def test_what_nobody_can_ask_for_is_deleted_even_after_a_refusal(
     rank.history.drop(before.hello.agent)
     rank.mono += WRITE_SECONDS
     rank.history.tick(rank.mono)
-    assert rank.history._under_way is not None
-    wait([rank.history._under_way[-1]])
+    assert rank.history._running is not None
+    wait([rank.history._running[-1]])
     with store.engine.begin() as connection:
         connection.exec_driver_sql("DROP TRIGGER full")
     rank.history.write()
@@ -158,7 +158,7 @@ def test_who_was_dropped_during_a_write_that_failed_stays_dropped(store: Store) 
     rank.history.tick(rank.mono)
     rank.history.drop(rank.member.hello.agent)
     with pytest.raises(IntegrityError, match="full"):
-        rank.history.settle()
+        rank.history.wait_for_write()
     with store.engine.begin() as connection:
         connection.exec_driver_sql("DROP TRIGGER full")
     rank.history.write()
@@ -185,11 +185,11 @@ def test_who_takes_a_rank_takes_the_place_of_its_steps(store: Store) -> None:
     first, second = hello("llama"), hello("llama")
     for one in (first, first, second):  # saying it again drops nothing
         plane.hello(one, Knobs(stride=2.0))
-        step = plane.roster.member(one.agent)[1].window.newest + 1
+        step = plane.registry.member(one.agent)[1].window.newest + 1
         plane.report(one.agent, AgentReport(timestamp=time.time(), step=step, phase="other", generation=0,
                                             effective={}, steps=(step_report(step),)))  # fmt: skip
         if step == 1:
-            plane.history.write()
+            plane.step_writer.write()
             assert [step for step, _ in store.steps.newest(first.agent, 9)] == [0, 1]
             plane.goodbye(first.agent)
     plane.save_all()
@@ -214,17 +214,17 @@ def test_what_a_run_ended_with_is_known_however_many_ended_since(
         plane.report(one.agent, AgentReport(timestamp=now, step=30, phase="other", generation=0, effective={},
                                             steps=told, finished=True))  # fmt: skip
         now += 1.0
-    plane.history.write()
+    plane.step_writer.write()
     if restarted:
         plane.save_all()
         plane = ControlPlane(store, clock=clock)
     else:
         now += FLUSH_SECONDS
         plane.tick()
-    runs = plane.roster.runs
+    runs = plane.registry.runs
     assert [len(runs[name].members[0].recent) for name in ("oldest", "older", "old")] == [0, 1, 20]
-    asyncio.run(plane.recall(runs["oldest"]))
-    views = [views_of.run_view(run, plane.roster.states(run)) for run in runs.values()]
+    asyncio.run(plane.load_last_steps(runs["oldest"]))
+    views = [views_of.run_view(run, plane.registry.states(run)) for run in runs.values()]
     assert [view.ranks[0].last_step and view.ranks[0].last_step.step for view in views] == [30, 30, 30]
     assert [view.totals and view.totals.step for view in views] == [30, 30, 30]
     plane.save_all()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, new_run, wait_until
-from tidegate.daemon.control.preview import evidence
+from tidegate.daemon.control.preview import prediction_inputs
 from tidegate.errors import KnobError, NotFound, StaleKnobs
 from tidegate.wire.agent import Applied, Rates, SubgroupSizes, Vote
 from tidegate.wire.knobs import GenerationView
@@ -285,7 +285,7 @@ def test_many_subgroups_are_not_counted_out_on_the_event_loop(daemon: Daemon) ->
     run = new_run()
     agent = Agent(daemon, run, 0, subgroups=SIZES, knobs={"stride": "off"})
     agent.say(rates=RATES)
-    known = evidence(daemon.app.state.plane.roster.run(run))
+    known = prediction_inputs(daemon.app.state.plane.registry.run(run))
     assert known is not None
     assert "rank" not in vars(known)
     assert [subgroup.id for subgroup in known.rank.subgroups] == list(range(16))

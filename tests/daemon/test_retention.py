@@ -55,7 +55,7 @@ class Stand:
 
     @property
     def runs(self) -> set[str]:
-        return set(self.plane.roster.runs)
+        return set(self.plane.registry.runs)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_runs_of_one_token_leave_room_for_those_of_another(stand: Stand, restart
         stand.begin(f"junk-{number}", "a")
     if restarted:
         stand.again()
-    with pytest.raises(ProblemError, match="4 runs of this token go on, it may have 4 at a time") as refused:
+    with pytest.raises(ProblemError, match="4 runs of this token are running, at most 4 may be") as refused:
         stand.begin("junk-4", "a")
     assert (refused.value.status, refused.value.type) == (409, "too-many-runs")
     stand.begin("honest", "b")
@@ -107,9 +107,9 @@ def test_runs_that_are_lost_cannot_be_revived_beyond_the_quota(stand: Stand) -> 
     stand.lose()
     others = [stand.begin(f"more-{number}", "a") for number in range(4)]
     report = AgentReport(timestamp=stand.now, step=1, phase="other", generation=0, effective={})
-    with pytest.raises(ProblemError, match="4 runs of this token go on"):
+    with pytest.raises(ProblemError, match="4 runs of this token are running"):
         stand.plane.report(agents[0], report)
-    with pytest.raises(ProblemError, match="4 runs of this token go on"):
+    with pytest.raises(ProblemError, match="4 runs of this token are running"):
         stand.begin("junk-1", "a")
     stand.plane.report(others[0], report)
     stand.plane.goodbye(others[0])
@@ -119,20 +119,20 @@ def test_runs_that_are_lost_cannot_be_revived_beyond_the_quota(stand: Stand) -> 
 @pytest.mark.usefixtures("small")
 def test_ranks_of_one_token_leave_room_for_those_of_another(stand: Stand) -> None:
     agents = [stand.begin("wide", "a", rank) for rank in range(8)]
-    with pytest.raises(ProblemError, match="8 ranks of this token are there, it may have 8 at a time"):
+    with pytest.raises(ProblemError, match="8 ranks of this token are running, at most 8 may be"):
         stand.begin("wide", "a", 8)
     message = hello("wide", 3, agent=agents[3])
     stand.plane.hello(message, KNOBS, "a")
     for rank in range(8):
         stand.begin("honest", "b", rank)
-    assert len(stand.plane.roster.agents) == 16
+    assert len(stand.plane.registry.agents) == 16
 
 
 @pytest.mark.usefixtures("small")
 def test_where_all_runs_go_on_a_newcomer_is_told(stand: Stand) -> None:
     for number in range(10):
         stand.begin(f"run-{number}", f"token-{number}")
-    with pytest.raises(ProblemError, match="keeps 10 runs and 30 ranks, and all go on: end some"):
+    with pytest.raises(ProblemError, match="keeps 10 runs and 30 ranks, and all are running: end some"):
         stand.begin("one-more", "b")
 
 
@@ -142,13 +142,13 @@ def test_each_agent_token_has_a_quota_over_a_restart_too(tmp_path: Path, monkeyp
         for number in range(3):
             Agent(daemon, f"junk-{number}")
         other = daemon.app.state.plane.store.tokens.issue("agent", "team")
-        with pytest.raises(DaemonError, match="3 runs of this token go on") as error:
+        with pytest.raises(DaemonError, match="3 runs of this token are running") as error:
             Agent(daemon, "junk-3")
         assert error.value.status == 409
         assert "`tidegate token create agent --name TEAM`" in str(error.value)
     for run in ("honest-0", "honest-1"):
         with threaded(tmp_path) as daemon:
-            with pytest.raises(DaemonError, match="3 runs of this token go on"):
+            with pytest.raises(DaemonError, match="3 runs of this token are running"):
                 Agent(daemon, "junk-3")
             daemon.tokens["agent"] = other
             Agent(daemon, run)
@@ -160,7 +160,7 @@ def test_runs_that_ended_long_ago_are_forgotten_over_a_restart_too(stand: Stand)
         agent = stand.begin(name)
         told = (step_report(1),)
         stand.plane.report(agent, AgentReport(timestamp=1.0, step=1, phase="x", generation=0, effective={}, steps=told))
-    stand.plane.goodbye(stand.plane.roster.runs["finished"].members[0].hello.agent)
+    stand.plane.goodbye(stand.plane.registry.runs["finished"].members[0].hello.agent)
     stand.lose()
     stand.now += 29 * DAY
     stand.begin("on")
@@ -238,13 +238,13 @@ def test_steps_of_a_deleted_run_do_not_come_back_and_those_of_a_new_one_stay(sta
     told = AgentReport(timestamp=1.0, step=1, phase="x", generation=0, effective={}, steps=(step_report(1),))
     stand.plane.report(agent, told)
     stand.plane.goodbye(agent)
-    run = stand.plane.roster.runs["llama"]
+    run = stand.plane.registry.runs["llama"]
     stand.plane.retention.delete(run, "ada")
-    stand.plane.history.write()
+    stand.plane.step_writer.write()
     assert stand.store.steps.newest(agent, 10) == []
     stand.plane.hello(run.members[0].hello, KNOBS)
     stand.plane.report(agent, told)
-    stand.plane.history.write()
+    stand.plane.step_writer.write()
     assert [step for step, _ in stand.store.steps.newest(agent, 10)] == [1]
 
 
@@ -256,11 +256,11 @@ def test_a_run_that_goes_on_is_not_deleted(tmp_path: Path, state: str) -> None:
         if state == "live":
             Agent(daemon, "llama", replaces=daemon.client().run("llama").ranks[0].agent)
         with pytest.raises(
-            DaemonError, match=rf"Run 'llama' goes on \(rank 0 is {state}\): end its processes"
+            DaemonError, match=rf"Run 'llama' is running \(rank 0 is {state}\): end its processes"
         ) as error:
             daemon.client().delete_run("llama")
         assert error.value.status == 409
-        assert "is lost (180 s after its last word)" in str(error.value)
+        assert "is lost (180 s after its last message)" in str(error.value)
         assert daemon.client().run("llama").liveness == state
 
 

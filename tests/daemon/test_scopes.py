@@ -32,7 +32,7 @@ def declared(app: FastAPI) -> list[tuple[str, str, str]]:
         inner for one in app.routes for inner in getattr(getattr(one, "original_router", None), "routes", [one])
     ):
         assert isinstance(route, APIRoute), f"{route} declares nothing"
-        asked = scopes.asked_by(route)
+        asked = scopes.requirement_of(route)
         found += [(method, route.path, *asked.scopes) for method in route.methods] if asked.scopes else []
         found += [(method, route.path, "") for method in route.methods] if asked.open else []
     assert len(found) >= 30
@@ -79,7 +79,7 @@ def test_a_route_that_does_not_say_what_it_asks_is_not_served(dependencies: list
     router = APIRouter()
     router.add_api_route("/v1/secret", lambda: None, dependencies=dependencies)
     with pytest.raises(LookupError, match=f"/v1/secret {said}"):
-        scopes.Declared(router.routes)
+        scopes.RouteRequirements(router.routes)
 
 
 @pytest.mark.parametrize("path", ["/v1/agentsx", "//v1/agents", "/v1/agents%2fx", "/V1/agents", "/v1/runs/x/y/z"])

@@ -237,7 +237,7 @@ def test_a_database_of_before_alembic_is_brought_up_to_date(tmp_path: Path) -> N
     path = tmp_path / "tidegate.db"
     engine = create_engine(f"sqlite:///{path}")
     config = Config()
-    config.set_main_option("script_location", "tidegate.daemon:migrations")
+    config.set_main_option("script_location", "tidegate.daemon.storage:migrations")
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, "v1")

@@ -14,7 +14,7 @@ from streamlit.util import calc_hash
 from tidegate import dashboard
 from tidegate.dashboard.data import read_cache
 
-MAIN = Path(dashboard.__file__).with_name("main.py")
+MAIN = Path(dashboard.__file__).with_name("app") / "main.py"
 
 # Each AppTest looks through all installed packages for components, which takes longer than the page itself.
 manifest_scanner.scan_component_manifests = functools.cache(manifest_scanner.scan_component_manifests)

@@ -10,7 +10,7 @@ import pytest
 from tests.dashboard.scripted import Agent, Daemon
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.dashboard.data import clients, queries, read_cache
-from tidegate.dashboard.data.read_cache import Kept
+from tidegate.dashboard.data.read_cache import CachedQuery
 from tidegate.errors import DaemonUnreachable
 from tidegate.wire.run import StepsView
 
@@ -79,7 +79,7 @@ def test_viewers_who_want_the_same_at_once_ask_once() -> None:
         threading.Event().wait(0.05)  # the others come meanwhile
         return len(asked)
 
-    kind = Kept(read, 60.0)
+    kind = CachedQuery(read, 60.0)
 
     def want(_: int) -> int | None:
         everybody.wait(10)
@@ -100,7 +100,7 @@ def test_the_last_value_is_kept_while_there_is_no_answer() -> None:
             raise DaemonUnreachable("It is away.")
         return answer
 
-    kind = Kept(read, 60.0)
+    kind = CachedQuery(read, 60.0)
     first = kind.get(URL)
     kind.expire()
     away = kind.get(URL)
@@ -114,7 +114,7 @@ def test_the_last_value_is_kept_while_there_is_no_answer() -> None:
 
 
 def test_what_was_wanted_longest_ago_goes_first() -> None:
-    kind = Kept(lambda _, key: key, 60.0, most=2)
+    kind = CachedQuery(lambda _, key: key, 60.0, most=2)
     for key in ("a", "b", "a", "c"):
         kind.get(URL, key)
     assert [kind.last(URL, key) for key in ("a", "b", "c")] == ["a", None, "c"]

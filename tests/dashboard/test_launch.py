@@ -17,7 +17,7 @@ from tidegate.dashboard.server import serve
 def test_the_command_is_private_headless_and_where_it_was_asked_to_be() -> None:
     words = dashboard.command(8501, "http://127.0.0.1:8790", "0.0.0.0")
     assert words[:4] == [sys.executable, "-m", "tidegate.dashboard.server.serve", "run"]
-    assert Path(words[4]).name == "served.py"
+    assert Path(words[4]).name == "asgi.py"
     assert Path(words[4]).is_file()
     assert {"--server.port=8501", "--server.address=0.0.0.0", "--server.headless=true"} <= set(words)
     assert "--server.maxUploadSize=1" in words

@@ -226,7 +226,7 @@ def test_what_is_not_known_is_not_said_to_be_nothing(daemon: Daemon, monkeypatch
     assert "Nothing to do." in text(page("now"))
     assert "Nothing fires." in text(page("alerts"))
     for kind in ("ALERTS", "FIRING"):
-        monkeypatch.setattr(read_cache, kind, read_cache.Kept(unanswered, 5.0))
+        monkeypatch.setattr(read_cache, kind, read_cache.CachedQuery(unanswered, 5.0))
     shown = text(page("now"))
     assert "Nothing to do is known." in shown
     assert "What fires is not known in full: It does not answer." in shown

@@ -11,7 +11,7 @@ from tests.dashboard.screen import again, field, page, press, text
 from tests.dashboard.scripted import Agent, Daemon
 from tests.services import until
 from tidegate.dashboard.data import knob_edits
-from tidegate.dashboard.session.edit_session import Desk
+from tidegate.dashboard.session.edit_session import EditState
 from tidegate.dashboard.widgets import editor
 from tidegate.knobs.knobs import specs_for
 from tidegate.wire.knobs import GenerationView, KnobBound
@@ -55,7 +55,7 @@ def test_a_conflict_names_the_other_change() -> None:
 
 
 def test_what_a_late_browser_still_sends_of_emptied_fields_is_no_edit(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = Desk()
+    at = EditState()
     monkeypatch.setattr(editor.st, "session_state", {"field": "3", "desk:r": at})
     editor._typed("r", "stride", "field", at.filling)
     editor._reasoned("r", "field", at.filling)

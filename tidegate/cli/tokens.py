@@ -89,7 +89,7 @@ def _tokens(state: Path | None, database_url: str | None, undone: str) -> Iterat
     happen."""
     with needs():
         from tidegate.daemon.configuration.settings import Settings
-        from tidegate.daemon.storage.database_file import told
+        from tidegate.daemon.storage.database_file import database_errors_explained
         from tidegate.daemon.storage.store import Store
     settings = Settings(state_dir=(state or state_dir()).expanduser().absolute(), database_url=database_url)
     if database_url is None and not settings.database.is_file():
@@ -102,7 +102,7 @@ def _tokens(state: Path | None, database_url: str | None, undone: str) -> Iterat
     except DaemonError as error:
         raise DaemonError(f"{error} {undone}.") from error
     try:
-        with told(undone):
+        with database_errors_explained(undone):
             yield store.tokens
     finally:
         store.close()

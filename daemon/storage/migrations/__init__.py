@@ -1,1 +1,1 @@
-"""How the tables came to be, version by version: Alembic, run by the daemon itself when it opens its database."""
+"""Database migrations with Alembic, one per version. The daemon itself runs them when it opens its database."""

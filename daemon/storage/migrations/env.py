@@ -1,4 +1,4 @@
-"""What Alembic runs: the revisions that are missing, on the connection that the daemon hands over."""
+"""Alembic environment: runs the missing revisions on the connection that the daemon passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Brings a database to the version that this Tidegate knows."""
+"""Upgrades a database to the newest version of the schema that this Tidegate knows."""
 
 from __future__ import annotations
 
@@ -17,33 +17,38 @@ FIRST: Final = "v1"
 
 
 def upgrade(engine: Engine, if_new: DaemonError | None = None) -> None:
-    """Makes or changes the tables in one transaction, while others who open the same SQLite database wait for it.
+    """Creates or changes the tables in one transaction; other processes that open the same SQLite database wait for it.
 
-    DaemonError when the database is of a newer Tidegate. if_new: is raised where it has no tables yet.
+    DaemonError when the database was written by a newer Tidegate. if_new: the error to raise if it has no tables yet.
     """
     config = Config()
     config.set_main_option("script_location", "tidegate.daemon.storage:migrations")
     known = ScriptDirectory.from_config(config)
     with engine.begin() as connection:
         config.attributes["connection"] = connection
-        found = MigrationContext.configure(connection).get_current_revision()
+        current = MigrationContext.configure(connection).get_current_revision()
         head = known.get_current_head()
-        before = found is None and inspect(connection).has_table("schema_version")
-        if found is None and not before and if_new is not None:
+        before_alembic = current is None and inspect(connection).has_table("schema_version")
+        if current is None and not before_alembic and if_new is not None:
             raise if_new
-        if before:
+        if before_alembic:
             _check_before_alembic(connection)
             command.stamp(config, FIRST)
-        elif found not in {None, *(revision.revision for revision in known.walk_revisions())}:
+        elif current not in {None, *(revision.revision for revision in known.walk_revisions())}:
             raise DaemonError(
-                f"The database is of version {found}, this Tidegate knows up to {head}: install a newer Tidegate."
+                f"The database is of version {current}, this Tidegate knows up to {head}: install a newer Tidegate."
             )
-        if found != head:
+        if current != head:
             command.upgrade(config, "head")
 
 
 def _check_before_alembic(connection: Connection) -> None:
-    """The tables of version 1 were made without Alembic and noted their version in a table of their own."""
-    found = connection.exec_driver_sql("SELECT max(version) FROM schema_version").scalar()
-    if found != 1:
-        raise DaemonError(f"The database is of version {found}, this Tidegate knows none such: install a newer one.")
+    """DaemonError unless the database is of version 1.
+
+    The tables of version 1 were made before Tidegate used Alembic; their version is in the table `schema_version`.
+    """
+    version = connection.exec_driver_sql("SELECT max(version) FROM schema_version").scalar()
+    if version != 1:
+        raise DaemonError(
+            f"The database is of version {version}, this Tidegate knows no such version: install a newer one."
+        )

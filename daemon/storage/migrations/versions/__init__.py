@@ -1,1 +1,1 @@
-"""One file for each version of the tables. A released one never changes."""
+"""Alembic revisions, one file for each version of the tables. A released revision never changes."""

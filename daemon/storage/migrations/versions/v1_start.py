@@ -1,4 +1,4 @@
-"""Runs, generations, agents, audit and tokens."""
+"""Version 1: tables of runs, generations, agents, audit rows and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps outlive the daemon; when an agent first ran with a generation is known again after a restart."""
+"""Version 3: table of steps, so that the steps and each agent's first step with a generation survive a restart."""
 
 from __future__ import annotations
 

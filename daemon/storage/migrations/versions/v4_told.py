@@ -1,4 +1,4 @@
-"""What a rank told last, so that a run that ended is shown in full after a restart."""
+"""Version 4: the last report of each rank, so that a run that has ended is shown in full after a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters that never go back, whatever the clock does; a place for rows that cannot be read."""
+"""Version 5: table of counters that never decrease, whatever the clock does; quarantine table for unreadable rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose token a rank came with; alerts as they are now, in a table of their own."""
+"""Version 6: the token that a rank used; table of alerts, filled from the audit log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def upgrade() -> None:
             key = str(body["run"]), str(body["fingerprint"])
             "".join(key).encode()
         except (KeyError, TypeError, ValueError, AttributeError):
-            continue  # it stays in the audit log as it is
+            continue  # this row stays unchanged in the audit log
         found[key] = body
     rows = [{"run": run, "fingerprint": name, "owner": "", "body": body} for (run, name), body in found.items()]
     if rows:
@@ -43,7 +43,7 @@ def upgrade() -> None:
 
 
 def _body(row: RowMapping) -> dict[str, object]:
-    """What the newest word on the alert was."""
+    """The latest state of the alert, from its newest audit row."""
     facts, ends_at = row["after"], row["after"].get("ends_at")
     return {
         "run": row["run"],

@@ -1,5 +1,0 @@
-"""What `streamlit run` runs."""
-
-from tidegate.dashboard.pages.frame import app
-
-app()
