@@ -15,7 +15,7 @@ from tidegate.agent.checkpoints.reader import Reader
 from tidegate.agent.checkpoints.writer import Contents, Target, begin, save
 from tidegate.agent.checkpoints.writer_lock import Writing
 from tidegate.agent.engine.engine import Engine
-from tidegate.agent.engine.phases import PhaseClock
+from tidegate.agent.engine.phases import PhaseRecorder
 from tidegate.agent.ranks import Ranks
 from tidegate.errors import CheckpointFailed, ConfigError, ForeignState
 
@@ -23,7 +23,7 @@ from tidegate.errors import CheckpointFailed, ConfigError, ForeignState
 class CheckpointFiles:
     """Between steps only: who calls has waited for the update."""
 
-    def __init__(self, engine: Engine, phases: PhaseClock) -> None:
+    def __init__(self, engine: Engine, phases: PhaseRecorder) -> None:
         self.engine, self._phases = engine, phases
         self._pending: PendingCheckpoint | None = None
         """The last one that was begun."""
@@ -49,7 +49,7 @@ class CheckpointFiles:
     def _at_rest(self) -> Iterator[None]:
         """Nothing is in flight, and no checkpoint is still written."""
         self.engine.require_usable()
-        self.engine.quiesce()
+        self.engine.drop_plan()
         with self._phases.within("checkpoint"):
             if self._pending is not None:
                 self._pending.settle()

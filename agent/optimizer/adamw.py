@@ -23,8 +23,8 @@ from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.selection import check_one_place, choose_device, say_if_emulated
 from tidegate.agent.engine.engine import Engine
-from tidegate.agent.engine.interrupts import Uninterrupted
-from tidegate.agent.engine.phases import PhaseClock
+from tidegate.agent.engine.interrupts import DelayInterrupt
+from tidegate.agent.engine.phases import PhaseRecorder
 from tidegate.agent.gradients.accumulation import check_fits
 from tidegate.agent.optimizer import state_dicts
 from tidegate.agent.optimizer.auto_knobs import Auto, in_force
@@ -148,7 +148,7 @@ class AdamW(torch.optim.Optimizer):
         self._is_stepping = False
         self._has_stepped = False
         """From the first update on, its state belongs to the device and to the form that the parameters have."""
-        self.phases = PhaseClock(self.device.take_peak_bytes)
+        self.phases = PhaseRecorder(self.device.take_peak_bytes)
         self._outcomes = Outcomes(self.engine, self.phases)
         self._fruitless = Fruitless(self._names())
         self._fruitless.watch(len(self._params))
@@ -210,7 +210,7 @@ class AdamW(torch.optim.Optimizer):
             return loss
         loss_scale = LossScale.of(self)
         self.phases.enter("update")
-        with Uninterrupted():
+        with DelayInterrupt():
             with self.phases.exposed():
                 had_stepped, self._has_stepped = self._has_stepped, True
                 inputs = step_inputs(
@@ -297,7 +297,7 @@ class AdamW(torch.optim.Optimizer):
         if not set_to_none:
             self.wait()
         if not self.engine.running:
-            self.engine.quiesce(dropping=True)
+            self.engine.drop_plan(dropping=True)
             self.engine.gradients.forget()
         super().zero_grad(set_to_none)
 
@@ -392,7 +392,7 @@ class AdamW(torch.optim.Optimizer):
         self.wait()
         self._follow_until_stepped()
         self.engine.require_usable()
-        self.engine.quiesce()
+        self.engine.drop_plan()
         with self.phases.within("checkpoint"):
             self.engine.weights.take_edited(reading=True)
             gathered = state_dicts.gather(self.engine, self._params, self._steps)
@@ -418,7 +418,7 @@ class AdamW(torch.optim.Optimizer):
         state_dicts.check(given["param_groups"], state, self._params)
         if self.engine.usable:
             self.wait()
-        self.engine.quiesce()
+        self.engine.drop_plan()
         with state_dicts.without_load_hooks(self):
             # torch's own loader would cast moments to the dtype of the weight.
             super().load_state_dict({"state": others, "param_groups": given["param_groups"]})
@@ -497,7 +497,7 @@ class AdamW(torch.optim.Optimizer):
         found = self._checkpoints.find(directory, step)
         with Reader(found, self.engine.shards, Ranks.now()) as reader:
             small = reader.optimizer()
-            self.engine.quiesce()
+            self.engine.drop_plan()
             with state_dicts.without_load_hooks(self):
                 super().load_state_dict({"state": small["state"], "param_groups": small["param_groups"]})
             self._checkpoints.take(found, reader)
@@ -531,7 +531,7 @@ class AdamW(torch.optim.Optimizer):
         """All state of one parameter, brought from where it lives."""
         self.wait()
         self.engine.require_usable()
-        self.engine.quiesce()
+        self.engine.drop_plan()
         self.engine.weights.take_edited(reading=True)
         index = next(number for number, one in enumerate(self._params) if one is param)
         steps = [step if number == index else 0 for number, step in enumerate(self._steps)]
@@ -544,7 +544,7 @@ class AdamW(torch.optim.Optimizer):
             return
         self.wait()
         self.follow_params()
-        self.engine.quiesce()
+        self.engine.drop_plan()
         wanted = None if params is None else set(map(id, params))
         updated = {i for i, one in enumerate(self._params) if self._steps[i] and (wanted is None or id(one) in wanted)}
         state_dicts.reset(self.engine, updated)
@@ -616,7 +616,7 @@ class AdamW(torch.optim.Optimizer):
         claim(self, params)
         shards = [shard_of(param) for param in params]
         check_fits(shards, self.offload.accumulation)
-        self.engine.quiesce()
+        self.engine.drop_plan()
         state = regrouping.renumbered(carried(self.engine, self._params, self._steps))
         warn_of_removed(regrouping, self._steps)
         device = choose_device(self.offload, shards)
@@ -662,7 +662,7 @@ class AdamW(torch.optim.Optimizer):
         self.wait()
         self.engine.require_usable()
         self.follow_params()
-        self.engine.quiesce()
+        self.engine.drop_plan()
         super().add_param_group(param_group)
         try:
             params = self.param_groups[-1]["params"]

@@ -100,7 +100,7 @@ def carried(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int]
             "where it stays; or save a checkpoint, build another optimizer and load it there.",
             needed, available,
         )  # fmt: skip
-    kept = engine.weights.kept() if updated else set()
+    kept = engine.weights.unchanged() if updated else set()
     return {
         i: {name: value for name, value in state.items() if i in kept or name in ("step", *MOMENTS)}
         for i, state in state_dicts.gather(engine, params, steps).items()

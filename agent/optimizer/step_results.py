@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tidegate.agent.engine.engine import Engine, StepResult
-from tidegate.agent.engine.interrupts import Uninterrupted
-from tidegate.agent.engine.phases import PhaseClock, StepPhases
+from tidegate.agent.engine.interrupts import DelayInterrupt
+from tidegate.agent.engine.phases import PhaseRecorder, StepPhases
 from tidegate.timeline.timeline import PhaseSpan
 
 Observer = Callable[[StepResult, StepPhases], None]
@@ -18,7 +18,7 @@ Observer = Callable[[StepResult, StepPhases], None]
 class Outcomes:
     """A step's phases end with `step()`, its update may end later: the two meet here, in the order of the steps."""
 
-    def __init__(self, engine: Engine, phases: PhaseClock) -> None:
+    def __init__(self, engine: Engine, phases: PhaseRecorder) -> None:
         self.observers: list[Observer] = []
         self.engine = engine
         """Whose updates they are now."""
@@ -40,14 +40,14 @@ class Outcomes:
 
         Gradient hooks of several threads may come here at once, and a Ctrl-C must not lose the result.
         """
-        with Uninterrupted(), self._settling:
-            result = self.engine.settle()
+        with DelayInterrupt(), self._settling:
+            result = self.engine.wait_for_update()
             if result is not None:
                 self._results.append(result)
 
     def end_step(self) -> None:
         """The phases since the last end are those of a step."""
-        self._cuts.append(replace(self._phases.cut(), logged=self._logged))
+        self._cuts.append(replace(self._phases.end_step(), logged=self._logged))
         self._logged = {}
 
     def deliver(self, *, background: bool) -> None:

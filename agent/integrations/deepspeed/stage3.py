@@ -383,8 +383,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             super()._restore_from_bit16_weights()
             return
         self.tidegate.wait()
-        self.tidegate.engine.quiesce()
-        self.tidegate.engine.weights.loaded()
+        self.tidegate.engine.drop_plan()
+        self.tidegate.engine.weights.reset()
 
     def reset_swap_buffers(self) -> None:
         """Nothing of DeepSpeed's is swapped."""

@@ -73,7 +73,7 @@ def at_rest(optimizer: AdamW) -> Engine:
     optimizer.wait()
     engine = optimizer.engine
     engine.require_usable()
-    engine.quiesce()
+    engine.drop_plan()
     engine.weights.take_edited()
     return engine
 
