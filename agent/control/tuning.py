@@ -156,10 +156,10 @@ class Tuning:
         found = elected(settings, self._ranks.of_all(judged))
         return None if found is None else Move(found[0].on(now, ample), found[1])
 
-    def _judge(self, settings: Sequence[Setting], ample_cache: int) -> Judged:
+    def _judge(self, settings: Sequence[Setting], automatic_cache_bytes: int) -> Judged:
         rates = self._recorder.rates or RateCard()
         rank, backward = self._rank(), self._backward_seconds()
-        choices = [setting.on(self._now, ample_cache) for setting in settings]
+        choices = [setting.on(self._now, automatic_cache_bytes) for setting in settings]
         may = [self._may(setting, choice) for setting, choice in zip(settings, choices, strict=True)]
         return Judged(
             promised(rank, self._now, rates, backward),
@@ -191,7 +191,7 @@ class Tuning:
         return last.phase_seconds.get("backward", 0.0) if last is not None else 0.0
 
     def _ample_cache(self) -> int:
-        return self._optimizer.ample_cache() if "host_cache" in self.free else 0
+        return self._optimizer.automatic_cache_bytes() if "host_cache" in self.free else 0
 
     def _fits(self, effective: Effective) -> bool:
         try:

@@ -30,7 +30,7 @@ class Owner(Protocol):
     def is_of_this_process(self) -> bool:
         """It was not inherited by a fork."""
 
-    def give_way(self) -> None:
+    def close_for_new_owner(self) -> None:
         """Closes itself, because another one takes its parameters."""
 
 
@@ -93,12 +93,12 @@ def _close_others(held: dict[int, weakref.ref[Owner]], first: int) -> None:
             len(indices), indices[0],
         )  # fmt: skip
         try:
-            other.give_way()
+            other.close_for_new_owner()
         except Exception:
             log.exception("an earlier optimizer could not be closed as it should")
 
 
-def give_up(owner: Owner, params: Sequence[torch.Tensor]) -> None:
+def release_ownership(owner: Owner, params: Sequence[torch.Tensor]) -> None:
     """`params` that belong to `owner` are free for another."""
     for param in params:
         holder = _owners.get(param)

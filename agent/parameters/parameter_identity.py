@@ -20,7 +20,7 @@ REMEDY: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class ParameterRecord:
     """What of a parameter, or of this rank's shard of it, an engine relies on."""
 
     device: torch.device
@@ -29,11 +29,11 @@ class Home:
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, param: torch.Tensor) -> Home:
+    def of(cls, param: torch.Tensor) -> ParameterRecord:
         shard = shard_of(param)
         return cls(shard.device, shard.dtype, shard.shape, shard.stride())
 
-    def told_from(self, now: Home) -> str:
+    def difference(self, now: ParameterRecord) -> str:
         """What differs, as a sentence about "it" goes on."""
         if self.device != now.device:
             return f"was on {self.device} when the optimizer was built and is on {now.device} now"
@@ -45,12 +45,12 @@ class Home:
         )
 
 
-class Homes:
+class ParameterRecords:
     """Of all parameters. What most often changes nothing is compared in one go: each step asks."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self._params: list[torch.nn.Parameter] = []
-        self._homes: list[Home] = []
+        self._records: list[ParameterRecord] = []
         self._addresses: list[int] = []
         self._dtypes: list[torch.dtype] = []
         self._any_divided = False
@@ -60,7 +60,7 @@ class Homes:
         """More parameters, behind those that are known."""
         self._params += params
         self._any_divided = any(map(is_divided, self._params))
-        self._homes += [Home.of(param) for param in params]
+        self._records += [ParameterRecord.of(param) for param in params]
         self._addresses += [shard_of(param).data_ptr() for param in params]
         self._dtypes += [param.dtype for param in params]
 
@@ -68,7 +68,7 @@ class Homes:
         """Whether this parameter is on another device or in another form."""
         shard = shard_of(self._params[param])
         same = shard.data_ptr() == self._addresses[param] and shard.dtype is self._dtypes[param]
-        return not same and Home.of(shard) != self._homes[param]
+        return not same and ParameterRecord.of(shard) != self._records[param]
 
     def first_moved(self, params: Sequence[torch.nn.Parameter]) -> int | None:
         """The first parameter that was moved, converted or replaced; None when all of `params` are as they were."""
@@ -95,16 +95,16 @@ class Homes:
 
     def are_reordered(self, params: Sequence[torch.nn.Parameter]) -> bool:
         """Whether some are exchanged, or have other shapes or strides: their state would be in another order."""
-        homes = {id(param): home for param, home in zip(self._params, self._homes, strict=True)}
-        known = [(Home.of(param), homes[id(param)]) for param in params if id(param) in homes]
+        homes = {id(param): home for param, home in zip(self._params, self._records, strict=True)}
+        known = [(ParameterRecord.of(param), homes[id(param)]) for param in params if id(param) in homes]
         return self.are_exchanged(params) or any((a.shape, a.strides) != (b.shape, b.strides) for a, b in known)
 
     def can_be_regrouped(self, params: Sequence[torch.nn.Parameter]) -> bool:
         """Whether all that differs is who is in which group, or in none: those that stay are where they were, in the
         form that they had."""
-        homes = {id(param): home for param, home in zip(self._params, self._homes, strict=True)}
+        homes = {id(param): home for param, home in zip(self._params, self._records, strict=True)}
         return not self.are_exchanged(params) and all(
-            Home.of(param) == homes[id(param)] for param in params if id(param) in homes
+            ParameterRecord.of(param) == homes[id(param)] for param in params if id(param) in homes
         )
 
     def refusal(self, groups: Sequence[Mapping[str, Any]], index: int) -> ParameterError:
@@ -113,7 +113,9 @@ class Homes:
         name = name_of(groups, index)
         if index >= len(params) or index >= len(self._params) or params[index] is not self._params[index]:
             return ParameterError(f"Parameter {name} is another than when the optimizer was built. {REMEDY}")
-        return ParameterError(f"Parameter {name} {self._homes[index].told_from(Home.of(params[index]))}. {REMEDY}")
+        return ParameterError(
+            f"Parameter {name} {self._records[index].difference(ParameterRecord.of(params[index]))}. {REMEDY}"
+        )
 
 
 def name_of(groups: Sequence[Mapping[str, Any]], index: int) -> str:

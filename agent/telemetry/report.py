@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
-from tidegate.agent.optimizer.gradient_arrival import Delivery
+from tidegate.agent.optimizer.gradient_arrival import GradientArrival
 from tidegate.agent.telemetry.bytes_by_phase import Moved, divided
 from tidegate.agent.telemetry.paths import path_rows, path_states
 from tidegate.agent.telemetry.step_record import FinishedStep
@@ -44,7 +44,7 @@ def report_of(step: FinishedStep) -> StepReport:
     return report.model_copy(update={"verdict": said})
 
 
-def taken(report: StepReport, delivery: Delivery) -> Taken:
+def taken(report: StepReport, delivery: GradientArrival) -> Taken:
     """What the verdict is about."""
     lanes: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     rows = [(row.direction, row) for row in report.links] + [
