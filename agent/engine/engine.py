@@ -317,7 +317,7 @@ class Engine:
     def gradient_accumulated(self, param: int) -> None:
         """To be called when autograd has accumulated the gradient of a parameter: its subgroups may be copied early."""
         if self.gradients.accumulating and self.gradients.mode == "release":
-            self.gradients.set_aside(param)
+            self.gradients.add_to_sum(param)
             return
         self.start()
         if self.gradients_come_reduced:
@@ -496,7 +496,7 @@ class Engine:
         """Ids of early GRAD_D2H ops that copied a gradient which has changed since. Only in mode `keep`."""
         return [
             op.id for op in self._executor.done_early()
-            if self._runner.copied.get(op.subgroup) != self.gradients.take(self.layouts[op.subgroup])
+            if self._runner.copied.get(op.subgroup) != self.gradients.records_of(self.layouts[op.subgroup])
         ] if self.gradients.mode == "keep" else []  # fmt: skip
 
     def _plan(self, placements: tuple[Placement, ...], order: StepOrder) -> Plan:

@@ -11,7 +11,7 @@ import torch
 from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRun
 from tidegate.agent.engine.executor import Issued, StepSkipped
 from tidegate.agent.engine.memory import StateMemory, state_addresses
-from tidegate.agent.gradients.gradients import Gradients, Taken, reference
+from tidegate.agent.gradients.gradients import Gradients, GradientsRead, grad_ref_of
 from tidegate.agent.parameters.shards import Norm, tail_of
 from tidegate.agent.parameters.subgroups import Layout, Segment, flat
 from tidegate.errors import NoPathLeft
@@ -74,7 +74,7 @@ class MemoryRunner:
         self._weights = weights
         self.norm_over_ranks = norm
         self._pool = pool
-        self.copied: dict[int, Taken] = {}
+        self.copied: dict[int, GradientsRead] = {}
         """In gradient mode `keep`: the records of the gradients that were copied to the host, by subgroup."""
         self.squares: list[Squares] = []
         """Sums of squares that GRAD_NORM ops have made before `step()`."""
@@ -147,7 +147,7 @@ class MemoryRunner:
 
     def _grad_d2h(self, op: Op, layout: Layout) -> Issued:
         size, base = layout.format.grad_bytes, self._memory.on_host(op.host_grad)
-        taken = self._gradients.take(layout)
+        taken = self._gradients.records_of(layout)
         if self._gradients.mode == "keep":
             # The copy that this op repeats may still be reading a gradient that has no other reference.
             for replaced in self.copied.get(layout.id, ()):
@@ -176,13 +176,13 @@ class MemoryRunner:
 
     def _grad_norm(self, op: Op, layout: Layout) -> Issued:
         """Sums squares over whole parameters: each parameter counts for the subgroup that it begins in."""
-        taken = self._gradients.take(layout)
+        taken = self._gradients.records_of(layout)
         begun_here = [
             (s.param, a) for s, a in zip(layout.segments, taken, strict=True) if a is not None and s.offset == 0
         ]
         for _, arrived in begun_here:
             self._device.wait(op.lane, arrived.ready)
-        references = [reference(arrived) for _, arrived in begun_here]
+        references = [grad_ref_of(arrived) for _, arrived in begun_here]
         event, sums = self._device.norms(references)
         self.squares.append(Squares(tuple(param for param, _ in begun_here), event, sums))
         self._gradients.was_read(layout, taken, op.lane, event)
@@ -231,7 +231,7 @@ class MemoryRunner:
 
     def _device_update(self, op: Op, layout: Layout) -> Issued:
         fmt, block, runs = layout.format, self._memory.on_device(layout.id, op.slot), []
-        taken = self._gradients.take(layout)
+        taken = self._gradients.records_of(layout)
         for segment, arrived in zip(layout.segments, taken, strict=True):
             if not self._has_grad(segment):
                 continue

@@ -223,7 +223,7 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         self.wait()
         self.follow_params()
-        has_gradients = self.engine.gradients.any_set_aside or any(p.grad is not None for p in self._params)
+        has_gradients = self.engine.gradients.any_in_sums or any(p.grad is not None for p in self._params)
         self._ineffective.had_gradients(len(self._params), has_gradients)
         if not has_gradients:
             return loss
@@ -761,7 +761,7 @@ class AdamW(torch.optim.Optimizer):
     def is_mid_step(self) -> bool:
         """Whether closing now would break a step, or lose gradients that have no other copy."""
         gradients = self.engine.gradients
-        held = gradients.any_released or gradients.any_set_aside or gradients.accumulating
+        held = gradients.any_released or gradients.any_in_sums or gradients.accumulating
         return self.engine.usable and (self._is_stepping or held)
 
     @property

@@ -54,7 +54,7 @@ def check_can_follow(engine: Engine, has_state: bool, moved: str, reordered: boo
     has_state: whether parameters were updated or a state was loaded. moved: name of a parameter that was moved.
     reordered: whether parameters were replaced by others, or have another shape or order in memory.
     """
-    if engine.gradients.any_released or engine.gradients.any_set_aside:
+    if engine.gradients.any_released or engine.gradients.any_in_sums:
         raise ParameterError(
             f"Parameter {moved} was moved or converted, or put into another param group, after a backward whose "
             "gradients were released already: they belong to where it was. Drop them with optimizer.zero_grad() and "

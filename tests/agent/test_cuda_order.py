@@ -29,7 +29,7 @@ from tidegate.agent.devices.base import Copy, DoneEvent, GradRef
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.engine.executor import Issued
 from tidegate.agent.engine.op_runner import MemoryRunner
-from tidegate.agent.gradients.gradients import reference
+from tidegate.agent.gradients.gradients import grad_ref_of
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.kernels import GradDtype
 from tidegate.plan import Plan
@@ -292,9 +292,9 @@ def test_each_gradient_is_read_by_copies_and_updates_as_often_as_the_plan_says(
 def copied_by_the_host(runner: MemoryRunner, op: Op, layout: Layout) -> Issued:
     """As `_grad_d2h` might be written by who takes a device address for a host address."""
     base, size = runner._memory.on_host(op.host_grad), layout.format.grad_bytes
-    for segment, arrived in zip(layout.segments, runner._gradients.take(layout), strict=True):
+    for segment, arrived in zip(layout.segments, runner._gradients.records_of(layout), strict=True):
         assert arrived is not None
-        address = reference(arrived).address + segment.offset * size
+        address = grad_ref_of(arrived).address + segment.offset * size
         ctypes.memmove(base + segment.start * size, address, segment.numel * size)
     return Issued(DoneEvent(0.0, 0.0), op.nbytes, 0)
 

@@ -253,7 +253,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     def _complete_gradients(self) -> None:
         """Subgroups of DeepSpeed's are updated as wholes: what the backward left out has a gradient of zeros."""
-        waiting = self.tidegate.engine.gradients.set_aside_params
+        waiting = self.tidegate.engine.gradients.params_with_sums
         for number, part in enumerate(self._parts):
             if part.grad is None and number not in waiting:
                 part.grad = torch.zeros_like(part, dtype=self.gradient_accumulation_dtype)
