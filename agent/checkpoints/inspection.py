@@ -90,9 +90,9 @@ def find_sound_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint | Non
 
     Those that are not sound are left out, with a warning that says why. PathUnusable when the directory cannot be read.
     """
-    ranks = Ranks.now()
+    ranks = Ranks.current()
     mine = {one.directory.name: one for one in find_checkpoints(directory, ranks.rank)}
-    for name in ranks.from_first(list(mine)):
+    for name in ranks.broadcast_from_first(list(mine)):
         if ranks.all_true(name in mine and _is_sound(mine[name])):
             return mine[name]
     return None

@@ -32,14 +32,14 @@ class CheckpointFiles:
     def save(self, target: Target, small: Callable[[], Mapping[str, Any]], step: int) -> Checkpoint:
         """small: what it holds beside the state of subgroups, as it is when nothing is in flight any more."""
         with self._at_rest():
-            return save(self._contents(small, step), target, Ranks.now())
+            return save(self._contents(small, step), target, Ranks.current())
 
     def begin(
         self, target: Target, small: Callable[[], Mapping[str, Any]], step: int, memory_bytes: int | None
     ) -> PendingCheckpoint:
         """As `save`; the rest is written while training goes on."""
         with self._at_rest():
-            self._pending = begin(self._contents(small, step), target, Ranks.now(), memory_bytes)
+            self._pending = begin(self._contents(small, step), target, Ranks.current(), memory_bytes)
             return self._pending
 
     def _contents(self, small: Callable[[], Mapping[str, Any]], step: int) -> Contents:
@@ -62,7 +62,7 @@ class CheckpointFiles:
         if self._pending is not None:
             with suppress(CheckpointFailed):  # it was logged; an older one is what one wants now
                 self._pending.settle()
-        rank = Ranks.now().rank
+        rank = Ranks.current().rank
         if not isinstance(place, Checkpoint):
             return choose(place, rank, step)
         if step is not None:

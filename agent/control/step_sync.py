@@ -30,7 +30,7 @@ class Boundary:
 def agree(ranks: Ranks, mine: Boundary) -> Boundary:
     """For all ranks to call, at the same boundary: each gets the same answer."""
     seconds = mine.update_seconds
-    least = ranks.least([
+    least = ranks.all_reduce_min([
         mine.generation, -mine.generation, -(seconds or 0.0), -1.0 if seconds is None else 1.0,
         mine.may_look, mine.is_well, -mine.rates_changed,
     ])  # fmt: skip

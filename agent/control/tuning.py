@@ -148,12 +148,12 @@ class Tuning:
     def _together(self, mine: Move | None) -> Move | None:
         """Two rounds of all ranks: what each wants, and what each thinks of what is wanted."""
         now = self._now
-        settings = proposals(self._ranks.of_all(None if mine is None else Setting.of(mine.to, now)))
+        settings = proposals(self._ranks.all_gather(None if mine is None else Setting.of(mine.to, now)))
         if not settings:
             return None
         ample = _sure(self._ample_cache, now.host_cache_bytes)
         judged = _sure(lambda: self._judge(settings, ample), Judged(None, (None,) * len(settings)))
-        found = elected(settings, self._ranks.of_all(judged))
+        found = elected(settings, self._ranks.all_gather(judged))
         return None if found is None else Move(found[0].on(now, ample), found[1])
 
     def _judge(self, settings: Sequence[Setting], automatic_cache_bytes: int) -> Judged:

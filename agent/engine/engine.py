@@ -28,7 +28,7 @@ from tidegate.agent.engine.residency import Residences
 from tidegate.agent.engine.weight_edits import WeightEdits
 from tidegate.agent.gradients.accumulation import Accumulation, HostSums
 from tidegate.agent.gradients.gradients import Gradients, Mode
-from tidegate.agent.parameters.shards import Norm, NormOverRanks, shard_of
+from tidegate.agent.parameters.shards import GradientNorm, NormOverRanks, shard_of
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import EngineError, PathFull, PathUnusable
@@ -109,7 +109,7 @@ class Engine:
         self.params, self.layouts, self.device = list(params), list(layouts), device
         self.shards = [shard_of(param) for param in params]
         """This rank's shard of each parameter: the whole parameter if it is not divided among ranks."""
-        self._norm: Norm = NormOverRanks(params)
+        self._norm: GradientNorm = NormOverRanks(params)
         self.subgroups = tuple(layout.subgroup() for layout in layouts)
         self.num_slots = num_slots
         self.policy: Policy = policy
@@ -177,7 +177,7 @@ class Engine:
         self.weights.extend(layouts)
         self._plans.clear()
 
-    def sum_norms_with(self, norm: Norm) -> None:
+    def sum_norms_with(self, norm: GradientNorm) -> None:
         """Sets the object that sums squares of gradients over ranks. Between steps."""
         self.require_idle()
         self._norm = self._runner.norm_over_ranks = norm

@@ -12,7 +12,7 @@ from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRu
 from tidegate.agent.engine.executor import Issued, StepSkipped
 from tidegate.agent.engine.memory import StateMemory, state_addresses
 from tidegate.agent.gradients.gradients import Gradients, GradientsRead, grad_ref_of
-from tidegate.agent.parameters.shards import Norm, tail_of
+from tidegate.agent.parameters.shards import GradientNorm, tail_of
 from tidegate.agent.parameters.subgroups import Layout, Segment, flat
 from tidegate.errors import NoPathLeft
 from tidegate.kernels import Scalars, ThreadPool
@@ -64,7 +64,7 @@ class MemoryRunner:
         memory: StateMemory,
         gradients: Gradients,
         weights: Sequence[torch.Tensor],
-        norm: Norm,
+        norm: GradientNorm,
         pool: ThreadPool,
     ) -> None:
         """`weights`: this rank's shards, the list of the engine, which appends to it."""

@@ -47,7 +47,7 @@ class WeightEdits:
 
     def update_ended(self) -> None:
         """To be called when an update is done: later edits are found by comparison with the present weights."""
-        self._samples.take()
+        self._samples.save_reference()
 
     def edited(self, by_data: bool = True) -> set[int]:
         """Numbers of the parameters that were changed since the last update, and not by an update.
@@ -60,7 +60,7 @@ class WeightEdits:
     def unchanged(self) -> set[int]:
         """Numbers of the parameters that hold the same bits as after the last update, also where the memory is another.
         A parameter of another dtype is not among them."""
-        same = self._samples.kept_by(dict(enumerate(self._params)))
+        same = self._samples.unchanged_in(dict(enumerate(self._params)))
         return {
             i for i in same
             if _form(self._params[i]) == self._forms[i] and self._params[i]._version == self._stamps[i][1]
@@ -115,7 +115,7 @@ class WeightEdits:
             if param.numel() and param.device == place:  # after a move, the memory is not of this device
                 self._device.adopt(param)
         self.update_began()
-        self._samples.watch(dict(enumerate(self._params)))
+        self._samples.set_tensors(dict(enumerate(self._params)))
 
     def _reset_aux(self, layout: Layout, only: set[int] | None = None, moved: Collection[int] = ()) -> None:
         """Resets remainders or fp32 masters of the weights in a subgroup (of the parameters in `only`, if given).

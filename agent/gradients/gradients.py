@@ -31,7 +31,7 @@ from tidegate.agent.gradients.gradient_record import (
 )
 from tidegate.agent.gradients.release_bound import GradientMemory
 from tidegate.agent.parameters.fingerprint import sample_view
-from tidegate.agent.parameters.shards import as_part_of, check_divided_alike, shard_of
+from tidegate.agent.parameters.shards import check_divided_alike, shard_of, wrap_like
 from tidegate.agent.parameters.subgroups import GRAD_DTYPES, Layout, flat, grad_dtype_of, is_dense
 from tidegate.errors import ParameterError
 
@@ -208,7 +208,7 @@ class Gradients:
             return
         with torch.no_grad():
             if whole.grad is None:
-                whole.grad = as_part_of(whole, total.to(grad_dtype_of(weight)))
+                whole.grad = wrap_like(whole, total.to(grad_dtype_of(weight)))
             else:
                 shard_of(whole.grad).add_(total)  # in fp32 if either is fp32, rounded once
 
@@ -291,7 +291,7 @@ class Gradients:
         self._current[param] = arrived
         if self.mode == "release":
             self.memory.add(param, dense.numel() * dense.element_size())
-            whole.grad = as_part_of(whole, ReleasedGradient(weight))
+            whole.grad = wrap_like(whole, ReleasedGradient(weight))
 
     def _drop_changed_records(self) -> None:
         """Drops the records of gradients that were changed or replaced. Reads samples only of gradients at the same

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from tidegate.agent.control.attach import Attachment, attach, innermost
 from tidegate.agent.integrations.log_figures import Figures
 from tidegate.agent.optimizer.adamw import AdamW
-from tidegate.agent.parameters.shards import Part
+from tidegate.agent.parameters.shards import LocalShard
 from tidegate.errors import ConfigError
 
 
@@ -82,7 +82,9 @@ class TidegateCallback(TrainerCallback):
 
 def _check_works(optimizer: AdamW) -> None:
     """Better said when training begins than at the first step."""
-    under_deepspeed = isinstance(optimizer.param_groups[0]["params"][0], Part)  # it clips, and knows the last backward
+    under_deepspeed = isinstance(
+        optimizer.param_groups[0]["params"][0], LocalShard
+    )  # it clips, and knows the last backward
     if optimizer.offload.gradients == "release" and not under_deepspeed:
         raise ConfigError(
             "gradients='release' cannot work in the Trainer, which reads all gradients for their norm before each "

@@ -53,8 +53,8 @@ from tidegate.agent.optimizer.state_transfer import (
 from tidegate.agent.optimizer.step_results import StepResultQueue
 from tidegate.agent.parameters.ownership import claim, release_ownership
 from tidegate.agent.parameters.parameter_identity import ParameterRecords, name_of
-from tidegate.agent.parameters.shards import Part, shard_of
-from tidegate.agent.parameters.subgroups import Layout, check_distinct, check_param, cut, renumbered
+from tidegate.agent.parameters.shards import LocalShard, shard_of
+from tidegate.agent.parameters.subgroups import Layout, check_distinct, check_param, make_subgroups, shift_ids
 from tidegate.agent.ranks import Ranks
 from tidegate.errors import CheckpointFailed, ConfigError, EngineError, ParameterError
 from tidegate.kernels import Scalars, scalars
@@ -519,7 +519,7 @@ class AdamW(torch.optim.Optimizer):
         if self.engine.usable:
             self.wait()
         found = self._checkpoints.find(directory, step)
-        with Reader(found, self.engine.shards, Ranks.now()) as reader:
+        with Reader(found, self.engine.shards, Ranks.current()) as reader:
             small = reader.optimizer()
             self.engine.drop_plan()
             with state_dicts.without_torch_load_hooks(self):
@@ -618,7 +618,7 @@ class AdamW(torch.optim.Optimizer):
         if moved is None:
             return
         fixed = self._has_stepped and not self._param_records.can_be_regrouped(params)
-        if fixed or any(isinstance(param, Part) for param in self._params):
+        if fixed or any(isinstance(param, LocalShard) for param in self._params):
             raise self._param_records.refusal(self.param_groups, moved)
         self._rebuild_engine(params, name_of(self.param_groups, moved))
 
@@ -717,15 +717,15 @@ class AdamW(torch.optim.Optimizer):
     def _layouts(self) -> tuple[Layout, ...]:
         """The subgroups of all parameters in the groups."""
         shards = [[shard_of(param) for param in group["params"]] for group in self.param_groups]
-        return cut(shards, self.offload.subgroup_numel)
+        return make_subgroups(shards, self.offload.subgroup_numel)
 
     def _layouts_of_added(self, params: list[torch.nn.Parameter]) -> list[Layout]:
         """The subgroups of added parameters, with numbers after the existing ones."""
         for index, param in enumerate(params, start=len(self._params)):
             check_param(shard_of(param), index)
-        layouts = cut([[shard_of(param) for param in params]], self.offload.subgroup_numel)
+        layouts = make_subgroups([[shard_of(param) for param in params]], self.offload.subgroup_numel)
         known = len(self.engine.layouts)
-        return renumbered(layouts, subgroups=known, groups=len(self.param_groups) - 1, params=len(self._params))
+        return shift_ids(layouts, subgroups=known, groups=len(self.param_groups) - 1, params=len(self._params))
 
     def close(self) -> None:
         """Stops lanes and telemetry and releases the parameters. The weights stay. Idempotent; does nothing in a forked

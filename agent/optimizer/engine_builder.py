@@ -28,7 +28,7 @@ def build_engine(
     """Opens the storage paths and builds the engine. Closes the paths and the device if this fails."""
     store: TierStore | None = None
     try:
-        ranks, paths = Ranks.now(), offload.path_settings()
+        ranks, paths = Ranks.current(), offload.path_settings()
         store = TierStore(paths, ranks.rank) if paths else None
         return Engine(
             params,

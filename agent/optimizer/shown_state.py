@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from tidegate.agent.optimizer.state_dicts import ARRAYS
-from tidegate.agent.parameters.shards import as_part_of, is_divided, shard_of
+from tidegate.agent.parameters.shards import is_divided, shard_of, wrap_like
 from tidegate.errors import ConfigError
 
 NAMES = ("step", *ARRAYS)
@@ -129,7 +129,7 @@ def _real(value: Any) -> Any:
     if isinstance(value, OffloadedTensor):
         return value._read()
     if is_divided(value):
-        return as_part_of(value, _real(shard_of(value)))
+        return wrap_like(value, _real(shard_of(value)))
     return type(value)(map(_real, value)) if isinstance(value, (list, tuple)) else value
 
 
@@ -248,7 +248,7 @@ class OffloadedState(defaultdict[Any, Any]):
             return OffloadedTensor(torch.empty((), device="meta"), torch.float32, read)
         dtype = torch.int16 if name == "remainder" else torch.float32
         like = torch.empty_like(shard_of(param), device="meta")
-        return as_part_of(param, OffloadedTensor(like, dtype, read))
+        return wrap_like(param, OffloadedTensor(like, dtype, read))
 
     # ---- for users
 

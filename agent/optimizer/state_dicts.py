@@ -12,7 +12,7 @@ import torch
 
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.optimizer.hyperparameters import check_group
-from tidegate.agent.parameters.shards import as_part_of, own_part
+from tidegate.agent.parameters.shards import local_part, wrap_like
 from tidegate.agent.parameters.subgroups import Segment, flat, format_of
 from tidegate.errors import ConfigError
 from tidegate.kernels import WeightFormat
@@ -43,7 +43,7 @@ def gather(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int])
     return {
         i: {
             "step": torch.tensor(float(step)),
-            **{name: as_part_of(params[i], part) for name, part in gathered[i].items()},
+            **{name: wrap_like(params[i], part) for name, part in gathered[i].items()},
         }
         for i, step in enumerate(steps)
         if step
@@ -167,7 +167,7 @@ def check(
 def scatter(engine: Engine, params: Sequence[torch.Tensor], state: Mapping[int, ParamState]) -> None:
     """Loads a checked state into the engine's memory; moments of parameters without state become 0."""
     engine.weights_loaded()
-    mine = {i: {name: own_part(value, params[i]) for name, value in given.items() if name in ARRAYS}
+    mine = {i: {name: local_part(value, params[i]) for name, value in given.items() if name in ARRAYS}
             for i, given in state.items()}  # fmt: skip
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id) as arrays:

@@ -30,7 +30,7 @@ from tidegate.agent.integrations.deepspeed.vectors import vector_numel
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.offload import Offload
 from tidegate.agent.optimizer.state_dicts import MOMENTS
-from tidegate.agent.parameters.shards import Part
+from tidegate.agent.parameters.shards import LocalShard
 from tidegate.agent.ranks import Ranks
 from tidegate.errors import ConfigError
 
@@ -70,7 +70,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self._places: list[Place] = []
         self._numbers: dict[int, int] = {}
         """Number of the part by its parameter's `ds_id`."""
-        by_group: dict[int, list[Part]] = defaultdict(list)
+        by_group: dict[int, list[LocalShard]] = defaultdict(list)
         is_cpu_adam = isinstance(self.optimizer, DeepSpeedCPUAdam)
         vector = vector_numel(self.optimizer.ds_opt_adam) if is_cpu_adam else 1
         for subgroup, params in enumerate(self.fp16_groups):
@@ -79,7 +79,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             for param in params:
                 numel = param.partition_numel()
                 tail = min(max(offset + numel - tail_begins, 0), numel)
-                part = Part(flat.narrow(0, offset, numel), self._groups_of(param), tail)
+                part = LocalShard(flat.narrow(0, offset, numel), self._groups_of(param), tail)
                 if part.dtype != self.gradient_accumulation_dtype:
                     part.grad_dtype = self.gradient_accumulation_dtype
                 self._numbers[param.ds_id] = len(self._places)
@@ -96,7 +96,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         if is_cpu_adam:
             self._scalars = self.tidegate.make_scalars = CpuAdamScalars()
         self.tidegate.observers.append(self._on_step)
-        self._parts: list[Part] = [part for parts in by_group.values() for part in parts]
+        self._parts: list[LocalShard] = [part for parts in by_group.values() for part in parts]
         assert self._sources == sorted(self._sources), "DeepSpeed makes subgroups param group by param group"
         self.tidegate.engine.sum_norms_with(ZeroNorm(self._parts, [place.subgroup for place in self._places]))
         self._no_flats()
@@ -309,7 +309,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         """`fp32_partitioned_groups_flat` and the optimizer's state are there, in host memory. `filled`: with what the
         engine has. `taken`: what they hold at the end is the engine's."""
         sizes = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
-        states.require_room(sum(sizes), Ranks.now())
+        states.require_room(sum(sizes), Ranks.current())
         steps = self._steps_by_subgroup()
         self._flats = [
             Flat(torch.zeros(n), {name: torch.zeros(n) for name in MOMENTS} if filled and step else {})

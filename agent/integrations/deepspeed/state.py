@@ -56,7 +56,7 @@ def require_room(numel: int, ranks: Ranks) -> None:
     """MemoryBudgetError, on all ranks, when fp32 weights and moments of so many parameters on each of them do not fit
     in the memory of some host."""
     host = socket.gethostname()
-    said = ranks.of_all((host, numel * BYTES_PER_PARAM, host_available_bytes()))
+    said = ranks.all_gather((host, numel * BYTES_PER_PARAM, host_available_bytes()))
     for one in dict.fromkeys(where for where, _, _ in said):
         needed = sum(nbytes for where, nbytes, _ in said if where == one)
         available = min(nbytes for where, _, nbytes in said if where == one)
