@@ -79,6 +79,7 @@ class VirtualClock:
         return True
 
     def sleep(self, seconds: float) -> None:
+        """Blocks the calling thread for so much simulated time."""
         with self.lock:
             me = threading.get_ident()
             self._sleeping[me] = self._time + seconds

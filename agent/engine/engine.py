@@ -575,6 +575,7 @@ class Engine:
             close_all(self.memory.close, *close_store, self._pool.close, self.device.close)
 
     def require_idle(self) -> None:
+        """Asserts that no plan is in flight."""
         assert self._flight is None, "a plan is in flight"
 
     @property

@@ -90,6 +90,7 @@ class _Progress:
     error: BaseException | None = None
 
     def gate_open(self, op: Op) -> bool:
+        """Whether the gate of this op is open."""
         match op.gate:
             case "gradient":
                 return self.stepping or op.subgroup in self.gradients
@@ -98,6 +99,7 @@ class _Progress:
         return True
 
     def may_run(self, op: Op) -> bool:
+        """Whether the gate of this op is open, and all its dependencies are issued."""
         # Plans leave out dependencies that follow from the order of a lane, and a repeated copy breaks this order.
         if op.kind is OpKind.CPU_UPDATE and op.subgroup in self.recopying:
             return False

@@ -37,6 +37,7 @@ class StateAddresses:
 
 
 def state_addresses(layout: Layout, block: int) -> StateAddresses:
+    """The addresses of the arrays in the block of state that begins at address `block`."""
     n = layout.numel
     return StateAddresses(block, block + 4 * n, block + 8 * n if layout.format.aux_bytes else 0)
 
@@ -407,6 +408,7 @@ class StateMemory:
             )  # fmt: skip
 
     def close(self) -> None:
+        """Frees all memory on the device and on the host."""
         self.drop_residents()
         self._free_slots()
         self.host_slots.clear()

@@ -86,12 +86,14 @@ class MemoryRunner:
         self.squares.clear()
 
     def wait(self, lane: str, event: Event) -> None:
+        """Makes a lane wait for an event: a stream waits on the device, a host lane in this thread."""
         if lane in DEVICE_LANES:
             self._device.wait(lane, event)
         else:
             event.wait()
 
     def run(self, op: Op, begun: Callable[[], None]) -> Issued:
+        """Issues an op on its lane; StepSkipped if it is NORM and the step must be skipped."""
         match op.kind:
             case OpKind.NORM:
                 return self._norm()

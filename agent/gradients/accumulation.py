@@ -116,6 +116,7 @@ class HostSums:
         return sum(buffer.numel() for buffer in buffers)
 
     def close(self) -> None:
+        """Ends the thread, waits until the device has read all buffers, and frees them."""
         self.discard()
         self._thread.shutdown()
         try:

@@ -406,6 +406,7 @@ class Gradients:
         self.clear_released()
 
     def close(self) -> None:
+        """Removes the hooks and drops all gradients and sums."""
         _remove_hooks(self._hooks)
         self.forget()
         if self.sums is not None:

@@ -64,6 +64,7 @@ def defaults_of(hyperparameters: Mapping[str, Any], torch_options: Mapping[str, 
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:
+    """ConfigError unless `max_grad_norm` is above 0 or None."""
     if max_grad_norm is not None and not max_grad_norm > 0.0:
         raise ConfigError(f"max_grad_norm={max_grad_norm} is out of range: above 0, or None.")
 

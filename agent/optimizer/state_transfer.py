@@ -57,22 +57,22 @@ def check_can_follow(engine: Engine, has_state: bool, moved: str, reordered: boo
     if engine.gradients.any_released or engine.gradients.any_in_sums:
         raise ParameterError(
             f"Parameter {moved} was moved or converted, or put into another param group, after a backward whose "
-            "gradients were released already: they belong to where it was. Drop them with optimizer.zero_grad() and "
-            "run the backward again."
+            "gradients were released already: these belong to the parameter as it was before. Drop them with "
+            "optimizer.zero_grad() and run the backward again."
         )
     if not has_state:
         return
     if engine.store is not None:
         raise ParameterError(
             f"There is a state that was loaded or trained, and parameter {moved} was moved or converted, or put into "
-            "another param group; what lies on storage paths cannot go along. Load it after the model is where it "
-            "stays; or take optimizer.state_dict() with the groups as they were, close() this optimizer, build another "
-            "one and load the state there."
+            "another param group; state on storage paths cannot be transferred. Load the state after the last change "
+            "of the model; or take optimizer.state_dict() with the previous groups, close() this optimizer, build "
+            "another one and load the state there."
         )
     if reordered:
         raise ParameterError(
-            f"A state was loaded, then parameter {moved} was replaced or given another shape: the state is of the old "
-            "one. Load it after the model is as it stays."
+            f"A state was loaded, then parameter {moved} was replaced or given another shape: the state belongs to "
+            "the old one. Load the state after the last change of the model."
         )
 
 
@@ -98,9 +98,9 @@ def gather_for_transfer(engine: Engine, params: Sequence[torch.Tensor], steps: S
     needed, available = 12 * sum(updated), host_available_bytes()
     if needed > available:
         raise MemoryBudgetError(
-            f"Parameters were moved, converted or regrouped while they had a state, and its {needed:,} bytes need a "
-            f"second place in host memory to go along; {available:,} are available. Load the state after the model is "
-            "where it stays; or save a checkpoint, build another optimizer and load it there.",
+            f"Parameters were moved, converted or regrouped while they had a state. To transfer it, {needed:,} bytes "
+            f"of host memory are needed for a copy, {available:,} bytes are available. Load the state after the last "
+            "change of the model; or save a checkpoint, build another optimizer and load the checkpoint there.",
             needed, available,
         )  # fmt: skip
     unchanged = engine.weights.unchanged() if updated else set()

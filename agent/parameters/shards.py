@@ -113,9 +113,11 @@ class GradientNorm(Protocol):
     """Sums squared gradients over ranks: `NormOverRanks`, or an implementation that rounds as another framework
     does."""
 
-    def extend(self, params: Sequence[torch.Tensor]) -> None: ...
+    def extend(self, params: Sequence[torch.Tensor]) -> None:
+        """Appends parameters."""
 
-    def total(self, squares: Mapping[int, tuple[float, int]], skip: bool) -> tuple[float, bool]: ...
+    def total(self, squares: Mapping[int, tuple[float, int]], skip: bool) -> tuple[float, bool]:
+        """The sum of squares over all ranks, and whether the step must be skipped: as `NormOverRanks.total`."""
 
 
 class NormOverRanks:

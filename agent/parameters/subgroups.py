@@ -59,6 +59,7 @@ def grad_dtype_of(param: torch.Tensor) -> torch.dtype:
 
 
 def format_of(param: torch.Tensor) -> Format:
+    """The storage format for the dtype of a parameter and of its gradients."""
     return Format(WEIGHT_FORMATS[param.dtype], GRAD_DTYPES[grad_dtype_of(param)])
 
 

@@ -153,7 +153,7 @@ def test_state_on_storage_paths_cannot_change_groups(tmp_path: Path) -> None:
     with tidegate.AdamW(params, offload=offload) as optimizer:
         run_steps(optimizer, params, 0, 1)
         optimizer.param_groups[0]["params"].reverse()
-        with pytest.raises(ParameterError, match="storage paths cannot go along"):
+        with pytest.raises(ParameterError, match="storage paths cannot be transferred"):
             optimizer.step()
         optimizer.param_groups[0]["params"].reverse()
         run_steps(optimizer, params, 1, 1)
