@@ -1,4 +1,4 @@
-"""Clean-up of which no part may be left out because another one failed."""
+"""Runs all clean-up steps even if one of them fails."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ log = logging.getLogger("tidegate")
 
 
 def close_all(*steps: Callable[[], object]) -> None:
-    """Takes each of `steps`, in this order, whatever becomes of the others. Then raises what the first one that failed
-    has raised; the errors of the others are logged, as one error often brings all of them about."""
+    """Calls each of `steps`, in this order, even if others fail. Then raises the first error; later errors are only
+    logged, because they usually have the same cause."""
     first: BaseException | None = None
     for step in steps:
         try:
@@ -19,6 +19,6 @@ def close_all(*steps: Callable[[], object]) -> None:
             if first is None:
                 first = error
             else:
-                log.warning("Clean-up failed once more: %s: %s", type(error).__name__, error)
+                log.warning("Another clean-up step failed: %s: %s", type(error).__name__, error)
     if first is not None:
         raise first

@@ -1,4 +1,4 @@
-"""Ctrl-C while the engine must not be cut short: noted, and raised when it has come to rest."""
+"""Delays Ctrl-C (SIGINT) while the engine does work that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from types import FrameType, TracebackType
 from typing import Self
 
 
-class Uninterrupted:
-    """Inside this block the first SIGINT waits for the block's end; a second one is let through at once.
+class DelayInterrupt:
+    """Context manager that delays the first SIGINT to the end of its block; a second SIGINT takes effect at once.
 
-    Half an update is worth nothing, and a plan that is half dropped cannot be dropped again. Only the main thread gets
-    signals; elsewhere, and inside another such block, the block does nothing.
+    An interrupted update would leave weights and state useless, and a plan that is dropped in part cannot be dropped
+    again. Only the main thread gets signals: in other threads, and inside another such block, the block does nothing.
     """
 
     def __enter__(self) -> Self:
         self._noted: tuple[int, FrameType | None] | None = None
         before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-        nested = isinstance(getattr(before, "__self__", None), Uninterrupted)
+        nested = isinstance(getattr(before, "__self__", None), DelayInterrupt)
         self._before = before if callable(before) and not nested else None
         if self._before is not None:
             signal.signal(signal.SIGINT, self._note)

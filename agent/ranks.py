@@ -1,4 +1,4 @@
-"""This process among the ranks of a training: for what all of them must do, or know, alike."""
+"""The ranks of a training: this process's rank, the ranks of its host, and collectives for values that must agree."""
 
 from __future__ import annotations
 
@@ -13,84 +13,86 @@ from tidegate.errors import ConfigError
 
 T = TypeVar("T")
 
-_RANKS_HERE: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-"""As torchrun, deepspeed and mpirun call the number of ranks of this host."""
+_LOCAL_SIZE_VARIABLES: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""Environment variables with the number of ranks on this host, as torchrun, deepspeed and mpirun set them."""
 
 
 def local_rank() -> int:
-    """This process among those of its host, 0 without a launcher. ConfigError as `_told_by_launcher`."""
-    return _told_by_launcher("LOCAL_RANK", 0)
+    """The rank of this process among those of its host, 0 without a launcher. ConfigError if LOCAL_RANK is no whole
+    number."""
+    return _environment_int("LOCAL_RANK", 0)
 
 
 def ranks_of_host() -> int:
-    """How many ranks the launcher started on this host, at least one; 1 without a launcher.
+    """Number of ranks that the launcher started on this host, at least 1; 1 without a launcher.
 
-    The first of `_RANKS_HERE` that is set, else srun's SLURM_NTASKS_PER_NODE where that is one number for all hosts.
-    ConfigError as `_told_by_launcher`.
+    From the first of `_LOCAL_SIZE_VARIABLES` that is set, else from srun's SLURM_NTASKS_PER_NODE if it is one number
+    for all hosts. ConfigError if the variable is no whole number.
     """
-    for name in _RANKS_HERE:
+    for name in _LOCAL_SIZE_VARIABLES:
         if name in os.environ:
-            return max(1, _told_by_launcher(name, 1))
+            return max(1, _environment_int(name, 1))
     of_slurm = os.environ.get("SLURM_NTASKS_PER_NODE", "")
     return max(1, int(of_slurm)) if of_slurm.isdecimal() else 1
 
 
 def cpu_lane_threads() -> int:
-    """How many threads the CPU lane of this rank may use, at least one: the cores that the process is bound to, without
-    one for each training thread that runs on them.
+    """Number of threads for the CPU lane of this rank, at least 1: the cores that the process may use, minus one for
+    each training thread on these cores.
 
-    The cores of a host are not divided between its ranks. Threads without work sleep, so that a rank which waits for a
-    path or for its device leaves them to the others; when all compute, the kernel shares them out. Ranks which a
-    launcher bound to cores of their own keep to these.
+    The cores of a host are not divided among its ranks. Threads without work sleep, so that a rank which waits for a
+    path or its device leaves the cores to the others; when all ranks compute, the kernel divides the time. A rank that
+    a launcher has bound to cores of its own uses only these.
     """
     cores = len(os.sched_getaffinity(0))
     return max(1, cores - (ranks_of_host() if cores == os.cpu_count() else 1))
 
 
 def ranks_that_share_host() -> int:
-    """Those of this training that share the host's memory; a process that trains alone has it to itself."""
-    return ranks_of_host() if Ranks.now().count > 1 else 1
+    """Number of ranks of this training that share the host's memory; 1 for a training of one process."""
+    return ranks_of_host() if Ranks.current().count > 1 else 1
 
 
-def _told_by_launcher(name: str, otherwise: int) -> int:
-    """What a launcher put into the environment; ConfigError when it is no whole number."""
+def _environment_int(name: str, otherwise: int) -> int:
+    """The value of an environment variable that a launcher sets; ConfigError when it is not a whole number."""
     text = os.environ.get(name, str(otherwise))
     if not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r}, a whole number is needed: unset it, or start with torchrun.")
+        raise ConfigError(f"{name} is {text!r}, a whole number is needed: unset {name}, or start with torchrun.")
     return int(text)
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One rank of `count`. The collectives are for all ranks to call, in the same order."""
+    """This process's rank among `count` ranks. All ranks must call the collectives in the same order."""
 
     rank: int = 0
     count: int = 1
 
     @classmethod
-    def now(cls) -> Self:
+    def current(cls) -> Self:
+        """The rank in the default process group; rank 0 of 1 without one."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return cls()
         return cls(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
-    def from_first(self, mine: T) -> T:
-        """What rank 0 says, for all."""
+    def broadcast_from_first(self, mine: T) -> T:
+        """Broadcasts the value of rank 0, and returns it."""
         if self.count == 1:
             return mine
-        said = [mine]
-        torch.distributed.broadcast_object_list(said, src=0)
-        return said[0]
+        values = [mine]
+        torch.distributed.broadcast_object_list(values, src=0)
+        return values[0]
 
-    def of_all(self, mine: T) -> list[T]:
-        """What every rank says, in their order."""
+    def all_gather(self, mine: T) -> list[T]:
+        """The values of all ranks, in rank order."""
         if self.count == 1:
             return [mine]
-        said: list[T] = [mine] * self.count
-        torch.distributed.all_gather_object(said, mine)
-        return said
+        values: list[T] = [mine] * self.count
+        torch.distributed.all_gather_object(values, mine)
+        return values
 
-    def least(self, mine: Sequence[float]) -> list[float]:
-        """Of each number the least of all ranks, by one small all-reduce. Numbers are doubles."""
+    def all_reduce_min(self, mine: Sequence[float]) -> list[float]:
+        """Element-wise minimum over all ranks, by one small all-reduce of doubles."""
         if self.count == 1:
             return list(mine)
         device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
@@ -99,5 +101,5 @@ class Ranks:
         return numbers.tolist()
 
     def all_true(self, mine: bool) -> bool:
-        """Whether it is so on every rank; all wait for the last one."""
-        return all(self.of_all(mine))
+        """Whether `mine` is true on every rank; waits for all ranks."""
+        return all(self.all_gather(mine))

@@ -40,7 +40,7 @@ import torch
 import tidegate
 from tidegate.agent.control import attach
 from tidegate.agent.engine.engine import StepResult
-from tidegate.agent.engine.phases import PhaseClock, StepPhases
+from tidegate.agent.engine.phases import PhaseRecorder, StepPhases
 from tidegate.demo.services import Service
 
 TARGET = 0.005
@@ -168,14 +168,14 @@ class Training:
                 watch.around(once)
             for handle in handles:
                 handle.remove()
-        self.optimizer.phases.cut()
+        self.optimizer.phases.end_step()
         return watch.seconds / calls
 
 
 class Stopwatch:
     """Adds up CPU time of this thread less the phase clock's."""
 
-    def __init__(self, phases: PhaseClock) -> None:
+    def __init__(self, phases: PhaseRecorder) -> None:
         self._phases = phases
         self._inside = False
         self.seconds, self.sign = 0.0, 1

@@ -93,9 +93,9 @@ def find_sound_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint | Non
     Checkpoints that are not sound are left out, with a warning that gives the reason. PathUnusable when the directory
     cannot be read.
     """
-    ranks = Ranks.now()
+    ranks = Ranks.current()
     complete = {one.directory.name: one for one in find_checkpoints(directory, ranks.rank)}
-    for name in ranks.from_first(list(complete)):
+    for name in ranks.broadcast_from_first(list(complete)):
         if ranks.all_true(name in complete and _is_sound(complete[name])):
             return complete[name]
     return None

@@ -16,7 +16,7 @@ from tidegate.agent.checkpoints.reader import Reader
 from tidegate.agent.checkpoints.writer import Contents, Target, save, save_in_background
 from tidegate.agent.checkpoints.writer_lock import WriterLock
 from tidegate.agent.engine.engine import Engine
-from tidegate.agent.engine.phases import PhaseClock
+from tidegate.agent.engine.phases import PhaseRecorder
 from tidegate.agent.ranks import Ranks
 from tidegate.errors import CheckpointFailed, ConfigError, ForeignState
 
@@ -24,7 +24,7 @@ from tidegate.errors import CheckpointFailed, ConfigError, ForeignState
 class CheckpointFiles:
     """Checkpoints of one optimizer. All methods are called between steps, after the update has ended."""
 
-    def __init__(self, engine: Engine, phases: PhaseClock) -> None:
+    def __init__(self, engine: Engine, phases: PhaseRecorder) -> None:
         self.engine, self._phases = engine, phases
         self._pending: PendingCheckpoint | None = None
         """The last checkpoint that was started in the background."""
@@ -34,14 +34,14 @@ class CheckpointFiles:
         """Saves a checkpoint. `small`: returns the optimizer's state besides the subgroups; it is called when nothing
         is in progress any more."""
         with self._idle():
-            return save(self._contents(small, step), target, Ranks.now())
+            return save(self._contents(small, step), target, Ranks.current())
 
     def begin(
         self, target: Target, small: Callable[[], Mapping[str, Any]], step: int, memory_bytes: int | None
     ) -> PendingCheckpoint:
         """As `save`, but the rest is written in the background. `memory_bytes`: see `save_in_background`."""
         with self._idle():
-            self._pending = save_in_background(self._contents(small, step), target, Ranks.now(), memory_bytes)
+            self._pending = save_in_background(self._contents(small, step), target, Ranks.current(), memory_bytes)
             return self._pending
 
     def _contents(self, small: Callable[[], Mapping[str, Any]], step: int) -> Contents:
@@ -51,7 +51,7 @@ class CheckpointFiles:
     def _idle(self) -> Iterator[None]:
         """Waits until no transfer and no background checkpoint runs, and counts the time as the phase "checkpoint"."""
         self.engine.require_usable()
-        self.engine.quiesce()
+        self.engine.drop_plan()
         with self._phases.within("checkpoint"):
             if self._pending is not None:
                 self._pending.wait_and_agree()
@@ -64,7 +64,7 @@ class CheckpointFiles:
         if self._pending is not None:
             with suppress(CheckpointFailed):  # the failure was logged; an older checkpoint is used
                 self._pending.wait_and_agree()
-        rank = Ranks.now().rank
+        rank = Ranks.current().rank
         if not isinstance(place, Checkpoint):
             return choose(place, rank, step)
         if step is not None:

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from tidegate.agent.interrupts import Uninterrupted
+from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers.file_moves import TRANSIENT_ERRORS
 from tidegate.agent.tiers.file_path import HeldFile, write_header
 from tidegate.agent.tiers.scratch import reserve
@@ -157,7 +157,7 @@ def buffer_bytes(state: StateSource) -> int:
 def wait_for(begin: Callable[[], IoTicket]) -> IoTicket:
     """The ticket of a transfer that has ended. Whatever is raised meanwhile comes when its threads are done with file
     and memory, which the caller then lets go of."""
-    with Uninterrupted():
+    with DelayInterrupt():
         ticket = begin()
         try:
             while not ticket.wait(POLL_SECONDS):

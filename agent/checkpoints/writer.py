@@ -152,7 +152,7 @@ class _Writer:
             remove_orphans(self._base, ranks.rank)
         self._expiring = complete[target.keep - 1 :]
         """Checkpoints that are removed when the new one is complete."""
-        name, self._attempt, self._number = ranks.from_first(_name_next(contents.step, complete, damaged))
+        name, self._attempt, self._number = ranks.broadcast_from_first(_name_next(contents.step, complete, damaged))
         self._directory = self._base / name
         self._folder = self._directory / folder_name(ranks.rank, self._attempt)
         with _agreed(ranks, self._directory):

@@ -62,7 +62,7 @@ class Attachment:
         reset_knobs: bool = False,
         strict: bool = False,
     ) -> None:
-        self._ranks = Ranks.now()
+        self._ranks = Ranks.current()
         self.run, self.rank, self.world_size = run, self._ranks.rank, self._ranks.count
         with _on_all(self._ranks):
             check_arguments(run, daemon, metrics_port, advertise_host)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tidegate.agent.control.process_identity import has_ended, is_observable
 from tidegate.agent.control.refusal_log import RefusalLog
-from tidegate.agent.engine.last_references import let_go
+from tidegate.agent.engine.last_references import release_unless_exiting
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.client.streams import within
 from tidegate.errors import ConfigError, DaemonError, DaemonUnreachable, NotAuthorized, NotFound, RankTaken
@@ -411,7 +411,7 @@ class AgentLink:
         try:
             return held[0].report() if held[0] is not None else None
         finally:
-            let_go(held)
+            release_unless_exiting(held)
 
     def _send(self, hello: AgentHello, report: AgentReport, final: bool = False) -> None:
         """Sends a report; on an error its content is queued again."""
@@ -440,7 +440,7 @@ class AgentLink:
         held = [self._source()]
         if held[0] is not None:
             held[0].undelivered(report)
-        let_go(held)
+        release_unless_exiting(held)
 
     def _keep(self, report: AgentReport, now: float) -> None:
         """Stores a delivered report for RESEND_SECONDS."""
@@ -524,7 +524,7 @@ class AgentLink:
             log.exception("knobs could not be checked", extra=event("check_failed", generation=directive.proposed))
             reason = f"The rank could not check these knobs ({type(error).__name__}: {error}); its log says more."
         finally:
-            let_go(held)
+            release_unless_exiting(held)
         return Vote(generation=directive.proposed, can=not reason, reason=reason)
 
     def _count(self, thread: str) -> None:

@@ -31,7 +31,7 @@ class BoundaryMessage:
 def agree(ranks: Ranks, mine: BoundaryMessage) -> BoundaryMessage:
     """Combines the messages of all ranks. A collective: all ranks call it at the same step, and get the same result."""
     seconds = mine.update_seconds
-    least = ranks.least([
+    least = ranks.all_reduce_min([
         mine.generation, -mine.generation, -(seconds or 0.0), -1.0 if seconds is None else 1.0,
         mine.wants_search, mine.proposal_applied, -mine.rates_changed,
     ])  # fmt: skip

@@ -158,12 +158,12 @@ class Tuning:
         """Elects one change with all ranks in two collectives: the candidates of all ranks, then each rank's prediction
         for each candidate."""
         current = self._current
-        settings = proposals(self._ranks.of_all(None if mine is None else Setting.of(mine.to, current)))
+        settings = proposals(self._ranks.all_gather(None if mine is None else Setting.of(mine.to, current)))
         if not settings:
             return None
         ample = _or_default(self._ample_cache, current.host_cache_bytes)
         judged = _or_default(lambda: self._judge(settings, ample), Judged(None, (None,) * len(settings)))
-        winner = elected(settings, self._ranks.of_all(judged))
+        winner = elected(settings, self._ranks.all_gather(judged))
         return None if winner is None else Move(winner[0].on(current, ample), winner[1])
 
     def _judge(self, settings: Sequence[Setting], ample_cache: int) -> Judged:
@@ -207,7 +207,7 @@ class Tuning:
 
     def _ample_cache(self) -> int:
         """Bytes of the largest host cache that memory allows; 0 when the tuner may not change it."""
-        return self._optimizer.ample_cache() if "host_cache" in self.free else 0
+        return self._optimizer.automatic_cache_bytes() if "host_cache" in self.free else 0
 
     def _fits(self, effective: Effective) -> bool:
         """Whether the engine has the memory for these knobs."""

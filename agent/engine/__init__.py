@@ -1,1 +1,1 @@
-"""The engine: executes plans over lanes."""
+"""The engine: plans each step and executes plans on lanes; the memory of the optimizer state."""

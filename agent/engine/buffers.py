@@ -1,4 +1,4 @@
-"""Host memory of subgroups, buffer by buffer. What one step lets go serves the next."""
+"""Host buffers of subgroups. Buffers that one step releases are reused by the next step."""
 
 from __future__ import annotations
 
@@ -8,44 +8,46 @@ from collections.abc import Callable
 import torch
 
 
-class Buffers(dict[int, torch.Tensor]):
-    """Of one kind, by subgroup; `new(nbytes)` gives zeros.
+class HostBuffers(dict[int, torch.Tensor]):
+    """Host buffers of one kind (state, weight mirror or gradient) by subgroup id; `new(nbytes)` allocates zeros.
 
-    Where orders alternate, subgroups take turns in host memory: new pages in each step would cost more than the fetch
-    into them. What a step lets go is kept until the next has ended, and is freed unless that one took it.
+    With the knob `alternate`, other subgroups are in host memory in each step, and new pages in each step would cost
+    more than the fetch into them. So a buffer that a step releases is kept until the next step has ended, and is freed
+    then unless the next step reuses it.
     """
 
     def __init__(self, new: Callable[[int], torch.Tensor]) -> None:
         super().__init__()
         self._new = new
         self._spare: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        """By size, in bytes."""
+        """Released buffers that are not freed yet, by size in bytes."""
 
     @property
     def nbytes(self) -> int:
-        """With those that were let go. From any thread: others may take and let go meanwhile."""
-        spare = sum(size * len(found) for size, found in self._spare.copy().items())
+        """Bytes of all buffers, with those that are released but not freed. From any thread, also while another thread
+        allocates and releases."""
+        spare = sum(size * len(buffers) for size, buffers in self._spare.copy().items())
         return sum(buffer.numel() for buffer in self.copy().values()) + spare
 
-    def take(self, subgroup: int, nbytes: int) -> None:
-        """A buffer with anything in it, for what is about to be filled."""
+    def allocate(self, subgroup: int, nbytes: int) -> None:
+        """Gives the subgroup an uninitialised buffer, a released one where there is one of this size."""
         spare = self._spare.get(nbytes)
         self[subgroup] = spare.pop() if spare else self._new(nbytes)
 
-    def make(self, subgroup: int, nbytes: int) -> None:
-        """A buffer of zeros."""
+    def allocate_zeros(self, subgroup: int, nbytes: int) -> None:
+        """Gives the subgroup a new buffer of zeros."""
         self[subgroup] = self._new(nbytes)
 
-    def let_go(self, subgroup: int) -> None:
-        """Nothing happens where it has none."""
+    def release(self, subgroup: int) -> None:
+        """Releases the subgroup's buffer; does nothing if it has none."""
         buffer = self.pop(subgroup, None)
         if buffer is not None:
             self._spare[buffer.numel()].append(buffer)
 
-    def forget(self) -> None:
-        """Frees what was let go."""
+    def free_released(self) -> None:
+        """Frees the buffers that were released and not reused."""
         self._spare.clear()
 
     def clear(self) -> None:
         super().clear()
-        self.forget()
+        self.free_released()

@@ -1,4 +1,4 @@
-"""The clock of the executor: where lane threads wait. Real here; a virtual one drives the null device."""
+"""Time and waiting of the executor's lane threads: the real clock, and a virtual one that tests use."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """One lock, one time. All waiting of the executor goes through it."""
+    """Clock and condition variable of the executor. All waiting of its threads goes through it."""
 
     @property
     def lock(self) -> threading.Condition: ...
 
     def now(self) -> float:
-        """Seconds."""
+        """The present time, in seconds."""
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """With `lock` held: waits until the predicate holds; False when `timeout` seconds passed first."""
+        """Waits, with `lock` held, until `predicate()` is true; False when `timeout` seconds passed first."""
 
     def notify(self) -> None:
-        """With `lock` held: predicates may have changed."""
+        """To be called, with `lock` held, when the predicates of waiting threads may have become true."""
 
 
 class MonotonicClock:
-    """The host's monotonic clock. Whoever notifies asks what the others wait for, and wakes only those that have it:
-    waking all lanes after every op costs more than most ops."""
+    """The host's monotonic clock. `notify` evaluates the predicates of the waiting threads, and wakes only the threads
+    whose predicate is true: waking all lanes after every op costs more than most ops."""
 
     def __init__(self, mutex: threading.Lock | threading.RLock | None = None) -> None:
-        """`mutex`: what all conditions share; one of its own when None."""
+        """`mutex`: the lock that all conditions of this clock share; a new one when None."""
         self._mutex = mutex or threading.RLock()
         self.lock = threading.Condition(self._mutex)
         self._waiting: dict[threading.Condition, Callable[[], bool]] = {}
@@ -52,10 +52,11 @@ class MonotonicClock:
 
 
 class VirtualClock:
-    """Time that passes only while every participant waits: then it jumps to the earliest sleeper.
+    """Simulated time: it stands still while a participant computes, and jumps to the earliest end of a `sleep` when all
+    of them wait or sleep.
 
-    `participants` threads take part (lanes and the one that drives them). Deterministic as long as each of them is
-    always either computing, sleeping or waiting here.
+    `participants`: the number of threads that take part (lanes, and the thread that drives them). Deterministic as long
+    as each of these threads is always either computing, sleeping or waiting here.
     """
 
     def __init__(self, participants: int) -> None:
@@ -78,6 +79,7 @@ class VirtualClock:
         return True
 
     def sleep(self, seconds: float) -> None:
+        """Blocks the calling thread for so much simulated time."""
         with self.lock:
             me = threading.get_ident()
             self._sleeping[me] = self._time + seconds
@@ -91,7 +93,7 @@ class VirtualClock:
         self.lock.notify_all()
 
     def leave(self) -> None:
-        """The calling thread takes part no longer."""
+        """The calling thread takes part no longer: time does not wait for it."""
         with self.lock:
             self._running -= 1
             self._advance()

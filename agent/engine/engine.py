@@ -1,7 +1,7 @@
-"""Turns backward passes and `step()` into plans in flight: plans, starts, checks what changed, finishes, commits.
+"""The engine of an optimizer: makes the plan of each step, starts it, and finishes it.
 
-A plan is in flight from the first gradient on (or from `step()`). Until `step()` it only copies and may be dropped;
-after `step()` it runs to its end, while the caller waits or, if it wants to, does something else (`settle`).
+A plan starts with the first gradient of a step, or with `step()`. Before `step()` it only copies data and may be
+dropped. After `step()` it runs to its end; the caller waits for the end with `wait_for_update`, at once or later.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.op_runner import MemoryRunner, StepInputs
-from tidegate.agent.engine.planning_inputs import Pace, PathPace
+from tidegate.agent.engine.planning_inputs import StablePathSpeeds, StepDelay
 from tidegate.agent.engine.residency import Residences
-from tidegate.agent.engine.weight_edits import Weights
+from tidegate.agent.engine.weight_edits import WeightEdits
 from tidegate.agent.gradients.accumulation import Accumulation, HostSums
 from tidegate.agent.gradients.gradients import Gradients, Mode
-from tidegate.agent.interrupts import Uninterrupted
-from tidegate.agent.parameters.shards import Norm, NormOverRanks, shard_of
+from tidegate.agent.interrupts import DelayInterrupt
+from tidegate.agent.parameters.shards import GradientNorm, NormOverRanks, shard_of
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import EngineError, PathFull, PathUnusable
@@ -45,12 +45,12 @@ READS_GRADIENT = (OpKind.GRAD_D2H, OpKind.GRAD_NORM, OpKind.DEVICE_UPDATE)
 WRITES_WEIGHT = (OpKind.WEIGHT_H2D, OpKind.DEVICE_UPDATE)
 MAX_PLANS = 16
 MAX_DROPPED_SPANS = 10_000
-"""Whoever calls backward and never `step()` must not fill the memory."""
+"""Limit for loops that call backward and never `step()`, which must not fill the memory."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did. Span times are on the monotonic clock."""
+    """Result of one step. Span times are in seconds on the monotonic clock."""
 
     plan: Plan
     spans: tuple[Span, ...]
@@ -60,28 +60,30 @@ class StepResult:
     stepped: tuple[int, ...]
     """Parameters that were updated."""
     num_dropped: int = 0
-    """How many of the first spans are of plans that were dropped before `step()`: their ids are not this plan's."""
+    """Number of spans, the first ones, that belong to plans which were dropped before `step()`: the op ids of these
+    spans are not ids of `plan`."""
     bad_params: tuple[int, ...] = ()
-    """Of a skipped step: parameters whose gradients are not finite on this rank."""
+    """If the step was skipped: parameters whose gradients are not finite on this rank."""
     scaled: bool = False
-    """A GradScaler has found gradients that are not finite."""
+    """Whether a GradScaler has found gradients that are not finite."""
 
 
 @dataclass
-class _Flight:
-    """One plan in flight. `inputs` are there once `step()` has begun; `stepped` once its norm is known."""
+class _PlanInFlight:
+    """The plan that is being executed. `inputs` is set when `step()` begins, `stepped` when the norm is known."""
 
     plan: Plan
     effective: Effective
     began: float
-    """Seconds of the monotonic clock."""
+    """Start of the plan, in seconds on the monotonic clock."""
     inputs: StepInputs | None = None
     stepped: tuple[int, ...] | None = None
-    """Parameters that this step updates."""
+    """Numbers of the parameters that this step updates."""
 
 
 class Engine:
-    """One per optimizer. Driven by the training thread (and autograd's, in hooks)."""
+    """Plans and runs the updates of one optimizer. Driven by the training thread (and, in hooks, by autograd's
+    thread)."""
 
     def __init__(
         self,
@@ -102,23 +104,23 @@ class Engine:
         store: TierStore | None = None,
         host_slots: int = 3,
     ) -> None:
-        """`effective`: the knobs to begin with. `store`: the storage paths; `host_slots`: staging slots in host memory
-        that each of them has."""
+        """`num_slots`: staging slots on the device. `effective`: the first values of the knobs. `store`: the storage
+        paths. `host_slots`: number of staging slots in host memory for each path."""
         self.params, self.layouts, self.device = list(params), list(layouts), device
         self.shards = [shard_of(param) for param in params]
-        """What this rank has of the parameters: all of those that are not divided among ranks."""
-        self._norm: Norm = NormOverRanks(params)
+        """This rank's shard of each parameter: the whole parameter if it is not divided among ranks."""
+        self._norm: GradientNorm = NormOverRanks(params)
         self.subgroups = tuple(layout.subgroup() for layout in layouts)
         self.num_slots = num_slots
         self.policy: Policy = policy
         self.effective = effective or Effective("off", 0.0)
         self.early_gradients = early_gradients
         self.gradients_come_reduced = False
-        """What autograd accumulates is one rank's part: `gradients_reduced` tells of the whole."""
+        """Whether the gradients that autograd accumulates are partial, and `gradients_reduced` gives the final ones."""
         self._gradient_memory_bytes, self._headroom_bytes = gradient_memory_bytes, headroom_bytes
         self._pool = ThreadPool(cpu_threads)
         self._dropped: deque[Span] = deque(maxlen=MAX_DROPPED_SPANS)
-        """What plans did that were dropped since the last step."""
+        """Spans of the plans that were dropped since the last step."""
         released = gradients == "release"
         self.store = store
         self.host_slots = dict.fromkeys(store.paths, host_slots) if store is not None else {}
@@ -127,10 +129,10 @@ class Engine:
             store.calibrate()
         self.residences = Residences(store) if store is not None else None
         self.memory = StateMemory(device, self.layouts, num_slots, released, store, self.host_slots)
-        self._settle_new()
+        self._place_new_subgroups()
         sums = HostSums(device, self._pool, accumulation == "host_fp32") if accumulation != "device" else None
         self.gradients = Gradients(device, params, self.layouts, gradients, speculative=early_gradients, sums=sums)
-        self.weights = Weights(device, self.memory, self.shards)
+        self.weights = WeightEdits(device, self.memory, self.shards)
         self._runner = MemoryRunner(device, self.memory, self.gradients, self.shards, self._norm, self._pool)
         of_paths = [lane for path in self.host_slots for lane in path_lanes(path)]
         self._executor = Executor(
@@ -141,25 +143,27 @@ class Engine:
             watchdog_seconds=watchdog_seconds,
         )
         self._plans: dict[Hashable, Plan] = {}
-        """By what they are made from. The order of gradients is that of when they were made."""
+        """Cache of plans by the inputs of the planner, except for the order of gradients: a plan keeps the order that
+        was expected when it was made."""
         self._order: tuple[int, ...] = ()
         self._arrived: dict[int, None] = {}
-        """Subgroups in the order in which their gradients came: the next plan expects the same."""
+        """Subgroups in the order in which their gradients arrived in this step (an ordered set): the next plan expects
+        the same order."""
         self.gradients_made_at: float | None = None
-        """When the device had made the gradients of the last `step()`, on the monotonic clock; None if it was called
-        later than that."""
-        self._pace = Pace()
-        self._path_pace = PathPace()
-        self._flight: _Flight | None = None
+        """When the device had computed the gradients of the last `step()`, in seconds on the monotonic clock; None if
+        this was before the call of `step()`."""
+        self._step_delay = StepDelay()
+        self._path_speeds = StablePathSpeeds()
+        self._flight: _PlanInFlight | None = None
         self._starting = threading.Lock()
-        """Under DDP gradients are announced by the threads of the collectives."""
+        """Guards the start of a plan: under DDP, the threads of the collectives report gradients, too."""
         self._pid = os.getpid()
         self._broken: str | None = None
 
     def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
-        """More parameters and their subgroups, behind those that are there. Between steps."""
+        """Appends parameters and their subgroups. Between steps."""
         self.require_idle()
-        self.weights.take_edited()  # what was edited until now would be taken for ours
+        self.weights.take_edited()  # or earlier edits by the user would go unnoticed
         self.params += params
         self.shards += [shard_of(param) for param in params]
         self._norm.extend(params)
@@ -168,28 +172,33 @@ class Engine:
         if self.store is not None:
             self.store.add_subgroups(layouts)
         self.memory.extend(layouts)
-        self._settle_new()
+        self._place_new_subgroups()
         self.gradients.extend(params, layouts)
         self.weights.extend(layouts)
         self._plans.clear()
 
-    def sum_norms_with(self, norm: Norm) -> None:
-        """Norms over ranks are made by `norm` from now on. Between steps."""
+    def sum_norms_with(self, norm: GradientNorm) -> None:
+        """Sets the object that sums squares of gradients over ranks. Between steps."""
         self.require_idle()
         self._norm = self._runner.norm_over_ranks = norm
 
-    def _settle_new(self) -> None:
-        """Subgroups that were never updated begin where the knobs want them."""
+    def _place_new_subgroups(self) -> None:
+        """Places subgroups that were never updated as the knobs want it."""
         if self.residences is not None:
-            now = self.effective
-            placed = place(len(self.layouts), stride=now.stride, static_ratio=now.static_ratio)
+            effective = self.effective
+            placed = place(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
             residences = self.residences
-            self._on_paths_left(lambda: self.memory.settle(residences.after(self.subgroups, placed, now)[0]))
+            self._retry_on_path_failure(
+                lambda: self.memory.place_new_subgroups(
+                    residences.next_residences(self.subgroups, placed, effective)[0]
+                )
+            )
 
-    def _on_paths_left(self, attempt: Callable[[], None]) -> None:
-        """Places subgroups; a path that turns out to be full or broken gets less, and they are divided anew.
+    def _retry_on_path_failure(self, attempt: Callable[[], None]) -> None:
+        """Calls `attempt`, which places subgroups, again while a path turns out to be full or unusable: the store then
+        gives this path less, and `attempt` divides the subgroups again.
 
-        CapacityError when there is too little room, or the error of the last path.
+        CapacityError when the paths are too small, or the error of the last path.
         """
         for _ in range(2 * len(self.host_slots)):  # each path may first be full, then fail
             with suppress(PathFull, PathUnusable):
@@ -201,40 +210,41 @@ class Engine:
 
     @property
     def step_at(self) -> float:
-        """Seconds after which plans count on `step()`."""
-        return self._pace.step_at
+        """Seconds from the start of a plan after which the plan expects `step()`."""
+        return self._step_delay.step_at
 
     @property
     def path_speeds(self) -> Mapping[str, PathSpeeds] | None:
-        """What ops on paths are ordered by; None without paths."""
-        return None if self.store is None else dict(self._path_pace.speeds or self.store.speeds)
+        """Speeds of the paths, by which the planner orders ops on paths; None without paths."""
+        return None if self.store is None else dict(self._path_speeds.speeds or self.store.speeds)
 
     @property
     def gradient_order(self) -> tuple[int, ...] | None:
-        """Subgroups as their gradients arrived in the last step; None when not all of them did."""
+        """Subgroups in the order in which their gradients arrived in the last step; None unless all arrived."""
         return self._order if len(self._order) == len(self.layouts) else None
 
     @property
     def running(self) -> bool:
-        """A step has begun and was not settled."""
+        """Whether a step has begun and `wait_for_update` has not returned."""
         return self._flight is not None and self._flight.inputs is not None and os.getpid() == self._pid
 
     @property
     def updating(self) -> bool:
-        """A step has begun and ops of it are left. From any thread."""
+        """Whether a step has begun and some of its ops are not done. From any thread."""
         flight = self._flight
-        return flight is not None and flight.inputs is not None and not self._executor.at_rest
+        return flight is not None and flight.inputs is not None and not self._executor.all_ops_done
 
     def start(self) -> None:
-        """Begins the next step's plan, unless it has begun: admissions and prefetches run, gradients follow."""
+        """Starts the next step's plan unless it has started: copies of state and weights begin, those of gradients
+        follow."""
         self.require_usable()
         if self._flight is None:
-            with Uninterrupted(), self._starting:
+            with DelayInterrupt(), self._starting:
                 if self._flight is None:
                     self._flight = self._launch()
 
-    def _launch(self) -> _Flight:
-        # A gradient that is kept can be copied again: whether `.data` was edited may wait for step().
+    def _launch(self) -> _PlanInFlight:
+        # In mode `keep` gradients can be copied again, so that the check for edits through `.data` may wait for step().
         self.weights.take_edited(by_data=self.gradients.mode == "release")
         effective = self.effective
         placed = place(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
@@ -245,14 +255,15 @@ class Engine:
         self._arrived.clear()
         read = [self.layouts[op.subgroup] for op in plan.of_kind(*READS_GRADIENT) if not op.spilled]
         self.gradients.expect_reads(read, room_bytes)
-        # State comes into memory that the framework may have used just now, and weights go to their mirrors.
-        self._follow_framework(H2D, D2H)
+        # State is copied into memory that the framework may still use, and weights are copied to their mirrors.
+        self._order_after_framework(H2D, D2H)
         self._executor.start(plan)
-        return _Flight(plan, effective, time.monotonic())
+        return _PlanInFlight(plan, effective, time.monotonic())
 
     def stage(self) -> None:
-        """Takes the staging memory of the next plan, as far as it is known: a plan begins in the first gradient's hook,
-        when activations take most of the device, and pinning takes long. A plan in flight has its own."""
+        """Allocates the staging memory of the next plan ahead of time, as far as the plan is known. A plan starts in
+        the hook of the first gradient, when activations fill most of the device, and pinning host memory takes long.
+        Does nothing while a plan is in flight, which has its memory."""
         if self._flight is not None:
             return
         effective, lives = self.effective, self.memory.residence
@@ -264,38 +275,39 @@ class Engine:
     def _prepared(
         self, placed: Sequence[tuple[Processor, Residence]], spilled: Sequence[bool], effective: Effective
     ) -> Plan:
-        """The plan of the next step, with all memory and all space on paths that it needs."""
-        found: list[Plan] = []
+        """Makes the plan of the next step, and allocates all memory and all space on paths that it needs."""
+        plans: list[Plan] = []
 
         def prepare() -> None:
-            after, order = self._after(placed, effective)
+            after, order = self._next_residences(placed, effective)
             placements = tuple(
                 self._placement(i, processor, after[i], spilled[i]) for i, (processor, _) in enumerate(placed)
             )
             self.memory.prepare(placements)
-            found.append(self._plan(placements, order))
+            plans.append(self._plan(placements, order))
 
-        self._on_paths_left(prepare)
-        return found[0]
+        self._retry_on_path_failure(prepare)
+        return plans[0]
 
-    def _after(
+    def _next_residences(
         self, placed: Sequence[tuple[Processor, Residence]], effective: Effective
     ) -> tuple[list[Residence], StepOrder]:
         if self.residences is None:
             return [residence for _, residence in placed], "ascending"
-        return self.residences.after(self.subgroups, placed, effective)
+        return self.residences.next_residences(self.subgroups, placed, effective)
 
     def _placement(self, subgroup: int, processor: Processor, after: Residence, spilled: bool) -> Placement:
         before = self.memory.residence[subgroup]
         placed = Placement(processor, before, after, self.memory.mirror_valid[subgroup], spilled)
         if not placed.uses_host_slot:
             return placed
-        # Its host slot has room for the gradient, too; one that is released cannot wait until the slot is free.
+        # The host slot has room for the gradient, too, but in mode `release` a gradient cannot wait for a free slot.
         in_slot = processor == "cpu" and self.gradients.mode == "keep"
         return replace(placed, mirror_valid=False, grad_in_slot=in_slot)
 
     def _gradient_room(self, placed: Sequence[tuple[str, Residence]]) -> int:
-        """Bytes that gradients may take on the device until they are used. In mode `keep` they are the framework's."""
+        """Bytes that gradients may take on the device until they are used: in mode `keep` all of them, as they belong
+        to the framework."""
         if self.gradients.mode == "keep":
             return sum(s.nbytes("gradient") for s in self.subgroups)
         left = self.device.capacity_bytes - self._headroom_bytes - sum(s.nbytes("weight") for s in self.subgroups)
@@ -303,26 +315,26 @@ class Engine:
         return min(room, self._gradient_memory_bytes or room)
 
     def gradient_accumulated(self, param: int) -> None:
-        """Autograd has accumulated into a parameter: its subgroups may be copied early."""
+        """To be called when autograd has accumulated the gradient of a parameter: its subgroups may be copied early."""
         if self.gradients.accumulating and self.gradients.mode == "release":
-            self.gradients.set_aside(param)
+            self.gradients.add_to_sum(param)
             return
         self.start()
         if self.gradients_come_reduced:
             return
         ready = self.gradients.accumulated(param)
         if self.early_gradients or self.gradients.mode == "release":
-            self._open(ready)
-        self._make_room()
+            self._open_gradient_gates(ready)
+        self._wait_for_gradient_memory()
 
-    def _make_room(self) -> None:
-        """Waits for reads of released gradients while the next one would have no room on the device: whoever enqueues
-        a backward is far ahead of the device, and memory is free when the device has read it."""
+    def _wait_for_gradient_memory(self) -> None:
+        """Waits for reads of released gradients while the next gradient would not fit on the device: the host enqueues
+        a backward far ahead of the device, and the memory of a gradient is free only when the device has read it."""
         memory = self.gradients.memory
         if not memory.full:
             return
         try:
-            self._executor.hand_over((D2H, DEVICE))
+            self._executor.wait_until_ready_ops_issued((D2H, DEVICE))
             while memory.full and memory.wait_for_oldest():
                 pass
         except Exception as error:  # a Ctrl-C while waiting changes nothing
@@ -330,52 +342,56 @@ class Engine:
             raise
 
     def gradients_reduced(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Gradients (with their parameters) that a collective has made final. From any thread, in a started plan."""
+        """Takes final gradients, with the numbers of their parameters, from a collective. From any thread, after
+        `start`."""
         for param, grad in gradients:
-            self._open(self.gradients.reduced(param, grad))
+            self._open_gradient_gates(self.gradients.reduced(param, grad))
 
-    def _open(self, subgroups: Sequence[int]) -> None:
-        """The gradients of these subgroups are there."""
+    def _open_gradient_gates(self, subgroups: Sequence[int]) -> None:
+        """Opens the gate `gradient` of these subgroups, and takes note of their order."""
         self._arrived.update(dict.fromkeys(subgroups))
         if subgroups:
             self._executor.gradient_ready(subgroups)
 
     def step(self, inputs: StepInputs) -> tuple[int, ...]:
-        """Begins the update; returns the parameters that it changes, none when the gradients are not finite.
+        """Begins the update; returns the numbers of the parameters that it changes, none when the step is skipped.
 
-        The inputs' `has_grad`, `grad_norm` and `grad_scale` are filled in. `settle` waits for the rest.
+        Fills in `has_grad`, `grad_norm` and `grad_scale` of the inputs. `wait_for_update` waits for the rest.
         """
-        assert not self.running, "settle the last step first"
+        assert not self.running, "wait for the last update first"
         made, called = self.device.mark(), time.monotonic()
         self.gradients.watch_unfrozen()
         self.start()
         self.gradients.refresh()
-        self._begin_anew_if_needed()
+        self._replan_if_changed()
         flight = self._in_flight()
         self._runner.inputs = flight.inputs = inputs
         if self.store is not None:
             self.store.step += 1
-        # Whatever else an update writes comes after NORM, which this lane and the host wait for.
-        self._follow_framework(DEVICE)
+        # All other writes of an update come after NORM, which this lane and the host wait for.
+        self._order_after_framework(DEVICE)
         try:
-            self._executor.step(repeat=self._stale(flight.plan))
-            goes_on = self._executor.decided()
+            self._executor.step(repeat=self._stale_gradient_copies(flight.plan))
+            goes_on = self._executor.wait_for_norm()
             made_at = made.span()[1]  # NORM comes after it, and was waited for
             self.gradients_made_at = made_at if made_at > called else None
             if self.store is not None:
-                self._pace.observe(max(made_at, called) - flight.began)
+                self._step_delay.observe(max(made_at, called) - flight.began)
             flight.stepped = tuple(i for i, has in enumerate(inputs.has_grad) if has) if goes_on else ()
             for index in flight.stepped:
                 torch.autograd.graph.increment_version(self.shards[index])
-            self.weights.note()
+            self.weights.update_began()
             self.gradients.clear_released()
         except BaseException as error:
             self._fail(error)
             raise
         return flight.stepped
 
-    def _begin_anew_if_needed(self) -> None:
-        """Weights that were edited, or knobs that were changed, since the plan was made: it is dropped for another."""
+    def _replan_if_changed(self) -> None:
+        """Drops the plan and starts another if weights were edited or knobs changed since the plan was made.
+
+        EngineError when weights were edited and gradients are released already.
+        """
         edited = self.weights.edited()
         if self.gradients.any_released:
             if edited:
@@ -384,17 +400,17 @@ class Engine:
                     "already. Edit weights after step(), or use gradients='keep'."
                 )
         elif edited or self._in_flight().effective != self.effective:
-            self.quiesce()
+            self.drop_plan()
             self.weights.take_edited()
             self.start()
             self.gradients.refresh()
 
-    def settle(self) -> StepResult | None:
-        """Waits for the end of the update that `step` began; None when there is none."""
+    def wait_for_update(self) -> StepResult | None:
+        """Waits for the end of the update that `step` began, and returns its result; None when there is no update."""
         if not self.running or os.getpid() != self._pid:
             return None
         flight = self._in_flight()
-        with Uninterrupted():
+        with DelayInterrupt():
             try:
                 spans, skipped = self._executor.finish()
                 self._runner.inputs = None
@@ -413,24 +429,28 @@ class Engine:
             )  # fmt: skip
 
     def wait_for_weights(self, params: Iterable[int]) -> None:
-        """What the calling thread enqueues from now on reads these weights as the update leaves them."""
+        """Makes the device work that the calling thread enqueues from now on wait for the update of these
+        parameters."""
         if not self.running:
             return
         flight = self._in_flight()
         wanted = {layout.id for param in params for layout in self.gradients.subgroups_of(param)}
         ops = [op.id for op in flight.plan.of_kind(*WRITES_WEIGHT) if op.subgroup in wanted]
         try:
-            events = self._executor.issued(ops)
+            events = self._executor.wait_until_issued(ops)
         except Exception as error:  # a Ctrl-C while waiting changes nothing
             self._fail(error)
             raise
         for event in events:
             self.device.block(event)
 
-    def quiesce(self, dropping: bool = False) -> None:
-        """Drops a plan that waits for its `step()`. Nothing is lost, unless gradients are released already: then only
-        `dropping` them is possible, and EngineError says so."""
-        assert not self.running, "settle the step first"
+    def drop_plan(self, dropping: bool = False) -> None:
+        """Drops a plan that waits for `step()`; does nothing without one. No data is lost in mode `keep`.
+
+        dropping: allows the loss of gradients that are released already, which exist only in the plan; EngineError
+        without it.
+        """
+        assert not self.running, "wait for the update first"
         if not self._executor.busy or os.getpid() != self._pid or self._executor.stuck:
             return
         if self.gradients.any_released and not dropping:
@@ -438,12 +458,12 @@ class Engine:
                 "Gradients of this step are released already: they exist in the update that waits for step() and "
                 "nowhere else. Call step() first, or drop them with zero_grad()."
             )
-        with Uninterrupted():
+        with DelayInterrupt():
             self._dropped += self._executor.cancel()
             self._flight = None
             self._runner.begin()
 
-    def _in_flight(self) -> _Flight:
+    def _in_flight(self) -> _PlanInFlight:
         assert self._flight is not None, "no plan was started"
         return self._flight
 
@@ -455,13 +475,14 @@ class Engine:
             self._executor.cancel()
             self._runner.inputs = None
 
-    def _follow_framework(self, *lanes: str) -> None:
-        """What these lanes do from now on comes after what the framework has done to weights and gradients."""
+    def _order_after_framework(self, *lanes: str) -> None:
+        """Makes later work of these lanes wait for the work on weights and gradients that the framework has
+        enqueued."""
         now = self.device.now()
         for lane in lanes:
             self.device.wait(lane, now)
 
-    def _finish(self, flight: _Flight, skipped: bool, spans: Sequence[Span]) -> None:
+    def _finish(self, flight: _PlanInFlight, skipped: bool, spans: Sequence[Span]) -> None:
         self._order = tuple(self._arrived)
         self.gradients.step_done()
         self._runner.begin()
@@ -469,25 +490,27 @@ class Engine:
             self.memory.commit(flight.plan.placements)
             if self.residences is not None:
                 self.residences.observe(spans, self.memory.residence)
-        self.weights.settled()
+        self.weights.update_ended()
 
-    def _stale(self, plan: Plan) -> list[int]:
+    def _stale_gradient_copies(self, plan: Plan) -> list[int]:
+        """Ids of early GRAD_D2H ops that copied a gradient which has changed since. Only in mode `keep`."""
         return [
             op.id for op in self._executor.done_early()
-            if self._runner.copied.get(op.subgroup) != self.gradients.take(self.layouts[op.subgroup])
+            if self._runner.copied.get(op.subgroup) != self.gradients.records_of(self.layouts[op.subgroup])
         ] if self.gradients.mode == "keep" else []  # fmt: skip
 
     def _plan(self, placements: tuple[Placement, ...], order: StepOrder) -> Plan:
         if self.store is not None:
-            self._path_pace.observe(self.store.speeds)
-        speeds = self._path_pace.speeds if self.policy == "interleaved" else {}  # the others go by no clock
-        key = (placements, order, self._pace.step_at, tuple(speeds.items()))
+            self._path_speeds.observe(self.store.speeds)
+        # Other policies do not use time estimates.
+        speeds = self._path_speeds.speeds if self.policy == "interleaved" else {}
+        key = (placements, order, self._step_delay.step_at, tuple(speeds.items()))
         if key not in self._plans:
             plan = make_plan(
                 self.subgroups, placements, num_slots=self.num_slots, policy=self.policy,
                 grad_on_host_order=self.gradient_order,
                 norms="gradient" if self.gradients.mode == "release" else "step", host_slots=self.host_slots,
-                order=order, rates=PathClock(speeds) if speeds else None, step_at=self._pace.step_at,
+                order=order, rates=PathClock(speeds) if speeds else None, step_at=self._step_delay.step_at,
             )  # fmt: skip
             verify(plan)
             if len(self._plans) >= MAX_PLANS:
@@ -498,12 +521,12 @@ class Engine:
     # ---- state and weights from outside
 
     def weights_loaded(self) -> None:
-        """State is about to be loaded for the weights as they are now: remainders start at 0, mirrors are copied anew,
-        and an earlier failure is over."""
+        """To be called before state is loaded for the present weights: remainders start at 0, mirrors are copied again,
+        and an engine that has failed is usable again."""
         if self.store is not None:
             self.memory.forget_stored()
-            self._settle_new()
-        self.weights.loaded()
+            self._place_new_subgroups()
+        self.weights.reset()
         self._broken = None
 
     @contextmanager
@@ -516,19 +539,21 @@ class Engine:
             raise
 
     def state_lost(self, error: BaseException) -> None:
-        """What replaced the state failed half-way: nothing can be done until a whole one is loaded."""
+        """To be called when loading of state failed half-way: the engine is not usable until a whole state is
+        loaded."""
         self._broken = f"loading its state failed: {type(error).__name__}: {error}"
 
-    # ---- knobs, life
+    # ---- knobs, closing
 
     def check(self, effective: Effective, headroom_bytes: int, more: Sequence[Layout] = ()) -> None:
-        """MemoryBudgetError with figures when these knobs, and `more` subgroups, do not fit the device."""
+        """Checks that these knobs, with `more` subgroups, work here: MemoryBudgetError, KnobError or CapacityError with
+        figures if the device, host memory or the paths cannot hold the state."""
         subgroups = [*self.subgroups, *(layout.subgroup() for layout in more)]
         weights = sum(s.nbytes("weight") for s in subgroups)
         if self.gradients.mode == "keep":
             gradients = sum(s.nbytes("gradient") for s in subgroups)
         else:
-            # They are released as they come: a backward needs room for the largest parameter's.
+            # Gradients are released as they arrive: a backward needs room for the gradient of the largest parameter.
             gradients = max((p.numel() * p.element_size() for p in self.shards), default=0)
         self.memory.check_fits(effective.stride, effective.static_ratio, weights + gradients + headroom_bytes, more)
         if self.residences is not None:
@@ -536,11 +561,13 @@ class Engine:
             self.memory.check_host(effective.host_cache_bytes)
 
     def watch(self, on_gradient: Callable[[int], None]) -> None:
+        """Calls `on_gradient` with the number of a parameter when autograd has accumulated its gradient."""
         self.gradients.watch(on_gradient)
 
     def close(self, why: str = "it was closed") -> None:
-        """Stops the lanes and gives memory back. The weights stay as they are. Nothing is left out because the GPU
-        fails; then the first error is raised. `why`: what is said to those who would still use it."""
+        """Stops the lanes and frees memory; the weights stay unchanged. All clean-up steps run even if the GPU fails;
+        then the first error is raised. `why`: the reason in the error of later calls. Does nothing in a forked
+        child."""
         if os.getpid() != self._pid:
             return
         self._broken = self._broken if self._executor.closed else why
@@ -550,21 +577,23 @@ class Engine:
     def _close_memory(self) -> None:
         close_store = [self.store.close] if self.store is not None else []
         if self._executor.stuck:
-            # A lane still works on this memory: it is given back when the lane ends, if it ever does. Its thread holds
-            # on to it.
+            # A lane still uses this memory. The lane's thread holds the memory, which is freed when the thread ends, if
+            # it ever does.
             close_all(*close_store)
         else:
             close_all(self.memory.close, *close_store, self._pool.close, self.device.close)
 
     def require_idle(self) -> None:
+        """Asserts that no plan is in flight."""
         assert self._flight is None, "a plan is in flight"
 
     @property
     def usable(self) -> bool:
+        """Whether this engine can step and be read."""
         return self._broken is None and os.getpid() == self._pid
 
     def require_loadable(self) -> None:
-        """EngineError when not even a loaded state makes this engine usable again."""
+        """EngineError when this engine cannot be used even after a whole state is loaded."""
         if os.getpid() != self._pid or self._executor.closed:
             self.require_usable()
         if self._executor.stuck:

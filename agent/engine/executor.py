@@ -1,12 +1,12 @@
-"""Executes a plan: each lane in order, waiting on dependencies, gates and nothing else.
+"""Executes a plan: the ops of each lane in order, each as soon as its dependencies are issued and its gate is open.
 
-A lane has one thread. One that runs ahead has two, which take turns: while one waits for its op, the other hands over
-the next, as soon as its dependencies let it, so that the disk never waits until a Python thread has a core again. Ops
-of such a lane begin in order and end in order (one that is done early counts as running until those before it are done,
-too); what else they need, their dependencies say.
+A lane has one thread. A lane that runs ahead has two threads, which alternate: while one thread waits for its op, the
+other issues the next op, as soon as the dependencies of that op allow it. So the queue of a disk does not run empty
+until a Python thread gets a core again. Ops of such a lane begin in order and end in order: an op that is done early
+counts as running until all ops before it are done, too. All other order between them comes from dependencies alone.
 
-Before the gate `step` opens, ops only copy into scratch: they may be repeated (a gradient changed after it was
-copied) or dropped (`cancel`) at no cost but time.
+Before the gate `step` opens, ops only copy into buffers that nothing else reads yet. They may be repeated (when a
+gradient has changed after its copy) or dropped (`cancel`), which costs nothing but time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Protocol
 from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Event
 from tidegate.agent.engine.clock import Clock
-from tidegate.agent.engine.interpreter_exit import ends_with_process
-from tidegate.agent.engine.last_references import LONGEST_WAIT_SECONDS, let_go
+from tidegate.agent.engine.interpreter_exit import stop_at_exit
+from tidegate.agent.engine.last_references import LONGEST_WAIT_SECONDS, release_unless_exiting
 from tidegate.errors import EngineError, LaneStuckError
 from tidegate.plan.ops import LANES, Op, OpKind
 from tidegate.plan.plan import Plan
@@ -33,12 +33,13 @@ from tidegate.timeline.timeline import Span
 
 
 class StepSkipped(Exception):
-    """Raised by the runner of NORM: the gradients are not finite, the rest of the plan is dropped."""
+    """Raised by the runner of NORM when the step must be skipped (gradients that are not finite): the rest of the plan
+    is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """An op that was handed to its lane, and what it really moved."""
+    """An op that was issued to its lane: its end, the bytes that it moved and the elements that it updated or read."""
 
     event: Event
     nbytes: int
@@ -46,10 +47,10 @@ class Issued:
 
 
 class OpRunner(Protocol):
-    """How ops are carried out. `wait` makes a lane wait for an event, `run` enqueues the op on its lane.
+    """Interface that carries out ops. `wait` makes a lane wait for an event, `run` enqueues the op on its lane.
 
-    `run` may call `begun` when the next op of a lane that runs ahead may begin, too: never before all that it does
-    itself is queued.
+    On a lane that runs ahead, `run` may call `begun` to let the next op begin, but only when all work of its own op is
+    queued.
     """
 
     def wait(self, lane: str, event: Event) -> None: ...
@@ -59,7 +60,8 @@ class OpRunner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """An op in progress. `since`: when it began, or when the last one before it in its lane ended."""
+    """An op in progress. `since`: when it began or, if later, when the op before it in its lane ended (clock seconds).
+    `begun`: its work is queued, and the next op of the lane may begin."""
 
     op: Op
     since: float
@@ -68,23 +70,27 @@ class _Running:
 
 @dataclass
 class _Progress:
-    """All mutable state of one plan in flight; guarded by the clock's lock."""
+    """All mutable state of one plan that is being executed; guarded by the clock's lock."""
 
     plan: Plan
     pending: dict[str, deque[Op]]
     issued: dict[int, Issued] = field(default_factory=dict)
     history: list[tuple[Op, Issued]] = field(default_factory=list)
     running: dict[str, deque[_Running]] = field(default_factory=dict)
-    """By lane; lanes without any are left out."""
+    """Ops in progress by lane, first to last; lanes without any are left out."""
     gradients: set[int] = field(default_factory=set)
+    """Subgroups whose gate `gradient` is open."""
     stepping: bool = False
+    """Whether the gate `step` is open."""
     recopying: set[int] = field(default_factory=set)
     """Subgroups whose gradient must be copied again before they are updated."""
     recopied: dict[int, Event] = field(default_factory=dict)
+    """Ends of the repeated gradient copies, by subgroup."""
     skipped: bool = False
     error: BaseException | None = None
 
     def gate_open(self, op: Op) -> bool:
+        """Whether the gate of this op is open."""
         match op.gate:
             case "gradient":
                 return self.stepping or op.subgroup in self.gradients
@@ -93,14 +99,15 @@ class _Progress:
         return True
 
     def may_run(self, op: Op) -> bool:
-        # Plans leave out dependencies that lane order implies, and a repeated copy breaks that order.
+        """Whether the gate of this op is open, and all its dependencies are issued."""
+        # Plans leave out dependencies that follow from the order of a lane, and a repeated copy breaks this order.
         if op.kind is OpKind.CPU_UPDATE and op.subgroup in self.recopying:
             return False
         return self.gate_open(op) and all(dep in self.issued for dep in op.deps)
 
 
 class Executor:
-    """Runs one plan at a time on persistent lane threads. Not re-entrant: one thread drives it."""
+    """Runs one plan at a time on persistent lane threads. Not thread-safe: a single thread drives it."""
 
     def __init__(
         self,
@@ -112,7 +119,9 @@ class Executor:
         watchdog_seconds: float = 120.0,
         on_thread_end: Callable[[], None] | None = None,
     ) -> None:
-        """`lanes`: all that plans may have; `ahead`: those of them that begin an op before the last one has ended."""
+        """`lanes`: all lanes that plans may have. `ahead`: the lanes that begin an op before the one before has ended.
+        `watchdog_seconds`: LaneStuckError when an op takes longer. `on_thread_end`: called by each lane thread when it
+        ends; threads are then not joined."""
         self._runner = runner
         self._clock = clock
         self._lanes = tuple(lanes)
@@ -133,26 +142,26 @@ class Executor:
             for lane in lanes
             for turn in range(2 if lane in self._ahead else 1)
         ]
-        # An executor that nobody holds any more takes its threads along.
-        # Not when the interpreter ends: a fork has the lock as it was, perhaps held by a thread that it has not.
+        # When the executor is collected, this wakes its threads, which then end.
+        # Not at interpreter exit: in a forked child, a thread that the child does not have may hold the lock.
         weakref.finalize(self, _wake, clock).atexit = False
         for thread in self._threads:
             thread.start()
-        ends_with_process(self)
+        stop_at_exit(self)
 
     @property
     def busy(self) -> bool:
-        """A plan was started and not yet finished or cancelled."""
+        """Whether a plan was started, and neither `finish` nor `cancel` has returned."""
         return self._progress is not None
 
     @property
-    def at_rest(self) -> bool:
-        """No op is left to be done, whether or not anybody has waited for it. From any thread."""
+    def all_ops_done(self) -> bool:
+        """Whether no op of the plan is left to run, also before `finish` was called. From any thread."""
         with self._clock.lock:
-            return self._progress is None or self._at_rest(self._progress)
+            return self._progress is None or self._is_done(self._progress)
 
     def start(self, plan: Plan) -> None:
-        """Hands `plan` to the lanes: ops without a gate begin."""
+        """Gives `plan` to the lanes; ops without a gate begin. EngineError when this executor is closed."""
         with self._clock.lock:
             if self.closed:
                 raise EngineError("This optimizer is closed.")
@@ -161,15 +170,15 @@ class Executor:
             self._clock.notify()
 
     def gradient_ready(self, subgroups: Iterable[int]) -> None:
-        """Opens the gate `gradient` of these subgroups."""
+        """Opens the gate `gradient` of these subgroups; does nothing without a plan."""
         with self._clock.lock:
             if self._progress is not None:
                 self._progress.gradients.update(subgroups)
                 self._clock.notify()
 
     def done_early(self) -> tuple[Op, ...]:
-        """GRAD_D2H ops that were issued so far: the candidates for `step(repeat=…)`. No such op is running after this
-        returns unless its gate opens meanwhile."""
+        """GRAD_D2H ops that were issued or have begun so far: only these can be in `step(repeat=…)`. No other one
+        begins later unless its gate opens meanwhile."""
         with self._clock.lock:
             progress = self._current()
             return tuple(
@@ -178,7 +187,8 @@ class Executor:
             )  # fmt: skip
 
     def step(self, repeat: Collection[int] = ()) -> None:
-        """Opens all gates. Ops in `repeat` copied gradients that have changed since: they run again, first."""
+        """Opens all gates. `repeat`: ids of gradient copies whose gradient has changed since; these ops run again,
+        first."""
         with self._clock.lock:
             progress = self._current()
             self._wait(progress, lambda: progress.error is not None or not self._running(repeat))
@@ -190,62 +200,60 @@ class Executor:
             progress.stepping = True
             self._clock.notify()
 
-    def decided(self) -> bool:
-        """After `step`: waits until NORM has said whether there is anything to update. Raises what a lane raised."""
+    def wait_for_norm(self) -> bool:
+        """After `step`: waits for NORM. False when the step is skipped. Raises what a lane raised."""
         with self._clock.lock:
             norms = [op.id for op in self._current().plan.of_kind(OpKind.NORM)]
-        self.issued(norms)
+        self.wait_until_issued(norms)
         return not self._current().skipped
 
-    def issued(self, ops: Collection[int]) -> list[Event]:
-        """After `step`: waits until these ops were handed to their lanes; their events. None when the step is skipped.
-
-        Raises what a lane raised.
-        """
+    def wait_until_issued(self, ops: Collection[int]) -> list[Event]:
+        """After `step`: waits until these ops (ids) are issued, and returns their events. Ops that a skipped step has
+        dropped have none. Raises what a lane raised."""
         with self._clock.lock:
             progress = self._current()
-            self._wait(progress, lambda: self._at_rest(progress) or all(op in progress.issued for op in ops))
+            self._wait(progress, lambda: self._is_done(progress) or all(op in progress.issued for op in ops))
             if progress.error is not None:
                 raise progress.error
             return [progress.issued[op].event for op in ops if op in progress.issued]
 
-    def hand_over(self, lanes: Collection[str]) -> None:
-        """Waits until these lanes have handed over what they may hand over now."""
+    def wait_until_ready_ops_issued(self, lanes: Collection[str]) -> None:
+        """Waits until these lanes have issued all ops whose dependencies and gates allow it now."""
         with self._clock.lock:
             progress = self._current()
             self._wait(progress, lambda: not any(lane in progress.running or self._next(lane) for lane in lanes))
 
     def finish(self) -> tuple[tuple[Span, ...], bool]:
-        """Waits for the last op. Returns the spans on the clock's time, and whether the step was skipped.
+        """Waits for the last op. Returns the spans, in seconds of the clock, and whether the step was skipped.
 
-        Spans of a lane never overlap. Where it runs ahead, the last blocks of an op and the first ones of the next are
-        moved at once: this time is in the span of the earlier one.
+        Spans of a lane never overlap. On a lane that runs ahead, the last blocks of an op and the first blocks of the
+        next op are moved at the same time: this time is in the span of the earlier op.
 
-        Raises what a lane raised, or LaneStuckError naming lane and op when one op takes longer than the watchdog's
-        time: the executor is then `stuck`, and can only be closed.
+        Raises what a lane raised, or LaneStuckError with lane and op when an op takes longer than `watchdog_seconds`:
+        the executor is then `stuck`, and can only be closed.
         """
         with self._clock.lock:
             progress = self._current()
-            self._wait(progress, lambda: self._at_rest(progress))
+            self._wait(progress, lambda: self._is_done(progress))
             self._progress = None
         if progress.error is not None:
-            _come_to_rest(progress)
+            _wait_after_failure(progress)
             raise progress.error
         return tuple(self._spans(progress)), progress.skipped
 
     def cancel(self) -> tuple[Span, ...]:
-        """Drops what has not begun, waits for what has, and returns the spans of what ran. Only before `step`."""
+        """Drops the ops that have not begun, waits for the others, and returns their spans. Only before `step`."""
         with self._clock.lock:
             progress = self._progress
             if progress is None:
                 return ()
-            _drop(progress)
+            _drop_pending(progress)
             self._wait(progress, lambda: not progress.running)
             self._progress = None
         return tuple(self._spans(progress))
 
     def close(self) -> None:
-        """Ends the lane threads, but for one that is stuck. Idempotent."""
+        """Ends the lane threads, except for a thread that is stuck. Idempotent."""
         if not self.closed:
             close_all(*(() if self.stuck else (self.cancel,)), self._end_threads)
 
@@ -257,18 +265,21 @@ class Executor:
             for thread in self._threads:
                 thread.join(timeout=0.1 if self.stuck else 5.0)
 
-    def end_with_process(self, deadline: float) -> None:
-        """See `process_end`. What is running may take LONGEST_WAIT_SECONDS more; whoever asks for an update that was
-        not finished gets EngineError."""
+    def stop_before_exit(self, deadline: float) -> None:
+        """Finishes the update and ends the threads before the interpreter exits: see `interpreter_exit`.
+
+        Ops that run at `deadline` get LONGEST_WAIT_SECONDS more, all others are dropped; waiting for an update that was
+        not finished then raises EngineError.
+        """
         if self.closed or self.stuck or self._on_thread_end is not None or os.getpid() != self._pid:
             return
         with self._clock.lock:
             progress = self._progress
             if progress is not None:
                 if progress.stepping:
-                    self._clock.wait_for(lambda: self._at_rest(progress), deadline - time.monotonic())
+                    self._clock.wait_for(lambda: self._is_done(progress), deadline - time.monotonic())
                 if any(progress.pending.values()):
-                    _drop(progress)
+                    _drop_pending(progress)
                     progress.error = progress.error or EngineError("The process ends, and the update was not finished.")
             self.closed = True
             self._clock.notify()
@@ -285,15 +296,16 @@ class Executor:
         return self._progress
 
     def _running(self, ids: Collection[int]) -> bool:
-        return any(one.op.id in ids for running in self._current().running.values() for one in running)
+        return any(op.op.id in ids for running in self._current().running.values() for op in running)
 
-    def _at_rest(self, progress: _Progress) -> bool:
+    def _is_done(self, progress: _Progress) -> bool:
+        """Whether nothing is running, and nothing is pending or an error stops the rest. With the lock held."""
         return not progress.running and (progress.error is not None or not any(progress.pending.values()))
 
     def _check_watchdog(self, progress: _Progress) -> None:
         now = self._clock.now()
-        # In each lane whatever comes after the first op may wait for it, and lanes may wait for each other's locks.
-        first = min((running[0] for running in progress.running.values()), key=lambda one: one.since, default=None)
+        # Only the oldest op counts: later ops of its lane may wait for it, and lanes may wait for each other's locks.
+        first = min((running[0] for running in progress.running.values()), key=lambda op: op.since, default=None)
         if first is not None and now - first.since > self._watchdog_seconds:
             self.stuck = True
             raise LaneStuckError(
@@ -302,7 +314,7 @@ class Executor:
             )
 
     def _take(self, lane: str) -> tuple[_Progress, _Running, list[Event]]:
-        """The lane's next op, now running, and the events that it must wait for. With the lock held."""
+        """Begins the lane's next op; returns it with the events that it must wait for. With the lock held."""
         progress = self._current()
         op = progress.pending[lane].popleft()
         waits = [progress.issued[dep].event for dep in op.deps]
@@ -313,6 +325,7 @@ class Executor:
         return progress, taken, waits
 
     def _next(self, lane: str) -> Op | None:
+        """The op that the lane may begin now, if any. With the lock held."""
         progress = self._progress
         if progress is None or progress.error is not None or not progress.pending[lane]:
             return None
@@ -341,19 +354,20 @@ class Executor:
                 progress.history.append((op, issued))
             elif isinstance(error, StepSkipped):
                 progress.skipped = True
-                _drop(progress)
+                _drop_pending(progress)
             else:
                 progress.error = progress.error or error
             self._clock.notify()
 
     def _begun(self, taken: _Running) -> None:
+        """The work of this op is queued: a lane that runs ahead may begin its next op."""
         if taken.op.lane in self._ahead:
             with self._clock.lock:
                 taken.begun = True
                 self._clock.notify()
 
     def _end(self, progress: _Progress, taken: _Running) -> None:
-        """Takes it off its lane, when it is the first there. With the lock held."""
+        """Removes this op from the running ops of its lane, once it is the first of them. With the lock held."""
         lane = taken.op.lane
         running = progress.running[lane]
         if running[0] is not taken:
@@ -365,7 +379,7 @@ class Executor:
             del progress.running[lane]
 
     def _spans(self, progress: _Progress) -> Iterator[Span]:
-        """In the order in which ops ended."""
+        """The spans of the ops that ran, in the order in which they ended. Waits for each."""
         lane_ends: dict[str, float] = {}
         for op, issued in progress.history:
             issued.event.wait()
@@ -380,7 +394,8 @@ class Executor:
 
 
 def _serve(executor_ref: weakref.ref[Executor], clock: Clock, lane: str, on_end: Callable[[], None] | None) -> None:
-    """A lane's thread. It holds the executor only while an op runs, so that one that is dropped can be collected."""
+    """Main function of a lane thread. It keeps the executor alive only while an op runs, so that an executor which is
+    no longer used can be collected."""
     try:
         while True:
             with clock.lock:
@@ -393,7 +408,7 @@ def _serve(executor_ref: weakref.ref[Executor], clock: Clock, lane: str, on_end:
                 executor._run(*taken)
             held, closed = [executor, taken], taken is None
             del executor, taken
-            let_go(held)
+            release_unless_exiting(held)
             if closed:
                 return
     finally:
@@ -402,6 +417,7 @@ def _serve(executor_ref: weakref.ref[Executor], clock: Clock, lane: str, on_end:
 
 
 def _is_due(executor_ref: weakref.ref[Executor], lane: str) -> bool:
+    """Whether the lane thread has an op to run, or must end."""
     executor = executor_ref()
     return executor is None or executor.closed or executor._next(lane) is not None
 
@@ -411,13 +427,14 @@ def _wake(clock: Clock) -> None:
         clock.notify()
 
 
-def _drop(progress: _Progress) -> None:
+def _drop_pending(progress: _Progress) -> None:
     for queue in progress.pending.values():
         queue.clear()
 
 
-def _come_to_rest(progress: _Progress) -> None:
-    """After a failure: what was enqueued still works on memory that others are about to get. It may fail, too."""
+def _wait_after_failure(progress: _Progress) -> None:
+    """After a failure: waits for all work that was enqueued, as it still uses memory that is about to be freed. This
+    work may fail, too."""
     for _, issued in progress.history:
         with suppress(Exception):
             issued.event.wait()

@@ -1,9 +1,9 @@
-"""Lanes come to rest before the interpreter ends.
+"""Stops lane threads before the interpreter exits, so that the exit does not crash.
 
-Lane threads are daemon threads. One that is inside torch or a native call when the interpreter ends is unwound where it
-asks for the interpreter's lock (before Python 3.14): std::terminate, and a training that was done ends with SIGABRT.
-The same is so of a thread of torch's gloo backend, which lets go of the tensors of a collective a moment after somebody
-has waited for that collective.
+Lane threads are daemon threads. Before Python 3.14, a daemon thread that is inside torch or a native call when the
+interpreter exits is unwound when it tries to take the interpreter lock (GIL). This calls std::terminate, and a process
+whose training was complete ends with SIGABRT. A thread of torch's gloo backend does the same: it frees the tensors of a
+collective a moment after the wait for this collective has returned.
 """
 
 from __future__ import annotations
@@ -20,38 +20,42 @@ from tidegate.agent.engine.last_references import LONGEST_WAIT_SECONDS
 log = logging.getLogger("tidegate")
 
 
-class Ends(Protocol):
-    def end_with_process(self, deadline: float) -> None:
-        """Finishes the update that was begun, begins nothing else, and ends its threads; not long after `deadline`."""
+class StopsAtExit(Protocol):
+    """An object with threads that must end before the interpreter exits."""
+
+    def stop_before_exit(self, deadline: float) -> None:
+        """Finishes the update that has begun, begins nothing else and ends the threads, at the latest soon after
+        `deadline` (seconds on the monotonic clock)."""
 
 
 _GLOO_THREAD: Final = "pt_gloo_runloop"
-"""As torch names the threads of its gloo backend."""
+"""The name that torch gives to the threads of its gloo backend."""
 _POLL_SECONDS: Final = 0.002
 
-_alive: weakref.WeakSet[Ends] = weakref.WeakSet()
+_alive: weakref.WeakSet[StopsAtExit] = weakref.WeakSet()
 
 
-def ends_with_process(one: Ends) -> None:
-    """It is told when the process ends, while it lives."""
-    _alive.add(one)
+def stop_at_exit(threads_owner: StopsAtExit) -> None:
+    """Has `stop_before_exit` of this object called when the process ends, if the object still exists then."""
+    _alive.add(threads_owner)
 
 
 @atexit.register
-def end_all() -> None:
-    """Hooks run last ones first: attachments have said goodbye when this one runs, and `last_reference` comes after."""
+def stop_all() -> None:
+    """Stops all registered objects, then waits for gloo. `atexit` runs hooks in reverse order: before this one those of
+    attachments, which sign off from the daemon; after it the one of `last_references`."""
     deadline = time.monotonic() + LONGEST_WAIT_SECONDS
-    for one in tuple(_alive):
+    for threads_owner in tuple(_alive):
         try:
-            one.end_with_process(deadline)
+            threads_owner.stop_before_exit(deadline)
         except Exception:
             log.exception("the lanes of an optimizer did not end")
     _wait_for_gloo(time.monotonic() + LONGEST_WAIT_SECONDS)
 
 
 def _wait_for_gloo(deadline: float) -> None:
-    """Waits until each thread of gloo sleeps, as it does without work. This thread sleeps between two looks, so that a
-    thread which wants the interpreter's lock gets it. A few milliseconds, and no time where there is no such thread."""
+    """Waits until each gloo thread sleeps, which means that it has no work. Sleeps between two checks, so that a thread
+    that wants the interpreter lock gets it. Takes a few milliseconds; no time without gloo threads."""
     asleep = 0
     while asleep < 2 and time.monotonic() < deadline:
         states = _states_of_threads(_GLOO_THREAD)
@@ -62,12 +66,12 @@ def _wait_for_gloo(deadline: float) -> None:
 
 
 def _states_of_threads(name: str) -> list[str]:
-    """The states (R, S, D: see proc(5)) of the threads of this process that have this name; none without /proc."""
+    """The states (R, S, D: see proc(5)) of this process's threads with this name; an empty list without /proc."""
     states = []
     for task in Path("/proc/self/task").glob("*/stat"):
         try:
             head, _, rest = task.read_text().rpartition(")")
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
         if head.partition("(")[2] == name:
             states.append(rest.split()[0])

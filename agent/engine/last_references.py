@@ -1,8 +1,8 @@
-"""What daemon threads hold last: they let go of it in time, or not at all.
+"""Keeps daemon threads from freeing tensors while the interpreter exits, which would crash the process.
 
-torch frees a tensor without the interpreter's lock and then asks for the lock again. Once the interpreter ends, a
-daemon thread that asks for it is unwound instead (before Python 3.14), through frames of torch that may not be:
-std::terminate, and a training that was done ends with SIGABRT.
+torch frees a tensor without the interpreter lock (GIL) and then takes the lock again. Before Python 3.14, a daemon
+thread that takes the lock after the interpreter has begun to exit is unwound instead, through frames of torch that must
+not be unwound. This calls std::terminate, and a process whose training was complete ends with SIGABRT.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import threading
 from typing import Any, Final
 
 LONGEST_WAIT_SECONDS: Final = 5.0
-"""That the end of the process waits for a thread that frees something just then."""
+"""Longest time that the exit of the process waits for a thread that is freeing objects."""
 
 _freeing = threading.Lock()
-_ends = False
-_kept: list[object] = []
+_exiting = False
+_leaked_at_exit: list[object] = []
 
 
-def let_go(held: list[Any]) -> None:
-    """Empties `held`. What it held stays until the process has ended when that has begun."""
+def release_unless_exiting(held: list[Any]) -> None:
+    """Empties `held`, and with it frees the objects in it that have no other reference. Once the process has begun to
+    exit, the objects are kept until its end instead."""
     with _freeing:
-        if _ends:
-            _kept.extend(held)
+        if _exiting:
+            _leaked_at_exit.extend(held)
         held.clear()
 
 
 def _forked() -> None:
-    """A thread that is not in this process may have had the lock."""
+    """Replaces the lock in a forked child: a thread that the child does not have may have held the old one."""
     global _freeing
     _freeing = threading.Lock()
 
@@ -39,9 +40,9 @@ os.register_at_fork(after_in_child=_forked)
 
 @atexit.register
 def _end() -> None:
-    """Runs before the interpreter takes its lock away from other threads."""
-    global _ends
-    got_it = _freeing.acquire(timeout=LONGEST_WAIT_SECONDS)
-    _ends = True
-    if got_it:
+    """Marks the exit. `atexit` runs this before the interpreter begins to unwind other threads."""
+    global _exiting
+    acquired = _freeing.acquire(timeout=LONGEST_WAIT_SECONDS)
+    _exiting = True
+    if acquired:
         _freeing.release()

@@ -1,5 +1,5 @@
-"""Where every byte of optimizer state is: host state, mirrors of weights, gradient buffers, slots, residents; and which
-path holds what is not in memory."""
+"""Memory of the optimizer state: host buffers (state, weight mirrors, gradients), staging slots, residents on the
+device, and the storage path of each subgroup whose state is not in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from tidegate.agent.devices.base import Copy, Device
 from tidegate.agent.devices.pinned_memory import host_available_bytes
-from tidegate.agent.engine.buffers import Buffers
+from tidegate.agent.engine.buffers import HostBuffers
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import MemoryBudgetError, NoPathLeft
@@ -23,12 +23,13 @@ from tidegate.plan.placement import place
 
 ALIGNMENT = 256
 PAGE_BYTES = 4096
-"""Host memory that goes to and from paths is whole pages."""
+"""Host buffers that are copied to and from storage paths are multiples of this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateAddresses:
-    """Addresses of the three arrays in one block of state; `aux` is 0 when the format has none."""
+    """Addresses of the three arrays in one block of state; `aux` (remainder or fp32 master) is 0 when the format has
+    none."""
 
     exp_avg: int
     exp_avg_sq: int
@@ -36,12 +37,13 @@ class StateAddresses:
 
 
 def state_addresses(layout: Layout, block: int) -> StateAddresses:
+    """The addresses of the arrays in the block of state that begins at address `block`."""
     n = layout.numel
     return StateAddresses(block, block + 4 * n, block + 8 * n if layout.format.aux_bytes else 0)
 
 
 def state_arrays(block: torch.Tensor, numel: int, weight: WeightFormat) -> dict[str, torch.Tensor]:
-    """The named arrays in one block of state, which is bytes."""
+    """The named arrays in one block of state: views of `block`, a tensor of bytes, of `numel` elements each."""
     n = numel
     arrays = {"exp_avg": block[: 4 * n].view(torch.float32), "exp_avg_sq": block[4 * n : 8 * n].view(torch.float32)}
     if weight == WeightFormat.BF16_REMAINDER:
@@ -52,10 +54,10 @@ def state_arrays(block: torch.Tensor, numel: int, weight: WeightFormat) -> dict[
 
 
 class StateMemory:
-    """Owns the memory of all subgroups. `residence`, `mirror_valid` say what is true between steps.
+    """Owns the memory of all subgroups. `residence` and `mirror_valid` (by subgroup) are valid between steps.
 
-    `slot_gradients`: slots have room for a gradient that was spilled, behind that for the state. `store`: the paths;
-    `host_slots`: how many staging slots in host memory each of them has.
+    `slot_gradients`: slots have room for a spilled gradient behind the room for the state. `store`: the storage paths.
+    `host_slots`: number of staging slots in host memory by path.
     """
 
     def __init__(
@@ -74,22 +76,22 @@ class StateMemory:
         self.layouts: list[Layout] = []
         self.residence: list[Residence] = []
         self.mirror_valid: list[bool] = []
-        self._state, self._mirror, self._gradient = (Buffers(device.host_buffer) for _ in range(3))
+        self._state, self._mirror, self._gradient = (HostBuffers(device.host_buffer) for _ in range(3))
         self._resident: dict[int, int] = {}
-        self._ahead: set[int] = set()
-        """Subgroups that have a place on the device because knobs ask for it, and were in no plan with it yet."""
-        self._kept: set[int] = set()
-        """Subgroups that no path took in this step: host memory has their state."""
+        self._allocated_ahead: set[int] = set()
+        """Subgroups with memory for a resident on the device that is allocated but was in no plan yet."""
+        self._kept_on_host: set[int] = set()
+        """Subgroups whose state is kept in host memory because all paths failed in this step."""
         self.slots: list[int] = []
         self._num_slots = num_slots
         self._slot_gradients = slot_gradients
         self.extend(layouts)
 
     def extend(self, layouts: Sequence[Layout]) -> None:
-        """More subgroups, behind those that are there, with zeros for state."""
+        """Appends subgroups, with zeros for state."""
         for layout in layouts:
             if self.store is None:
-                self._state.make(layout.id, _state_bytes(layout))
+                self._state.allocate_zeros(layout.id, _state_bytes(layout))
         self.layouts += layouts
         self.residence += ["host"] * len(layouts)
         self.mirror_valid += [False] * len(layouts)
@@ -101,8 +103,8 @@ class StateMemory:
             self.device.free(slot)
         self.slots.clear()
 
-    def settle(self, residences: Sequence[Residence]) -> None:
-        """With paths: subgroups that have no state in memory yet begin where they will be kept, with zeros."""
+    def place_new_subgroups(self, residences: Sequence[Residence]) -> None:
+        """With paths: gives subgroups that have no state yet their first place, host memory or a path, with zeros."""
         assert self.store is not None
         for layout in self.layouts:
             s, lives = layout.id, residences[layout.id]
@@ -111,12 +113,12 @@ class StateMemory:
                     self.store.reserve(s, lives)
                     self.residence[s] = lives
                 else:
-                    self._state.make(s, _state_bytes(layout))
+                    self._state.allocate_zeros(s, _state_bytes(layout))
 
     # ---- addresses
 
     def on_host(self, place: Place) -> int:
-        """The address of a place of a plan (`Op.host_state`, `host_weight`, `host_grad`) in host memory."""
+        """The address in host memory of a place in a plan (`Op.host_state`, `host_weight`, `host_grad`)."""
         kind, number = place
         if kind.startswith("host_slot"):
             state, weight, _ = self._host_slot_sizes()
@@ -127,17 +129,20 @@ class StateMemory:
         ].data_ptr()
 
     def on_device(self, subgroup: int, slot: int | None) -> int:
+        """The device address of a subgroup's state: in this staging slot, or of the resident if `slot` is None."""
         return self._resident[subgroup] if slot is None else self.slots[slot]
 
     def slot_gradient(self, slot: int) -> int:
+        """The device address of the room for a spilled gradient in this slot."""
         return self.slots[slot] + self._slot_sizes(self.layouts)[0]
 
-    # ---- what a placement needs
+    # ---- memory that placements need
 
     def spilled(self, placed: Sequence[tuple[str, Residence]], room_bytes: int) -> list[bool]:
-        """Whose gradient must wait on the host: those staged for the device that `room_bytes` hold no more, last ones
-        first. Residents' gradients stay, and count."""
-        found = [False] * len(self.layouts)
+        """For each subgroup, whether its gradient is spilled: it must wait on the host because `room_bytes` on the
+        device do not suffice for all gradients. The last subgroups that are staged for an update on the device are
+        spilled first. Gradients of residents always stay on the device, and count."""
+        spilled = [False] * len(self.layouts)
         staged: list[int] = []
         for layout, (processor, lives) in zip(self.layouts, placed, strict=True):
             if processor == "device" and "device" not in (lives, self.residence[layout.id]):
@@ -146,27 +151,28 @@ class StateMemory:
                 room_bytes -= layout.numel * layout.format.grad_bytes
         for s in staged:
             room_bytes -= self.layouts[s].numel * self.layouts[s].format.grad_bytes
-            found[s] = room_bytes < 0
-        return found
+            spilled[s] = room_bytes < 0
+        return spilled
 
     def state_bytes_on_device(
         self, placed: Sequence[tuple[str, Residence]], more: Sequence[Layout] = ()
     ) -> tuple[int, int]:
-        """What residents and slots take while a step runs that ends with these placements.
+        """Device bytes of residents and of slots during a step that ends with these placements.
 
-        Residents that leave do so after their last update on the device: for one step old and new ones need room.
+        Residents that leave the device do so after their last update there: for one step, old and new residents both
+        need room.
         """
         layouts = [*self.layouts, *more]
         residents = sum(
             s.numel * s.format.state_bytes for s, (_, lives) in zip(layouts, placed, strict=True)
-            if lives == "device" or (s.id in self._resident and s.id not in self._ahead)
+            if lives == "device" or (s.id in self._resident and s.id not in self._allocated_ahead)
         )  # fmt: skip
         staged = any(where == ("device", "host") for where in placed)
         slots = self._num_slots * sum(self._slot_sizes(layouts)) if staged or self.slots else 0
         return residents, slots
 
     def _slot_sizes(self, layouts: Sequence[Layout]) -> tuple[int, int]:
-        """Bytes of a slot for state and, behind it, for a gradient."""
+        """Bytes of a device slot: for state and, behind it, for a spilled gradient (0 without `slot_gradients`)."""
         state = max((s.numel * s.format.state_bytes for s in layouts), default=0)
         grad = max((s.numel * s.format.grad_bytes for s in layouts), default=0)
         return -(-state // ALIGNMENT) * ALIGNMENT, grad if self._slot_gradients else 0
@@ -174,7 +180,7 @@ class StateMemory:
     def _host_slot_sizes(self) -> tuple[int, int, int]:
         """Bytes of a host slot for state, weight and gradient, in this order, each of whole pages.
 
-        Gradients that are released cannot wait for a host slot: they have buffers of their own.
+        In gradient mode `release`, gradients cannot wait for a host slot: they have separate buffers.
         """
         grad = 0 if self._slot_gradients else max((s.numel * s.format.grad_bytes for s in self.layouts), default=0)
         return (
@@ -184,82 +190,82 @@ class StateMemory:
         )
 
     def stage(self, placements: Sequence[Placement]) -> None:
-        """Takes what the next step needs and no path has to be asked for: the CPU's mirrors and gradient buffers,
-        slots, and places of residents. What was taken ahead of a plan that is wanted no more is given back."""
-        for s in [s for s in self._ahead if placements[s].after != "device"]:
-            self._ahead.discard(s)
+        """Allocates the memory of the next step that needs no change on paths: weight mirrors and gradient buffers for
+        the CPU, slots, residents. Frees residents that were allocated for a plan that is no longer wanted."""
+        for s in [s for s in self._allocated_ahead if placements[s].after != "device"]:
+            self._allocated_ahead.discard(s)
             self.device.free(self._resident.pop(s))
         for layout, placed in zip(self.layouts, placements, strict=True):
             s, on_cpu = layout.id, placed.processor == "cpu"
             if on_cpu and not placed.uses_host_slot and s not in self._mirror:
-                self._mirror.take(s, layout.numel * layout.format.weight_bytes)
+                self._mirror.allocate(s, layout.numel * layout.format.weight_bytes)
             if (on_cpu or placed.spilled) and not placed.grad_in_slot and s not in self._gradient:
-                self._gradient.take(s, layout.numel * layout.format.grad_bytes)
+                self._gradient.allocate(s, layout.numel * layout.format.grad_bytes)
             while placed.is_staged and len(self.slots) < self._num_slots:
                 self.slots.append(self.device.alloc(sum(self._slot_sizes(self.layouts))))
             while placed.uses_host_slot and len(self.host_slots) < self._num_host_slots:
                 self.host_slots.append(self.device.host_buffer(sum(self._host_slot_sizes())))
             if placed.after == "device" and s not in self._resident:
                 self._resident[s] = self.device.alloc(layout.numel * layout.format.state_bytes)
-                self._ahead.add(s)
+                self._allocated_ahead.add(s)
             if self.store is None and placed.after == "host" and s not in self._state:
-                self._state.take(s, _state_bytes(layout))
+                self._state.allocate(s, _state_bytes(layout))
 
     def prepare(self, placements: Sequence[Placement]) -> None:
-        """Makes room for a step: what `stage` takes, host state, and space on the paths that state goes to."""
+        """Allocates all memory of a step (see `stage`, and host state), and reserves space on paths for its state."""
         self.stage(placements)
-        self._ahead.clear()
+        self._allocated_ahead.clear()
         for layout, placed in zip(self.layouts, placements, strict=True):
             s = layout.id
             if "host" in (placed.before, placed.after) and s not in self._state:
-                self._state.take(s, _state_bytes(layout))
+                self._state.allocate(s, _state_bytes(layout))
             if is_path(placed.after) and self.store is not None:
                 self.store.reserve(s, placed.after)
 
     def commit(self, placements: Sequence[Placement]) -> None:
-        """The step is done: releases what its placement no longer needs."""
+        """After a step: takes note of where state is, and releases the memory that these placements no longer need."""
         for buffers in self._kinds.values():
-            buffers.forget()  # this step had no use for it
+            buffers.free_released()  # this step did not reuse them
         for layout, placed in zip(self.layouts, placements, strict=True):
             s = layout.id
-            lives = self.residence[s] = self._really_after(s, placed.after)
+            lives = self.residence[s] = self._actual_residence(s, placed.after)
             if lives != "host":
-                self._state.let_go(s)
+                self._state.release(s)
             if lives != "device" and s in self._resident:
                 self.device.free(self._resident.pop(s))
             if self.store is not None and lives != "host":  # what is cached keeps its place on its path
                 self.store.remove_other_copies(s, lives)
             self.mirror_valid[s] = placed.processor == "cpu" and not placed.uses_host_slot
             if not self.mirror_valid[s]:
-                self._mirror.let_go(s)
+                self._mirror.release(s)
             if placed.grad_in_slot or (placed.processor == "device" and not placed.spilled):
-                self._gradient.let_go(s)
+                self._gradient.release(s)
 
-    def _really_after(self, subgroup: int, planned: Residence) -> Residence:
-        """Where its state is after a step: where the plan said, unless a path failed."""
+    def _actual_residence(self, subgroup: int, planned: Residence) -> Residence:
+        """Where the subgroup's state is after a step: the planned residence, unless a path has failed."""
         if self.store is None or not is_path(planned):
             return planned
-        if subgroup in self._kept:
-            self._kept.discard(subgroup)
+        if subgroup in self._kept_on_host:
+            self._kept_on_host.discard(subgroup)
             return "host"
         return self.store.flushed_to(subgroup)
 
-    def keep(self, subgroup: int, place: Place) -> bool:
-        """The state at a place of a plan stays in host memory, as no path takes it. False when there is no room."""
+    def keep_on_host(self, subgroup: int, place: Place) -> bool:
+        """Keeps the state at `place` in host memory because no path accepts it. False when host memory is too small."""
         layout, nbytes = self.layouts[subgroup], _state_bytes(self.layouts[subgroup])
         if place != ("host_state", subgroup):
             if nbytes > host_available_bytes():
                 return False
             address = self.on_host(place)
-            self._state.make(subgroup, nbytes)
+            self._state.allocate_zeros(subgroup, nbytes)
             ctypes.memmove(self._state[subgroup].data_ptr(), address, layout.numel * layout.format.state_bytes)
-        self._kept.add(subgroup)
+        self._kept_on_host.add(subgroup)
         return True
 
     def forget_stored(self) -> None:
-        """All state is about to be replaced: what lies on paths is zeros from now on, unread. What a retired path had
-        is nowhere, until `settle` gives it a place."""
-        self._kept.clear()
+        """Discards all state, which is about to be replaced: state on paths counts as zeros from now on, without being
+        read. State on a retired path has no place until `place_new_subgroups` is called."""
+        self._kept_on_host.clear()
         for layout in self.layouts:
             s, lives = layout.id, self.residence[layout.id]
             if self.store is None:
@@ -270,13 +276,13 @@ class StateMemory:
                 if lives in self.store.retired:
                     self.residence[s] = "host"
 
-    def _pull(self, subgroup: int) -> None:
-        """Brings the state of a subgroup to host memory, whatever holds it; it goes on living there."""
+    def _load_to_host(self, subgroup: int) -> None:
+        """Copies the state of a subgroup to host memory, from wherever it is; its residence stays the same."""
         layout, lives = self.layouts[subgroup], self.residence[subgroup]
         if lives == "host":
             return
         if subgroup not in self._state:
-            self._state.make(subgroup, _state_bytes(layout))
+            self._state.allocate_zeros(subgroup, _state_bytes(layout))
         address = self._state[subgroup].data_ptr()
         if lives == "device":
             nbytes = layout.numel * layout.format.state_bytes
@@ -288,8 +294,8 @@ class StateMemory:
                 del self._state[subgroup]
                 raise
 
-    def _push(self, subgroup: int, changed: bool) -> None:
-        """What was pulled goes back to where it lives, if it was changed."""
+    def _store_back(self, subgroup: int, changed: bool) -> None:
+        """Ends `_load_to_host`: writes the state back to its residence if it was changed, and drops the host copy."""
         layout, lives = self.layouts[subgroup], self.residence[subgroup]
         if lives == "host":
             return
@@ -302,71 +308,72 @@ class StateMemory:
         elif self.store is not None:
             try:
                 self.store.flush(lives, subgroup, state.data_ptr())
-            except NoPathLeft:  # it is in memory already
+            except NoPathLeft:  # no path accepts the state: it stays in host memory
                 self._state[subgroup], self.residence[subgroup] = state, "host"
             else:
                 self.residence[subgroup] = self.store.flushed_to(subgroup)
 
     @contextmanager
     def arrays(self, subgroup: int, changed: bool = True) -> Iterator[dict[str, torch.Tensor]]:
-        """The state of a subgroup as named arrays; `changed`: what is written to them counts.
-
-        `remainder` (int16) or `master` (fp32) is there for 16-bit weights.
-        """
-        self._pull(subgroup)
+        """Context manager that gives the state of a subgroup as named fp32 arrays; 16-bit weights have `remainder`
+        (int16) or `master` (fp32), too. changed: writes to the arrays are stored at the end; False if they are only
+        read."""
+        self._load_to_host(subgroup)
         layout = self.layouts[subgroup]
         try:
             yield state_arrays(self._state[subgroup], layout.numel, layout.format.weight)
         finally:
-            self._push(subgroup, changed)
+            self._store_back(subgroup, changed)
 
     def drop_residents(self) -> None:
-        """All state is on the host again (after `pull` of each, or because it is about to be replaced)."""
+        """Frees the residents on the device; their residence is then the host. Their state must be in host memory
+        already, or about to be replaced."""
         for s, address in self._resident.items():
             self.device.free(address)
             self.residence[s] = "host"
         self._resident.clear()
-        self._ahead.clear()
+        self._allocated_ahead.clear()
 
     def reset_aux(self, subgroup: int, start: int, weights: torch.Tensor, where_changed: bool = False) -> None:
-        """The weights from `start` on were set by the user: their remainder is 0, their fp32 master is the weight.
+        """Resets remainders to 0, or fp32 masters to the weights, for weights that the user has set, from element
+        `start` of the subgroup on.
 
-        where_changed: they are said to be as they were; a remainder stays, and so does a master that rounds to its
-        weight.
+        where_changed: resets only masters that do not round to their weight; other masters and all remainders stay.
         """
         form = self.layouts[subgroup].format.weight
-        if form == WeightFormat.BF16_REMAINDER and (where_changed or self._is_all_zeros(subgroup)):
+        if form == WeightFormat.BF16_REMAINDER and (where_changed or self._is_never_written(subgroup)):
             return
         with self.arrays(subgroup) as arrays:
             if "remainder" in arrays:
                 arrays["remainder"][start : start + weights.numel()] = 0
             if "master" in arrays:
-                master, now = arrays["master"][start : start + weights.numel()], weights.detach().cpu()
-                stays = (master.to(now.dtype) == now) if where_changed else False
-                master.copy_(torch.where(torch.as_tensor(stays), master, now.float()))
+                master, weight = arrays["master"][start : start + weights.numel()], weights.detach().cpu()
+                stays = (master.to(weight.dtype) == weight) if where_changed else False
+                master.copy_(torch.where(torch.as_tensor(stays), master, weight.float()))
 
-    def _is_all_zeros(self, subgroup: int) -> bool:
-        """It was never written since a path took it: bringing it to memory would be in vain."""
+    def _is_never_written(self, subgroup: int) -> bool:
+        """Whether the state was assigned to a path and never written: it is all zeros, and needs no reading."""
         lives = self.residence[subgroup]
         return self.store is not None and is_path(lives) and self.store.is_new(lives, subgroup)
 
     @property
-    def _kinds(self) -> dict[str, Buffers]:
+    def _kinds(self) -> dict[str, HostBuffers]:
         return {"state": self._state, "mirror": self._mirror, "gradient": self._gradient}
 
     def host_bytes(self) -> dict[str, int]:
-        """Host memory by kind."""
-        found = {kind: buffers.nbytes for kind, buffers in self._kinds.items()}
+        """Bytes of host memory by kind: state, mirror, gradient, and slot if there are paths."""
+        by_kind = {kind: buffers.nbytes for kind, buffers in self._kinds.items()}
         if self.store is not None:
-            found["slot"] = sum(slot.numel() for slot in self.host_slots)
-        return found
+            by_kind["slot"] = sum(slot.numel() for slot in self.host_slots)
+        return by_kind
 
     def host_slot_bytes(self) -> int:
-        """What all staging slots in host memory take while there is state on paths."""
+        """Bytes of all staging slots in host memory, which are allocated while state is on paths."""
         return self._num_host_slots * sum(self._host_slot_sizes())
 
     def check_host(self, cache_bytes: int) -> None:
-        """MemoryBudgetError with figures when host slots and a cache of so many bytes do not fit in host memory."""
+        """MemoryBudgetError with figures when host slots and a host cache of `cache_bytes` do not fit in host
+        memory."""
         needed = self.host_slot_bytes() + min(cache_bytes, sum(s.numel * s.format.state_bytes for s in self.layouts))
         available = host_available_bytes() + sum(self.host_bytes().values())
         if needed > available:
@@ -380,9 +387,9 @@ class StateMemory:
     def check_fits(
         self, stride: float | str, static_ratio: float, reserved_bytes: int, more: Sequence[Layout] = ()
     ) -> None:
-        """MemoryBudgetError with figures when slots and residents of these knobs exceed what the device has left.
+        """MemoryBudgetError with figures when slots and residents of these knobs do not fit on the device.
 
-        `reserved_bytes`: what weights, gradients and headroom need.
+        `reserved_bytes`: device memory for weights, gradients and headroom. `more`: subgroups to be added.
         """
         layouts = [*self.layouts, *more]
         placed = place(len(layouts), stride=stride, static_ratio=static_ratio)  # type: ignore[arg-type]
@@ -401,6 +408,7 @@ class StateMemory:
             )  # fmt: skip
 
     def close(self) -> None:
+        """Frees all memory on the device and on the host."""
         self.drop_residents()
         self._free_slots()
         self.host_slots.clear()
@@ -409,7 +417,7 @@ class StateMemory:
 
 
 def _state_bytes(layout: Layout) -> int:
-    """Of its buffer in host memory."""
+    """Bytes of the subgroup's state buffer in host memory, in whole pages."""
     return _whole_pages(layout.numel * layout.format.state_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Binds ops to memory: which addresses an op copies or updates."""
+"""Carries out the ops of a plan: finds the addresses of an op, and copies or updates there."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import torch
 from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRun
 from tidegate.agent.engine.executor import Issued, StepSkipped
 from tidegate.agent.engine.memory import StateMemory, state_addresses
-from tidegate.agent.gradients.gradients import Gradients, Taken, reference
-from tidegate.agent.parameters.shards import Norm, tail_of
+from tidegate.agent.gradients.gradients import Gradients, GradientsRead, grad_ref_of
+from tidegate.agent.parameters.shards import GradientNorm, tail_of
 from tidegate.agent.parameters.subgroups import Layout, Segment, flat
 from tidegate.errors import NoPathLeft
 from tidegate.kernels import Scalars, ThreadPool
 from tidegate.plan.ops import D2H, DEVICE, H2D, Op, OpKind
 
 DEVICE_LANES = frozenset({H2D, D2H, DEVICE})
-"""Streams: they wait for each other on the device. The other lanes are host threads."""
+"""Lanes that are device streams, which wait for each other on the device. The other lanes are host threads."""
 
 
 @dataclass
 class StepInputs:
-    """What a step's updates read besides memory; complete when `step()` has begun.
+    """Inputs of a step's updates in addition to the arrays; complete when `Engine.step()` has returned.
 
-    `scalars(group, step, grad_scale)`; `steps[param]` is the number of this update for that parameter (from 1).
-    `clip(total_norm)` is the factor for all gradients. `skip`: nothing may be updated, whatever the gradients are.
+    `scalars(group, step, grad_scale)` gives the numbers of an update. `steps[param]` is the number of this update for
+    that parameter, from 1. `clip(total_norm)` gives the factor for all gradients. `skip`: nothing may be updated,
+    regardless of the gradients.
     """
 
     steps: list[int]
@@ -35,25 +36,27 @@ class StepInputs:
     clip: Callable[[float], float]
     skip: bool = False
     unscale: float = 1.0
-    """What a loss scaler's scale is divided out with, for the norm that is reported."""
+    """Inverse of the loss scale, with which the reported norm is multiplied."""
     grad_scale: float = 1.0
     grad_norm: float | None = None
     has_grad: list[bool] = field(default_factory=list)
     bad_params: tuple[int, ...] = ()
-    """Parameters whose gradients are not finite on this rank, when the step is skipped."""
+    """If the step is skipped: parameters whose gradients are not finite on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Squares:
-    """Sums of squares and non-finite counts of these parameters. `found` has them, in this order, after `ready`."""
+    """Gradients' sums of squares and non-finite counts, by parameter. `sums` holds a pair for each of `params`, in this
+    order, once `ready` is done."""
 
     params: tuple[int, ...]
     ready: Event
-    found: list[tuple[float, int]]
+    sums: list[tuple[float, int]]
 
 
 class MemoryRunner:
-    """Runs ops against device and state memory. Lanes at once, one op at a time but for those of paths."""
+    """Runs ops on device and state memory. Lanes run at the same time; a lane runs one op at a time, except for the
+    lanes of paths."""
 
     def __init__(
         self,
@@ -61,34 +64,36 @@ class MemoryRunner:
         memory: StateMemory,
         gradients: Gradients,
         weights: Sequence[torch.Tensor],
-        norm: Norm,
+        norm: GradientNorm,
         pool: ThreadPool,
     ) -> None:
-        """`weights`: of this rank, as they grow with the engine's."""
+        """`weights`: this rank's shards, the list of the engine, which appends to it."""
         self._device = device
         self._memory = memory
         self._gradients = gradients
         self._weights = weights
         self.norm_over_ranks = norm
         self._pool = pool
-        self.copied: dict[int, Taken] = {}
-        """What gradients that are kept were when they were copied to the host, by subgroup."""
+        self.copied: dict[int, GradientsRead] = {}
+        """In gradient mode `keep`: the records of the gradients that were copied to the host, by subgroup."""
         self.squares: list[Squares] = []
-        """What was summed early."""
+        """Sums of squares that GRAD_NORM ops have made before `step()`."""
         self.inputs: StepInputs | None = None
 
     def begin(self) -> None:
-        """A new plan: nothing of the last one holds."""
+        """Forgets the copies and sums of the last plan."""
         self.copied.clear()
         self.squares.clear()
 
     def wait(self, lane: str, event: Event) -> None:
+        """Makes a lane wait for an event: a stream waits on the device, a host lane in this thread."""
         if lane in DEVICE_LANES:
             self._device.wait(lane, event)
         else:
             event.wait()
 
     def run(self, op: Op, begun: Callable[[], None]) -> Issued:
+        """Issues an op on its lane; StepSkipped if it is NORM and the step must be skipped."""
         match op.kind:
             case OpKind.NORM:
                 return self._norm()
@@ -108,7 +113,8 @@ class MemoryRunner:
         return Issued(self._device.copy(lane, copies), sum(copy.nbytes for copy in copies), 0)
 
     def _transfer(self, op: Op, begun: Callable[[], None]) -> Issued:
-        """To or from a path; the lane may begin its next op when this one is queued."""
+        """Reads state from a path or writes it to a path; the lane may begin its next op when this transfer is
+        queued."""
         store = self._memory.store
         assert store is not None, "only engines with paths plan these"
         assert op.path is not None, "the planner names the path"
@@ -117,10 +123,10 @@ class MemoryRunner:
             move = store.fetch if op.kind is OpKind.FETCH else store.flush
             moved = move(op.path, op.subgroup, address, begun)
         except NoPathLeft:
-            if not self._memory.keep(op.subgroup, op.host_state):
+            if not self._memory.keep_on_host(op.subgroup, op.host_state):
                 raise
             return Issued(DoneEvent(start, time.monotonic()), 0, 0)
-        # What is moved, padding and all, is the store's affair; a state that was never written needs no moving.
+        # Counts the op's bytes without the store's padding; a state that was never written is not moved.
         return Issued(moved, op.nbytes if moved.nbytes else 0, 0)
 
     # ---- copies
@@ -143,9 +149,9 @@ class MemoryRunner:
 
     def _grad_d2h(self, op: Op, layout: Layout) -> Issued:
         size, base = layout.format.grad_bytes, self._memory.on_host(op.host_grad)
-        taken = self._gradients.take(layout)
+        taken = self._gradients.records_of(layout)
         if self._gradients.mode == "keep":
-            # The copy that this one repeats may still read a gradient that nobody holds any longer.
+            # The copy that this op repeats may still be reading a gradient that has no other reference.
             for replaced in self.copied.get(layout.id, ()):
                 if replaced is not None:
                     self._device.used_by(op.lane, replaced.dense)
@@ -163,22 +169,24 @@ class MemoryRunner:
     def _weight_pieces(self, op: Op, layout: Layout) -> Iterator[tuple[int, int, int]]:
         size, mirror = layout.format.weight_bytes, self._memory.on_host(op.host_weight)
         for segment in layout.segments:
-            yield self._weight(segment, size), mirror + segment.start * size, segment.numel * size
+            yield self._weight_address(segment, size), mirror + segment.start * size, segment.numel * size
 
-    def _weight(self, segment: Segment, size: int) -> int:
+    def _weight_address(self, segment: Segment, size: int) -> int:
         return flat(self._weights[segment.param]).data_ptr() + segment.offset * size
 
     # ---- compute
 
     def _grad_norm(self, op: Op, layout: Layout) -> Issued:
-        """Parameters belong to the subgroup that they begin in: squares are summed over whole parameters."""
-        taken = self._gradients.take(layout)
-        mine = [(s.param, a) for s, a in zip(layout.segments, taken, strict=True) if a is not None and s.offset == 0]
-        for _, arrived in mine:
+        """Sums squares over whole parameters: each parameter counts for the subgroup that it begins in."""
+        taken = self._gradients.records_of(layout)
+        begun_here = [
+            (s.param, a) for s, a in zip(layout.segments, taken, strict=True) if a is not None and s.offset == 0
+        ]
+        for _, arrived in begun_here:
             self._device.wait(op.lane, arrived.ready)
-        references = [reference(arrived) for _, arrived in mine]
-        event, found = self._device.norms(references)
-        self.squares.append(Squares(tuple(param for param, _ in mine), event, found))
+        references = [grad_ref_of(arrived) for _, arrived in begun_here]
+        event, sums = self._device.norms(references)
+        self.squares.append(Squares(tuple(param for param, _ in begun_here), event, sums))
         self._gradients.was_read(layout, taken, op.lane, event)
         return Issued(event, 0, sum(reference.numel for reference in references))
 
@@ -188,11 +196,11 @@ class MemoryRunner:
         early = {param for squares in self.squares for param in squares.params}
         late = [i for i, has in enumerate(inputs.has_grad) if has and i not in early]
         present = [self._gradients.reference(i) for i in late]
-        event, found = self._device.norms(present)
+        event, sums = self._device.norms(present)
         known: dict[int, tuple[float, int]] = {}
-        for summed in (*self.squares, Squares(tuple(late), event, found)):
-            summed.ready.wait()  # fetches the numbers of all its parameters: once, not once for each of them
-            known.update(zip(summed.params, summed.found, strict=True))
+        for summed in (*self.squares, Squares(tuple(late), event, sums)):
+            summed.ready.wait()  # one read from the device for all parameters of this sum
+            known.update(zip(summed.params, summed.sums, strict=True))
         all_known_at = time.monotonic()
         squares = {i: known[i] for i, has in enumerate(inputs.has_grad) if has}
         total, skip = self.norm_over_ranks.total(squares, inputs.skip)
@@ -209,7 +217,7 @@ class MemoryRunner:
         start, fmt = time.monotonic(), layout.format
         state, weight, grad = (self._memory.on_host(place) for place in (op.host_state, op.host_weight, op.host_grad))
         updated = 0
-        for first, numel, values in self._joined(layout):
+        for first, numel, values in self._contiguous_runs(layout):
             run = self._run(
                 layout,
                 state,
@@ -225,7 +233,7 @@ class MemoryRunner:
 
     def _device_update(self, op: Op, layout: Layout) -> Issued:
         fmt, block, runs = layout.format, self._memory.on_device(layout.id, op.slot), []
-        taken = self._gradients.take(layout)
+        taken = self._gradients.records_of(layout)
         for segment, arrived in zip(layout.segments, taken, strict=True):
             if not self._has_grad(segment):
                 continue
@@ -234,8 +242,8 @@ class MemoryRunner:
             else:
                 assert arrived is not None, "gradients stay until their last reader is done"
                 grad = flat(arrived.dense).data_ptr() + segment.offset * fmt.grad_bytes
-            weight = self._weight(segment, fmt.weight_bytes)
-            for offset, numel, values in self._pieces(layout, segment):
+            weight = self._weight_address(segment, fmt.weight_bytes)
+            for offset, numel, values in self._pieces_by_tail(layout, segment):
                 piece = weight + offset * fmt.weight_bytes, grad + offset * fmt.grad_bytes, segment.start + offset
                 runs.append(self._run(layout, block, *piece, numel, values))
         issued = Issued(self._device.update(runs), 0, sum(run.numel for run in runs))
@@ -246,7 +254,7 @@ class MemoryRunner:
     def _run(
         self, layout: Layout, block: int, weight: int, grad: int, first: int, numel: int, values: Scalars
     ) -> UpdateRun:
-        """Elements `first` to `first + numel` of the subgroup whose state begins at `block`."""
+        """The update of elements `first` to `first + numel` of a subgroup whose state begins at address `block`."""
         state = state_addresses(layout, block)
         return UpdateRun(
             numel=numel,
@@ -260,13 +268,13 @@ class MemoryRunner:
             scalars=values,
         )
 
-    def _joined(self, layout: Layout) -> Iterator[tuple[int, int, Scalars]]:
-        """Runs of neighbouring elements with a gradient and the same scalars: (first, numel, scalars)."""
+    def _contiguous_runs(self, layout: Layout) -> Iterator[tuple[int, int, Scalars]]:
+        """Contiguous runs of elements with a gradient and the same scalars: (first, numel, scalars)."""
         open_run: tuple[int, int, Scalars] | None = None
         for segment in layout.segments:
             if not self._has_grad(segment):
                 continue
-            for offset, numel, values in self._pieces(layout, segment):
+            for offset, numel, values in self._pieces_by_tail(layout, segment):
                 start = segment.start + offset
                 if open_run and open_run[0] + open_run[1] == start and open_run[2] == values:
                     open_run = (open_run[0], open_run[1] + numel, values)
@@ -277,8 +285,9 @@ class MemoryRunner:
         if open_run:
             yield open_run
 
-    def _pieces(self, layout: Layout, segment: Segment) -> Iterator[tuple[int, int, Scalars]]:
-        """A segment, in two where its parameter's tail begins: (offset in the segment, numel, scalars)."""
+    def _pieces_by_tail(self, layout: Layout, segment: Segment) -> Iterator[tuple[int, int, Scalars]]:
+        """The segment, divided where the tail of its parameter begins (see `shards.tail_of`): (offset in the segment,
+        numel, scalars)."""
         inputs, weight = self._step_inputs(), self._weights[segment.param]
         values = inputs.scalars(layout.group, inputs.steps[segment.param], inputs.grad_scale)
         tail = min(max(segment.offset + segment.numel - weight.numel() + tail_of(weight), 0), segment.numel)

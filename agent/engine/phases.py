@@ -1,4 +1,7 @@
-"""Which phase the training thread is in. Phases partition wall time: one ends where the next begins."""
+"""Records the phases of the training thread (forward, backward, update …) and what each of them costs.
+
+Phases partition wall time: a phase ends where the next one begins.
+"""
 
 from __future__ import annotations
 
@@ -12,65 +15,69 @@ from types import TracebackType
 from tidegate.timeline.timeline import Phase, PhaseSpan
 
 SHORT_SECONDS = 1e-3
-"""The time between two phases, `other`, has a memory peak of its own only if it lasts longer: asking the device costs
-more than everything else at a boundary, and what little is allocated there counts to the phase that follows."""
+"""A phase `other` that is shorter gets no memory peak of its own. Reading the peak from the device costs more than
+everything else at a boundary of phases; the little memory that is allocated in so short a time counts for the next
+phase."""
 
 
 @dataclass(frozen=True)
 class StepPhases:
-    """The phases of one step, on the monotonic clock, with what was measured at their boundaries."""
+    """The phases of one step with their figures. Times are in seconds on the monotonic clock."""
 
     spans: tuple[PhaseSpan, ...]
     cpu_seconds: dict[Phase, float]
     device_peak_bytes: dict[Phase, int]
     exposed_seconds: dict[Phase, float]
     clock_cpu_seconds: float = 0.0
-    """What these boundaries cost: CPU time of the training thread."""
+    """Overhead of the recording: CPU seconds of the training thread at the boundaries of phases."""
     tail: tuple[PhaseSpan, ...] = ()
-    """Phases of the next step in which this step's update went on. They count for the next step; here they only say
-    in which phase bytes moved."""
+    """Phases of the next step during which this step's update was still running. They count for the next step; here
+    they only show in which phase bytes were moved."""
 
     logged: dict[str, float] = field(default_factory=dict)
-    """What the training loop said of the step: `AdamW.log`."""
+    """Figures that the training loop gave for the step with `AdamW.log`."""
     first_gradient: float | None = None
-    """When the first gradient of the step's last backward pass came, by the host's clock."""
+    """When the first gradient of the step's last backward pass arrived, on the host's monotonic clock."""
     handed_together: float = 0.0
-    """Share of the parameters whose gradients one node of that backward's graph hands over."""
+    """Largest share of the parameters' elements whose gradients come from a single node of that backward's graph."""
 
     @property
     def with_tail(self) -> tuple[PhaseSpan, ...]:
+        """All phases in which this step's update may have moved bytes."""
         return self.spans + self.tail
 
     def seconds(self) -> dict[Phase, float]:
+        """Wall time of each phase in this step."""
         total: dict[Phase, float] = defaultdict(float)
         for span in self.spans:
             total[span.phase] += span.end - span.start
         return dict(total)
 
 
-class PhaseClock:
-    """Driven by hooks of one training thread; `current` may be read from any thread."""
+class PhaseRecorder:
+    """Records phases for hooks of one training thread; `current` may be read from any thread."""
 
     def __init__(self, take_peak_bytes: Callable[[], int]) -> None:
         self.current: Phase = "other"
         self.take_peak_bytes = take_peak_bytes
-        """Of the device that is worked on now."""
+        """Returns the peak of the device memory since the last call, in bytes, for the optimizer's present device."""
         self._since = time.monotonic()
         self._cpu = time.process_time()
         self._first_gradient: float | None = None
         self.handed_together = 0.0
-        """Of the newest backward pass; see `StepPhases`."""
+        """`StepPhases.handed_together` of the newest backward pass."""
         self._reset()
 
     def enter(self, phase: Phase) -> None:
-        """The phase begins now; nothing happens when it is the current one."""
+        """Begins the phase now; does nothing when it is the current one."""
         if phase != self.current:
             self._close()
             self.current = phase
 
     def began_at(self, moment: float | None, before: Phase) -> None:
-        """The present phase, which a device that is behind the host enters later, began at `moment`: until then it was
-        `before`, and the engine blocked nobody. Nothing happens for None, or where it makes no difference."""
+        """Moves the beginning of the current phase to `moment`; the time before is of phase `before`, and does not
+        count as blocked by the engine. For a device that lags behind the host, and enters the phase later. Does nothing
+        for None, or when the beginning would move by less than `SHORT_SECONDS`."""
         if moment is not None and moment - self._since > SHORT_SECONDS:
             self.blocked(self._since - moment)
             self._spans.append(PhaseSpan(before, self._since, moment))
@@ -78,7 +85,7 @@ class PhaseClock:
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """`phase` for a while, then back to what was."""
+        """Context manager: `phase` inside the block, the phase from before after it."""
         before = self.current
         self.enter(phase)
         try:
@@ -87,20 +94,21 @@ class PhaseClock:
             self.enter(before)
 
     def exposed(self) -> _Exposed:
-        """A context: the training thread is blocked by the engine inside it."""
+        """Context manager: time inside it counts as time in which the engine blocks the training thread."""
         return _Exposed(self)
 
     def blocked(self, seconds: float) -> None:
-        """The training thread was blocked so long, in the present phase."""
+        """Counts so many seconds as blocked by the engine, in the current phase."""
         self._exposed[self.current] += seconds
 
     def gradient_came(self, moment: float) -> None:
-        """A gradient came at this moment, in the present phase."""
+        """Takes note that a gradient arrived at `moment`, in the current phase; only the first one of a phase is
+        kept."""
         if self._first_gradient is None or self._first_gradient < self._since:
             self._first_gradient = moment
 
-    def cut(self) -> StepPhases:
-        """Ends the step now: what was measured since the last cut."""
+    def end_step(self) -> StepPhases:
+        """Ends the step now, and returns what was recorded since the end of the last step."""
         self._close()
         done = StepPhases(
             tuple(self._spans), dict(self._cpu_by_phase), dict(self._peaks), dict(self._exposed), self.cpu_seconds,
@@ -110,10 +118,10 @@ class PhaseClock:
         return done
 
     def so_far(self) -> tuple[PhaseSpan, ...]:
-        """The phases since the last cut, the present one as far as it got. From any thread: none overlaps another,
-        though the present one may miss its first moments."""
+        """The phases since the end of the last step, the current phase up to now. From any thread: no two phases
+        overlap, but the current one may begin a moment too late."""
         spans = tuple(self._spans)
-        # At a boundary the span is noted first.
+        # At a boundary, `_close` appends the span before it sets `_since`.
         since = max(self._since, spans[-1].end) if spans else self._since
         return (*spans, PhaseSpan(self.current, since, max(since, time.monotonic())))
 
@@ -123,7 +131,7 @@ class PhaseClock:
         self._peaks: dict[Phase, int] = {}
         self._exposed: dict[Phase, float] = defaultdict(float)
         self.cpu_seconds = 0.0
-        """What this clock has cost since the last cut."""
+        """CPU seconds that the recording has cost since the end of the last step."""
         self._first_gradient = None
         self.handed_together = 0.0
 
@@ -140,11 +148,12 @@ class PhaseClock:
 
 
 class _Exposed:
-    """Entered once per gradient: a generator would cost three times as much."""
+    """The context manager of `exposed`: a class, because it is entered once per gradient and a generator would cost
+    three times as much."""
 
     __slots__ = ("_clock", "_since")
 
-    def __init__(self, clock: PhaseClock) -> None:
+    def __init__(self, clock: PhaseRecorder) -> None:
         self._clock = clock
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""What planning counts on: how long after the start of a plan its step comes, and how fast paths are."""
+"""Smoothed inputs of the planner: the time from the start of a plan to `step()`, and the speeds of storage paths."""
 
 from __future__ import annotations
 
@@ -8,34 +8,42 @@ from typing import Final
 from tidegate.plan.path_times import rounded
 from tidegate.plan.tier_split import PathSpeeds
 
-OTHER: Final = 1.25
-"""A path that takes so many times as long for a subgroup, or as much less, has another speed."""
+SPEED_CHANGE_FACTOR: Final = 1.25
+"""The speed of a path counts as changed when its time per byte has grown or shrunk by this factor."""
 
 
-class Pace:
-    """Rounded down to a power of two, and the same as long as it is true and not much too little: each new value is
-    another plan."""
+class StepDelay:
+    """Lower estimate of the time from the start of a plan to `step()`.
+
+    A new value is the last measured time, rounded down to a power of two. It stays while the measured times are from
+    one time to four times the value, because each new value needs a new plan.
+    """
 
     def __init__(self) -> None:
         self.step_at = 0.0
-        """Seconds from the start of a plan to its step, or less."""
+        """Estimated seconds from the start of a plan to `step()`; 0 before the first step."""
 
     def observe(self, seconds: float) -> None:
-        """A step came so many seconds after its plan began."""
+        """Takes note that `step()` came so many seconds after the start of its plan."""
         if not self.step_at <= seconds < 4 * self.step_at:
             self.step_at = rounded(seconds)
 
 
-class PathPace:
-    """The same speeds until a path's live one is clearly another: that changes a little with each step, and each new
-    value is another plan."""
+class StablePathSpeeds:
+    """Speeds of paths that follow only clear changes of the live speeds (`SPEED_CHANGE_FACTOR`).
+
+    Live speeds change a little with each step, and each new value needs a new plan.
+    """
 
     def __init__(self) -> None:
         self.speeds: dict[str, PathSpeeds] = {}
 
     def observe(self, live: Mapping[str, PathSpeeds]) -> None:
-        """These are the speeds now. Plans go by `PathSpeeds.seconds_per_byte` alone."""
+        """Takes note of the live speeds by path. Plans use only `PathSpeeds.seconds_per_byte`."""
         for path, now in live.items():
             known = self.speeds.get(path)
-            if known is None or not 1 / OTHER < now.seconds_per_byte / known.seconds_per_byte < OTHER:
+            if (
+                known is None
+                or not 1 / SPEED_CHANGE_FACTOR < now.seconds_per_byte / known.seconds_per_byte < SPEED_CHANGE_FACTOR
+            ):
                 self.speeds[path] = now

@@ -1,4 +1,4 @@
-"""Where state lives after the next step, from the knobs: on the device, in host memory, or on which path."""
+"""Decides from the knobs where the state of each subgroup is after the next step: device, host memory or a path."""
 
 from __future__ import annotations
 
@@ -20,39 +20,41 @@ from tidegate.timeline.timeline import Span
 from tidegate.tuner.split_decision import PathTraffic, SplitEstimator, WholeStep
 
 EQ1_SLACK: Final = 0.05
-"""Share of the subgroups that a path may have more or less than Eq. 1 says now: its speeds are never quite the same."""
+"""A path may have so many subgroups more or fewer than Eq. 1 gives now (share of all subgroups in storage), because
+measured speeds fluctuate."""
 
 
 class Residences:
-    """Divides what is not resident on the device between host memory and paths. One per engine that has paths."""
+    """Divides the subgroups that are not resident on the device between host memory and storage paths. Each engine with
+    paths has one."""
 
     def __init__(self, store: TierStore) -> None:
         self._store = store
         self._estimator = SplitEstimator(store.speeds)
         self._assigned: dict[int, str] = {}
-        """The path of each subgroup that ever had one; kept while it is in the cache."""
+        """The path of each subgroup that ever had one, also while its state is in host memory."""
         self._counts: Counts = {}
         self.known_capacity: Counts = {}
-        """`capacity`, as it was when the last step was planned."""
+        """The `capacity` of each path when the last step was planned."""
         self._split: Split = None
         self._in_memory: set[int] = set()
         """Subgroups whose state is in host memory between steps."""
         self._steps = 0
 
-    def after(
+    def next_residences(
         self, subgroups: Sequence[Subgroup], placed: Sequence[tuple[str, Residence]], effective: Effective
     ) -> tuple[list[Residence], StepOrder]:
-        """The residence of each subgroup at the end of the next step, and the order in which it updates them.
+        """The residence of each subgroup at the end of the next step, and the order in which that step updates them.
 
-        `placed` says which are residents of the device.
+        `placed`: processor and residence (device or host) of each subgroup, as the knobs place it.
         """
         movable = [i for i, (_, residence) in enumerate(placed) if residence == "host"]
         order: StepOrder = "descending" if effective.alternate and self._steps % 2 else "ascending"
         stay = cached([s.nbytes("state") for s in subgroups], movable, effective, order)
-        # While orders alternate, each subgroup is in storage every other time: its path stays.
+        # While orders alternate, each subgroup is in storage after every other step, and keeps its path.
         stored = movable if effective.alternate else [i for i in movable if i not in stay]
         capacity = self.known_capacity = self._store.capacity(self._assigned)
-        kept = self._kept(subgroups, stored, capacity)
+        kept = self._host_overflow(subgroups, stored, capacity)
         self._assign([i for i in stored if i not in kept], effective.tier_split, capacity)
         residences = [residence for _, residence in placed]
         for i in movable:
@@ -60,9 +62,9 @@ class Residences:
         return residences, order
 
     def check(self, subgroups: Sequence[Subgroup], effective: Effective) -> None:
-        """MemoryBudgetError, KnobError or CapacityError with figures when these knobs cannot work here."""
+        """MemoryBudgetError, KnobError or CapacityError with figures when these knobs cannot be applied here."""
         known = list(self._store.paths)
-        for name, weight in _named(effective.tier_split):
+        for name, weight in _explicit_weights(effective.tier_split):
             if name not in known:
                 raise KnobError(f"tier_split names {name!r}; the paths here are: {', '.join(known)}.", "tier_split")
             if weight and name in self._store.retired and effective.tier_split != self._split:
@@ -76,18 +78,18 @@ class Residences:
         stay = cached([s.nbytes("state") for s in subgroups], movable, effective, "ascending")
         stored = [i for i in movable if i not in stay]
         capacity = self._store.capacity(self._assigned)
-        count = len(stored) - len(self._kept(subgroups, stored, capacity))
+        count = len(stored) - len(self._host_overflow(subgroups, stored, capacity))
         divide(count, self._usable(effective.tier_split), self._estimator.rates, capacity=capacity)
 
     def _usable(self, split: Split) -> Split:
-        """None, speeds decide, when all that weights name are retired."""
-        named = [name for name, weight in _named(split) if weight]
+        """The split; None (measured speeds decide) if all paths that it gives a weight are retired."""
+        named = [name for name, weight in _explicit_weights(split) if weight]
         return None if named and all(name in self._store.retired for name in named) else split
 
-    def _kept(self, subgroups: Sequence[Subgroup], stored: Sequence[int], capacity: Counts) -> set[int]:
-        """What stays in host memory because too little is left of the paths, after one of them was retired.
+    def _host_overflow(self, subgroups: Sequence[Subgroup], stored: Sequence[int], capacity: Counts) -> set[int]:
+        """Subgroups in `stored` that stay in host memory because the paths are too small after one of them was retired.
 
-        None when host memory has no room for them, either: then the paths cannot take them, and that is said.
+        Empty when they do not fit in host memory either: `divide` then raises CapacityError.
         """
         if not self._store.retired:
             return set()
@@ -98,42 +100,44 @@ class Residences:
 
     def _assign(self, stored: Sequence[int], split: Split, capacity: Mapping[str, int]) -> None:
         counts, usable = self._counts, self._usable(split)
-        anew = divide(len(stored), usable, self._estimator.rates, capacity=capacity, minimum=1)
-        others = sum(counts.values()) != len(stored) or self._split != split
-        if usable is None and not others:
-            anew = self._estimator.propose(counts, capacity=capacity) or counts
-        elif usable == EQ1 and not others and _near(counts, anew, capacity):
-            anew = counts
+        proposed = divide(len(stored), usable, self._estimator.rates, capacity=capacity, minimum=1)
+        is_changed = sum(counts.values()) != len(stored) or self._split != split
+        if usable is None and not is_changed:
+            proposed = self._estimator.propose(counts, capacity=capacity) or counts
+        elif usable == EQ1 and not is_changed and _is_close(counts, proposed, capacity):
+            proposed = counts
         self._split = split
-        if anew != self._counts or any(i not in self._assigned for i in stored):
-            self._assigned = self._assigned | assign(stored, anew, self._assigned)
-            self._counts = anew
+        if proposed != self._counts or any(i not in self._assigned for i in stored):
+            self._assigned = self._assigned | assign(stored, proposed, self._assigned)
+            self._counts = proposed
 
     @property
     def capacity(self) -> Counts:
-        """How many subgroups each path can hold, with those that it holds already; a retired one holds none."""
+        """How many subgroups each path can hold, with those that it holds already; 0 for a retired path."""
         return self._store.capacity(self._assigned)
 
     @property
     def counts(self) -> Counts:
-        """Subgroups in storage by path, as the split has it."""
+        """Number of subgroups in storage by path, as the split assigns them."""
         return dict(self._counts)
 
     def observe(self, spans: Sequence[Span], residences: Sequence[Residence]) -> None:
-        """A step is done: what its fetches and flushes show of the paths' speeds, and where state really is now."""
+        """Takes note of a finished step: the speeds that its fetches and flushes show, and where state really is
+        now."""
         self._steps += 1
         self._in_memory = {i for i, lives in enumerate(residences) if lives == "host"}
-        # Another one, not the same one changed: `check` may be looking at it in another thread.
+        # A new dictionary instead of a change of the old one, which `check` may be reading in another thread.
         self._assigned = self._assigned | {i: lives for i, lives in enumerate(residences) if is_path(lives)}
         self._estimator.observe(traffic(spans))
         self._store.speeds.update(self._estimator.rates)
 
 
 def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
-    """What the second half of a step's ops moved on each path each way, and how long they were at it; and the whole.
+    """Bytes and busy seconds of each path, for reads and writes: of the second half of a step's fetches and flushes,
+    and of the whole step.
 
-    A path that has rested serves its first bytes at once, as throttled ones and those with a cache do; and what is
-    fetched before the step has the path for itself.
+    The first half would show too high a speed: a throttled path, or a path with a cache, serves the first bytes after a
+    pause at once, and fetches before the step have no writes beside them.
     """
     by_lane: defaultdict[tuple[str, OpKind], list[Span]] = defaultdict(list)
     for span in spans:
@@ -141,11 +145,11 @@ def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
             by_lane[span.lane.rpartition(":")[0], span.kind].append(span)
     moved = [span for lane in by_lane.values() for span in lane]
     step_seconds = max(span.end for span in moved) - min(span.start for span in moved) if moved else 0.0
-    found: dict[str, PathTraffic] = {}
+    by_path: dict[str, PathTraffic] = {}
     for path in dict.fromkeys(path for path, _ in by_lane):
         reads, writes = by_lane.get((path, OpKind.FETCH), []), by_lane.get((path, OpKind.FLUSH), [])
         late_reads, late_writes = _second_half(reads), _second_half(writes)
-        found[path] = PathTraffic(
+        by_path[path] = PathTraffic(
             read_bytes=sum(span.nbytes for span in late_reads),
             read_seconds=busy_seconds(late_reads),
             shared_read_seconds=both_busy_seconds(late_reads, writes),
@@ -159,21 +163,22 @@ def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
                 step_seconds=step_seconds,
             ),
         )
-    return found
+    return by_path
 
 
 def _second_half(spans: Sequence[Span]) -> list[Span]:
-    """By their start; the middle one counts."""
+    """The later half of the spans, by start; of an odd number, the middle one included."""
     return sorted(spans, key=lambda span: span.start)[len(spans) // 2 :]
 
 
-def _named(split: Split) -> tuple[tuple[str, float], ...]:
-    """Path and weight of each that weights name."""
+def _explicit_weights(split: Split) -> tuple[tuple[str, float], ...]:
+    """Path and weight of each path that the user's weights name; empty for other splits."""
     return split if isinstance(split, tuple) else ()
 
 
-def _near(counts: Counts, wanted: Counts, capacity: Mapping[str, int]) -> bool:
-    """Whether no path has many more or fewer than is wanted, nor more than it can take."""
+def _is_close(counts: Counts, wanted: Counts, capacity: Mapping[str, int]) -> bool:
+    """Whether each path has about the number of subgroups that is wanted (see `EQ1_SLACK`), and no more than it can
+    hold."""
     slack = max(1.0, EQ1_SLACK * sum(wanted.values()))
     return all(
         abs(counts[name] - n) <= slack and counts[name] <= capacity.get(name, counts[name])

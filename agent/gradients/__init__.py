@@ -1,1 +1,1 @@
-"""Gradients: when they are ready, whether they changed after a copy, and sums of micro-batches."""
+"""Gradients: when they are ready, whether they changed after a copy, and their accumulation in host memory."""

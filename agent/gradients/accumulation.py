@@ -1,8 +1,8 @@
-"""Sums of micro-batches' gradients in host memory, so that the device holds none of them between two backward passes.
+"""Gradient accumulation in host memory: the device holds no gradients between two backward passes of a step.
 
-A gradient that has arrived in a backward that is not the last of its step is copied to the host and added by one
-thread beside the backward; its memory on the device is free then. In the last backward the sum comes back, parameter by
-parameter, and the gradient is that of the whole step.
+In each backward that is not the last of its step, a gradient that arrives is copied to the host and added to a sum, by
+one thread at the same time as the backward; its device memory is then free. In the last backward the sums are copied
+back, parameter by parameter, and added to the gradients.
 """
 
 from __future__ import annotations
@@ -26,47 +26,50 @@ from tidegate.plan.ops import D2H, H2D
 Accumulation = Literal["device", "host", "host_fp32"]
 
 CHUNK_BYTES: Final = 32 << 20
-"""Of gradients on their way to a sum that is there: memory beside the sums."""
+"""Size of the host buffer through which gradients are added to sums, in addition to the sums themselves."""
 MAX_WAITING: Final = 4
-"""Gradients that may wait on the device to be copied; the backward waits for the first of them then."""
+"""Number of gradients that may wait on the device to be copied; with more, the backward waits for the oldest one."""
 
 
 class HostSums:
-    """One sum for each parameter, in the order of its storage. `fp32`: sums of 16-bit gradients are fp32."""
+    """Sums of gradients by parameter, in the order of the weight's storage. `fp32`: sums of 16-bit gradients are
+    fp32."""
 
     def __init__(self, device: Device, pool: ThreadPool, fp32: bool) -> None:
         self._device, self._pool, self._fp32 = device, pool, fp32
         self._sums: dict[int, torch.Tensor] = {}
-        """Buffers, kept from step to step: pinning takes long."""
+        """Host buffers by parameter, kept from step to step because pinning takes long."""
         self._last: dict[int, Future[None]] = {}
-        """Of parameters that have a sum this step: what added to it last."""
+        """The last addition for each parameter that has a sum in this step."""
         self._returning: dict[int, Event] = {}
-        """When the device has read what is in a buffer."""
+        """By parameter: the event after which the device has read its buffer."""
         self._staging: torch.Tensor | None = None
         self._waiting: deque[Future[None]] = deque()
         self._lock = threading.Lock()
-        """Gradients of several devices come from several threads."""
+        """Gradients of several devices are added from several threads."""
         self._thread = ThreadPoolExecutor(1, "tidegate-accumulate")
 
     @property
-    def any(self) -> bool:
-        """Some parameter has a sum."""
+    def has_sums(self) -> bool:
+        """Whether some parameter has a sum."""
         return bool(self._last)
 
     def params(self) -> Sequence[int]:
-        """Those that have a sum."""
+        """Numbers of the parameters that have a sum."""
         return list(self._last)
 
-    def stage(self, param: int, weight: torch.Tensor) -> None:
-        """Takes the memory of this parameter's sum now, not in a backward: pinning takes long. Between steps."""
+    def allocate(self, param: int, weight: torch.Tensor) -> None:
+        """Allocates the buffer of this parameter's sum ahead of the backward, because pinning takes long. Between
+        steps."""
         if weight.numel():
             self._buffer(param, weight.numel(), self._dtype(grad_dtype_of(weight)))
             self._chunk()
 
     def add(self, param: int, dense: torch.Tensor) -> None:
-        """Adds a gradient, as the thread that has made it sees it; it is in the order of the weight's storage.
+        """Starts the addition of a gradient in the order of the weight's storage, after the device work that the
+        calling thread has enqueued.
 
-        It is held until it was copied. Raises what an earlier one failed with, MemoryBudgetError for one.
+        Keeps the gradient until it was copied. Raises the error of an earlier addition, such as MemoryBudgetError.
         """
         self._device.adopt(dense)
         ready = self._device.now()
@@ -78,29 +81,29 @@ class HostSums:
         if late is not None:
             late.result()
 
-    def take(self, param: int, weight: torch.Tensor) -> torch.Tensor | None:
-        """The sum of a parameter on the device, with the weight's strides, for what the calling thread enqueues next;
-        None when it has none. It has none afterwards."""
+    def take_to_device(self, param: int, weight: torch.Tensor) -> torch.Tensor | None:
+        """Copies the sum of a parameter to the device, with the weight's strides, and removes the sum; None when the
+        parameter has none. Device work that the calling thread enqueues next may use the result."""
         with self._lock:
             done = self._last.pop(param, None)
         if done is None:
             return None
         done.result()
-        found = torch.empty_like(
+        total = torch.empty_like(
             weight, dtype=self._dtype(grad_dtype_of(weight)), memory_format=torch.preserve_format, requires_grad=False
         )
-        self._device.adopt(found)
-        # Its memory may have been the framework's for something that is still to be done.
+        self._device.adopt(total)
+        # Work that the framework has enqueued may still use the memory of the new tensor.
         self._device.wait(H2D, self._device.now())
-        nbytes = found.numel() * found.element_size()
+        nbytes = total.numel() * total.element_size()
         if nbytes:
-            event = self._device.copy(H2D, [Copy(flat(found).data_ptr(), self._sums[param].data_ptr(), nbytes)])
+            event = self._device.copy(H2D, [Copy(flat(total).data_ptr(), self._sums[param].data_ptr(), nbytes)])
             self._device.block(event)
             self._returning[param] = event
-        return found
+        return total
 
-    def forget(self) -> None:
-        """Drops all sums; what is being added is waited for."""
+    def discard(self) -> None:
+        """Drops all sums, after the additions that are running."""
         with self._lock:
             pending, self._last = list(self._last.values()), {}
             self._waiting.clear()
@@ -108,12 +111,13 @@ class HostSums:
             done.exception()
 
     def host_bytes(self) -> int:
-        """What it has taken of host memory."""
+        """Bytes of host memory of all buffers."""
         buffers = [*tuple(self._sums.values()), *([] if self._staging is None else [self._staging])]
         return sum(buffer.numel() for buffer in buffers)
 
     def close(self) -> None:
-        self.forget()
+        """Ends the thread, waits until the device has read all buffers, and frees them."""
+        self.discard()
         self._thread.shutdown()
         try:
             close_all(*(event.wait for event in self._returning.values()))
@@ -137,7 +141,8 @@ class HostSums:
     # ---- the thread
 
     def _add(self, param: int, dense: torch.Tensor, ready: Event, before: Future[None] | None) -> None:
-        """To what `before` has left there; a sum of which one part is missing must never be used."""
+        """Adds a gradient to the sum, after the addition `before`. Fails if that one failed: an incomplete sum must
+        never be used."""
         if before is not None:
             before.result()
         first = before is None
@@ -151,7 +156,7 @@ class HostSums:
             self._copy(total, dense, 0, dense.numel())
             return
         if first:
-            total.view(torch.float32).fill_(-0.0)  # changes no number that is added to it
+            total.view(torch.float32).fill_(-0.0)  # -0.0 plus any number is this number
         staging = self._chunk()
         size = dense.element_size()
         for start in range(0, dense.numel(), CHUNK_BYTES // size):
@@ -170,7 +175,7 @@ class HostSums:
 
 
 def host_bytes(params: Sequence[torch.Tensor], accumulation: Accumulation) -> int:
-    """What sums of these parameters' gradients take in host memory."""
+    """Host memory in bytes for the sums of these parameters' gradients."""
     if accumulation == "device":
         return 0
     sizes = (p.numel() * (4 if accumulation == "host_fp32" else grad_dtype_of(p).itemsize) for p in params)
@@ -183,6 +188,6 @@ def check_fits(params: Sequence[torch.Tensor], accumulation: Accumulation) -> No
     if needed > available:
         raise MemoryBudgetError(
             f"accumulation={accumulation!r} needs {needed:,} bytes of host memory for the sums of gradients, "
-            f"{available:,} are available. Use 'host' instead of 'host_fp32', or 'device'.",
+            f"{available:,} bytes are available. Use 'host' instead of 'host_fp32', or 'device'.",
             needed, available,
         )  # fmt: skip

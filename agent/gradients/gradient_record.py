@@ -1,4 +1,4 @@
-"""A gradient as it was noted, and what tells that it is another now."""
+"""Records a gradient at its arrival, and detects later changes of it; checks gradients."""
 
 from __future__ import annotations
 
@@ -10,39 +10,44 @@ from tidegate.agent.devices.base import Event
 from tidegate.agent.parameters.subgroups import grad_dtype_of
 from tidegate.errors import ParameterError
 
-Form = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
-"""Of a gradient: address, version, dtype, shape and strides. Only a write through `.data` or numpy leaves it."""
+TensorIdentity = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
+"""Address, version, dtype, shape and strides of a gradient. Each change of the gradient changes this, except for writes
+through `.data` or NumPy."""
 
 
 @dataclass(eq=False, slots=True)
-class Arrived:
-    """A gradient as it was when it was noted. While this lives, its memory is not given to another gradient.
+class GradientRecord:
+    """A gradient at the time when it was recorded. While this object exists, its memory is not used for another
+    gradient.
 
-    form: where `tensor` lay and how, None where it may have changed unnoticed. dense: the same numbers in the order of
-    the weight's storage, mostly in the same memory: an alias, as `tensor` gets other memory by `.data = …` or `set_`.
-    ready: when they are there. sample: some of its bits, where copies of it are speculative.
+    tensor: the gradient. identity: the identity of `tensor`; None where changes could not be detected.
+    dense: the same numbers in the order of the weight's storage, usually in the same memory. An alias, because `tensor`
+    can get other memory by `.data = …` or `set_`.
+    ready: the event after which the numbers are valid.
+    view, sample: the sampled elements in the gradient's memory, and a copy of their bits, where copies to the host are
+    speculative.
     """
 
     tensor: torch.Tensor
-    form: Form | None
+    identity: TensorIdentity | None
     dense: torch.Tensor
     ready: Event
     view: torch.Tensor | None = None
     sample: torch.Tensor | None = None
 
-    def is_still(self, grad: torch.Tensor) -> bool:
-        """Whether nobody has changed it, as far as torch knows, or given it other memory."""
-        return grad is self.tensor and self.form is not None and self.form == form_of(grad)
+    def is_unchanged(self, grad: torch.Tensor) -> bool:
+        """Whether `grad` is the recorded tensor with the same memory, and torch knows of no change."""
+        return grad is self.tensor and self.identity is not None and self.identity == identity_of(grad)
 
 
-def form_of(grad: torch.Tensor) -> Form:
-    """Cheap: it is asked of each gradient at each step."""
+def identity_of(grad: torch.Tensor) -> TensorIdentity:
+    """The identity of a gradient. Called for every gradient in every step, so it must be cheap."""
     version = 0 if grad.is_inference() else grad._version
     return grad.data_ptr(), version, grad.dtype, grad.shape, grad.stride()
 
 
 def check_gradient(index: int, weight: torch.Tensor, grad: torch.Tensor) -> None:
-    """ParameterError when `grad` is no gradient of `weight`, whose number is `index`."""
+    """ParameterError when `grad` cannot be a gradient of `weight`, the parameter with number `index`."""
     if grad.layout != torch.strided:
         raise ParameterError(
             f"Parameter {index} has a {grad.layout} gradient; only dense gradients are supported. "
@@ -53,7 +58,7 @@ def check_gradient(index: int, weight: torch.Tensor, grad: torch.Tensor) -> None
             f"Parameter {index} has a {grad.dtype} gradient; {grad_dtype_of(weight)} was expected when the optimizer "
             "was built. Set param.grad_dtype before building it."
         )
-    if grad.shape != weight.shape:  # torch itself refuses one on another device
+    if grad.shape != weight.shape:  # torch itself refuses a gradient on another device
         raise ParameterError(
             f"Parameter {index} has a gradient of shape {tuple(grad.shape)}, and its weight has {tuple(weight.shape)}. "
             "Give .grad the shape of the weight."
@@ -66,13 +71,13 @@ def check_gradient(index: int, weight: torch.Tensor, grad: torch.Tensor) -> None
 
 
 def as_stored(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient in the order of the weight's storage; a copy where it has another."""
+    """The gradient in the order of the weight's storage; a copy if its own order is another."""
     if grad.stride() == weight.stride() or (grad.is_contiguous() and weight.is_contiguous()):
         return grad
     copied = torch.empty_like(weight, dtype=grad.dtype, memory_format=torch.preserve_format)
     return copied.copy_(grad.detach())
 
 
-def own_alias(dense: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """`dense`, as an object that nobody else can give other memory."""
+def private_alias(dense: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """`dense` as a tensor object that is not `grad`, so that other code cannot give it other memory."""
     return dense.detach() if dense is grad else dense

@@ -1,12 +1,13 @@
-"""Gradients of the framework as the engine needs them: when they are ready, whether they changed since a copy.
+"""Tracks the gradients of the framework for the engine: when they are ready, and whether they changed after a copy.
 
-Only the thread that runs the backward or `step()` looks at `.grad`; lanes see what it took down (`Arrived`). Autograd
-replaces `.grad` without the interpreter's lock, so that another thread that looked could find half a pointer.
+Only the thread that runs the backward or `step()` reads `.grad`; lanes use its records (`GradientRecord`). Autograd
+replaces `.grad` without the interpreter lock (GIL), so that another thread could read an inconsistent pointer.
 
-Mode `keep`: `.grad` stays. Copies before `step()` are speculative: `take` tells whether they still hold.
-Mode `release`: a gradient that has arrived is the engine's, `.grad` only says so (`ReleasedGradient`); its memory is
-given back when the last op that reads it was issued. Those of backward passes before the last one of a step stay in
-`.grad` or, with `sums`, go to the host and come back as one.
+Mode `keep`: gradients stay in `.grad`. Copies before `step()` are speculative: a copy is valid if `records_of` still
+gives the records that were copied.
+Mode `release`: the engine owns a gradient that has arrived, and `.grad` holds a placeholder (`ReleasedGradient`). The
+memory is released when the last op that reads the gradient was issued. Gradients of backward passes before the last one
+of a step stay in `.grad` or, with `sums`, are added up on the host and copied back once.
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ import torch
 
 from tidegate.agent.devices.base import Device, Event, GradRef
 from tidegate.agent.gradients.accumulation import HostSums
-from tidegate.agent.gradients.gradient_record import Arrived, as_stored, check_gradient, form_of, own_alias
+from tidegate.agent.gradients.gradient_record import (
+    GradientRecord,
+    as_stored,
+    check_gradient,
+    identity_of,
+    private_alias,
+)
 from tidegate.agent.gradients.release_bound import GradientMemory
 from tidegate.agent.parameters.fingerprint import sample_view
-from tidegate.agent.parameters.shards import as_part_of, check_divided_alike, shard_of
+from tidegate.agent.parameters.shards import check_divided_alike, shard_of, wrap_like
 from tidegate.agent.parameters.subgroups import GRAD_DTYPES, Layout, flat, grad_dtype_of, is_dense
 from tidegate.errors import ParameterError
 
@@ -32,7 +39,8 @@ Mode = Literal["keep", "release"]
 
 
 class ReleasedGradient(torch.Tensor):
-    """Stands in `.grad` for a gradient that was released: without memory, and whoever would use it is told so."""
+    """Placeholder in `.grad` for a gradient that was released: it has no memory, and every use raises
+    ParameterError."""
 
     @staticmethod
     def __new__(cls, like: torch.Tensor) -> ReleasedGradient:
@@ -45,7 +53,7 @@ class ReleasedGradient(torch.Tensor):
         raise _released(func)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """torch dispatches everything but this, and would give it memory that nobody reads."""
+        """Refuses `.data = …`: torch does not dispatch it, and would give the placeholder memory that nothing reads."""
         if name == "data":
             raise _released(".data = …")
         super().__setattr__(name, value)
@@ -56,7 +64,7 @@ class ReleasedGradient(torch.Tensor):
 
 def _released(what: object) -> ParameterError:
     return ParameterError(
-        f"{what} on a gradient that was released when it had arrived (gradients='release'). Clip with "
+        f"{what} on a gradient that was released at its arrival (gradients='release'). Clip with "
         "max_grad_norm instead of clip_grad_norm_, put all but the last backward of a step into "
         "`with optimizer.accumulate():`, drop gradients with optimizer.zero_grad(); GradScaler needs "
         "gradients='keep'."
@@ -64,23 +72,28 @@ def _released(what: object) -> ParameterError:
 
 
 def is_released(grad: torch.Tensor | None) -> bool:
+    """Whether `.grad` holds the placeholder of a released gradient."""
     return grad is not None and isinstance(shard_of(grad), ReleasedGradient)
 
 
-Taken = tuple[Arrived | None, ...]
-"""What the gradients of a subgroup were when an op read them."""
+GradientsRead = tuple[GradientRecord | None, ...]
+"""The records of a subgroup's gradients that an op has read, by segment."""
 
 
 @dataclass
-class _Readiness:
-    """How often a parameter's gradient was accumulated this step, and how often it was last step."""
+class _ArrivalCount:
+    """How often autograd accumulated a parameter's gradient in this step (`count`) and in the last step
+    (`expected`)."""
 
     count: int = 0
     expected: int = 1
 
 
 class Gradients:
-    """See the module. `speculative`: gradients may be copied before `step()` although `.grad` stays."""
+    """The gradients of one optimizer: see the module's docstring.
+
+    speculative: in mode `keep`, gradients may be copied before `step()`.
+    """
 
     def __init__(
         self,
@@ -91,88 +104,91 @@ class Gradients:
         speculative: bool = True,
         sums: HostSums | None = None,
     ) -> None:
-        """`sums`: where gradients of a backward that is not the last of its step go; None for `.grad`."""
+        """`sums`: sums for the gradients of backward passes before the last one of a step; None leaves them in
+        `.grad`."""
         self.mode = mode
         self.sums = sums
         self.accumulating = False
-        """A backward pass that is not the last of its step: `release` leaves `.grad` alone."""
+        """Whether the current backward pass is not the last of its step: mode `release` then takes no gradients."""
         self.memory = GradientMemory()
-        """Of gradients that are released."""
+        """Counts the device memory of released gradients."""
         self._device = device
         self._speculative = speculative and mode == "keep"
         self._params: list[torch.nn.Parameter] = []
-        self._current: list[Arrived | None] = []
+        self._current: list[GradientRecord | None] = []
         self._present: list[bool] = []
         self._reads_left: list[int] = []
-        self._readiness: list[_Readiness] = []
+        self._counts: list[_ArrivalCount] = []
         self._subgroups_of: list[list[Layout]] = []
         self._reduced: list[int] = []
         """Parameters whose reduced gradient is not in `.grad` yet."""
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
-        # An optimizer that is collected takes its hooks along: the model may live on.
-        weakref.finalize(self, _remove, self._hooks).atexit = False
-        self._fire: Callable[[int], None] | None = None
+        # When the optimizer is collected, this removes its hooks from the model, which may still be used.
+        weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
+        self._on_gradient: Callable[[int], None] | None = None
         self._lock = threading.Lock()
-        """Guards readiness and reads: collectives and lanes have threads of their own."""
+        """Guards the counts of arrivals and of reads: collectives and lanes run in other threads."""
         self.extend(params, layouts)
 
     def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
-        """More parameters, behind those that are there. Frozen ones get the memory of a sum if they ever need it."""
+        """Appends parameters. Frozen parameters get the memory of a sum on first use."""
         if self.sums is not None:
             for index, param in enumerate(params, start=len(self._params)):
                 if param.requires_grad:
-                    self.sums.stage(index, shard_of(param))
+                    self.sums.allocate(index, shard_of(param))
         self._params += params
         self._current += [None] * len(params)
         self._present += [False] * len(params)
         self._reads_left += [0] * len(params)
-        self._readiness += [_Readiness() for _ in params]
+        self._counts += [_ArrivalCount() for _ in params]
         self._subgroups_of += [[] for _ in params]
         for layout in layouts:
             for segment in layout.segments:
                 self._subgroups_of[segment.param].append(layout)
         self.watch_unfrozen()
 
-    # ---- when they arrive
+    # ---- arrival
 
     def watch(self, on_gradient: Callable[[int], None]) -> None:
         """Calls the method `on_gradient(param)` whenever autograd has accumulated into a parameter.
 
-        Its object is held weakly: a model must not keep an optimizer alive that nobody else holds.
+        Keeps only a weak reference to the method's object, so that a model does not keep its optimizer alive.
         """
         method = weakref.WeakMethod(on_gradient)
 
-        def fire(index: int) -> None:
+        def call(index: int) -> None:
             alive = method()
             if alive is not None:
                 alive(index)
 
-        self._fire = fire
+        self._on_gradient = call
         self.watch_unfrozen()
 
     def watch_unfrozen(self) -> None:
-        """Parameters that were frozen when the optimizer was built are watched once they are not."""
-        fire = self._fire
-        if fire is None:
+        """Registers hooks on the parameters that require gradients and have no hook yet, such as unfrozen ones."""
+        on_gradient = self._on_gradient
+        if on_gradient is None:
             return
         for index, param in enumerate(self._params):
             if index not in self._hooks and param.requires_grad:
-                hook = param.register_post_accumulate_grad_hook(lambda _, index=index: fire(index))
+                hook = param.register_post_accumulate_grad_hook(lambda _, index=index: on_gradient(index))
                 self._hooks[index] = hook
 
     def accumulated(self, param: int) -> tuple[int, ...]:
-        """Notes one accumulation; the subgroups whose gradients are all there now, as far as last step tells."""
+        """Records one accumulation. Returns the ids of the subgroups whose gradients are complete now, judged by the
+        number of accumulations in the last step."""
         if self.accumulating and self.mode == "release":
             return ()
         self._check_not_released(param)
-        self._bring_back(param)
-        self._note(param)
+        self._restore_sum(param)
+        self._record(param)
         with self._lock:
-            self._readiness[param].count += 1
+            self._counts[param].count += 1
             return tuple(layout.id for layout in self._subgroups_of[param] if self._is_ready(layout))
 
-    def set_aside(self, param: int) -> None:
-        """Notes one accumulation in a backward that is not the last of its step: without sums `.grad` has it."""
+    def add_to_sum(self, param: int) -> None:
+        """Adds a gradient of a backward that is not the last of its step to the sum on the host; without sums it stays
+        in `.grad`."""
         whole = self._params[param]
         if self.sums is None or whole.grad is None:
             return
@@ -183,18 +199,18 @@ class Gradients:
         self.sums.add(param, as_stored(weight, grad))
         whole.grad = None
 
-    def _bring_back(self, param: int) -> None:
-        """The sum of the backward passes before, if there is one, and what `.grad` has become one gradient."""
+    def _restore_sum(self, param: int) -> None:
+        """Adds the sum of earlier backward passes, if there is one, to `.grad`."""
         whole = self._params[param]
         weight = shard_of(whole)
-        total = self.sums.take(param, weight) if self.sums is not None else None
+        total = self.sums.take_to_device(param, weight) if self.sums is not None else None
         if total is None:
             return
         with torch.no_grad():
             if whole.grad is None:
-                whole.grad = as_part_of(whole, total.to(grad_dtype_of(weight)))
+                whole.grad = wrap_like(whole, total.to(grad_dtype_of(weight)))
             else:
-                shard_of(whole.grad).add_(total)  # in fp32 where one of them is, rounded once
+                shard_of(whole.grad).add_(total)  # in fp32 if either is fp32, rounded once
 
     def _check_not_released(self, param: int) -> None:
         if self.mode == "release" and self._present[param]:
@@ -206,17 +222,17 @@ class Gradients:
             )
 
     def reduced(self, param: int, grad: torch.Tensor) -> tuple[int, ...]:
-        """Notes a gradient that a collective has made final, before it stands in `.grad`; as `accumulated`."""
+        """As `accumulated`, for a gradient that a collective has made final and that is not in `.grad` yet."""
         dense = as_stored(self._params[param], grad)
         self._device.adopt(dense)
-        self._current[param] = Arrived(grad, None, own_alias(dense, grad), self._device.now())
+        self._current[param] = GradientRecord(grad, None, private_alias(dense, grad), self._device.now())
         with self._lock:
             self._reduced.append(param)
-            self._readiness[param].count += 1
+            self._counts[param].count += 1
             return tuple(layout.id for layout in self._subgroups_of[param] if self._is_ready(layout))
 
     def reduced_are_written(self) -> None:
-        """What was noted by `reduced` stands in `.grad` now: from here on changes to that count."""
+        """To be called when the gradients of `reduced` are in `.grad`: changes of `.grad` are detected from now on."""
         with self._lock:
             params, self._reduced = self._reduced, []
         for param in params:
@@ -224,15 +240,17 @@ class Gradients:
             if arrived is not None and grad is not None:
                 arrived.view = sample_view(grad) if grad.numel() else None
                 arrived.sample = None if arrived.view is None else arrived.view.clone()
-                arrived.tensor, arrived.form = grad, form_of(grad)
+                arrived.tensor, arrived.identity = grad, identity_of(grad)
 
     def _is_ready(self, layout: Layout) -> bool:
-        return all(self._readiness[s.param].count >= self._readiness[s.param].expected for s in layout.segments)
+        """Whether each gradient of the subgroup arrived as often as in the last step. With the lock held."""
+        return all(self._counts[s.param].count >= self._counts[s.param].expected for s in layout.segments)
 
     def refresh(self) -> None:
-        """`step()` begins: what `.grad` is now counts, whoever changed it since it arrived."""
-        for param in self.set_aside_params:
-            self._bring_back(param)
+        """To be called when `step()` begins: takes the present `.grad`, with all changes since the gradients
+        arrived."""
+        for param in self.params_with_sums:
+            self._restore_sum(param)
         for index, param_ in enumerate(self._params):
             replaced = param_.grad is not None and not is_released(param_.grad)
             if self.mode == "release" and self._present[index] and replaced:
@@ -241,98 +259,104 @@ class Gradients:
                     "Drop gradients with optimizer.zero_grad() first, or use gradients='keep'."
                 )
         if self.mode == "keep":
-            self._forget_changed()
+            self._drop_changed_records()
         for param, arrived in enumerate(self._current):
             if self.mode == "keep" and arrived is not None:
                 self._present[param] = True
             else:
-                self._note(param)
+                self._record(param)
 
-    def _note(self, param: int) -> None:
+    def _record(self, param: int) -> None:
+        """Records the present `.grad` of a parameter, unless it is recorded and unchanged. In mode `release` takes the
+        gradient, and puts the placeholder into `.grad`."""
         whole, known = self._params[param], self._current[param]
         self._present[param] = whole.grad is not None
         if whole.grad is None:
             self._current[param] = None
             return
         weight, grad = shard_of(whole), shard_of(whole.grad)
-        if isinstance(grad, ReleasedGradient) or (known is not None and known.is_still(grad)):
+        if isinstance(grad, ReleasedGradient) or (known is not None and known.is_unchanged(grad)):
             return
         check_divided_alike(param, whole, whole.grad)
         check_gradient(param, weight, grad)
         dense = as_stored(weight, grad)
         self._device.adopt(dense)
-        # One whose elements share memory, or leave gaps, has no samples: it is taken anew at each look.
-        form = form_of(grad) if dense is grad or is_dense(grad) else None
-        arrived = Arrived(grad, form, own_alias(dense, grad), self._device.now())
+        # A gradient whose elements share memory, or leave gaps, cannot be sampled: each check records it again.
+        form = identity_of(grad) if dense is grad or is_dense(grad) else None
+        arrived = GradientRecord(grad, form, private_alias(dense, grad), self._device.now())
         if self._speculative and form is not None and dense.numel():
-            # Of what the user may change: a copy in the weight's order is ours.
+            # Samples of `grad`, which the user may change; `dense` may be a copy that the user does not see.
             arrived.view = sample_view(grad)
             arrived.sample = arrived.view.clone()
         self._current[param] = arrived
         if self.mode == "release":
-            self.memory.came(param, dense.numel() * dense.element_size())
-            whole.grad = as_part_of(whole, ReleasedGradient(weight))
+            self.memory.add(param, dense.numel() * dense.element_size())
+            whole.grad = wrap_like(whole, ReleasedGradient(weight))
 
-    def _forget_changed(self) -> None:
-        """What was noted of gradients that are others now. Samples are read of those alone that lie where they lay: the
-        memory of others may be gone."""
+    def _drop_changed_records(self) -> None:
+        """Drops the records of gradients that were changed or replaced. Reads samples only of gradients at the same
+        address: other memory may be freed."""
         for param, arrived in enumerate(self._current):
             grad = self._params[param].grad
-            if arrived is not None and (grad is None or not arrived.is_still(shard_of(grad))):
+            if arrived is not None and (grad is None or not arrived.is_unchanged(shard_of(grad))):
                 self._current[param] = None
         for param in self._changed_in_place():
             self._current[param] = None
 
     def _changed_in_place(self) -> list[int]:
-        """Gradients that were changed through `.data` since they were noted, as far as samples show it."""
+        """Parameters whose gradients were changed through `.data` since they were recorded, as far as samples show
+        it."""
         sampled = [(i, a.view, a.sample) for i, a in enumerate(self._current) if a is not None and a.view is not None]
-        found: list[int] = []
+        changed: list[int] = []
         for dtype in {sample.dtype for _, _, sample in sampled if sample is not None}:
             group = [(i, now, then) for i, now, then in sampled if then is not None and then.dtype == dtype]
             if not torch.equal(torch.cat([now for _, now, _ in group]), torch.cat([then for _, _, then in group])):
-                found += [i for i, now, then in group if not torch.equal(now, then)]
-        return found
+                changed += [i for i, now, then in group if not torch.equal(now, then)]
+        return changed
 
-    # ---- what lanes see
+    # ---- for lanes
 
     def subgroups_of(self, param: int) -> list[Layout]:
+        """The subgroups that hold a part of this parameter."""
         return self._subgroups_of[param]
 
-    def take(self, layout: Layout) -> Taken:
+    def records_of(self, layout: Layout) -> GradientsRead:
+        """The present records of a subgroup's gradients, one for each segment; None where there is no gradient."""
         return tuple(self._current[segment.param] for segment in layout.segments)
 
     @property
     def present(self) -> list[bool]:
-        """Which parameters have a gradient this step; complete after `refresh`."""
+        """For each parameter, whether it has a gradient in this step; complete after `refresh`."""
         return list(self._present)
 
     def reference(self, param: int) -> GradRef:
+        """Address, size and dtype of a parameter's gradient, which must be present."""
         arrived = self._current[param]
-        assert arrived is not None, "only of gradients that are present"
-        return reference(arrived)
+        assert arrived is not None, "the parameter has no gradient"
+        return grad_ref_of(arrived)
 
     @property
-    def set_aside_params(self) -> Sequence[int]:
-        """Parameters whose gradients are in sums."""
+    def params_with_sums(self) -> Sequence[int]:
+        """Parameters that have a sum of gradients on the host."""
         return self.sums.params() if self.sums is not None else ()
 
     @property
-    def any_set_aside(self) -> bool:
-        """Some gradients are in sums alone, `.grad` does not show them."""
-        return self.sums is not None and self.sums.any
+    def any_in_sums(self) -> bool:
+        """Whether some gradients are in sums on the host, and not in `.grad`."""
+        return self.sums is not None and self.sums.has_sums
 
     # ---- memory of released gradients
 
     @property
     def any_released(self) -> bool:
-        """Some gradients exist only in the plan in flight: it cannot be dropped without losing them."""
+        """Whether some gradients exist only in the plan in flight, which cannot be dropped without losing them."""
         return self.mode == "release" and any(self._present)
 
     def expect_reads(self, layouts: Sequence[Layout], room_bytes: int) -> None:
-        """A plan begins: each of its ops that reads gradients on the device is here with the subgroup it reads.
-        Gradients that are released may take `room_bytes`.
+        """To be called when a plan begins. layouts: the subgroup of each op of the plan that reads gradients on the
+        device, once per op. room_bytes: device memory for released gradients.
 
-        A gradient that spans subgroups is read in each of them.
+        A gradient that spans several subgroups is read once in each of them.
         """
         self._reads_left = [0] * len(self._params)
         for layout in layouts:
@@ -340,8 +364,9 @@ class Gradients:
                 self._reads_left[segment.param] += 1
         self.memory.expect(self._reads_left, room_bytes)
 
-    def was_read(self, layout: Layout, taken: Taken, lane: str, done: Event) -> None:
-        """An op that reads these gradients on the device is on its lane; whose last read it was lets go."""
+    def was_read(self, layout: Layout, taken: GradientsRead, lane: str, done: Event) -> None:
+        """To be called when an op that reads these gradients on the device was issued. Drops the records of gradients
+        whose last read this was. `done`: the end of the op."""
         if self.mode == "keep":
             return
         for segment, arrived in zip(layout.segments, taken, strict=True):
@@ -354,7 +379,7 @@ class Gradients:
         self.memory.read([segment.param for segment in layout.segments], done)
 
     def clear_released(self) -> None:
-        """`.grad` is free for the next step's gradients; what was released before is still used."""
+        """Sets `.grad` to None where it holds a placeholder; the update may still use the released gradients."""
         if self.mode == "release":
             for param in self._params:
                 if is_released(param.grad):
@@ -363,16 +388,16 @@ class Gradients:
     # ---- a step's end
 
     def step_done(self) -> None:
-        """What was seen this step is expected of the next."""
-        for ready in self._readiness:
+        """Ends the step: as many accumulations as in this step are expected in the next one."""
+        for ready in self._counts:
             ready.expected = max(ready.count, 1)
         self.forget()
 
     def forget(self) -> None:
-        """Gradients were used or dropped: the step begins anew."""
+        """Drops all records, counts and sums: the gradients were used or dropped."""
         if self.sums is not None:
-            self.sums.forget()
-        for ready in self._readiness:
+            self.sums.discard()
+        for ready in self._counts:
             ready.count = 0
         self._reduced.clear()
         self.memory.forget()
@@ -381,18 +406,20 @@ class Gradients:
         self.clear_released()
 
     def close(self) -> None:
-        _remove(self._hooks)
+        """Removes the hooks and drops all gradients and sums."""
+        _remove_hooks(self._hooks)
         self.forget()
         if self.sums is not None:
             self.sums.close()
 
 
-def _remove(hooks: dict[int, torch.utils.hooks.RemovableHandle]) -> None:
+def _remove_hooks(hooks: dict[int, torch.utils.hooks.RemovableHandle]) -> None:
     for hook in hooks.values():
         hook.remove()
     hooks.clear()
 
 
-def reference(arrived: Arrived) -> GradRef:
+def grad_ref_of(arrived: GradientRecord) -> GradRef:
+    """Address, size and dtype of a recorded gradient."""
     dense = flat(arrived.dense)
     return GradRef(dense.data_ptr(), dense.numel(), GRAD_DTYPES[dense.dtype])

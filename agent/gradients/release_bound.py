@@ -1,7 +1,8 @@
-"""Device memory of released gradients, until the device has read them.
+"""Bounds the device memory of released gradients until the device has read them.
 
-The host enqueues a backward far ahead of the device. A gradient whose copy was issued has let go of its memory, but
-nobody gets this memory before the copy is done: a backward that never waits holds all gradients at once.
+The host enqueues a backward far ahead of the device. When the copy of a gradient is issued, the engine releases the
+memory of the gradient, but this memory cannot be reused before the copy is done. Without waiting, all gradients of a
+backward would be in memory at once.
 """
 
 from __future__ import annotations
@@ -14,48 +15,49 @@ from tidegate.agent.devices.base import Event
 
 
 class GradientMemory:
-    """Counts the bytes of gradients that came and that are not known to be read. Lanes have threads of their own."""
+    """Counts the bytes of gradients that have arrived and are not known to be read. Thread-safe: lanes use it, too."""
 
     def __init__(self) -> None:
         self._room_bytes = 0
         self._largest_bytes = 0
         self._held_bytes = 0
         self._bytes: dict[int, int] = {}
-        """By parameter, of those that are counted."""
+        """Bytes of the counted gradients, by parameter."""
         self._reads_left: list[int] = []
-        """By parameter: reads that are not known to be done."""
+        """Number of reads that are not known to be done, by parameter."""
         self._issued: deque[tuple[Event, Sequence[int]]] = deque()
-        """Reads on their lanes, with the parameters that they read; the oldest first."""
+        """Issued reads (their ends) with the parameters that they read, the oldest first."""
         self._lock = threading.Lock()
 
     def expect(self, reads: Sequence[int], room_bytes: int) -> None:
-        """A plan begins, and nothing of the last one is left: so often each parameter's gradient is read, and
-        gradients may take so many bytes."""
+        """Resets all counts for a new plan. reads: number of reads of each parameter's gradient. room_bytes: device
+        memory that gradients may take."""
         with self._lock:
             self._forget()
             self._reads_left, self._room_bytes = list(reads), room_bytes
 
-    def came(self, param: int, nbytes: int) -> None:
+    def add(self, param: int, nbytes: int) -> None:
+        """Counts a gradient that has arrived."""
         with self._lock:
             self._held_bytes += nbytes - self._bytes.get(param, 0)
             self._bytes[param] = nbytes
             self._largest_bytes = max(self._largest_bytes, nbytes)
 
     def read(self, params: Sequence[int], done: Event) -> None:
-        """An op that reads these gradients is on its lane."""
+        """Takes note of an issued op that reads the gradients of these parameters; `done` is its end."""
         with self._lock:
             self._issued.append((done, params))
 
     @property
     def full(self) -> bool:
-        """One more gradient, as large as the largest so far, would have no room. One that needs more than half of the
-        room is not waited for: reads and the backward would never go on at once."""
+        """Whether one more gradient, as large as the largest one so far, would not fit. At most half of the room is
+        kept free for it: with more, reads and backward would never overlap."""
         return (
             bool(self._bytes) and self._held_bytes + min(self._largest_bytes, self._room_bytes // 2) > self._room_bytes
         )
 
     def wait_for_oldest(self) -> bool:
-        """Waits for the oldest read that was issued; False when there is none."""
+        """Waits for the oldest issued read; False when there is none."""
         with self._lock:
             if not self._issued:
                 return False
@@ -69,7 +71,7 @@ class GradientMemory:
         return True
 
     def forget(self) -> None:
-        """All gradients were used or dropped."""
+        """Resets all counts: the gradients were used or dropped."""
         with self._lock:
             self._forget()
 

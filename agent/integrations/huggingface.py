@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from tidegate.agent.control.attach import Attachment, attach, innermost
 from tidegate.agent.integrations.log_figures import LogFigures
 from tidegate.agent.optimizer.adamw import AdamW
-from tidegate.agent.parameters.shards import Part
+from tidegate.agent.parameters.shards import LocalShard
 from tidegate.errors import ConfigError
 
 
@@ -85,7 +85,7 @@ class TidegateCallback(TrainerCallback):
 def _check_works(optimizer: AdamW) -> None:
     """Checks the settings when training begins, so that an error does not wait for the first step."""
     under_deepspeed = isinstance(
-        optimizer.param_groups[0]["params"][0], Part
+        optimizer.param_groups[0]["params"][0], LocalShard
     )  # DeepSpeed clips, and knows the last backward of a step
     if optimizer.offload.gradients == "release" and not under_deepspeed:
         raise ConfigError(

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from tidegate.agent.control.attach import Attachment
 from tidegate.agent.optimizer.adamw import AdamW
-from tidegate.agent.optimizer.gradient_arrival import Delivery
+from tidegate.agent.optimizer.gradient_arrival import GradientArrival
 from tidegate.timeline.verdict import Taken, verdict
 
 PREFIX: Final = "tidegate_"
@@ -42,7 +42,7 @@ class _Cumulative:
     step: float = 0.0
     update: float = 0.0
     stalls: tuple[tuple[str, float], ...] = ()
-    delivery: Delivery = field(default_factory=Delivery)
+    delivery: GradientArrival = field(default_factory=GradientArrival)
 
     @classmethod
     def of(cls, attachment: Attachment) -> _Cumulative:

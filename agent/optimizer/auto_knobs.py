@@ -1,4 +1,4 @@
-"""What knobs mean: `auto` is replaced by what it stands for at present, and what is in force is told as knobs are."""
+"""Resolves `auto` knobs to their present values, and shows the values that the engine uses as knobs."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from tidegate.tuner.search import START_STRIDE
 
 
 @dataclass(frozen=True, slots=True)
-class Auto:
-    """What `auto` of each knob stands for; static ratio and tier split need nothing."""
+class AutoValues:
+    """The values that `auto` stands for, by knob. Static ratio has no `auto`, and that of the tier split needs no
+    value."""
 
     stride: float | Off = START_STRIDE
     alternate: bool = False
     cache_bytes: int = 0
 
-    def changed(self, stride: float | Off | None, alternate: bool | None, cache_bytes: int | None) -> Auto:
-        """With those that are not None."""
-        return Auto(
+    def changed(self, stride: float | Off | None, alternate: bool | None, cache_bytes: int | None) -> AutoValues:
+        """A copy with the arguments that are not None."""
+        return AutoValues(
             self.stride if stride is None else stride,
             self.alternate if alternate is None else alternate,
             self.cache_bytes if cache_bytes is None else cache_bytes,
         )
 
     def effective(self, knobs: Knobs, policy: Policy) -> Effective:
-        """What these knobs mean; the baseline `twinflow` has no stride whatever they say."""
+        """The knobs as numbers, with `auto` resolved; the baseline `twinflow` ignores the stride."""
         stride: float | Off = self.stride if knobs.stride == AUTO else knobs.stride
         if policy == "twinflow":
             stride = "off"
@@ -42,11 +43,12 @@ class Auto:
         return Effective(stride, knobs.static_ratio, split, cache, alternate)
 
 
-def in_force(effective: Effective, on_paths: Mapping[str, int] | None) -> dict[str, KnobValue]:
-    """Values as knobs have them. on_paths: subgroups by path; None without paths, and there are no knobs for them."""
+def as_knob_values(effective: Effective, subgroups_by_path: Mapping[str, int] | None) -> dict[str, KnobValue]:
+    """The values in use, in the form of knobs. subgroups_by_path: number of subgroups on each path; None without paths,
+    which leaves out the knobs of paths."""
     values: dict[str, KnobValue] = {"stride": effective.stride, "static_ratio": effective.static_ratio}
-    if on_paths is not None:
-        values["tier_split"] = ",".join(f"{name}:{count}" for name, count in sorted(on_paths.items()))
+    if subgroups_by_path is not None:
+        values["tier_split"] = ",".join(f"{name}:{count}" for name, count in sorted(subgroups_by_path.items()))
         values["host_cache"] = effective.host_cache_bytes
         values["order"] = "alternate" if effective.alternate else "pinned"
     return values

@@ -1,4 +1,4 @@
-"""The engine that `Offload` asks for."""
+"""Builds the engine from the settings in `Offload`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def build_engine(
     offload: Offload,
     effective: Effective,
 ) -> Engine:
-    """Opens the storage paths, too. Closes them, and the device, if the engine cannot be built."""
+    """Opens the storage paths and builds the engine. Closes the paths and the device if this fails."""
     store: TierStore | None = None
     try:
-        ranks, paths = Ranks.now(), offload.path_settings()
+        ranks, paths = Ranks.current(), offload.path_settings()
         store = TierStore(paths, ranks.rank) if paths else None
         return Engine(
             params,
@@ -48,6 +48,6 @@ def build_engine(
             host_slots=offload.host_slots,
         )
     except BaseException:
-        with suppress(Exception):  # what is raised is why it cannot be built
+        with suppress(Exception):  # the original error is raised
             close_all(*([store.close] if store is not None else []), device.close)
         raise

@@ -1,10 +1,10 @@
 """Overlap of the update with the next forward: a module waits for its own weights, not for the whole update.
 
-Off unless asked for. The gates: a unit of the model (a block, an embedding, a head) waits for all weights below it; a
-module that holds units waits for the weights that are directly its own. Which weights a forward reads elsewhere is
-learnt from one forward, and the whole model waits for those. Evaluation, `state_dict` and `load_state_dict` of model
-and optimizer wait for everything, as do the next backward's first gradient and the next `step()`. Whatever else reads
-or writes weights (an average of weights, for one) calls `tidegate.wait()` first.
+Only on request (`overlap_forward`). A unit of the model (a block, an embedding, a head) waits for all weights in it; a
+module that contains units waits only for its direct weights. One forward is observed to find the weights that are read
+outside of their unit: the whole model waits for these. Evaluation, `state_dict` and `load_state_dict` of model and
+optimizer wait for the whole update, and so do the first gradient of the next backward and the next `step()`. Other code
+that reads or writes weights, such as an average of weights, must call `tidegate.wait()` first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
 class ForwardOverlap:
-    """Hooks on a model, from construction to `close()`."""
+    """The hooks of the overlap on a model, from construction to `close()`. See `overlap_forward`."""
 
     def __init__(self, optimizer: AdamW, model: torch.nn.Module) -> None:
         _require_gated_reads(optimizer, model)
@@ -32,21 +32,22 @@ class ForwardOverlap:
         self._model = model
         self._numbers: dict[int, int] = {}
         self._units: dict[torch.nn.Module, frozenset[int]] = {}
-        self._early: set[int] = set()
-        """Weights that somebody reads before the module that holds them is called, or whose module never is."""
+        self._read_early: set[int] = set()
+        """Numbers of the weights that are read before the unit that holds them is called, or whose unit is never
+        called."""
         self._learner: _ReadsBeforeCall | None = None
         self._handles: list[Any] = []
         self.rebuild()
         optimizer.overlap = self
 
     def rebuild(self) -> None:
-        """The optimizer has other parameters: everything is learnt anew, from the next forward."""
+        """Starts again for other parameters of the optimizer: the next forward is observed."""
         for handle in self._handles:
             handle.remove()
         self._optimizer.background = False
         self._numbers = {id(p): i for i, p in enumerate(_params(self._optimizer))}
-        self._units = {module: self._own(params) for module, params in units(self._model)}
-        self._early.clear()
+        self._units = {module: self._numbers_of(params) for module, params in units(self._model)}
+        self._read_early.clear()
         self._handles = list(self._hook())
 
     def close(self) -> None:
@@ -65,12 +66,12 @@ class ForwardOverlap:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _own(self, params: Iterable[torch.nn.Parameter]) -> frozenset[int]:
+    def _numbers_of(self, params: Iterable[torch.nn.Parameter]) -> frozenset[int]:
         return frozenset(self._numbers[id(p)] for p in params if id(p) in self._numbers)
 
     def _hook(self) -> Iterator[Any]:
         yield self._model.register_forward_pre_hook(ModelHook(self._before_model))
-        yield self._model.register_forward_hook(ModelHook(self._learnt))
+        yield self._model.register_forward_hook(ModelHook(self._finish_learning))
         yield self._model.register_forward_hook(ModelHook(self._stop_learning), always_call=True)
         for module, numbers in self._units.items():
             if numbers:
@@ -88,19 +89,19 @@ class ForwardOverlap:
             self._optimizer.wait_for_weights(numbers)
 
     def _before_model(self, model: torch.nn.Module, *_: Any) -> None:
-        self._stop_learning()  # a forward that was cut short may have left it
+        self._stop_learning()  # an aborted forward may have left a learner
         if not torch.is_grad_enabled() or not model.training:
             self._optimizer.wait()
         elif self._optimizer.background:
-            self._optimizer.wait_for_weights(self._early)
+            self._optimizer.wait_for_weights(self._read_early)
         else:
             self._learner = _ReadsBeforeCall(self._numbers)
             self._learner.__enter__()  # type: ignore[no-untyped-call]
 
-    def _learnt(self, *_: Any) -> None:
-        """Only from a forward that came to its end."""
+    def _finish_learning(self, *_: Any) -> None:
+        """Takes the result of the observed forward. Runs only if the forward was completed."""
         if self._learner is not None:
-            self._early |= self._learner.found | (set(self._numbers.values()) - self._learner.called)
+            self._read_early |= self._learner.read_early | (set(self._numbers.values()) - self._learner.called)
             self._optimizer.background = True
 
     def _stop_learning(self, *_: Any) -> None:
@@ -113,28 +114,30 @@ class ForwardOverlap:
 
 
 class _ReadsBeforeCall(TorchFunctionMode):
-    """Sees every torch function: weights that are read before the unit that holds them was called."""
+    """Finds the weights that are read before the unit that holds them is called, by intercepting all torch
+    functions."""
 
     def __init__(self, numbers: dict[int, int]) -> None:
         super().__init__()
         self._numbers = numbers
         self.called: set[int] = set()
-        self.found: set[int] = set()
+        self.read_early: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *(kwargs or {}).values()):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 number = self._numbers.get(id(tensor))
                 if number is not None and number not in self.called:
-                    self.found.add(number)
+                    self.read_early.add(number)
         return func(*args, **(kwargs or {}))
 
 
 def units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
-    """The modules that wait, and for which weights: all below a unit; of what holds units only its own.
+    """The modules that wait, each with the weights that it waits for: a unit for all weights in it, a module that
+    contains units only for its direct weights.
 
-    A module that holds a container (ModuleList, ModuleDict, Sequential) somewhere below it is no unit; what a container
-    holds is, however it looks inside.
+    A module with a container (ModuleList, ModuleDict, Sequential) anywhere in it is not a unit. Each direct child of a
+    container is a unit, whatever it contains.
     """
     if isinstance(model, CONTAINERS) or any(isinstance(m, CONTAINERS) for m in model.modules()):
         yield model, list(model.parameters(recurse=False))
@@ -148,18 +151,19 @@ def units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[torch.
 
 
 def overlap_forward(optimizer: AdamW, model: torch.nn.Module) -> ForwardOverlap:
-    """After one training forward `step()` returns as soon as it is known that there is an update; the next forward
-    waits for each weight where it is read. Results are the same, bit for bit. Methods other than `forward` that read
-    weights while training call `tidegate.wait()` first.
+    """Overlaps the update with the next forward. After one training forward, `step()` returns as soon as the update is
+    certain, and the next forward waits for each weight where the weight is read. Results are the same, bit for bit.
+    Methods other than `forward` that read weights during training must call `tidegate.wait()` first.
 
-    Needs `Offload(gradients="release")`: nobody else may write to gradients that an update still reads. ConfigError for
-    models whose reads of weights cannot be gated (`torch.compile`, FSDP2 and other DTensors).
+    Needs `Offload(gradients="release")`, because nothing else may write to gradients that an update still reads.
+    ConfigError for models in which reads of weights cannot be intercepted (`torch.compile`, FSDP2, other DTensors).
     """
     return ForwardOverlap(optimizer, model)
 
 
 def wait(optimizer: AdamW) -> None:
-    """Waits until `optimizer`'s last update is done: before weights are read or written outside a training forward."""
+    """Waits for the end of the last update; to be called before weights are read or written outside a training
+    forward."""
     optimizer.wait()
 
 
@@ -174,8 +178,8 @@ def _require_gated_reads(optimizer: AdamW, model: torch.nn.Module) -> None:
     inside = {id(param) for param in model.parameters()}
     if any(id(param) not in inside for param in _params(optimizer)):
         raise ConfigError(
-            "The optimizer has parameters that are not in this model: nobody would wait for them. Give the module that "
-            "holds all of them."
+            "The optimizer has parameters that are not in this model: no module would wait for them. Give the module "
+            "that holds all of them."
         )
     if isinstance(model, torch._dynamo.OptimizedModule) or any(m._compiled_call_impl for m in model.modules()):
         raise ConfigError("Overlap with the forward is off under torch.compile: its reads of weights are not gated.")

@@ -1,5 +1,5 @@
-"""How gradients came in a step: how much of them was copied to the host twice, how late the first one was there, and
-how many of them one node of autograd's graph handed over."""
+"""Statistics of how gradients arrive in a step: the share that was copied to the host twice, the time of the first
+gradient, and the share that a single node of the autograd graph produces."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.plan.ops import OpKind
 
-FEW: Final = 8
-"""With fewer parameters, the first gradient of an ordinary backward may come at its end, too."""
-NODES: Final = 16
-"""How many nodes of a graph are looked at: one that has the whole model is among the first of its backward."""
+MIN_PARAMS: Final = 8
+"""Smallest number of parameters for statistics of arrival: with fewer, the first gradient may come at the end of an
+ordinary backward, too."""
+MAX_NODES: Final = 16
+"""Number of graph nodes that are examined: a node that has the whole model is among the first of its backward."""
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
-    """Of one step, or of several together. Bytes of gradients that went to the host, each once, and those that went
-    again, and those that one node of the graph handed over together; seconds of backward passes, without what the
-    engine did in them, and how many of these had passed when the first gradient came."""
+class GradientArrival:
+    """Figures of one step, or sums over several steps."""
 
     copied_bytes: int = 0
+    """Bytes of the gradients that were copied to the host, each gradient counted once."""
     recopied_bytes: int = 0
+    """Bytes of the copies that were repeated."""
     backward_seconds: float = 0.0
+    """Duration of the last backward pass of each step, without the time that the engine took in it."""
     first_seconds: float = 0.0
+    """Part of `backward_seconds` before the first gradient."""
     together_bytes: float = 0.0
+    """Bytes of the gradients that came from a single node of the autograd graph."""
 
     @property
     def together(self) -> float:
-        """Share of the gradients that one node of the graph handed over when all its work was done."""
+        """Share of the gradients that came from a single node of the autograd graph, all at the end of its work."""
         return self.together_bytes / self.copied_bytes if self.copied_bytes else 0.0
 
     @property
@@ -42,11 +46,11 @@ class Delivery:
 
     @property
     def first_gradient(self) -> float:
-        """Share of the backward that had passed when its first gradient came; 0 where nothing goes to the host."""
+        """Share of the backward before its first gradient; 0 if no gradient is copied to the host."""
         return self.first_seconds / self.backward_seconds if self.copied_bytes and self.backward_seconds else 0.0
 
-    def __add__(self, other: Delivery) -> Delivery:
-        return Delivery(
+    def __add__(self, other: GradientArrival) -> GradientArrival:
+        return GradientArrival(
             self.copied_bytes + other.copied_bytes,
             self.recopied_bytes + other.recopied_bytes,
             self.backward_seconds + other.backward_seconds,
@@ -54,8 +58,8 @@ class Delivery:
             self.together_bytes + other.together_bytes,
         )
 
-    def __sub__(self, other: Delivery) -> Delivery:
-        return Delivery(
+    def __sub__(self, other: GradientArrival) -> GradientArrival:
+        return GradientArrival(
             self.copied_bytes - other.copied_bytes,
             self.recopied_bytes - other.recopied_bytes,
             self.backward_seconds - other.backward_seconds,
@@ -64,7 +68,8 @@ class Delivery:
         )
 
 
-def delivery_of(result: StepResult, phases: StepPhases) -> Delivery:
+def gradient_arrival_of(result: StepResult, phases: StepPhases) -> GradientArrival:
+    """The figures of one step."""
     copied: dict[int, int] = {}
     again = 0
     for span in result.spans[result.num_dropped :]:
@@ -72,39 +77,41 @@ def delivery_of(result: StepResult, phases: StepPhases) -> Delivery:
             again += span.nbytes if span.op in copied else 0
             copied[span.op] = span.nbytes
     total = sum(copied.values())
-    if len(result.stepped) < FEW:
-        return Delivery(total, again)
-    return Delivery(total, again, *_first_of_backward(phases), phases.handed_together * total)
+    if len(result.stepped) < MIN_PARAMS:
+        return GradientArrival(total, again)
+    return GradientArrival(total, again, *_first_of_backward(phases), phases.handed_together * total)
 
 
 def handed_together(node: Any, params: Collection[Any]) -> float:
-    """Share of the elements of these parameters whose gradients one node of the graph hands over together, of the nodes
-    that a backward comes to first from `node`. Those of a compiled region do: `torch.compile` makes one node of it.
+    """Largest share of the elements of these parameters whose gradients come from a single node of the autograd graph.
+    Examines the first MAX_NODES nodes of a backward, from `node` on. `torch.compile` makes such a node of each region
+    that it compiles.
 
-    Times would not tell: beside a brief backward, or one that the host only enqueues, hooks between two gradients of
-    the same node take longer than the work before the first.
+    Measured times cannot show this: when a backward is brief, or only enqueued by the host, the hooks between two
+    gradients of the same node take longer than the work before the first gradient.
     """
-    nodes, most = [node], 0
-    for node in itertools.islice(nodes, NODES):
-        inputs = [one for one, _ in node.next_functions if one is not None]
-        leaves = {id(one.variable) for one in inputs if _is_leaf(one)}
-        if len(leaves) >= FEW:
-            most = max(most, sum(p.numel() for p in params if id(p) in leaves))
-        nodes += [one for one in inputs if not _is_leaf(one)]
-    return most / sum(p.numel() for p in params) if most else 0.0
+    nodes, largest = [node], 0
+    for node in itertools.islice(nodes, MAX_NODES):
+        inputs = [source for source, _ in node.next_functions if source is not None]
+        leaves = {id(source.variable) for source in inputs if _is_leaf(source)}
+        if len(leaves) >= MIN_PARAMS:
+            largest = max(largest, sum(p.numel() for p in params if id(p) in leaves))
+        nodes += [source for source in inputs if not _is_leaf(source)]
+    return largest / sum(p.numel() for p in params) if largest else 0.0
 
 
 def _is_leaf(node: Any) -> bool:
-    """Whether the node adds a gradient to that of a parameter."""
+    """Whether the node accumulates into the gradient of a parameter."""
     return type(node).__name__ == "AccumulateGrad"
 
 
 def _first_of_backward(phases: StepPhases) -> tuple[float, float]:
-    """Of the last backward that made gradients: its seconds, and those before its first gradient, by the clock of the
-    thread that runs it. Zeros where the model is not attached: the phase then begins with the first gradient."""
+    """Seconds of the last backward that made gradients, without the time in the engine's hooks, and seconds from its
+    start to its first gradient, by the clock of the host. Zeros where the model is not attached, because the phase then
+    begins with the first gradient."""
     moment = phases.first_gradient
     backwards = [span for span in phases.spans if span.phase == "backward"]
-    last = next((one for one in backwards if moment is not None and one.start < moment <= one.end), None)
+    last = next((span for span in backwards if moment is not None and span.start < moment <= span.end), None)
     if moment is None or last is None:
         return 0.0, 0.0
     in_hooks = phases.exposed_seconds.get("backward", 0.0) / len(backwards)

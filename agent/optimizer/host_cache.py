@@ -1,4 +1,4 @@
-"""How much host memory `auto` gives to the host cache."""
+"""Size of the host cache when the knob `host_cache` is `auto`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.ranks import ranks_that_share_host
 
 CACHE_SHARE: Final = 0.9
+"""Share of the free host memory that the engine may use."""
 
 
-def ample_cache(
+def automatic_cache_bytes(
     offload: Offload, shards: Sequence[torch.Tensor], layouts: Sequence[Layout], held_bytes: int = 0
 ) -> int:
-    """Bytes: 90 % of the host memory that is free now, less what else the engine needs of it; 0 without paths.
+    """Bytes for the host cache: 90 % of the host memory that is free now, minus the other host buffers of the engine; 0
+    without paths.
 
-    Ranks of a node have equal parts of what is free. held_bytes: what the engine has already.
+    The ranks of a host share the free memory equally. held_bytes: host memory that the engine has already.
     """
     if not offload.paths:
         return 0
@@ -32,5 +34,5 @@ def ample_cache(
     slots = len(offload.paths) * offload.host_slots * largest
     sums = host_bytes(shards, offload.accumulation)
     free = CACHE_SHARE * (host_available_bytes() / ranks_that_share_host() + held_bytes) - slots - sums
-    # What is cached and updated on the CPU has a mirror of its weight and a gradient in host memory, too.
+    # A cached subgroup that the CPU updates also has a weight mirror and a gradient buffer in host memory.
     return max(0, int(free * state / max(1, state + beside)))

@@ -23,18 +23,19 @@ TORCH_DEFAULTS: Mapping[str, Any] = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-"""What else torch's param groups hold: state moves both ways with the same keys. `foreach` and `fused` choose among
-torch's implementations and mean nothing here."""
+"""Further keys of torch's param groups with their defaults: with the same keys, states can be exchanged with torch.
+`foreach` and `fused` choose among torch's implementations and are ignored here."""
 
-REFUSED = {
+UNSUPPORTED_OPTIONS = {
     "amsgrad": "it needs another state",
     "capturable": "an offloaded update cannot be captured in a CUDA graph",
     "differentiable": "an offloaded update is outside of autograd",
 }
+"""Options that must not be true, with the reason."""
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """ConfigError for hyperparameters of a param group that cannot work. Those that are absent are not checked."""
+    """ConfigError for invalid hyperparameters of a param group. Absent ones are not checked."""
     lr = group.get("lr")
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr is a tensor of {lr.numel()} elements: it must have 1.")
@@ -44,15 +45,15 @@ def check_group(group: Mapping[str, Any]) -> None:
     for i, beta in enumerate(group.get("betas", ())):
         if not 0.0 <= beta < 1.0:
             raise ConfigError(f"betas[{i}]={beta} is out of range: from 0 to below 1.")
-    for name, reason in REFUSED.items():
+    for name, reason in UNSUPPORTED_OPTIONS.items():
         if group.get(name):
             raise ConfigError(f"{name}=True is not supported: {reason}. Leave it out.")
 
 
 def defaults_of(hyperparameters: Mapping[str, Any], torch_options: Mapping[str, Any]) -> dict[str, Any]:
-    """What param groups have where they say nothing themselves, with the keys that torch's have.
+    """The default values of param groups, with the same keys as in torch.
 
-    ConfigError for options that torch does not have, and for values that cannot work.
+    ConfigError for options that torch does not have, and for invalid values.
     """
     unknown = sorted(set(torch_options) - set(TORCH_DEFAULTS))
     if unknown:
@@ -63,37 +64,40 @@ def defaults_of(hyperparameters: Mapping[str, Any], torch_options: Mapping[str, 
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:
+    """ConfigError unless `max_grad_norm` is above 0 or None."""
     if max_grad_norm is not None and not max_grad_norm > 0.0:
         raise ConfigError(f"max_grad_norm={max_grad_norm} is out of range: above 0, or None.")
 
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """What a GradScaler says of this step: gradients are so many times too large; or they are not finite somewhere."""
+    """State of a GradScaler in this step: the inverse of its scale, with which gradients must be multiplied, and
+    whether it has found gradients that are not finite."""
 
     inverse: float = 1.0
     found_inf: bool = False
 
     @classmethod
     def of(cls, optimizer: Any) -> LossScale:
-        """From the attributes that `GradScaler.step` sets on optimizers with `_step_supports_amp_scaling`."""
+        """Reads the attributes that `GradScaler.step` sets on optimizers with `_step_supports_amp_scaling`."""
         scale = getattr(optimizer, "grad_scale", None)
-        found = getattr(optimizer, "found_inf", None)
-        return cls(1.0 if scale is None else 1.0 / float(scale), found is not None and bool(float(found)))
+        found_inf = getattr(optimizer, "found_inf", None)
+        return cls(1.0 if scale is None else 1.0 / float(scale), found_inf is not None and bool(float(found_inf)))
 
 
-def asked_by_grad_scaler() -> bool:
-    """Whether the code that reads the property which calls this is torch's GradScaler.
+def called_by_grad_scaler() -> bool:
+    """Whether torch's GradScaler is reading the property that calls this function (found from the call stack).
 
-    Others read `_step_supports_amp_scaling`, too: Lightning takes it for "gradients cannot be clipped from outside",
-    with a scaler or without one. Who is not told divides the gradients itself, which is as right, and slower.
+    Other code reads `_step_supports_amp_scaling`, too: Lightning concludes from True that gradients cannot be clipped
+    from outside, even without a scaler. A GradScaler that reads False divides the gradients itself: correct, but
+    slower.
     """
     return sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
 
 
 def gradient_factor(norm: float, unscale: float, max_grad_norm: float | None) -> float:
-    """What gradients are multiplied with. `norm` is of the gradients as they are; the bound is meant for those that are
-    multiplied with `unscale`."""
+    """The factor for all gradients: `unscale`, and clipping to `max_grad_norm`. `norm` is the norm of the scaled
+    gradients; the bound is for the norm after multiplication with `unscale`."""
     return unscale if max_grad_norm is None else unscale * float(clip_scale(norm * unscale, max_grad_norm))
 
 
@@ -105,18 +109,19 @@ def step_inputs(
     make_scalars: Callable[..., Scalars] = scalars,
     make_factor: Callable[[float, float, float | None], float] = gradient_factor,
 ) -> StepInputs:
-    """What a step computes with: a snapshot, later changes of `groups` do not touch it. `steps` are those done.
+    """The inputs of a step: a snapshot, so that later changes of `groups` have no effect.
 
-    make_scalars, make_factor: called like `kernels.scalars` and `gradient_factor`.
+    steps: number of updates that each parameter has had.
+    make_scalars, make_factor: functions with the signatures of `kernels.scalars` and `gradient_factor`.
     """
-    frozen = [_frozen(group) for group in groups]
-    known: dict[tuple[int, int, float], Scalars] = {}
+    snapshots = [_snapshot_group(group) for group in groups]
+    cache: dict[tuple[int, int, float], Scalars] = {}
 
     def of(group: int, step: int, grad_scale: float) -> Scalars:
         key = (group, step, grad_scale)
-        if key not in known:
-            known[key] = _scalars(make_scalars, frozen[group], step, grad_scale)
-        return known[key]
+        if key not in cache:
+            cache[key] = _scalars(make_scalars, snapshots[group], step, grad_scale)
+        return cache[key]
 
     return StepInputs(
         steps=[step + 1 for step in steps], scalars=of,
@@ -125,8 +130,8 @@ def step_inputs(
     )  # fmt: skip
 
 
-def _frozen(group: Mapping[str, Any]) -> dict[str, Any]:
-    """As numbers: schedulers change tensors in place, and lanes look later."""
+def _snapshot_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters as numbers: schedulers change tensors in place, and lanes read the values later."""
     return {
         "lr": _number(group["lr"]),
         "beta1": _number(group["betas"][0]),
@@ -144,5 +149,5 @@ def _scalars(make: Callable[..., Scalars], values: Mapping[str, Any], step: int,
 
 
 def _number(value: Any) -> float:
-    """torch takes tensors for lr and betas, too."""
+    """The value as a float: torch accepts tensors for lr and betas, too."""
     return float(value.item()) if isinstance(value, torch.Tensor) else float(value)

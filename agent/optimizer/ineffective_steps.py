@@ -1,4 +1,5 @@
-"""Steps that change no weight, counted and said ever more rarely; and parameters that no step changes, said once."""
+"""Warns about steps that change no weight, with decreasing frequency, and once about parameters that no step
+changes."""
 
 from __future__ import annotations
 
@@ -14,16 +15,18 @@ from tidegate.logs import event
 
 log = logging.getLogger("tidegate")
 
-SCALERS_PATIENCE = 10
-"""A GradScaler begins with a scale that is too large, and finds a smaller one by skipping a few steps."""
-WITHOUT_GRADIENTS_PATIENCE = 3
-"""Some scripts call `step()` once before they train, for a scheduler."""
-UNTRAINED_PATIENCE = 20
-"""Updates in which each part of a model should have had a gradient once."""
+SCALER_SKIPS_ALLOWED = 10
+"""Skipped steps in a row before the first warning with a GradScaler, which starts with a scale that is too large and
+finds a smaller one by skipping a few steps."""
+EMPTY_STEPS_ALLOWED = 3
+"""Calls of `step()` without gradients in a row at which the first warning comes: some scripts call `step()` once before
+they train, for a scheduler."""
+UPDATES_BEFORE_UNTRAINED_WARNING = 20
+"""Number of updates in which each parameter should have had a gradient once."""
 
 
-class Fruitless:
-    """`name`: what a parameter is called, by its number."""
+class IneffectiveStepWarnings:
+    """Counts ineffective steps and logs warnings. `name` gives the name of a parameter by its number."""
 
     def __init__(self, name: Callable[[int], str]) -> None:
         self.num_skipped = 0
@@ -33,22 +36,22 @@ class Fruitless:
         self._skipped_in_a_row = 0
         self._empty_in_a_row = 0
         self._untrained: set[int] = set()
-        """Parameters without an update since the watch began; empty when nobody watches."""
+        """Parameters without an update since the last call of `watch`; empty when this is not checked any more."""
         self._updates = 0
         self._said_untrained = False
 
     def watch(self, num_params: int) -> None:
-        """The optimizer has so many parameters from now on: each should be updated once in the next steps."""
+        """Starts the check that each of this number of parameters is updated in the next steps."""
         self._untrained = set() if self._said_untrained else set(range(num_params))
         self._updates = 0
 
     def updated(self, numbers: Collection[int], params: Sequence[torch.Tensor]) -> None:
-        """A step updates those of `params` that have these numbers."""
+        """Takes note of a step that updates the parameters with these numbers."""
         if not self._untrained:
             return
         self._untrained.difference_update(numbers)
         self._updates += 1
-        if self._updates < UNTRAINED_PATIENCE:
+        if self._updates < UPDATES_BEFORE_UNTRAINED_WARNING:
             return
         left = [i for i in sorted(self._untrained) if params[i].requires_grad and shard_of(params[i]).numel()]
         self._untrained = set()
@@ -58,13 +61,13 @@ class Fruitless:
                 "%d of the optimizer's %d parameters (the first: %s) had no gradient in %d steps and are not trained: "
                 "that is fine where they are unused, or frozen otherwise than by requires_grad=False. Where a part of "
                 "the model was replaced or sharded after the optimizer was built (a new head, fully_shard), build the "
-                "optimizer anew from the model's parameters.",
+                "optimizer again from the model's parameters.",
                 len(left), len(params), self._name(left[0]), self._updates,
                 extra=event("untrained", parameters=len(left), steps=self._updates),
             )  # fmt: skip
 
     def observe(self, result: StepResult, _: StepPhases) -> None:
-        """A step has ended."""
+        """Takes note of the result of a step, and warns if the step was skipped."""
         self._steps += 1
         if not result.skipped:
             self._skipped_in_a_row = 0
@@ -72,16 +75,16 @@ class Fruitless:
         self.num_skipped += 1
         self._skipped_in_a_row += 1
         if result.scaled:
-            patience_ended = self._skipped_in_a_row >= SCALERS_PATIENCE
-            if patience_ended and _is_due(self._skipped_in_a_row - SCALERS_PATIENCE + 1):
-                self._warn(result.bad_params, "The GradScaler's scale falls all the while: look at its init_scale.")
+            patience_ended = self._skipped_in_a_row >= SCALER_SKIPS_ALLOWED
+            if patience_ended and _is_due(self._skipped_in_a_row - SCALER_SKIPS_ALLOWED + 1):
+                self._warn(result.bad_params, "The GradScaler's scale keeps falling: check its init_scale.")
         elif _is_due(self.num_skipped):
             self._warn(result.bad_params, "In fp16, scale the loss with a GradScaler, or train in bf16.")
 
     def had_gradients(self, num_params: int, any_gradient: bool) -> None:
-        """`step()` was called, with gradients or without any."""
+        """Takes note of a call of `step()`, and warns after several calls in a row without any gradient."""
         self._empty_in_a_row = 0 if any_gradient else self._empty_in_a_row + 1
-        count = self._empty_in_a_row - WITHOUT_GRADIENTS_PATIENCE + 1
+        count = self._empty_in_a_row - EMPTY_STEPS_ALLOWED + 1
         if count > 0 and _is_due(count):
             log.warning(
                 "step() found no gradient on any of the %d parameters, %d times in a row: nothing is trained. If the "
@@ -94,20 +97,20 @@ class Fruitless:
 
     def _warn(self, bad_params: tuple[int, ...], of_scaling: str) -> None:
         if not bad_params:
-            where = "a gradient on another rank, or one that the GradScaler looked at, is"
+            where = "a gradient on another rank, or a gradient that the GradScaler checked, is"
         elif len(bad_params) == 1:
             where = f"the gradient of parameter {self._name(bad_params[0])} is"
         else:
             where = f"the gradients of parameter {self._name(bad_params[0])} and of {len(bad_params) - 1} more are"
         log.warning(
-            "A step was skipped, weights and state are as they were: %s not finite (NaN or infinite). It is the %s "
-            "skipped step of %s. Look at the loss and the batch of this step, and at the learning rate; clip with "
-            "max_grad_norm. torch.autograd.set_detect_anomaly(True) names the operation that made them. %s",
+            "A step was skipped, weights and state are unchanged: %s not finite (NaN or infinite). It is the %s "
+            "skipped step of %s. Check the loss and the batch of this step, and the learning rate; clip with "
+            "max_grad_norm. torch.autograd.set_detect_anomaly(True) names the operation that produced such values. %s",
             where, f"{self.num_skipped:,}.", f"{self._steps:,}", of_scaling,
             extra=event("step_skipped", skipped=self.num_skipped, steps=self._steps, in_a_row=self._skipped_in_a_row),
         )  # fmt: skip
 
 
 def _is_due(count: int) -> bool:
-    """The first, the tenth, the hundredth, then every thousandth."""
+    """True for the 1st, 10th and 100th occurrence, then for every 1000th."""
     return count in (1, 10, 100) or count % 1000 == 0

@@ -1,4 +1,4 @@
-"""Hooks on modules that belong to the optimizer, not to the module."""
+"""Module hooks that do not keep the optimizer alive, and that do nothing in copies of the module."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class ModelHook:
-    """Calls a method with `first` before its other arguments, for as long as the method's object lives.
+    """A hook that calls a method, with `first` before its other arguments, as long as the method's object exists.
 
-    A module that has such hooks keeps no optimizer alive, and can be copied and pickled: what comes out has hooks that
-    do nothing, because the optimizer works on the parameters of the original.
+    A module with such hooks does not keep the optimizer alive, and can be copied and pickled. The hooks of the copy do
+    nothing, because the optimizer works on the parameters of the original.
     """
 
     def __init__(self, method: Callable[..., Any], *first: Any) -> None:
@@ -23,12 +23,13 @@ class ModelHook:
         return None if method is None else method(*self._first, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _in_a_copy, ()
+        return _inactive_hook, ()
 
 
-def _in_a_copy() -> Callable[..., None]:
+def _inactive_hook() -> Callable[..., None]:
+    """The hook that a copied or unpickled module gets."""
     return no_hook
 
 
 def no_hook(*_: Any, **__: Any) -> None:
-    """What stands for a hook in a copy."""
+    """Does nothing: takes the place of hooks in copied modules."""

@@ -1,4 +1,4 @@
-"""`tidegate.Offload`: where and how state is offloaded, as the user says it."""
+"""`tidegate.Offload`: the user's settings of offloading."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ from tidegate.plan import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Where and how state is offloaded.
+    """Settings of offloading: where state is stored, and how updates run.
 
-    stride: every stride-th subgroup that is not resident is updated on the device; "off", or "auto": 2 at first, then
-        what measured rates call for, once attached.
+    stride: every stride-th subgroup that is not resident is updated on the device; "off", or "auto": 2 at first and,
+        once attached, the best stride for the measured rates.
     static_ratio: share of the subgroups whose state stays on the device.
     subgroup_numel: parameters per subgroup.
     num_slots: staging slots on the device; two or more let copies in, updates and copies out overlap.
-    cpu_threads: threads of the CPU lane; 0 for the cores that are left by the training threads of the host's ranks.
-    device: "auto" takes the emulated device where there is no GPU; "emulated" always.
-    device_memory_bytes: capacity of the emulated device; 0 for four times what the weights take, plus the state.
+    cpu_threads: threads of the CPU lane; 0 for all cores except one for the training thread of each rank on the host.
+    device: "auto" uses the emulated device if there is no GPU; "emulated" always does.
+    device_memory_bytes: capacity of the emulated device; 0 for four times the bytes of the weights, plus the state.
     emulated: rates of the emulated lanes.
     headroom_bytes: device memory that state must leave free.
-    gradients: "keep" leaves `.grad` as it is, what is done to it counts; "release" takes each gradient as it arrives
-        and frees it as soon as it was copied or used: clip with `max_grad_norm`, and put all but the last backward of a
-        step into `with optimizer.accumulate():`.
-    accumulation: with "release", where gradients of a step's backward passes before the last one wait: "device" leaves
-        them in `.grad`; "host" adds each to a sum in host memory, rounded as torch rounds sums in `.grad`; "host_fp32"
-        in fp32, rounded once. Then `.grad` is None between two backward passes, and the device has no gradients; only
-        `optimizer.zero_grad()` drops the sums, not `model.zero_grad()`.
-    gradient_memory_bytes: with "release", what gradients may take on the device. Those that wait for the update and
-        find no room are spilled to the host and come back with their state; a backward waits for copies while its next
-        gradient would have no room. 0 for what weights, state and headroom leave: activations are in none of these, so
-        set it, or `headroom_bytes`, where they take much of the device.
+    gradients: "keep" leaves gradients in `.grad`, and changes to `.grad` before `step()` are respected; "release" takes
+        each gradient when it arrives and frees it as soon as it was copied or used: clip with `max_grad_norm`, and put
+        all but the last backward of a step into `with optimizer.accumulate():`.
+    accumulation: with "release", where gradients of a step's backward passes before the last one are stored: "device"
+        leaves them in `.grad`; "host" adds each to a sum in host memory, rounded as torch rounds sums in `.grad`;
+        "host_fp32" adds in fp32 and rounds once. With the last two, `.grad` is None between two backward passes, and
+        the device has no gradients; only `optimizer.zero_grad()` drops the sums, not `model.zero_grad()`.
+    gradient_memory_bytes: with "release", device memory for gradients. Gradients that wait for the update and do not
+        fit are spilled to the host and copied back with their state; a backward waits for copies while its next
+        gradient would not fit. 0 for the memory that weights, state and headroom leave. This does not count
+        activations: set it, or `headroom_bytes`, where activations take much of the device.
     policy: "interleaved", or a baseline: "sequential", "twinflow".
-    paths: storage for state that neither device nor host memory keeps: directories or
-        "s3://bucket/prefix", by name; or `PathSettings`, `ObjectSettings`.
-    tier_split: what share of it each path gets, "nvme:2,pfs:1"; "auto": what measured speeds call for; "eq1": in
-        proportion to the slower of their read and write bandwidths (MLP-Offload, Eq. 1).
-    host_cache: bytes of host memory ("8GiB") that hold some of it between steps; "auto": 90 % of what is free, in equal
-        parts for the ranks of a node.
+    watchdog_seconds: LaneStuckError when one op takes longer.
+    paths: storage for state that is neither on the device nor in host memory: directories or "s3://bucket/prefix", by
+        name; or `PathSettings`, `ObjectSettings`.
+    tier_split: weights that divide this state among the paths, "nvme:2,pfs:1"; "auto": by measured speeds; "eq1": in
+        proportion to the slower of read and write bandwidth of each path (MLP-Offload, Eq. 1).
+    host_cache: bytes of host memory ("8GiB") that hold some of this state between steps; "auto": 90 % of the free host
+        memory minus other buffers, in equal parts for the ranks of a host.
     order: "pinned" keeps the same subgroups in the host cache; "alternate" runs every other update backwards and keeps
-        those that the next one begins with (MLP-Offload); "auto": pinned.
+        the subgroups that the next update begins with (MLP-Offload); "auto": pinned.
     host_slots: staging slots in host memory for each path; three let a fetch, an update and a flush overlap.
     """
 
@@ -98,18 +99,20 @@ class Offload:
             )
 
     def knobs(self) -> Knobs:
-        """What the run begins with. KnobError for what is out of range or needs paths that are not there."""
+        """The first values of the knobs. KnobError for values that are out of range or need paths that are not
+        given."""
         wanted: dict[str, Any] = {"stride": self.stride, "static_ratio": self.static_ratio}
         wanted |= {name: getattr(self, name) for name in PATH_KNOBS if getattr(self, name) != AUTO}
         return Knobs().changed(wanted, specs_for(tuple(self.paths)))
 
     def path_settings(self) -> dict[str, PathSettings | ObjectSettings]:
-        """By name, in their order. ConfigError for the address of something that is not an object store we know."""
+        """The settings of each path by name, in the given order. ConfigError for the address of an unknown object
+        store."""
         return {name: _settings(path) for name, path in self.paths.items()}
 
 
 def as_offload(given: Any) -> Offload:
-    """What the optimizer was given as `offload`; None is the defaults. ConfigError for what is no `Offload`."""
+    """The argument `offload` of the optimizer, with the defaults for None. ConfigError when it is not an `Offload`."""
     if isinstance(given, Offload):
         return given
     if given is None:
@@ -123,11 +126,11 @@ def as_offload(given: Any) -> Offload:
         remedy = "leave it out for the defaults, or write offload=tidegate.Offload()"
     elif given is False:
         remedy = "leave it out for the defaults; without offloading there is torch.optim.AdamW"
-    raise ConfigError(f"offload={given!r} is a {type(given).__name__}, and no tidegate.Offload: {remedy}.")
+    raise ConfigError(f"offload={given!r} is a {type(given).__name__}, not a tidegate.Offload: {remedy}.")
 
 
 def _check_paths(paths: Any) -> None:
-    """ConfigError for what is no mapping of names to places."""
+    """ConfigError unless `paths` maps names to directories or addresses."""
     if isinstance(paths, str | os.PathLike):
         place = os.fspath(paths)
         last = place.rstrip("/").rpartition("/")[2]
@@ -140,8 +143,8 @@ def _check_paths(paths: Any) -> None:
     for name, place in paths.items():
         if not isinstance(place, str | os.PathLike | PathSettings | ObjectSettings):
             raise ConfigError(
-                f"paths={{{name!r}: {place!r}}} is no place: give a directory, an address of an object store, "
-                "PathSettings or ObjectSettings."
+                f"paths={{{name!r}: {place!r}}} is not a valid location: give a directory, an address of an object "
+                "store, PathSettings or ObjectSettings."
             )
 
 

@@ -1,8 +1,8 @@
-"""What `optimizer.state` shows of a state that lives elsewhere: torch's entries, with tensors that have no memory.
+"""`optimizer.state` as a lazy view of the offloaded state: torch's entries, with tensors that have no memory.
 
-Whoever walks it finds `step`, `exp_avg` and `exp_avg_sq` (and what makes a 16-bit weight an fp32 one) for each
-parameter that was updated, reads them as tensors, and may put them back as they are. To empty an entry, or all of
-them, begins the state anew. What would be written elsewhere is refused, as it would be lost.
+Iteration yields `step`, `exp_avg` and `exp_avg_sq` (and `remainder` or `master` of 16-bit weights) for each parameter
+that was updated. These can be read as tensors, and assigned to the same place unchanged. Emptying an entry, or all
+entries, resets the state. All other writes raise ConfigError, because they would be lost.
 """
 
 from __future__ import annotations
@@ -16,41 +16,42 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from tidegate.agent.optimizer.state_dicts import ARRAYS
-from tidegate.agent.parameters.shards import as_part_of, is_divided, shard_of
+from tidegate.agent.parameters.shards import is_divided, shard_of, wrap_like
 from tidegate.errors import ConfigError
 
 NAMES = ("step", *ARRAYS)
-"""What belongs to the engine in an entry; other names are the user's."""
+"""Names in an entry that belong to the engine; other names are the user's."""
 REMEDY = (
-    "The state lives in the engine, and optimizer.state shows it. To change it, take state = optimizer.state_dict(), "
-    "change that, and call optimizer.load_state_dict(state). To begin it anew, call optimizer.state.clear()."
+    "The state is in the engine, and optimizer.state is a view of it. To change it, take state = "
+    "optimizer.state_dict(), change this copy, and call optimizer.load_state_dict(state). To reset it, call "
+    "optimizer.state.clear()."
 )
 
-VIEWS_BY_ANOTHER_NAME = (torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_split_with_sizes.default)
-"""Their results share memory with what they are given, and their schemas do not say so."""
+UNDECLARED_VIEW_OPS = (torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_split_with_sizes.default)
+"""Operations whose results share memory with their input although their schemas do not declare it."""
 
 
-class Owner(Protocol):
-    """The optimizer whose state it is."""
+class StateOwner(Protocol):
+    """The optimizer that a state view belongs to."""
 
     def read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """All of this parameter's state, as `state_dict` has it."""
+        """All of this parameter's state, in the form of `state_dict`."""
 
     def reset_state(self, params: Collection[torch.Tensor] | None) -> None:
-        """The state of these parameters, of all with None, begins anew."""
+        """Resets the state of these parameters, of all parameters for None."""
 
 
 class OffloadedTensor(torch.Tensor):
-    """One tensor of the state, or a view of one, without memory: what reads it brings it from where it lives. It says
-    that it is on the CPU, and stays itself when it is moved to another device: where state lives is the engine's
-    business."""
+    """A tensor of the state, or a view of such a tensor, without memory: each read loads the values from where they are
+    stored. Its device is the CPU; moving it to another device returns the same object, because the engine decides where
+    state is stored."""
 
     _read: Callable[[], torch.Tensor]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> OffloadedTensor:
-        """like: has the shape and the strides."""
+        """like: a tensor with the shape and the strides. read: loads the values."""
         made: OffloadedTensor = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=dtype, device=torch.device("cpu")
         )
@@ -67,7 +68,7 @@ class OffloadedTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
             return args[0]
-        if (func.is_view or func in VIEWS_BY_ANOTHER_NAME) and isinstance(args[0], cls):
+        if (func.is_view or func in UNDECLARED_VIEW_OPS) and isinstance(args[0], cls):
             return cls._view(func, args, kwargs)
         for place, argument in enumerate(func._schema.arguments):
             given = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -77,7 +78,7 @@ class OffloadedTensor(torch.Tensor):
 
     @classmethod
     def _view(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """What `func` makes of a tensor of the state shares its memory: it is read with it, and as little written."""
+        """The result of a view operation: a lazy and read-only view of the same tensor of the state."""
         whole = args[0]
         like = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
 
@@ -89,7 +90,7 @@ class OffloadedTensor(torch.Tensor):
         shown = func(like, *args[1:], **kwargs)
         if isinstance(shown, torch.Tensor):
             return cls(shown, shown.dtype, read)
-        return [cls(one, one.dtype, partial(read, number)) for number, one in enumerate(shown)]
+        return [cls(view, view.dtype, partial(read, number)) for number, view in enumerate(shown)]
 
     @property
     def data(self) -> torch.Tensor:
@@ -100,7 +101,7 @@ class OffloadedTensor(torch.Tensor):
         raise ConfigError(f".data = … would not reach the state. {REMEDY}")
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy that cannot be written to."""
+        """A read-only copy."""
         array = self._read().numpy(force=force)
         array.flags.writeable = False
         return array
@@ -119,24 +120,27 @@ class OffloadedTensor(torch.Tensor):
 
 
 def _any_of_state(given: Any) -> bool:
-    return any(isinstance(one, OffloadedTensor) for one in (given if isinstance(given, (list, tuple)) else [given]))
+    """Whether an argument, or an element of it, is a tensor of the state."""
+    return any(isinstance(value, OffloadedTensor) for value in (given if isinstance(given, (list, tuple)) else [given]))
 
 
 def _real(value: Any) -> Any:
+    """The argument with the values of the state in place of its lazy tensors."""
     if isinstance(value, OffloadedTensor):
         return value._read()
     if is_divided(value):
-        return as_part_of(value, _real(shard_of(value)))
+        return wrap_like(value, _real(shard_of(value)))
     return type(value)(map(_real, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether they are one tensor of the state: DTensors around it are made anew by what moves them."""
+    """Whether both are the same tensor of the state. For DTensors the shards count: moving a DTensor makes a new
+    object."""
     return one is other or (is_divided(one) and is_divided(other) and shard_of(one) is shard_of(other))
 
 
-class ParamState(dict[str, Any]):
-    """The entry of one parameter. Its user may add names of his own; the engine's stay as they are."""
+class StateEntry(dict[str, Any]):
+    """The entry of one parameter. Users may add keys; the keys of the engine cannot be changed."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in NAMES:
@@ -169,85 +173,87 @@ class ParamState(dict[str, Any]):
         for name, value in dict(*given, **named).items():
             self[name] = value
 
-    def __ior__(self, given: Any) -> ParamState:  # type: ignore[override, misc]
+    def __ior__(self, given: Any) -> StateEntry:  # type: ignore[override, misc]
         self.update(given)
         return self
 
-    def users(self) -> dict[str, Any]:
-        """What is not the engine's."""
-        return users_part(self)
+    def user_entries(self) -> dict[str, Any]:
+        """The user's own entries."""
+        return user_entries(self)
 
     def __reduce__(self) -> Any:
         return dict, (list(self.items()),)
 
 
 class OffloadedState(defaultdict[Any, Any]):
-    """`optimizer.state`. Keys that are no parameters are the user's."""
+    """`optimizer.state`. Keys that are not parameters belong to the user."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: StateOwner) -> None:
         super().__init__(dict)
         self._owner = weakref.ref(owner)
 
-    # ---- what the optimizer says
+    # ---- for the optimizer
 
-    def show(self, param: torch.Tensor, names: Collection[str]) -> None:
-        """This parameter was updated: its entry has these names."""
-        entry = super().setdefault(param, ParamState())
+    def set_entry(self, param: torch.Tensor, names: Collection[str]) -> None:
+        """Sets the entry of a parameter that was updated: lazy tensors with these names."""
+        entry = super().setdefault(param, StateEntry())
         for name in names:
             dict.__setitem__(entry, name, self._lazy(param, name))
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:
-        """They have no state any more; what is the user's stays."""
+        """Removes the engine's keys from the entries of these parameters; the user's keys stay."""
         for param in params:
             entry = self.get(param, {})
             for name in set(entry) & set(NAMES):
                 dict.__delitem__(entry, name)
 
-    def begin(self, users: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """No parameter has a state; `users`: what is the user's of each."""
+    def reset_entries(self, users: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Removes the state of all parameters, then sets the user's own entries (`users`, by parameter)."""
         for key in [key for key in self if isinstance(key, torch.Tensor)]:
             super().__delitem__(key)
         for param, values in users.items():
             if values:
-                super().__setitem__(param, ParamState(values))
+                super().__setitem__(param, StateEntry(values))
 
-    def users(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
-        """What is the user's of each of these."""
-        return {param: self[param].users() for param in params if param in self}
+    def user_entries(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
+        """The user's own entries of each of these parameters."""
+        return {param: self[param].user_entries() for param in params if param in self}
 
     def with_values(self, values: Mapping[torch.Tensor, Mapping[str, Any]]) -> dict[Any, Any]:
-        """All of it, with these values in place of tensors without memory. Parameters that are not there are left out:
-        they have no state."""
+        """The whole state as a dictionary, with these values in place of the lazy tensors. Parameters that are not in
+        `values` have no state and are left out."""
         others = {key: value for key, value in self.items() if not isinstance(key, torch.Tensor)}
-        return others | {param: {**self[param].users(), **own} for param, own in values.items()}
+        return others | {param: {**self[param].user_entries(), **own} for param, own in values.items()}
 
     def take_others(self, given: Mapping[Any, Any]) -> None:
-        """A loaded state holds these beside that of parameters."""
+        """Replaces the entries whose keys are not parameters by those of a loaded state."""
         for key in [key for key in self if not isinstance(key, torch.Tensor)]:
             super().__delitem__(key)
         for key, value in given.items():
             super().__setitem__(key, value)
 
     def _lazy(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """A DTensor where the parameter is one, whose shard is without memory."""
+        """A lazy tensor of the state; for a DTensor parameter, a DTensor with a lazy shard."""
         owner, param_ref = self._owner, weakref.ref(param)
 
         def read() -> torch.Tensor:
             optimizer, whole = owner(), param_ref()
             if optimizer is None or whole is None:
-                raise ConfigError("The optimizer that this state belongs to is gone; take its state_dict() before.")
+                raise ConfigError(
+                    "The optimizer that this state belongs to no longer exists; call its state_dict() before."
+                )
             return shard_of(optimizer.read_state(whole)[name])
 
         if name == "step":
             return OffloadedTensor(torch.empty((), device="meta"), torch.float32, read)
         dtype = torch.int16 if name == "remainder" else torch.float32
         like = torch.empty_like(shard_of(param), device="meta")
-        return as_part_of(param, OffloadedTensor(like, dtype, read))
+        return wrap_like(param, OffloadedTensor(like, dtype, read))
 
-    # ---- what users do
+    # ---- for users
 
     def __missing__(self, key: Any) -> Any:
-        entry: dict[str, Any] = ParamState() if isinstance(key, torch.Tensor) else {}
+        entry: dict[str, Any] = StateEntry() if isinstance(key, torch.Tensor) else {}
         super().__setitem__(key, entry)
         return entry
 
@@ -268,7 +274,7 @@ class OffloadedState(defaultdict[Any, Any]):
         entry = self[key]
         for name in set(entry) - set(value) - set(NAMES):
             del entry[name]
-        entry.update(users_part(value))
+        entry.update(user_entries(value))
 
     def __delitem__(self, key: Any) -> None:
         if isinstance(key, torch.Tensor) and key in self:
@@ -319,7 +325,7 @@ class OffloadedState(defaultdict[Any, Any]):
         return defaultdict, (dict, dict(self))
 
     def replace(self, given: Mapping[Any, Any]) -> None:
-        """`optimizer.state = given`: nothing in it begins all anew, the same entries change nothing."""
+        """`optimizer.state = given`: an empty mapping resets all state, the same entries change nothing."""
         if given is self:
             return
         gone = [key for key in self if key not in given]
@@ -336,8 +342,8 @@ class OffloadedState(defaultdict[Any, Any]):
             owner.reset_state(params)
 
 
-def users_part(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a parameter's state is not the engine's."""
+def user_entries(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a parameter's state that belong to the user, not to the engine."""
     return {name: value for name, value in entry.items() if name not in NAMES}
 
 

@@ -1,4 +1,5 @@
-"""Optimizer state in and out of `state_dict`: whole tensors for each parameter, as torch.optim.AdamW keeps them."""
+"""Converts the engine's state to the entries of a `state_dict` and back: whole tensors for each parameter, as in
+torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ import torch
 
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.optimizer.hyperparameters import check_group
-from tidegate.agent.parameters.shards import as_part_of, own_part
+from tidegate.agent.parameters.shards import local_part, wrap_like
 from tidegate.agent.parameters.subgroups import Segment, flat, format_of
 from tidegate.errors import ConfigError
 from tidegate.kernels import WeightFormat
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ARRAYS = (*MOMENTS, "remainder", "master")
-"""What the engine has of a parameter. A state may have more, which is the user's."""
+"""Names of the engine's arrays of a parameter. Other names in a state belong to the user."""
 
 ParamState = Mapping[str, torch.Tensor]
 
@@ -26,23 +27,23 @@ ParamState = Mapping[str, torch.Tensor]
 def gather(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int]) -> dict[int, dict[str, torch.Tensor]]:
     """The state of each parameter that was updated: step, moments, and `remainder` or `master` of 16-bit weights."""
     if not any(steps):
-        return {}  # as cheap as it is for torch: Accelerate asks at construction
+        return {}  # cheap, as in torch: Accelerate calls this at construction
     shards = engine.shards
-    found: list[dict[str, torch.Tensor]] = [_empty_moments(shard) for shard in shards]
+    gathered: list[dict[str, torch.Tensor]] = [_empty_moments(shard) for shard in shards]
     for layout in engine.layouts:
         if not any(steps[s.param] for s in layout.segments):
             continue
         with engine.memory.arrays(layout.id, changed=False) as arrays:
             for s in layout.segments:
                 for name, array in arrays.items():
-                    # On the host, where it comes from: the device need not have room for it.
+                    # On the host, where the state comes from: it may not fit on the device.
                     like = shards[s.param]
-                    whole = found[s.param].setdefault(name, torch.empty_like(like, dtype=array.dtype, device="cpu"))
+                    whole = gathered[s.param].setdefault(name, torch.empty_like(like, dtype=array.dtype, device="cpu"))
                     flat(whole)[s.offset : s.offset + s.numel] = array[s.start : s.start + s.numel]
     return {
         i: {
             "step": torch.tensor(float(step)),
-            **{name: as_part_of(params[i], part) for name, part in found[i].items()},
+            **{name: wrap_like(params[i], part) for name, part in gathered[i].items()},
         }
         for i, step in enumerate(steps)
         if step
@@ -50,7 +51,7 @@ def gather(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int])
 
 
 def names(engine: Engine, param: int) -> tuple[str, ...]:
-    """What the state of this parameter consists of."""
+    """Names of the state entries of this parameter, `step` included."""
     shard = engine.shards[param]
     weight = format_of(shard).weight
     aux = (
@@ -62,7 +63,7 @@ def names(engine: Engine, param: int) -> tuple[str, ...]:
 
 
 def reset(engine: Engine, params: Collection[int]) -> None:
-    """The state of these parameters is as before their first update: moments of 0, weights as they are."""
+    """Resets the state of these parameters to that before their first update: moments are 0, weights stay unchanged."""
     for layout in engine.layouts:
         segments = [s for s in layout.segments if s.param in params]
         if not segments:
@@ -76,14 +77,14 @@ def reset(engine: Engine, params: Collection[int]) -> None:
 
 
 def _empty_moments(param: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Parameters of no elements are in no subgroup."""
+    """Moments of a parameter without elements, which is in no subgroup; an empty dictionary for other parameters."""
     return (
         {} if param.numel() else {name: torch.empty_like(param, dtype=torch.float32, device="cpu") for name in MOMENTS}
     )
 
 
-def as_pre_hooks_make_it(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state that is to be loaded, after the hooks that torch runs before it is."""
+def apply_load_pre_hooks(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state to be loaded, as torch's pre-hooks of `load_state_dict` change it."""
     given = dict(state_dict)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, given)
@@ -92,22 +93,23 @@ def as_pre_hooks_make_it(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
 
 
 @contextmanager
-def without_load_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """torch's loader does not run them: before the state is in, it is too early."""
+def without_torch_load_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Context manager in which torch's loader runs no hooks: it would run them before the engine has loaded the
+    state."""
     names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-    kept = {name: getattr(optimizer, name) for name in names}
+    original = {name: getattr(optimizer, name) for name in names}
     for name in names:
         setattr(optimizer, name, OrderedDict())
     try:
         yield
     finally:
-        for name, hooks in kept.items():
+        for name, hooks in original.items():
             setattr(optimizer, name, hooks)
 
 
 def by_position(state_dict: Mapping[str, Any]) -> tuple[dict[int, ParamState], dict[Any, Any]]:
-    """The state of each parameter by its place among the parameters of all groups, whatever the groups call them; and
-    whatever else the state holds."""
+    """The state of each parameter by its position among the parameters of all groups, regardless of the keys in the
+    groups; and the entries that belong to no parameter."""
     places: dict[Any, int] = {}
     for group in state_dict["param_groups"]:
         for key in group["params"]:
@@ -116,7 +118,7 @@ def by_position(state_dict: Mapping[str, Any]) -> tuple[dict[int, ParamState], d
     others: dict[Any, Any] = {}
     for key, values in state_dict["state"].items():
         if key in places:
-            if values:  # none: somebody looked at the entry of a parameter that was not updated
+            if values:  # empty: reading the entry of a parameter without state creates an empty entry
                 own[places[key]] = values
         elif isinstance(key, int):
             raise ConfigError(
@@ -128,20 +130,21 @@ def by_position(state_dict: Mapping[str, Any]) -> tuple[dict[int, ParamState], d
 
 
 def with_num_steps(packed: dict[str, Any], num_steps: int, steps: Sequence[int]) -> dict[str, Any]:
-    """`packed`, and how many steps there were where `steps` of parameters do not say it, as some were skipped. torch's
-    optimizers ignore the name; `torch.distributed.checkpoint` drops it, and would miss it in a state that lacks it."""
+    """`packed`, with `num_steps` added if the largest of the parameters' `steps` is smaller, because steps were
+    skipped. torch's optimizers ignore this key. `torch.distributed.checkpoint` does not save it, and cannot load into a
+    state that has a key which the saved one lacks: so the key is left out where it is not needed."""
     return packed if num_steps == max(steps, default=0) else {**packed, "num_steps": num_steps}
 
 
-def num_steps_of(given: Mapping[str, Any], steps: Sequence[int]) -> int:
-    """How many steps there were before this state was saved: at least as many as a parameter has."""
+def total_steps(given: Mapping[str, Any], steps: Sequence[int]) -> int:
+    """Number of steps before this state was saved: at least the number of updates of each parameter."""
     return max(int(given.get("num_steps", 0)), *steps, 0)
 
 
 def check(
     param_groups: Sequence[Mapping[str, Any]], state: Mapping[int, ParamState], params: Sequence[torch.Tensor]
 ) -> None:
-    """ConfigError when this state cannot be loaded; to be asked before anything is changed."""
+    """ConfigError when this state cannot be loaded; to be called before anything is changed."""
     for group in param_groups:
         check_group(group)
     for index, given in state.items():
@@ -150,10 +153,10 @@ def check(
                 f"The state has a parameter {index}, the model has {len(params)}: it is of another model."
             )
         if "step" not in given:
-            raise ConfigError(f"The state of parameter {index} lacks step: it is not AdamW's.")
+            raise ConfigError(f"The state of parameter {index} has no step: it is not of AdamW.")
         for name in MOMENTS:
             if name not in given:
-                raise ConfigError(f"The state of parameter {index} lacks {name}: it is not AdamW's.")
+                raise ConfigError(f"The state of parameter {index} has no {name}: it is not of AdamW.")
             if given[name].shape != params[index].shape:
                 raise ConfigError(
                     f"{name} of parameter {index} has shape {tuple(given[name].shape)}, "
@@ -162,9 +165,9 @@ def check(
 
 
 def scatter(engine: Engine, params: Sequence[torch.Tensor], state: Mapping[int, ParamState]) -> None:
-    """Puts a checked state where the subgroups live; moments of parameters without state become 0."""
+    """Loads a checked state into the engine's memory; moments of parameters without state become 0."""
     engine.weights_loaded()
-    mine = {i: {name: own_part(value, params[i]) for name, value in given.items() if name in ARRAYS}
+    mine = {i: {name: local_part(value, params[i]) for name, value in given.items() if name in ARRAYS}
             for i, given in state.items()}  # fmt: skip
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id) as arrays:
@@ -182,7 +185,7 @@ def _set_part(part: torch.Tensor, s: Segment, name: str, given: ParamState, para
     whole = torch.empty_like(param, dtype=part.dtype, device="cpu").copy_(given[name])
     values = flat(whole)[s.offset : s.offset + s.numel]
     if name == "master":
-        # The weight is authoritative: a master that does not round to it belongs to another weight.
+        # The weight takes precedence: a master that does not round to it belongs to another weight, and is replaced.
         weight = flat(param)[s.offset : s.offset + s.numel].cpu()
         values = torch.where(values.to(weight.dtype) == weight, values, weight.float())
     part.copy_(values)

@@ -1,5 +1,5 @@
-"""What goes along to a new engine when parameters are moved, converted, exchanged or put into other groups, and what
-cannot."""
+"""Transfer of optimizer state to a new engine when parameters are moved, converted, replaced or put into other
+groups."""
 
 from __future__ import annotations
 
@@ -21,93 +21,96 @@ log = logging.getLogger("tidegate")
 T = TypeVar("T")
 
 
-class Regrouping:
-    """Which of the parameters that are in the groups now were there before, and which number they had."""
+class ParameterMapping:
+    """Maps the present parameters to their numbers before a change of the param groups."""
 
     def __init__(self, params: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
         known = {id(param): number for number, param in enumerate(before)}
         self._was = [known.get(id(param)) for param in params]
         self.removed = sorted({*known.values()} - {*self._was})
-        """Numbers of those that left."""
+        """Old numbers of the parameters that were removed."""
         self.num_new = self._was.count(None)
-        """How many were not there before."""
+        """Number of parameters that are new."""
 
     @property
     def changes_nothing(self) -> bool:
-        """The same parameters with the same numbers."""
+        """Whether the parameters and their numbers are the same as before."""
         return not self.removed and self._was == list(range(len(self._was)))
 
-    def renumbered(self, of_before: Mapping[int, T]) -> dict[int, T]:
-        """What was known of parameters by their numbers, by the numbers that they have now."""
-        return {now: of_before[was] for now, was in enumerate(self._was) if was is not None and was in of_before}
+    def remap(self, by_old_number: Mapping[int, T]) -> dict[int, T]:
+        """A dictionary by old parameter numbers, with new numbers as keys; removed parameters are left out."""
+        return {
+            now: by_old_number[was] for now, was in enumerate(self._was) if was is not None and was in by_old_number
+        }
 
     def steps(self, before: Sequence[int]) -> list[int]:
-        """How often each was updated: those that are new never."""
+        """Number of updates of each present parameter, 0 for new ones; `before`: by old number."""
         return [0 if was is None else before[was] for was in self._was]
 
 
 def check_can_follow(engine: Engine, has_state: bool, moved: str, reordered: bool) -> None:
-    """ParameterError when something was done with `engine` that a new one could not go on with.
+    """ParameterError when gradients or state of `engine` cannot be transferred to a new engine.
 
-    has_state: of parameters that were updated, or whose state was loaded. moved: name of a parameter that was moved.
-    reordered: some were exchanged for others, or have another shape or order in memory.
+    has_state: whether parameters were updated or a state was loaded. moved: name of a parameter that was moved.
+    reordered: whether parameters were replaced by others, or have another shape or order in memory.
     """
-    if engine.gradients.any_released or engine.gradients.any_set_aside:
+    if engine.gradients.any_released or engine.gradients.any_in_sums:
         raise ParameterError(
             f"Parameter {moved} was moved or converted, or put into another param group, after a backward whose "
-            "gradients were released already: they belong to where it was. Drop them with optimizer.zero_grad() and "
-            "run the backward again."
+            "gradients were released already: these belong to the parameter as it was before. Drop them with "
+            "optimizer.zero_grad() and run the backward again."
         )
     if not has_state:
         return
     if engine.store is not None:
         raise ParameterError(
             f"There is a state that was loaded or trained, and parameter {moved} was moved or converted, or put into "
-            "another param group; what lies on storage paths cannot go along. Load it after the model is where it "
-            "stays; or take optimizer.state_dict() with the groups as they were, close() this optimizer, build another "
-            "one and load the state there."
+            "another param group; state on storage paths cannot be transferred. Load the state after the last change "
+            "of the model; or take optimizer.state_dict() with the previous groups, close() this optimizer, build "
+            "another one and load the state there."
         )
     if reordered:
         raise ParameterError(
-            f"A state was loaded, then parameter {moved} was replaced or given another shape: the state is of the old "
-            "one. Load it after the model is as it stays."
+            f"A state was loaded, then parameter {moved} was replaced or given another shape: the state belongs to "
+            "the old one. Load the state after the last change of the model."
         )
 
 
-def warn_of_removed(regrouping: Regrouping, steps: Sequence[int]) -> None:
-    """Parameters that leave the groups lose their state: whoever puts one back later is told now."""
-    lost = [number for number in regrouping.removed if steps[number]]
+def warn_of_removed(mapping: ParameterMapping, steps: Sequence[int]) -> None:
+    """Warns that parameters which leave the groups lose their state, for users who want to add them again later."""
+    lost = [number for number in mapping.removed if steps[number]]
     if lost:
         log.warning(
-            "%d of %d parameters (from parameter %d on) are in no param group any more, and their state is dropped; "
+            "%d of %d parameters (from parameter %d on) are no longer in a param group, and their state is dropped; "
             "new ones (%d) begin at step 0. To pause a parameter, leave it in its group with requires_grad=False or "
             "without a gradient.",
-            len(lost), len(steps), lost[0], regrouping.num_new,
+            len(lost), len(steps), lost[0], mapping.num_new,
         )  # fmt: skip
 
 
-def carried(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int]) -> dict[int, ParamState]:
-    """The state that goes along: what makes a 16-bit weight an fp32 one only where the weight is bit for bit the same.
+def gather_for_transfer(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int]) -> dict[int, ParamState]:
+    """A copy of the state for the new engine: step and moments, and `remainder` or `master` of 16-bit weights only
+    where the weight has the same bits as after the last update.
 
-    MemoryBudgetError when host memory does not hold it beside what it is copied from.
+    MemoryBudgetError when host memory is too small for the copy and the original at the same time.
     """
     updated = [shard.numel() for shard, step in zip(engine.shards, steps, strict=True) if step]
     needed, available = 12 * sum(updated), host_available_bytes()
     if needed > available:
         raise MemoryBudgetError(
-            f"Parameters were moved, converted or regrouped while they had a state, and its {needed:,} bytes need a "
-            f"second place in host memory to go along; {available:,} are available. Load the state after the model is "
-            "where it stays; or save a checkpoint, build another optimizer and load it there.",
+            f"Parameters were moved, converted or regrouped while they had a state. To transfer it, {needed:,} bytes "
+            f"of host memory are needed for a copy, {available:,} bytes are available. Load the state after the last "
+            "change of the model; or save a checkpoint, build another optimizer and load the checkpoint there.",
             needed, available,
         )  # fmt: skip
-    kept = engine.weights.kept() if updated else set()
+    unchanged = engine.weights.unchanged() if updated else set()
     return {
-        i: {name: value for name, value in state.items() if i in kept or name in ("step", *MOMENTS)}
+        i: {name: value for name, value in state.items() if i in unchanged or name in ("step", *MOMENTS)}
         for i, state in state_dicts.gather(engine, params, steps).items()
     }
 
 
-def hand_over(old: Engine, new: Engine) -> None:
-    """What was said about backward passes that are going on or to come."""
+def transfer_backward_flags(old: Engine, new: Engine) -> None:
+    """Copies the flags about current and future backward passes."""
     new.gradients.accumulating = old.gradients.accumulating
     new.gradients_come_reduced = old.gradients_come_reduced

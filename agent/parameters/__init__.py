@@ -1,1 +1,1 @@
-"""Parameters of the optimizer: subgroups, shards, owners, and what tells that a parameter has changed."""
+"""Parameters of the optimizer: subgroups, shards, ownership, and detection of changed or moved parameters."""

@@ -1,7 +1,7 @@
-"""Samples of tensors: they show what was changed through `.data`, which bumps no version.
+"""Samples of tensors, to detect changes through `.data`, which do not increase the version of a tensor.
 
-Up to 64 elements of each tensor, evenly spread, compared as bits. Whoever scales, clamps, loads or initialises a tensor
-changes some of them; a few single elements may be changed unseen.
+Up to 64 elements of each tensor, evenly spaced, are compared as bits. Scaling, clamping, loading or initialising a
+tensor changes some of them; changes of a few single elements may go unnoticed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Mapping
 import torch
 
 NUM_SAMPLES = 32
+"""A tensor of fewer elements is sampled completely; a larger one has from so many samples to twice as many."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sample_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The sampled elements, as bits, still in the tensor's memory."""
+    """The sampled elements as integers of the same bits: a view of the tensor's memory."""
     numel = tensor.numel()
     step = max(1, numel // NUM_SAMPLES)
     bits = tensor.detach().view(BITS[tensor.element_size()])
@@ -23,39 +24,40 @@ def sample_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Fingerprints:
-    """What some tensors held when they were last taken, by key. Compared in one go: on a GPU that is one wait."""
+    """Reference samples of tensors, by key. All tensors are compared in one batch, which on a GPU is one
+    synchronisation."""
 
     def __init__(self) -> None:
         self._views: dict[int, torch.Tensor] = {}
-        self._taken: dict[int, torch.Tensor] = {}
+        self._reference: dict[int, torch.Tensor] = {}
 
-    def watch(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        """These tensors from now on, as they are now."""
+    def set_tensors(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Replaces the tensors, and saves their present samples as the reference."""
         self._views = {key: sample_view(tensor) for key, tensor in tensors.items() if tensor.numel()}
-        self.take()
+        self.save_reference()
 
-    def take(self) -> None:
-        """What they hold now is what they are expected to hold."""
-        self._taken = self._read()
+    def save_reference(self) -> None:
+        """Saves the present samples as the reference."""
+        self._reference = self._read_samples()
 
     def changed(self) -> set[int]:
-        """Keys of those that hold something else now."""
-        now = self._read()
-        if all(torch.equal(now[key], self._taken[key]) for key in now):
+        """Keys of the tensors whose samples differ from the reference."""
+        now = self._read_samples()
+        if all(torch.equal(now[key], self._reference[key]) for key in now):
             return set()
-        then = self._by_key(self._taken)
+        then = self._by_key(self._reference)
         return {key for key, part in self._by_key(now).items() if not torch.equal(part, then[key])}
 
-    def kept_by(self, tensors: Mapping[int, torch.Tensor]) -> set[int]:
-        """Keys of those `tensors` that hold, on whatever device, what the watched ones are expected to hold."""
-        there = Fingerprints()
-        there.watch(tensors)
-        now, then = there._by_key(there._taken), self._by_key(self._taken)
+    def unchanged_in(self, tensors: Mapping[int, torch.Tensor]) -> set[int]:
+        """Keys of those `tensors`, on any device, whose samples are equal to the reference."""
+        other = Fingerprints()
+        other.set_tensors(tensors)
+        now, then = other._by_key(other._reference), self._by_key(self._reference)
         same_size = (key for key, part in now.items() if key in then and part.dtype == then[key].dtype)
         return {key for key in same_size if torch.equal(now[key].cpu(), then[key].cpu())}
 
-    def _read(self) -> dict[int, torch.Tensor]:
-        """All samples of one element size in one tensor, in the order of the keys."""
+    def _read_samples(self) -> dict[int, torch.Tensor]:
+        """The present samples: one tensor for each element size in bytes, in the order of the keys."""
         return {size: torch.cat([view for _, view in group]) for size, group in self._groups().items()}
 
     def _groups(self) -> dict[int, list[tuple[int, torch.Tensor]]]:
@@ -65,9 +67,9 @@ class Fingerprints:
         return groups
 
     def _by_key(self, read: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """What was read, tensor by tensor."""
-        found: dict[int, torch.Tensor] = {}
+        """Divides the result of `_read_samples` into the samples of each tensor, by key."""
+        by_key: dict[int, torch.Tensor] = {}
         for size, group in self._groups().items():
             parts = read[size].split([len(view) for _, view in group])
-            found |= {key: part for (key, _), part in zip(group, parts, strict=True)}
-        return found
+            by_key |= {key: part for (key, _), part in zip(group, parts, strict=True)}
+        return by_key

@@ -1,4 +1,5 @@
-"""Which optimizer a parameter belongs to: one, and its memory is nobody else's. The newest takes what is idle."""
+"""Ownership of parameters: each belongs to one optimizer, and shares memory with no other. A new optimizer takes the
+parameters of idle ones."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ class Owner(Protocol):
 
     @property
     def is_mid_step(self) -> bool:
-        """Closing it now would break a step, or lose gradients."""
+        """Whether closing now would break a step, or lose gradients."""
 
     @property
     def is_of_this_process(self) -> bool:
-        """It was not inherited by a fork."""
+        """False in a forked child that has inherited the optimizer."""
 
-    def give_way(self) -> None:
-        """Closes itself, because another one takes its parameters."""
+    def close_for_new_owner(self) -> None:
+        """Closes this optimizer because another one takes its parameters."""
 
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -39,11 +40,13 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def claim(owner: Owner, params: Sequence[torch.Tensor], beside: Sequence[torch.Tensor] = ()) -> None:
-    """`params` belong to `owner`, `beside` those that it has already, until it is collected or gives them up.
+    """Registers `owner` as the optimizer of `params`, until it is collected or releases them. beside: parameters that
+    it owns already; they may be among `params`, too.
 
-    Optimizers that held some of them are collected if nothing but cycles holds them; else they are closed, and a
-    warning says so. ParameterError, with nothing claimed, for parameters that cannot be offloaded or share memory, and
-    when another optimizer that holds some is in the middle of a step. What `owner` has already it may claim again.
+    Other optimizers that own some of `params` are collected if only reference cycles keep them alive; else they are
+    closed, with a warning. ParameterError, with nothing registered, for parameters that cannot be offloaded or share
+    memory, and when another optimizer that owns some of `params` is in the middle of a step or belongs to a parent
+    process.
     """
     for index, param in enumerate(params, start=len(beside)):
         check_param(shard_of(param), index)
@@ -56,18 +59,19 @@ def claim(owner: Owner, params: Sequence[torch.Tensor], beside: Sequence[torch.T
 
 
 def _held_by_others(owner: Owner, params: Sequence[torch.Tensor]) -> dict[int, weakref.ref[Owner]]:
-    """Which of `params` belong to other optimizers of this process that still live. Holds none of them."""
-    found: dict[int, weakref.ref[Owner]] = {}
+    """The other existing optimizers that own some of `params`, as weak references by index in `params`."""
+    owners: dict[int, weakref.ref[Owner]] = {}
     for index, param in enumerate(params):
         holder = _owners.get(param)
         other = None if holder is None else holder()
         if holder is not None and other is not None and other is not owner:
-            found[index] = holder
-    return found
+            owners[index] = holder
+    return owners
 
 
 def _close_others(held: dict[int, weakref.ref[Owner]], first: int) -> None:
-    """`first`: how many parameters the new owner has before those that are numbered in `held`."""
+    """Closes the optimizers in `held` (see `_held_by_others`). first: number of the new owner's parameters before
+    those, for messages."""
     others: dict[int, tuple[Owner, list[int]]] = {}
     for index, holder in held.items():
         other = holder()
@@ -88,18 +92,18 @@ def _close_others(held: dict[int, weakref.ref[Owner]], first: int) -> None:
     for other, indices in others.values():
         log.warning(
             "An earlier Tidegate optimizer is closed: %d of its parameters (from parameter %d on) belong to a new one "
-            "now. Its state is not taken along: state_dict() of the one and load_state_dict() of the other do that. "
+            "now. Its state is not transferred: use state_dict() of the old one and load_state_dict() of the new one. "
             "To end an optimizer without this warning, call its close().",
             len(indices), indices[0],
         )  # fmt: skip
         try:
-            other.give_way()
+            other.close_for_new_owner()
         except Exception:
-            log.exception("an earlier optimizer could not be closed as it should")
+            log.exception("an earlier optimizer could not be closed completely")
 
 
-def give_up(owner: Owner, params: Sequence[torch.Tensor]) -> None:
-    """`params` that belong to `owner` are free for another."""
+def release_ownership(owner: Owner, params: Sequence[torch.Tensor]) -> None:
+    """Removes the registration of those `params` that belong to `owner`."""
     for param in params:
         holder = _owners.get(param)
         if holder is not None and holder() is owner:
@@ -107,15 +111,15 @@ def give_up(owner: Owner, params: Sequence[torch.Tensor]) -> None:
 
 
 def _check_separate(params: Sequence[torch.Tensor]) -> None:
-    """Each of two that share memory would undo the other's update."""
+    """ParameterError when two parameters share memory: the update of each would undo the update of the other."""
     ranges = sorted(
         (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), index)
         for index, param in enumerate(params)
         if param.numel()
     )
-    for (_, end, one), (start, _, other) in pairwise(ranges):
+    for (_, end, first), (start, _, second) in pairwise(ranges):
         if start < end:
             raise ParameterError(
-                f"Parameters {min(one, other)} and {max(one, other)} share memory. Tie weights by giving both modules "
-                "the same Parameter, which counts once; or give the optimizer one of the two."
+                f"Parameters {min(first, second)} and {max(first, second)} share memory. Tie weights by giving both "
+                "modules the same Parameter, which counts once; or give the optimizer one of the two."
             )

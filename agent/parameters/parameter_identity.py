@@ -1,4 +1,4 @@
-"""Where the parameters of an optimizer were when its engine was built, in which form, and whether that is still so."""
+"""Detects parameters that were moved, converted or replaced after the engine was built."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tidegate.errors import ParameterError
 
 REMEDY: Final = (
     "The state of an optimizer that has stepped does not follow its parameters. Move it back; or take "
-    "optimizer.state_dict(), close() this optimizer, build one from the parameters as they are now, and load the state "
-    "there. Best is to move and convert the model before building the optimizer."
+    "optimizer.state_dict(), close() this optimizer, build one from the present parameters, and load the state there. "
+    "Best is to move and convert the model before building the optimizer."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """What of a parameter, or of this rank's shard of it, an engine relies on."""
+class ParameterRecord:
+    """The properties of a parameter, or of this rank's shard of it, that an engine relies on."""
 
     device: torch.device
     dtype: torch.dtype
@@ -29,12 +29,13 @@ class Home:
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, param: torch.Tensor) -> Home:
+    def of(cls, param: torch.Tensor) -> ParameterRecord:
         shard = shard_of(param)
         return cls(shard.device, shard.dtype, shard.shape, shard.stride())
 
-    def told_from(self, now: Home) -> str:
-        """What differs, as a sentence about "it" goes on."""
+    def difference(self, now: ParameterRecord) -> str:
+        """The first difference between this record and the present one, as the end of a sentence about the
+        parameter."""
         if self.device != now.device:
             return f"was on {self.device} when the optimizer was built and is on {now.device} now"
         if self.dtype != now.dtype:
@@ -45,33 +46,34 @@ class Home:
         )
 
 
-class Homes:
-    """Of all parameters. What most often changes nothing is compared in one go: each step asks."""
+class ParameterRecords:
+    """The records of all parameters of an optimizer. As each step compares them, the common case without a change is
+    one comparison of lists."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self._params: list[torch.nn.Parameter] = []
-        self._homes: list[Home] = []
+        self._records: list[ParameterRecord] = []
         self._addresses: list[int] = []
         self._dtypes: list[torch.dtype] = []
         self._any_divided = False
         self.extend(params)
 
     def extend(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """More parameters, behind those that are known."""
+        """Appends parameters."""
         self._params += params
         self._any_divided = any(map(is_divided, self._params))
-        self._homes += [Home.of(param) for param in params]
+        self._records += [ParameterRecord.of(param) for param in params]
         self._addresses += [shard_of(param).data_ptr() for param in params]
         self._dtypes += [param.dtype for param in params]
 
     def was_moved(self, param: int) -> bool:
-        """Whether this parameter is on another device or in another form."""
+        """Whether this parameter has another device, dtype, shape or strides."""
         shard = shard_of(self._params[param])
         same = shard.data_ptr() == self._addresses[param] and shard.dtype is self._dtypes[param]
-        return not same and Home.of(shard) != self._homes[param]
+        return not same and ParameterRecord.of(shard) != self._records[param]
 
     def first_moved(self, params: Sequence[torch.nn.Parameter]) -> int | None:
-        """The first parameter that was moved, converted or replaced; None when all of `params` are as they were."""
+        """Number of the first parameter that was moved, converted or replaced; None when all `params` are unchanged."""
         if len(params) == len(self._params) and not any(map(is_not, params, self._params)):
             shards = [shard_of(param) for param in params] if self._any_divided else params
             addresses = [shard.data_ptr() for shard in shards]
@@ -82,9 +84,10 @@ class Homes:
         return next((i for i, (a, b) in enumerate(pairs) if a is not b), min(len(params), len(self._params)))
 
     def are_exchanged(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether others took their place, which would have their state if anybody knew which is whose: all of them
-        left, or whole ones for divided ones. Those that are put elsewhere, removed or added are still themselves; what
-        comes beside those that stay is new, as a new head is."""
+        """Whether parameters were replaced by others whose state cannot be assigned: all of the old parameters are
+        gone, or parameters that are not divided among ranks were replaced by divided ones. Parameters that change their
+        group, or are removed, keep their identity; parameters that are added to those that stay are new, such as a new
+        head."""
         before, now = {id(param): param for param in self._params}, {id(param): param for param in params}
         left = [param for key, param in before.items() if key not in now]
         came = [param for key, param in now.items() if key not in before]
@@ -94,30 +97,33 @@ class Homes:
         return all_left or (any(map(is_divided, came)) and not all(map(is_divided, left)))
 
     def are_reordered(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether some are exchanged, or have other shapes or strides: their state would be in another order."""
-        homes = {id(param): home for param, home in zip(self._params, self._homes, strict=True)}
-        known = [(Home.of(param), homes[id(param)]) for param in params if id(param) in homes]
+        """Whether parameters were replaced (`are_exchanged`), or have other shapes or strides: the order of their state
+        would be another."""
+        homes = {id(param): home for param, home in zip(self._params, self._records, strict=True)}
+        known = [(ParameterRecord.of(param), homes[id(param)]) for param in params if id(param) in homes]
         return self.are_exchanged(params) or any((a.shape, a.strides) != (b.shape, b.strides) for a, b in known)
 
     def can_be_regrouped(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether all that differs is who is in which group, or in none: those that stay are where they were, in the
-        form that they had."""
-        homes = {id(param): home for param, home in zip(self._params, self._homes, strict=True)}
+        """Whether only the membership in groups has changed: parameters that stay have the same device, dtype, shape
+        and strides."""
+        homes = {id(param): home for param, home in zip(self._params, self._records, strict=True)}
         return not self.are_exchanged(params) and all(
-            Home.of(param) == homes[id(param)] for param in params if id(param) in homes
+            ParameterRecord.of(param) == homes[id(param)] for param in params if id(param) in homes
         )
 
     def refusal(self, groups: Sequence[Mapping[str, Any]], index: int) -> ParameterError:
-        """Names the parameter with this number, what changed of it, and the remedy."""
+        """The error for a changed parameter: its name, the change and the remedy. index: its number."""
         params = [param for group in groups for param in group["params"]]
         name = name_of(groups, index)
         if index >= len(params) or index >= len(self._params) or params[index] is not self._params[index]:
-            return ParameterError(f"Parameter {name} is another than when the optimizer was built. {REMEDY}")
-        return ParameterError(f"Parameter {name} {self._homes[index].told_from(Home.of(params[index]))}. {REMEDY}")
+            return ParameterError(f"Parameter {name} is not the parameter that the optimizer was built with. {REMEDY}")
+        return ParameterError(
+            f"Parameter {name} {self._records[index].difference(ParameterRecord.of(params[index]))}. {REMEDY}"
+        )
 
 
 def name_of(groups: Sequence[Mapping[str, Any]], index: int) -> str:
-    """Of the parameter with this number: its name, where the groups have names; else its place in its group."""
+    """The name of the parameter with number `index` if the groups have names, else its position in its group."""
     for number, group in enumerate(groups):
         if index < len(group["params"]):
             names = group.get("param_names")

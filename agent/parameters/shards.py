@@ -1,7 +1,8 @@
-"""Parameters that are divided among ranks (DTensor: FSDP2): each rank updates its own shard, and only norms meet.
+"""Parameters that are divided among ranks (DTensor: FSDP2): each rank updates its own shard, and only norms are reduced
+over ranks.
 
-A shard is an ordinary tensor in the memory of the DTensor. Whole parameters are their own only shard here, so that
-nothing else has to tell the two apart.
+A shard is an ordinary tensor in the memory of the DTensor. A parameter that is not divided counts as its own single
+shard here, so that other code need not distinguish the two.
 """
 
 from __future__ import annotations
@@ -16,58 +17,62 @@ import torch.distributed as dist
 from tidegate.errors import ParameterError
 
 Groups = tuple[Any, ...]
-"""Process groups whose ranks hold the other shards, one for each dimension of the mesh that divides."""
+"""Process groups whose ranks hold the other shards, one for each mesh dimension that divides the parameter."""
 
 
-class Part(torch.nn.Parameter):
-    """This rank's part of a parameter that somebody else divides, in the same memory as `data`: an ordinary tensor
-    here. What comes as its gradient is reduced already.
+class LocalShard(torch.nn.Parameter):
+    """This rank's shard of a parameter that another library (DeepSpeed) divides: an ordinary tensor in the same memory
+    as `data`. Its gradients are reduced over ranks before they arrive.
 
-    groups: process groups whose ranks have the other parts.
-    tail: how many of its last elements are updated with `Scalars.of_tail`.
+    groups: process groups whose ranks have the other shards.
+    tail: number of its last elements that are updated with `Scalars.of_tail`.
     """
 
     groups: Groups
     tail: int
 
-    def __new__(cls, data: torch.Tensor, groups: Groups, tail: int = 0) -> Part:
-        # `data.data` has a version of its own: else an edit of one part of a buffer would look like one of all.
-        part: Part = torch.Tensor._make_subclass(cls, data.data, False)
+    def __new__(cls, data: torch.Tensor, groups: Groups, tail: int = 0) -> LocalShard:
+        # `data.data` has a version of its own: else an edit of one shard in a buffer would count as an edit of all.
+        part: LocalShard = torch.Tensor._make_subclass(cls, data.data, False)
         part.groups, part.tail = groups, tail
         return part
 
 
 def tail_of(param: torch.Tensor) -> int:
-    """How many of its last elements are updated apart from the others."""
-    return param.tail if isinstance(param, Part) else 0
+    """Number of the last elements of a parameter that are updated separately from the others (`LocalShard.tail`)."""
+    return param.tail if isinstance(param, LocalShard) else 0
 
 
 def is_divided(tensor: torch.Tensor | None) -> TypeGuard[Any]:
-    """Whether it is a DTensor. Their module, which takes long to import, is there when one is."""
+    """Whether the tensor is a DTensor. Does not import the DTensor module, which takes long: without it there is
+    none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def gradients_are_final(param: torch.Tensor) -> bool:
-    """Whether a gradient is that of all ranks when it arrives, not this rank's summand of it."""
-    return is_divided(param) or isinstance(param, Part)
+    """Whether gradients of this parameter are reduced over ranks when they arrive, and not this rank's part of a
+    sum."""
+    return is_divided(param) or isinstance(param, LocalShard)
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, in the same memory; always the same object for the same tensor."""
+    """This rank's shard, in the same memory (the tensor itself if it is not divided); always the same object for the
+    same tensor."""
     if not is_divided(tensor):
         return tensor
     part: torch.Tensor = tensor._local_tensor
     return part
 
 
-def as_part_of(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """`part` as this rank's shard of something divided like `whole`; itself where that is not divided."""
+def wrap_like(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A DTensor that is divided like `whole`, with `part` as this rank's shard; `part` itself if `whole` is not
+    divided."""
     if not is_divided(whole):
         return part
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    # As FSDP2 makes them: `from_local` would look at the part, which may be a stand-in without memory.
+    # As FSDP2 does: `from_local` would read `part`, which may be a placeholder without memory.
     meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
     divided: torch.Tensor = type(whole)(
         part, DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta), requires_grad=False
@@ -75,10 +80,10 @@ def as_part_of(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return divided
 
 
-def own_part(given: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The part of `given`, which has the shape of `whole`, that belongs to this rank's shard of `whole`.
+def local_part(given: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """The part of `given` that belongs to this rank's shard of `whole`; both have the same full shape.
 
-    Where `given` is divided in another way, all ranks must ask at once.
+    A collective if `given` is divided in another way: then all ranks must call this at the same time.
     """
     if not is_divided(whole):
         return given.full_tensor() if is_divided(given) else given
@@ -88,14 +93,14 @@ def own_part(given: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         given = given.full_tensor()
     from torch.distributed.tensor import distribute_tensor
 
-    # Everyone has the whole of it: nothing needs to be sent.
+    # Each rank has all of `given`: no communication is needed.
     given = given.to(whole.device_mesh.device_type)
     return shard_of(distribute_tensor(given, whole.device_mesh, whole.placements, src_data_rank=None))
 
 
 def check_divided_alike(index: int, weight: torch.Tensor, grad: torch.Tensor) -> None:
-    """ParameterError for a gradient that is not divided as its weight is: its shard is of other elements, or of sums
-    that are not complete."""
+    """ParameterError for a gradient that is not divided like its weight: its shard has other elements, or sums that are
+    not complete."""
     forms = [tuple(t.placements) if is_divided(t) else "not divided" for t in (grad, weight)]
     if forms[0] != forms[1]:
         raise ParameterError(
@@ -104,28 +109,32 @@ def check_divided_alike(index: int, weight: torch.Tensor, grad: torch.Tensor) ->
         )
 
 
-class Norm(Protocol):
-    """How squares of gradients become those of all ranks: `NormOverRanks`, or a framework's own way to round."""
+class GradientNorm(Protocol):
+    """Sums squared gradients over ranks: `NormOverRanks`, or an implementation that rounds as another framework
+    does."""
 
-    def extend(self, params: Sequence[torch.Tensor]) -> None: ...
+    def extend(self, params: Sequence[torch.Tensor]) -> None:
+        """Appends parameters."""
 
-    def total(self, squares: Mapping[int, tuple[float, int]], skip: bool) -> tuple[float, bool]: ...
+    def total(self, squares: Mapping[int, tuple[float, int]], skip: bool) -> tuple[float, bool]:
+        """The sum of squares over all ranks, and whether the step must be skipped: as `NormOverRanks.total`."""
 
 
 class NormOverRanks:
-    """Adds up what the shards of all ranks have: squares of gradients, and how many of them are not finite.
+    """Sums the squares of gradients, and the numbers of gradients that are not finite, over the shards of all ranks.
 
-    A collective, when any parameter is divided: all ranks call `total` in the same step, in the same order.
+    `total` is a collective if any parameter is divided: all ranks call it in the same step, in the same order.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._groups: list[Groups] = []
         self._devices: dict[Groups, torch.device] = {}
-        """With their number: a lane's thread has another current device."""
+        """By process groups: the device for the all-reduce, with its index, as a lane's thread has another current
+        device."""
         self.extend(params)
 
     def extend(self, params: Sequence[torch.Tensor]) -> None:
-        """More parameters, behind those that are known."""
+        """Appends parameters."""
         for param in params:
             groups = _groups_of(param)
             self._groups.append(groups)
@@ -133,9 +142,12 @@ class NormOverRanks:
                 self._devices.setdefault(groups, shard_of(param).device)
 
     def total(self, squares: Mapping[int, tuple[float, int]], skip: bool) -> tuple[float, bool]:
-        """Sum of squares over all elements of the parameters in `squares` (sum, bad elements) on all ranks, and whether
-        the step is to be skipped: elements are bad, or any rank says so. Parameters in their order: a sum depends on
-        it."""
+        """The sum of squares over the parameters in `squares` on all ranks, and whether the step must be skipped:
+        because elements are not finite, or because `skip` is true on any rank.
+
+        squares: by parameter, the sum of squares of this rank's shard and the number of elements that are not finite.
+        They are added in the order of the parameters, on which the rounding depends.
+        """
         keys = dict.fromkeys(self._groups)
         sums = dict.fromkeys(keys, 0.0)
         bad = dict.fromkeys(keys, int(skip))
@@ -153,7 +165,7 @@ class NormOverRanks:
 
 
 def _groups_of(param: torch.Tensor) -> Groups:
-    if isinstance(param, Part):
+    if isinstance(param, LocalShard):
         return param.groups
     if not is_divided(param):
         return ()

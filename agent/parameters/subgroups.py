@@ -1,4 +1,4 @@
-"""Cuts parameter groups into subgroups: flat runs of parameters that move together."""
+"""Divides param groups into subgroups: flat ranges of elements that are updated and copied as one unit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tidegate.plan.ops import Subgroup
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How weight and state of one dtype are stored. `aux` is what makes the 16-bit weight an fp32 one.
+    """Storage format of weight and state for one dtype. `aux` completes a 16-bit weight to fp32: a remainder or an fp32
+    master.
 
-    State of n parameters lies in one block: exp_avg (4n bytes), exp_avg_sq (4n), aux (`aux_bytes` · n).
+    The state of n elements is one block: exp_avg (4n bytes), exp_avg_sq (4n), aux (`aux_bytes` · n).
     """
 
     weight: WeightFormat
@@ -52,12 +53,13 @@ WEIGHT_FORMATS: dict[torch.dtype, WeightFormat] = {
 
 
 def grad_dtype_of(param: torch.Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradients: its own, unless `grad_dtype` says otherwise (fp32, for one, accumulates
-    micro-batches of bf16 weights in fp32)."""
+    """The dtype of a parameter's gradients: `grad_dtype` if it is set (fp32, for example, to accumulate micro-batches
+    of bf16 weights in fp32), else the dtype of the parameter."""
     return getattr(param, "grad_dtype", None) or param.dtype
 
 
 def format_of(param: torch.Tensor) -> Format:
+    """The storage format for the dtype of a parameter and of its gradients."""
     return Format(WEIGHT_FORMATS[param.dtype], GRAD_DTYPES[grad_dtype_of(param)])
 
 
@@ -65,7 +67,7 @@ def format_of(param: torch.Tensor) -> Format:
 class Segment:
     """Part of a parameter in a subgroup: `numel` elements from `offset` in the parameter, at `start` in the subgroup.
 
-    `param` counts the parameters of all groups in order.
+    `param` is the number of the parameter, counted through all groups in order.
     """
 
     param: int
@@ -76,7 +78,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """One subgroup: which parameters it holds, in which format, of which param group."""
+    """Contents of one subgroup: parts of parameters of one param group, in one format."""
 
     id: int
     group: int
@@ -88,17 +90,18 @@ class Layout:
         return sum(segment.numel for segment in self.segments)
 
     def subgroup(self) -> Subgroup:
+        """The subgroup as the planner needs it: sizes only."""
         fmt = self.format
         return Subgroup(self.id, self.numel, fmt.weight_bytes, fmt.grad_bytes, fmt.state_bytes)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as one dimension in the order of its storage, without a copy; it must be dense."""
+    """A one-dimensional view of `tensor`, which must be dense, in the order of its storage."""
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Every element of the storage's range belongs to exactly one index."""
+    """Whether each element in the tensor's range of storage belongs to exactly one index: no gaps, no overlaps."""
     expected = 1
     for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
         if stride != expected:
@@ -132,13 +135,13 @@ def check_param(param: torch.Tensor, index: int) -> None:
 
 
 def check_distinct(params: Sequence[torch.Tensor]) -> None:
-    """ParameterError when one stands twice: it would be updated twice, or by one half of its gradient."""
+    """ParameterError when a parameter is listed twice: it would be updated twice, or with half of its gradient."""
     if len({id(param) for param in params}) != len(params):
-        raise ParameterError("A parameter stands more than once in a param group: give each once.")
+        raise ParameterError("A parameter is listed more than once in a param group: list each once.")
 
 
-def cut(groups: Sequence[Sequence[torch.Tensor]], subgroup_numel: int) -> tuple[Layout, ...]:
-    """Subgroups of at most `subgroup_numel` parameters, in order; none spans a group or a dtype."""
+def make_subgroups(groups: Sequence[Sequence[torch.Tensor]], subgroup_numel: int) -> tuple[Layout, ...]:
+    """Subgroups of at most `subgroup_numel` elements, in order; each has parameters of one group and one format."""
     layouts: list[Layout] = []
     segments: list[Segment] = []
     key: tuple[int, Format] | None = None
@@ -168,8 +171,8 @@ def cut(groups: Sequence[Sequence[torch.Tensor]], subgroup_numel: int) -> tuple[
     return tuple(layouts)
 
 
-def renumbered(layouts: Sequence[Layout], *, subgroups: int, groups: int, params: int) -> list[Layout]:
-    """As they are behind so many subgroups, param groups and parameters."""
+def shift_ids(layouts: Sequence[Layout], *, subgroups: int, groups: int, params: int) -> list[Layout]:
+    """The layouts with all ids shifted by these numbers of subgroups, param groups and parameters."""
     return [
         replace(layout, id=subgroups + layout.id, group=groups + layout.group, segments=tuple(
             replace(segment, param=params + segment.param) for segment in layout.segments

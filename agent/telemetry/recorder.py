@@ -13,7 +13,7 @@ from tidegate.agent.calibration.saved import saved_rate_card
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.optimizer.adamw import AdamW
-from tidegate.agent.optimizer.gradient_arrival import Delivery
+from tidegate.agent.optimizer.gradient_arrival import GradientArrival
 from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.telemetry import step_metrics
 from tidegate.agent.telemetry.metric_store import Labels, MetricStore
@@ -63,7 +63,7 @@ class Totals:
     predicted_update_seconds: float | None = None
     """Prediction for the plan that ran last."""
     prediction_error: float | None = None
-    delivery: Delivery = field(default_factory=Delivery)
+    delivery: GradientArrival = field(default_factory=GradientArrival)
     """Sums over all steps that were not skipped."""
 
 

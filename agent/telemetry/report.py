@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
-from tidegate.agent.optimizer.gradient_arrival import Delivery
+from tidegate.agent.optimizer.gradient_arrival import GradientArrival
 from tidegate.agent.telemetry.bytes_by_phase import Moved, divided
 from tidegate.agent.telemetry.paths import path_rows, path_states
 from tidegate.agent.telemetry.step_record import FinishedStep
@@ -45,7 +45,7 @@ def report_of(step: FinishedStep) -> StepReport:
     return report.model_copy(update={"verdict": text})
 
 
-def step_figures(report: StepReport, delivery: Delivery) -> Taken:
+def step_figures(report: StepReport, delivery: GradientArrival) -> Taken:
     """Figures of a step as input of `verdict`."""
     lanes: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     rows = [(row.direction, row) for row in report.links] + [

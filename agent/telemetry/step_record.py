@@ -10,7 +10,7 @@ from typing import Any
 
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.optimizer.gradient_arrival import Delivery, delivery_of
+from tidegate.agent.optimizer.gradient_arrival import GradientArrival, gradient_arrival_of
 from tidegate.agent.telemetry.paths import PathSample
 from tidegate.timeline.timeline import PhaseSpan, Span, Timeline
 from tidegate.wire.timeline import MAX_SPANS, TimelineView
@@ -40,9 +40,9 @@ class FinishedStep:
         return Timeline(self.number, "measured", self.result.spans, self.phases.spans, self.deps, self._wall)
 
     @cached_property
-    def delivery(self) -> Delivery:
+    def delivery(self) -> GradientArrival:
         """How the gradients arrived in this step."""
-        return delivery_of(self.result, self.phases)
+        return gradient_arrival_of(self.result, self.phases)
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential
 
-from tidegate.agent.interrupts import Uninterrupted
+from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers.path_locks import TierLocks
 from tidegate.agent.tiers.scratch import free_bytes
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, padded_bytes
@@ -113,7 +113,7 @@ class FileMover:
         memory."""
         where = header_bytes(len(file.checksums))
         begin = self.pools["read"].read if operation == "read" else self.pools["write"].write
-        with Uninterrupted():  # outside a lane
+        with DelayInterrupt():  # outside a lane
             ticket = begin(file.fd, address, file.data_bytes, where, self._block_bytes, file.checksums)
             self._moving.add(ticket)
             try:

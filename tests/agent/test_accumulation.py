@@ -77,10 +77,10 @@ def test_a_sum_of_one_gradient_is_that_gradient(how: str) -> None:
         sums, grad = optimizer.engine.gradients.sums, torch.tensor([-0.0, 0.0, 1.5, -3.0], dtype=torch.bfloat16)
         assert sums is not None
         sums.add(0, grad)
-        found = sums.take(0, params[0])
+        found = sums.take_to_device(0, params[0])
         assert found is not None
         assert torch.equal(found.float().view(torch.int32), grad.float().view(torch.int32))
-        assert sums.take(0, params[0]) is None
+        assert sums.take_to_device(0, params[0]) is None
 
 
 def test_weights_of_other_strides_and_gradients_of_others() -> None:
@@ -268,7 +268,7 @@ def test_a_sum_is_not_filled_anew_before_the_device_has_read_it() -> None:
         for first, second in (grads[:2], grads[2:]):
             sums.add(0, first)
             sums.add(0, second)
-            total = sums.take(0, weight)
+            total = sums.take_to_device(0, weight)
             assert total is not None
             taken.append(total)
         device.now().wait()

@@ -20,7 +20,7 @@ from tests.services import until
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.executor import Issued
-from tidegate.agent.optimizer.auto_knobs import Auto
+from tidegate.agent.optimizer.auto_knobs import AutoValues
 from tidegate.errors import ConfigError, EngineError, LaneStuckError, MemoryBudgetError, ParameterError
 from tidegate.knobs.knobs import Knobs
 from tidegate.plan.ops import Op, OpKind
@@ -168,7 +168,7 @@ def test_a_refused_state_changes_nothing() -> None:
         before = optimizer.state_dict()
         for broken, says in (
             (lambda s: s["state"][1].update(exp_avg=torch.zeros(6)), "shape"),
-            (lambda s: s["state"][1].pop("exp_avg_sq"), "lacks exp_avg_sq"),
+            (lambda s: s["state"][1].pop("exp_avg_sq"), "has no exp_avg_sq"),
             (lambda s: s["param_groups"][0].update(amsgrad=True), "amsgrad"),
             (lambda s: s["state"].update({7: s["state"][0]}), "another model"),
         ):
@@ -369,7 +369,7 @@ def test_the_tuner_stays_where_its_choice_would_not_fit() -> None:
     offload = tidegate.Offload(stride="off", static_ratio=0.5, subgroup_numel=100, emulated=FAST,
                                device_memory_bytes=2 * 4000 + 5 * 1024)  # fmt: skip
     with tidegate.AdamW(params, offload=offload) as optimizer:
-        optimizer._auto = Auto(stride="off")
+        optimizer._auto = AutoValues(stride="off")
         optimizer.apply_knobs(Knobs(stride="auto", static_ratio=0.5))
         run_steps(optimizer, params, 0, 1)
         with pytest.raises(MemoryBudgetError):

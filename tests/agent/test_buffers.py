@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.services import meanwhile
-from tidegate.agent.engine.buffers import Buffers
+from tidegate.agent.engine.buffers import HostBuffers
 
 
 def zeros(nbytes: int) -> torch.Tensor:
@@ -18,39 +18,39 @@ def zeros(nbytes: int) -> torch.Tensor:
 
 
 def test_what_is_let_go_serves_the_next_of_its_size_once() -> None:
-    buffers = Buffers(zeros)
-    buffers.make(0, 64)
+    buffers = HostBuffers(zeros)
+    buffers.allocate_zeros(0, 64)
     address = buffers[0].data_ptr()
-    buffers.let_go(0)
+    buffers.release(0)
     assert 0 not in buffers
     assert buffers.nbytes == 64, "it is still held"
-    buffers.take(1, 32)
+    buffers.allocate(1, 32)
     assert buffers[1].data_ptr() != address
-    buffers.take(2, 64)
+    buffers.allocate(2, 64)
     assert buffers[2].data_ptr() == address
-    buffers.take(3, 64)
+    buffers.allocate(3, 64)
     assert buffers[3].data_ptr() != address
     assert buffers.nbytes == 32 + 64 + 64
 
 
 def test_zeros_are_zeros() -> None:
-    buffers = Buffers(zeros)
-    buffers.make(0, 64)
+    buffers = HostBuffers(zeros)
+    buffers.allocate_zeros(0, 64)
     buffers[0].fill_(7)
-    buffers.let_go(0)
-    buffers.make(1, 64)
+    buffers.release(0)
+    buffers.allocate_zeros(1, 64)
     assert not buffers[1].any()
 
 
 def test_what_nobody_took_is_freed() -> None:
-    buffers = Buffers(zeros)
+    buffers = HostBuffers(zeros)
     for subgroup in range(3):
-        buffers.make(subgroup, 64)
-        buffers.let_go(subgroup)
-    buffers.let_go(9)
-    buffers.take(4, 64)
+        buffers.allocate_zeros(subgroup, 64)
+        buffers.release(subgroup)
+    buffers.release(9)
+    buffers.allocate(4, 64)
     assert buffers.nbytes == 3 * 64
-    buffers.forget()
+    buffers.free_released()
     assert buffers.nbytes == 64
     buffers.clear()
     assert buffers.nbytes == 0
@@ -67,17 +67,17 @@ def hasty_threads() -> Iterator[None]:
 
 def test_one_thread_may_look_while_another_takes_and_lets_go(hasty_threads: None) -> None:
     """A vote asks what host memory is in use while a step runs."""
-    buffers = Buffers(zeros)
+    buffers = HostBuffers(zeros)
     for subgroup in range(200):
-        buffers.make(subgroup, 64 + subgroup % 3)
+        buffers.allocate_zeros(subgroup, 64 + subgroup % 3)
 
     def step(end: threading.Event) -> None:
         while not end.is_set():
             for subgroup in range(200, 300):
-                buffers.take(subgroup, subgroup)
+                buffers.allocate(subgroup, subgroup)
             for subgroup in range(200, 300):
-                buffers.let_go(subgroup)
-            buffers.forget()
+                buffers.release(subgroup)
+            buffers.free_released()
 
     with meanwhile(step):
         assert all(buffers.nbytes >= 200 * 64 for _ in range(2_000))

@@ -29,7 +29,7 @@ from tidegate.agent.devices.base import Copy, DoneEvent, GradRef
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.engine.executor import Issued
 from tidegate.agent.engine.op_runner import MemoryRunner
-from tidegate.agent.gradients.gradients import reference
+from tidegate.agent.gradients.gradients import grad_ref_of
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.kernels import GradDtype
 from tidegate.plan import Plan
@@ -292,16 +292,16 @@ def test_each_gradient_is_read_by_copies_and_updates_as_often_as_the_plan_says(
 def copied_by_the_host(runner: MemoryRunner, op: Op, layout: Layout) -> Issued:
     """As `_grad_d2h` might be written by who takes a device address for a host address."""
     base, size = runner._memory.on_host(op.host_grad), layout.format.grad_bytes
-    for segment, arrived in zip(layout.segments, runner._gradients.take(layout), strict=True):
+    for segment, arrived in zip(layout.segments, runner._gradients.records_of(layout), strict=True):
         assert arrived is not None
-        address = reference(arrived).address + segment.offset * size
+        address = grad_ref_of(arrived).address + segment.offset * size
         ctypes.memmove(base + segment.start * size, address, segment.numel * size)
     return Issued(DoneEvent(0.0, 0.0), op.nbytes, 0)
 
 
 def read_weights(runner: MemoryRunner, op: Op, layout: Layout) -> Issued:
     """An update that takes the weights on the device for their mirror."""
-    ctypes.string_at(runner._weight(layout.segments[0], layout.format.weight_bytes), 4)
+    ctypes.string_at(runner._weight_address(layout.segments[0], layout.format.weight_bytes), 4)
     return Issued(DoneEvent(0.0, 0.0), 0, 0)
 
 
@@ -337,22 +337,22 @@ NEEDED = (
     "host waits for d2h in flush after state_d2h",
     "host waits for h2d in fetch after state_h2d",
     # Between the framework and the lanes.
-    "d2h waits for framework in Engine._follow_framework < Engine._launch",
+    "d2h waits for framework in Engine._order_after_framework < Engine._launch",
     "d2h waits for framework in MemoryRunner._grad_d2h < MemoryRunner.run",
-    "device waits for framework in Engine._follow_framework < Engine.step",
+    "device waits for framework in Engine._order_after_framework < Engine.step",
     "device waits for framework in MemoryRunner._grad_norm < MemoryRunner.run",
     "framework waits for device in Engine.wait_for_weights < AdamW.wait_for_weights",
     "framework waits for h2d in Engine.wait_for_weights < AdamW.wait_for_weights",
-    "h2d waits for framework in Engine._follow_framework < Engine._launch",
+    "h2d waits for framework in Engine._order_after_framework < Engine._launch",
     # Where the host looks at what lanes have done.
-    "host waits for d2h in StateMemory._pull < StateMemory.arrays",
+    "host waits for d2h in StateMemory._load_to_host < StateMemory.arrays",
     "host waits for d2h in Executor._spans < Executor.cancel",
     "host waits for d2h in Executor._spans < Executor.finish",
-    "host waits for device in GradientMemory.wait_for_oldest < Engine._make_room",
+    "host waits for device in GradientMemory.wait_for_oldest < Engine._wait_for_gradient_memory",
     "host waits for device in MemoryRunner._norm < MemoryRunner.run",
     "host waits for device in Executor._spans < Executor.cancel",
     "host waits for device in Executor._spans < Executor.finish",
-    "host waits for h2d in StateMemory._push < StateMemory.arrays",
+    "host waits for h2d in StateMemory._store_back < StateMemory.arrays",
     "host waits for h2d in Executor._spans < Executor.cancel",
     "host waits for h2d in Executor._spans < Executor.finish",
     "host waits for clock in HostClock._compare_once",
@@ -362,16 +362,18 @@ NEEDED = (
     "memory is held for device in Gradients.was_read < MemoryRunner._device_update",
     "memory is held for device in Gradients.was_read < MemoryRunner._grad_norm",
     "host waits for d2h in Lanes._wait",
-    "host waits for d2h in _come_to_rest < Executor.finish",
+    "host waits for d2h in _wait_after_failure < Executor.finish",
     "host waits for device in Lanes._wait",
-    "host waits for device in _come_to_rest < Executor.finish",
+    "host waits for device in _wait_after_failure < Executor.finish",
     "host waits for h2d in Lanes._wait",
-    "host waits for h2d in _come_to_rest < Executor.finish",
+    "host waits for h2d in _wait_after_failure < Executor.finish",
 )
 
 IMPLIED = {
     "host waits for device in cpu_update after norm": "NORM waits for its own result before it counts as issued",
-    "host waits for d2h in GradientMemory.wait_for_oldest < Engine._make_room": "it bounds memory and orders nothing",
+    "host waits for d2h in GradientMemory.wait_for_oldest < Engine._wait_for_gradient_memory": (
+        "it bounds memory and orders nothing"
+    ),
 }
 """Waits that results do not need: another one makes them needless, and they are made because the plan has the
 dependency, whatever runs it; or memory needs them (`test_runs_ahead.py`)."""

@@ -19,7 +19,7 @@ from tests.services import ROOT, until
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.engine.clock import MonotonicClock, VirtualClock
 from tidegate.agent.engine.executor import Executor, Issued, StepSkipped
-from tidegate.agent.engine.interpreter_exit import end_all
+from tidegate.agent.engine.interpreter_exit import stop_all
 from tidegate.errors import EngineError, LaneStuckError
 from tidegate.plan import Placement, Plan, Subgroup, make_plan, place, steady
 from tidegate.plan.ops import LANES, Op, OpKind
@@ -287,7 +287,7 @@ def test_what_an_ending_process_does_not_finish_is_said_to_whoever_asks() -> Non
     executor.start(small_plan())
     executor.step()
     assert began.wait(10)
-    executor.end_with_process(time.monotonic())
+    executor.stop_before_exit(time.monotonic())
     assert not any(thread.is_alive() for thread in executor._threads)
     with pytest.raises(EngineError, match="process ends"):
         executor.finish()
@@ -299,7 +299,7 @@ def test_a_forked_process_does_not_wait_for_lanes_that_it_has_not() -> None:
     with executor._clock.lock:
         child = os.fork()
         if child == 0:
-            end_all()
+            stop_all()
             os._exit(0 if not executor.closed else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     executor.close()

@@ -100,7 +100,7 @@ def test_parameters_that_never_have_a_gradient_are_said_once(
         step_without(optimizer, params, 1, 2, 3)
         assert "2 of the optimizer's 5 parameters (the first: layers.1.weight)" in said(caplog)[1]
         assert "had no gradient in 20 steps" in said(caplog)[1]
-        assert "build the optimizer anew" in said(caplog)[1]
+        assert "build the optimizer again" in said(caplog)[1]
         event = vars(caplog.records[1])
         assert (event["event"], event["fields"]) == ("untrained", {"parameters": 2, "steps": 20})
         optimizer.add_param_group({"params": [("head", params_of((6,))[0])]})

@@ -78,12 +78,12 @@ def optimizer_state(optimizer: tidegate.AdamW, when: str) -> list[tuple[Any, Any
 def test_samples_show_every_change_of_a_whole_tensor() -> None:
     tensors = {i: torch.randn(n) for i, n in enumerate([1, 2, 31, 32, 33, 64, 100, 5000])}
     prints = Fingerprints()
-    prints.watch(tensors)
+    prints.set_tensors(tensors)
     assert prints.changed() == set()
     for key, tensor in tensors.items():
         tensor.data.mul_(1.5)
         assert prints.changed() == {key}
-        prints.take()
+        prints.save_reference()
         assert prints.changed() == set()
 
 
@@ -92,7 +92,7 @@ def test_samples_are_bits_so_that_nan_is_not_a_change(dtype: torch.dtype) -> Non
     tensor = torch.full((100,), float("nan"), dtype=dtype)
     assert 32 <= len(sample_view(tensor)) <= 64
     prints = Fingerprints()
-    prints.watch({0: tensor})
+    prints.set_tensors({0: tensor})
     assert prints.changed() == set()
 
 

@@ -21,7 +21,7 @@ from tests.agent.test_optimizer import MIXED, params_of
 from tests.agent.test_overlap import overlapped, tokens
 from tidegate.agent.checkpoints.snapshot import finish
 from tidegate.agent.engine.executor import Issued
-from tidegate.agent.interrupts import Uninterrupted
+from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers import scratch
 from tidegate.errors import EngineError
 from tidegate.kernels import IoTicket
@@ -101,7 +101,7 @@ def test_the_second_ctrl_c_is_let_through_however_deep() -> None:
     reached: list[int] = []
 
     def interrupted_twice() -> None:
-        with Uninterrupted(), Uninterrupted(), Uninterrupted():
+        with DelayInterrupt(), DelayInterrupt(), DelayInterrupt():
             signal.raise_signal(signal.SIGINT)
             reached.append(1)
             signal.raise_signal(signal.SIGINT)
@@ -117,8 +117,8 @@ def test_the_first_ctrl_c_comes_at_the_end_of_the_outermost_block() -> None:
     reached: list[int] = []
 
     def interrupted_once() -> None:
-        with Uninterrupted():
-            with Uninterrupted():
+        with DelayInterrupt():
+            with DelayInterrupt():
                 signal.raise_signal(signal.SIGINT)
                 reached.append(1)
             reached.append(2)

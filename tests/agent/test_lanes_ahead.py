@@ -157,7 +157,7 @@ def test_what_ends_early_counts_as_running_until_those_before_it_have_ended() ->
         executor.step()
 
         def watch() -> None:
-            executor.issued(fetches[1:2])
+            executor.wait_until_issued(fetches[1:2])
             if "fetch 0" not in runner.ended:
                 early.set()
 
@@ -285,7 +285,7 @@ def test_the_watchdog_does_not_count_the_time_that_an_op_spent_behind_another_on
         assert both.wait(LONG)
         clock.time = 8.0
         first.set()
-        executor.issued(fetched[:1])
+        executor.wait_until_issued(fetched[:1])
         clock.time = 16.0
         for _ in range(3):
             while clock.looked.get(timeout=LONG) < 16.0:

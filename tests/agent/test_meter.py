@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.agent.engine.phases import PhaseClock
+from tidegate.agent.engine.phases import PhaseRecorder
 from tidegate.agent.telemetry.metric_store import MetricStore
 
 BYTES = "tidegate_path_bytes_total"
@@ -70,7 +70,7 @@ def test_phases_so_far_never_overlap_not_even_at_a_boundary() -> None:
         found.append(clock.so_far())
         return 0
 
-    clock = PhaseClock(peak)
+    clock = PhaseRecorder(peak)
     for phase in ("forward", "backward", "update"):
         clock.enter(phase)
     for phases in (*found, clock.so_far()):

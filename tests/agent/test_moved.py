@@ -255,7 +255,7 @@ def test_a_loaded_state_on_storage_paths_does_not_go_along(tmp_path: Path) -> No
     with tidegate.AdamW(params, offload=offload) as optimizer:
         optimizer.load_state_dict(state)
         move(params)
-        with pytest.raises(ParameterError, match=r"state .* storage paths.*Load .* after the model"):
+        with pytest.raises(ParameterError, match=r"state .* storage paths.*Load .* after the last change"):
             optimizer.state_dict()
 
 
@@ -396,7 +396,7 @@ def test_the_second_backward_of_a_step_is_refused_too() -> None:
 def test_after_the_first_step_other_parameters_in_the_groups_are_refused() -> None:
     for optimizer, _ in stepped():
         optimizer.param_groups[0]["params"] = params_of(*SHAPES)
-        with pytest.raises(ParameterError, match=r"Parameter 0 of param group 0 .* another"):
+        with pytest.raises(ParameterError, match=r"Parameter 0 of param group 0 is not the parameter"):
             optimizer.step()
 
 

@@ -273,7 +273,7 @@ def test_what_is_read_before_its_module_is_called_is_learnt() -> None:
     with optimizer, tidegate.overlap_forward(optimizer, model) as overlap:
         Run(model, optimizer, None).train(0)
         names = [name for name, _ in model.named_parameters()]
-        assert {names[i] for i in overlap._early} == {"norm.bias"}
+        assert {names[i] for i in overlap._read_early} == {"norm.bias"}
 
 
 def test_units_of_a_model() -> None:
@@ -358,8 +358,8 @@ def test_what_is_never_called_or_was_cut_short_is_waited_for() -> None:
         model(tokens(0)).square().mean().backward()
         model.blocks = blocks
         names = [name for name, _ in model.named_parameters()]
-        assert {names[i].split(".")[0] for i in overlap._early} == {"blocks", "norm"}
-        assert not any(names[i].startswith("blocks.0") for i in overlap._early)
+        assert {names[i].split(".")[0] for i in overlap._read_early} == {"blocks", "norm"}
+        assert not any(names[i].startswith("blocks.0") for i in overlap._read_early)
 
 
 def test_averages_of_weights_and_states_of_submodules_are_of_updated_weights() -> None:
@@ -425,9 +425,9 @@ def test_hooks_of_several_threads_settle_one_update() -> None:
         run.train(0)
         assert optimizer.engine.running
         with ThreadPoolExecutor(4) as threads:
-            for settled in [threads.submit(optimizer._outcomes.settle) for _ in range(4)]:
+            for settled in [threads.submit(optimizer._step_results.wait_for_update) for _ in range(4)]:
                 settled.result()
-        assert len(optimizer._outcomes._results) == 1
+        assert len(optimizer._step_results._results) == 1
         run.train(1)
         tidegate.wait(optimizer)
         assert seen == [False, False]

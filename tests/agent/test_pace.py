@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.agent.engine.planning_inputs import OTHER, Pace, PathPace
+from tidegate.agent.engine.planning_inputs import SPEED_CHANGE_FACTOR, StablePathSpeeds, StepDelay
 from tidegate.plan.path_times import SHORTEST_SECONDS
 from tidegate.plan.tier_split import PathSpeeds
 
@@ -27,7 +27,7 @@ seconds = st.floats(0, 1e4)
     ],
 )
 def test_what_is_counted_on(seen: list[float], expected: float) -> None:
-    pace = Pace()
+    pace = StepDelay()
     for one in seen:
         pace.observe(one)
     assert pace.step_at == expected
@@ -35,7 +35,7 @@ def test_what_is_counted_on(seen: list[float], expected: float) -> None:
 
 @given(st.lists(seconds, min_size=1))
 def test_never_more_than_the_last_step_and_seldom_much_less(seen: list[float]) -> None:
-    pace = Pace()
+    pace = StepDelay()
     for one in seen:
         pace.observe(one)
         assert pace.step_at <= one
@@ -44,7 +44,7 @@ def test_never_more_than_the_last_step_and_seldom_much_less(seen: list[float]) -
 
 @given(st.floats(2 * SHORTEST_SECONDS, 1e4), st.lists(st.floats(1, 1.9)))
 def test_steps_that_differ_by_less_than_half_settle_on_one_plan(shortest: float, factors: list[float]) -> None:
-    pace = Pace()
+    pace = StepDelay()
     pace.observe(shortest)
     settled = pace.step_at
     for factor in factors:
@@ -59,7 +59,7 @@ def test_a_path_keeps_its_speed_until_it_has_another(factors: list[float], kept:
     def speeds(factor: float) -> PathSpeeds:
         return PathSpeeds(read_bytes_per_second=1e9 * factor, write_bytes_per_second=1e9 * factor)
 
-    pace = PathPace()
+    pace = StablePathSpeeds()
     pace.observe({"disk": speeds(1.0), "other": speeds(1.0)})
     for factor in factors:
         pace.observe({"disk": speeds(factor), "other": speeds(1.0)})
@@ -68,8 +68,12 @@ def test_a_path_keeps_its_speed_until_it_has_another(factors: list[float], kept:
 
 @given(st.lists(st.floats(1e3, 1e12), min_size=1))
 def test_what_plans_go_by_is_never_far_off(rates: list[float]) -> None:
-    pace = PathPace()
+    pace = StablePathSpeeds()
     for rate in rates:
         live = PathSpeeds(read_bytes_per_second=rate, write_bytes_per_second=rate)
         pace.observe({"disk": live})
-        assert 1 / OTHER <= pace.speeds["disk"].seconds_per_byte / live.seconds_per_byte <= OTHER
+        assert (
+            1 / SPEED_CHANGE_FACTOR
+            <= pace.speeds["disk"].seconds_per_byte / live.seconds_per_byte
+            <= SPEED_CHANGE_FACTOR
+        )

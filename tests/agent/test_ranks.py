@@ -45,7 +45,7 @@ def test_a_number_of_ranks_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None
 def test_ranks_started_by_deepspeed_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     _no_launcher(monkeypatch)
     monkeypatch.setenv("LOCAL_SIZE", "4")
-    monkeypatch.setattr(Ranks, "now", lambda: Ranks(0, 8))
+    monkeypatch.setattr(Ranks, "current", lambda: Ranks(0, 8))
     assert ranks_that_share_host() == 4
 
 

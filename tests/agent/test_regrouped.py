@@ -82,7 +82,7 @@ def test_an_exchange_of_all_after_the_first_step_is_refused_by_name() -> None:
     with tidegate.AdamW(params, offload=MIXED) as optimizer:
         run_steps(optimizer, params, 0, 1)
         optimizer.param_groups[0]["params"][:] = params_of(*SHAPES)
-        with pytest.raises(ParameterError, match=r"Parameter 0 of param group 0 is another than"):
+        with pytest.raises(ParameterError, match=r"Parameter 0 of param group 0 is not the parameter that"):
             optimizer.step()
         optimizer.param_groups[0]["params"][:] = params
         run_steps(optimizer, params, 1, 1)
@@ -153,7 +153,7 @@ def test_state_on_storage_paths_cannot_change_groups(tmp_path: Path) -> None:
     with tidegate.AdamW(params, offload=offload) as optimizer:
         run_steps(optimizer, params, 0, 1)
         optimizer.param_groups[0]["params"].reverse()
-        with pytest.raises(ParameterError, match="storage paths cannot go along"):
+        with pytest.raises(ParameterError, match="storage paths cannot be transferred"):
             optimizer.step()
         optimizer.param_groups[0]["params"].reverse()
         run_steps(optimizer, params, 1, 1)

@@ -24,7 +24,7 @@ import tidegate
 from tests.agent.training import Training, batch
 from tests.services import program
 from tidegate.agent.engine import phases
-from tidegate.agent.engine.phases import SHORT_SECONDS, PhaseClock, StepPhases
+from tidegate.agent.engine.phases import SHORT_SECONDS, PhaseRecorder, StepPhases
 from tidegate.agent.telemetry import exporter, recorder
 from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.knobs.knobs import Off, device_share
@@ -331,10 +331,10 @@ def test_a_peak_belongs_to_its_phase_and_a_moment_between_two_has_none(monkeypat
     times, own, peaks = iter(now), itertools.count(0, 0.125), iter([10, 20, 30, 40])
     clock = SimpleNamespace(monotonic=lambda: next(times), thread_time=lambda: next(own), process_time=lambda: 0.0)
     monkeypatch.setattr(phases, "time", clock)
-    watched = PhaseClock(lambda: next(peaks))
+    watched = PhaseRecorder(lambda: next(peaks))
     for phase in ("forward", "other", "backward", "update"):
         watched.enter(phase)
-    found = watched.cut()
+    found = watched.end_step()
     assert found.device_peak_bytes == {"other": 10, "forward": 20, "backward": 30, "update": 40}
     assert [(span.phase, span.start, span.end) for span in found.spans] == list(
         zip(("other", "forward", "other", "backward", "update"), now, now[1:], strict=False)

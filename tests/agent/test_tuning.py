@@ -15,7 +15,7 @@ from tidegate.agent.control.attach import Attachment
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine import memory as memory_module
-from tidegate.agent.engine.residency import _near
+from tidegate.agent.engine.residency import _is_close
 from tidegate.agent.optimizer import host_cache as cache_module
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.knobs.knobs import Knobs
@@ -222,4 +222,4 @@ def test_eq1_stays_while_speeds_wobble(
     counts: dict[str, int], wanted: dict[str, int], capacity: dict[str, int], near: bool
 ) -> None:
     """One subgroup or 5 % more or less is not worth moving state, unless a path cannot hold what it has."""
-    assert _near(counts, wanted, capacity) is near
+    assert _is_close(counts, wanted, capacity) is near

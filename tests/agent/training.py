@@ -142,7 +142,7 @@ class Training:
 
     def _time_update(self) -> None:
         """torch's own wrappers around step(), and our observers after it, are not the update."""
-        step, settle = self.optimizer.engine.step, self.optimizer.engine.settle
+        step, settle = self.optimizer.engine.step, self.optimizer.engine.wait_for_update
         update = self._phase("update")
 
         def begun(inputs: StepInputs) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ class Training:
             return result
 
         self.optimizer.engine.step = begun  # type: ignore[method-assign]
-        self.optimizer.engine.settle = settled  # type: ignore[method-assign]
+        self.optimizer.engine.wait_for_update = settled  # type: ignore[method-assign]
 
     def _phase(self, name: str) -> _Phase:
         return _Phase(self, name)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tidegate.agent.parameters.shards import Part
+from tidegate.agent.parameters.shards import LocalShard
 from tidegate.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ class ZeroNorm:
     subgroups: DeepSpeed's subgroup of each part. All parts are sharded over the same ranks.
     """
 
-    def __init__(self, parts: Sequence[Part], subgroups: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[LocalShard], subgroups: Sequence[int]) -> None:
         self._subgroups = list(subgroups)
         self._groups, self._device = parts[0].groups, parts[0].device
 

@@ -29,7 +29,7 @@ from tidegate.agent.integrations.deepspeed.vectors import vector_numel
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.offload import Offload
 from tidegate.agent.optimizer.state_dicts import MOMENTS
-from tidegate.agent.parameters.shards import Part
+from tidegate.agent.parameters.shards import LocalShard
 from tidegate.agent.ranks import Ranks
 from tidegate.errors import ConfigError
 
@@ -69,7 +69,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self._places: list[Place] = []
         self._numbers: dict[int, int] = {}
         """Number of the part by its parameter's `ds_id`."""
-        by_group: dict[int, list[Part]] = defaultdict(list)
+        by_group: dict[int, list[LocalShard]] = defaultdict(list)
         is_cpu_adam = isinstance(self.optimizer, DeepSpeedCPUAdam)
         vector = vector_numel(self.optimizer.ds_opt_adam) if is_cpu_adam else 1
         for subgroup, params in enumerate(self.fp16_groups):
@@ -78,7 +78,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             for param in params:
                 numel = param.partition_numel()
                 tail = min(max(offset + numel - tail_begins, 0), numel)
-                part = Part(flat.narrow(0, offset, numel), self._groups_of(param), tail)
+                part = LocalShard(flat.narrow(0, offset, numel), self._groups_of(param), tail)
                 if part.dtype != self.gradient_accumulation_dtype:
                     part.grad_dtype = self.gradient_accumulation_dtype
                 self._numbers[param.ds_id] = len(self._places)
@@ -95,7 +95,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         if is_cpu_adam:
             self._scalars = self.tidegate.make_scalars = CpuAdamScalars()
         self.tidegate.observers.append(self._on_step)
-        self._parts: list[Part] = [part for parts in by_group.values() for part in parts]
+        self._parts: list[LocalShard] = [part for parts in by_group.values() for part in parts]
         assert self._sources == sorted(self._sources), "DeepSpeed makes subgroups param group by param group"
         self.tidegate.engine.sum_norms_with(ZeroNorm(self._parts, [place.subgroup for place in self._places]))
         self._drop_flats()
@@ -254,7 +254,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     def _complete_gradients(self) -> None:
         """Sets missing gradients to zeros, because DeepSpeed updates subgroups as a whole."""
-        waiting = self.tidegate.engine.gradients.set_aside_params
+        waiting = self.tidegate.engine.gradients.params_with_sums
         for number, part in enumerate(self._parts):
             if part.grad is None and number not in waiting:
                 part.grad = torch.zeros_like(part, dtype=self.gradient_accumulation_dtype)
@@ -311,7 +311,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         """Provides `fp32_partitioned_groups_flat` and the optimizer's state in host memory within the block. `filled`:
         begin with the engine's state. `taken`: at the end, load them into the engine."""
         sizes = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
-        states.require_host_memory(sum(sizes), Ranks.now())
+        states.require_host_memory(sum(sizes), Ranks.current())
         steps = self._steps_by_subgroup()
         self._flats = [
             Flat(torch.zeros(n), {name: torch.zeros(n) for name in MOMENTS} if filled and step else {})
@@ -386,8 +386,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             super()._restore_from_bit16_weights()
             return
         self.tidegate.wait()
-        self.tidegate.engine.quiesce()
-        self.tidegate.engine.weights.loaded()
+        self.tidegate.engine.drop_plan()
+        self.tidegate.engine.weights.reset()
 
     def reset_swap_buffers(self) -> None:
         """Does nothing: DeepSpeed swaps nothing."""

@@ -58,7 +58,7 @@ def require_host_memory(numel: int, ranks: Ranks) -> None:
     """MemoryBudgetError, on all ranks, when the fp32 weights and moments of all ranks of a host do not fit in its
     memory. `numel`: parameters of this rank."""
     host = socket.gethostname()
-    demands = ranks.of_all((host, numel * BYTES_PER_PARAM, host_available_bytes()))
+    demands = ranks.all_gather((host, numel * BYTES_PER_PARAM, host_available_bytes()))
     for one in dict.fromkeys(where for where, _, _ in demands):
         needed = sum(nbytes for where, nbytes, _ in demands if where == one)
         available = min(nbytes for where, _, nbytes in demands if where == one)
@@ -75,7 +75,7 @@ def idle_engine(optimizer: AdamW) -> Engine:
     optimizer.wait()
     engine = optimizer.engine
     engine.require_usable()
-    engine.quiesce()
+    engine.drop_plan()
     engine.weights.take_edited()
     return engine
 

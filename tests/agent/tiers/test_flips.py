@@ -94,7 +94,7 @@ class Campaign:
     def load(self) -> str:
         """By each rank in turn: what the first one says that does not get the very same state."""
         for part in self.parts:
-            with patch.object(Ranks, "now", return_value=Ranks(part.rank, len(self.parts))):
+            with patch.object(Ranks, "current", return_value=Ranks(part.rank, len(self.parts))):
                 came = part.load(self.checkpoint.directory.parent)
             if came != "equal state":
                 return came
