@@ -432,9 +432,12 @@ def _place(frame: FrameType | None) -> str:
         name, in_agent = frame.f_code.co_qualname, "/agent/" in frame.f_code.co_filename
         if name == "Executor._run" and "issued" in frame.f_locals and names == ["MemoryRunner.wait"]:
             return _dependency(frame.f_locals)
-        passed_on = name in ("Work.wait", "CudaDevice.wait", "CudaDevice.block", "CudaDevice.used_by") or name.endswith(
-            ">"
-        )
+        passed_on = name in (
+            "StreamWork.wait",
+            "CudaDevice.wait",
+            "CudaDevice.block",
+            "CudaDevice.used_by",
+        ) or name.endswith(">")
         if in_agent and "/tests/" not in frame.f_code.co_filename and not passed_on:
             names.append(name)
             if "/devices/" in frame.f_code.co_filename:
