@@ -213,7 +213,7 @@ def test_it_is_kept_until_the_hardware_changes(tmp_path: Path) -> None:
     for broken in ("", "{}", "[]", json.dumps({**calibration(hardware).to_dict(), "version": 99})):
         file.write_text(broken)
         assert kept(file, hardware) is None
-    with pytest.raises(ConfigError, match="cannot be kept"):
+    with pytest.raises(ConfigError, match="cannot be saved"):
         keep(file / "below", calibration(hardware))
 
 

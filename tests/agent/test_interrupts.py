@@ -270,7 +270,7 @@ def test_ctrl_c_while_it_closes_leaves_nothing_behind(tmp_path: Path, monkeypatc
     optimizer.close()
 
 
-@pytest.mark.parametrize("where", ["commit", "note"])
+@pytest.mark.parametrize("where", ["commit", "update_began"])
 def test_what_cuts_the_end_of_a_step_short_makes_the_optimizer_unusable(where: str) -> None:
     params = params_of((400,), (300,))
     with tidegate.AdamW(params, offload=MIXED) as optimizer:

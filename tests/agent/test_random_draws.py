@@ -70,7 +70,7 @@ def test_repeating_a_request_to_an_object_store_draws_nothing(monkeypatch: pytes
     client = object_client.Client(settings)
     tries: list[None] = []
     before = random.getstate()
-    with pytest.raises(object_client.Refused):
+    with pytest.raises(object_client.RequestFailed):
         client.put("key", b"data", repeated=lambda: tries.append(None))
     assert tries
     assert random.getstate() == before
