@@ -448,7 +448,7 @@ def test_a_websocket_ends_with_its_session(monkeypatch: pytest.MonkeyPatch) -> N
         "headers": [(b"host", b"127.0.0.1:1"), (b"cookie", cookie)],
     }  # fmt: skip
     with ThreadPoolExecutor(1) as apart:  # this thread has the browser's event loop
-        apart.submit(asyncio.run, request_guard.Guard(app)(scope, receive, send)).result()
+        apart.submit(asyncio.run, request_guard.RequestGuard(app)(scope, receive, send)).result()
     assert heard == ["websocket.receive", "websocket.disconnect"]
     assert [message["code"] for message in sent] == [request_guard.POLICY_VIOLATION]
 

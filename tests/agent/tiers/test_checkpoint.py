@@ -231,7 +231,7 @@ def test_spares_count_against_the_capacity_of_a_path(tmp_path: Path, disk: Path)
     settings_ = tidegate.PathSettings(directory=disk, capacity_bytes=300_000)
     with Run(paths={"disk": settings_}, host_cache=0, stride="off") as run:
         run.steps(0, 1)
-        with pytest.raises(PathFull, match="of what is on path disk needs 155,648 bytes more, 144,352 are free"):
+        with pytest.raises(PathFull, match="of the state on path disk needs 155,648 bytes more, 144,352 are free"):
             run.optimizer.save_checkpoint(tmp_path / "saved")
         run.steps(1, 2)
 

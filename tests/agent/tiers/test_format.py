@@ -179,8 +179,8 @@ BROKEN: dict[str, tuple[bytes, type[StateFileError], str, str]] = {
     "other parameters than data": (patched(64, b"\1"), HeaderContradiction, "10,000 bytes for 769", "7,690 bytes"),
     "a rule without name": (patched(32, bytes(16)), HeaderContradiction, "rule is ''", "values that can"),
     "a rule that is not text": (patched(32, b"\xff"), HeaderContradiction, "ordinal", "values that can"),
-    "something in the padding": (patched(200, b"\1"), HeaderContradiction, "bytes beside", "zeros"),
-    "version 0": (patched(8, b"\0"), HeaderContradiction, "bytes beside", "the version"),
+    "something in the padding": (patched(200, b"\1"), HeaderContradiction, "bytes between", "zeros"),
+    "version 0": (patched(8, b"\0"), HeaderContradiction, "bytes between", "and version 1"),
 }
 
 

@@ -50,7 +50,7 @@ def test_a_constructor_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: py
     def broken(*_: object) -> None:
         raise ValueError("broken on purpose")
 
-    monkeypatch.setattr(engine, "Weights", broken)
+    monkeypatch.setattr(engine, "WeightEdits", broken)
     with pytest.raises(ValueError, match="on purpose"):
         tidegate.AdamW(params_of((400,)), offload=stored(tmp_path))
     gc.collect()
