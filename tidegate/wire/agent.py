@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from tidegate.wire.base import (
     AgentId,
@@ -33,6 +33,19 @@ MAX_SUBGROUPS = 100_000
 """Of one rank: the daemon asks the simulator about each."""
 MAX_LANES = 256
 """Of one rank: two for each path, and a few."""
+MAX_KNOB_CHARACTERS = 6_000
+"""Of all knobs that a rank tells, names and values together: the daemon keeps them for each rank."""
+
+
+def _check_knobs(knobs: KnobChanges) -> KnobChanges:
+    if (length := sum(len(name) + len(str(value)) for name, value in knobs.items())) > MAX_KNOB_CHARACTERS:
+        raise ValueError(
+            f"names and values have {length:,} characters in all, {MAX_KNOB_CHARACTERS:,} at most: tell fewer knobs"
+        )
+    return knobs
+
+
+ToldKnobs = Annotated[KnobChanges, AfterValidator(_check_knobs)]
 
 
 class SubgroupSizes(Message):
@@ -92,7 +105,7 @@ class AgentHello(Message):
     device_kind: DeviceKind
     metrics_address: Annotated[str, Field(max_length=300)]
     """host:port of this rank's /metrics, as other machines reach it; empty when it exports none."""
-    knobs: KnobChanges
+    knobs: ToldKnobs
     """Start-up settings: generation 0 of a new run."""
     reset_knobs: Flag = False
     """Start-up settings win over the desired knobs that the run has from before."""
@@ -147,7 +160,7 @@ class AgentReport(Message):
     """The newest generation that this rank has applied."""
     applied: Applied | None = None
     """What it has applied since its last report."""
-    effective: KnobChanges
+    effective: ToldKnobs
     """What `auto` stands for at present; pinned knobs as they are."""
     rates: Rates | None = None
     steps: Annotated[tuple[StepReport, ...], Field(max_length=256)] = ()
