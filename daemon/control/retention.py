@@ -7,13 +7,14 @@ leave room for those of others. Runs that ended make room for new ones.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from tidegate.daemon.control.audit_rows import note
+from tidegate.daemon.control.kept_steps import fitted
 from tidegate.daemon.control.registry import NAMED, Roster
-from tidegate.daemon.control.run import Clock, Run
+from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.control.step_writer import History
 from tidegate.daemon.control.trials import Trials
 from tidegate.daemon.problems import ProblemError
@@ -30,6 +31,9 @@ GONE_RANKS_KEPT: Final = 64
 """Ranks that are gone and whose newest steps are still in memory."""
 LAST_STEPS_KEPT: Final = 4_096
 """Ranks that are gone and whose last step is still in memory; of others it is read when somebody asks for their run."""
+STEPS_BYTES_OF_A_TOKEN: Final = 384 << 20
+"""Memory that steps of one token's ranks take. The last of 512 ranks with 64 paths each fit, as they were told."""
+FIT_SECONDS: Final = 1.0
 DELETED_AT_ONCE: Final = 20
 """Runs in one transaction: others wait for it."""
 SWEEP_SECONDS: Final = 30.0
@@ -50,6 +54,7 @@ class Retention:
         self._clock = clock
         self._keep_seconds = keep_seconds
         self._swept_at = -math.inf
+        self._fitted_at = -math.inf
         self.deleted: Callable[[str], None] = lambda run: None
 
     def delete(self, run: Run, actor: str, reason: str = "") -> None:
@@ -115,6 +120,24 @@ class Retention:
         if len(old) <= DELETED_AT_ONCE:
             self._swept_at = now
 
+    def fit_steps(self, now: float) -> None:
+        """Where the steps of a token's ranks take too much memory, those of each rank that has more than its share are
+        cut to that. To be called several times a second; `now` is on the monotonic clock."""
+        if now - self._fitted_at < FIT_SECONDS:
+            return
+        self._fitted_at = now
+        of_token = defaultdict[str, list[Member]](list)
+        for run in self._roster.runs.values():
+            for member in run.members.values():
+                if member.recent:
+                    of_token[member.owner].append(member)
+        for members in of_token.values():
+            share = STEPS_BYTES_OF_A_TOKEN // len(members)
+            if sum(member.recent_bytes for member in members) > STEPS_BYTES_OF_A_TOKEN:
+                for member in members:
+                    if member.recent_bytes > share:
+                        member.keep(fitted(member.recent, share))
+
     def forget_gone(self) -> None:
         """Drops from memory what ranks told that are gone, but for those that went last. To be called now and then."""
         gone = [m for run in self._roster.runs.values() for r, m in run.members.items() if r not in run.control.present]
@@ -123,7 +146,7 @@ class Retention:
             member.forget()
             self._history.forget(member.hello.agent)
         for member in gone[LAST_STEPS_KEPT:]:
-            member.recent.clear()
+            member.keep(())
 
     def _delete(self, runs: Sequence[Run], actor: str, reason: str) -> None:
         at = self._clock.wall()

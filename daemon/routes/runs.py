@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 
 from tidegate.daemon.control import serializers
+from tidegate.daemon.control.bounded_answer import bounded
 from tidegate.daemon.decisions.step_window import STEPS_KEPT
 from tidegate.daemon.problems import ProblemError, also
 from tidegate.daemon.routes.dependencies import Author, Plane, Who
@@ -19,19 +20,22 @@ from tidegate.wire.timeline import TimelineView
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 
-@router.get("", dependencies=[READ_OF_ANY_RUN])
-async def runs(plane: Plane, who: Who) -> list[RunView]:
-    """All runs that the token opens, newest first."""
+@router.get("", dependencies=[READ_OF_ANY_RUN], response_model=list[RunView])
+async def runs(plane: Plane, who: Who) -> Response:
+    """All runs that the token opens, newest first. Where that is more than 48 MiB, those whose ranks tell most
+    come without what their ranks did last (`last_step`, `effective`, `totals`), then the largest without ranks."""
     seen = sorted((r for r in plane.roster.runs.values() if who.may_see(r.name)), key=lambda r: -r.created_at)
-    return [serializers.run_view(run, plane.roster.states(run)) for run in seen]
+    told = bounded(serializers.run_view(run, plane.roster.states(run)) for run in seen)
+    return Response(b"[" + b",".join(told) + b"]", media_type="application/json")
 
 
-@router.get("/{run}", dependencies=[READ])
-async def one(plane: Plane, run: str) -> RunView:
-    """One run and its ranks."""
+@router.get("/{run}", dependencies=[READ], response_model=RunView)
+async def one(plane: Plane, run: str) -> Response:
+    """One run and its ranks, in 48 MiB at most, as the list of runs."""
     found = plane.roster.run(run)
     await plane.recall(found)
-    return serializers.run_view(found, plane.roster.states(found))
+    told = bounded([serializers.run_view(found, plane.roster.states(found))])
+    return Response(told[0], media_type="application/json")
 
 
 @router.delete("/{run}", status_code=204, dependencies=[OPERATE], responses=also(409))
