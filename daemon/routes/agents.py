@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from tidegate.daemon.control import serializers
 from tidegate.daemon.problems import ProblemError, also
-from tidegate.daemon.routes.dependencies import Own, Plane, Wait, Who
+from tidegate.daemon.routes.dependencies import LOOK_SECONDS, Holds, Own, Plane, Wait, Who, check_holds
 from tidegate.daemon.routes.fast_route import LeanRoute
 from tidegate.daemon.security.scopes import AGENT_OF_ANY_RUN, READ_OF_ANY_RUN
 from tidegate.errors import KnobError
@@ -56,8 +56,9 @@ async def report(plane: Plane, agent: Own, message: AgentReport) -> Lease:
 
 
 @hot.get("/{agent}/directive", dependencies=[READ_OF_ANY_RUN])
-async def directive(plane: Plane, agent: Own, message: Annotated[Known, Query()]) -> Directive:
-    """At once when there is something newer than the caller knows, else after `wait` seconds."""
+async def directive(plane: Plane, agent: Own, holds: Holds, message: Annotated[Known, Query()]) -> Directive:
+    """At once when there is something newer than the caller knows, else after `wait` seconds. 401 when its token ends
+    meanwhile."""
     deadline, seen = time.monotonic() + message.wait, -1 if message.proposed is None else message.proposed
     while True:
         run, member = plane.roster.member(agent)
@@ -66,11 +67,12 @@ async def directive(plane: Plane, agent: Own, message: Annotated[Known, Query()]
         left = deadline - time.monotonic()
         if found.committed > message.committed or asked or left <= 0 or plane.closing:
             return found
-        await run.orders.wait(left, agent)
+        await run.orders.wait(min(left, LOOK_SECONDS), agent)
+        check_holds(holds)
 
 
 @hot.post("/{agent}/votes", dependencies=[AGENT_OF_ANY_RUN])
-async def vote(plane: Plane, agent: Own, message: Vote, asked: Annotated[Patience, Query()]) -> Directive:
+async def vote(plane: Plane, agent: Own, holds: Holds, message: Vote, asked: Annotated[Patience, Query()]) -> Directive:
     """Whether the rank can have the knobs that were proposed. Answers when that is decided, or after `wait` seconds."""
     deadline = time.monotonic() + asked.wait
     await plane.turns.do(plane.vote, agent, message)
@@ -79,7 +81,8 @@ async def vote(plane: Plane, agent: Own, message: Vote, asked: Annotated[Patienc
         left = deadline - time.monotonic()
         if run.control.is_decided(message.generation) or left <= 0 or plane.closing:
             return serializers.directive(run, member.hello.rank)
-        await run.orders.wait(left, agent)
+        await run.orders.wait(min(left, LOOK_SECONDS), agent)
+        check_holds(holds)
 
 
 @router.delete("/{agent}", status_code=204, dependencies=[AGENT_OF_ANY_RUN])

@@ -7,6 +7,7 @@ import signal
 import stat
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,36 @@ def test_a_token_of_one_run_sees_and_moves_no_other(daemon: Daemon) -> None:
         assert daemon.http("POST", "/v1/agents", "agent of mine", json=body).status_code == (
             201 if run == mine else 403
         )
+
+
+@pytest.mark.parametrize("end", ["withdrawn", "expired"])
+@pytest.mark.parametrize("route", ["directive", "votes"])
+def test_a_poll_ends_with_its_token(tmp_path: Path, route: str, end: str) -> None:
+    with threaded(tmp_path / "state", proposal_seconds=20.0) as daemon:
+        made, other = Agent(daemon, "llama"), Agent(daemon, "llama", 1)
+        table = daemon.app.state.plane.store.tokens
+        token = table.issue("agent", "guest", expires_at=time.time() + 2.0 if end == "expired" else None)
+        daemon.tokens["guest"] = token
+        wait_until(lambda: daemon.http("GET", "/v1/runs", "guest").status_code == 200, "the token")
+        if route == "votes":
+            answer = daemon.http(
+                "PATCH", "/v1/runs/llama/knobs", json={"changes": {"stride": 5.0}}, headers={"If-Match": "*"}
+            )
+            assert answer.status_code == 202, answer.text
+        with ThreadPoolExecutor(1) as pool:
+            at, vote = f"/v1/agents/{made.id}/{route}?wait=8", {"generation": 1, "can": True}
+            if route == "directive":
+                at += "&committed=0"
+            more = {"json": vote} if route == "votes" else {}
+            begin = time.monotonic()
+            poll = pool.submit(daemon.http, "POST" if more else "GET", at, "guest", **more)
+            if end == "withdrawn":
+                time.sleep(0.5)
+                table.revoke(next(row.id for row in table.all() if row.name == "guest"))
+            answer = poll.result()
+        assert (answer.status_code, answer.json()["type"]) == (401, "token-ended")
+        assert time.monotonic() - begin < 5.0
+        assert other.id
 
 
 def test_a_new_token_is_known_at_once_and_unknown_ones_are_no_load(
