@@ -24,7 +24,7 @@ KILLED = 9
 def make_v1(path: Path) -> None:
     """A database of version 1 with a token."""
     config = Config()
-    config.set_main_option("script_location", "tidegate.daemon:migrations")
+    config.set_main_option("script_location", "tidegate.daemon.storage:migrations")
     engine = create_engine(f"sqlite:///{path}")
     with engine.begin() as connection:
         config.attributes["connection"] = connection
