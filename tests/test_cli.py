@@ -122,6 +122,11 @@ def test_a_missing_extra_is_named(tmp_path: Path, words: tuple[str, ...], extra:
         (("status", "--daemon", "head"), 1, "'head' is not an address of a daemon: say http://host:port."),
         (("token", "create", "read", "--run", "a/b"), 2, "'a/b' cannot be the name of a run"),
         (("token", "create", "read", "--expires", "soon"), 2, "--expires 'soon' is no duration: say 12h or 30d"),
+        (
+            ("token", "create", "read", "--expires", "\u0661\u0662h"),
+            2,
+            "--expires '\u0661\u0662h' is no duration: say 12h or 30d",
+        ),
         (("token", "create", "alert", "--run", "llama"), 2, "A token of scope alert is for no single run"),
         (("token", "revoke", "nothing"), 1, "Not exactly one token has an id that begins with 'nothing'"),
         (("token", "create", "root"), 2, "There is no scope 'root'. The scopes are: read, operate, agent, alert."),

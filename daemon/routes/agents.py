@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from typing import Annotated
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
@@ -17,6 +18,7 @@ from tidegate.errors import KnobError
 from tidegate.knobs.knobs import Knobs, specs_for
 from tidegate.wire.agent import PROTOCOL_VERSION, AgentHello, AgentReport, Directive, Lease, Vote
 
+_HOST_AND_PORT: Final = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,294}:(?P<port>[0-9]{1,5})")
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
 
 hot = APIRouter(prefix="/v1/agents", tags=["agents"], route_class=LeanRoute)
@@ -42,11 +44,23 @@ async def hello(plane: Plane, who: Who, message: AgentHello) -> Lease:
             f"The agent speaks protocol {message.protocol}, the daemon {PROTOCOL_VERSION}: install the same version."
         )
         raise ProblemError(400, "wrong-protocol", detail)
+    _check_metrics_address(message.metrics_address)
     try:
         knobs = Knobs().changed(message.knobs, specs_for(message.paths))
     except KnobError as error:
         raise ProblemError(422, "invalid-knob", str(error), knob=error.knob) from error
     return await plane.turns.do(plane.hello, message, knobs, who.token)
+
+
+def _check_metrics_address(address: str) -> None:
+    """Ends the request for what Prometheus cannot scrape: `/sd` gives it on as it is."""
+    found = _HOST_AND_PORT.fullmatch(address)
+    if address and (found is None or not 0 < int(found["port"]) < 65_536):
+        detail = (
+            f"metrics_address {address[:80]!r} is no host:port with a port from 1 to 65,535: give the name or address "
+            "by which Prometheus reaches the rank (metrics_bind or advertise_host of tidegate.attach), or nothing."
+        )
+        raise ProblemError(422, "invalid-message", detail)
 
 
 @hot.post("/{agent}/reports", dependencies=[AGENT_OF_ANY_RUN], responses=also(409))

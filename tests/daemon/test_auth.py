@@ -342,18 +342,18 @@ def test_tokens_that_are_mounted_are_read_and_not_written(tmp_path: Path, monkey
     with pytest.raises(DaemonError, match=r"\.token cannot be read"):
         daemon()
     for scope in SCOPES:
-        (mounted / f"{scope}.token").write_text(f"given-{scope}\n" if scope != "agent" else "\n")
+        (mounted / f"{scope}.token").write_text(f"given-by-somebody-{scope}\n" if scope != "agent" else "\n")
     with pytest.raises(DaemonError, match=r"agent\.token is empty"):
         daemon()
-    (mounted / "agent.token").write_text("given-agent")
+    (mounted / "agent.token").write_text("given-by-somebody-agent")
     os.chmod(mounted / "agent.token", 0o444)
     store = daemon()
-    assert Tokens(store).check("given-read") == Caller("read", "read")
-    store.tokens.revoke(digest_of("given-alert"))
+    assert Tokens(store).check("given-by-somebody-read") == Caller("read", "read")
+    store.tokens.revoke(digest_of("given-by-somebody-alert"))
     store.close()
     with pytest.raises(DaemonError, match=r"alert\.token is revoked: write another"):
         daemon()
-    (mounted / "alert.token").write_text("given-read")
+    (mounted / "alert.token").write_text("given-by-somebody-read")
     with pytest.raises(DaemonError, match=r"alert\.token is of scope read: write another"):
         daemon()
     assert stat.S_IMODE((mounted / "agent.token").stat().st_mode) == 0o444
@@ -361,7 +361,7 @@ def test_tokens_that_are_mounted_are_read_and_not_written(tmp_path: Path, monkey
     monkeypatch.setenv("TIDEGATE_TOKEN_DIR", str(mounted))
     for name in ("TIDEGATE_AGENT_TOKEN", "TIDEGATE_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    assert find_token("agent") == "given-agent"
+    assert find_token("agent") == "given-by-somebody-agent"
 
 
 def test_what_reads_finds_a_token_that_can_only_read(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,3 +396,22 @@ def test_a_token_outlives_a_database_that_is_begun_anew(tmp_path: Path) -> None:
     with threaded(tmp_path) as daemon:
         assert daemon.tokens["operate"] == token
         assert daemon.http("GET", "/v1/runs").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"x", "has 1 characters, from 16 to 1024 are taken"),
+        (b"x" * 1025, "has 1025 characters, from 16 to 1024 are taken"),
+        (b"a long token with blanks in it", "has characters that no client can send"),
+        ("tök-en-of-many-letters".encode(), "has characters that no client can send"),
+        (b"\xff" * 32, "is no text"),
+    ],
+)
+def test_a_mounted_token_that_is_of_no_use_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    mounted = tmp_path / "secrets"
+    mounted.mkdir()
+    for scope in SCOPES:
+        (mounted / f"{scope}.token").write_bytes(content)
+    with pytest.raises(DaemonError, match=said):
+        create_app(Settings(state_dir=tmp_path / "state", token_dir=mounted))
