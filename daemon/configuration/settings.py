@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import socket
 from pathlib import Path
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -11,6 +14,9 @@ from tidegate.client.daemon_client import MAX_BODY_BYTES, state_dir
 from tidegate.client.state_files import home_of
 from tidegate.daemon.configuration.tls import why_not
 from tidegate.errors import DaemonError
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
+_ADDRESS: Final = re.compile(rf"(?:{_NAME.pattern}|\[[0-9A-Fa-f:.]{{2,45}}\])(?::[0-9]{{1,5}})?")
 
 
 class Settings(BaseModel):
@@ -56,12 +62,40 @@ class Settings(BaseModel):
     @classmethod
     def _check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
         for host in hosts:
+            if (
+                "*" not in host.removeprefix("*.")
+                and _NAME.fullmatch(host.removeprefix("*.")) is None
+                and not _is_ipv6(host)
+            ):
+                raise ValueError(
+                    f"--allowed-host {host!r} is no name of a host, and no address: give letters, digits, dots and "
+                    "hyphens, 253 characters at most"
+                )
             if "*" in host.removeprefix("*.") and host != "*":
                 raise ValueError(
                     f"{host!r} cannot be allowed: give the name of a host, *.example.com for all below example.com, "
                     "or * for any"
                 )
         return hosts
+
+    @field_validator("bind")
+    @classmethod
+    def _check_bind(cls, bind: str) -> str:
+        if not bind.strip():
+            raise ValueError(
+                f"--bind {bind!r} is no address: give 127.0.0.1 for this machine only, or 0.0.0.0 for all addresses"
+            )
+        return bind
+
+    @field_validator("advertise_address")
+    @classmethod
+    def _check_advertised(cls, address: str | None) -> str | None:
+        if address is not None and _ADDRESS.fullmatch(address) is None and not _is_ipv6(address):
+            raise ValueError(
+                f"--advertise-address {address!r} is no host and no host:port: give the name or address by which "
+                "others reach the daemon, without a scheme and without a path"
+            )
+        return address
 
     @property
     def url(self) -> str:
@@ -112,6 +146,13 @@ class Settings(BaseModel):
         if self.advertise_address:
             own.add(_hostname(self.advertise_address))
         return frozenset(host.lower() for host in own | set(self.allowed_hosts))
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 def _hostname(address: str) -> str:

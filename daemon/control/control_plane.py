@@ -193,13 +193,14 @@ class ControlPlane:
         return self._trials.roll_back(run, to, author, reason)
 
     async def load_last_steps(self, run: Run) -> None:
-        """Reads the last step of ranks from the store, where it is no longer in memory."""
-        forgotten = {m.hello.agent: m for m in run.members.values() if not m.recent and m.window.newest >= 0}
+        """Reads the last step of those ranks of the run that are gone for so long that it is not in memory any more."""
+        gone = (member for rank, member in run.members.items() if rank not in run.control.present)
+        forgotten = {m.hello.agent: m for m in gone if not m.recent and m.window.newest >= 0}
         if not forgotten:
             return
         for agent, step in (await asyncio.to_thread(self.store.steps.last, list(forgotten))).items():
             if not forgotten[agent].recent and (report := step_of(agent, step)):
-                forgotten[agent].recent.append(report)
+                forgotten[agent].keep([report])
 
     # ---- time
 
@@ -230,6 +231,7 @@ class ControlPlane:
             self.retention.forget_gone()
             self._event_ids.refill()
         self.step_writer.tick(now)
+        self.retention.fit_steps(now)
         self.retention.tick(now)
 
     def _tick(self, run: Run, now: float, at: float, flush: bool) -> None:

@@ -62,7 +62,7 @@ def _recall_gone(store: Store, gone: list[Member], gone_kept: int, last_kept: in
     others = {member.hello.agent: member for member in gone[gone_kept:last_kept]}
     for agent, step in store.steps.last(list(others)).items():
         if report := step_of(agent, step):
-            others[agent].recent.append(report)
+            others[agent].keep([report])
 
 
 def _recall_steps(store: Store, member: Member, limit: int) -> None:

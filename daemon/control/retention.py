@@ -7,13 +7,14 @@ one token from using all places. Runs that have ended are deleted to make room f
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from tidegate.daemon.control.audit_rows import note
+from tidegate.daemon.control.kept_steps import fitted
 from tidegate.daemon.control.registry import MAX_LISTED, RunRegistry
-from tidegate.daemon.control.run import Clock, Run
+from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.control.step_writer import StepWriter
 from tidegate.daemon.control.trials import Trials
 from tidegate.daemon.problems import ProblemError
@@ -33,6 +34,11 @@ GONE_RANKS_KEPT: Final = 64
 LAST_STEPS_KEPT: Final = 4_096
 """Lost or finished ranks whose last step is still in memory. The last step of other ranks is read from the store when
 their run is requested."""
+STEPS_BYTES_OF_A_TOKEN: Final = 384 << 20
+"""Limit of the memory for steps of one token's ranks, as estimated. The last step of 512 ranks with 64 paths each fits
+uncut."""
+FIT_SECONDS: Final = 1.0
+"""Pause between two checks of that limit."""
 DELETED_AT_ONCE: Final = 20
 """Runs deleted in one transaction, at most, because other changes wait for the transaction."""
 SWEEP_SECONDS: Final = 30.0
@@ -64,6 +70,7 @@ class Retention:
         self._clock = clock
         self._keep_seconds = keep_seconds
         self._swept_at = -math.inf
+        self._fitted_at = -math.inf
         self.deleted: Callable[[str], None] = lambda run: None
 
     def delete(self, run: Run, actor: str, reason: str = "") -> None:
@@ -131,6 +138,24 @@ class Retention:
         if len(old) <= DELETED_AT_ONCE:
             self._swept_at = now
 
+    def fit_steps(self, now: float) -> None:
+        """Where the steps of a token's ranks take too much memory, those of each rank that has more than its share are
+        cut to that. To be called several times a second; `now` is on the monotonic clock."""
+        if now - self._fitted_at < FIT_SECONDS:
+            return
+        self._fitted_at = now
+        of_token = defaultdict[str, list[Member]](list)
+        for run in self._registry.runs.values():
+            for member in run.members.values():
+                if member.recent:
+                    of_token[member.owner].append(member)
+        for members in of_token.values():
+            share = STEPS_BYTES_OF_A_TOKEN // len(members)
+            if sum(member.recent_bytes for member in members) > STEPS_BYTES_OF_A_TOKEN:
+                for member in members:
+                    if member.recent_bytes > share:
+                        member.keep(fitted(member.recent, share))
+
     def forget_gone(self) -> None:
         """Drops data of lost and finished ranks from memory, except for the latest. Call it every half minute or so."""
         gone = [
@@ -141,7 +166,7 @@ class Retention:
             member.forget()
             self._step_writer.forget(member.hello.agent)
         for member in gone[LAST_STEPS_KEPT:]:
-            member.recent.clear()
+            member.keep(())
 
     def _delete(self, runs: Sequence[Run], actor: str, reason: str) -> None:
         at = self._clock.wall()

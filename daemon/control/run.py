@@ -6,10 +6,11 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from tidegate.daemon.control.kept_steps import memory_of
 from tidegate.daemon.control.liveness import liveness
 from tidegate.daemon.control.timelines import Timelines
 from tidegate.daemon.decisions.generations import ControlState, Generation
@@ -114,6 +115,8 @@ class Member:
     predicted_update_seconds: float | None = None
     timelines: Timelines = field(default_factory=Timelines)
     recent: deque[StepReport] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    recent_bytes: int = 0
+    """Estimated memory of `recent`, which only `keep` and `add` change."""
     window: StepWindow = field(default_factory=StepWindow)
 
     def liveness(self, now: float, lease_seconds: float) -> Liveness:
@@ -139,7 +142,10 @@ class Member:
         if step.step <= self.window.newest:
             return False
         self.window.add(StepFigures.of(step))
+        if len(self.recent) == RECENT_STEPS:
+            self.recent_bytes -= memory_of(self.recent[0])
         self.recent.append(step)
+        self.recent_bytes += memory_of(step)
         return True
 
     def is_past(self, report: AgentReport) -> bool:
@@ -166,11 +172,16 @@ class Member:
         self.predicted_update_seconds = told.get("predicted_update_seconds")
         self.rates = Rates.model_validate(told["rates"]) if told.get("rates") else None
 
+    def keep(self, steps: Iterable[StepReport]) -> None:
+        """Replaces the recent steps of the rank, oldest first."""
+        self.recent.clear()
+        self.recent.extend(steps)
+        self.recent_bytes = sum(map(memory_of, self.recent))
+
     def forget(self) -> None:
         """Drops steps and timelines from memory, except for the last step."""
         self.window.clear()
-        while len(self.recent) > 1:
-            self.recent.popleft()
+        self.keep([*self.recent][-1:])
         self.timelines.forget()
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import time
-from typing import Annotated
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from tidegate.daemon.control import serializers
 from tidegate.daemon.problems import ProblemError, also
-from tidegate.daemon.routes.dependencies import Own, Plane, Wait, Who
+from tidegate.daemon.routes.dependencies import LOOK_SECONDS, Holds, Own, Plane, Wait, Who, check_holds
 from tidegate.daemon.routes.fast_route import FastRoute
 from tidegate.daemon.security.scopes import AGENT_OF_ANY_RUN, READ_OF_ANY_RUN
 from tidegate.errors import KnobError
 from tidegate.knobs.knobs import Knobs, specs_for
 from tidegate.wire.agent import PROTOCOL_VERSION, AgentHello, AgentReport, Directive, Lease, Vote
 
+_HOST_AND_PORT: Final = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,294}:(?P<port>[0-9]{1,5})")
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
 
 fast_router = APIRouter(prefix="/v1/agents", tags=["agents"], route_class=FastRoute)
@@ -44,11 +46,23 @@ async def hello(plane: Plane, who: Who, message: AgentHello) -> Lease:
             f"The agent speaks protocol {message.protocol}, the daemon {PROTOCOL_VERSION}: install the same version."
         )
         raise ProblemError(400, "wrong-protocol", detail)
+    _check_metrics_address(message.metrics_address)
     try:
         knobs = Knobs().changed(message.knobs, specs_for(message.paths))
     except KnobError as error:
         raise ProblemError(422, "invalid-knob", str(error), knob=error.knob) from error
     return await plane.turns.do(plane.hello, message, knobs, who.token)
+
+
+def _check_metrics_address(address: str) -> None:
+    """Ends the request for what Prometheus cannot scrape: `/sd` gives it on as it is."""
+    found = _HOST_AND_PORT.fullmatch(address)
+    if address and (found is None or not 0 < int(found["port"]) < 65_536):
+        detail = (
+            f"metrics_address {address[:80]!r} is no host:port with a port from 1 to 65,535: give the name or address "
+            "by which Prometheus reaches the rank (metrics_bind or advertise_host of tidegate.attach), or nothing."
+        )
+        raise ProblemError(422, "invalid-message", detail)
 
 
 @fast_router.post("/{agent}/reports", dependencies=[AGENT_OF_ANY_RUN], responses=also(409))
@@ -58,9 +72,9 @@ async def report(plane: Plane, agent: Own, message: AgentReport) -> Lease:
 
 
 @fast_router.get("/{agent}/directive", dependencies=[READ_OF_ANY_RUN])
-async def directive(plane: Plane, agent: Own, message: Annotated[DirectiveQuery, Query()]) -> Directive:
+async def directive(plane: Plane, agent: Own, holds: Holds, message: Annotated[DirectiveQuery, Query()]) -> Directive:
     """Long poll for the rank's directive: returns at once if it is newer than what the caller knows, else after at most
-    `wait` seconds."""
+    `wait` seconds. 401 when the token expires or is withdrawn during the wait."""
     deadline, seen = time.monotonic() + message.wait, -1 if message.proposed is None else message.proposed
     while True:
         run, member = plane.registry.member(agent)
@@ -69,11 +83,14 @@ async def directive(plane: Plane, agent: Own, message: Annotated[DirectiveQuery,
         left = deadline - time.monotonic()
         if current.committed > message.committed or has_new_proposal or left <= 0 or plane.closing:
             return current
-        await run.directive_notifier.wait(left, agent)
+        await run.directive_notifier.wait(min(left, LOOK_SECONDS), agent)
+        check_holds(holds)
 
 
 @fast_router.post("/{agent}/votes", dependencies=[AGENT_OF_ANY_RUN])
-async def vote(plane: Plane, agent: Own, message: Vote, query: Annotated[WaitQuery, Query()]) -> Directive:
+async def vote(
+    plane: Plane, agent: Own, holds: Holds, message: Vote, query: Annotated[WaitQuery, Query()]
+) -> Directive:
     """Takes the rank's vote on proposed knobs: whether it can use them. Returns when the proposal is decided, or after
     `wait` seconds."""
     deadline = time.monotonic() + query.wait
@@ -83,7 +100,8 @@ async def vote(plane: Plane, agent: Own, message: Vote, query: Annotated[WaitQue
         left = deadline - time.monotonic()
         if run.control.is_decided(message.generation) or left <= 0 or plane.closing:
             return serializers.directive(run, member.hello.rank)
-        await run.directive_notifier.wait(left, agent)
+        await run.directive_notifier.wait(min(left, LOOK_SECONDS), agent)
+        check_holds(holds)
 
 
 @router.delete("/{agent}", status_code=204, dependencies=[AGENT_OF_ANY_RUN])

@@ -12,9 +12,12 @@ from fastapi import Depends, Query, Request
 
 from tidegate.daemon.control.alerts import AlertRegistry
 from tidegate.daemon.control.control_plane import ControlPlane
+from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.security.tokens import Caller, Tokens, bearer
 
 MAX_WAIT_SECONDS = 60.0
+LOOK_SECONDS = 1.0
+"""How often a request that waits looks whether its token is still good."""
 
 
 async def _plane(request: Request) -> ControlPlane:
@@ -51,11 +54,21 @@ async def _own(request: Request, agent: str) -> str:
     return own_agent(request.app.state.plane, request.state.caller, agent)
 
 
+def still_holds(tokens: Tokens, authorization: str) -> Callable[[], bool]:
+    """A function that checks whether the token of an Authorization header is still valid."""
+    token = bearer(authorization)
+    return lambda: isinstance(tokens.check(token), Caller)
+
+
+def check_holds(holds: Callable[[], bool]) -> None:
+    """Raises a 401 problem if the token was withdrawn or has expired while the request waited."""
+    if not holds():
+        raise ProblemError(401, "token-ended", "The token was withdrawn or has expired: ask for a new one.")
+
+
 async def _holds(request: Request) -> Callable[[], bool]:
     """A function that checks whether the request's token is still valid, for long-lived responses."""
-    tokens: Tokens = request.app.state.tokens
-    token = bearer(request.headers.get("authorization", ""))
-    return lambda: isinstance(tokens.check(token), Caller)
+    return still_holds(request.app.state.tokens, request.headers.get("authorization", ""))
 
 
 Alerts = Annotated[AlertRegistry, Depends(_alerts)]

@@ -21,6 +21,9 @@ from tidegate.errors import DaemonError
 
 REFRESH_SECONDS: Final = 2.0
 """The tokens in memory are read from the store again when they are this old."""
+SHORTEST_TOKEN: Final = 16
+LONGEST_TOKEN: Final = 1_024
+"""Bounds of the length of a token in a token directory, in characters."""
 UNKNOWN_REFRESH_SECONDS: Final = 0.2
 """The tokens in memory are also read again for an unknown token, when they are this old."""
 
@@ -123,8 +126,20 @@ def read_files(store: Store, token_dir: Path) -> None:
             token = path.read_text().strip()
         except OSError as error:
             raise DaemonError(f"The token file {path} cannot be read: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise DaemonError(f"The token file {path} is no text: write a long random text into it.") from error
         if not token:
             raise DaemonError(f"The token file {path} is empty: write a long random text into it.")
+        if not (token.isascii() and token.isprintable() and " " not in token):
+            raise DaemonError(
+                f"The token in {path} has characters that no client can send: write a long random text of printable "
+                "ASCII characters without blanks into it."
+            )
+        if not SHORTEST_TOKEN <= len(token) <= LONGEST_TOKEN:
+            raise DaemonError(
+                f"The token in {path} has {len(token)} characters, from {SHORTEST_TOKEN} to {LONGEST_TOKEN} are "
+                "taken: write a long random text into it, as `openssl rand -hex 32` makes one."
+            )
         known = store.tokens.find(digest_of(token))
         if known is None:
             store.tokens.add(token, scope, scope)

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI
@@ -28,6 +28,7 @@ from tidegate.daemon.storage.database_file import database_errors_explained
 from tidegate.daemon.storage.state_directory import exclusive, prepare, unwritable, write_private
 from tidegate.errors import DaemonError
 
+LEAST_DESCRIPTORS: Final = 64
 log = logging.getLogger(__name__)
 
 
@@ -64,6 +65,11 @@ def serve(settings: Settings) -> int:
     """Runs the daemon until SIGTERM or SIGINT. Returns the exit code; an error is printed on stderr."""
     try:
         raise_descriptor_limit()
+        if (allowed := descriptor_limit()) < LEAST_DESCRIPTORS:
+            raise DaemonError(
+                f"This process may open {allowed} files and connections, the daemon needs {LEAST_DESCRIPTORS} at "
+                "least: raise the limit (ulimit -n, LimitNOFILE)."
+            )
         home = prepare(settings.state_dir)
         settings.announced_host(settings.bind)  # checks the certificate before a port is taken
         with exclusive(home), _listen(settings.bind, settings.port) as listener:

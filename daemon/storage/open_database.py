@@ -24,6 +24,11 @@ exist: if it is missing, it was lost."""
 def open_store(settings: Settings) -> Store:
     """The store of these settings. DaemonError for a lost or damaged database, which is left unchanged."""
     marker, file = settings.home / MARKER, _file(settings.url)
+    if file is None and _is_in_memory(settings.url):
+        raise DaemonError(
+            f"--database-url {settings.url} is a database in memory, and the daemon keeps what it acknowledges: name a "
+            "file (sqlite:////path/to/tidegate.db), or leave --database-url out."
+        )
     name = file.name if file == settings.database else _shown(settings.url)
     try:
         known = read_private(marker).splitlines()
@@ -77,6 +82,17 @@ def _file(url: str) -> Path | None:
         return None
     name = parsed.database if parsed.get_backend_name() == "sqlite" else None
     return None if not name or name == ":memory:" or name.startswith("file:") else Path(name).absolute()
+
+
+def _is_in_memory(url: str) -> bool:
+    try:
+        made = make_url(url)
+    except ArgumentError:
+        return False
+    name = made.database or ""
+    return made.get_backend_name() == "sqlite" and (
+        name in ("", ":memory:") or "mode=memory" in url or ":memory:" in name
+    )
 
 
 def _size(file: Path) -> int:

@@ -459,3 +459,17 @@ def test_agents_of_before_are_understood(daemon: Daemon) -> None:
     """They know neither their process nor whom they replace."""
     message = hello(new_run()).model_dump(mode="json", exclude={"process", "replaces"})
     assert daemon.http("POST", "/v1/agents", "agent", json=message).status_code == 201
+
+
+@pytest.mark.parametrize("address", ["node", "http://node:9400/x", "a b:1", "node:0", "node:70000", "x\n:1", "n:١٢"])
+def test_a_metrics_address_that_nobody_can_scrape_is_refused(daemon: Daemon, address: str) -> None:
+    body = hello(new_run()).model_dump(mode="json") | {"metrics_address": address}
+    answer = daemon.http("POST", "/v1/agents", "agent", json=body)
+    assert answer.status_code == 422, answer.text
+    assert "is no host:port with a port from 1 to 65,535" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("address", ["", "node-1.example:9400", "10.0.0.1:1", "[::1]:65535", "::1:9400"])
+def test_a_metrics_address_is_taken(daemon: Daemon, address: str) -> None:
+    body = hello(new_run()).model_dump(mode="json") | {"metrics_address": address}
+    assert daemon.http("POST", "/v1/agents", "agent", json=body).status_code == 201

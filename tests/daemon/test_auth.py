@@ -7,6 +7,7 @@ import signal
 import stat
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,36 @@ def test_a_token_of_one_run_sees_and_moves_no_other(daemon: Daemon) -> None:
         assert daemon.http("POST", "/v1/agents", "agent of mine", json=body).status_code == (
             201 if run == mine else 403
         )
+
+
+@pytest.mark.parametrize("end", ["withdrawn", "expired"])
+@pytest.mark.parametrize("route", ["directive", "votes"])
+def test_a_poll_ends_with_its_token(tmp_path: Path, route: str, end: str) -> None:
+    with threaded(tmp_path / "state", proposal_seconds=20.0) as daemon:
+        made, other = Agent(daemon, "llama"), Agent(daemon, "llama", 1)
+        table = daemon.app.state.plane.store.tokens
+        token = table.issue("agent", "guest", expires_at=time.time() + 2.0 if end == "expired" else None)
+        daemon.tokens["guest"] = token
+        wait_until(lambda: daemon.http("GET", "/v1/runs", "guest").status_code == 200, "the token")
+        if route == "votes":
+            answer = daemon.http(
+                "PATCH", "/v1/runs/llama/knobs", json={"changes": {"stride": 5.0}}, headers={"If-Match": "*"}
+            )
+            assert answer.status_code == 202, answer.text
+        with ThreadPoolExecutor(1) as pool:
+            at, vote = f"/v1/agents/{made.id}/{route}?wait=8", {"generation": 1, "can": True}
+            if route == "directive":
+                at += "&committed=0"
+            more = {"json": vote} if route == "votes" else {}
+            begin = time.monotonic()
+            poll = pool.submit(daemon.http, "POST" if more else "GET", at, "guest", **more)
+            if end == "withdrawn":
+                time.sleep(0.5)
+                table.revoke(next(row.id for row in table.all() if row.name == "guest"))
+            answer = poll.result()
+        assert (answer.status_code, answer.json()["type"]) == (401, "token-ended")
+        assert time.monotonic() - begin < 5.0
+        assert other.id
 
 
 def test_a_new_token_is_known_at_once_and_unknown_ones_are_no_load(
@@ -311,18 +342,18 @@ def test_tokens_that_are_mounted_are_read_and_not_written(tmp_path: Path, monkey
     with pytest.raises(DaemonError, match=r"\.token cannot be read"):
         daemon()
     for scope in SCOPES:
-        (mounted / f"{scope}.token").write_text(f"given-{scope}\n" if scope != "agent" else "\n")
+        (mounted / f"{scope}.token").write_text(f"given-by-somebody-{scope}\n" if scope != "agent" else "\n")
     with pytest.raises(DaemonError, match=r"agent\.token is empty"):
         daemon()
-    (mounted / "agent.token").write_text("given-agent")
+    (mounted / "agent.token").write_text("given-by-somebody-agent")
     os.chmod(mounted / "agent.token", 0o444)
     store = daemon()
-    assert Tokens(store).check("given-read") == Caller("read", "read")
-    store.tokens.revoke(digest_of("given-alert"))
+    assert Tokens(store).check("given-by-somebody-read") == Caller("read", "read")
+    store.tokens.revoke(digest_of("given-by-somebody-alert"))
     store.close()
     with pytest.raises(DaemonError, match=r"alert\.token is revoked: write another"):
         daemon()
-    (mounted / "alert.token").write_text("given-read")
+    (mounted / "alert.token").write_text("given-by-somebody-read")
     with pytest.raises(DaemonError, match=r"alert\.token is of scope read: write another"):
         daemon()
     assert stat.S_IMODE((mounted / "agent.token").stat().st_mode) == 0o444
@@ -330,7 +361,7 @@ def test_tokens_that_are_mounted_are_read_and_not_written(tmp_path: Path, monkey
     monkeypatch.setenv("TIDEGATE_TOKEN_DIR", str(mounted))
     for name in ("TIDEGATE_AGENT_TOKEN", "TIDEGATE_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    assert find_token("agent") == "given-agent"
+    assert find_token("agent") == "given-by-somebody-agent"
 
 
 def test_what_reads_finds_a_token_that_can_only_read(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,3 +396,22 @@ def test_a_token_outlives_a_database_that_is_begun_anew(tmp_path: Path) -> None:
     with threaded(tmp_path) as daemon:
         assert daemon.tokens["operate"] == token
         assert daemon.http("GET", "/v1/runs").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"x", "has 1 characters, from 16 to 1024 are taken"),
+        (b"x" * 1025, "has 1025 characters, from 16 to 1024 are taken"),
+        (b"a long token with blanks in it", "has characters that no client can send"),
+        ("tök-en-of-many-letters".encode(), "has characters that no client can send"),
+        (b"\xff" * 32, "is no text"),
+    ],
+)
+def test_a_mounted_token_that_is_of_no_use_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    mounted = tmp_path / "secrets"
+    mounted.mkdir()
+    for scope in SCOPES:
+        (mounted / f"{scope}.token").write_bytes(content)
+    with pytest.raises(DaemonError, match=said):
+        create_app(Settings(state_dir=tmp_path / "state", token_dir=mounted))

@@ -183,7 +183,7 @@ def test_nothing_that_is_sent_makes_the_daemon_fail(daemon: Daemon, agent: Agent
         ({SURROGATE: 1}, "string"),
         ({"tier_split": SURROGATE}, "string"),
         ({"x" * 5000: 1}, "at most 128 characters"),
-        ({"tier_split": "x" * 5000}, "at most 2000 characters"),
+        ({"tier_split": "x" * 5000}, "at most 4096 characters"),
     ],
 )
 def test_a_knob_that_cannot_be_is_refused_with_the_bound(
@@ -244,6 +244,29 @@ def test_figures_that_cannot_be_true_together_break_no_answer(daemon: Daemon, na
     steps = [step_report(n).model_copy(update={"phase_seconds": phases}) for n in range(first, made.step + 1)]
     made.say(steps=tuple(steps), **told)
     all_is_well(daemon, made.message.run, "/advice", "/knobs", "")
+
+
+MANY_NAMES = tuple(f"{number:02}{'x' * 30}" for number in range(64))
+
+
+def test_all_knobs_of_a_rank_together_have_a_bound(daemon: Daemon) -> None:
+    """The daemon keeps them for each rank and tells all of them at once."""
+    many = {f"knob{number}": "x" * 1900 for number in range(4)}
+    length = sum(map(len, [*many, *many.values()]))
+    said = f"names and values have {length:,} characters in all, 6,000 at most"
+    refused = sent(daemon, "POST", "/v1/agents", "agent", hello(new_run()).model_dump() | {"knobs": many})
+    assert (refused.status_code, said in refused.text) == (422, True), refused.text
+    made = Agent(daemon, new_run())
+    report = {"timestamp": 0.0, "step": 1, "phase": "x", "generation": 0, "effective": many}
+    refused = sent(daemon, "POST", f"/v1/agents/{made.id}/reports", "agent", report)
+    assert (refused.status_code, said in refused.text) == (422, True), refused.text
+
+
+def test_the_split_of_64_paths_with_long_names_is_taken(daemon: Daemon) -> None:
+    split = ",".join(f"{name}:1000000" for name in MANY_NAMES)
+    made = Agent(daemon, new_run(), paths=MANY_NAMES, knobs={"stride": 2.0, "tier_split": split})
+    made.say(effective={"stride": 2.0, "static_ratio": 0.0, "tier_split": split, "host_cache": 0, "order": "auto"})
+    assert daemon.client().run(made.message.run).ranks[0].effective["tier_split"] == split
 
 
 @pytest.mark.parametrize("place", ["labels", "annotations"])

@@ -22,7 +22,9 @@ from tests.daemon.live import ROOT, Agent, Daemon, Process, environment, file_to
 from tests.daemon.test_auth import certificate_for
 from tests.services import PATIENCE
 from tidegate.client.daemon_client import DaemonClient
+from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.security.connections import WHY, ConnectionLimiter
+from tidegate.daemon.server import main
 from tidegate.daemon.server.http_protocol import Protocol
 from tidegate.metrics.family import REFUSALS
 
@@ -316,3 +318,13 @@ def test_connections_with_a_token_have_a_bound_too() -> None:
     assert len(taken) == limiter.capacity + 1
     limiter.unregister(taken[0])
     assert limiter.authorize(taken[-1])
+
+
+def test_too_few_descriptors_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "raise_descriptor_limit", lambda: None)
+    monkeypatch.setattr(main, "descriptor_limit", lambda: 12)
+    monkeypatch.setattr(main, "create_app", lambda _: pytest.fail("it started"))
+    assert main.serve(Settings(state_dir=tmp_path, port=0)) == 1
+    assert "may open 12 files and connections, the daemon needs 64 at least" in capsys.readouterr().err

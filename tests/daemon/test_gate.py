@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from pydantic import ValidationError
 
 from tests.daemon.live import Agent, Daemon, hello, new_run
 from tidegate.client.daemon_client import MAX_BODY_BYTES
@@ -242,3 +243,25 @@ def test_another_protocol_is_refused(daemon: Daemon) -> None:
     body = hello(new_run(), protocol=99).model_dump(mode="json")
     answer = daemon.http("POST", "/v1/agents", "agent", json=body)
     assert (answer.status_code, answer.json()["type"]) == (400, "wrong-protocol")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"allowed_hosts": ("",)}, "--allowed-host '' is no name of a host"),
+        ({"allowed_hosts": ("a b",)}, "--allowed-host 'a b' is no name of a host"),
+        ({"advertise_address": "node/x"}, "--advertise-address 'node/x' is no host"),
+        ({"advertise_address": "node\n"}, "--advertise-address 'node.*' is no host"),
+        ({"advertise_address": ""}, "--advertise-address '' is no host"),
+        ({"bind": ""}, "--bind '' is no address.*0.0.0.0 for all"),
+    ],
+)
+def test_settings_that_cannot_be_meant(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Settings(**given)
+
+
+def test_settings_that_can_be_meant() -> None:
+    Settings(allowed_hosts=("*", "*.example.com", "node_1", "::1"), advertise_address="[::1]:8790")
+    for address in ("node-1.example", "node:8790", "::1", "10.0.0.1"):
+        Settings(advertise_address=address)

@@ -12,13 +12,18 @@ import pytest
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
 from tidegate.daemon.control import retention
+from tidegate.daemon.control.bounded_answer import bounded
 from tidegate.daemon.control.control_plane import ControlPlane
+from tidegate.daemon.control.kept_steps import fitted, memory_of
 from tidegate.daemon.control.run import Clock
+from tidegate.daemon.control.serializers import run_view
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.storage.store import Store
 from tidegate.errors import DaemonError, NotFound
 from tidegate.knobs.knobs import Knobs
 from tidegate.wire.agent import AgentReport
+from tidegate.wire.run import RunView
+from tidegate.wire.step import LinkRow, PathRow, PathState, StallRow, StepReport
 
 DAY = 86_400.0
 KNOBS = Knobs(stride=2.0)
@@ -297,3 +302,81 @@ def test_who_follows_a_run_that_is_deleted_is_let_go(daemon: Daemon) -> None:
     assert [event.kind for event in itertools.islice(stream, 2)] == ["agent", "agent"]
     daemon.client().delete_run(run)
     assert list(stream) == []
+
+
+def large(step: int, paths: int = 64) -> StepReport:
+    """A step with all that a rank with so many paths tells."""
+    return step_report(step).model_copy(
+        update={
+            "stalls": (StallRow(phase="update", cause="h2d", seconds=0.1),),
+            "links": tuple(
+                LinkRow(direction=direction, phase=phase, content="state", bytes=step, busy_seconds=0.1)
+                for direction in ("d2h", "h2d")
+                for phase in ("backward", "update")
+            ),
+            "paths": tuple(
+                PathRow(path=f"{path:032}", operation=operation, phase=phase, bytes=step, busy_seconds=0.1)
+                for path in range(paths)
+                for operation in ("read", "write")
+                for phase in ("backward", "update")
+            ),
+            "path_states": tuple(PathState(path=f"{path:032}") for path in range(paths)),
+        }
+    )
+
+
+def report_of(*steps: StepReport) -> AgentReport:
+    newest = steps[-1].step
+    return AgentReport(timestamp=float(newest), step=newest, phase="update", generation=0, effective={}, steps=steps)
+
+
+def test_steps_of_a_token_take_bounded_memory(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that tells little keeps all that it has, and every rank its last step as it was told."""
+    little, much = stand.begin("little", "honest"), [stand.begin(f"much{n}", "honest") for n in range(4)]
+    stand.plane.report(little, report_of(*map(step_report, range(1, 21))))
+    for agent in much:
+        stand.plane.report(agent, report_of(*(large(step) for step in range(1, 21))))
+    room = 8 * memory_of(large(1))
+    monkeypatch.setattr(retention, "STEPS_BYTES_OF_A_TOKEN", room)
+    stand.now += 1.0
+    stand.plane.tick()
+    members = {name: run.members[0] for name, run in stand.plane.roster.runs.items()}
+    assert sum(member.recent_bytes for member in members.values()) <= room
+    assert [step.step for step in members.pop("little").recent] == [*range(1, 21)]
+    for member in members.values():
+        assert member.recent[-1] == large(20).model_copy(update={"timestamp": member.recent[-1].timestamp})
+        assert 1 < len(member.recent) < 20
+        assert member.recent_bytes == sum(map(memory_of, member.recent))
+
+
+def test_a_step_that_fits_nowhere_is_kept_without_its_rows() -> None:
+    steps = [large(1), large(2)]
+    assert fitted(steps, 2 * memory_of(steps[0])) == steps
+    assert fitted(steps, 10_000) == [steps[1].model_copy(update=dict.fromkeys(("stalls", "links", "paths"), ())
+        | {"path_states": ()})]  # fmt: skip
+    assert fitted(steps, 100) == []
+    last, before = reversed(fitted(steps, memory_of(steps[0]) + 200_000))
+    assert last == steps[1]
+    assert {row.direction: row.bytes for row in before.links} == {"d2h": 2, "h2d": 2}, "over both phases"
+    assert len(before.paths) == 128
+    assert {row.bytes for row in before.paths} == {2}
+
+
+def test_the_last_steps_of_512_ranks_with_64_paths_fit() -> None:
+    assert 512 * memory_of(large(1)) < retention.STEPS_BYTES_OF_A_TOKEN
+
+
+def test_all_runs_are_told_in_an_answer_that_clients_take(stand: Stand) -> None:
+    """However much ranks tell. What is left out is that of the ranks that tell most."""
+    for name in ("little", "much", "more"):
+        stand.plane.report(stand.begin(name), report_of(large(1, {"little": 1, "much": 30, "more": 60}[name])))
+    views = [run_view(run, stand.plane.roster.states(run)) for run in stand.plane.roster.runs.values()]
+    full = sum(len(view.model_dump_json()) for view in views)
+    for most, figures, ranks in ((full + 100, 3, 3), (full - 100, 2, 3), (4_000, 1, 3), (3_000, 0, 3), (1_500, 0, 1)):
+        made = bounded(views, most)
+        assert sum(map(len, made)) < most
+        told = [RunView.model_validate_json(text) for text in made]
+        assert [view.run for view in told] == ["little", "much", "more"]
+        assert sum(bool(view.ranks) for view in told) >= ranks, most
+        assert sum(any(rank.last_step for rank in view.ranks) for view in told) >= figures, most
+        assert not figures or told[0].ranks[0].last_step is not None, "the one that tells least"

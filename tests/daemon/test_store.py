@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 import subprocess
 import sys
@@ -24,8 +25,10 @@ from sqlalchemy import create_engine, event
 
 from tests.daemon.live import ROOT, Agent, Daemon, new_run, threaded, wait_until
 from tests.services import PATIENCE
+from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.control import turns
 from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.storage.open_database import open_store
 from tidegate.daemon.storage.schema import Base
 from tidegate.daemon.storage.store import WAIT_SECONDS, Store
 from tidegate.daemon.storage.token_table import digest_of
@@ -304,3 +307,30 @@ def test_a_password_is_not_shown() -> None:
     with pytest.raises(DaemonError) as error:
         Store("nonsense://user:secret@host/db")
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "sqlite:///file::memory:?cache=shared&uri=true"])
+def test_a_database_in_memory_is_refused(tmp_path: Path, url: str) -> None:
+    with pytest.raises(DaemonError, match=r"is a database in memory.*name a file"):
+        open_store(Settings(state_dir=tmp_path, database_url=url))
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("INSERT INTO alembic_version VALUES ('other')", "it is of 2 versions .*must have one row.*delete the rows"),
+        ("DROP TABLE alembic_version", "has tables .agents, .* and nothing in alembic_version.*bring back a copy"),
+        ("DELETE FROM alembic_version", "has tables .agents, .* and nothing in alembic_version.*bring back a copy"),
+    ],
+)
+def test_a_database_that_tells_no_version_is_refused_and_left_as_it_is(
+    tmp_path: Path, statement: str, said: str
+) -> None:
+    settings = Settings(state_dir=tmp_path)
+    open_store(settings).close()
+    with contextlib.closing(sqlite3.connect(settings.database, isolation_level=None)) as opened:
+        opened.execute(statement)
+        tables = opened.execute("SELECT name FROM sqlite_schema ORDER BY name").fetchall()
+        with pytest.raises(DaemonError, match=said):
+            open_store(settings)
+        assert opened.execute("SELECT name FROM sqlite_schema ORDER BY name").fetchall() == tables

@@ -71,7 +71,7 @@ def print_json(message: BaseModel | list[Any]) -> None:
 
 def duration(text: str, option: str) -> float:
     """Seconds of `90s`, `15m`, `12h`, `30d`, `4w`; ConfigError naming the option for any other text."""
-    match = re.fullmatch(r"(\d{1,6})([smhdw])", text.strip().lower())
-    if match is None or int(match[1]) == 0:
+    found = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip().lower())
+    if found is None or int(found[1]) == 0:
         raise ConfigError(f"{option} {text!r} is not a duration: give one such as 12h or 30d (s, m, h, d, w).")
-    return float(int(match[1]) * _SECONDS[match[2]])
+    return float(int(found[1]) * _SECONDS[found[2]])

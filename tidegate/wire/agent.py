@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from tidegate.wire.base import (
     AgentId,
@@ -32,7 +32,20 @@ PROTOCOL_VERSION = 2
 MAX_SUBGROUPS = 100_000
 """Most subgroups of one rank; the daemon simulates each of them."""
 MAX_LANES = 256
-"""Most lanes of one rank: two for each path, and a few others."""
+"""Of one rank: two for each path, and a few."""
+MAX_KNOB_CHARACTERS = 6_000
+"""Of all knobs that a rank tells, names and values together: the daemon keeps them for each rank."""
+
+
+def _check_knobs(knobs: KnobChanges) -> KnobChanges:
+    if (length := sum(len(name) + len(str(value)) for name, value in knobs.items())) > MAX_KNOB_CHARACTERS:
+        raise ValueError(
+            f"names and values have {length:,} characters in all, {MAX_KNOB_CHARACTERS:,} at most: tell fewer knobs"
+        )
+    return knobs
+
+
+ToldKnobs = Annotated[KnobChanges, AfterValidator(_check_knobs)]
 
 
 class SubgroupSizes(Message):
@@ -91,9 +104,9 @@ class AgentHello(Message):
     pid: Count
     device_kind: DeviceKind
     metrics_address: Annotated[str, Field(max_length=300)]
-    """host:port of this rank's /metrics, as other machines reach it; empty when the rank exports no metrics."""
-    knobs: KnobChanges
-    """The knobs of the script: generation 0 of a new run."""
+    """host:port of this rank's /metrics, as other machines reach it; empty when it exports none."""
+    knobs: ToldKnobs
+    """Start-up settings: generation 0 of a new run."""
     reset_knobs: Flag = False
     """Whether the knobs of the script replace desired knobs that the daemon has stored for this run."""
     subgroups: Annotated[tuple[SubgroupSizes, ...], Field(max_length=1024)] = ()
@@ -146,9 +159,9 @@ class AgentReport(Message):
     generation: Count
     """The newest generation that this rank has applied."""
     applied: Applied | None = None
-    """The generation that this rank has applied since its last report, if any."""
-    effective: KnobChanges
-    """The knobs in force: the present value of each `auto` knob, and pinned knobs unchanged."""
+    """What it has applied since its last report."""
+    effective: ToldKnobs
+    """What `auto` stands for at present; pinned knobs as they are."""
     rates: Rates | None = None
     steps: Annotated[tuple[StepReport, ...], Field(max_length=256)] = ()
     """The steps finished since the last report (the newest 256)."""

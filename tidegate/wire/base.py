@@ -44,7 +44,9 @@ Rank = Annotated[int, Field(strict=True, ge=0, lt=1_000_000)]
 PathName = Annotated[str, AfterValidator(check_path_name), WithJsonSchema({"type": "string", "maxLength": 32})]
 DeviceKind = Literal["cuda", "emulated"]
 Liveness = Literal["live", "stale", "lost", "finished"]
-KnobChanges = Annotated[dict[Key, Value | Whole | Text], Field(max_length=128)]
+KnobText = Annotated[str, Field(max_length=4096)]
+"""A `tier_split` that names 64 paths with names of 32 characters fits."""
+KnobChanges = Annotated[dict[Key, Value | Whole | KnobText], Field(max_length=128)]
 
 
 class Message(BaseModel):

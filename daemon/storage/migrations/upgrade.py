@@ -11,9 +11,11 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import inspect
 from sqlalchemy.engine import Connection, Engine
 
+from tidegate.daemon.storage.schema import Base
 from tidegate.errors import DaemonError
 
 FIRST: Final = "v1"
+VERSIONS: Final = "alembic_version"
 
 
 def upgrade(engine: Engine, if_new: DaemonError | None = None) -> None:
@@ -26,20 +28,44 @@ def upgrade(engine: Engine, if_new: DaemonError | None = None) -> None:
     known = ScriptDirectory.from_config(config)
     with engine.begin() as connection:
         config.attributes["connection"] = connection
-        current = MigrationContext.configure(connection).get_current_revision()
+        found = _revision(connection)
         head = known.get_current_head()
-        before_alembic = current is None and inspect(connection).has_table("schema_version")
-        if current is None and not before_alembic and if_new is not None:
-            raise if_new
-        if before_alembic:
+        before = found is None and inspect(connection).has_table("schema_version")
+        if found is None and not before:
+            _check_empty(connection)
+            if if_new is not None:
+                raise if_new
+        if before:
             _check_before_alembic(connection)
             command.stamp(config, FIRST)
-        elif current not in {None, *(revision.revision for revision in known.walk_revisions())}:
+        elif found not in {None, *(revision.revision for revision in known.walk_revisions())}:
             raise DaemonError(
-                f"The database is of version {current}, this Tidegate knows up to {head}: install a newer Tidegate."
+                f"The database is of version {found}, this Tidegate knows up to {head}: install a newer Tidegate."
             )
-        if current != head:
+        if found != head:
             command.upgrade(config, "head")
+
+
+def _revision(connection: Connection) -> str | None:
+    """The version that the database is of; None where it has no table that says so, or nothing in it."""
+    found = MigrationContext.configure(connection).get_current_heads()
+    if len(found) > 1:
+        versions = ", ".join(sorted(found))[:100]
+        raise DaemonError(
+            f"The database says that it is of {len(found)} versions ({versions}): its table {VERSIONS} must have one "
+            "row. Bring back a copy of it, or delete the rows that do not belong there."
+        )
+    return found[0] if found else None
+
+
+def _check_empty(connection: Connection) -> None:
+    """Nobody knows what tables are that no version made: they are left alone."""
+    there = sorted(set(inspect(connection).get_table_names()) & Base.metadata.tables.keys())
+    if there:
+        raise DaemonError(
+            f"The database has tables ({', '.join(there)[:200]}) and nothing in {VERSIONS}, the table that says of "
+            "which version they are: bring back a copy of it, or choose another --database-url."
+        )
 
 
 def _check_before_alembic(connection: Connection) -> None:
