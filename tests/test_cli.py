@@ -121,7 +121,11 @@ def test_a_missing_extra_is_named(tmp_path: Path, words: tuple[str, ...], extra:
         (("trace", "--run", "nowhere"), 1, "There is no run 'nowhere'."),
         (("status", "--daemon", "head"), 1, "'head' is not an address of a daemon: say http://host:port."),
         (("token", "create", "read", "--run", "a/b"), 2, "'a/b' cannot be the name of a run"),
-        (("token", "create", "read", "--expires", "soon"), 2, "--expires 'soon' is not a duration: give one such as 12h or 30d"),
+        (
+            ("token", "create", "read", "--expires", "soon"),
+            2,
+            "--expires 'soon' is not a duration: give one such as 12h or 30d",
+        ),
         (
             ("token", "create", "read", "--expires", "\u0661\u0662h"),
             2,

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers.plain_files import kind_of_entry
 from tidegate.errors import CheckpointFailed, CheckpointTaken
 
@@ -56,8 +57,14 @@ class WriterLock:
             return
         if key in _held:
             raise CheckpointTaken(_taken_message(directory, "another optimizer of this process"))
-        _held[key] = _lock(directory)
-        self._mine[key] = directory
+        with DelayInterrupt():  # so that the holder of the lock is recorded before KeyboardInterrupt is raised
+            try:
+                _held[key] = _lock(directory)
+                self._mine[key] = directory
+            except BaseException:
+                if key not in self._mine and (fd := _held.pop(key, -1)) >= 0:
+                    os.close(fd)
+                raise
 
     def close(self) -> None:
         """Releases the locks. Idempotent; does nothing in a forked child."""
@@ -103,15 +110,26 @@ def _lock(directory: Path) -> int:
                 raise
             _warn_unlocked(path, f"{error.strerror}. Give each run and each optimizer a directory of its own")
             return -1
-        if _is_at(fd, path) and not _replaced(fd, path):
-            break
+        except BaseException:  # raised by a signal handler: otherwise the lock would never be released
+            os.close(fd)
+            raise
+        try:
+            if _is_at(fd, path) and not _replaced(fd, path):
+                _write_holder(fd)
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
         os.close(fd)  # the file was removed meanwhile, by its last holder or by _replaced: try again
+
+
+def _write_holder(fd: int) -> None:
+    """Writes who holds the lock into the lock file, for people."""
     about = {"pid": os.getpid(), "host": socket.gethostname()}
     with suppress(OSError):  # a full disk, or another user's file: the content is only informative
         os.fchmod(fd, 0o644)  # other users can see that it is locked, whatever the umask
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(about).encode(), 0)
-    return fd
 
 
 def _replaced(fd: int, path: Path) -> bool:

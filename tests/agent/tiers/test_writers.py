@@ -8,6 +8,7 @@ import gc
 import json
 import multiprocessing as mp
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,49 @@ def test_something_else_in_its_place_is_named(tmp_path: Path, make: Any) -> None
         with pytest.raises(CheckpointFailed, match=writer_lock.LOCK):
             run.optimizer.save_checkpoint(tmp_path)
         run.steps(1, 2)
+
+
+# ---- what comes while it is taken
+
+
+@pytest.fixture
+def interrupts_are_heard() -> Iterator[None]:
+    """Also where whoever started the tests in the background had SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts_are_heard")
+@pytest.mark.parametrize("function", ["flock", "pwrite"])
+@pytest.mark.parametrize("what", ["Ctrl-C", "another handler"])
+def test_what_interrupts_the_taking_of_the_lock_leaves_a_directory_that_can_be_saved_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, what: str
+) -> None:
+    module: Any = fcntl if function == "flock" else os
+    real = getattr(module, function)
+
+    def interrupted(*given: Any) -> Any:
+        result = real(*given)
+        if what == "another handler":
+            raise SystemExit(5)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    with Run() as run, Run() as other:
+        run.steps(0, 1)
+        other.steps(0, 1)
+        before = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patched:
+            patched.setattr(module, function, interrupted)
+            with pytest.raises((KeyboardInterrupt, SystemExit)):
+                run.optimizer.save_checkpoint(tmp_path)
+        run.optimizer.save_checkpoint(tmp_path)
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+        with pytest.raises(CheckpointTaken, match="another optimizer of this process"):
+            other.optimizer.save_checkpoint(tmp_path)
+        run.optimizer.close()
+        other.optimizer.save_checkpoint(tmp_path)
 
 
 # ---- a directory that several users save to
