@@ -233,10 +233,10 @@ class AdamW(torch.optim.Optimizer):
         self.phases.enter("update")
         with DelayInterrupt():
             with self.phases.exposed():
-                had_stepped, self._has_stepped = self._has_stepped, True
                 inputs = step_inputs(
                     self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_scalars, self.make_factor
                 )
+                had_stepped, self._has_stepped = self._has_stepped, True
                 updated = self.engine.step(inputs)
                 self._has_stepped = had_stepped or bool(updated)
                 for param in updated:
@@ -443,6 +443,7 @@ class AdamW(torch.optim.Optimizer):
         given = state_dicts.apply_load_pre_hooks(self, state_dict)
         state, others = state_dicts.by_position(given)
         state_dicts.check(given["param_groups"], state, self._params)
+        num_steps = state_dicts.num_steps_of(given, [])
         if self.engine.usable:
             self.wait()
         self.engine.drop_plan()
@@ -455,7 +456,7 @@ class AdamW(torch.optim.Optimizer):
                 self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
                 self._step_results.forget()
                 self._rebuild_state_view({self._params[i]: user_entries(values) for i, values in state.items()})
-                self._set_num_steps(state_dicts.total_steps(given, self._steps))
+                self._set_num_steps(max([num_steps, *self._steps]))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

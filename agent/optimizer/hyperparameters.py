@@ -45,9 +45,14 @@ def check_group(group: Mapping[str, Any]) -> None:
     for i, beta in enumerate(group.get("betas", ())):
         if not 0.0 <= beta < 1.0:
             raise ConfigError(f"betas[{i}]={beta} is out of range: from 0 to below 1.")
+    check_options(group)
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """ConfigError for options of torch's AdamW that Tidegate cannot honour, also where they are set later."""
     for name, reason in UNSUPPORTED_OPTIONS.items():
         if group.get(name):
-            raise ConfigError(f"{name}=True is not supported: {reason}. Leave it out.")
+            raise ConfigError(f"{name}=True is not supported: {reason}. Leave it out, or set it to False.")
 
 
 def defaults_of(hyperparameters: Mapping[str, Any], torch_options: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,6 +137,7 @@ def step_inputs(
 
 def _snapshot_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters as numbers: schedulers change tensors in place, and lanes read the values later."""
+    check_options(group)
     return {
         "lr": _number(group["lr"]),
         "beta1": _number(group["betas"][0]),

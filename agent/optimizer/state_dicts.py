@@ -138,7 +138,21 @@ def with_num_steps(packed: dict[str, Any], num_steps: int, steps: Sequence[int])
 
 def total_steps(given: Mapping[str, Any], steps: Sequence[int]) -> int:
     """Number of steps before this state was saved: at least the number of updates of each parameter."""
-    return max(int(given.get("num_steps", 0)), *steps, 0)
+    return max(whole_steps(given.get("num_steps", 0), "num_steps"), *steps, 0)
+
+
+def whole_steps(value: Any, what: str) -> int:
+    """A number of steps in a state dict as an int; ConfigError if it is not a whole number of at least 0."""
+    number = value
+    try:
+        if isinstance(value, torch.Tensor):
+            number = value.item()
+        if not isinstance(number, str) and number >= 0 and int(number) == number:
+            return int(number)
+    except (ValueError, TypeError, OverflowError, RuntimeError):  # NaN, infinity, several elements, something else
+        pass
+    shown = f"{number!r:.80}"
+    raise ConfigError(f"{what}={shown} is not a number of steps: a whole number, at least 0. The state is damaged.")
 
 
 def check(
@@ -154,6 +168,7 @@ def check(
             )
         if "step" not in given:
             raise ConfigError(f"The state of parameter {index} has no step: it is not of AdamW.")
+        whole_steps(given["step"], f"The state of parameter {index} cannot be loaded: step")
         for name in MOMENTS:
             if name not in given:
                 raise ConfigError(f"The state of parameter {index} has no {name}: it is not of AdamW.")

@@ -171,6 +171,15 @@ def test_a_refused_state_changes_nothing() -> None:
             (lambda s: s["state"][1].pop("exp_avg_sq"), "has no exp_avg_sq"),
             (lambda s: s["param_groups"][0].update(amsgrad=True), "amsgrad"),
             (lambda s: s["state"].update({7: s["state"][0]}), "another model"),
+            (lambda s: s["state"][1].update(step=2.5), r"parameter 1 .*step=2\.5 .*at least 0"),
+            (lambda s: s["state"][1].update(step=torch.tensor(2.5)), r"step=2\.5 .*at least 0"),
+            (lambda s: s["state"][1].update(step=torch.tensor(-5.0)), r"step=-5\.0 .*at least 0"),
+            (lambda s: s["state"][1].update(step=float("nan")), "step=nan .*at least 0"),
+            (lambda s: s["state"][1].update(step=torch.tensor(float("inf"))), "step=inf .*at least 0"),
+            (lambda s: s["state"][1].update(step=torch.ones(2)), "step=tensor.* .*at least 0"),
+            (lambda s: s["state"][1].update(step="2"), "step='2' .*at least 0"),
+            (lambda s: s["state"][1].update(step=None), "step=None .*at least 0"),
+            (lambda s: s.update(num_steps=2.5), r"num_steps=2\.5 .*at least 0"),
         ):
             state = optimizer.state_dict()
             state["param_groups"][0]["lr"] = 0.1

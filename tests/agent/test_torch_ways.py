@@ -184,6 +184,26 @@ def test_options_that_cannot_work_are_named(options: dict[str, Any], says: str) 
             tidegate.AdamW([{"params": params_of((3,)), **options}])
 
 
+@pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])
+def test_options_that_cannot_work_are_named_where_they_are_set_later(option: str) -> None:
+    params = params_of((40,), (30,))
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+        plain = plain_of(optimizer)
+        for step in range(2):
+            grads = random_grads(params, step, some=False)
+            backward(params, grads)
+            optimizer.param_groups[0][option] = True
+            with pytest.raises(ConfigError, match=f"{option}=True is not supported: .* or set it to False"):
+                optimizer.step()
+            assert optimizer.steps == (step, step)
+            assert optimizer.num_steps == step
+            optimizer.param_groups[0][option] = False
+            optimizer.step()
+            optimizer.zero_grad()
+            plain.step(grads)
+            assert plain.same_weights(params)
+
+
 def test_options_of_torchs_implementations_are_accepted_and_kept_in_the_state() -> None:
     params = params_of((40, 3))
     with tidegate.AdamW(params, foreach=True, fused=False, amsgrad=False, offload=MIXED) as optimizer:
