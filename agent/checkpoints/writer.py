@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import io
 import logging
+import operator
 import os
 import uuid
 import weakref
@@ -90,8 +91,7 @@ class Target:
     save_also: SaveAlso | None = None
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ConfigError(f"keep={self.keep} is out of range: at least 1.")
+        _check_whole("keep", self.keep, 1)
 
 
 def save(contents: Contents, target: Target, ranks: Ranks) -> Checkpoint:
@@ -107,13 +107,23 @@ def save_in_background(contents: Contents, target: Target, ranks: Ranks, memory_
     """As `save`, but returns when all state is linked or held; the rest is copied in the background. `memory_bytes`:
     limit of the host memory for copies of state that is not on a path; None for half of the free memory. State beyond
     the limit is written before this returns."""
-    if memory_bytes is not None and memory_bytes < 0:
-        raise ConfigError(f"memory_bytes={memory_bytes} is out of range: at least 0.")
+    if memory_bytes is not None:
+        _check_whole("memory_bytes", memory_bytes, 0)
     writer = _Writer(contents, target, ranks)
     plan = writer.plan_copies(int(AUTO_MEMORY_SHARE * host_available_bytes()) if memory_bytes is None else memory_bytes)
     if ranks.all_true(not (plan.held or plan.in_memory)):
         return PendingCheckpoint.already_complete(writer.write())
     return writer.write_in_background(plan)
+
+
+def _check_whole(name: str, value: int, least: int) -> None:
+    """ConfigError unless it is a whole number of at least `least`."""
+    try:
+        in_range = operator.index(value) >= least
+    except TypeError:
+        raise ConfigError(f"{name}={value!r} is not a whole number: give one of at least {least}.") from None
+    if not in_range:
+        raise ConfigError(f"{name}={value} is out of range: at least {least}.")
 
 
 def weights_checksum(params: Sequence[torch.Tensor], segments: Sequence[Segment]) -> int:

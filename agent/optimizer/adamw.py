@@ -443,7 +443,7 @@ class AdamW(torch.optim.Optimizer):
         given = state_dicts.apply_load_pre_hooks(self, state_dict)
         state, others = state_dicts.by_position(given)
         state_dicts.check(given["param_groups"], state, self._params)
-        num_steps = state_dicts.num_steps_of(given, [])
+        num_steps = state_dicts.total_steps(given, [])
         if self.engine.usable:
             self.wait()
         self.engine.drop_plan()

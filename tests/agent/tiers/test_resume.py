@@ -113,6 +113,14 @@ def test_what_a_checkpoint_cannot_hold_is_refused_when_it_is_saved(tmp_path: Pat
         assert names_in(tmp_path) == []
         with pytest.raises(ConfigError, match="keep=0"):
             optimizer.save_checkpoint(tmp_path, keep=0)
+        for keep in (1.5, "2", None):
+            with pytest.raises(ConfigError, match=rf"keep={keep!r} is not a whole number: .* at least 1"):
+                optimizer.save_checkpoint(tmp_path, keep=keep)  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="keep="):
+                optimizer.begin_checkpoint(tmp_path, keep=keep)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"memory_bytes='9' is not a whole number: .* at least 0"):
+            optimizer.begin_checkpoint(tmp_path, memory_bytes="9")  # type: ignore[arg-type]
+        assert names_in(tmp_path) == []
 
 
 def test_to_torchs_adamw_and_back(tmp_path: Path, disk: Path, memory: Path) -> None:
