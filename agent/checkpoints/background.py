@@ -267,8 +267,14 @@ class PendingCheckpoint:
         """Calls `on_complete`, which deletes expired checkpoints; errors are logged."""
         try:
             self._on_complete(published)
-        except OSError as error:
-            log.warning("checkpoint %s is complete, but older ones cannot be removed: %s", self.directory, error)
+        except Exception as error:
+            warn_not_removed(self.directory, error)
+
+
+def warn_not_removed(complete: Path, error: Exception) -> None:
+    """Warns that older checkpoints could not be removed; the new one is complete."""
+    why = str(error) or type(error).__name__
+    log.warning("checkpoint %s is complete, but older ones cannot be removed: %s", complete, why)
 
 
 def sync_all(folder: Path) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import torch
 
-from tidegate.agent.checkpoints.background import PendingCheckpoint, UnpublishedPart, abandon
+from tidegate.agent.checkpoints.background import PendingCheckpoint, UnpublishedPart, abandon, warn_not_removed
 from tidegate.agent.checkpoints.manifest import (
     OPTIMIZER_FILE,
     Checkpoint,
@@ -177,8 +177,8 @@ class _Writer:
             published = self._part(spares, _BackgroundPlan()).publish()
         try:
             _retire(self._base, self._expiring, self._store, published, spares)
-        except OSError as error:
-            log.warning("checkpoint %s is complete, but older ones cannot be removed: %s", self._directory, error)
+        except Exception as error:
+            warn_not_removed(self._directory, error)
         return published
 
     def write_in_background(self, plan: _BackgroundPlan) -> PendingCheckpoint:

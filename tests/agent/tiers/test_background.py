@@ -20,6 +20,7 @@ import torch
 import tidegate
 from tests.agent.tiers.saving import WAYS, Run, both, files_of, links, names_in, other_ways, state_files
 from tidegate.agent.checkpoints import background as draining
+from tidegate.agent.checkpoints import writer
 from tidegate.agent.checkpoints.background import PendingCheckpoint
 from tidegate.agent.checkpoints.manifest import find_checkpoints
 from tidegate.agent.checkpoints.snapshot import StateInFile
@@ -150,6 +151,32 @@ def test_older_ones_go_and_the_last_good_one_is_named_only_when_it_is_complete(
         made = pending.result()
         assert store.last_checkpoint == str(made.directory)
         assert names_in(tmp_path / "saved") == [made.directory.name]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EIO, "Input/output error")])
+@pytest.mark.parametrize("way", ["save_checkpoint", "begin_checkpoint"])
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whatever_keeps_older_ones_from_being_removed_is_said_and_the_new_one_is_there(
+    tmp_path: Path, disk: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    way: str, error: Exception,
+) -> None:  # fmt: skip
+    def refused(_: object) -> None:
+        raise error
+
+    with Run(**both(disk, memory)) as run:
+        run.steps(0, 1)
+        run.optimizer.save_checkpoint(tmp_path / "saved")
+        run.steps(1, 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(writer, "retract", refused)
+            made = getattr(run.optimizer, way)(tmp_path / "saved")
+            made = made.result() if way == "begin_checkpoint" else made
+            run.optimizer.wait()
+        assert [found.step for found in find_checkpoints(tmp_path / "saved")] == [2, 1]
+        assert f"older ones cannot be removed: {str(error) or 'MemoryError'}" in caplog.text
+        run.steps(2, 3)
+        getattr(run.optimizer, way)(tmp_path / "saved")
+    assert [found.step for found in find_checkpoints(tmp_path / "saved")] == [3]
 
 
 def test_a_spare_that_has_no_room_makes_training_wait_instead(
