@@ -168,7 +168,7 @@ def test_whatever_keeps_older_ones_from_being_removed_is_said_and_the_new_one_is
         run.optimizer.save_checkpoint(tmp_path / "saved")
         run.steps(1, 2)
         with monkeypatch.context() as patched:
-            patched.setattr(writer, "retract", refused)
+            patched.setattr(writer, "unpublish", refused)
             made = getattr(run.optimizer, way)(tmp_path / "saved")
             made = made.result() if way == "begin_checkpoint" else made
             run.optimizer.wait()
