@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -29,6 +30,8 @@ class AdoptedTensors:
         """Bytes of all tracked tensors, possibly with some that were freed since: never less than `in_use_bytes`."""
         self._young: dict[int, _Tensor] = {}
         self._old: dict[int, _Tensor] = {}
+        self._starts: dict[int, list[int]] = {}
+        """Addresses in ascending order, by the power of two above the size, so that a search looks at few of them."""
         self._old_bytes = 0
         self._sweeps = 0
         self._sweep_at = SWEEP_AFTER
@@ -39,6 +42,10 @@ class AdoptedTensors:
         if (freed := self._young.pop(address, None)) is None and (freed := self._old.pop(address, None)) is not None:
             self._old_bytes -= freed.nbytes
         one = self._young[address] = _Tensor(tensor, self._sweeps)
+        if freed is not None:
+            known = self._starts[_class(freed.nbytes)]
+            del known[bisect_left(known, address)]
+        insort(self._starts.setdefault(_class(one.nbytes), []), address)
         self.most_bytes += one.nbytes - (freed.nbytes if freed is not None else 0)
         if len(self._young) > self._sweep_at:
             self._sweep()
@@ -46,6 +53,7 @@ class AdoptedTensors:
     def clear(self) -> None:
         self._young.clear()
         self._old.clear()
+        self._starts.clear()
         self.most_bytes = self._old_bytes = 0
 
     @property
@@ -59,11 +67,20 @@ class AdoptedTensors:
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether one tensor contains all of these bytes."""
-        return any(start <= address and address + nbytes <= start + one.nbytes for start, one in self._living())
+        return any(start <= address and address + nbytes <= end for start, end in self._near(address, nbytes))
 
     def overlaps(self, address: int, nbytes: int) -> bool:
         """Whether a tensor contains some of these bytes."""
-        return any(start < address + nbytes and address < start + one.nbytes for start, one in self._living())
+        return any(start < address + nbytes and address < end for start, end in self._near(address, nbytes))
+
+    def _near(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Start and end of the tensors that may contain some of these bytes, or that adjoin them."""
+        for most_bytes, starts in self._starts.items():
+            for index in range(bisect_left(starts, address - most_bytes), bisect_right(starts, address + nbytes)):
+                start = starts[index]
+                one = self._young.get(start) or self._old[start]
+                if not _expired(one.cdata):
+                    yield start, start + one.nbytes
 
     def _living(self) -> Iterator[tuple[int, _Tensor]]:
         """Tensors whose storage lives, with their addresses."""
@@ -76,9 +93,17 @@ class AdoptedTensors:
         self._sweeps += 1
         self._old = {at: one for at, one in living.items() if self._sweeps - one.since > OLD_SWEEPS}
         self._young = {at: one for at, one in living.items() if at not in self._old}
+        self._starts = {}
+        for at in sorted(living):
+            self._starts.setdefault(_class(living[at].nbytes), []).append(at)
         self._old_bytes = sum(one.nbytes for one in self._old.values())
         self.most_bytes = sum(one.nbytes for one in living.values())
         self._sweep_at = len(self._young) + SWEEP_AFTER
+
+
+def _class(nbytes: int) -> int:
+    """The least power of two above a number of bytes."""
+    return 1 << nbytes.bit_length()
 
 
 class _Tensor:

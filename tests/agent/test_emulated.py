@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import hypothesis.strategies as st
@@ -11,6 +12,8 @@ import torch
 from hypothesis import given, settings
 
 from tests.examples import examples
+from tidegate.agent.devices import adopted_tensors
+from tidegate.agent.devices.adopted_tensors import Adopted
 from tidegate.agent.devices.base import Copy
 from tidegate.agent.devices.emulated import Arena, EmulatedDevice, EmulatedRates
 from tidegate.errors import DeviceAccessError, MemoryBudgetError
@@ -78,6 +81,29 @@ def test_adopted_tensors_are_device_memory_for_as_long_as_they_live() -> None:
     assert device.in_use_bytes == 256
     with pytest.raises(DeviceAccessError):
         device.copy("h2d", [Copy(address, host.data_ptr(), 32)])
+
+
+def test_whose_bytes_they_are_is_told_exactly_and_without_asking_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    adopted, memory = Adopted(), torch.zeros(1 << 15, dtype=torch.uint8)
+    draw, living = random.Random(3), dict[int, int]()
+    for _ in range(3000):
+        first, nbytes = draw.randrange(0, 30_000), draw.choice([1, 3, 8, 8, 8, 64, 2000])
+        adopted.add(memory[first : first + nbytes])
+        living[memory.data_ptr() + first] = nbytes
+        if draw.random() < 0.2:
+            address, size = memory.data_ptr() + draw.randrange(-100, 32_900), draw.randrange(0, 100)
+            end = address + size
+            assert adopted.holds(address, size) == any(at <= address and end <= at + n for at, n in living.items())
+            assert adopted.overlaps(address, size) == any(at < end and address < at + n for at, n in living.items())
+    apart, many = Adopted(), [torch.zeros(8) for _ in range(1000)]
+    for one in many:
+        apart.add(one)
+    asked: list[int] = []
+    monkeypatch.setattr(adopted_tensors, "_expired", lambda cdata: bool(asked.append(cdata)))
+    for one in many:
+        assert apart.holds(one.data_ptr(), 32)
+        assert not apart.overlaps(memory.data_ptr(), 1 << 15)
+    assert len(asked) < 20 * len(many)
 
 
 def test_capacity_bounds_arena_and_adopted_tensors_together_and_says_figures() -> None:
