@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from tests.examples import examples
 from tidegate.agent.devices import adopted_tensors
-from tidegate.agent.devices.adopted_tensors import Adopted
+from tidegate.agent.devices.adopted_tensors import AdoptedTensors
 from tidegate.agent.devices.base import Copy
 from tidegate.agent.devices.emulated import Arena, EmulatedDevice, EmulatedRates
 from tidegate.errors import DeviceAccessError, MemoryBudgetError
@@ -84,7 +84,7 @@ def test_adopted_tensors_are_device_memory_for_as_long_as_they_live() -> None:
 
 
 def test_whose_bytes_they_are_is_told_exactly_and_without_asking_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    adopted, memory = Adopted(), torch.zeros(1 << 15, dtype=torch.uint8)
+    adopted, memory = AdoptedTensors(), torch.zeros(1 << 15, dtype=torch.uint8)
     draw, living = random.Random(3), dict[int, int]()
     for _ in range(3000):
         first, nbytes = draw.randrange(0, 30_000), draw.choice([1, 3, 8, 8, 8, 64, 2000])
@@ -95,7 +95,7 @@ def test_whose_bytes_they_are_is_told_exactly_and_without_asking_every_tensor(mo
             end = address + size
             assert adopted.holds(address, size) == any(at <= address and end <= at + n for at, n in living.items())
             assert adopted.overlaps(address, size) == any(at < end and address < at + n for at, n in living.items())
-    apart, many = Adopted(), [torch.zeros(8) for _ in range(1000)]
+    apart, many = AdoptedTensors(), [torch.zeros(8) for _ in range(1000)]
     for one in many:
         apart.add(one)
     asked: list[int] = []
