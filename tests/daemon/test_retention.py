@@ -340,7 +340,7 @@ def test_steps_of_a_token_take_bounded_memory(stand: Stand, monkeypatch: pytest.
     monkeypatch.setattr(retention, "STEPS_BYTES_OF_A_TOKEN", room)
     stand.now += 1.0
     stand.plane.tick()
-    members = {name: run.members[0] for name, run in stand.plane.roster.runs.items()}
+    members = {name: run.members[0] for name, run in stand.plane.registry.runs.items()}
     assert sum(member.recent_bytes for member in members.values()) <= room
     assert [step.step for step in members.pop("little").recent] == [*range(1, 21)]
     for member in members.values():
@@ -370,7 +370,7 @@ def test_all_runs_are_told_in_an_answer_that_clients_take(stand: Stand) -> None:
     """However much ranks tell. What is left out is that of the ranks that tell most."""
     for name in ("little", "much", "more"):
         stand.plane.report(stand.begin(name), report_of(large(1, {"little": 1, "much": 30, "more": 60}[name])))
-    views = [run_view(run, stand.plane.roster.states(run)) for run in stand.plane.roster.runs.values()]
+    views = [run_view(run, stand.plane.registry.states(run)) for run in stand.plane.registry.runs.values()]
     full = sum(len(view.model_dump_json()) for view in views)
     for most, figures, ranks in ((full + 100, 3, 3), (full - 100, 2, 3), (4_000, 1, 3), (3_000, 0, 3), (1_500, 0, 1)):
         made = bounded(views, most)
