@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -326,9 +327,15 @@ def test_the_second_ctrl_c_does_not_wait_for_the_rest_of_the_update(tmp_path: Pa
     with training(two(tmp_path), tier_split="bad:1") as pair:
         train(pair, 0)
         saved = Snapshot.of(pair)
-        break_path(pair.optimizer, BAD, "write", slow(0.5))
-        for seconds in (0.2, 0.4):
-            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+        interrupts = iter([signal.SIGINT, signal.SIGINT])
+
+        def slow_and_interrupted() -> float:
+            """Two writes are interrupted, both while the update is under way."""
+            for number in itertools.islice(interrupts, 1):
+                os.kill(os.getpid(), number)
+            return 0.5
+
+        break_path(pair.optimizer, BAD, "write", slow_and_interrupted)
         begun = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             train(pair, 1)
