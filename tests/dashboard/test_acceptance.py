@@ -30,7 +30,8 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 
 
 def knob(viewer: Viewer, name: str, value: str) -> None:
-    viewer.page.get_by_role("textbox", name=name, exact=True).fill(value)
+    """Fills a field that can be edited: while a page is drawn anew, the one of before may still be there, disabled."""
+    viewer.page.get_by_role("textbox", name=name, exact=True, disabled=False).fill(value)
 
 
 def press(viewer: Viewer, name: str) -> None:
