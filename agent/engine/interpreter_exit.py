@@ -36,7 +36,7 @@ _alive: weakref.WeakSet[StopsAtExit] = weakref.WeakSet()
 
 
 def stop_at_exit(threads_owner: StopsAtExit) -> None:
-    """Has `stop_before_exit` of this object called when the process ends, if the object still exists then."""
+    """Registers an object whose `stop_before_exit` is called when the process ends, if the object exists then."""
     _alive.add(threads_owner)
 
 

@@ -98,7 +98,7 @@ class StepWriter:
             log.error("steps could not be stored, %d wait for the next try: %s", len(self._unwritten), error)
 
     def forget(self, agent: str) -> None:
-        """Drops the counter of an agent that sends no more steps."""
+        """Drops the count of new steps of an agent that sends no more. The count decides when old steps are deleted."""
         self._uncleaned.pop(agent, None)
 
     def drop(self, agent: str) -> None:

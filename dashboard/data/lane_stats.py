@@ -33,7 +33,8 @@ class LaneUse:
 
 
 def lane_use(view: TimelineView, first: float, last: float) -> list[LaneUse]:
-    """Use of each lane by the ops that overlap [first, last]; busy seconds count only the time inside."""
+    """Ops, busy seconds, bytes and parameters of each lane between the times `first` and `last`, in seconds since the
+    timeline's origin. Of an op that is partly inside, only the time inside counts as busy."""
     found = []
     known = [lane for lane in LANES if any(row.lane == lane for row in view.spans)]
     for lane in [*known, *sorted({row.lane for row in view.spans} - set(LANES))]:

@@ -207,8 +207,8 @@ class DaemonClient:
         return self._ask(Directive, "GET", _at("agents", agent, "directive"), query=query, wait=wait)
 
     def vote(self, agent: str, message: Vote, wait: float = 0.0) -> Directive:
-        """Sends a vote. Returns the daemon's directive as soon as the generation is decided, or after `wait`
-        seconds."""
+        """Sends a vote on proposed knobs: whether the rank can apply them. Returns the daemon's directive as soon as
+        the proposal is decided, or after `wait` seconds."""
         path = _at("agents", agent, "votes")
         return self._ask(Directive, "POST", path, body=message, query={"wait": wait}, wait=wait)
 
