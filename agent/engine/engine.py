@@ -157,6 +157,8 @@ class Engine:
         self._flight: _PlanInFlight | None = None
         self._starting = threading.Lock()
         """Guards the start of a plan: under DDP, the threads of the collectives report gradients, too."""
+        self.num_updates_begun = 0
+        """Number of updates that were begun. Each of them is completed, or the engine is no longer usable."""
         self._pid = os.getpid()
         self._broken: str | None = None
 
@@ -365,12 +367,13 @@ class Engine:
         self.gradients.refresh()
         self._replan_if_changed()
         flight = self._in_flight()
-        self._runner.inputs = flight.inputs = inputs
-        if self.store is not None:
-            self.store.step += 1
-        # All other writes of an update come after NORM, which this lane and the host wait for.
-        self._order_after_framework(DEVICE)
         try:
+            self.num_updates_begun += 1
+            self._runner.inputs = flight.inputs = inputs
+            if self.store is not None:
+                self.store.step += 1
+            # All other writes of an update come after NORM, which this lane and the host wait for.
+            self._order_after_framework(DEVICE)
             self._executor.step(repeat=self._stale_gradient_copies(flight.plan))
             goes_on = self._executor.wait_for_norm()
             made_at = made.span()[1]  # NORM comes after it, and was waited for
@@ -386,6 +389,12 @@ class Engine:
             self._fail(error)
             raise
         return flight.stepped
+
+    def fail_uncounted_step(self, error: BaseException) -> None:
+        """Makes the engine unusable until a whole state is loaded: its caller was interrupted by `error` after an update
+        began and before the caller had counted the update."""
+        if self.usable:
+            self._fail(error)
 
     def _replan_if_changed(self) -> None:
         """Drops the plan and starts another if weights were edited or knobs changed since the plan was made.
@@ -418,15 +427,15 @@ class Engine:
                 inputs = flight.inputs
                 assert inputs is not None
                 self._finish(flight, skipped, spans)
+                dropped = tuple(self._dropped)
+                self._dropped.clear()
+                return StepResult(
+                    flight.plan, (*dropped, *spans), skipped, inputs.grad_norm, flight.effective, flight.stepped or (),
+                    len(dropped), inputs.bad_params, inputs.skip,
+                )  # fmt: skip
             except BaseException as error:
                 self._fail(error)
                 raise
-            dropped = tuple(self._dropped)
-            self._dropped.clear()
-            return StepResult(
-                flight.plan, (*dropped, *spans), skipped, inputs.grad_norm, flight.effective, flight.stepped or (),
-                len(dropped), inputs.bad_params, inputs.skip,
-            )  # fmt: skip
 
     def wait_for_weights(self, params: Iterable[int]) -> None:
         """Makes the device work that the calling thread enqueues from now on wait for the update of these

@@ -183,7 +183,7 @@ class Executor:
             progress = self._current()
             return tuple(
                 op for op in progress.plan.of_kind(OpKind.GRAD_D2H)
-                if op.id in progress.issued or self._running({op.id})
+                if op.id in progress.issued or _are_running(progress, {op.id})
             )  # fmt: skip
 
     def step(self, repeat: Collection[int] = ()) -> None:
@@ -191,7 +191,7 @@ class Executor:
         first."""
         with self._clock.lock:
             progress = self._current()
-            self._wait(progress, lambda: progress.error is not None or not self._running(repeat))
+            self._wait(progress, lambda: progress.error is not None or not _are_running(progress, repeat))
             for op_id in sorted(repeat, reverse=True):
                 op = progress.plan.by_id[op_id]
                 if progress.issued.pop(op_id, None) is not None:
@@ -294,9 +294,6 @@ class Executor:
     def _current(self) -> _Progress:
         assert self._progress is not None, "no plan was started"
         return self._progress
-
-    def _running(self, ids: Collection[int]) -> bool:
-        return any(op.op.id in ids for running in self._current().running.values() for op in running)
 
     def _is_done(self, progress: _Progress) -> bool:
         """Whether nothing is running, and nothing is pending or an error stops the rest. With the lock held."""
@@ -425,6 +422,11 @@ def _is_due(executor_ref: weakref.ref[Executor], lane: str) -> bool:
 def _wake(clock: Clock) -> None:
     with clock.lock:
         clock.notify()
+
+
+def _are_running(progress: _Progress, ids: Collection[int]) -> bool:
+    """Whether an op with one of these ids is running. With the lock held."""
+    return any(op.op.id in ids for running in progress.running.values() for op in running)
 
 
 def _drop_pending(progress: _Progress) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -163,7 +162,6 @@ class AdamW(torch.optim.Optimizer):
             release_ownership(self, self._params)
             raise
         self._param_records = ParameterRecords(self._params)
-        self._is_stepping = False
         self._has_stepped = False
         """Whether there was an update: from then on, parameters may no longer change device, dtype, shape or
         strides."""
@@ -182,7 +180,9 @@ class AdamW(torch.optim.Optimizer):
         self.background = False
         """Whether `step()` returns as soon as the update is certain, and the update continues in the background. See
         `overlap_forward`."""
-        self._stepping = threading.Lock()
+        self._stepping: dict[str, object] = {}
+        """Holds the call of `step()` that is running, under "call". A dict instead of a lock, because an exception from
+        a signal handler must not leave it taken."""
         self._together = 0.0
         self._backward_id = NO_BACKWARD
         self._moves_checked_in = NO_BACKWARD
@@ -206,17 +206,17 @@ class AdamW(torch.optim.Optimizer):
         with several ranks, the next checkpoint raises the error instead.
         """
         self._checkpoints.raise_if_failed_alone()
-        if not self._stepping.acquire(blocking=False):
-            raise EngineError(
-                "step() of this optimizer is running already, in another thread or around this call. Call it from one "
-                "thread at a time: take a lock around backward() and step(), or give each thread an optimizer."
-            )
-        self._is_stepping = True
+        call = object()
         try:
+            if self._stepping.setdefault("call", call) is not call:
+                raise EngineError(
+                    "step() of this optimizer is running already, in another thread or around this call. Call it from "
+                    "one thread at a time: take a lock around backward() and step(), or give each thread an optimizer."
+                )
             return self._step(closure)
         finally:
-            self._is_stepping = False
-            self._stepping.release()
+            if self._stepping.get("call") is call:
+                del self._stepping["call"]
 
     def _step(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
@@ -232,29 +232,39 @@ class AdamW(torch.optim.Optimizer):
         loss_scale = LossScale.of(self)
         self.phases.enter("update")
         with DelayInterrupt():
-            with self.phases.exposed():
-                inputs = step_inputs(
-                    self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_scalars, self.make_factor
-                )
-                had_stepped, self._has_stepped = self._has_stepped, True
-                updated = self.engine.step(inputs)
-                self._has_stepped = had_stepped or bool(updated)
-                for param in updated:
-                    self._steps[param] += 1
-                    if self._steps[param] == 1:
-                        self._refresh_state_entry(param)
-                if updated:
-                    self._ineffective.updated(updated, self._params)
-                self.phases.began_at(self.engine.gradients_made_at, before="backward")
-                if not self.background:
-                    self._step_results.wait_for_update()
-            self.num_steps += 1
-            self.phases.enter("other")
-            self._step_results.end_step()
+            num_begun = self.engine.num_updates_begun
+            try:
+                self._update(loss_scale)
+            except BaseException as error:
+                if self.engine.num_updates_begun != num_begun:
+                    self.engine.fail_uncounted_step(error)
+                raise
             self._step_results.deliver(background=self.background)
             for boundary in tuple(self.boundaries):
                 boundary(self.num_steps + 1)
         return loss
+
+    def _update(self, loss_scale: LossScale) -> None:
+        """Has the engine update the weights, and counts the update."""
+        with self.phases.exposed():
+            inputs = step_inputs(
+                self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_scalars, self.make_factor
+            )
+            had_stepped, self._has_stepped = self._has_stepped, True
+            updated = self.engine.step(inputs)
+            self._has_stepped = had_stepped or bool(updated)
+            for param in updated:
+                self._steps[param] += 1
+                if self._steps[param] == 1:
+                    self._refresh_state_entry(param)
+            if updated:
+                self._ineffective.updated(updated, self._params)
+            self.phases.began_at(self.engine.gradients_made_at, before="backward")
+            if not self.background:
+                self._step_results.wait_for_update()
+        self.num_steps += 1
+        self.phases.enter("other")
+        self._step_results.end_step()
 
     def wait(self) -> None:
         """Waits until all weights are updated; needed where `step()` returns earlier (`tidegate.overlap_forward`)."""
@@ -772,7 +782,7 @@ class AdamW(torch.optim.Optimizer):
         """Whether closing now would break a step, or lose gradients that have no other copy."""
         gradients = self.engine.gradients
         held = gradients.any_released or gradients.any_in_sums or gradients.accumulating
-        return self.engine.usable and (self._is_stepping or held)
+        return self.engine.usable and (bool(self._stepping) or held)
 
     @property
     def is_of_this_process(self) -> bool:

@@ -6,9 +6,12 @@ import copy
 import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -270,15 +273,84 @@ def test_ctrl_c_while_it_closes_leaves_nothing_behind(tmp_path: Path, monkeypatc
     optimizer.close()
 
 
-@pytest.mark.parametrize("where", ["commit", "update_began"])
+@pytest.mark.parametrize("where", ["commit", "update_began", "_refresh_state_entry", "began_at", "end_step"])
 def test_what_cuts_the_end_of_a_step_short_makes_the_optimizer_unusable(where: str) -> None:
     params = params_of((400,), (300,))
     with tidegate.AdamW(params, offload=MIXED) as optimizer:
         grads = random_grads(params, 0, some=False)
         backward(params, grads)
-        at = optimizer.engine.memory if where == "commit" else optimizer.engine.weights
+        at: Any = {
+            "commit": optimizer.engine.memory, "update_began": optimizer.engine.weights, "_refresh_state_entry": optimizer,
+            "began_at": optimizer.phases, "end_step": optimizer._step_results,
+        }[where]  # fmt: skip
         setattr(at, where, interrupting(1, getattr(at, where), SystemExit(5)))
         with pytest.raises(SystemExit):
             optimizer.step()
         with pytest.raises(EngineError, match="not usable: SystemExit: 5"):
             trained(params, optimizer, None, range(1))
+
+
+class RaisesAtCall:
+    """Raises at the n-th place in the agent's code at which Python lets a signal handler run: where a function begins,
+    and where a call has returned."""
+
+    def __init__(self, at: int) -> None:
+        self._at, self.places = at, 0
+
+    def __enter__(self) -> RaisesAtCall:
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _profile(self, frame: FrameType, event: str, given: Any) -> None:
+        if frame.f_code.co_name == "<genexpr>":  # nobody hears of what is raised where one is dropped
+            return
+        module = frame.f_globals.get("__name__", "")
+        if (
+            event in ("call", "c_return")
+            and module.startswith("tidegate.agent.")
+            and module != DelayInterrupt.__module__
+        ):
+            self.places += 1
+            if self.places == self._at:
+                sys.setprofile(None)
+                raise SystemExit(5)
+
+
+@pytest.mark.slow
+def test_wherever_a_handler_raises_in_a_step_the_step_is_whole_or_the_optimizer_is_unusable() -> None:
+    def begun() -> tuple[list[torch.nn.Parameter], tidegate.AdamW, Any]:
+        params = params_of((400,), (300,))
+        optimizer = tidegate.AdamW(params, offload=MIXED)
+        plain = plain_of(optimizer)
+        assert trained(params, optimizer, plain, range(1))
+        optimizer.zero_grad()
+        backward(params, random_grads(params, 1, some=False))
+        return params, optimizer, plain
+
+    _, optimizer, _ = begun()
+    with optimizer, RaisesAtCall(-1) as counting:
+        optimizer.step()
+    assert counting.places > 100
+    usable = set()
+    for at in range(1, counting.places + 1, 3):
+        params, optimizer, plain = begun()
+        with optimizer:
+            with suppress(SystemExit), RaisesAtCall(at):  # waits make more or fewer places
+                optimizer.step()
+            if not optimizer.engine.usable:
+                with pytest.raises(EngineError, match="not usable: SystemExit: 5"):
+                    optimizer.step()
+                continue
+            usable.add(optimizer.num_steps)
+            assert optimizer.steps == (optimizer.num_steps,) * 2, at
+            if optimizer.num_steps == 1:  # not begun: it can be called again
+                optimizer.step()
+            plain.step(random_grads(params, 1, some=False))
+            assert plain.same_weights(params), at
+            assert optimizer.steps == (2, 2)
+            assert trained(params, optimizer, plain, range(2, 4)), at
+            assert optimizer.num_steps == 4
+    assert usable == {1, 2}
