@@ -356,7 +356,8 @@ def _failed_on_error(directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, PathUnusable) as error:
-        raise CheckpointFailed(f"{directory} cannot be written: {error}. Older checkpoints are unchanged.") from error
+        why = str(error).removesuffix(".")
+        raise CheckpointFailed(f"{directory} cannot be written: {why}. Older checkpoints are unchanged.") from error
 
 
 def _retire(

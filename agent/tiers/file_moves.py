@@ -17,7 +17,7 @@ from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponent
 
 from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers.path_locks import TierLocks
-from tidegate.agent.tiers.scratch import free_bytes
+from tidegate.agent.tiers.scratch import free_bytes, too_large_message
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, padded_bytes
 from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer
 from tidegate.errors import BlockDamaged, DataTruncated, PathFailed, PathFull, PathUnusable
@@ -102,6 +102,8 @@ class FileMover:
             what = f"{operation} the state of subgroup {file.kind.subgroup} after step {step}"
             tries, why = attempts.statistics["attempt_number"], os.strerror(error.errno)
             why = f"Path {self.path} failed to {what} in {tries} attempt{'s'[: tries - 1]}: {why}."
+            if operation == "write" and error.errno == errno.EFBIG:
+                why = f"{why} {too_large_message()}"
             if operation == "write" and error.errno in NO_SPACE_ERRORS:
                 raise PathFull(why, self._file_bytes(file), _free_bytes_or_zero(file.fd)) from None
             raise PathFailed(why, self.path, file.kind.subgroup, error.errno) from None

@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import stat
@@ -224,7 +225,20 @@ def _check_space(base: Path, needed_bytes: int) -> None:
 
 def _full(fd: int, nbytes: int, code: int) -> PathFull:
     path, needed, free = os.readlink(f"/proc/self/fd/{fd}"), nbytes - os.fstat(fd).st_size, free_bytes(fd)
+    if code == errno.EFBIG and needed <= free:
+        return PathFull(f"{path} needs {nbytes:,} bytes. {too_large_message()}", needed, free)
     return PathFull(f"{_no_space_message(path, needed, free)} ({os.strerror(code)})", needed, free)
+
+
+def too_large_message() -> str:
+    """Why the system refused a file for its size (EFBIG), and the remedy."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return "The file system allows no file of that size: give another directory, or a smaller subgroup_numel."
+    return (
+        f"This process may write no file larger than {limit:,} bytes: raise this limit (`ulimit -f`, or LimitFSIZE= of "
+        "a systemd service), or give a smaller subgroup_numel."
+    )
 
 
 def _no_space_message(path: str | os.PathLike[str], needed_bytes: int, free: int) -> str:

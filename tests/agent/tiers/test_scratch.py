@@ -7,6 +7,7 @@ import fcntl
 import json
 import multiprocessing as mp
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -341,6 +342,19 @@ def test_reserved_space_is_allocated(file: int) -> None:
     assert os.pread(file, 5, 0) == b"kept\0"
     assert reserve(file, 10)
     assert os.fstat(file).st_size == 1 << 20
+
+
+def test_the_limit_of_the_size_of_files_is_named(file: int) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(
+            PathFull, match=r"needs 45,056 bytes\. This process may write no file larger than 10,000 bytes: raise this limit \(`ulimit -f`"
+        ) as told:
+            reserve(file, 45_056)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "are free" not in str(told.value)
 
 
 def test_where_space_cannot_be_reserved_it_is_looked_at(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
