@@ -56,9 +56,18 @@ async def enter(request: Request) -> Response:
     """Exchanges the one-time code for a session, and redirects to the first page, whose address has no code."""
     if request.method != "GET":
         return Response(headers=_HEADERS)  # link previewers send HEAD: they must not use up the code
+    if _is_prefetch(request):
+        return Response(status_code=425, headers=_HEADERS)  # the browser asks again when the user opens the link
     if not one_time_codes.redeem(request.query_params.get("code", "")):
         return page("/", _USED)
     return _let_in(request, find_token("operate") or "", "/")
+
+
+def _is_prefetch(request: Request) -> bool:
+    """Whether a browser fetches this page before the user has opened the link. Sec-Purpose can have parameters, as in
+    `prefetch;prerender`."""
+    purposes = [request.headers.get(name, "") for name in ("sec-purpose", "purpose")]
+    return any(text.partition(";")[0].strip().lower() == "prefetch" for text in purposes)
 
 
 async def sign_in(request: Request) -> Response:

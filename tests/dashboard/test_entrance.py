@@ -209,6 +209,9 @@ def test_the_link_lets_this_browser_operate_and_nobody_else(
     code = LINK.fullmatch(link)[1]  # type: ignore[index]
     with window(browser) as (context, page), window(browser) as (_, stranger):
         assert httpx.head(link, trust_env=False).status_code == 200, "what looks at links does not use them up"
+        for early in ({"Sec-Purpose": "prefetch;prerender"}, {"Purpose": "prefetch"}):
+            answer = httpx.get(link, headers=early, trust_env=False)
+            assert (answer.status_code, len(answer.cookies)) == (425, 0), early
         page.goto(link)
         assert code not in page.url
         assert may_operate(context.new_page(), started.url), "another tab of the same browser"
