@@ -391,8 +391,8 @@ class Engine:
         return flight.stepped
 
     def fail_uncounted_step(self, error: BaseException) -> None:
-        """Makes the engine unusable until a whole state is loaded: its caller was interrupted by `error` after an update
-        began and before the caller had counted the update."""
+        """Makes the engine unusable until a whole state is loaded: its caller was interrupted by `error` after an
+        update began and before the caller had counted the update."""
         if self.usable:
             self._fail(error)
 

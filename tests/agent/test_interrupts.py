@@ -280,8 +280,8 @@ def test_what_cuts_the_end_of_a_step_short_makes_the_optimizer_unusable(where: s
         grads = random_grads(params, 0, some=False)
         backward(params, grads)
         at: Any = {
-            "commit": optimizer.engine.memory, "update_began": optimizer.engine.weights, "_refresh_state_entry": optimizer,
-            "began_at": optimizer.phases, "end_step": optimizer._step_results,
+            "commit": optimizer.engine.memory, "update_began": optimizer.engine.weights,
+            "_refresh_state_entry": optimizer, "began_at": optimizer.phases, "end_step": optimizer._step_results,
         }[where]  # fmt: skip
         setattr(at, where, interrupting(1, getattr(at, where), SystemExit(5)))
         with pytest.raises(SystemExit):
