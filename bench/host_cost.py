@@ -1,9 +1,9 @@
 """How many microseconds of a host processor each op takes, by lane, beside the work that the GPU does.
 
 **The runtime is a fake one**: TorchCuda runs, with the installed torch's own context managers, on a stand-in for
-`torch.cuda` whose streams do everything at once (`tests/agent/fake_torch.py`). What the CUDA driver takes for a call is
-not in these figures, what the stand-in takes is. They say what the executor, the runner and the device cost in Python,
-and serve to compare one state of that code with another on the same machine. Nothing is said about a GPU.
+`torch.cuda` whose streams do everything at once (`tests/agent/devices/fake_torch.py`). What the CUDA driver takes for a
+call is not in these figures, what the stand-in takes is. They say what the executor, the runner and the device cost in
+Python, and serve to compare one state of that code with another on the same machine. Nothing is said about a GPU.
 
 Subgroups are tiny, so that arithmetic and copies count for nothing. Time is CPU time of each lane's own thread.
 """
@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import tidegate
-from tests.agent.fake_torch import FakeKernels, fake_torch
+from tests.agent.devices.fake_torch import FakeKernels, fake_torch
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.agent.engine import executor as executor_module

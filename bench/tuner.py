@@ -12,7 +12,7 @@ predictions and decisions are real. Four parts:
 * `with_noise`: the link's rate is drawn anew before each step, ±20 % (seeded). `changes` of the effective stride, those
   of comparisons included; the target is one in 50 steps.
 
-The same in virtual time, where nothing else interferes, is a test: tests/model/test_convergence.py.
+The same in virtual time, where nothing else interferes, is a test: tests/tuner/test_convergence.py.
 """
 
 from __future__ import annotations

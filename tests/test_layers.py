@@ -17,6 +17,7 @@ from tests.parts import LONGEST, PARTS, TESTS, files
 
 ROOT = TESTS.parent
 LAYERS = ("test", "test-all", "torture", "soak")
+ALL_ROOMS = {"alerts", "conformance", "deployment", "gpu"}
 MARKS = ("slow", "hypothesis", "alone", "gpu", "torture", "soak")
 """All that decide where a test is run. `hypothesis` is put on property tests by Hypothesis itself."""
 
@@ -67,6 +68,13 @@ def test_each_file_belongs_to_one_part() -> None:
 def test_each_pattern_finds_a_file() -> None:
     patterns = [pattern for patterns in PARTS.values() for pattern in patterns]
     assert [pattern for pattern in (*patterns, *LONGEST) if not list(TESTS.glob(pattern))] == []
+
+
+def test_folders_of_tests_are_rooms_of_the_product() -> None:
+    """Apart from ALL_ROOMS, whose tests look at the product as a whole."""
+    folders = {path.parent.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")} - {".", *ALL_ROOMS}
+    rooms = {path.parent.relative_to(ROOT).as_posix().removeprefix("tidegate/") for path in ROOT.glob("*/**/*.py")}
+    assert folders - rooms == set()
 
 
 def test_make_knows_the_parts() -> None:

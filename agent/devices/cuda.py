@@ -1,7 +1,7 @@
 """CUDA device: one stream per lane, events between them, pinned host memory, and device memory from torch's allocator.
 
 Every call that enqueues work returns at once. Only waits for events order the work of one stream with another, or with
-the host; tests/agent/test_cuda_order.py drops each of these waits in turn.
+the host; tests/agent/devices/test_cuda_order.py drops each of these waits in turn.
 """
 
 from __future__ import annotations

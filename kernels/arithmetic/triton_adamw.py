@@ -31,7 +31,8 @@ TORCH, DEEPSPEED, DEEPSPEED_TAIL = (tl.constexpr(int(arithmetic)) for arithmetic
 ACCUMULATORS = tl.constexpr(NUM_ACCUMULATORS)
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
-"""Launch options: a × b + c is rounded twice, not fused. tests/kernels/test_triton.py checks the compiled code."""
+"""Launch options: a × b + c is rounded twice, not fused. tests/kernels/arithmetic/test_triton.py checks the compiled
+code."""
 ELEMENTS_PER_PROGRAM = 1024
 UPDATE_WARPS = 8
 """Warps of an update program, with four elements per thread: 16-byte loads of 32-bit arrays, 8-byte loads of 16-bit

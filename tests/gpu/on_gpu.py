@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 import tidegate
-from tests.agent.plain import PlainAdamW, array
-from tests.agent.test_exactness import backward
+from tests.agent.engine.test_exactness import backward
+from tests.agent.plain_adamw import PlainAdamW, array
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.timeline.timeline import Span
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tidegate
-from tests.agent.test_exactness import backward
+from tests.agent.engine.test_exactness import backward
 from tests.gpu.on_gpu import GPU, Run, grads_on_gpu, params_on_gpu
 from tidegate.agent.devices.base import Copy
 from tidegate.agent.devices.cuda import CudaDevice

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tidegate
-from tests.agent.plain import array
+from tests.agent.plain_adamw import array
 from tests.gpu.on_gpu import GPU, Run, grads_on_gpu, params_on_gpu
 from tidegate.agent.devices.base import GradRef
 from tidegate.agent.devices.cuda_torch import TorchCuda

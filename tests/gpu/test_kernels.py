@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.on_gpu import GPU
-from tests.kernels.states import State, assert_same, by_oracle, of, ordinary, special
+from tests.kernels.arithmetic.states import State, assert_same, by_oracle, of, ordinary, special
 from tidegate.agent.devices.base import UpdateRun
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.agent.devices.gpu_kernels import load_kernels

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import tidegate
-from tests.agent.test_exactness import FAST
-from tests.agent.test_tiered_exactness import Pair
+from tests.agent.engine.test_exactness import FAST
+from tests.agent.engine.test_tiered_exactness import Pair
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.kernels import IoPool

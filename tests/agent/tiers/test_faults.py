@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.agent.test_tiered_exactness import Pair, directories
+from tests.agent.engine.test_tiered_exactness import Pair, directories
 from tests.agent.tiers.faults import (
     Snapshot,
     always,

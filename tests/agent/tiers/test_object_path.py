@@ -22,7 +22,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import tidegate
-from tests.agent.test_tiered_exactness import Event
+from tests.agent.engine.test_tiered_exactness import Event
 from tests.agent.tiers.faults import Snapshot, lives, store_of, train, training
 from tests.agent.tiers.object_server import (
     BUCKET,

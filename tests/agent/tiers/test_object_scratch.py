@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.agent.tiers.object_server import BUCKET, S3Server, gate, s3_server, settings_of, use_credentials
+from tests.cli.doctor.test_storage_paths import doctor
 from tests.services import ROOT, until
-from tests.test_doctor_paths import doctor
 from tidegate.agent.tiers import object_scratch
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.object_scratch import (
