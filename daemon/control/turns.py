@@ -34,6 +34,7 @@ class Turns:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = asyncio.Lock()
+        self._num_waiting = 0
 
     async def do(self, decide: Callable[P, T], /, *args: P.args, **more: P.kwargs) -> T:
         """Calls `decide` in a turn and returns its result.
@@ -43,20 +44,25 @@ class Turns:
         without success, later turns do not wait until one has obtained the lock.
         """
         timeout, loop = self._store.lock_timeout, asyncio.get_running_loop()
+        call = functools.partial(decide, *args, **more)
         deadline = loop.time() + WAIT_SECONDS
         while True:
-            async with self._turn():
-                timeout.at_once = True
-                try:
-                    return await greenlet_spawn(functools.partial(decide, *args, **more))
-                except OperationalError as error:
-                    if not is_busy(error):
-                        raise
-                    if timeout.gave_up or loop.time() >= deadline:
-                        timeout.gave_up = True
-                        raise
-                finally:
-                    timeout.at_once = False
+            if self._lock.locked() or self._num_waiting:
+                await self._wait_for_lock()
+            else:
+                await self._lock.acquire()  # returns at once, and costs no timer
+            timeout.at_once = True
+            try:
+                return await greenlet_spawn(call)
+            except OperationalError as error:
+                if not is_busy(error):
+                    raise
+                if timeout.gave_up or loop.time() >= deadline:
+                    timeout.gave_up = True
+                    raise
+            finally:
+                timeout.at_once = False
+                self._lock.release()
             await asyncio.sleep(TRY_SECONDS)
 
     @asynccontextmanager
@@ -65,8 +71,9 @@ class Turns:
         async with self._lock:
             yield
 
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    async def _wait_for_lock(self) -> None:
+        """Acquires the lock after those that wait already. Raises ProblemError 503 after `TURN_SECONDS`."""
+        self._num_waiting += 1
         try:
             async with asyncio.timeout(TURN_SECONDS):
                 await self._lock.acquire()
@@ -75,7 +82,5 @@ class Turns:
                 f"The database did not take earlier changes within {TURN_SECONDS:g} s: nothing was changed, try again."
             )
             raise ProblemError(503, "store-busy", detail) from None
-        try:
-            yield
         finally:
-            self._lock.release()
+            self._num_waiting -= 1

@@ -30,6 +30,8 @@ REFUSALS = {
 }
 OPEN_BODY_BYTES: Final = 65_536
 """Largest body of a request that needs no token."""
+MAX_OWN_NAMES: Final = 64
+"""Accepted Host headers that are remembered: with wildcards, any number can be valid."""
 TOO_MANY: Final = (
     "All connections that the daemon's limit of descriptors allows are in use: raise it (ulimit -n, LimitNOFILE)."
 )
@@ -52,6 +54,8 @@ class SecurityMiddleware:
         self._requirements = requirements
         names = [f"[{host}]" if ":" in host else host for host in sorted(settings.hosts)]
         self._trusted_host = TrustedHostMiddleware(_has_own_name, names, www_redirect=False)
+        self._own_names = set[str]()
+        """Host headers that were accepted before, at most `MAX_OWN_NAMES`."""
         self._max_body_bytes = settings.max_body_bytes
         self._failures = FailureLimiter(settings.forgiven_failures)
 
@@ -105,9 +109,15 @@ class SecurityMiddleware:
 
     async def _is_own_name(self, scope: Scope, host: str) -> bool:
         """Whether starlette's TrustedHostMiddleware accepts this Host header; its plain text response is discarded."""
+        if host in self._own_names:
+            return True
         probe = {**scope, "headers": [(b"host", host.encode("latin-1"))]}
         await self._trusted_host(probe, _receive_disconnect, _discard)
-        return _OWN_NAME in probe
+        if _OWN_NAME not in probe:
+            return False
+        if len(self._own_names) < MAX_OWN_NAMES:
+            self._own_names.add(host)
+        return True
 
     def _authorize(
         self, scope: Scope, requirement: RouteRequirement, header: str

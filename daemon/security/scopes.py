@@ -126,7 +126,8 @@ class RouteRequirements:
         for route, requirement in self._routes:
             match, child_scope = route.matches(connection)
             if match is not Match.NONE:
-                requirement = replace(requirement, run=child_scope["path_params"].get("run"))
+                if (run := child_scope["path_params"].get("run")) is not None:
+                    requirement = replace(requirement, run=run)
                 if match is Match.FULL:
                     return requirement
                 same_path.append(requirement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter as Tally
 from collections.abc import Iterator
@@ -50,6 +51,16 @@ class Requests:
         self.seconds = Histogram(
             seconds, BY_NAME[seconds].help, ["route", "method"], buckets=SECONDS_BUCKETS, registry=registry
         )
+        self._labelled = functools.lru_cache(maxsize=1_024)(self._find_labelled)
+
+    def record(self, route: str, method: str, status: str, seconds: float) -> None:
+        """Counts one request, and observes its duration."""
+        count, duration = self._labelled(route, method, status)
+        count.inc()
+        duration.observe(seconds)
+
+    def _find_labelled(self, route: str, method: str, status: str) -> tuple[Counter, Histogram]:
+        return self.total.labels(route, method, status), self.seconds.labels(route, method)
 
 
 def refused_connections(registry: CollectorRegistry) -> Counter:
@@ -85,5 +96,4 @@ class RequestMetricsMiddleware:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in ("GET", "POST", "PATCH", "DELETE", "HEAD") else "other"
-            self._requests.total.labels(route, method, f"{status // 100}xx").inc()
-            self._requests.seconds.labels(route, method).observe(time.perf_counter() - begin)
+            self._requests.record(route, method, f"{status // 100}xx", time.perf_counter() - begin)
