@@ -45,14 +45,14 @@ def timeline(
 @pytest.mark.parametrize(
     ("what", "rows", "deps", "expected"),
     [
-        ("nothing ran", [], {}, [("scheduler", 0, 10)]),
+        ("nothing ran", [], {}, [("dispatch", 0, 10)]),
         ("always computing", [(0, "cpu", 0, 6), (1, "device", 5, 10)], {}, []),
-        ("a gate opened late", [(0, "cpu", 3, 10)], {}, [("scheduler", 0, 3)]),
+        ("a gate opened late", [(0, "cpu", 3, 10)], {}, [("dispatch", 0, 3)]),
         ("state came late", [(0, "h2d", 0, 4), (1, "device", 4, 10)], {1: (0,)}, [("h2d", 0, 4)]),
         ("…and the agent too", [(0, "h2d", 1, 4), (1, "device", 5, 10)], {1: (0,)}, [
-            ("scheduler", 0, 1),
+            ("dispatch", 0, 1),
             ("h2d", 1, 4),
-            ("scheduler", 4, 5),
+            ("dispatch", 4, 5),
         ]),
         ("a chain through both links", [(0, "d2h", 0, 2), (1, "h2d", 2, 5), (2, "device", 5, 10)], {1: (0,), 2: (1,)}, [
             ("d2h", 0, 2),
@@ -64,18 +64,18 @@ def timeline(
         ("the blocker that ends last counts", [(0, "h2d", 0, 2), (1, "d2h", 0, 4), (2, "cpu", 4, 10)], {2: (0, 1)}, [
             ("d2h", 0, 4),
         ]),
-        ("the other link was busy for nothing", [(0, "h2d", 0, 4), (1, "cpu", 4, 10)], {}, [("scheduler", 0, 4)]),
+        ("the other link was busy for nothing", [(0, "h2d", 0, 4), (1, "cpu", 4, 10)], {}, [("dispatch", 0, 4)]),
         ("between two updates", [(0, "device", 0, 3), (1, "d2h", 3, 6), (2, "device", 6, 10)], {1: (0,), 2: (1,)}, [
             ("d2h", 3, 6),
         ]),
         ("the tail is the last span's", [(0, "device", 0, 6), (1, "d2h", 6, 9)], {1: (0,)}, [
             ("d2h", 6, 9),
-            ("scheduler", 9, 10),
+            ("dispatch", 9, 10),
         ]),
         ("a span may outlive the update", [(0, "device", 0, 6), (1, "d2h", 6, 12)], {1: (0,)}, [("d2h", 6, 10)]),
         ("a copy repeated: the last run counts", [(0, "d2h", 0, 1), (0, "d2h", 2, 4), (1, "cpu", 4, 10)], {1: (0,)}, [
             ("d2h", 0, 1),
-            ("scheduler", 1, 2),
+            ("dispatch", 1, 2),
             ("d2h", 2, 4),
         ]),
         ("what began before the update is cut", [(0, "h2d", -5, 2), (1, "device", 2, 10)], {1: (0,)}, [("h2d", 0, 2)]),

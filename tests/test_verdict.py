@@ -38,7 +38,7 @@ PATHS = {
          "set tier_split to auto: some paths are done long before others"),
         ("another process", taken({"lock": 0.3}, **PATHS), TWO, "raise host_cache: other processes"),
         ("another rank", taken({"collective": 0.3}), TWO, "it is not this rank that holds the update up"),
-        ("the agent", taken({"scheduler": 0.3}), TWO, "it waited 30% of it for dispatch"),
+        ("the agent", taken({"dispatch": 0.3}), TWO, "it waited 30% of it for dispatch"),
         ("nothing", taken({"h2d": 0.01}), Effective(4.0, 0.0),
          "hardly anything held it up, and the device updated 25% of the parameters; lower stride (4.0 now)"),
         ("nothing, but the link is full", taken({}, lanes={"d2h": (1, 0.9)}), TWO,

@@ -13,7 +13,7 @@ from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.kernels.arithmetic.stall_analysis import exposed_waits
 from tidegate.plan import OpKind
 from tidegate.plan.ops import LINK_LANES
-from tidegate.timeline.timeline import Phase, PhaseSpan, Span
+from tidegate.timeline.timeline import DISPATCH, Phase, PhaseSpan, Span
 from tidegate.timeline.verdict import SKIPPED, Taken, verdict
 from tidegate.wire.step import LinkRow, StallRow, StepReport
 
@@ -84,7 +84,7 @@ def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
         seconds["update", cause] += waited
     for phase, exposed in step.phases.exposed_seconds.items():
         if phase != "update":
-            seconds[phase, "scheduler"] += exposed
+            seconds[phase, DISPATCH] += exposed
     return tuple(StallRow(phase=phase, cause=cause, seconds=value) for (phase, cause), value in seconds.items())
 
 

@@ -15,6 +15,7 @@ from sqlalchemy.orm import aliased
 
 from tidegate.daemon.storage.row_reader import REMEDY, reason
 from tidegate.daemon.storage.schema import StepRow
+from tidegate.wire.stall_causes import with_present_names
 from tidegate.wire.step import StepReport
 
 
@@ -98,7 +99,7 @@ class StepTable:
         query = select(StepRow.step, StepRow.body).where(StepRow.agent == agent)
         with self._reading.connect() as connection:
             rows = connection.execute(query.order_by(StepRow.step.desc()).limit(limit)).all()
-            return [(step, body) for step, body in reversed(rows)]
+            return [(step, with_present_names(body)) for step, body in reversed(rows)]
 
     def last(self, agents: Sequence[str]) -> dict[str, str]:
         """The newest report of each of these agents, in JSON, by agent."""
@@ -113,7 +114,7 @@ class StepTable:
             same = (StepRow.agent == newest.c.agent) & (StepRow.step == newest.c.step)
             with self._reading.connect() as connection:
                 rows = connection.execute(select(StepRow.agent, StepRow.body).join(newest, same))
-                bodies.update((agent, body) for agent, body in rows)
+                bodies.update((agent, with_present_names(body)) for agent, body in rows)
         return bodies
 
     def newest_numbers(self) -> dict[str, int]:

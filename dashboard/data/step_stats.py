@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from tidegate.dashboard.style import units
-from tidegate.timeline.timeline import PHASES, cause_in_words
+from tidegate.timeline.timeline import PHASES
 from tidegate.wire.base import Liveness
 from tidegate.wire.run import RunView
 from tidegate.wire.step import StepReport
@@ -116,7 +116,7 @@ def verdict(run: RunView, figures: Digest, now: float) -> str:
         return f"{share}; hardly anything held it up."
     rest = sum(figures.stall_share.values()) - wait
     more = f", {units.share(rest)} on the rest" if rest >= 0.05 else ""
-    return f"{share}; it {tense[1]} {units.share(wait)} of its time on {cause_in_words(cause)}{more}."
+    return f"{share}; it {tense[1]} {units.share(wait)} of its time on {cause}{more}."
 
 
 def _without_figures(run: RunView) -> str:

@@ -9,7 +9,7 @@ from typing import Final
 
 from tidegate.dashboard.data.step_stats import Digest, digest
 from tidegate.dashboard.style import units
-from tidegate.timeline.timeline import cause_in_words
+from tidegate.timeline.timeline import DISPATCH
 from tidegate.wire.alert import SEVERITIES, AlertView
 from tidegate.wire.prediction import Advice
 from tidegate.wire.run import RankView, RunView
@@ -153,9 +153,9 @@ def _slow(run: RunView) -> Task | None:
     share = wait * (figures.update_share or 0.0)
     if share < WORTH_A_LOOK:
         return _large(run, figures)
-    sentence = f"{units.share(share)} of each step is spent waiting for {cause_in_words(cause)}."
+    sentence = f"{units.share(share)} of each step is spent waiting for {cause}."
     urgency = WAITING + 1 - share
-    if cause in ("collective", "scheduler"):
+    if cause in ("collective", DISPATCH):
         return Task(run=run.run, urgency=urgency, sentence=f"{sentence} See what holds it up.", page="timeline")
     return Task(run=run.run, urgency=urgency, sentence=sentence, page="tune")
 

@@ -47,7 +47,7 @@ KIND: Final = {
 HOST: Final = {"state": "#009E73", "mirror": "#66C5A8", "gradient": "#00573F", "slot": "#B3E0D1"}
 """Colours of the kinds of host memory: shades of the CPU lane's colour."""
 
-CAUSE: Final = {**LANE, "lock": "#F0E442", "collective": "#0072B2", "scheduler": GREY}
+CAUSE: Final = {**LANE, "lock": "#F0E442", "collective": "#0072B2", "dispatch": GREY}
 
 LIVENESS: Final = {"live": "#009E73", "stale": "#E69F00", "lost": "#D55E00", "finished": GREY}
 

@@ -95,7 +95,7 @@ def test_what_a_step_costs_beside_its_ops_comes_once_and_is_nobodys_fault() -> N
     for count in (4, 1200):
         found, without = predict(count, 2, rates=slow), predict(count, 2)
         assert found.update_seconds == pytest.approx(without.update_seconds + 0.5)
-        assert found.stalls["scheduler"] == pytest.approx(without.stalls.get("scheduler", 0.0) + 0.5)
+        assert found.stalls["dispatch"] == pytest.approx(without.stalls.get("dispatch", 0.0) + 0.5)
         rank = Rank(subgroups(count), 2)
         assert predicted_seconds(rank, Effective(2, 0.0), slow) == pytest.approx(found.update_seconds)
 

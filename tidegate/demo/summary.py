@@ -16,7 +16,7 @@ from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.timeline.chrome_trace import write_trace
-from tidegate.timeline.timeline import Timeline, cause_in_words
+from tidegate.timeline.timeline import Timeline
 
 TRACED_STEPS = 5
 LOSS_WINDOW = 5
@@ -110,7 +110,7 @@ class Summary:
         console.print(table)
         stalls = {cause: s for cause, s in result["stall_seconds"].get("update", {}).items() if s >= 0.01}
         waits = ", ".join(
-            f"{cause_in_words(cause)} {s:.2f} s" for cause, s in sorted(stalls.items(), key=lambda row: -row[1])
+            f"{cause} {s:.2f} s" for cause, s in sorted(stalls.items(), key=lambda row: -row[1])
         )
         params = result["update_params"]
         console.print(f"update waited for: {waits or 'nothing'}")

@@ -13,7 +13,8 @@ from tidegate.simulator.lower_bound import Bound, bound
 from tidegate.simulator.simulate import simulate, update_seconds
 from tidegate.simulator.steady_state import Rank, Settled, sampled, settled
 from tidegate.speeds.rate_card import RateCard
-from tidegate.timeline.stall_analysis import SCHEDULER, exposed_waits
+from tidegate.timeline.stall_analysis import exposed_waits
+from tidegate.timeline.timeline import DISPATCH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ def what_if(rank: Rank, effective: Effective, rates: RateCard, *, backward_secon
     ]
     seconds, stalls = rates.step_seconds or 0.0, Counter[str]()
     if rates.step_seconds:
-        stalls[SCHEDULER] += rates.step_seconds  # type: ignore[assignment]
+        stalls[DISPATCH] += rates.step_seconds  # type: ignore[assignment]
     for timeline in timelines:
         update = timeline.phases[-1]
         seconds += (update.end - update.start) * scale / len(timelines)

@@ -9,7 +9,6 @@ from typing import Final
 from tidegate.knobs.knobs import OFF, device_share
 from tidegate.plan.effective_knobs import Effective
 from tidegate.plan.ops import COMPUTE_LANES, LINK_LANES
-from tidegate.timeline.timeline import cause_in_words
 
 HARDLY: Final = 0.02
 """Share of an update below which a wait is not mentioned."""
@@ -63,7 +62,7 @@ def verdict(taken: Taken, ran: Effective | None = None) -> str:
     remedy += "".join(f"; {hint}" for hint in _of_gradients(taken))
     if wait < HARDLY * taken.update_seconds:
         return f"{whole}; hardly anything held it up{_computed(taken)}{remedy}"
-    waited = f"{wait / taken.update_seconds:.0%} of it for {cause_in_words(cause)}"
+    waited = f"{wait / taken.update_seconds:.0%} of it for {cause}"
     return f"{whole}; it waited {waited}{_speed(taken, cause)}{remedy}"
 
 
