@@ -138,9 +138,7 @@ def stalls_by_cause(steps: Sequence[StepReport]) -> Figure:
             }
         )
     labels = [units.seconds(ends[cause]) for cause in causes]
-    return _rows(
-        traces, causes, [ends[cause] * scale for cause in causes], labels, unit
-    )
+    return _rows(traces, causes, [ends[cause] * scale for cause in causes], labels, unit)
 
 
 def link_bytes(steps: Sequence[StepReport]) -> Figure:

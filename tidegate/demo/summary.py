@@ -109,9 +109,7 @@ class Summary:
             table.add_row(phase, f"{seconds:.2f}", f"{seconds / total:.1%}", f"{exposed:.2f}")
         console.print(table)
         stalls = {cause: s for cause, s in result["stall_seconds"].get("update", {}).items() if s >= 0.01}
-        waits = ", ".join(
-            f"{cause} {s:.2f} s" for cause, s in sorted(stalls.items(), key=lambda row: -row[1])
-        )
+        waits = ", ".join(f"{cause} {s:.2f} s" for cause, s in sorted(stalls.items(), key=lambda row: -row[1]))
         params = result["update_params"]
         console.print(f"update waited for: {waits or 'nothing'}")
         console.print(f"updated: {params['cpu']:,} parameters on the CPU, {params['device']:,} on the device")
