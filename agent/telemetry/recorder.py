@@ -22,7 +22,7 @@ from tidegate.agent.telemetry.phase_forecast import PhaseForecast
 from tidegate.agent.telemetry.plan_cache import RecentPlans
 from tidegate.agent.telemetry.report import report_of
 from tidegate.agent.telemetry.step_record import FinishedStep
-from tidegate.client.daemon_client import state_dir
+from tidegate.client.discovery import state_dir
 from tidegate.errors import ConfigError
 from tidegate.logs import event
 from tidegate.plan import Plan

@@ -10,7 +10,8 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from tidegate.client.daemon_client import MAX_BODY_BYTES, state_dir
+from tidegate.client.daemon_client import MAX_BODY_BYTES
+from tidegate.client.discovery import state_dir
 from tidegate.client.state_files import home_of
 from tidegate.daemon.configuration.tls import why_not
 from tidegate.errors import DaemonError

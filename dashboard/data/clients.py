@@ -6,7 +6,8 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
-from tidegate.client.daemon_client import DaemonClient, find_token
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.client.discovery import find_token
 from tidegate.errors import DaemonError, NotAuthorized
 
 TIMEOUT_SECONDS: Final = 3.0

@@ -9,7 +9,7 @@ from typing import Final
 
 import streamlit as st
 
-from tidegate.client.daemon_client import find_daemon
+from tidegate.client.discovery import find_daemon
 from tidegate.dashboard import URL_VARIABLE
 from tidegate.dashboard.data import queries, triage
 from tidegate.dashboard.pages.registry import SCREENS, Screen

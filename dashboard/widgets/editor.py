@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import streamlit as st
 
-from tidegate.client.daemon_client import token_dir
+from tidegate.client.discovery import token_dir
 from tidegate.dashboard.data import knob_edits
 from tidegate.dashboard.session import actions, edit_session
 from tidegate.dashboard.session.edit_session import EditState

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tidegate.cli.training import needs
-from tidegate.client.daemon_client import state_dir
+from tidegate.client.discovery import state_dir
 from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import check_path_name
 from tidegate.speeds.saved_calibration import Calibration, file_of, keep, kept

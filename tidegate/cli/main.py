@@ -16,7 +16,7 @@ from tidegate.cli.calibrate import calibrate
 from tidegate.cli.options import Daemon, Json, RunOption, choose, client_for, duration, utf8
 from tidegate.cli.plan import plan
 from tidegate.cli.training import needs, training_command
-from tidegate.client.daemon_client import find_daemon, state_dir
+from tidegate.client.discovery import find_daemon, state_dir
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.logs import VARIABLE, LogFormat, configure, visible_without_handlers
 from tidegate.terminal import confirm, say

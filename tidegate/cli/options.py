@@ -10,7 +10,8 @@ from typing import Annotated, Any, Final, Literal
 import typer
 from pydantic import BaseModel
 
-from tidegate.client.daemon_client import DaemonClient, find_daemon, find_token
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.client.discovery import find_daemon, find_token
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.terminal import encodable, say
 from tidegate.wire.run import RunView
