@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from tidegate.daemon.storage.database_file import why_unusable
-from tidegate.daemon.storage.store import is_busy
+from tidegate.daemon.storage.engines import is_busy
 
 RETRY_SECONDS = "1"
 """Value of the header Retry-After in responses with status 503."""

@@ -41,8 +41,10 @@ from tidegate.daemon.decisions.generations import (
 )
 from tidegate.daemon.decisions.knob_effect import WINDOW_STEPS, measure
 from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.storage.engines import is_busy
+from tidegate.daemon.storage.records import AgentRecord, AuditNote
 from tidegate.daemon.storage.step_table import step_of
-from tidegate.daemon.storage.store import AgentRecord, AuditNote, Store, is_busy
+from tidegate.daemon.storage.store import Store
 from tidegate.knobs.knobs import Knobs
 from tidegate.wire.agent import AgentHello, AgentReport, Lease, Vote
 from tidegate.wire.base import KnobChanges

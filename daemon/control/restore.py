@@ -11,9 +11,10 @@ from tidegate.daemon.control.audit_rows import note
 from tidegate.daemon.control.run import RECENT_STEPS, Clock, Member, Run
 from tidegate.daemon.decisions.generations import ControlState, Generation
 from tidegate.daemon.decisions.step_window import STEPS_KEPT
+from tidegate.daemon.storage.records import AgentRecord
 from tidegate.daemon.storage.row_reader import REMEDY
 from tidegate.daemon.storage.step_table import step_of
-from tidegate.daemon.storage.store import AgentRecord, Store
+from tidegate.daemon.storage.store import Store
 
 COMMITTED_STATES: Final = ("committed", "applied")
 """States of generations that were committed."""
