@@ -11,6 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Response
 
 from tidegate.daemon.control import serializers
+from tidegate.daemon.control.bounded_answer import bounded_knobs
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.preview import prediction_inputs, preview
 from tidegate.daemon.control.run import Run
@@ -30,12 +31,13 @@ from tidegate.wire.prediction import KnobPreview
 router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
 
 
-@router.get("/knobs", dependencies=[READ])
-async def knobs(plane: Plane, run: str, response: Response) -> KnobsView:
-    """The desired knobs, their bounds, and the knobs that each rank uses. The ETag is for If-Match."""
+@router.get("/knobs", dependencies=[READ], response_model=KnobsView)
+async def knobs(plane: Plane, run: str) -> Response:
+    """The desired knobs, their bounds, and the knobs that each rank uses. The ETag is for If-Match. The answer has at
+    most 48 MiB. Where it would be larger, ranks come without `effective`, and `refused` is cut to 40 characters."""
     found = plane.registry.run(run)
-    response.headers["ETag"] = f'"{found.control.newest}"'
-    return serializers.knobs_view(found, plane.registry.states(found))
+    answer = bounded_knobs(serializers.knobs_view(found, plane.registry.states(found)))
+    return Response(answer, media_type="application/json", headers={"ETag": f'"{found.control.newest}"'})
 
 
 @router.patch(
