@@ -53,8 +53,8 @@ class Settings(BaseModel):
     proposal_seconds: float = Field(default=5.0, gt=0)
     """A proposed generation is aborted when not all ranks have voted within this time."""
     keep_reports_seconds: float = Field(default=7 * 86_400.0, gt=0)
-    """Steps that were reported longer ago are deleted, but for the last step of each rank. At most the newest 256 steps
-    of each rank are kept."""
+    """Steps that were reported longer ago are not served, and are deleted, except for the last step of each rank. At
+    most the newest 256 steps of each rank are kept."""
     keep_runs_seconds: float = Field(default=30 * 86_400.0, gt=0)
     """Runs that have ended are deleted this long after the last message of any rank; their audit log stays."""
     max_body_bytes: int = Field(default=MAX_BODY_BYTES, gt=0)

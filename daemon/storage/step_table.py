@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -94,9 +95,14 @@ class StepTable:
             connection.execute(_NEWER, [{"of": agent, "first": step} for agent, step in begin.items()])
             connection.execute(_INSERT, [{name: getattr(s, name) for name in StepRecord.__slots__} for s in rows])
 
-    def newest(self, agent: str, limit: int) -> list[tuple[int, str]]:
-        """The newest `limit` steps of the agent, each with its report in JSON, oldest first."""
+    def newest(self, agent: str, limit: int, since: float = -math.inf) -> list[tuple[int, str]]:
+        """The newest `limit` steps of the agent, each with its report in JSON, oldest first.
+
+        since: only steps received at this time or later, in seconds since the epoch.
+        """
         query = select(StepRow.step, StepRow.body).where(StepRow.agent == agent)
+        if since > -math.inf:
+            query = query.where(StepRow.at >= since)
         with self._reading.connect() as connection:
             rows = connection.execute(query.order_by(StepRow.step.desc()).limit(limit)).all()
             return [(step, with_present_names(body)) for step, body in reversed(rows)]

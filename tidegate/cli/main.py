@@ -76,7 +76,9 @@ def daemon(
     log_format: Annotated[LogFormat, typer.Option(help="Form of the log on stderr.", envvar=VARIABLE)] = LogFormat.TEXT,
     tls_certificate: Annotated[Path | None, typer.Option(help="PEM file: speak HTTPS with this certificate.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key, if not in the same file.")] = None,
-    keep_reports: Annotated[str, typer.Option(help="How long steps that ranks reported are kept, as in 12h.")] = "7d",
+    keep_reports: Annotated[
+        str, typer.Option(help="How long reported steps are kept and shown, as in 12h; the last of a rank stays.")
+    ] = "7d",
     keep_runs: Annotated[str, typer.Option(help="How long runs are kept after their end, as in 30d.")] = "30d",
 ) -> None:
     """Run the control daemon until it is told to stop."""
