@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tidegate.kernels.arithmetic import stall_analysis
-from tidegate.plan import OpKind, Subgroup, make_plan, place, steady
+from tidegate.plan import OpKind, Subgroup, make_plan, place_subgroups, steady_placements
 from tidegate.plan.ops import path_lanes
 from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import PathRates, RateCard
@@ -145,7 +145,9 @@ RATES = RateCard(
 
 def simulated(count: int, stride: float, static_ratio: float = 0.0, step_at: float = 5.0) -> Timeline:
     subgroups = [Subgroup(i, 1 + i % 3, 2, 2, 10) for i in range(count)]
-    plan = make_plan(subgroups, steady(place(count, stride=stride, static_ratio=static_ratio)), num_slots=2)
+    plan = make_plan(
+        subgroups, steady_placements(place_subgroups(count, stride=stride, static_ratio=static_ratio)), num_slots=2
+    )
     return simulate(plan, RATES, step_at=step_at)
 
 
@@ -237,10 +239,10 @@ def waits_with(rates: RateCard, stride: float | str, cached_every: int) -> tuple
     """Stalls by cause, and seconds of the update, of one and the same plan on a machine with `rates`."""
     groups = [Subgroup(i, 100_000_000, 2, 2, 10) for i in range(48)]
     where = ["host" if i % cached_every == 0 else ("nvme", "pfs")[i // 2 % 2] for i in range(48)]
-    processors = [processor for processor, _ in place(48, stride=stride, static_ratio=0)]  # type: ignore[arg-type]
+    processors = [processor for processor, _ in place_subgroups(48, stride=stride, static_ratio=0)]  # type: ignore[arg-type]
     plan = make_plan(
         groups,
-        steady(zip(processors, where, strict=True)),
+        steady_placements(zip(processors, where, strict=True)),
         num_slots=3,
         host_slots={"nvme": 3, "pfs": 3},
         rates=storage(),

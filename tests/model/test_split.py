@@ -9,7 +9,7 @@ import pytest
 
 from tidegate.errors import CapacityError
 from tidegate.plan.tier_split import Counts, PathSpeeds, balanced_split, makespan_seconds
-from tidegate.tuner.split_decision import PathTraffic, SplitEstimator, WholeStep
+from tidegate.tuner.split_decision import PathStepTotals, PathTraffic, SplitEstimator
 
 SUBGROUP_BYTES = 1_000_000_000
 COUNT = 70
@@ -222,7 +222,7 @@ def held_up(counts: Counts, truth: dict[str, PathSpeeds], first: str, alternate:
             busy = read + write
         found[name] = PathTraffic(
             read_bytes=moved, read_seconds=read, write_bytes=moved, write_seconds=write,
-            whole=WholeStep(read_bytes=moved, write_bytes=moved, busy_seconds=busy, step_seconds=step),
+            whole=PathStepTotals(read_bytes=moved, write_bytes=moved, busy_seconds=busy, step_seconds=step),
         )  # fmt: skip
     return found
 
@@ -248,7 +248,7 @@ def gigabyte(each_way: float, busy: float, step: float) -> PathTraffic:
     """A step in which a path reads and writes a gigabyte. In seconds: each way, either of them, all paths."""
     return PathTraffic(
         read_bytes=10**9, read_seconds=each_way, write_bytes=10**9, write_seconds=each_way,
-        whole=WholeStep(read_bytes=10**9, write_bytes=10**9, busy_seconds=busy, step_seconds=step),
+        whole=PathStepTotals(read_bytes=10**9, write_bytes=10**9, busy_seconds=busy, step_seconds=step),
     )  # fmt: skip
 
 
@@ -266,7 +266,7 @@ def test_while_subgroups_move_unequal_amounts_do_not_tell_of_both_ways_together(
     estimator = SplitEstimator({"a": rates(1, 1, True)})
     moving = PathTraffic(
         read_bytes=10**9, read_seconds=1.0, write_bytes=10**8, write_seconds=0.1,
-        whole=WholeStep(read_bytes=10**9, write_bytes=10**8, busy_seconds=9.0, step_seconds=9.0),
+        whole=PathStepTotals(read_bytes=10**9, write_bytes=10**8, busy_seconds=9.0, step_seconds=9.0),
     )  # fmt: skip
     for _ in range(5):
         estimator.observe({"a": moving})

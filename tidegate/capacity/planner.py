@@ -18,13 +18,13 @@ from tidegate.tuner.search import equation_stride
 
 STRIDES: Final[tuple[float, ...]] = (8, 4, 3, 2, 1.5, 1.25, 1)
 """Strides that are tried in this order, after `off` and before the stride of DOS Eq. 1."""
-WORTH: Final = 0.97
+WORTHWHILE_FACTOR: Final = 0.97
 """Factor below which an update must be, relative to the best so far, if it needs more of the GPU or another script."""
-DAY: Final = 86_400.0
+DAY_SECONDS: Final = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wear:
+class PathWear:
     """The wear of one storage path: bytes written per iteration and per day, by each node, or by all nodes if they
     share the path.
 
@@ -56,7 +56,7 @@ class CapacityPlan:
     update: UpdatePrediction | None
     bottleneck: str
     state_bytes: Mapping[str, int]
-    wear: tuple[Wear, ...]
+    wear: tuple[PathWear, ...]
 
     @property
     def fits(self) -> bool:
@@ -161,7 +161,7 @@ def _cheapest_good_fit(fits: Sequence[Fit], share: NodeShare, backward: float) -
     best: tuple[Fit, UpdatePrediction] | None = None
     for candidate in fits:
         update = predict_update(candidate.rank, candidate.effective, share, backward_seconds=backward)
-        if best is None or update.seconds < WORTH * best[1].seconds:
+        if best is None or update.seconds < WORTHWHILE_FACTOR * best[1].seconds:
             best = (candidate, update)
     assert best is not None, "there is at least one"
     return best
@@ -175,11 +175,14 @@ def _best_stride(
     strides = [*STRIDES, *equation_stride(found.rank.subgroups, share.card)] if found.may_stage else []
     for stride in dict.fromkeys(strides):
         # The bytes on a path are the same with every stride: if a path is the bottleneck, no stride helps.
-        if max((update.busy.get(path, 0.0) for path in found.rank.host_slots), default=0.0) > WORTH * update.seconds:
+        if (
+            max((update.busy.get(path, 0.0) for path in found.rank.host_slots), default=0.0)
+            > WORTHWHILE_FACTOR * update.seconds
+        ):
             break
         candidate = replace(found, effective=replace(found.effective, stride=stride))
         its_update = predict_update(candidate.rank, candidate.effective, share, backward_seconds=backward)
-        if its_update.seconds < WORTH * update.seconds:
+        if its_update.seconds < WORTHWHILE_FACTOR * update.seconds:
             found, update = candidate, its_update
     return found, update
 
@@ -189,15 +192,15 @@ def _phases(once: Pass, work: Workload, update: UpdatePrediction | None) -> dict
     return found if update is None else {**found, "update": update.seconds}
 
 
-def _wear(machine: Machine, update: UpdatePrediction, iteration: float) -> Iterator[Wear]:
+def _wear(machine: Machine, update: UpdatePrediction, iteration: float) -> Iterator[PathWear]:
     for path in machine.paths:
         _, lane = path_lanes(path.name)
         if not update.lane_bytes.get(lane):
             continue
         written = float(update.lane_bytes[lane] * (machine.ranks if path.all_nodes else machine.gpus))
-        a_day = written * DAY / iteration
+        a_day = written * DAY_SECONDS / iteration
         days = path.endurance_bytes / a_day if path.endurance_bytes else None
-        yield Wear(path=path.name, bytes_per_iteration=written, bytes_per_day=a_day, days=days)
+        yield PathWear(path=path.name, bytes_per_iteration=written, bytes_per_day=a_day, days=days)
 
 
 def _assumptions(plan: CapacityPlan) -> Iterator[str]:

@@ -33,14 +33,14 @@ _ROLE: Final[dict[OpKind, int]] = {
 }
 
 
-class Clock(Protocol):
+class OpTimes(Protocol):
     """An estimate of op run times, for example a `RateCard`."""
 
     def seconds(self, op: Op, /) -> float:
         """Expected run time of `op` in seconds."""
 
 
-class TypicalClock:
+class TypicalOpTimes:
     """Run times of typical hardware, used only to order ops: a PCIe 4 link, a share of a server's CPU cores, a data
     centre GPU and an NVMe drive."""
 
@@ -56,8 +56,8 @@ class TypicalClock:
         return op.nbytes / self.LINK_BYTES_PER_SECOND
 
 
-def ordered(
-    work: Work, policy: Policy, num_slots: int, num_subgroups: int, norms: Norms, clock: Clock, step_at: float
+def in_program_order(
+    work: Work, policy: Policy, num_slots: int, num_subgroups: int, norms: Norms, clock: OpTimes, step_at: float
 ) -> list[Op]:
     """All ops of `work` in program order, according to `policy`, each with its staging slot."""
     if policy == "interleaved":
@@ -162,7 +162,7 @@ def _role(op: Op) -> int:
 
 
 def _interleaved(
-    work: Work, needs: dict[Key, tuple[Key, ...]], num_slots: int, clock: Clock, step_at: float
+    work: Work, needs: dict[Key, tuple[Key, ...]], num_slots: int, clock: OpTimes, step_at: float
 ) -> Iterator[Op]:
     """List scheduling: yields the ops in the order of their estimated starts. Of several ops that could start at the
     same time, a lane takes the op with the lowest preference number, then the op that was ready first.
@@ -238,7 +238,7 @@ class _Fillers:
     """Number of fillers that may still begin in this turn."""
 
     @classmethod
-    def after_norm(cls, work: Work, clock: Clock, done: Mapping[Key, float]) -> _Fillers:
+    def after_norm(cls, work: Work, clock: OpTimes, done: Mapping[Key, float]) -> _Fillers:
         """The rule for the time after the norm. `done`: end times of the ops that are scheduled."""
         step = done[NORM_KEY]
         fetches = [op for op in _ops(work.tasks) if op.kind is OpKind.FETCH]

@@ -10,7 +10,7 @@ from typing import Literal
 from tidegate.plan.ops import CONTENT_OF, Norms, Op, OpKind, Subgroup, is_path
 from tidegate.plan.plan import Placement
 
-Order = Literal["ascending", "descending"]
+StepOrder = Literal["ascending", "descending"]
 """Order of the updates, by subgroup id."""
 
 
@@ -62,7 +62,7 @@ def step_work(
     gradients: Sequence[int],
     norms: Norms,
     host_slots: Mapping[str, int],
-    order: Order,
+    order: StepOrder,
 ) -> Work:
     """The ops that these placements need.
 
@@ -91,11 +91,11 @@ def needs_grad_on_host(placement: Placement) -> bool:
     return placement.processor == "cpu" or placement.spilled
 
 
-def _in_order(ids: Sequence[int], order: Order) -> Sequence[int]:
+def _in_order(ids: Sequence[int], order: StepOrder) -> Sequence[int]:
     return ids if order == "ascending" else ids[::-1]
 
 
-def _host_slots(placements: Sequence[Placement], host_slots: Mapping[str, int], order: Order) -> dict[int, int]:
+def _host_slots(placements: Sequence[Placement], host_slots: Mapping[str, int], order: StepOrder) -> dict[int, int]:
     """The host slot of each subgroup that uses one.
 
     Each path has slots of its own, numbered path by path, so that a slow path never delays another path. Subgroups use

@@ -27,7 +27,7 @@ NAME_OF: Final[dict[OpKind, str]] = {kind: LINK_RATE_OF.get(lane) or RATE_OF[kin
 SHARED: Final = 0.5
 """Interference factor of each direction of a half-duplex device while both work."""
 
-Seen = dict[str, tuple[int, float]]
+MeasuredWork = dict[str, tuple[int, float]]
 """Amounts of one step, by name of the rate: bytes or parameters, and the seconds in which their ops were running."""
 
 
@@ -103,9 +103,9 @@ class RateCard:
         return fixed + (op.numel if op.kind in RATE_OF else op.nbytes) / rate
 
     @classmethod
-    def from_seen(cls, steps: Collection[Seen], previous: RateCard | None = None) -> RateCard:
-        """A rate card from the amounts of measured steps (`seen`): bytes or parameters divided by busy seconds. Rates
-        without a measurement are taken from `previous`.
+    def from_measured_work(cls, steps: Collection[MeasuredWork], previous: RateCard | None = None) -> RateCard:
+        """A rate card from the work of measured steps (`measured_work`): bytes or parameters divided by busy seconds.
+        Rates without a measurement are taken from `previous`.
 
         Busy seconds include fixed costs of ops and the interference between lanes. So if any rate is measured here, the
         card has no overhead, no `op_seconds` and no `keeps`.
@@ -195,10 +195,10 @@ def _by_lane(paths: Mapping[str, PathRates]) -> dict[str, float | None]:
     return found
 
 
-def seen(spans: Sequence[Span]) -> Seen:
+def measured_work(spans: Sequence[Span]) -> MeasuredWork:
     """The amount and the busy seconds of each rate in one step. A single pass over the spans, because it runs after
     every training step."""
-    found: Seen = {}
+    found: MeasuredWork = {}
     ends: dict[str, float] = {}
     overlapping: set[str] = set()
     for span in spans:

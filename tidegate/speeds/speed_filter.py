@@ -25,7 +25,7 @@ DISTRUST: Final = 16
 MOST_DISTRUST: Final = 512
 
 
-class Settling:
+class SpeedFilter:
     """The filtered speed of one path, in seconds per byte (times add up, rates do not). Deterministic, not thread-safe.
 
     A path that is throttled, or has a cache, serves its first bytes at once: with little load it looks fast, and with

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tidegate.plan.tier_split import Counts, PathSpeeds, balanced_split, makespan_seconds
-from tidegate.speeds.speed_filter import Settling
+from tidegate.speeds.speed_filter import SpeedFilter
 
 MINIMUM_GAIN: Final = 0.05
 """Smallest predicted gain of a new split, as a share of the makespan."""
@@ -21,7 +21,7 @@ PROBE: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeStep:
+class PathStepTotals:
     """The work of one path in one whole step, reads and writes together.
 
     busy_seconds: time in which at least one op of the path was running. step_seconds: the step's storage time, from the
@@ -69,7 +69,7 @@ class PathTraffic:
     write_seconds: float = 0.0
     shared_read_seconds: float = 0.0
     shared_write_seconds: float = 0.0
-    whole: WholeStep | None = None
+    whole: PathStepTotals | None = None
 
 
 class _PathEstimate:
@@ -83,9 +83,9 @@ class _PathEstimate:
 
     def __init__(self, speeds: PathSpeeds) -> None:
         self._duplex = speeds.duplex
-        self._read = Settling(1 / speeds.read_bytes_per_second)
-        self._write = Settling(1 / speeds.write_bytes_per_second)
-        self._both = Settling(speeds.seconds_per_byte)
+        self._read = SpeedFilter(1 / speeds.read_bytes_per_second)
+        self._write = SpeedFilter(1 / speeds.write_bytes_per_second)
+        self._both = SpeedFilter(speeds.seconds_per_byte)
 
     def observe(self, seen: PathTraffic) -> None:
         read_seconds, write_seconds = seen.read_seconds, seen.write_seconds
@@ -98,7 +98,7 @@ class _PathEstimate:
         if seen.read_seconds > 0 or seen.write_seconds > 0:
             self._observe_both(max(read, write) if self._duplex else read + write, seen.whole)
 
-    def _observe_both(self, apart: float, whole: WholeStep | None) -> None:
+    def _observe_both(self, apart: float, whole: PathStepTotals | None) -> None:
         if whole is None or not whole.balanced:
             self._both.observe(apart, apart)
             return
@@ -119,7 +119,7 @@ class _PathEstimate:
         return PathSpeeds(read_bytes_per_second=1 / read, write_bytes_per_second=1 / write, duplex=self._duplex)
 
 
-def _observe_direction(known: Settling, nbytes: int, seconds: float) -> float:
+def _observe_direction(known: SpeedFilter, nbytes: int, seconds: float) -> float:
     """Updates the estimate of one direction, and returns the measured seconds per byte; the estimate if no bytes
     moved."""
     if nbytes <= 0 or seconds <= 0:
