@@ -30,6 +30,6 @@ def choose_devices(emulated: bool) -> DemoDevices:
     problem = cuda_problem()
     if problem is not None:
         return DemoDevices(
-            torch.device("cpu"), why_no_gpu=f"{problem.reason} (`tidegate doctor --gpu` says what helps)"
+            torch.device("cpu"), why_no_gpu=why
         )
     return DemoDevices(torch.device("cuda", torch.cuda.current_device()))
