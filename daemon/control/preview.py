@@ -203,7 +203,7 @@ def _preview(
 ) -> KnobPreview:
     old, new = before.as_dict(paths=paths), after.as_dict(paths=paths)
     now, then = (inputs.predict(knobs) if inputs else None for knobs in (before, after))
-    full = inputs.no_room(after) if inputs else ""
+    full = inputs.capacity_shortfall(after) if inputs else ""
     unknown = (inputs and inputs.unknown_policy) or (NO_ROOM if full else NO_RATES)
     return KnobPreview(
         run=run,

@@ -29,7 +29,6 @@ def choose_devices(emulated: bool) -> DemoDevices:
         return DemoDevices(torch.device("cpu"), "emulated", "--emulated was given")
     problem = cuda_problem()
     if problem is not None:
-        return DemoDevices(
-            torch.device("cpu"), why_no_gpu=why
-        )
+        why = f"{problem.reason} (`tidegate doctor --gpu` says what helps)"
+        return DemoDevices(torch.device("cpu"), why_no_gpu=why)
     return DemoDevices(torch.device("cuda", torch.cuda.current_device()))
