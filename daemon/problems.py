@@ -63,7 +63,7 @@ def problem(status: int, type: str, detail: str, headers: dict[str, str] | None 
     return _ProblemResponse(body, status, headers=headers)
 
 
-def also(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """For a route's `responses`: the problems of this route, in addition to the problems of every route."""
     return {status: {"description": TITLES[status]} for status in statuses}
 

@@ -14,7 +14,7 @@ from tidegate.plan.effective_knobs import EffectiveKnobs, Split, divide, host_ca
 from tidegate.plan.ops import OpKind, Residence, Subgroup, is_path
 from tidegate.plan.placement import place_subgroups
 from tidegate.plan.tasks import StepOrder
-from tidegate.plan.tier_split import Counts, assign
+from tidegate.plan.tier_split import SubgroupCounts, assign_paths
 from tidegate.timeline.stall_analysis import both_busy_seconds, busy_seconds
 from tidegate.timeline.timeline import Span
 from tidegate.tuner.split_decision import PathStepTotals, PathTraffic, SplitEstimator
@@ -33,8 +33,8 @@ class Residences:
         self._estimator = SplitEstimator(store.speeds)
         self._assigned: dict[int, str] = {}
         """The path of each subgroup that ever had one, also while its state is in host memory."""
-        self._counts: Counts = {}
-        self.known_capacity: Counts = {}
+        self._counts: SubgroupCounts = {}
+        self.known_capacity: SubgroupCounts = {}
         """The `capacity` of each path when the last step was planned."""
         self._split: Split = None
         self._in_memory: set[int] = set()
@@ -86,7 +86,9 @@ class Residences:
         named = [name for name, weight in _explicit_weights(split) if weight]
         return None if named and all(name in self._store.retired for name in named) else split
 
-    def _host_overflow(self, subgroups: Sequence[Subgroup], stored: Sequence[int], capacity: Counts) -> set[int]:
+    def _host_overflow(
+        self, subgroups: Sequence[Subgroup], stored: Sequence[int], capacity: SubgroupCounts
+    ) -> set[int]:
         """Subgroups in `stored` that stay in host memory because the paths are too small after one of them was retired.
 
         Empty when they do not fit in host memory either: `divide` then raises CapacityError.
@@ -108,16 +110,16 @@ class Residences:
             proposed = counts
         self._split = split
         if proposed != self._counts or any(i not in self._assigned for i in stored):
-            self._assigned = self._assigned | assign(stored, proposed, self._assigned)
+            self._assigned = self._assigned | assign_paths(stored, proposed, self._assigned)
             self._counts = proposed
 
     @property
-    def capacity(self) -> Counts:
+    def capacity(self) -> SubgroupCounts:
         """How many subgroups each path can hold, with those that it holds already; 0 for a retired path."""
         return self._store.capacity(self._assigned)
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> SubgroupCounts:
         """Number of subgroups in storage by path, as the split assigns them."""
         return dict(self._counts)
 
@@ -176,7 +178,7 @@ def _explicit_weights(split: Split) -> tuple[tuple[str, float], ...]:
     return split if isinstance(split, tuple) else ()
 
 
-def _is_close(counts: Counts, wanted: Counts, capacity: Mapping[str, int]) -> bool:
+def _is_close(counts: SubgroupCounts, wanted: SubgroupCounts, capacity: Mapping[str, int]) -> bool:
     """Whether each path has about the number of subgroups that is wanted (see `EQ1_SLACK`), and no more than it can
     hold."""
     slack = max(1.0, EQ1_SLACK * sum(wanted.values()))

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tidegate.client.daemon_client import MAX_BODY_BYTES
 from tidegate.client.discovery import state_dir
 from tidegate.client.state_files import home_of
-from tidegate.daemon.configuration.tls import why_not
+from tidegate.daemon.configuration.tls import refusal_reason
 from tidegate.errors import DaemonError
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
@@ -128,7 +128,7 @@ class Settings(BaseModel):
             names = [_hostname(self.advertise_address)]
         else:
             names = list(dict.fromkeys((shown, "localhost", socket.gethostname(), socket.getfqdn())))
-        reasons = {name: why_not(self.tls_certificate, self.tls_key, name) for name in names}
+        reasons = {name: refusal_reason(self.tls_certificate, self.tls_key, name) for name in names}
         valid = next((name for name, reason in reasons.items() if not reason), None)
         if valid is None:
             remedy = (

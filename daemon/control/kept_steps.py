@@ -28,7 +28,7 @@ def memory_of(step: StepReport) -> int:
     )
 
 
-def fitted(told: Iterable[StepReport], room: int) -> list[StepReport]:
+def fit_into_memory(told: Iterable[StepReport], room: int) -> list[StepReport]:
     """What is kept of a rank's steps, oldest first, in `room` bytes of memory: all of them where they fit.
 
     Else the newest is kept as it was told, or without its rows where it does not fit. Of those before it rows are put

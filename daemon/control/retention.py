@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from tidegate.daemon.control.audit_rows import note
-from tidegate.daemon.control.kept_steps import fitted
+from tidegate.daemon.control.kept_steps import fit_into_memory
 from tidegate.daemon.control.registry import MAX_LISTED, RunRegistry
 from tidegate.daemon.control.run import Clock, Member, Run
 from tidegate.daemon.control.step_writer import StepWriter
@@ -154,7 +154,7 @@ class Retention:
             if sum(member.recent_bytes for member in members) > STEPS_BYTES_OF_A_TOKEN:
                 for member in members:
                     if member.recent_bytes > share:
-                        member.keep(fitted(member.recent, share))
+                        member.keep(fit_into_memory(member.recent, share))
 
     def forget_gone(self) -> None:
         """Drops data of lost and finished ranks from memory, except for the latest. Call it every half minute or so."""

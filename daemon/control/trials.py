@@ -10,7 +10,14 @@ from typing import Final
 
 from tidegate.daemon.control import serializers
 from tidegate.daemon.control.run import Clock, Run
-from tidegate.daemon.decisions.canary import MIN_STEPS_BEFORE, SETTLING_STEPS, Canary, Step, common_steps, judge
+from tidegate.daemon.decisions.canary import (
+    MIN_STEPS_BEFORE,
+    SETTLING_STEPS,
+    Canary,
+    StepOfAllRanks,
+    common_steps,
+    judge,
+)
 from tidegate.daemon.decisions.generations import ControlEvent, Generation, NewProposal, TrialJudged
 from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.daemon.problems import ProblemError
@@ -177,7 +184,7 @@ class Trials:
         """The target's knobs, restricted to the storage paths that the run has now."""
         return serializers.knobs_of(target).fitted(run.paths).as_dict(paths=bool(run.paths))
 
-    def _steps(self, run: Run, settling: int = 0) -> list[Step]:
+    def _steps(self, run: Run, settling: int = 0) -> list[StepOfAllRanks]:
         """Steps that all present ranks ran with the committed generation, without the first `settling` steps.
 
         A rank that has not reported its first step with the generation is ignored.

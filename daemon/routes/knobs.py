@@ -17,7 +17,7 @@ from tidegate.daemon.control.preview import prediction_inputs, preview
 from tidegate.daemon.control.run import Run
 from tidegate.daemon.control.trials import Predicted
 from tidegate.daemon.decisions.generations import Generation
-from tidegate.daemon.problems import ProblemError, also
+from tidegate.daemon.problems import ProblemError, problem_responses
 from tidegate.daemon.routes.dependencies import Author, Plane, Wait
 from tidegate.daemon.security.scopes import OPERATE, READ
 from tidegate.daemon.storage.row_reader import REMEDY
@@ -41,7 +41,10 @@ async def knobs(plane: Plane, run: str) -> Response:
 
 
 @router.patch(
-    "/knobs", dependencies=[OPERATE], response_model=GenerationView | KnobPreview, responses=also(409, 412, 428)
+    "/knobs",
+    dependencies=[OPERATE],
+    response_model=GenerationView | KnobPreview,
+    responses=problem_responses(409, 412, 428),
 )
 async def change(
     plane: Plane,
@@ -68,7 +71,7 @@ async def change(
     return await _outcome(plane, found, made.number, wait, response)
 
 
-@router.post("/rollback", dependencies=[OPERATE], responses=also(409, 412))
+@router.post("/rollback", dependencies=[OPERATE], responses=problem_responses(409, 412))
 async def roll_back(
     plane: Plane,
     author: Author,

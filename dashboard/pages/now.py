@@ -92,7 +92,7 @@ def _next(context: PageContext) -> None:
         how_bad = "lost" if first.urgency <= triage.FIRING else "stale"
         sentence = " ".join([first.sentence, *unknown])
         st.html(markup.advice(f"Next: {first.run or 'what concerns no run'}", sentence, how_bad))
-        links.link(first.page, PLACES[first.page], run=first.run or runs[0].run)
+        links.page_link(first.page, PLACES[first.page], run=first.run or runs[0].run)
 
 
 def _nothing(unknown: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from tidegate.dashboard.data import queries
-from tidegate.dashboard.data.step_stats import digest
+from tidegate.dashboard.data.step_stats import summarize
 from tidegate.dashboard.session.page_context import PageContext, errors_shown, live, slow
 from tidegate.dashboard.style import snippets
 from tidegate.dashboard.widgets import advice, editor, forecast, header, history, knobs_now, trial
@@ -25,16 +25,16 @@ def tune(context: PageContext) -> None:
 
 @live
 def _head(context: PageContext) -> None:
-    look = queries.look(context.url, context.run, context.rank)
-    if look.snapshot is None:
-        header.no_data(context, look)
+    reading = queries.snapshot_reading(context.url, context.run, context.rank)
+    if reading.snapshot is None:
+        header.no_data(context, reading)
     else:
-        header.brief(look, look.snapshot, digest(look.snapshot.steps))
+        header.brief(reading, reading.snapshot, summarize(reading.snapshot.steps))
 
 
 @live
 def _knobs(context: PageContext) -> None:
-    snapshot = queries.look(context.url, context.run, context.rank).snapshot
+    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
     if snapshot is not None:
         knobs_now.knobs_now(snapshot)
         forecast.preview(snapshot)
@@ -44,13 +44,13 @@ def _knobs(context: PageContext) -> None:
 
 @slow
 def _history(context: PageContext) -> None:
-    snapshot = queries.look(context.url, context.run, context.rank).snapshot
+    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
     if snapshot is not None:
         history.history(context, snapshot)
 
 
 def _editor(context: PageContext) -> None:
-    snapshot = queries.look(context.url, context.run, context.rank).snapshot
+    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
     if snapshot is not None:
         with errors_shown():
             editor.editor(context, snapshot.knobs)

@@ -56,7 +56,7 @@ P = TypeVar("P", bound=_Panel)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class PanelOptions:
     """Title, purpose and place of a panel.
 
     unit: Grafana's name of it: s, Bps, bytes, percentunit, …
@@ -78,7 +78,7 @@ class Look:
 
 
 def lines(
-    look: Look,
+    look: PanelOptions,
     *queries: Query,
     stacked: bool = False,
     limits: Sequence[tuple[float, Color]] = (),
@@ -120,7 +120,7 @@ def lines(
 
 
 def number(
-    look: Look,
+    look: PanelOptions,
     query: Query,
     *,
     limits: Sequence[tuple[float, Color]] = (),
@@ -138,14 +138,14 @@ def number(
     return panel if decimals is None else panel.decimals(decimals)
 
 
-def heat(look: Look, expr: str) -> heatmap.Panel:
+def heat(look: PanelOptions, expr: str) -> heatmap.Panel:
     """How often durations of each size came up over time. `expr` is a rate of buckets, summed by `le`."""
     query = prometheus.Dataquery().expr(expr).legend_format("{{le}}").ref_id("A")
     panel = look.on(heatmap.Panel()).targets([query.format(query_model.PromQueryFormat.HEATMAP).range()])
     return panel.calculate(False).cell_gap(1).show_legend().y_axis(heatmap.YAxisConfig().unit(look.unit))
 
 
-def states(look: Look, query: Query, colors: dict[str, tuple[str, Color]]) -> statetimeline.Panel:
+def states(look: PanelOptions, query: Query, colors: dict[str, tuple[str, Color]]) -> statetimeline.Panel:
     """Bars over time, one for each series; `colors` says what a value is called and its colour."""
     panel = look.on(statetimeline.Panel()).targets([_target(query, 0)])
     panel.mappings([_value_names(colors)])
@@ -162,7 +162,7 @@ class Column:
     limits: Sequence[tuple[float, Color]] = ()
 
 
-def rows(look: Look, key: str, columns: Sequence[Column], *, link: str = "") -> table.Panel:
+def rows(look: PanelOptions, key: str, columns: Sequence[Column], *, link: str = "") -> table.Panel:
     """A table with one row for each value of label `key`. `link` is where a click on the key leads."""
     panel = look.on(table.Panel())
     panel.targets([

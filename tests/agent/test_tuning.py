@@ -84,7 +84,7 @@ def test_it_asks_of_the_paths_that_are_left(tmp_path: Path, monkeypatch: pytest.
     def watched(rank: Rank, *_: object, **__: object) -> None:
         asked.append(rank.capacity)
 
-    monkeypatch.setattr(tuning_module, "look", watched)
+    monkeypatch.setattr(tuning_module, "find_move", watched)
     with training.optimizer as optimizer, Attachment(optimizer, training.model, run="retired") as attachment:
         training.step()
         assert attachment.tuning._search() is None

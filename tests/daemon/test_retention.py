@@ -15,7 +15,7 @@ from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, thread
 from tidegate.daemon.control import retention
 from tidegate.daemon.control.bounded_answer import MAX_BYTES, REFUSAL_CHARACTERS, bounded_knobs, bounded_runs
 from tidegate.daemon.control.control_plane import ControlPlane
-from tidegate.daemon.control.kept_steps import fitted, memory_of
+from tidegate.daemon.control.kept_steps import fit_into_memory, memory_of
 from tidegate.daemon.control.run import Clock
 from tidegate.daemon.control.serializers import knobs_view, run_view
 from tidegate.daemon.problems import ProblemError
@@ -354,11 +354,11 @@ def test_steps_of_a_token_take_bounded_memory(stand: Stand, monkeypatch: pytest.
 
 def test_a_step_that_fits_nowhere_is_kept_without_its_rows() -> None:
     steps = [large(1), large(2)]
-    assert fitted(steps, 2 * memory_of(steps[0])) == steps
-    assert fitted(steps, 10_000) == [steps[1].model_copy(update=dict.fromkeys(("stalls", "links", "paths"), ())
+    assert fit_into_memory(steps, 2 * memory_of(steps[0])) == steps
+    assert fit_into_memory(steps, 10_000) == [steps[1].model_copy(update=dict.fromkeys(("stalls", "links", "paths"), ())
         | {"path_states": ()})]  # fmt: skip
-    assert fitted(steps, 100) == []
-    last, before = reversed(fitted(steps, memory_of(steps[0]) + 200_000))
+    assert fit_into_memory(steps, 100) == []
+    last, before = reversed(fit_into_memory(steps, memory_of(steps[0]) + 200_000))
     assert last == steps[1]
     assert {row.direction: row.bytes for row in before.links} == {"d2h": 2, "h2d": 2}, "over both phases"
     assert len(before.paths) == 128

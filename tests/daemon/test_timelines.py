@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidegate.daemon.control.timelines import KEEP_SECONDS, KEPT, Timelines
+from tidegate.daemon.control.timelines import KEEP_SECONDS, TIMELINES_KEPT, Timelines
 from tidegate.wire.timeline import TimelineView
 
 
@@ -16,7 +16,7 @@ def test_one_in_a_few_seconds_is_kept_and_the_oldest_go() -> None:
     for step in range(1000):
         now = step * KEEP_SECONDS / 4
         kept.take(view(step))
-    assert kept.steps == (*range(1000 - 4 * KEPT, 1000, 4), 999)
+    assert kept.steps == (*range(1000 - 4 * TIMELINES_KEPT, 1000, 4), 999)
     assert [kept.at(step) for step in kept.steps] == [view(step) for step in kept.steps]
     assert kept.at(0) is None
     kept.forget()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tidegate.errors import CapacityError
-from tidegate.plan.tier_split import Counts, PathSpeeds, balanced_split, makespan_seconds
+from tidegate.plan.tier_split import PathSpeeds, SubgroupCounts, balanced_split, makespan_seconds
 from tidegate.tuner.split_decision import PathStepTotals, PathTraffic, SplitEstimator
 
 SUBGROUP_BYTES = 1_000_000_000
@@ -23,7 +23,7 @@ PATHS = {"nvme": rates(6.0, 3.0), "pfs": rates(3.0, 3.0, duplex=True), "s3": rat
 
 
 def traffic(
-    counts: Counts, truth: dict[str, PathSpeeds], noise: Callable[[], float] = lambda: 1.0
+    counts: SubgroupCounts, truth: dict[str, PathSpeeds], noise: Callable[[], float] = lambda: 1.0
 ) -> dict[str, PathTraffic]:
     """A step in which a path reads all the time that it does not write, as a shared device would."""
     found = {}
@@ -41,11 +41,11 @@ def traffic(
 
 def run(
     estimator: SplitEstimator,
-    counts: Counts,
+    counts: SubgroupCounts,
     truth: dict[str, PathSpeeds],
     steps: int,
     noise: Callable[[], float] = lambda: 1.0,
-) -> tuple[Counts, int]:
+) -> tuple[SubgroupCounts, int]:
     """The counts after so many steps, and how often they changed."""
     moves = 0
     for _ in range(steps):
@@ -169,7 +169,7 @@ BURST = 20
 """How many times as fast as it is a throttled path serves its saved-up credit."""
 
 
-def throttled(counts: Counts, truth: dict[str, PathSpeeds], credit_bytes: float) -> dict[str, PathTraffic]:
+def throttled(counts: SubgroupCounts, truth: dict[str, PathSpeeds], credit_bytes: float) -> dict[str, PathTraffic]:
     """A step on paths that serve their first bytes in each direction at once, as a token bucket does."""
     found = {}
     for name, seen in traffic(counts, truth).items():
@@ -202,7 +202,7 @@ def test_saved_up_credit_does_not_make_the_split_swing(slow: str, credit: float)
     assert sum(taken[10:]) / len(taken[10:]) < 1.15 * promised
 
 
-def held_up(counts: Counts, truth: dict[str, PathSpeeds], first: str, alternate: int) -> dict[str, PathTraffic]:
+def held_up(counts: SubgroupCounts, truth: dict[str, PathSpeeds], first: str, alternate: int) -> dict[str, PathTraffic]:
     """A step that the path `first` holds up all along; the others serve what little they get at once.
 
     Its reads and writes fill its time in turns: one way is in progress throughout, the other for a moment, as with two

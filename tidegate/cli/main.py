@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from tidegate.cli import knobs, runs, tokens, watch
 from tidegate.cli.calibrate import calibrate
-from tidegate.cli.options import Daemon, Json, RunOption, choose, client_for, duration, utf8
+from tidegate.cli.options import Daemon, Json, RunOption, choose_run, client_for, duration, utf8
 from tidegate.cli.plan import plan
 from tidegate.cli.training import needs, training_command
 from tidegate.client.discovery import find_daemon, state_dir
@@ -162,7 +162,7 @@ def trace(
     from tidegate.cli.trace import write
 
     with client_for("read", url) as client:
-        name = choose(client, run).run
+        name = choose_run(client, run).run
         view = client.timeline(name, rank)
     if view is None:
         raise TidegateError(f"Rank {rank} of run {name!r} has not sent a timeline yet: wait for its next step.")
@@ -213,8 +213,8 @@ def doctor(
             raise ConfigError("--state and --path or --checkpoints are two questions: ask one at a time.")
         _doctor_state(state, as_json)
         return
-    leftovers = storage_paths.look(path or [], endpoint)
-    inspected = checkpoint_files.look(checkpoints or [])
+    leftovers = storage_paths.find_leftover_state(path or [], endpoint)
+    inspected = checkpoint_files.inspect_checkpoints(checkpoints or [])
     findings: list[Finding] = [] if remove else examine(url or find_daemon())
     if path:
         findings += (

@@ -43,7 +43,7 @@ def client_for(scope: Literal["read", "operate"], url: str | None) -> DaemonClie
     return DaemonClient(url or find_daemon(), find_token(scope))
 
 
-def choose(client: DaemonClient, name: str | None) -> RunView:
+def choose_run(client: DaemonClient, name: str | None) -> RunView:
     """The run with this name; None: the only run that is running, ConfigError if there are several."""
     if name:
         return client.run(name)

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from tidegate.cli.options import Daemon, Json, RunOption, choose, client_for, newest_first, print_json
+from tidegate.cli.options import Daemon, Json, RunOption, choose_run, client_for, newest_first, print_json
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import ConfigError, DaemonError, DaemonUnreachable, NotAuthorized
 from tidegate.terminal import say, visible
@@ -60,7 +60,7 @@ def events(
 ) -> None:
     """Print what happened in a run: generations, canaries, ranks that came and went. Reports only with --json."""
     with client_for("read", url) as client:
-        name = choose(client, run).run
+        name = choose_run(client, run).run
         newest = None if follow else client.newest_event(name)
         last, printed = after, PrintedStates()
         try:

@@ -44,7 +44,7 @@ class Answer:
         return bounded_framing(self._answer.stream)
 
 
-class Exchanges:
+class HttpClient:
     """An HTTP/1.1 client of the server at `url`, through the proxy that the environment names for it, unless `direct`.
 
     It has no cookies and follows no redirects. Exchanges have a deadline if they are made in `streams.within`.

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from tidegate.client.answers import CompleteAnswer, error_of, parse, refuse_compressed
 from tidegate.client.daemon_proof import FromState, is_proven
-from tidegate.client.exchanges import HTTP_ERRORS, Answer, Exchanges, system_trust
+from tidegate.client.exchanges import HTTP_ERRORS, Answer, HttpClient, system_trust
 from tidegate.client.streams import within
 from tidegate.client.undrawn_httpx import httpx
 from tidegate.errors import DaemonError, DaemonUnproven, DaemonUnreachable, NotAuthorized
@@ -54,7 +54,7 @@ class Transport:
         direct = address.host in _LOOPBACK  # a proxy cannot reach our loopback
         state = next((given for given in (token, url) if isinstance(given, FromState)), None)
         check = functools.partial(self._check_proof, state) if token and state and address.scheme == "http" else None
-        self._http = Exchanges(address, trust, direct, check)
+        self._http = HttpClient(address, trust, direct, check)
 
     def close(self) -> None:
         self._http.close()

@@ -9,7 +9,7 @@ from typing import Literal
 
 from tidegate.knobs.knobs import EQ1, Off
 from tidegate.plan.tasks import StepOrder
-from tidegate.plan.tier_split import Counts, PathSpeeds, balanced_split, eq1_split, user_split
+from tidegate.plan.tier_split import PathSpeeds, SubgroupCounts, balanced_split, eq1_split, user_split
 
 Eq1 = Literal["eq1"]
 Split = tuple[tuple[str, float], ...] | Eq1 | None
@@ -58,7 +58,7 @@ def divide(
     *,
     capacity: Mapping[str, int] | None = None,
     minimum: int = 0,
-) -> Counts:
+) -> SubgroupCounts:
     """The number of subgroups for each path of `speeds`, according to the split; a path without a weight gets none.
 
     capacity, minimum: as in `balanced_split`; the minimum applies only where speeds decide. CapacityError when the

@@ -15,7 +15,7 @@ from tidegate.plan.placement import place_subgroups, steady_placements
 from tidegate.plan.plan import Placement, Plan
 from tidegate.plan.planner import make_plan
 from tidegate.plan.tasks import StepOrder, Work, step_work
-from tidegate.plan.tier_split import PathSpeeds, assign
+from tidegate.plan.tier_split import PathSpeeds, assign_paths
 from tidegate.speeds.rate_card import RateCard
 
 MAX_SIMULATED_SUBGROUPS: Final = 400
@@ -174,7 +174,7 @@ def steady_steps(rank: Rank, effective: EffectiveKnobs, rates: RateCard) -> list
     without_path = _without_path(rank, stored)
     stored = stored[len(without_path) :]
     speeds, split = speeds_of(rates, rank.host_slots), _usable_split(rank, effective.tier_split)
-    path_of = assign(stored, divide(len(stored), split, speeds, capacity=rank.capacity, minimum=1))
+    path_of = assign_paths(stored, divide(len(stored), split, speeds, capacity=rank.capacity, minimum=1))
     after: dict[StepOrder, list[Residence]] = {
         order: [
             residence if residence == "device" else "host" if i in stay[order] | without_path else path_of[i]

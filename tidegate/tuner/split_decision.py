@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tidegate.plan.tier_split import Counts, PathSpeeds, balanced_split, makespan_seconds
+from tidegate.plan.tier_split import PathSpeeds, SubgroupCounts, balanced_split, makespan_seconds
 from tidegate.speeds.speed_filter import SpeedFilter
 
 MINIMUM_GAIN: Final = 0.05
@@ -150,7 +150,7 @@ class SplitEstimator:
         for name, seen in traffic.items():
             self._paths[name].observe(seen)
 
-    def propose(self, counts: Mapping[str, int], *, capacity: Mapping[str, int] | None = None) -> Counts | None:
+    def propose(self, counts: Mapping[str, int], *, capacity: Mapping[str, int] | None = None) -> SubgroupCounts | None:
         """A better split of the same number of subgroups; None to keep `counts`.
 
         Every path that is not closed gets at least PROBE subgroups. capacity: most subgroups of each path, 0 for a

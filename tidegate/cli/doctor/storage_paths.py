@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _UNITS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
-def look(places: Sequence[str | os.PathLike[str]], endpoint: str = "") -> list[AnyLeftover]:
+def find_leftover_state(places: Sequence[str | os.PathLike[str]], endpoint: str = "") -> list[AnyLeftover]:
     """Finds state on these paths, also of live runs. Paths are directories, or prefixes of the object store at
     `endpoint`.
 
