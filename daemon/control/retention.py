@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from tidegate.daemon.control.audit_rows import note
-from tidegate.daemon.control.kept_steps import fit_into_memory
 from tidegate.daemon.control.registry import MAX_LISTED, RunRegistry
 from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.control.step_memory import fit_into_memory
 from tidegate.daemon.control.step_writer import StepWriter
 from tidegate.daemon.control.trials import Trials
 from tidegate.daemon.problems import ProblemError

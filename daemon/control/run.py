@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tidegate.daemon.control.kept_steps import memory_of
 from tidegate.daemon.control.liveness import liveness
+from tidegate.daemon.control.step_memory import memory_of
 from tidegate.daemon.control.timelines import Timelines
 from tidegate.daemon.decisions.generations import ControlState, Generation
 from tidegate.daemon.decisions.step_window import StepFigures, StepWindow

@@ -77,6 +77,6 @@ def cause(name: str) -> str:
     return CAUSE.get(name) or lane(name)
 
 
-def residence(residence: str) -> str:
+def residence(name: str) -> str:
     """The colour of a residence of state: device memory, host memory, or a storage path."""
-    return {"device": LANE["device"], "host": LANE["cpu"], "cpu": LANE["cpu"]}.get(residence, KIND["fetch"])
+    return {"device": LANE["device"], "host": LANE["cpu"], "cpu": LANE["cpu"]}.get(name, KIND["fetch"])

@@ -15,9 +15,9 @@ from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, thread
 from tidegate.daemon.control import retention
 from tidegate.daemon.control.bounded_answer import MAX_BYTES, REFUSAL_CHARACTERS, bounded_knobs, bounded_runs
 from tidegate.daemon.control.control_plane import ControlPlane
-from tidegate.daemon.control.kept_steps import fit_into_memory, memory_of
 from tidegate.daemon.control.run import Clock
 from tidegate.daemon.control.serializers import knobs_view, run_view
+from tidegate.daemon.control.step_memory import fit_into_memory, memory_of
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.routes import knobs as knobs_route
 from tidegate.daemon.storage.store import Store

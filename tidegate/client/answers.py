@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from tidegate.client.exchanges import Answer
+from tidegate.client.http_client import Answer
 from tidegate.errors import DaemonError, KnobError, NotAuthorized, NotFound, RankTaken, StaleKnobs
 from tidegate.terminal import visible
 from tidegate.wire.agent import Holder, LeaseSeconds

@@ -10,7 +10,7 @@ from typing import Final, Self
 import httpcore
 
 from tidegate.client.answers import CompleteAnswer, event_lines, not_a_daemon, parse
-from tidegate.client.exchanges import HTTP_ERRORS
+from tidegate.client.http_client import HTTP_ERRORS
 from tidegate.client.streams import within
 from tidegate.client.transport import Query, Transport, path_of
 from tidegate.errors import DaemonError

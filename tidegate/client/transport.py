@@ -18,9 +18,9 @@ from pydantic import BaseModel
 
 from tidegate.client.answers import CompleteAnswer, error_of, parse, refuse_compressed
 from tidegate.client.daemon_proof import FromState, is_proven
-from tidegate.client.exchanges import HTTP_ERRORS, Answer, HttpClient, system_trust
+from tidegate.client.http_client import HTTP_ERRORS, Answer, HttpClient, system_trust
+from tidegate.client.httpx_import import httpx
 from tidegate.client.streams import within
-from tidegate.client.undrawn_httpx import httpx
 from tidegate.errors import DaemonError, DaemonUnproven, DaemonUnreachable, NotAuthorized
 from tidegate.terminal import visible
 

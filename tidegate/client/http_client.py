@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import httpcore
 
+from tidegate.client.httpx_import import httpx
 from tidegate.client.streams import Backend, bounded_framing, bounded_head
-from tidegate.client.undrawn_httpx import httpx
 from tidegate.errors import DaemonError
 from tidegate.terminal import visible
 
