@@ -79,7 +79,7 @@ def test_one_of_which_nobody_can_tell_stays(path: Path) -> None:
         other.kill()
     (path / "tidegate-killed" / "rank3" / "owner.json").write_text("{")
     found = storage_paths.find_leftover_state([path])
-    assert "nobody can tell from here" in storage_paths.findings([path], found)[0].detail
+    assert "it is unknown whether that process is alive" in storage_paths.findings([path], found)[0].detail
     storage_paths.remove_dead(found, True, lambda _: True)
     assert os.listdir(path) == ["tidegate-killed"]
 

@@ -47,7 +47,10 @@ class Calibration:
         """The inverse of `to_dict`. ConfigError for any other values."""
         try:
             if values["version"] != VERSION:
-                raise ConfigError(f"it has version {values['version']!r}, and only version {VERSION} is known here")
+                raise ConfigError(
+                    f"The calibration has version {values['version']!r}, and this Tidegate reads only version {VERSION}. "
+                    "Run `tidegate calibrate` again."
+                )
             return cls(
                 card=RateCard.from_dict(values["rates"]),
                 hardware=dict(values["hardware"]),
@@ -55,8 +58,11 @@ class Calibration:
                 card_threads=int(values["card_threads"]),
                 measured_at=float(values["measured_at"]),
             )
+        except ConfigError:  # it is a ValueError, too
+            raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"This is no calibration: {error}. Run `tidegate calibrate --again`.") from error
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"The calibration is not valid: {what}. Run `tidegate calibrate` again.") from error
 
 
 def calibration_file(folder: Path, host: str, paths: Mapping[str, str | os.PathLike[str]]) -> Path:
