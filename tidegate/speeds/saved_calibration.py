@@ -46,10 +46,11 @@ class Calibration:
     def from_dict(cls, values: Mapping[str, Any]) -> Calibration:
         """The inverse of `to_dict`. ConfigError for any other values."""
         try:
-            if values["version"] != VERSION:
+            version = values["version"]
+            if version != VERSION:
                 raise ConfigError(
-                    f"The calibration has version {values['version']!r}, and this Tidegate reads only version {VERSION}. "
-                    "Run `tidegate calibrate` again."
+                    f"The calibration has version {version!r}, and this Tidegate reads only version {VERSION}. Run "
+                    "`tidegate calibrate` again."
                 )
             return cls(
                 card=RateCard.from_dict(values["rates"]),

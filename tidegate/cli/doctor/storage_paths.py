@@ -57,7 +57,7 @@ def _finding(leftover: AnyLeftover) -> Finding:
         "no": ("missing", f"left behind by {who}, which is dead: remove it with --remove"),
         "unknown": (
             "missing",
-            f"of {who}; it is unknown whether that process is alive: check it, then delete the state",
+            f"of {who}; it is unknown whether that process is alive: check, then delete the state",
         ),
     }
     verdict, sentence = by_liveness[leftover.alive]
