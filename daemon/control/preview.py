@@ -95,8 +95,8 @@ class PredictionInputs:
             lane_bytes=found.link_bytes,
             host_memory_bytes=found.host_bytes,
             device_memory_bytes=found.device_bytes,
-            bound_seconds=found.least.seconds,
-            bound_by=found.least.resource,
+            bound_seconds=found.lower_bound.seconds,
+            bound_by=found.lower_bound.resource,
         )
 
     def capacity_shortfall(self, knobs: Knobs) -> str:

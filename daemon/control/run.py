@@ -26,7 +26,7 @@ EVENTS_KEPT: Final = 1_000
 """Events in memory of each run."""
 WOKEN_AT_ONCE: Final = 16
 """Waiting requests that are woken together."""
-BETWEEN_SECONDS: Final = 0.008
+BATCH_PAUSE_SECONDS: Final = 0.008
 """Pause between two such batches: about the time that a batch of responses takes."""
 
 
@@ -80,7 +80,7 @@ class Notifier:
         for _ in range(min(WOKEN_AT_ONCE, len(self._to_wake))):
             _set(self._to_wake.popleft())
         if self._to_wake:
-            asyncio.get_running_loop().call_later(BETWEEN_SECONDS, self._wake)
+            asyncio.get_running_loop().call_later(BATCH_PAUSE_SECONDS, self._wake)
 
 
 def _set(woken: asyncio.Future[None]) -> None:

@@ -35,7 +35,7 @@ ROWS_AT_ONCE: Final = 2_000
 """Rows in one transaction, at most."""
 AGENTS_AT_ONCE: Final = 500
 """Agents in one query, at most: databases limit the number of parameters."""
-LET_IN_SECONDS: Final = 0.05
+PAUSE_SECONDS: Final = 0.05
 """Pause between two transactions: a process that waits for SQLite's lock only polls it, and needs time to get it."""
 _INSERT: Final = insert(StepRow)
 _NEWER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.step >= bindparam("first"))
@@ -79,7 +79,7 @@ class StepTable:
         old = [{"of": agent, "first": first} for agent, first in firsts]
         for start in range(0, len(rows), ROWS_AT_ONCE):
             if start:
-                time.sleep(LET_IN_SECONDS)
+                time.sleep(PAUSE_SECONDS)
             self._write(rows[start : start + ROWS_AT_ONCE])
         if not old and before is None:
             return

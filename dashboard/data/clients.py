@@ -17,7 +17,7 @@ _clients: OrderedDict[tuple[str, str | None], DaemonClient] = OrderedDict()
 _lock = threading.Lock()
 
 
-def reader(url: str) -> DaemonClient:
+def shared_client(url: str) -> DaemonClient:
     """The shared client for the daemon at `url`. Callers must not close it; a dropped client is closed when unused."""
     key = (url, find_token("read"))
     with _lock:

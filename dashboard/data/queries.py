@@ -10,7 +10,7 @@ from typing import Final
 
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.dashboard.data import read_cache
-from tidegate.dashboard.data.clients import reader
+from tidegate.dashboard.data.clients import shared_client
 from tidegate.dashboard.data.read_cache import CachedQuery
 from tidegate.errors import DaemonError, NotFound
 from tidegate.speeds.rate_card import RateCard
@@ -97,7 +97,7 @@ def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
             _timelines.move_to_end((url, run, rank, who, step))
             return seen
     try:
-        found = reader(url).timeline(run, rank, step)
+        found = shared_client(url).timeline(run, rank, step)
     except DaemonError:
         return None
     if found is not None:
@@ -122,7 +122,7 @@ def kept_steps(url: str, run: str, rank: int) -> tuple[int, ...]:
 
 def fresh_knobs(url: str, run: str) -> tuple[KnobsView, tuple[GenerationView, ...]]:
     """The present knobs and generations, read without a cache."""
-    client = reader(url)
+    client = shared_client(url)
     return client.knobs(run), tuple(client.generations(run))
 
 

@@ -7,7 +7,7 @@ import streamlit as st
 from tidegate.dashboard.data import queries, read_cache
 from tidegate.dashboard.data.firing_alerts import NO_RUN
 from tidegate.dashboard.data.step_stats import summarize
-from tidegate.dashboard.session.page_context import PageContext, errors_shown, live
+from tidegate.dashboard.session.page_context import PageContext, errors_shown, refreshed
 from tidegate.dashboard.style import markup, palette, snippets
 from tidegate.dashboard.widgets import alerts as parts
 from tidegate.dashboard.widgets import audit, header
@@ -20,7 +20,7 @@ def alerts(context: PageContext) -> None:
         audit.audit(context)
 
 
-@live
+@refreshed
 def _firing(context: PageContext) -> None:
     snapshot_reading = queries.snapshot_reading(context.url, context.run, context.rank)
     if snapshot_reading.snapshot is None:

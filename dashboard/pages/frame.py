@@ -14,7 +14,7 @@ from tidegate.dashboard import URL_VARIABLE
 from tidegate.dashboard.data import queries, triage
 from tidegate.dashboard.pages.registry import SCREENS, Screen
 from tidegate.dashboard.session import links
-from tidegate.dashboard.session.page_context import PageContext, errors_shown, live, slow
+from tidegate.dashboard.session.page_context import PageContext, errors_shown, refreshed, refreshed_slowly
 from tidegate.dashboard.style import markup
 from tidegate.dashboard.widgets import states
 from tidegate.wire.run import RunView
@@ -84,7 +84,7 @@ def _links(now: Screen, run: str, rank: int) -> None:
             links.page_link(screen.path, screen.title, **kept)
 
 
-@live
+@refreshed
 def _wait_for_a_run(url: str) -> None:
     found = queries.runs(url)
     if found.runs:
@@ -92,7 +92,7 @@ def _wait_for_a_run(url: str) -> None:
     states.nothing_yet(url, found)
 
 
-@slow
+@refreshed_slowly
 def _watch_runs(url: str, known: frozenset[tuple[str, int]]) -> None:
     """Draws the page again when there is a new run or rank, so that the pickers have it."""
     found = queries.runs(url)

@@ -6,7 +6,7 @@ import streamlit as st
 
 from tidegate.dashboard.data import queries
 from tidegate.dashboard.data.step_stats import summarize
-from tidegate.dashboard.session.page_context import PageContext, live, slow
+from tidegate.dashboard.session.page_context import PageContext, refreshed, refreshed_slowly
 from tidegate.dashboard.widgets import header, phases, resources, storage, update
 
 
@@ -15,7 +15,7 @@ def run(context: PageContext) -> None:
     _below(context)
 
 
-@live
+@refreshed
 def _first_screen(context: PageContext) -> None:
     reading = queries.snapshot_reading(context.url, context.run, context.rank)
     snapshot = reading.snapshot
@@ -33,7 +33,7 @@ def _first_screen(context: PageContext) -> None:
         update.waits(snapshot, figures)
 
 
-@slow
+@refreshed_slowly
 def _below(context: PageContext) -> None:
     snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
     if snapshot is None:

@@ -10,7 +10,7 @@ import streamlit as st
 from tidegate.dashboard.data import queries
 from tidegate.dashboard.data.step_stats import summarize
 from tidegate.dashboard.figures.gantt import Scope
-from tidegate.dashboard.session.page_context import PageContext, live
+from tidegate.dashboard.session.page_context import PageContext, refreshed
 from tidegate.dashboard.style import markup, palette
 from tidegate.dashboard.widgets import gantt, header
 from tidegate.timeline.chrome_trace import chrome_trace
@@ -30,7 +30,7 @@ def timeline(context: PageContext) -> None:
         _one(context, step)
 
 
-@live
+@refreshed
 def _head(context: PageContext) -> None:
     reading = queries.snapshot_reading(context.url, context.run, context.rank)
     if reading.snapshot is None:
@@ -89,7 +89,7 @@ def _hold(context: PageContext) -> None:
         _show(context, view.step)
 
 
-@live
+@refreshed
 def _newest(context: PageContext) -> None:
     _draw(context, queries.newest_timeline(context.url, context.run, context.rank))
 

@@ -6,7 +6,7 @@ import streamlit as st
 
 from tidegate.dashboard.data import queries
 from tidegate.dashboard.data.step_stats import summarize
-from tidegate.dashboard.session.page_context import PageContext, errors_shown, live, slow
+from tidegate.dashboard.session.page_context import PageContext, errors_shown, refreshed, refreshed_slowly
 from tidegate.dashboard.style import snippets
 from tidegate.dashboard.widgets import advice, editor, forecast, header, history, knobs_now, trial
 
@@ -23,7 +23,7 @@ def tune(context: PageContext) -> None:
     _history(context)
 
 
-@live
+@refreshed
 def _head(context: PageContext) -> None:
     reading = queries.snapshot_reading(context.url, context.run, context.rank)
     if reading.snapshot is None:
@@ -32,7 +32,7 @@ def _head(context: PageContext) -> None:
         header.brief(reading, reading.snapshot, summarize(reading.snapshot.steps))
 
 
-@live
+@refreshed
 def _knobs(context: PageContext) -> None:
     snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
     if snapshot is not None:
@@ -42,7 +42,7 @@ def _knobs(context: PageContext) -> None:
         advice.advice(context, snapshot)
 
 
-@slow
+@refreshed_slowly
 def _history(context: PageContext) -> None:
     snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
     if snapshot is not None:

@@ -9,7 +9,7 @@ import streamlit as st
 
 from tidegate.dashboard.data import audit_filter, read_cache
 from tidegate.dashboard.data.audit_filter import AuditFilter
-from tidegate.dashboard.session.page_context import PageContext, live
+from tidegate.dashboard.session.page_context import PageContext, refreshed
 from tidegate.dashboard.style import markup, palette, snippets, units
 from tidegate.wire.audit import AuditRow
 
@@ -40,7 +40,7 @@ def audit(context: PageContext) -> None:
     _rows(context, found, limit)
 
 
-@live
+@refreshed
 def _rows(context: PageContext, wanted: AuditFilter, limit: int) -> None:
     reading = read_cache.AUDIT.get(context.url, (context.run, limit))
     if reading.value is None:

@@ -176,7 +176,7 @@ def test_a_path_faster_than_when_the_run_began_is_over_100_percent(share: float,
     assert shown in speed(PathUse(bytes_per_step=1.0, bytes_per_second=1e9, ceiling_share=share), "nvme:read")
 
 
-@pytest.mark.parametrize(("times", "shown"), [(1.5, 1.5), (100.0, gantt.FURTHEST), (0.5, 1.0)])
+@pytest.mark.parametrize(("times", "shown"), [(1.5, 1.5), (100.0, gantt.MAX_PREDICTED_RATIO), (0.5, 1.0)])
 def test_a_prediction_that_is_far_off_leaves_the_measured_update_readable(times: float, shown: float) -> None:
     view = timeline(7)
     first, last = gantt.window(view, "update")

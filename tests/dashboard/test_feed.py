@@ -122,8 +122,8 @@ def test_what_was_wanted_longest_ago_goes_first() -> None:
 
 def test_one_client_for_each_daemon_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "CLIENTS_KEPT", 2)
-    first = clients.reader("http://127.0.0.1:1")
-    assert clients.reader("http://127.0.0.1:1") is first
+    first = clients.shared_client("http://127.0.0.1:1")
+    assert clients.shared_client("http://127.0.0.1:1") is first
     for port in (2, 3):
-        clients.reader(f"http://127.0.0.1:{port}")
-    assert clients.reader("http://127.0.0.1:1") is not first
+        clients.shared_client(f"http://127.0.0.1:{port}")
+    assert clients.shared_client("http://127.0.0.1:1") is not first

@@ -11,7 +11,7 @@ import pytest
 from tidegate.plan import Placement, Subgroup, make_plan
 from tidegate.plan.ops import LANE_OF, Op, OpKind
 from tidegate.plan.placement import place_subgroups, steady_placements
-from tidegate.simulator.calibration_fit import MOST_FACTOR, MeasuredStep, fitted_card
+from tidegate.simulator.calibration_fit import MAX_FACTOR, MeasuredStep, fitted_card
 from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import PathRates, RateCard
 
@@ -82,7 +82,7 @@ def test_waiting_for_a_core_is_a_cost_of_the_lane_that_waits() -> None:
 
 def test_what_nobody_would_believe_is_not_believed() -> None:
     found = fitted_card(CARD, steps(lambda op: CARD.seconds(op) * (50 if op.kind is OpKind.DEVICE_UPDATE else 1)))
-    assert found.device_params_per_second == pytest.approx(0.8e9 / MOST_FACTOR)
+    assert found.device_params_per_second == pytest.approx(0.8e9 / MAX_FACTOR)
 
 
 def test_without_device_updates_their_rate_stays() -> None:

@@ -120,8 +120,8 @@ def test_one_path_alone_takes_what_it_takes_to_read_and_write_everything() -> No
     found = what_if(Rank(subgroups(20), 2, {"nvme": 3}), EffectiveKnobs("off", 0.0), rates)
     expected = 17 * 1e9 / 6.9e9 + 20 * 1e9 / 5.3e9
     assert found.update_seconds == pytest.approx(expected, rel=1e-4)
-    assert found.least.resource == "nvme"
-    assert found.least.seconds == pytest.approx(expected, rel=1e-4)
+    assert found.lower_bound.resource == "nvme"
+    assert found.lower_bound.seconds == pytest.approx(expected, rel=1e-4)
     assert sum(found.stalls.values()) == pytest.approx(expected, rel=1e-3)
     assert set(found.stalls) == {"nvme:read", "nvme:write"}
 
@@ -177,7 +177,7 @@ def test_many_tiered_subgroups_are_scaled_with_their_cache() -> None:
     few, many = (stored(n, EffectiveKnobs(3.0, 0.0, None, n * 10**9 // 4)) for n in (96, 960))
     assert many.update_seconds == pytest.approx(10 * few.update_seconds, rel=0.02)
     assert many.link_bytes["nvme:read"] == pytest.approx(10 * few.link_bytes["nvme:read"], rel=0.02)
-    assert many.least.seconds == pytest.approx(10 * few.least.seconds, rel=0.02)
+    assert many.lower_bound.seconds == pytest.approx(10 * few.lower_bound.seconds, rel=0.02)
 
 
 def test_what_fits_on_a_path_fits_in_the_sample_too() -> None:
@@ -263,8 +263,8 @@ def test_what_holds_of_every_prediction(
     for lane, nbytes in found.link_bytes.items():
         assert nbytes == sum(plan.link_bytes(lane) for plan in plans) // len(plans)
     for step in steps:
-        assert found.least.seconds <= lower_bound(step, STORED).seconds
-    assert found.update_seconds >= found.least.seconds * (1 - 1e-9)
+        assert found.lower_bound.seconds <= lower_bound(step, STORED).seconds
+    assert found.update_seconds >= found.lower_bound.seconds * (1 - 1e-9)
     assert sum(found.stalls.values()) <= found.update_seconds * (1 + 1e-9)
     assert found.update_seconds == pytest.approx(
         predicted_seconds(rank, effective, STORED, backward_seconds=backward), rel=1e-9

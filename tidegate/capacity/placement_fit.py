@@ -46,7 +46,7 @@ class Shortage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class PlacementFit:
     """A placement of all data of a rank. If there is a shortage, the memory levels after it are not computed.
 
     device, host: bytes of one rank by kind. effective: knobs; the stride is chosen later, unless there is no room for
@@ -71,7 +71,9 @@ class Fit:
         return dict(nbytes)
 
 
-def fit(shape: ModelShape, machine: Machine, work: Workload, gradients: Literal["keep", "release"] = "keep") -> Fit:
+def fit(
+    shape: ModelShape, machine: Machine, work: Workload, gradients: Literal["keep", "release"] = "keep"
+) -> PlacementFit:
     """Places as much state on the GPU as fits, the rest in host memory, and the excess on storage paths.
 
     gradients: `release` leaves more free memory on the GPU, and needs some host memory for gradient sums.
@@ -85,7 +87,7 @@ def fit(shape: ModelShape, machine: Machine, work: Workload, gradients: Literal[
     free = room - sum(device.values())
     if free < 0:
         short = Shortage(where="GPU memory", needed_bytes=sum(device.values()), available_bytes=room)
-        return Fit(
+        return PlacementFit(
             rank=rank,
             effective=EffectiveKnobs(OFF, 0.0),
             gradients=gradients,
@@ -105,13 +107,13 @@ def fit(shape: ModelShape, machine: Machine, work: Workload, gradients: Literal[
         "state": float(round(ratio * len(subgroups)) * largest) if ratio < 1 else float(total),
         "slots": float(work.num_slots * largest) if may_stage and ratio < 1 else 0.0,
     }
-    base = Fit(
+    base = PlacementFit(
         rank=rank, effective=effective, gradients=gradients, device=device, host={}, may_stage=may_stage and ratio < 1
     )
     return _on_host(base, share)
 
 
-def _on_host(found: Fit, share: NodeShare) -> Fit:
+def _on_host(found: PlacementFit, share: NodeShare) -> PlacementFit:
     """Places the state that is not on the GPU: in host memory if it fits or there are no paths, else also on paths.
 
     found: the placement on the GPU.

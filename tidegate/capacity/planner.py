@@ -10,8 +10,8 @@ from tidegate.capacity.footprint import FRAMEWORK_HOST_BYTES, USABLE_DEVICE, USA
 from tidegate.capacity.machine import Machine, Workload
 from tidegate.capacity.many_ranks import NodeShare, UpdatePrediction, predict_update
 from tidegate.capacity.model_shapes import ModelShape
-from tidegate.capacity.pass_times import Pass, passes
-from tidegate.capacity.placement_fit import Fit, Shortage, fit
+from tidegate.capacity.pass_times import PassTimes, passes
+from tidegate.capacity.placement_fit import PlacementFit, Shortage, fit
 from tidegate.errors import ConfigError
 from tidegate.plan.ops import path_lanes
 from tidegate.tuner.search import equation_stride
@@ -51,7 +51,7 @@ class CapacityPlan:
     model: ModelShape
     machine: Machine
     work: Workload
-    fit: Fit
+    fit: PlacementFit
     phases: Mapping[str, float]
     update: UpdatePrediction | None
     bottleneck: str
@@ -155,10 +155,12 @@ def _sized(shape: ModelShape, machine: Machine, work: Workload) -> Workload:
     return replace(work, subgroup_numel=min(work.subgroup_numel, max(1, -(-of_rank // 16))))
 
 
-def _cheapest_good_fit(fits: Sequence[Fit], share: NodeShare, backward: float) -> tuple[Fit, UpdatePrediction]:
+def _cheapest_good_fit(
+    fits: Sequence[PlacementFit], share: NodeShare, backward: float
+) -> tuple[PlacementFit, UpdatePrediction]:
     """The placement with the shortest update without staging; a later one is preferred only if it is shorter by the
-    factor WORTH. `fits` are in the order of their cost."""
-    best: tuple[Fit, UpdatePrediction] | None = None
+    factor WORTHWHILE_FACTOR. `fits` are in the order of their cost."""
+    best: tuple[PlacementFit, UpdatePrediction] | None = None
     for candidate in fits:
         update = predict_update(candidate.rank, candidate.effective, share, backward_seconds=backward)
         if best is None or update.seconds < WORTHWHILE_FACTOR * best[1].seconds:
@@ -168,10 +170,10 @@ def _cheapest_good_fit(fits: Sequence[Fit], share: NodeShare, backward: float) -
 
 
 def _best_stride(
-    found: Fit, update: UpdatePrediction, share: NodeShare, backward: float
-) -> tuple[Fit, UpdatePrediction]:
+    found: PlacementFit, update: UpdatePrediction, share: NodeShare, backward: float
+) -> tuple[PlacementFit, UpdatePrediction]:
     """The placement with the stride of the shortest update. A stride is preferred to an earlier one only if the update
-    is shorter by the factor WORTH."""
+    is shorter by the factor WORTHWHILE_FACTOR."""
     strides = [*STRIDES, *equation_stride(found.rank.subgroups, share.card)] if found.may_stage else []
     for stride in dict.fromkeys(strides):
         # The bytes on a path are the same with every stride: if a path is the bottleneck, no stride helps.
@@ -187,7 +189,7 @@ def _best_stride(
     return found, update
 
 
-def _phases(once: Pass, work: Workload, update: UpdatePrediction | None) -> dict[str, float]:
+def _phases(once: PassTimes, work: Workload, update: UpdatePrediction | None) -> dict[str, float]:
     found = {"forward": once.forward * work.accumulation, "backward": once.backward * work.accumulation}
     return found if update is None else {**found, "update": update.seconds}
 

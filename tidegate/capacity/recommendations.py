@@ -43,7 +43,7 @@ class _Option(NamedTuple):
 
 def best_changes(plan: CapacityPlan, count: int = 3) -> tuple[Change, ...]:
     """The `count` changes with the most tokens per second of each GPU, each simulated on its own; fewer if fewer reach
-    the gain WORTH. If the plan does not fit: the changes with which it fits."""
+    the gain WORTHWHILE_GAIN. If the plan does not fit: the changes with which it fits."""
     found: list[tuple[float, Change]] = []
     for option in _options(plan):
         try:

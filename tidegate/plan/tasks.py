@@ -14,7 +14,7 @@ StepOrder = Literal["ascending", "descending"]
 """Order of the updates, by subgroup id."""
 
 
-class Origin(IntEnum):
+class StateOrigin(IntEnum):
     """Where the state of a task comes from, and whether it needs a host slot. Of the tasks that are ready, those with a
     lower number go first: they free a slot."""
 
@@ -38,7 +38,7 @@ class Task:
     origin is `HOST`.
     """
 
-    origin: Origin
+    origin: StateOrigin
     pool: str
     on_cpu: bool
     stays: bool
@@ -115,12 +115,12 @@ def _task(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Ta
     on_cpu = placement.processor == "cpu"
     comes_from_path = is_path(placement.before)
     if placement.uses_host_slot:
-        origin = Origin.PATH if comes_from_path else Origin.DEVICE
+        origin = StateOrigin.PATH if comes_from_path else StateOrigin.DEVICE
     else:
-        origin = Origin.PATH_TO_HOST if comes_from_path else Origin.HOST
+        origin = StateOrigin.PATH_TO_HOST if comes_from_path else StateOrigin.HOST
     return Task(
         origin=origin,
-        pool="" if origin is Origin.HOST else placement.pool,
+        pool="" if origin is StateOrigin.HOST else placement.pool,
         on_cpu=on_cpu,
         stays=placement.before == placement.after == "device",
         ops=tuple((_cpu_ops if on_cpu else _device_ops)(subgroup, placement, host_slot)),

@@ -34,7 +34,7 @@ class Prediction:
     """Device memory for residents and staging slots."""
     host_bytes: dict[str, int]
     """Host memory by kind: `state` (the host cache, with paths), `mirror`, `gradient`, `slot`."""
-    least: LowerBound
+    lower_bound: LowerBound
     """Lower bound of the update's time under these knobs, and the resource that sets it."""
 
 
@@ -61,7 +61,7 @@ def what_if(
         seconds += (update.end - update.start) * scale / len(timelines)
         for cause, wait in exposed_waits(timeline).items():
             stalls[cause] += wait * scale / len(timelines)  # type: ignore[assignment]
-    least = min(lower_bound(step, rates) for step in steps)
+    shortest = min(lower_bound(step, rates) for step in steps)
     whole = steady_steps(rank, effective, rates)
     moved = [step.lane_bytes() for step in whole]
     on_device = sum(
@@ -74,7 +74,7 @@ def what_if(
         updated_params={"cpu": sum(s.numel for s in rank.subgroups) - on_device, "device": on_device},
         device_bytes=max(step.device_bytes() for step in whole),
         host_bytes=max((step.host_bytes() for step in whole), key=lambda kinds: sum(kinds.values())),
-        least=least._replace(seconds=least.seconds * scale),
+        lower_bound=shortest._replace(seconds=shortest.seconds * scale),
     )
 
 

@@ -12,11 +12,11 @@ from tidegate.speeds.speed_filter import SpeedFilter
 
 MINIMUM_GAIN: Final = 0.05
 """Smallest predicted gain of a new split, as a share of the makespan."""
-SATURATED: Final = 0.9
+SATURATED_SHARE: Final = 0.9
 """Share of a step's storage time for which a path must be busy to count as the bottleneck."""
-LOADED: Final = 0.5
+IDLE_SHARE: Final = 0.5
 """Share of a step's storage time: if the work of a path takes less by its estimated speed, the path counts as idle."""
-PROBE: Final = 1
+PROBE_SUBGROUPS: Final = 1
 """Fewest subgroups of every path that is not closed, so that its speed is still measured and a recovery is noticed."""
 
 
@@ -43,7 +43,7 @@ class PathStepTotals:
     @property
     def saturated(self) -> bool:
         """Whether the path was busy nearly all the time, so that its throughput is its speed."""
-        return self.busy_seconds >= SATURATED * self.step_seconds
+        return self.busy_seconds >= SATURATED_SHARE * self.step_seconds
 
     def seconds_per_byte(self, duplex: bool) -> float:
         """Busy seconds for each byte that was read once and written once, as in `PathSpeeds.seconds_per_byte`.
@@ -105,7 +105,7 @@ class _PathEstimate:
         together = whole.seconds_per_byte(self._duplex)
         least, most = (together, together) if whole.saturated else sorted((apart, together))
         expected = whole.busy_seconds * self._both.seconds_per_byte / together
-        self._both.observe(least, most, rested=expected < LOADED * whole.step_seconds)
+        self._both.observe(least, most, rested=expected < IDLE_SHARE * whole.step_seconds)
 
     @property
     def speeds(self) -> PathSpeeds:
@@ -158,7 +158,7 @@ class SplitEstimator:
         fits.
         """
         rates, limits = self.rates, capacity or {}
-        best = balanced_split(sum(counts.values()), rates, capacity=limits, minimum=PROBE)
+        best = balanced_split(sum(counts.values()), rates, capacity=limits, minimum=PROBE_SUBGROUPS)
         if any(n > limits.get(name, n if name in rates else 0) for name, n in counts.items()):
             return best
         usable = [name for name in rates if limits.get(name, 1) > 0]
