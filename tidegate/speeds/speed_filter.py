@@ -10,17 +10,17 @@ gain that a new split must promise."""
 OUTLIER_DEVIATION: Final = 0.25
 """Relative deviation above which a step is not noise; a single such step is ignored as an outlier."""
 FALL_STEPS: Final = 2
-"""Number of consecutive steps slower by more than JUMP after which the newest of them is the new speed."""
+"""Number of consecutive steps slower by more than OUTLIER_DEVIATION after which the newest of them is the new speed."""
 RISE_STEPS: Final = 4
-"""Number of consecutive steps faster by more than JUMP after which the estimate rises."""
+"""Number of consecutive steps faster by more than OUTLIER_DEVIATION after which the estimate rises."""
 IDLE_RISE_STEPS: Final = 16
 """The same number while the path is idle for most of the step. While one path delays a step, the other paths serve
 their few requests at once; they must not be estimated as faster before the slow path is known to be slower."""
 MAX_RISE_FACTOR: Final = 2.0
 """Largest factor by which the estimated speed may rise in one step."""
 MIN_RISE_STEPS: Final = 8
-"""Number of steps that a rise must last. After a rise that did not last, further rises are ignored for `IGNORED_RISE_STEPS`
-steps; after the next such rise for twice as many, up to `MAX_IGNORED_RISE_STEPS`."""
+"""Number of steps that a rise must last. After a rise that did not last, further rises are ignored for
+`IGNORED_RISE_STEPS` steps; after the next such rise for twice as many, up to `MAX_IGNORED_RISE_STEPS`."""
 IGNORED_RISE_STEPS: Final = 16
 MAX_IGNORED_RISE_STEPS: Final = 512
 
@@ -75,6 +75,6 @@ class SpeedFilter:
         self.seconds_per_byte = max(measured, self.seconds_per_byte / MAX_RISE_FACTOR)
 
     def _side(self, measured: float) -> int:
-        """Direction of a deviation above JUMP: 1 if much slower than the estimate, -1 if much faster, else 0."""
+        """1 if the speed is slower than the estimate by more than OUTLIER_DEVIATION, -1 if it is faster by more, else 0."""
         ratio = measured / self.seconds_per_byte
         return (ratio > 1 + OUTLIER_DEVIATION) - (ratio < 1 / (1 + OUTLIER_DEVIATION))

@@ -153,7 +153,7 @@ class SplitEstimator:
     def propose(self, counts: Mapping[str, int], *, capacity: Mapping[str, int] | None = None) -> SubgroupCounts | None:
         """A better split of the same number of subgroups; None to keep `counts`.
 
-        Every path that is not closed gets at least PROBE subgroups. capacity: most subgroups of each path, 0 for a
+        Every path that is not closed gets at least PROBE_SUBGROUPS subgroups. capacity: most subgroups of each path, 0 for a
         closed path; when `counts` no longer fit, a split is proposed whatever its gain. CapacityError when no split
         fits.
         """
