@@ -75,6 +75,6 @@ class SpeedFilter:
         self.seconds_per_byte = max(measured, self.seconds_per_byte / MAX_RISE_FACTOR)
 
     def _side(self, measured: float) -> int:
-        """1 if the speed is slower than the estimate by more than OUTLIER_DEVIATION, -1 if it is faster by more, else 0."""
+        """1 if the speed is slower than the estimate by more than OUTLIER_DEVIATION, -1 if it is faster, else 0."""
         ratio = measured / self.seconds_per_byte
         return (ratio > 1 + OUTLIER_DEVIATION) - (ratio < 1 / (1 + OUTLIER_DEVIATION))

@@ -153,9 +153,9 @@ class SplitEstimator:
     def propose(self, counts: Mapping[str, int], *, capacity: Mapping[str, int] | None = None) -> SubgroupCounts | None:
         """A better split of the same number of subgroups; None to keep `counts`.
 
-        Every path that is not closed gets at least PROBE_SUBGROUPS subgroups. capacity: most subgroups of each path, 0 for a
-        closed path; when `counts` no longer fit, a split is proposed whatever its gain. CapacityError when no split
-        fits.
+        Every path that is not closed gets at least PROBE_SUBGROUPS subgroups. capacity: most subgroups of each path, 0
+        for a closed path; when `counts` no longer fit, a split is proposed whatever its gain. CapacityError when no
+        split fits.
         """
         rates, limits = self.rates, capacity or {}
         best = balanced_split(sum(counts.values()), rates, capacity=limits, minimum=PROBE_SUBGROUPS)
