@@ -24,7 +24,7 @@ from tidegate.daemon.control.rank_states import RankStates
 from tidegate.daemon.control.registry import RunRegistry
 from tidegate.daemon.control.restore import restore
 from tidegate.daemon.control.retention import GONE_RANKS_KEPT, LAST_STEPS_KEPT, Retention
-from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.control.run import Clocks, Member, Run
 from tidegate.daemon.control.step_writer import StepWriter
 from tidegate.daemon.control.trials import Predicted, Trials
 from tidegate.daemon.control.turns import Turns
@@ -66,14 +66,14 @@ class ControlPlane:
         proposal_seconds: float = 5.0,
         keep_seconds: float = 7 * 86_400.0,
         keep_runs_seconds: float = 30 * 86_400.0,
-        clock: Clock | None = None,
+        clock: Clocks | None = None,
     ) -> None:
         self.store = store
         self.turns = Turns(store)
         self._lease_seconds = lease_seconds
         self.closing = False
         self._proposal_seconds = proposal_seconds
-        self._clock = clock or Clock()
+        self._clock = clock or Clocks()
         self._flushed = self._clock.mono()
         self._not_before: dict[str, float] = {}
         """When deadlines and leases are handled again, by run for which they failed; on the monotonic clock."""

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from tidegate.daemon.control.audit_rows import note
 from tidegate.daemon.control.event_applier import EventApplier
-from tidegate.daemon.control.run import Clock, Run
+from tidegate.daemon.control.run import Clocks, Run
 from tidegate.daemon.decisions.knob_effect import WINDOW_STEPS, measure
 
 
 class EffectMeter:
     """Measures, stores and publishes effects."""
 
-    def __init__(self, events: EventApplier, clock: Clock) -> None:
+    def __init__(self, events: EventApplier, clock: Clocks) -> None:
         self._events = events
         self._clock = clock
 

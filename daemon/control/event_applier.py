@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tidegate.daemon.control import serializers
 from tidegate.daemon.control.audit_rows import AUDITED, decision_note
 from tidegate.daemon.control.registry import RunRegistry
-from tidegate.daemon.control.run import Clock, Run
+from tidegate.daemon.control.run import Clocks, Run
 from tidegate.daemon.decisions.generations import ControlEvent, ControlState, Generation, decide
 from tidegate.daemon.storage.records import AgentRecord, AuditNote
 from tidegate.daemon.storage.store import Store
@@ -16,7 +16,7 @@ from tidegate.daemon.storage.store import Store
 class EventApplier:
     """Applies control events to runs. If the store raises an exception, the run in memory is unchanged."""
 
-    def __init__(self, store: Store, registry: RunRegistry, clock: Clock) -> None:
+    def __init__(self, store: Store, registry: RunRegistry, clock: Clocks) -> None:
         self._store = store
         self._registry = registry
         self._clock = clock

@@ -8,7 +8,7 @@ from tidegate.daemon.control.audit_rows import note
 from tidegate.daemon.control.event_applier import EventApplier
 from tidegate.daemon.control.registry import RunRegistry
 from tidegate.daemon.control.retention import Retention
-from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.control.run import Clocks, Member, Run
 from tidegate.daemon.decisions.generations import RankJoined, RankLeft
 from tidegate.daemon.storage.records import AgentRecord
 from tidegate.daemon.storage.store import Store
@@ -18,7 +18,7 @@ class RankStates:
     """Changes the liveness of ranks."""
 
     def __init__(
-        self, store: Store, registry: RunRegistry, retention: Retention, events: EventApplier, clock: Clock
+        self, store: Store, registry: RunRegistry, retention: Retention, events: EventApplier, clock: Clocks
     ) -> None:
         self._store = store
         self._registry = registry

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from tidegate.daemon.control.audit_rows import note
-from tidegate.daemon.control.run import RECENT_STEPS, Clock, Member, Run
+from tidegate.daemon.control.run import RECENT_STEPS, Clocks, Member, Run
 from tidegate.daemon.decisions.generations import ControlState, Generation
 from tidegate.daemon.decisions.step_window import STEPS_KEPT
 from tidegate.daemon.storage.records import AgentRecord
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def restore(
-    store: Store, lease_seconds: float, clock: Clock, gone_kept: int, last_kept: int
+    store: Store, lease_seconds: float, clock: Clocks, gone_kept: int, last_kept: int
 ) -> tuple[dict[str, Run], dict[str, tuple[str, int]]]:
     """The stored runs, and the run and rank of each agent. Pending proposals are aborted.
 
@@ -85,7 +85,7 @@ def _recall_applied(run: Run, generations: list[Generation]) -> None:
                 member.applied[generation.number] = step
 
 
-def _run(store: Store, name: str, created_at: float, clock: Clock) -> Run | None:
+def _run(store: Store, name: str, created_at: float, clock: Clocks) -> Run | None:
     """The stored run; None if none of its committed generations can be read."""
     generations = store.generations(name)
     committed = max((g for g in generations if g.state in COMMITTED_STATES), key=lambda g: g.number, default=None)
@@ -103,7 +103,7 @@ def _run(store: Store, name: str, created_at: float, clock: Clock) -> Run | None
     return Run(name=name, created_at=created_at, control=control, latest=latest)
 
 
-def _member(record: AgentRecord, lease_seconds: float, clock: Clock) -> Member:
+def _member(record: AgentRecord, lease_seconds: float, clock: Clocks) -> Member:
     here = record.liveness in ("live", "stale")
     member = Member(
         hello=record.hello,

@@ -13,7 +13,7 @@ from typing import Final
 
 from tidegate.daemon.control.audit_rows import note
 from tidegate.daemon.control.registry import MAX_LISTED, RunRegistry
-from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.control.run import Clocks, Member, Run
 from tidegate.daemon.control.step_memory import fit_into_memory
 from tidegate.daemon.control.step_writer import StepWriter
 from tidegate.daemon.control.trials import Trials
@@ -60,7 +60,7 @@ class Retention:
         registry: RunRegistry,
         step_writer: StepWriter,
         trials: Trials,
-        clock: Clock,
+        clock: Clocks,
         keep_seconds: float,
     ) -> None:
         self._store = store

@@ -31,7 +31,7 @@ BATCH_PAUSE_SECONDS: Final = 0.008
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class Clocks:
     """Two clocks in seconds: `wall`, since the epoch, for display; `mono`, monotonic, for leases and deadlines."""
 
     wall: Callable[[], float] = time.time

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from tidegate.daemon.control.run import Clock, Member
+from tidegate.daemon.control.run import Clocks, Member
 from tidegate.daemon.storage.step_table import StepRecord, StepTable, step_of
 from tidegate.wire.step import StepReport
 
@@ -36,7 +36,7 @@ class StepWriter:
     of each agent stays.
     """
 
-    def __init__(self, table: StepTable, keep_seconds: float, clock: Clock) -> None:
+    def __init__(self, table: StepTable, keep_seconds: float, clock: Clocks) -> None:
         self._table = table
         self._keep_seconds = keep_seconds
         self._sweep_seconds = min(SWEEP_SECONDS, max(SHORTEST_SWEEP_SECONDS, keep_seconds))

@@ -19,7 +19,7 @@ from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.wire.canary import CanaryMeasure, CanaryState
 
 MIN_STEPS_BEFORE: Final = 5
-SETTLING_STEPS: Final = 1
+UNCOUNTED_STEPS: Final = 1
 """Steps left out at the begin of a generation: the first step moves state, and is not representative."""
 SIGNIFICANT_SCORE: Final = 2.33
 """Standard score that chance exceeds with a probability of 1 %."""
@@ -103,7 +103,7 @@ def judge(canary: Canary, after: Sequence[StepOfAllRanks]) -> Canary:
 
     after: the steps with the change, from the first one on.
     """
-    seen = after[SETTLING_STEPS : SETTLING_STEPS + canary.steps]
+    seen = after[UNCOUNTED_STEPS : UNCOUNTED_STEPS + canary.steps]
     if canary.state != "waiting" or not seen:
         return canary
     short = _short_of_memory(canary, seen)

@@ -53,8 +53,8 @@ def _now(made: Dashboard) -> None:
         number(
             PanelOptions(title="Verdict: the update waits most for", unit="percentunit", width=6, height=4,
                  why="The largest cause of stalls and its share of the update. h2d and d2h: the link; a path's name: "
-                 "storage; lock: another process of the node; collective: another rank; dispatch: threads of the update "
-                 "that did not run. Runbook: TidegateUpdateStalled."),
+                 "storage; lock: another process of the node; collective: another rank; dispatch: threads of the "
+                 "update that did not run. Runbook: TidegateUpdateStalled."),
             Query(f"topk(1, {_STALLS} / on () group_left () ({_UPDATE} > 0))", "{{cause}}"),
             limits=((0.1, "yellow"), (0.3, "orange"), (0.6, "red")), named=True,
         ),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.preview import preview
-from tidegate.daemon.control.run import Clock
+from tidegate.daemon.control.run import Clocks
 from tidegate.daemon.control.trials import Predicted
 from tidegate.daemon.decisions.canary import (
     Canary,
@@ -211,7 +211,7 @@ def test_a_rank_that_always_refuses_is_asked_ever_less_often(tmp_path: Path, sec
     """By a clock of the test's: at once, after 5 s, then after twice as long each time, up to five minutes."""
     now = [1000.0]
     store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
-    plane = ControlPlane(store, clock=Clock(wall=lambda: now[0], mono=lambda: now[0]))
+    plane = ControlPlane(store, clock=Clocks(wall=lambda: now[0], mono=lambda: now[0]))
     message = hello("llama")
     plane.hello(message, Knobs(stride=2.0, static_ratio=0.0))
     run = plane.registry.run("llama")

@@ -21,7 +21,7 @@ from tidegate.daemon.control import control_plane as plane_module
 from tidegate.daemon.control import retention
 from tidegate.daemon.control import serializers as views_of
 from tidegate.daemon.control.control_plane import FLUSH_SECONDS, ControlPlane
-from tidegate.daemon.control.run import Clock, Member
+from tidegate.daemon.control.run import Clocks, Member
 from tidegate.daemon.control.step_writer import (
     SHORTEST_SWEEP_SECONDS,
     STEPS_BEFORE_CLEANING,
@@ -57,7 +57,7 @@ class Rank:
 
     def __init__(self, store: Store, keep_seconds: float = 100.0) -> None:
         self.mono, self.wall = 0.0, 1_000.0
-        clock = Clock(wall=lambda: self.wall, mono=lambda: self.mono)
+        clock = Clocks(wall=lambda: self.wall, mono=lambda: self.mono)
         self.history = StepWriter(store.steps, keep_seconds=keep_seconds, clock=clock)
         self.member = Member(hello=hello("llama"), seen_mono=0.0, last_seen=0.0)
         self.step = 0
@@ -249,7 +249,7 @@ def test_what_a_run_ended_with_is_known_however_many_ended_since(
         monkeypatch.setattr(module, "GONE_RANKS_KEPT", 1)
         monkeypatch.setattr(module, "LAST_STEPS_KEPT", 2)
     now = 1_000.0
-    clock = Clock(wall=lambda: now, mono=lambda: now)
+    clock = Clocks(wall=lambda: now, mono=lambda: now)
     plane = ControlPlane(store, clock=clock)
     for name in ("oldest", "older", "old"):
         one = hello(name)

@@ -15,7 +15,7 @@ from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, thread
 from tidegate.daemon.control import retention
 from tidegate.daemon.control.bounded_answer import MAX_BYTES, REFUSAL_CHARACTERS, bounded_knobs, bounded_runs
 from tidegate.daemon.control.control_plane import ControlPlane
-from tidegate.daemon.control.run import Clock
+from tidegate.daemon.control.run import Clocks
 from tidegate.daemon.control.serializers import knobs_view, run_view
 from tidegate.daemon.control.step_memory import fit_into_memory, memory_of
 from tidegate.daemon.problems import ProblemError
@@ -41,7 +41,7 @@ class Stand:
 
     def open(self) -> None:
         self.store = Store(f"sqlite:///{self.folder / 'tidegate.db'}")
-        clock = Clock(wall=lambda: self.now, mono=lambda: self.now)
+        clock = Clocks(wall=lambda: self.now, mono=lambda: self.now)
         self.plane = ControlPlane(self.store, lease_seconds=10.0, clock=clock)
 
     def again(self) -> None:

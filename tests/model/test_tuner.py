@@ -23,15 +23,15 @@ from tidegate.tuner.tuner import (
     REST_STEPS,
     SAVED_SECONDS,
     SEARCH_SHARE,
-    SETTLE_STEPS,
     TURNS,
+    UNCOUNTED_STEPS,
     Move,
     Tuner,
 )
 
 SLOW, FAST = EffectiveKnobs("off", 0.0), EffectiveKnobs(2.0, 0.0)
-TURN = SETTLE_STEPS + BLOCK_STEPS
-LONG_TURN = SETTLE_STEPS + LONG_BLOCK_STEPS
+TURN = UNCOUNTED_STEPS + BLOCK_STEPS
+LONG_TURN = UNCOUNTED_STEPS + LONG_BLOCK_STEPS
 
 
 @dataclass
@@ -110,14 +110,14 @@ def test_what_is_not_clear_is_compared_by_turns(fast: float, kept: bool) -> None
 
 def test_one_odd_step_of_a_clear_gain_costs_no_change() -> None:
     """The first turn goes on for three more steps, and is clear with all of them but the odd one: 20 steps in all."""
-    fast = itertools.chain([0.6] * SETTLE_STEPS, [0.6, 1.1, 0.6], itertools.repeat(0.6))
+    fast = itertools.chain([0.6] * UNCOUNTED_STEPS, [0.6, 1.1, 0.6], itertools.repeat(0.6))
     found = Training(lambda knobs: 1.0 if knobs == SLOW else next(fast), promise_fast).run(20)
     assert found.moves == [(FIRST_SEARCH_STEPS, 2.0)]
     assert "kept" in found.tuner.last_verdict
 
 
 def test_two_odd_steps_are_not_clear() -> None:
-    steps = itertools.chain([0.6] * SETTLE_STEPS, [1.1] * 2, itertools.repeat(0.6))
+    steps = itertools.chain([0.6] * UNCOUNTED_STEPS, [1.1] * 2, itertools.repeat(0.6))
     found = Training(lambda knobs: 1.0 if knobs == SLOW else next(steps), promise_fast).run(
         FIRST_SEARCH_STEPS + TURN + 3
     )

@@ -38,7 +38,7 @@ MINIMUM_GAIN: Final = 0.03
 """Smallest predicted gain of a move, as a share of the update time."""
 PROVEN_GAIN: Final = MINIMUM_GAIN / 2
 """Smallest measured gain with which new knobs are kept, as a share of the update time."""
-SETTLE_STEPS: Final = 1
+UNCOUNTED_STEPS: Final = 1
 """Steps after each change of knobs that are not counted, because state moves to its new residences."""
 BLOCK_STEPS: Final = 3
 """Counted steps of the new knobs' first turn; they are compared with as many steps of the old knobs just before."""
@@ -76,7 +76,7 @@ class _Trial:
     new_runs: bool = True
     """Whether the new knobs are in force in this turn."""
     block: int = BLOCK_STEPS
-    left: int = SETTLE_STEPS + BLOCK_STEPS
+    left: int = UNCOUNTED_STEPS + BLOCK_STEPS
     changes: int = 1
     extended: bool = False
     disturbed: bool = False
@@ -105,7 +105,7 @@ class _Trial:
 
     def turn(self) -> EffectiveKnobs:
         """Begins the next turn, and returns the knobs that are in force in it."""
-        self.new_runs, self.block, self.left = not self.new_runs, LONG_BLOCK_STEPS, SETTLE_STEPS + LONG_BLOCK_STEPS
+        self.new_runs, self.block, self.left = not self.new_runs, LONG_BLOCK_STEPS, UNCOUNTED_STEPS + LONG_BLOCK_STEPS
         self.changes += 1
         return self.runs
 
@@ -265,7 +265,7 @@ class Tuner:
     def _before(self, now: EffectiveKnobs) -> list[float] | None:
         """Seconds of the last BLOCK_STEPS updates under the knobs `now`; None while there are too few."""
         times = self._under(now)
-        return times[-BLOCK_STEPS:] if len(times) >= SETTLE_STEPS + BLOCK_STEPS else None
+        return times[-BLOCK_STEPS:] if len(times) >= UNCOUNTED_STEPS + BLOCK_STEPS else None
 
     def _continue_trial(self, trial: _Trial, now: EffectiveKnobs) -> EffectiveKnobs | None:
         """The knobs of the trial's next turn, or after its end; None to keep the present knobs."""
