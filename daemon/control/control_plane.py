@@ -100,7 +100,7 @@ class ControlPlane:
         member = held if held and same else Member(hello=hello, seen_mono=0.0, last_seen=now)
         seated = AgentRecord(
             hello=hello, liveness="live", last_seen=now, step=member.step,
-            applied_generation=member.applied_generation, told=member.last_report, owner=owner,
+            applied_generation=member.applied_generation, last_report=member.last_report, owner=owner,
         )  # fmt: skip
         taken_over = taken_over_notes(hello, held.hello if held else None, now)
         if run is None:
@@ -130,7 +130,7 @@ class ControlPlane:
             detail = f"The report of step {report.step} is older than what rank {member.hello.rank} has reported since."
             raise ProblemError(409, "past-report", detail)
         self._ranks.mark_live(run, member)
-        self.step_writer.add(member, member.take(report))
+        self.step_writer.add(member, member.add_report(report))
         rank = member.hello.rank
         if report.applied is not None:
             self._applied(run, member, report.applied.generation, report.applied.step)
@@ -202,7 +202,7 @@ class ControlPlane:
             return
         for agent, step in (await asyncio.to_thread(self.store.steps.last, list(forgotten))).items():
             if not forgotten[agent].recent and (report := step_of(agent, step)):
-                forgotten[agent].keep([report])
+                forgotten[agent].set_recent([report])
 
     # ---- time
 

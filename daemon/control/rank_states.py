@@ -34,7 +34,7 @@ class RankStates:
             last_seen=member.last_seen,
             step=member.step,
             applied_generation=member.applied_generation,
-            told=member.last_report,
+            last_report=member.last_report,
             owner=member.owner,
         )
 

@@ -63,7 +63,7 @@ def _recall_gone(store: Store, gone: list[Member], gone_kept: int, last_kept: in
     others = {member.hello.agent: member for member in gone[gone_kept:last_kept]}
     for agent, step in store.steps.last(list(others)).items():
         if report := step_of(agent, step):
-            others[agent].keep([report])
+            others[agent].set_recent([report])
 
 
 def _recall_steps(store: Store, member: Member, limit: int) -> None:
@@ -115,5 +115,5 @@ def _member(record: AgentRecord, lease_seconds: float, clock: Clocks) -> Member:
         applied_generation=record.applied_generation,
         owner=record.owner,
     )
-    member.remember(record.told)
+    member.restore_last_report(record.last_report)
     return member

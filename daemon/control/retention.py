@@ -154,7 +154,7 @@ class Retention:
             if sum(member.recent_bytes for member in members) > STEPS_BYTES_OF_A_TOKEN:
                 for member in members:
                     if member.recent_bytes > share:
-                        member.keep(fit_into_memory(member.recent, share))
+                        member.set_recent(fit_into_memory(member.recent, share))
 
     def forget_gone(self) -> None:
         """Drops data of lost and finished ranks from memory, except for the latest. Call it every half minute or so."""
@@ -166,7 +166,7 @@ class Retention:
             member.forget()
             self._step_writer.forget(member.hello.agent)
         for member in gone[LAST_STEPS_KEPT:]:
-            member.keep(())
+            member.set_recent(())
 
     def _delete(self, runs: Sequence[Run], actor: str, reason: str) -> None:
         at = self._clock.wall()

@@ -33,7 +33,7 @@ class Timelines:
         newest = () if self.newest is None or self.newest.step in self._kept else (self.newest.step,)
         return (*self._kept, *newest)
 
-    def take(self, view: TimelineView) -> None:
+    def add(self, view: TimelineView) -> None:
         """Makes this the newest timeline, and keeps it if the last kept one is older than `KEEP_SECONDS`."""
         self.newest = view
         now = self.clock()

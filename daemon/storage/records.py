@@ -29,7 +29,8 @@ class AgentRecord:
     last_seen: float
     step: int
     applied_generation: int
-    told: dict[str, Any]
+    last_report: dict[str, Any]
+    """`Member.last_report`, in the column `told`."""
     owner: str = ""
     """Id of the token that the agent used; empty if unknown."""
 
@@ -103,9 +104,9 @@ def agent_of(row: AgentRow) -> AgentRecord:
     hello = AgentHello.model_validate(row.hello)
     if (hello.run, hello.rank, hello.agent) != (row.run, row.rank, row.agent):
         raise ValueError("its hello message is that of another rank")
-    told = LastReport.model_validate(row.told or {}).model_dump(exclude_unset=True)
+    last_report = LastReport.model_validate(row.told or {}).model_dump(exclude_unset=True)
     more = {name: getattr(row, name) for name in ("liveness", "last_seen", "step", "applied_generation")}
-    return _AGENT.validate_python({"hello": hello, "told": told, "owner": row.owner or "", **more})
+    return _AGENT.validate_python({"hello": hello, "last_report": last_report, "owner": row.owner or "", **more})
 
 
 def generation_of(row: GenerationRow) -> Generation:
@@ -143,7 +144,7 @@ def agent_row(agent: AgentRecord) -> AgentRow:
         last_seen=agent.last_seen,
         step=agent.step,
         applied_generation=agent.applied_generation,
-        told=agent.told,
+        told=agent.last_report,
         owner=agent.owner,
     )
 

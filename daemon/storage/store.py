@@ -170,7 +170,7 @@ class Store:
                 "last_seen": agent.last_seen,
                 "step": agent.step,
                 "applied_generation": agent.applied_generation,
-                "told": agent.told,
+                "told": agent.last_report,
             }
             for agent in agents
         ]

@@ -68,7 +68,7 @@ class Rank:
         report = AgentReport(
             timestamp=self.wall, step=self.step, phase="other", generation=0, effective={}, steps=steps
         )
-        self.history.add(self.member, self.member.take(report))
+        self.history.add(self.member, self.member.add_report(report))
 
     def pass_seconds(self, seconds: float) -> None:
         self.mono += seconds
