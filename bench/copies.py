@@ -16,8 +16,8 @@ import random
 from collections.abc import Callable
 from dataclasses import fields, replace
 
-from tidegate.plan import Placement, Plan, make_plan, place
-from tidegate.plan.dependencies import link
+from tidegate.plan import Placement, Plan, make_plan, place_subgroups
+from tidegate.plan.dependencies import with_dependencies
 from tidegate.plan.ops import D2H, H2D, LANES, Op, OpKind, Subgroup
 from tidegate.simulator.fair_share import shared_times
 from tidegate.simulator.simulate import simulate
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def _plan(stride: float | str) -> Plan:
-    placed = place(len(SUBGROUPS), stride=stride, static_ratio=0.0)  # type: ignore[arg-type]
+    placed = place_subgroups(len(SUBGROUPS), stride=stride, static_ratio=0.0)  # type: ignore[arg-type]
     placements = [Placement(processor, lives, lives, processor == "cpu") for processor, lives in placed]
     return make_plan(SUBGROUPS, placements, num_slots=3)
 
@@ -101,7 +101,7 @@ def _by_lane(plan: Plan, card: RateCard) -> dict[str, float]:
     ]
     apart = _WithOwnLane(
         plan.policy, plan.subgroups, plan.placements, plan.num_slots,
-        link(own, (*LANES, OWN), len(plan.subgroups), plan.norms, chain=False), plan.norms,
+        with_dependencies(own, (*LANES, OWN), len(plan.subgroups), plan.norms, chain=False), plan.norms,
     )  # fmt: skip
     found = {}
     for name, more in (("as the rates say", 0.0), ("up to 30 % more", 0.3)):

@@ -235,13 +235,13 @@ def memory_alone(num_agents: int, seconds: float) -> dict[str, Any]:
     """The same reports given to the control plane in this process, as fast as it takes them: what it keeps of them, and
     what one costs, where a busy machine lets nothing be timed. A second passes when every rank has reported."""
     from tidegate.daemon.control.control_plane import ControlPlane
-    from tidegate.daemon.control.run import Clock
+    from tidegate.daemon.control.run import Clocks
     from tidegate.daemon.storage.store import Store
 
     now, resident = 0.0, list[int]()
     with tempfile.TemporaryDirectory() as folder:
         store = Store(f"sqlite:///{folder}/tidegate.db")
-        plane = ControlPlane(store, clock=Clock(mono=lambda: now))
+        plane = ControlPlane(store, clock=Clocks(mono=lambda: now))
         agents = [
             SimulatedAgent(lambda: Connection("", 0, ""), rank, num_agents, Figures()) for rank in range(num_agents)
         ]

@@ -45,9 +45,9 @@ from tidegate.agent.calibration import calibrate
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.tiers.file_path import PathSettings
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.simulator.paper_equations import interleaved_seconds, stored_seconds
-from tidegate.simulator.steady_state import Rank, settled, speeds_of
+from tidegate.simulator.steady_state import Rank, speeds_of, steady_steps
 from tidegate.simulator.what_if import what_if
 from tidegate.speeds.rate_card import RateCard
 
@@ -111,15 +111,15 @@ def row_of(choice: Choice, training: Training, turns: list[list[Measured]], card
     )
 
 
-def predicted(training: Training, effective: Effective, card: RateCard, backward_seconds: float) -> float:
+def predicted(training: Training, effective: EffectiveKnobs, card: RateCard, backward_seconds: float) -> float:
     return what_if(training.rank, effective, card, backward_seconds=backward_seconds).update_seconds
 
 
-def by_equations(rank: Rank, effective: Effective, card: RateCard) -> float:
+def by_equations(rank: Rank, effective: EffectiveKnobs, card: RateCard) -> float:
     """The papers' equations: that of DOS for CPU, link and device, that of MLP for paths, the later of both. B counts
     thirds of our state, which is not three fp32 words."""
     seconds = []
-    for step in settled(rank, effective, card):
+    for step in steady_steps(rank, effective, card):
         both = list(zip(rank.subgroups, step.placements, strict=True))
         on_cpu = sum(s.numel for s, p in both if p.processor == "cpu")
         staged = sum(s.numel for s, p in both if p.is_staged)

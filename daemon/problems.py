@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from tidegate.daemon.storage.database_file import why_unusable
-from tidegate.daemon.storage.store import is_busy
+from tidegate.daemon.storage.engines import is_busy
 
 RETRY_SECONDS = "1"
 """Value of the header Retry-After in responses with status 503."""
@@ -63,7 +63,7 @@ def problem(status: int, type: str, detail: str, headers: dict[str, str] | None 
     return _ProblemResponse(body, status, headers=headers)
 
 
-def also(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """For a route's `responses`: the problems of this route, in addition to the problems of every route."""
     return {status: {"description": TITLES[status]} for status in statuses}
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tidegate.client.daemon_client import find_token, token_dir
+from tidegate.client.discovery import find_token, token_dir
 from tidegate.dashboard.session import one_time_codes
 
 URL_VARIABLE = "TIDEGATE_DAEMON"

@@ -1,8 +1,8 @@
-"""HTTP as uvicorn speaks it, where a client that does not wait for answers is read no faster than it is answered.
+"""HTTP pipelining in uvicorn with bounded memory: requests are read no faster than they are answered.
 
-uvicorn makes an object of each request that comes before the answer to an earlier one, and reads on after each answer:
-a client that sends small requests without end fills the memory. Here what a client sends is parsed in small pieces, and
-neither parsed nor read while one request waits for the answer to another.
+A client may send requests without waiting for answers (pipelining). uvicorn makes an object of each such request, and
+continues to read after each answer, so that a client with endless small requests would fill the memory. These classes
+parse the received bytes in small pieces, and neither parse nor read while one request waits for the answer to another.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 PIECE_BYTES: Final = 1_024
-"""What is parsed at once; it has some fifty requests at most."""
+"""Bytes that are parsed at once, which contain about fifty requests at most."""
 
 
-class Flow(FlowControl):
-    """Reads nothing while `held`, whoever asks for it."""
+class HeldFlowControl(FlowControl):
+    """Flow control that does not resume reading while `held`, whatever calls it."""
 
     held = False
 
@@ -27,10 +27,10 @@ class Flow(FlowControl):
             super().resume_reading()
 
 
-class Pipelined(HttpToolsProtocol):
-    """One connection, on which few requests wait for answers to earlier ones."""
+class PipelinedProtocol(HttpToolsProtocol):
+    """One connection, on which few requests wait for answers to earlier requests."""
 
-    flow: Flow
+    flow: HeldFlowControl
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -38,7 +38,7 @@ class Pipelined(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = Flow(transport)
+        self.flow = HeldFlowControl(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unparsed = memoryview(b"")
@@ -54,11 +54,11 @@ class Pipelined(HttpToolsProtocol):
         self._parse_on()
 
     def take(self, piece: bytes) -> None:
-        """Parses a piece of what came in."""
+        """Parses a piece of the received bytes."""
         super().data_received(piece)
 
     def _parse_on(self) -> None:
-        """Parses until a request waits for the answer to another one, or nothing is left."""
+        """Parses until a request waits for the answer to another one, or all bytes are parsed."""
         while self._unparsed and not self.pipeline and self._is_open():
             piece, self._unparsed = self._unparsed[:PIECE_BYTES], self._unparsed[PIECE_BYTES:]
             self.take(bytes(piece))
@@ -72,5 +72,5 @@ class Pipelined(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _is_open(self) -> bool:
-        """Whether it still is this protocol's: a WebSocket is another one's from its handshake on."""
+        """Whether the connection is open and still has this protocol: a WebSocket gets another one at its handshake."""
         return not self.transport.is_closing() and self.transport.get_protocol() is self

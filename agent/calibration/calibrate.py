@@ -26,7 +26,7 @@ from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import ConfigError, PathFull
 from tidegate.kernels import ThreadPool
 from tidegate.plan.ops import CPU, D2H, DEVICE, H2D, path_lanes
-from tidegate.simulator.calibration_fit import Step, corrected
+from tidegate.simulator.calibration_fit import MeasuredStep, fitted_card
 from tidegate.speeds.rate_card import PathRates, RateCard
 from tidegate.speeds.saved_calibration import Calibration
 
@@ -90,7 +90,7 @@ def calibrate(
                 _check_space(path, 4 * op_bytes + numel * STATE_BYTES * 5 // 4)
             loads += path_loads(stack, path, op_bytes)
         measured: list[Round] = []
-        steps: list[Step] = []
+        steps: list[MeasuredStep] = []
         for _ in range(rounds):
             measured.append(measure(loads, alone_only, seconds, progress))
             if device is not None:
@@ -100,7 +100,7 @@ def calibrate(
         overhead = op_overhead_seconds(list(settings))
         card = replace(_card(*medians(measured), list(settings)), overhead_seconds=overhead)
         if steps:
-            alone, card = card, corrected(card, steps)
+            alone, card = card, fitted_card(card, steps)
             in_steps = (card.cpu_params_per_second or 1.0) / (alone.cpu_params_per_second or 1.0)
             by_threads = {count: found * in_steps for count, found in by_threads.items()}
         else:

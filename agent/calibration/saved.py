@@ -14,7 +14,7 @@ from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.logs import event
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.speeds.rate_card import RateCard
-from tidegate.speeds.saved_calibration import Calibration, file_of, kept
+from tidegate.speeds.saved_calibration import Calibration, calibration_file, load_calibration
 from tidegate.wire.base import DeviceKind
 
 log = logging.getLogger("tidegate")
@@ -54,8 +54,8 @@ def saved_rate_card(
 def _load(folder: Path, paths: Mapping[str, PathSettings]) -> Calibration | None:
     """The saved calibration for this hardware with these paths; None when there is none."""
     here = hardware(paths)
-    file = file_of(folder, here["host"], {name: path.directory for name, path in paths.items()})
-    calibration = kept(file, here)
+    file = calibration_file(folder, here["host"], {name: path.directory for name, path in paths.items()})
+    calibration = load_calibration(file, here)
     if calibration is not None:
         log.info("speeds of this machine: as in %s", file, extra=event("calibration_used", file=str(file)))
     return calibration

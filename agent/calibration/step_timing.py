@@ -18,7 +18,7 @@ from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.offload import Offload
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.knobs.knobs import OFF, specs_for
-from tidegate.simulator.calibration_fit import Step
+from tidegate.simulator.calibration_fit import MeasuredStep
 
 TENSORS: Final = 8
 """Number of parameter tensors: their gradients arrive one after the other, and copies begin with the first."""
@@ -40,7 +40,7 @@ def engine_steps(
     cpu_threads: int,
     d2h_bytes_per_second: float,
     paths: Mapping[str, PathSettings],
-) -> list[Step]:
+) -> list[MeasuredStep]:
     """Runs steps with each subgroup size and stride, and with each path alone, and returns half of them: those around
     the median duration.
 
@@ -55,7 +55,7 @@ def engine_steps(
     ]
     gradients = [torch.full_like(weight, 1e-3) for weight in weights]
     backward = REST_SECONDS + sum(gradient.nbytes for gradient in gradients) / d2h_bytes_per_second
-    found: list[Step] = []
+    found: list[MeasuredStep] = []
     for count, path in product(SUBGROUPS, (None, *paths)):
         settings = partial(offload, subgroup_numel=-(-each * TENSORS // count), cpu_threads=cpu_threads, stride=OFF)
         on_path = {"paths": {path: paths[path]}, "host_cache": 0} if path is not None else {}
@@ -82,7 +82,7 @@ def _step(
     gradients: Sequence[torch.Tensor],
     backward_seconds: float,
     results: list[StepResult],
-) -> Step:
+) -> MeasuredStep:
     """One step. Between the arrival of the gradients and `step()` it waits `backward_seconds`: until their copies are
     done, and REST_SECONDS more."""
     began = time.monotonic()
@@ -91,4 +91,4 @@ def _step(
     called = time.monotonic()
     optimizer.step()
     returned = time.monotonic()
-    return Step(results[-1].plan, results[-1].spans, called, returned, called - began)
+    return MeasuredStep(results[-1].plan, results[-1].spans, called, returned, called - began)

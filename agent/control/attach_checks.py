@@ -10,7 +10,8 @@ from typing import Final
 from pydantic import TypeAdapter, ValidationError
 
 from tidegate.agent.control.daemon_link import AgentLink, ReportSource
-from tidegate.client.daemon_client import check_address, find_token
+from tidegate.client.discovery import find_token
+from tidegate.client.transport import check_address
 from tidegate.errors import ConfigError, DaemonError, TidegateError
 from tidegate.logs import configure_from_environment, event
 from tidegate.wire.agent import AgentHello

@@ -21,11 +21,11 @@ from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import AUTO
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.simulator.steady_state import Rank
 from tidegate.speeds.rate_card import RateCard
-from tidegate.tuner.consensus import Judged, Setting, elected, proposals
-from tidegate.tuner.proposal import look, promised
+from tidegate.tuner.consensus import RankPredictions, Setting, elect, proposals
+from tidegate.tuner.proposal import find_move, predicted_seconds_or_none
 from tidegate.tuner.tuner import Move, Tuner
 
 log = logging.getLogger("tidegate")
@@ -51,7 +51,7 @@ class Tuning:
     def __init__(self, optimizer: AdamW, recorder: Recorder, ranks: Ranks | None = None) -> None:
         self.tuner = Tuner()
         self._optimizer, self._recorder, self._ranks = optimizer, recorder, ranks or Ranks()
-        self._last: tuple[Effective, float] | None = None
+        self._last: tuple[EffectiveKnobs, float] | None = None
         """Knobs and seconds of the update since the last `between_steps`."""
         self._refused: ConfigError | None = None
         self._recalibrations = self._announced = 0
@@ -100,11 +100,11 @@ class Tuning:
         return frozenset(auto - ({"order", "host_cache"} if self._optimizer.engine.store is None else set()))
 
     @property
-    def _current(self) -> Effective:
+    def _current(self) -> EffectiveKnobs:
         """Knob values in force."""
         return self._optimizer.engine.effective
 
-    def _move(self, wanted: Effective) -> None:
+    def _move(self, wanted: EffectiveKnobs) -> None:
         """Applies a proposal; a refusal is announced to the other ranks at the next boundary."""
         refusal = self._apply(wanted)
         if refusal is not None:
@@ -121,7 +121,7 @@ class Tuning:
         if old is not None and old != self._current and (refusal := self._apply(old)) is not None:
             log.warning("the tuner cannot revert its last change: %s", refusal)
 
-    def _apply(self, wanted: Effective) -> ConfigError | None:
+    def _apply(self, wanted: EffectiveKnobs) -> ConfigError | None:
         """Applies knob values on `auto`. Returns None, or the reason for a refusal; then nothing has changed. Pinned
         knobs are never changed."""
         free = self.free
@@ -149,7 +149,7 @@ class Tuning:
             return None
         ample, current = self._ample_cache(), self._current
         free = self.free if ample > CACHE_GROWTH * current.host_cache_bytes else self.free - {"host_cache"}
-        return look(
+        return find_move(
             self._rank(), current, rates, free,
             cache_bytes=ample, backward_seconds=self._backward_seconds(), allowed=self._fits,
         )  # fmt: skip
@@ -162,25 +162,25 @@ class Tuning:
         if not settings:
             return None
         ample = _or_default(self._ample_cache, current.host_cache_bytes)
-        judged = _or_default(lambda: self._judge(settings, ample), Judged(None, (None,) * len(settings)))
-        winner = elected(settings, self._ranks.all_gather(judged))
+        judged = _or_default(lambda: self._judge(settings, ample), RankPredictions(None, (None,) * len(settings)))
+        winner = elect(settings, self._ranks.all_gather(judged))
         return None if winner is None else Move(winner[0].on(current, ample), winner[1])
 
-    def _judge(self, settings: Sequence[Setting], ample_cache: int) -> Judged:
+    def _judge(self, settings: Sequence[Setting], ample_cache: int) -> RankPredictions:
         """This rank's predictions for all candidates; infinity for those that it may not or cannot apply."""
         rates = self._recorder.rates or RateCard()
         rank, backward = self._rank(), self._backward_seconds()
         choices = [setting.on(self._current, ample_cache) for setting in settings]
         allowed = [self._is_allowed(setting, choice) for setting, choice in zip(settings, choices, strict=True)]
-        return Judged(
-            promised(rank, self._current, rates, backward),
+        return RankPredictions(
+            predicted_seconds_or_none(rank, self._current, rates, backward),
             tuple(
-                promised(rank, choice, rates, backward) if can else math.inf
+                predicted_seconds_or_none(rank, choice, rates, backward) if can else math.inf
                 for choice, can in zip(choices, allowed, strict=True)
             ),
         )
 
-    def _is_allowed(self, setting: Setting, choice: Effective) -> bool:
+    def _is_allowed(self, setting: Setting, choice: EffectiveKnobs) -> bool:
         """Whether a candidate changes only knobs that are on `auto` on this rank, all its changes take effect here, and
         it fits."""
         current, free = self._current, self.free
@@ -209,7 +209,7 @@ class Tuning:
         """Bytes of the largest host cache that memory allows; 0 when the tuner may not change it."""
         return self._optimizer.automatic_cache_bytes() if "host_cache" in self.free else 0
 
-    def _fits(self, effective: Effective) -> bool:
+    def _fits(self, effective: EffectiveKnobs) -> bool:
         """Whether the engine has the memory for these knobs."""
         try:
             self._optimizer.engine.check(effective, self._optimizer.offload.headroom_bytes)

@@ -33,11 +33,11 @@ from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import EngineError, PathFull, PathUnusable
 from tidegate.kernels import ThreadPool
-from tidegate.plan import Placement, Plan, Policy, make_plan, place, verify
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan import Placement, Plan, Policy, make_plan, place_subgroups, verify
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, OpKind, Processor, Residence, is_path, path_lanes
-from tidegate.plan.path_times import PathClock
-from tidegate.plan.tasks import Order as StepOrder
+from tidegate.plan.path_times import PathOpTimes
+from tidegate.plan.tasks import StepOrder
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.timeline.timeline import Span
 
@@ -56,7 +56,7 @@ class StepResult:
     spans: tuple[Span, ...]
     skipped: bool
     grad_norm: float | None
-    effective: Effective
+    effective: EffectiveKnobs
     stepped: tuple[int, ...]
     """Parameters that were updated."""
     num_dropped: int = 0
@@ -73,7 +73,7 @@ class _PlanInFlight:
     """The plan that is being executed. `inputs` is set when `step()` begins, `stepped` when the norm is known."""
 
     plan: Plan
-    effective: Effective
+    effective: EffectiveKnobs
     began: float
     """Start of the plan, in seconds on the monotonic clock."""
     inputs: StepInputs | None = None
@@ -100,7 +100,7 @@ class Engine:
         headroom_bytes: int = 0,
         early_gradients: bool = True,
         watchdog_seconds: float = 120.0,
-        effective: Effective | None = None,
+        effective: EffectiveKnobs | None = None,
         store: TierStore | None = None,
         host_slots: int = 3,
     ) -> None:
@@ -113,7 +113,7 @@ class Engine:
         self.subgroups = tuple(layout.subgroup() for layout in layouts)
         self.num_slots = num_slots
         self.policy: Policy = policy
-        self.effective = effective or Effective("off", 0.0)
+        self.effective = effective or EffectiveKnobs("off", 0.0)
         self.early_gradients = early_gradients
         self.gradients_come_reduced = False
         """Whether the gradients that autograd accumulates are partial, and `gradients_reduced` gives the final ones."""
@@ -188,7 +188,7 @@ class Engine:
         """Places subgroups that were never updated as the knobs want it."""
         if self.residences is not None:
             effective = self.effective
-            placed = place(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
+            placed = place_subgroups(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
             residences = self.residences
             self._retry_on_path_failure(
                 lambda: self.memory.place_new_subgroups(
@@ -249,7 +249,7 @@ class Engine:
         # In mode `keep` gradients can be copied again, so that the check for edits through `.data` may wait for step().
         self.weights.take_edited(by_data=self.gradients.mode == "release")
         effective = self.effective
-        placed = place(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
+        placed = place_subgroups(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
         room_bytes = self._gradient_room(placed)
         spilled = self.memory.spilled(placed, room_bytes)
         plan = self._prepared(placed, spilled, effective)
@@ -269,13 +269,13 @@ class Engine:
         if self._flight is not None:
             return
         effective, lives = self.effective, self.memory.residence
-        placed = place(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
+        placed = place_subgroups(len(self.layouts), stride=effective.stride, static_ratio=effective.static_ratio)
         spilled = self.memory.spilled(placed, self._gradient_room(placed))
         stay = [now if is_path(now) and then == "host" else then for now, (_, then) in zip(lives, placed, strict=True)]
         self.memory.stage([self._placement(i, placed[i][0], stay[i], spilled[i]) for i in range(len(placed))])
 
     def _prepared(
-        self, placed: Sequence[tuple[Processor, Residence]], spilled: Sequence[bool], effective: Effective
+        self, placed: Sequence[tuple[Processor, Residence]], spilled: Sequence[bool], effective: EffectiveKnobs
     ) -> Plan:
         """Makes the plan of the next step, and allocates all memory and all space on paths that it needs."""
         plans: list[Plan] = []
@@ -292,7 +292,7 @@ class Engine:
         return plans[0]
 
     def _next_residences(
-        self, placed: Sequence[tuple[Processor, Residence]], effective: Effective
+        self, placed: Sequence[tuple[Processor, Residence]], effective: EffectiveKnobs
     ) -> tuple[list[Residence], StepOrder]:
         if self.residences is None:
             return [residence for _, residence in placed], "ascending"
@@ -519,7 +519,7 @@ class Engine:
                 self.subgroups, placements, num_slots=self.num_slots, policy=self.policy,
                 grad_on_host_order=self.gradient_order,
                 norms="gradient" if self.gradients.mode == "release" else "step", host_slots=self.host_slots,
-                order=order, rates=PathClock(speeds) if speeds else None, step_at=self._step_delay.step_at,
+                order=order, rates=PathOpTimes(speeds) if speeds else None, step_at=self._step_delay.step_at,
             )  # fmt: skip
             verify(plan)
             if len(self._plans) >= MAX_PLANS:
@@ -554,7 +554,7 @@ class Engine:
 
     # ---- knobs, closing
 
-    def check(self, effective: Effective, headroom_bytes: int, more: Sequence[Layout] = ()) -> None:
+    def check(self, effective: EffectiveKnobs, headroom_bytes: int, more: Sequence[Layout] = ()) -> None:
         """Checks that these knobs, with `more` subgroups, work here: MemoryBudgetError, KnobError or CapacityError with
         figures if the device, host memory or the paths cannot hold the state."""
         subgroups = [*self.subgroups, *(layout.subgroup() for layout in more)]

@@ -18,8 +18,8 @@ from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import MemoryBudgetError, NoPathLeft
 from tidegate.kernels import WeightFormat
 from tidegate.plan import Placement
-from tidegate.plan.ops import D2H, H2D, Place, Residence, is_path
-from tidegate.plan.placement import place
+from tidegate.plan.ops import D2H, H2D, BufferId, Residence, is_path
+from tidegate.plan.placement import place_subgroups
 
 ALIGNMENT = 256
 PAGE_BYTES = 4096
@@ -117,7 +117,7 @@ class StateMemory:
 
     # ---- addresses
 
-    def on_host(self, place: Place) -> int:
+    def on_host(self, place: BufferId) -> int:
         """The address in host memory of a place in a plan (`Op.host_state`, `host_weight`, `host_grad`)."""
         kind, number = place
         if kind.startswith("host_slot"):
@@ -250,7 +250,7 @@ class StateMemory:
             return "host"
         return self.store.flushed_to(subgroup)
 
-    def keep_on_host(self, subgroup: int, place: Place) -> bool:
+    def keep_on_host(self, subgroup: int, place: BufferId) -> bool:
         """Keeps the state at `place` in host memory because no path accepts it. False when host memory is too small."""
         layout, nbytes = self.layouts[subgroup], _state_bytes(self.layouts[subgroup])
         if place != ("host_state", subgroup):
@@ -392,7 +392,7 @@ class StateMemory:
         `reserved_bytes`: device memory for weights, gradients and headroom. `more`: subgroups to be added.
         """
         layouts = [*self.layouts, *more]
-        placed = place(len(layouts), stride=stride, static_ratio=static_ratio)  # type: ignore[arg-type]
+        placed = place_subgroups(len(layouts), stride=stride, static_ratio=static_ratio)  # type: ignore[arg-type]
         residents, slots = self.state_bytes_on_device(placed, more)
         available = self.device.capacity_bytes - reserved_bytes
         if residents + slots > available:

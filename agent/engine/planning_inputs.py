@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from tidegate.plan.path_times import rounded
+from tidegate.plan.path_times import rounded_step_delay
 from tidegate.plan.tier_split import PathSpeeds
 
 SPEED_CHANGE_FACTOR: Final = 1.25
@@ -26,7 +26,7 @@ class StepDelay:
     def observe(self, seconds: float) -> None:
         """Takes note that `step()` came so many seconds after the start of its plan."""
         if not self.step_at <= seconds < 4 * self.step_at:
-            self.step_at = rounded(seconds)
+            self.step_at = rounded_step_delay(seconds)
 
 
 class StablePathSpeeds:

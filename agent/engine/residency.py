@@ -10,14 +10,14 @@ from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import KnobError
 from tidegate.knobs.knobs import EQ1
-from tidegate.plan.effective_knobs import Effective, Split, cached, divide
+from tidegate.plan.effective_knobs import EffectiveKnobs, Split, divide, host_cached_ids
 from tidegate.plan.ops import OpKind, Residence, Subgroup, is_path
-from tidegate.plan.placement import place
-from tidegate.plan.tasks import Order as StepOrder
-from tidegate.plan.tier_split import Counts, assign
+from tidegate.plan.placement import place_subgroups
+from tidegate.plan.tasks import StepOrder
+from tidegate.plan.tier_split import SubgroupCounts, assign_paths
 from tidegate.timeline.stall_analysis import both_busy_seconds, busy_seconds
 from tidegate.timeline.timeline import Span
-from tidegate.tuner.split_decision import PathTraffic, SplitEstimator, WholeStep
+from tidegate.tuner.split_decision import PathStepTotals, PathTraffic, SplitEstimator
 
 EQ1_SLACK: Final = 0.05
 """A path may have so many subgroups more or fewer than Eq. 1 gives now (share of all subgroups in storage), because
@@ -33,8 +33,8 @@ class Residences:
         self._estimator = SplitEstimator(store.speeds)
         self._assigned: dict[int, str] = {}
         """The path of each subgroup that ever had one, also while its state is in host memory."""
-        self._counts: Counts = {}
-        self.known_capacity: Counts = {}
+        self._counts: SubgroupCounts = {}
+        self.known_capacity: SubgroupCounts = {}
         """The `capacity` of each path when the last step was planned."""
         self._split: Split = None
         self._in_memory: set[int] = set()
@@ -42,7 +42,7 @@ class Residences:
         self._steps = 0
 
     def next_residences(
-        self, subgroups: Sequence[Subgroup], placed: Sequence[tuple[str, Residence]], effective: Effective
+        self, subgroups: Sequence[Subgroup], placed: Sequence[tuple[str, Residence]], effective: EffectiveKnobs
     ) -> tuple[list[Residence], StepOrder]:
         """The residence of each subgroup at the end of the next step, and the order in which that step updates them.
 
@@ -50,7 +50,7 @@ class Residences:
         """
         movable = [i for i, (_, residence) in enumerate(placed) if residence == "host"]
         order: StepOrder = "descending" if effective.alternate and self._steps % 2 else "ascending"
-        stay = cached([s.nbytes("state") for s in subgroups], movable, effective, order)
+        stay = host_cached_ids([s.nbytes("state") for s in subgroups], movable, effective, order)
         # While orders alternate, each subgroup is in storage after every other step, and keeps its path.
         stored = movable if effective.alternate else [i for i in movable if i not in stay]
         capacity = self.known_capacity = self._store.capacity(self._assigned)
@@ -61,7 +61,7 @@ class Residences:
             residences[i] = "host" if i in stay or i in kept else self._assigned[i]
         return residences, order
 
-    def check(self, subgroups: Sequence[Subgroup], effective: Effective) -> None:
+    def check(self, subgroups: Sequence[Subgroup], effective: EffectiveKnobs) -> None:
         """MemoryBudgetError, KnobError or CapacityError with figures when these knobs cannot be applied here."""
         known = list(self._store.paths)
         for name, weight in _explicit_weights(effective.tier_split):
@@ -73,9 +73,9 @@ class Residences:
                     "it weight 0; it comes back with a new start of the run.",
                     "tier_split",
                 )
-        placed = place(len(subgroups), stride=effective.stride, static_ratio=effective.static_ratio)
+        placed = place_subgroups(len(subgroups), stride=effective.stride, static_ratio=effective.static_ratio)
         movable = [i for i, (_, residence) in enumerate(placed) if residence == "host"]
-        stay = cached([s.nbytes("state") for s in subgroups], movable, effective, "ascending")
+        stay = host_cached_ids([s.nbytes("state") for s in subgroups], movable, effective, "ascending")
         stored = [i for i in movable if i not in stay]
         capacity = self._store.capacity(self._assigned)
         count = len(stored) - len(self._host_overflow(subgroups, stored, capacity))
@@ -86,7 +86,9 @@ class Residences:
         named = [name for name, weight in _explicit_weights(split) if weight]
         return None if named and all(name in self._store.retired for name in named) else split
 
-    def _host_overflow(self, subgroups: Sequence[Subgroup], stored: Sequence[int], capacity: Counts) -> set[int]:
+    def _host_overflow(
+        self, subgroups: Sequence[Subgroup], stored: Sequence[int], capacity: SubgroupCounts
+    ) -> set[int]:
         """Subgroups in `stored` that stay in host memory because the paths are too small after one of them was retired.
 
         Empty when they do not fit in host memory either: `divide` then raises CapacityError.
@@ -108,16 +110,16 @@ class Residences:
             proposed = counts
         self._split = split
         if proposed != self._counts or any(i not in self._assigned for i in stored):
-            self._assigned = self._assigned | assign(stored, proposed, self._assigned)
+            self._assigned = self._assigned | assign_paths(stored, proposed, self._assigned)
             self._counts = proposed
 
     @property
-    def capacity(self) -> Counts:
+    def capacity(self) -> SubgroupCounts:
         """How many subgroups each path can hold, with those that it holds already; 0 for a retired path."""
         return self._store.capacity(self._assigned)
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> SubgroupCounts:
         """Number of subgroups in storage by path, as the split assigns them."""
         return dict(self._counts)
 
@@ -156,7 +158,7 @@ def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
             write_bytes=sum(span.nbytes for span in late_writes),
             write_seconds=busy_seconds(late_writes),
             shared_write_seconds=both_busy_seconds(late_writes, reads),
-            whole=WholeStep(
+            whole=PathStepTotals(
                 read_bytes=sum(span.nbytes for span in reads),
                 write_bytes=sum(span.nbytes for span in writes),
                 busy_seconds=busy_seconds([*reads, *writes]),
@@ -176,7 +178,7 @@ def _explicit_weights(split: Split) -> tuple[tuple[str, float], ...]:
     return split if isinstance(split, tuple) else ()
 
 
-def _is_close(counts: Counts, wanted: Counts, capacity: Mapping[str, int]) -> bool:
+def _is_close(counts: SubgroupCounts, wanted: SubgroupCounts, capacity: Mapping[str, int]) -> bool:
     """Whether each path has about the number of subgroups that is wanted (see `EQ1_SLACK`), and no more than it can
     hold."""
     slack = max(1.0, EQ1_SLACK * sum(wanted.values()))

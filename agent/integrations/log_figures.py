@@ -8,7 +8,7 @@ from typing import Any, Final
 from tidegate.agent.control.attach import Attachment
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.gradient_arrival import GradientArrival
-from tidegate.timeline.verdict import Taken, verdict
+from tidegate.timeline.verdict import UpdateFigures, verdict
 
 PREFIX: Final = "tidegate_"
 """Prefix of the names in a framework's log."""
@@ -63,9 +63,9 @@ class _Cumulative:
         delivery = self.delivery - before.delivery
         return _Cumulative(self.step - before.step, self.update - before.update, stalls, delivery)
 
-    def step_figures(self, attachment: Attachment) -> Taken:
+    def step_figures(self, attachment: Attachment) -> UpdateFigures:
         """Input of `verdict`."""
-        return Taken(
+        return UpdateFigures(
             step_seconds=self.step,
             update_seconds=self.update,
             stalls=dict(self.stalls),

@@ -59,7 +59,7 @@ from tidegate.agent.ranks import Ranks
 from tidegate.errors import CheckpointFailed, ConfigError, EngineError, ParameterError
 from tidegate.kernels import Scalars, scalars
 from tidegate.knobs.knobs import Knobs, KnobValue, Off
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.timeline.timeline import PhaseSpan
 
 GRAPH_CHECK_INTERVAL: Final = 16
@@ -411,7 +411,7 @@ class AdamW(torch.optim.Optimizer):
         residences = self.engine.residences
         return as_knob_values(self.engine.effective, None if residences is None else residences.counts)
 
-    def _effective(self, knobs: Knobs) -> Effective:
+    def _effective(self, knobs: Knobs) -> EffectiveKnobs:
         return self._auto.effective(knobs, self.offload.policy)
 
     def automatic_cache_bytes(self) -> int:

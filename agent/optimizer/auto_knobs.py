@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tidegate.knobs.knobs import AUTO, EQ1, Knobs, KnobValue, Off, weights_of
 from tidegate.plan import Policy
-from tidegate.plan.effective_knobs import Effective, Split
+from tidegate.plan.effective_knobs import EffectiveKnobs, Split
 from tidegate.tuner.search import START_STRIDE
 
 
@@ -28,7 +28,7 @@ class AutoValues:
             self.cache_bytes if cache_bytes is None else cache_bytes,
         )
 
-    def effective(self, knobs: Knobs, policy: Policy) -> Effective:
+    def effective(self, knobs: Knobs, policy: Policy) -> EffectiveKnobs:
         """The knobs as numbers, with `auto` resolved; the baseline `twinflow` ignores the stride."""
         stride: float | Off = self.stride if knobs.stride == AUTO else knobs.stride
         if policy == "twinflow":
@@ -40,10 +40,10 @@ class AutoValues:
             split = tuple(weights_of(knobs.tier_split).items())
         cache = self.cache_bytes if knobs.host_cache == AUTO else int(knobs.host_cache)
         alternate = self.alternate if knobs.order == AUTO else knobs.order == "alternate"
-        return Effective(stride, knobs.static_ratio, split, cache, alternate)
+        return EffectiveKnobs(stride, knobs.static_ratio, split, cache, alternate)
 
 
-def as_knob_values(effective: Effective, subgroups_by_path: Mapping[str, int] | None) -> dict[str, KnobValue]:
+def as_knob_values(effective: EffectiveKnobs, subgroups_by_path: Mapping[str, int] | None) -> dict[str, KnobValue]:
     """The values in use, in the form of knobs. subgroups_by_path: number of subgroups on each path; None without paths,
     which leaves out the knobs of paths."""
     values: dict[str, KnobValue] = {"stride": effective.stride, "static_ratio": effective.static_ratio}

@@ -15,7 +15,7 @@ from tidegate.agent.parameters.shards import gradients_are_final
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.ranks import Ranks, cpu_lane_threads
 from tidegate.agent.tiers.tier_store import TierStore
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 
 
 def build_engine(
@@ -23,7 +23,7 @@ def build_engine(
     layouts: Sequence[Layout],
     device: Device,
     offload: Offload,
-    effective: Effective,
+    effective: EffectiveKnobs,
 ) -> Engine:
     """Opens the storage paths and builds the engine. Closes the paths and the device if this fails."""
     store: TierStore | None = None

@@ -22,14 +22,14 @@ from tidegate.agent.telemetry.phase_forecast import PhaseForecast
 from tidegate.agent.telemetry.plan_cache import RecentPlans
 from tidegate.agent.telemetry.report import report_of
 from tidegate.agent.telemetry.step_record import FinishedStep
-from tidegate.client.daemon_client import state_dir
+from tidegate.client.discovery import state_dir
 from tidegate.errors import ConfigError
 from tidegate.logs import event
 from tidegate.plan import Plan
 from tidegate.simulator.simulate import update_seconds
-from tidegate.speeds.dispatch_latency import Ran
+from tidegate.speeds.dispatch_latency import StepTrace
 from tidegate.speeds.live_rates import LiveRates
-from tidegate.speeds.rate_card import RateCard, seen
+from tidegate.speeds.rate_card import RateCard, measured_work
 from tidegate.timeline.timeline import Timeline
 from tidegate.wire.step import StepReport
 
@@ -225,7 +225,7 @@ class Recorder:
         if not result.skipped:
             totals.delivery += step.delivery
         self._unreported.append(report)
-        for name in self._live.observe(seen(result.spans), _ran(step)):
+        for name in self._live.observe(measured_work(result.spans), _ran(step)):
             log.info("%s has changed permanently: it is measured again", name, extra=event("rate_drifted", rate=name))
         if not result.skipped and all(later.result.plan is not result.plan for later in self._noted):
             self._predict(result.plan, prediction)
@@ -255,11 +255,13 @@ class Recorder:
         return last.phase_seconds.get("backward", 0.0) if last is not None else 0.0
 
 
-def _ran(step: FinishedStep) -> Ran | None:
+def _ran(step: FinishedStep) -> StepTrace | None:
     """Spans of a step for `LiveRates`; None for a skipped step."""
     result = step.result
     called = next((span.start for span in step.phases.spans if span.phase == "update"), None)
-    return None if called is None or result.skipped else Ran(result.spans[result.num_dropped :], step.deps, called)
+    return (
+        None if called is None or result.skipped else StepTrace(result.spans[result.num_dropped :], step.deps, called)
+    )
 
 
 def _saved_card(optimizer: AdamW) -> RateCard | None:

@@ -13,8 +13,8 @@ from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.kernels.arithmetic.stall_analysis import exposed_waits
 from tidegate.plan import OpKind
 from tidegate.plan.ops import LINK_LANES
-from tidegate.timeline.timeline import Phase, PhaseSpan, Span
-from tidegate.timeline.verdict import SKIPPED, Taken, verdict
+from tidegate.timeline.timeline import DISPATCH, Phase, PhaseSpan, Span
+from tidegate.timeline.verdict import SKIPPED, UpdateFigures, verdict
 from tidegate.wire.step import LinkRow, StallRow, StepReport
 
 
@@ -45,7 +45,7 @@ def report_of(step: FinishedStep) -> StepReport:
     return report.model_copy(update={"verdict": text})
 
 
-def step_figures(report: StepReport, delivery: GradientArrival) -> Taken:
+def step_figures(report: StepReport, delivery: GradientArrival) -> UpdateFigures:
     """Figures of a step as input of `verdict`."""
     lanes: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     rows = [(row.direction, row) for row in report.links] + [
@@ -59,7 +59,7 @@ def step_figures(report: StepReport, delivery: GradientArrival) -> Taken:
     for stall in report.stalls:
         if stall.phase == "update":
             stalls[stall.cause] += stall.seconds
-    return Taken(
+    return UpdateFigures(
         step_seconds=sum(report.phase_seconds.values()) + report.spill_seconds,
         update_seconds=report.phase_seconds.get("update", 0.0) + report.spill_seconds,
         stalls=stalls,
@@ -84,7 +84,7 @@ def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
         seconds["update", cause] += waited
     for phase, exposed in step.phases.exposed_seconds.items():
         if phase != "update":
-            seconds[phase, "scheduler"] += exposed
+            seconds[phase, DISPATCH] += exposed
     return tuple(StallRow(phase=phase, cause=cause, seconds=value) for (phase, cause), value in seconds.items())
 
 

@@ -15,7 +15,7 @@ from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.knobs.knobs import Knobs
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import LANES, OpKind
 from tidegate.simulator.steady_state import Rank
 from tidegate.timeline.stall_analysis import busy_seconds
@@ -111,7 +111,7 @@ class Training:
         """What its device is paced to. May be changed."""
         return self._optimizer.device.rates
 
-    def turn(self, knobs: Knobs) -> Effective:
+    def turn(self, knobs: Knobs) -> EffectiveKnobs:
         """These knobs from the next step on."""
         self._optimizer.check_knobs(knobs)
         self._optimizer.apply_knobs(knobs)

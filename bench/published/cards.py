@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from published.systems import DEEPSPEED_BYTES, JLSE_GRADIENT, Setting
-from tidegate.capacity.machine import GB, GPUS, Machine, StoragePath
+from tidegate.capacity.machine import GB, GPUS, Machine, PlannedPath
 from tidegate.capacity.model_shapes import PAPER_MODELS, ModelShape
 
 JLSE: Final = Machine.of(
@@ -22,8 +22,8 @@ JLSE: Final = Machine.of(
     host_bytes_per_second=8e9 * DEEPSPEED_BYTES,
     node_link_bytes_per_second=133e9,
     paths=(
-        StoragePath(name="nvme", read_bytes_per_second=6.9e9, write_bytes_per_second=5.3e9),
-        StoragePath(name="pfs", read_bytes_per_second=3.6e9, write_bytes_per_second=3.6e9),
+        PlannedPath(name="nvme", read_bytes_per_second=6.9e9, write_bytes_per_second=5.3e9),
+        PlannedPath(name="pfs", read_bytes_per_second=3.6e9, write_bytes_per_second=3.6e9),
     ),
 )
 """DOS 5.1, MLP Table 1: 4 H100, 96 cores; CPU updates at 8 G parameters/s in both papers."""
@@ -36,8 +36,8 @@ POLARIS: Final = Machine.of(
     node_link_bytes_per_second=133e9,
     fabric_bytes_per_second=25e9 / 4,
     paths=(
-        StoragePath(name="nvme", read_bytes_per_second=13.5e9, write_bytes_per_second=4.8e9),
-        StoragePath(name="pfs", read_bytes_per_second=6.9e9, write_bytes_per_second=13.7e9),
+        PlannedPath(name="nvme", read_bytes_per_second=13.5e9, write_bytes_per_second=4.8e9),
+        PlannedPath(name="pfs", read_bytes_per_second=6.9e9, write_bytes_per_second=13.7e9),
     ),
 )
 """MLP Table 1. CPU updates by cores: 32 of JLSE's 96. The fabric is not in the paper: two NICs of 12.5 GB/s a node."""

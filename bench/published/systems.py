@@ -18,12 +18,12 @@ from tidegate.capacity.many_ranks import NodeShare, run
 from tidegate.capacity.model_shapes import ModelShape
 from tidegate.capacity.pass_times import passes
 from tidegate.knobs.knobs import EQ1, OFF, Off
-from tidegate.plan import make_plan, place, steady
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan import make_plan, place_subgroups, steady_placements
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import Op, OpKind
 from tidegate.plan.plan import Plan
 from tidegate.simulator.fair_share import shared_times
-from tidegate.simulator.steady_state import Rank, sampled, settled
+from tidegate.simulator.steady_state import Rank, sampled, steady_steps
 
 DEEPSPEED_BYTES: Final = 28
 """Bytes a parameter that DeepSpeed's update on the CPU moves in host memory: weight and both moments, read and written
@@ -88,7 +88,7 @@ def twinflow(s: Setting, ratio: float = 0.0, *, gradients_wait: bool = True) -> 
     """ZeRO-3 with state in host memory; with a ratio, DeepSpeed's TwinFlow. gradients_wait: their copies block."""
     share = _share(s, DEEPSPEED_BYTES)
     subgroups = subgroups_of(s.of_rank, s.work)
-    placed = steady(place(len(subgroups), stride=OFF, static_ratio=ratio))
+    placed = steady_placements(place_subgroups(len(subgroups), stride=OFF, static_ratio=ratio))
     plan = make_plan(subgroups, placed, num_slots=0, policy="twinflow")
 
     def seconds(op: Op) -> float:
@@ -103,7 +103,9 @@ def deep_optimizer_states(s: Setting, stride: float | Off = 2, ratio: float = 0.
     """Interleaved, as our engine would do it with fp32 state; the CPU downscales new weights in a second pass."""
     share = _share(s, DOWNSCALED_BYTES)
     subgroups = subgroups_of(s.of_rank, s.work)
-    plan = make_plan(subgroups, steady(place(len(subgroups), stride=stride, static_ratio=ratio)), num_slots=2)
+    plan = make_plan(
+        subgroups, steady_placements(place_subgroups(len(subgroups), stride=stride, static_ratio=ratio)), num_slots=2
+    )
     return s.iteration(0.0, run(plan, _seconds(s, share), share.demand, _LONG)[0])
 
 
@@ -124,7 +126,7 @@ def zero3_nvme(s: Setting) -> Stored:
     one = replace(s, machine=replace(s.machine, paths=(nvme,)))
     written = 4.0 * one.of_rank * s.machine.gpus / nvme.write_bytes_per_second
     alone = passes(s.model, s.machine, s.work).backward
-    found = _stored(one, Effective(OFF, 0.0), read_bytes=16)
+    found = _stored(one, EffectiveKnobs(OFF, 0.0), read_bytes=16)
     # The last backward computes while gradients are written: what is longer counts.
     return found._replace(iteration=s.iteration(max(0.0, written - alone), found.iteration.update))
 
@@ -134,7 +136,7 @@ def mlp_offload(s: Setting, *, paths: tuple[str, ...] = ("nvme", "pfs")) -> Stor
     """16-bit gradients in host memory; a cache of what the runtime leaves of host memory; Eq. 1 over these paths."""
     machine = replace(s.machine, paths=tuple(s.machine.by_name[name] for name in paths))
     cache = int(cache_bytes(s) / machine.gpus)
-    knobs = Effective(OFF, 0.0, tier_split=EQ1, host_cache_bytes=cache, alternate=not s.pinned_cache)
+    knobs = EffectiveKnobs(OFF, 0.0, tier_split=EQ1, host_cache_bytes=cache, alternate=not s.pinned_cache)
     return _stored(replace(s, machine=machine), knobs, read_bytes=12)
 
 
@@ -162,13 +164,13 @@ def _seconds(s: Setting, share: NodeShare) -> Callable[[Op], float]:
     return card.seconds
 
 
-def _stored(s: Setting, knobs: Effective, *, read_bytes: int) -> Stored:
+def _stored(s: Setting, knobs: EffectiveKnobs, *, read_bytes: int) -> Stored:
     share = _share(s, DEEPSPEED_BYTES)
     slots = {path.name: s.work.host_slots for path in s.machine.paths}
     rank = Rank(subgroups_of(s.of_rank, s.work), 0, slots, "release")
     few, smaller, scale = sampled(rank, knobs)
     update, reads, writes, read, written = 0.0, 0.0, 0.0, 0, 0
-    steps = settled(few, smaller, share.card)
+    steps = steady_steps(few, smaller, share.card)
     for step in steps:
         plan = _with_read_bytes(step.plan(share.card), read_bytes)
         # Nothing is fetched before the step: both systems begin to fetch with the update.

@@ -10,9 +10,10 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from tidegate.client.daemon_client import MAX_BODY_BYTES, state_dir
+from tidegate.client.daemon_client import MAX_BODY_BYTES
+from tidegate.client.discovery import state_dir
 from tidegate.client.state_files import home_of
-from tidegate.daemon.configuration.tls import why_not
+from tidegate.daemon.configuration.tls import refusal_reason
 from tidegate.errors import DaemonError
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
@@ -52,8 +53,8 @@ class Settings(BaseModel):
     proposal_seconds: float = Field(default=5.0, gt=0)
     """A proposed generation is aborted when not all ranks have voted within this time."""
     keep_reports_seconds: float = Field(default=7 * 86_400.0, gt=0)
-    """Steps that were reported longer ago are deleted, but for the last step of each rank. At most the newest 256 steps
-    of each rank are kept."""
+    """Steps that were reported longer ago are not served, and are deleted, except for the last step of each rank. At
+    most the newest 256 steps of each rank are kept."""
     keep_runs_seconds: float = Field(default=30 * 86_400.0, gt=0)
     """Runs that have ended are deleted this long after the last message of any rank; their audit log stays."""
     max_body_bytes: int = Field(default=MAX_BODY_BYTES, gt=0)
@@ -127,7 +128,7 @@ class Settings(BaseModel):
             names = [_hostname(self.advertise_address)]
         else:
             names = list(dict.fromkeys((shown, "localhost", socket.gethostname(), socket.getfqdn())))
-        reasons = {name: why_not(self.tls_certificate, self.tls_key, name) for name in names}
+        reasons = {name: refusal_reason(self.tls_certificate, self.tls_key, name) for name in names}
         valid = next((name for name, reason in reasons.items() if not reason), None)
         if valid is None:
             remedy = (

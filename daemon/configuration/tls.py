@@ -9,7 +9,7 @@ from pathlib import Path
 from tidegate.errors import DaemonError
 
 
-def load(certificate: Path, key: Path | None) -> ssl.SSLContext:
+def load_certificate(certificate: Path, key: Path | None) -> ssl.SSLContext:
     """The server's SSL context; DaemonError when certificate and key cannot be used."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
@@ -20,13 +20,13 @@ def load(certificate: Path, key: Path | None) -> ssl.SSLContext:
     return context
 
 
-def why_not(certificate: Path, key: Path | None, name: str) -> str:
+def refusal_reason(certificate: Path, key: Path | None, name: str) -> str:
     """The reason why a client that trusts the certificate refuses it for `name`; empty if the client accepts it.
 
     `name` is a host name or an address. A TLS handshake in memory finds the reason, so the check is that of a real
     client. DaemonError when certificate and key cannot be used.
     """
-    server_context = load(certificate, key)
+    server_context = load_certificate(certificate, key)
     client_context = ssl.create_default_context(cafile=str(certificate))
     client_context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()

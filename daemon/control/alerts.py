@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from tidegate.daemon.storage.alert_table import KnownAlert
-from tidegate.daemon.storage.store import AuditNote, Store
+from tidegate.daemon.storage.records import AuditNote
+from tidegate.daemon.storage.store import Store
 from tidegate.wire.alert import SEVERITIES, AlertState, AlertView
 from tidegate.wire.base import KnobChanges
 

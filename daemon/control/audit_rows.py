@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tidegate.daemon.decisions.generations import ControlState, Decision, Generation
-from tidegate.daemon.storage.store import AuditNote
+from tidegate.daemon.storage.records import AuditNote
 from tidegate.wire.agent import AgentHello
 from tidegate.wire.base import KnobChanges
 

@@ -1,49 +1,70 @@
-"""Views of runs in an answer that clients take, however much ranks tell: what is too much is left out."""
+"""Answers limited to a size that clients accept, whatever ranks report: data that does not fit is left out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from pydantic import BaseModel
+
+from tidegate.wire.knobs import KnobsView
 from tidegate.wire.run import RunView
 
-ANSWER_BYTES: Final = 48 << 20
-"""Clients take 64 MB. 10,000 runs without their ranks fit."""
+MAX_BYTES: Final = 48 << 20
+"""Clients accept 64 MB. 10,000 runs without their ranks fit."""
+REFUSAL_CHARACTERS: Final = 40
+"""Length to which the reasons of refusals are cut where they do not fit. 100,000 ranks with such reasons fit."""
 
 
-def bounded(views: Iterable[RunView], most: int = ANSWER_BYTES) -> list[bytes]:
-    """Each view in JSON, in the order given, `most` bytes in all: in full where all fit.
+def bounded_runs(views: Iterable[RunView], max_bytes: int = MAX_BYTES) -> list[bytes]:
+    """Each view in JSON, in the given order, all together at most `max_bytes`. All are complete if that fits.
 
-    Else those whose ranks tell most are told without what their ranks did last, and where this is still too much, the
-    largest without their ranks.
+    Otherwise the runs with the most bytes for each rank are without the last steps and the effective knobs of their
+    ranks. If that does not suffice, the largest runs are without their ranks.
     """
     given = list(views)
-    told = [_json(view) for view in given]
-    told = _shortened(given, told, _without_figures, lambda view, size: size / max(1, len(view.ranks)), most)
-    return _shortened(given, told, _without_ranks, lambda view, size: size, most)
+    answers = [_json(view) for view in given]
+    answers = _shortened(given, answers, _without_figures, lambda view, size: size / max(1, len(view.ranks)), max_bytes)
+    return _shortened(given, answers, _without_ranks, lambda view, size: size, max_bytes)
+
+
+def bounded_knobs(view: KnobsView, max_bytes: int = MAX_BYTES) -> bytes:
+    """The view in JSON, at most `max_bytes`: complete if that fits.
+
+    Otherwise without the effective knobs of ranks. If that does not suffice, reasons of refusals are cut, too; at last
+    the ranks are left out.
+    """
+    answer = _json(view)
+    for shorten in (_without_effective_knobs, _with_short_refusals, _without_rank_knobs):
+        if len(answer) <= max_bytes:
+            break
+        view = shorten(view)
+        answer = _json(view)
+    return answer
 
 
 def _shortened(
     views: list[RunView],
-    told: list[bytes],
-    shorter: Callable[[RunView], RunView],
+    answers: list[bytes],
+    shorten: Callable[[RunView], RunView],
     weight: Callable[[RunView, int], float],
-    most: int,
+    max_bytes: int,
 ) -> list[bytes]:
-    """As many are told shorter as must be, those of most weight first."""
-    left = sum(map(len, told)) + len(told) + 1 - most  # with brackets and commas
-    made = list(told)
-    for number in sorted(range(len(views)), key=lambda n: weight(views[n], len(told[n])), reverse=True):
-        if left <= 0:
+    """The answers, of which as many as necessary are shortened, those with the largest weight first."""
+    excess = sum(map(len, answers)) + len(answers) + 1 - max_bytes  # with brackets and commas
+    shortened = list(answers)
+    order = sorted(range(len(views)), key=lambda number: weight(views[number], len(answers[number])), reverse=True)
+    for number in order:
+        if excess <= 0:
             break
-        made[number] = _json(shorter(views[number]))
-        left -= len(told[number]) - len(made[number])
-    return made
+        shortened[number] = _json(shorten(views[number]))
+        excess -= len(answers[number]) - len(shortened[number])
+    return shortened
 
 
-def _json(view: RunView) -> bytes:
-    made: bytes = view.__pydantic_serializer__.to_json(view)
-    return made
+def _json(view: BaseModel) -> bytes:
+    text: bytes = view.__pydantic_serializer__.to_json(view)
+    return text
 
 
 def _without_figures(view: RunView) -> RunView:
@@ -53,3 +74,19 @@ def _without_figures(view: RunView) -> RunView:
 
 def _without_ranks(view: RunView) -> RunView:
     return view.model_copy(update={"ranks": (), "totals": None, "paths": ()})
+
+
+def _without_effective_knobs(view: KnobsView) -> KnobsView:
+    return view.model_copy(update={"ranks": tuple(rank.model_copy(update={"effective": {}}) for rank in view.ranks)})
+
+
+def _with_short_refusals(view: KnobsView) -> KnobsView:
+    ranks = tuple(
+        rank if rank.refused is None else rank.model_copy(update={"refused": rank.refused[:REFUSAL_CHARACTERS]})
+        for rank in view.ranks
+    )
+    return view.model_copy(update={"ranks": ranks})
+
+
+def _without_rank_knobs(view: KnobsView) -> KnobsView:
+    return view.model_copy(update={"ranks": ()})

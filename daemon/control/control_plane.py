@@ -10,39 +10,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Final
 
 from sqlalchemy.exc import OperationalError
 
 from tidegate.daemon.control import serializers
-from tidegate.daemon.control.audit_rows import AUDITED, decision_note, note, taken_over_notes
+from tidegate.daemon.control.audit_rows import taken_over_notes
+from tidegate.daemon.control.effect_meter import EffectMeter
+from tidegate.daemon.control.event_applier import EventApplier
 from tidegate.daemon.control.event_ids import EventIds
+from tidegate.daemon.control.rank_states import RankStates
 from tidegate.daemon.control.registry import RunRegistry
 from tidegate.daemon.control.restore import restore
 from tidegate.daemon.control.retention import GONE_RANKS_KEPT, LAST_STEPS_KEPT, Retention
-from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.control.run import Clocks, Member, Run
 from tidegate.daemon.control.step_writer import StepWriter
 from tidegate.daemon.control.trials import Predicted, Trials
 from tidegate.daemon.control.turns import Turns
 from tidegate.daemon.decisions.generations import (
-    ControlEvent,
     ControlState,
     Generation,
     NewProposal,
     RankApplied,
     RankJoined,
-    RankLeft,
     Tick,
     VoteCast,
-    decide,
 )
-from tidegate.daemon.decisions.knob_effect import WINDOW_STEPS, measure
 from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.storage.engines import is_busy
+from tidegate.daemon.storage.records import AgentRecord, AuditNote
 from tidegate.daemon.storage.step_table import step_of
-from tidegate.daemon.storage.store import AgentRecord, AuditNote, Store, is_busy
+from tidegate.daemon.storage.store import Store
 from tidegate.knobs.knobs import Knobs
 from tidegate.wire.agent import AgentHello, AgentReport, Lease, Vote
 from tidegate.wire.base import KnobChanges
@@ -67,14 +66,14 @@ class ControlPlane:
         proposal_seconds: float = 5.0,
         keep_seconds: float = 7 * 86_400.0,
         keep_runs_seconds: float = 30 * 86_400.0,
-        clock: Clock | None = None,
+        clock: Clocks | None = None,
     ) -> None:
         self.store = store
         self.turns = Turns(store)
         self._lease_seconds = lease_seconds
         self.closing = False
         self._proposal_seconds = proposal_seconds
-        self._clock = clock or Clock()
+        self._clock = clock or Clocks()
         self._flushed = self._clock.mono()
         self._not_before: dict[str, float] = {}
         """When deadlines and leases are handled again, by run for which they failed; on the monotonic clock."""
@@ -83,8 +82,11 @@ class ControlPlane:
         self._event_ids = EventIds(store)
         self.registry = RunRegistry(*known, lease_seconds, self._clock, self._event_ids, damaged)
         self.step_writer = StepWriter(store.steps, keep_seconds, self._clock)
-        self._trials = Trials(store, self._apply_event, self._clock, proposal_seconds)
+        self._events = EventApplier(store, self.registry, self._clock)
+        self._effects = EffectMeter(self._events, self._clock)
+        self._trials = Trials(store, self._events.apply, self._clock, proposal_seconds)
         self.retention = Retention(store, self.registry, self.step_writer, self._trials, self._clock, keep_runs_seconds)
+        self._ranks = RankStates(store, self.registry, self.retention, self._events, self._clock)
 
     # ---- agents
 
@@ -98,7 +100,7 @@ class ControlPlane:
         member = held if held and same else Member(hello=hello, seen_mono=0.0, last_seen=now)
         seated = AgentRecord(
             hello=hello, liveness="live", last_seen=now, step=member.step,
-            applied_generation=member.applied_generation, told=member.last_report, owner=owner,
+            applied_generation=member.applied_generation, last_report=member.last_report, owner=owner,
         )  # fmt: skip
         taken_over = taken_over_notes(hello, held.hello if held else None, now)
         if run is None:
@@ -108,7 +110,7 @@ class ControlPlane:
         else:
             self.store.save(run.name, notes=taken_over, agents=[seated])
         member.hello, member.finished, member.owner = hello, False, owner
-        self._mark_seen(member)
+        self._ranks.mark_seen(member)
         if held is not None:
             self.registry.agents.pop(held.hello.agent, None)
             if not same:
@@ -116,9 +118,9 @@ class ControlPlane:
                 run.directive_notifier.notify(held.hello.agent)
         run.seat(member)
         self.registry.agents[hello.agent] = (run.name, hello.rank)
-        self._apply_event(run, RankJoined(hello.rank, fresh=not same))
+        self._events.apply(run, RankJoined(hello.rank, fresh=not same))
         self.registry.publish_liveness(run, member)
-        self._finish_surplus_ranks(run)
+        self._ranks.finish_surplus_ranks(run)
         return self._lease(run, member)
 
     def report(self, agent: str, report: AgentReport) -> Lease:
@@ -127,8 +129,8 @@ class ControlPlane:
         if member.is_past(report):
             detail = f"The report of step {report.step} is older than what rank {member.hello.rank} has reported since."
             raise ProblemError(409, "past-report", detail)
-        self._mark_live(run, member)
-        self.step_writer.add(member, member.take(report))
+        self._ranks.mark_live(run, member)
+        self.step_writer.add(member, member.add_report(report))
         rank = member.hello.rank
         if report.applied is not None:
             self._applied(run, member, report.applied.generation, report.applied.step)
@@ -136,7 +138,7 @@ class ControlPlane:
         if report.generation == member.reported_generation:
             self._applied(run, member, report.generation, report.step)
         member.reported_generation = report.generation
-        self._measure_effect(run, rank)
+        self._effects.measure(run, rank)
         self._trials.evaluate(run)
         data = {"rank": rank, "step": report.step, "phase": report.phase, "generation": report.generation}
         self.registry.publish(run, "report", data)
@@ -147,8 +149,8 @@ class ControlPlane:
     def vote(self, agent: str, vote: Vote) -> None:
         """Takes a rank's vote on a generation."""
         run, member = self.registry.member(agent)
-        self._mark_live(run, member)
-        self._apply_event(run, VoteCast(member.hello.rank, vote.generation, vote.can, vote.reason, self._clock.wall()))
+        self._ranks.mark_live(run, member)
+        self._events.apply(run, VoteCast(member.hello.rank, vote.generation, vote.can, vote.reason, self._clock.wall()))
 
     def goodbye(self, agent: str) -> None:
         """The rank ends on purpose. Idempotent."""
@@ -159,7 +161,7 @@ class ControlPlane:
         member = run.members[rank]
         if member.finished:
             return
-        self._finish(run, member, f"rank {rank}", "")
+        self._ranks.finish(run, member, f"rank {rank}", "")
 
     # ---- operators
 
@@ -174,7 +176,7 @@ class ControlPlane:
     ) -> Generation:
         """Proposes new knobs as the next generation; the caller has checked If-Match."""
         at, deadline = self._clock.wall(), self._clock.mono() + self._proposal_seconds
-        self._apply_event(
+        self._events.apply(
             run,
             NewProposal(
                 knobs=_all(run, knobs),
@@ -200,7 +202,7 @@ class ControlPlane:
             return
         for agent, step in (await asyncio.to_thread(self.store.steps.last, list(forgotten))).items():
             if not forgotten[agent].recent and (report := step_of(agent, step)):
-                forgotten[agent].keep([report])
+                forgotten[agent].set_recent([report])
 
     # ---- time
 
@@ -235,15 +237,15 @@ class ControlPlane:
         self.retention.tick(now)
 
     def _tick(self, run: Run, now: float, at: float, flush: bool) -> None:
-        self._apply_event(run, Tick(now, at))
+        self._events.apply(run, Tick(now, at))
         self._trials.evaluate(run)
         self._trials.tick(run, now)
-        changed = [member for member in run.members.values() if self._announce_liveness(run, member, at)]
+        changed = [member for member in run.members.values() if self._ranks.announce_liveness(run, member, at)]
         if changed:
-            self._finish_surplus_ranks(run)
+            self._ranks.finish_surplus_ranks(run)
         present = [run.members[rank] for rank in run.control.present]
         if flush and present:
-            self.store.update_agents([self._record(member) for member in present])
+            self.store.update_agents([self._ranks.record(member) for member in present])
 
     def close(self) -> None:
         """Wakes all waiting requests, for the shutdown; later requests do not wait."""
@@ -256,7 +258,9 @@ class ControlPlane:
         """Stores everything that can be stored, even if a part fails; raises the error at the end."""
         with ExitStack() as stack:
             for run in self.registry.runs.values():
-                stack.callback(self.store.update_agents, [self._record(member) for member in run.members.values()])
+                stack.callback(
+                    self.store.update_agents, [self._ranks.record(member) for member in run.members.values()]
+                )
             stack.callback(self.step_writer.close)
             stack.callback(self.step_writer.write)
 
@@ -300,7 +304,7 @@ class ControlPlane:
             timestamp=now, actor=author, action="reset", run=run.name, generation=run.control.newest + 1,
             before=before, after=after, reason=RESET,
         )  # fmt: skip
-        self._apply_event(
+        self._events.apply(
             run,
             NewProposal(
                 knobs=after,
@@ -318,124 +322,7 @@ class ControlPlane:
     def _applied(self, run: Run, member: Member, generation: int, step: int) -> None:
         member.applied.setdefault(generation, step)
         member.applied_generation = max(member.applied_generation, generation)
-        self._apply_event(run, RankApplied(member.hello.rank, generation, step))
-
-    def _mark_live(self, run: Run, member: Member) -> None:
-        """Marks a rank as live because it has sent a message; a lost rank becomes present again."""
-        was = self.registry.liveness(member)
-        if not run.is_running:
-            self.retention.check_quota(run, member.owner)
-        self._mark_seen(member)
-        if member.hello.rank not in run.control.present:
-            self._apply_event(run, RankJoined(member.hello.rank, fresh=False))
-        if was != "live":
-            self.registry.publish_liveness(run, member)
-
-    def _mark_seen(self, member: Member) -> None:
-        member.seen_mono, member.last_seen, member.announced = self._clock.mono(), self._clock.wall(), "live"
-
-    def _finish(self, run: Run, member: Member, actor: str, reason: str) -> None:
-        rank, at = member.hello.rank, self._clock.wall()
-        record = replace(self._record(member), liveness="finished")
-        self.store.save(run.name, agents=[record], notes=[note(run.name, at, actor, "goodbye", reason=reason)])
-        member.finished, member.announced = True, "finished"
-        self._apply_event(run, RankLeft(rank, at))
-        run.directive_notifier.notify(member.hello.agent)
-        self.registry.publish_liveness(run, member)
-
-    def _finish_surplus_ranks(self, run: Run) -> None:
-        """Marks lost ranks as finished if the run was restarted with fewer ranks: they will not return."""
-        size = run.world_size
-        for rank, member in run.members.items():
-            if rank >= size and self.registry.liveness(member) == "lost":
-                self._finish(run, member, "daemon", f"Rank {rank} is lost and the run goes on with {size} ranks.")
-
-    def _announce_liveness(self, run: Run, member: Member, at: float) -> bool:
-        """Publishes and stores a changed liveness of a rank; whether it has changed."""
-        state = self.registry.liveness(member)
-        if state == member.announced:
-            return False
-        if state == "lost":
-            rank, silent = member.hello.rank, self._lease_seconds * 3
-            lost = note(run.name, at, "daemon", "lost", reason=f"Rank {rank} said nothing for {silent:g} s.")
-            self.store.save(run.name, agents=[self._record(member)], notes=[lost])
-            self._apply_event(run, RankLeft(rank, at))
-        member.announced = state
-        self.registry.publish_liveness(run, member)
-        return True
-
-    def _measure_effect(self, run: Run, rank: int) -> None:
-        """Measures the effect of the committed generation from the steps of the lead rank."""
-        committed = run.control.committed
-        if (
-            run.lead is None
-            or run.lead[0] != rank
-            or (committed.effect and committed.effect.steps_after >= WINDOW_STEPS)
-        ):
-            return
-        member = run.members[rank]
-        effect = measure(member.window, member.applied, committed.number)
-        if effect is None or effect == committed.effect:
-            return
-        measured = replace(committed, effect=effect)
-        if committed.effect and effect.steps_after < WINDOW_STEPS:  # not stored for each step
-            run.control = replace(run.control, committed=measured)
-            run.latest = measured if run.latest.number == measured.number else run.latest
-            self._publish_generation(run, measured)
-            return
-        before, after = effect.update_seconds_before, effect.update_seconds_after
-        text = f"update {before:.3f} s before, {after:.3f} s after (median of {effect.steps_after} steps)"
-        notes = (
-            [] if committed.effect else [note(run.name, self._clock.wall(), "daemon", "effect", measured, effect=text)]
-        )
-        self._store_and_publish(run, replace(run.control, committed=measured), [measured], notes)
-
-    def _apply_event(
-        self, run: Run, event: ControlEvent, agents: Sequence[AgentRecord] = (), also: Sequence[AuditNote] = ()
-    ) -> None:
-        """Applies an event to the run: decides, stores decisions, `agents` and audit rows `also`, and notifies."""
-        before = run.control
-        control, decisions = decide(before, event)
-        notes = [decision_note(run.name, before, d, self._clock.wall()) for d in decisions if d.kind in AUDITED]
-        # Votes are discarded at a restart, and ranks report their generation again: neither is stored for each rank.
-        if all(d.kind in ("voted", "rank_applied") for d in decisions):
-            run.control = control
-            run.latest = next((d.generation for d in decisions if d.generation.number == control.newest), run.latest)
-            return
-        self._store_and_publish(run, control, [d.generation for d in decisions], [*notes, *also], agents)
-        run.directive_notifier.notify_all()
-
-    def _store_and_publish(
-        self,
-        run: Run,
-        control: ControlState,
-        generations: list[Generation],
-        notes: Sequence[AuditNote],
-        agents: Sequence[AgentRecord] = (),
-    ) -> None:
-        newest = {g.number: g for g in generations}
-        if newest:
-            self.store.save(run.name, newest.values(), notes, agents)
-        run.control = control
-        run.latest = newest.get(control.newest, run.latest)
-        for generation in newest.values():
-            self._publish_generation(run, generation)
-
-    def _publish_generation(self, run: Run, generation: Generation) -> None:
-        self.registry.publish(
-            run, "generation", serializers.generation_view(run.name, generation).model_dump(mode="json")
-        )
-
-    def _record(self, member: Member) -> AgentRecord:
-        return AgentRecord(
-            hello=member.hello,
-            liveness=self.registry.liveness(member),
-            last_seen=member.last_seen,
-            step=member.step,
-            applied_generation=member.applied_generation,
-            told=member.last_report,
-            owner=member.owner,
-        )
+        self._events.apply(run, RankApplied(member.hello.rank, generation, step))
 
 
 def _all(run: Run, knobs: Knobs) -> KnobChanges:

@@ -12,11 +12,11 @@ from typing import Final
 from tidegate.daemon.control.run import Member, Run
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.knobs.knobs import AUTO, EQ1, OFF, Knobs, KnobValue, same, show, weights_of
-from tidegate.plan.effective_knobs import Effective, Split
+from tidegate.plan.effective_knobs import EffectiveKnobs, Split
 from tidegate.plan.ops import Subgroup
-from tidegate.simulator.path_capacity import no_room
-from tidegate.simulator.prediction_interval import band
-from tidegate.simulator.steady_state import Rank, settled
+from tidegate.simulator.path_capacity import capacity_shortfall
+from tidegate.simulator.prediction_interval import prediction_interval
+from tidegate.simulator.steady_state import Rank, steady_steps
 from tidegate.simulator.what_if import predicted_seconds, what_if
 from tidegate.speeds.rate_card import RateCard
 from tidegate.tuner.search import CANDIDATE_RATIOS, best
@@ -86,7 +86,7 @@ class PredictionInputs:
         except TidegateError as error:
             log.info("no prediction: %s", error)
             return None
-        likely = band(found.update_seconds, self.ratios)
+        likely = prediction_interval(found.update_seconds, self.ratios)
         return PredictedUpdate(
             update_seconds=found.update_seconds,
             low_seconds=None if likely is None else likely.low,
@@ -95,19 +95,19 @@ class PredictionInputs:
             lane_bytes=found.link_bytes,
             host_memory_bytes=found.host_bytes,
             device_memory_bytes=found.device_bytes,
-            bound_seconds=found.least.seconds,
-            bound_by=found.least.resource,
+            bound_seconds=found.lower_bound.seconds,
+            bound_by=found.lower_bound.resource,
         )
 
-    def no_room(self, knobs: Knobs) -> str:
+    def capacity_shortfall(self, knobs: Knobs) -> str:
         """The path that is too small for its share under these knobs, as a sentence; empty if none, or if unknown."""
         wanted = self.numbers(knobs) if not self.unknown_policy and self.hello.paths else None
         try:
-            return no_room(self.rank, wanted, self.rates) if wanted is not None else ""
+            return capacity_shortfall(self.rank, wanted, self.rates) if wanted is not None else ""
         except ConfigError:  # a speed was never measured
             return ""
 
-    def numbers(self, knobs: Knobs) -> Effective | None:
+    def numbers(self, knobs: Knobs) -> EffectiveKnobs | None:
         """The knobs as numbers; None while the rank has not reported its values for `auto`."""
         values = {
             name: self.effective.get(name, AUTO) if value == AUTO and name != "tier_split" else value
@@ -116,7 +116,7 @@ class PredictionInputs:
         stride, cache = values["stride"], values["host_cache"]
         if stride == AUTO or (cache == AUTO and self.rank.host_slots):
             return None
-        return Effective(
+        return EffectiveKnobs(
             stride=OFF if stride == OFF else float(stride),
             static_ratio=knobs.static_ratio,
             tier_split=_split(str(values["tier_split"])),
@@ -203,7 +203,7 @@ def _preview(
 ) -> KnobPreview:
     old, new = before.as_dict(paths=paths), after.as_dict(paths=paths)
     now, then = (inputs.predict(knobs) if inputs else None for knobs in (before, after))
-    full = inputs.no_room(after) if inputs else ""
+    full = inputs.capacity_shortfall(after) if inputs else ""
     unknown = (inputs and inputs.unknown_policy) or (NO_ROOM if full else NO_RATES)
     return KnobPreview(
         run=run,
@@ -273,7 +273,7 @@ def _advise(run: str, knobs: Knobs, inputs: PredictionInputs | None) -> Advice:
     )
 
 
-def _static_ratios(inputs: PredictionInputs, now: Effective) -> tuple[float, ...]:
+def _static_ratios(inputs: PredictionInputs, now: EffectiveKnobs) -> tuple[float, ...]:
     """Values of `static_ratio` that may fit in the free device memory; empty if the memory use is unknown."""
     free = inputs.device_free_bytes
     if free is None:
@@ -282,7 +282,7 @@ def _static_ratios(inputs: PredictionInputs, now: Effective) -> tuple[float, ...
     return tuple(ratio for ratio in CANDIDATE_RATIOS if (ratio - now.static_ratio) * state <= free)
 
 
-def _fits(inputs: PredictionInputs, now: Effective, then: Effective) -> bool:
+def _fits(inputs: PredictionInputs, now: EffectiveKnobs, then: EffectiveKnobs) -> bool:
     """Whether resident subgroups and staging slots fit in the free device memory; True if that is unknown.
 
     The rank may still refuse.
@@ -290,11 +290,11 @@ def _fits(inputs: PredictionInputs, now: Effective, then: Effective) -> bool:
     free = inputs.device_free_bytes
     if free is None:
         return True
-    more, less = (settled(inputs.rank, knobs, inputs.rates)[0].device_bytes() for knobs in (then, now))
+    more, less = (steady_steps(inputs.rank, knobs, inputs.rates)[0].device_bytes() for knobs in (then, now))
     return more - less <= free
 
 
-def _changes(knobs: Knobs, now: Effective, then: Effective) -> KnobChanges:
+def _changes(knobs: Knobs, now: EffectiveKnobs, then: EffectiveKnobs) -> KnobChanges:
     """The knobs that differ between the present and the recommended settings."""
     changes: KnobChanges = {}
     if then.stride != now.stride:

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from tidegate.daemon.control.restore import COMMITTED_STATES
 from tidegate.daemon.storage.alert_table import alert_of
+from tidegate.daemon.storage.records import agent_of, audit_of, generation_of, run_of
 from tidegate.daemon.storage.row_reader import key_of, reason
 from tidegate.daemon.storage.schema import (
     AgentRow,
@@ -26,7 +27,7 @@ from tidegate.daemon.storage.schema import (
     StepRow,
     TokenRow,
 )
-from tidegate.daemon.storage.store import Store, agent_of, audit_of, generation_of, run_of
+from tidegate.daemon.storage.store import Store
 from tidegate.daemon.storage.token_table import token_of
 from tidegate.wire.step import StepReport
 

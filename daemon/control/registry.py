@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from tidegate.daemon.control.event_ids import EventIds
 from tidegate.daemon.control.liveness import STALE_LEASES, of_run
-from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.control.run import Clocks, Member, Run
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.storage.row_reader import REMEDY
 from tidegate.wire.agent import AgentHello, Holder
@@ -25,7 +25,7 @@ class RunRegistry:
         runs: dict[str, Run],
         agents: dict[str, tuple[str, int]],
         lease_seconds: float,
-        clock: Clock,
+        clock: Clocks,
         event_ids: EventIds,
         damaged: Collection[str] = (),
     ) -> None:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Final
 
 from tidegate.daemon.control.audit_rows import note
-from tidegate.daemon.control.run import RECENT_STEPS, Clock, Member, Run
+from tidegate.daemon.control.run import RECENT_STEPS, Clocks, Member, Run
 from tidegate.daemon.decisions.generations import ControlState, Generation
 from tidegate.daemon.decisions.step_window import STEPS_KEPT
+from tidegate.daemon.storage.records import AgentRecord
 from tidegate.daemon.storage.row_reader import REMEDY
 from tidegate.daemon.storage.step_table import step_of
-from tidegate.daemon.storage.store import AgentRecord, Store
+from tidegate.daemon.storage.store import Store
 
 COMMITTED_STATES: Final = ("committed", "applied")
 """States of generations that were committed."""
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def restore(
-    store: Store, lease_seconds: float, clock: Clock, gone_kept: int, last_kept: int
+    store: Store, lease_seconds: float, clock: Clocks, gone_kept: int, last_kept: int
 ) -> tuple[dict[str, Run], dict[str, tuple[str, int]]]:
     """The stored runs, and the run and rank of each agent. Pending proposals are aborted.
 
@@ -62,7 +63,7 @@ def _recall_gone(store: Store, gone: list[Member], gone_kept: int, last_kept: in
     others = {member.hello.agent: member for member in gone[gone_kept:last_kept]}
     for agent, step in store.steps.last(list(others)).items():
         if report := step_of(agent, step):
-            others[agent].keep([report])
+            others[agent].set_recent([report])
 
 
 def _recall_steps(store: Store, member: Member, limit: int) -> None:
@@ -84,7 +85,7 @@ def _recall_applied(run: Run, generations: list[Generation]) -> None:
                 member.applied[generation.number] = step
 
 
-def _run(store: Store, name: str, created_at: float, clock: Clock) -> Run | None:
+def _run(store: Store, name: str, created_at: float, clock: Clocks) -> Run | None:
     """The stored run; None if none of its committed generations can be read."""
     generations = store.generations(name)
     committed = max((g for g in generations if g.state in COMMITTED_STATES), key=lambda g: g.number, default=None)
@@ -102,7 +103,7 @@ def _run(store: Store, name: str, created_at: float, clock: Clock) -> Run | None
     return Run(name=name, created_at=created_at, control=control, latest=latest)
 
 
-def _member(record: AgentRecord, lease_seconds: float, clock: Clock) -> Member:
+def _member(record: AgentRecord, lease_seconds: float, clock: Clocks) -> Member:
     here = record.liveness in ("live", "stale")
     member = Member(
         hello=record.hello,
@@ -114,5 +115,5 @@ def _member(record: AgentRecord, lease_seconds: float, clock: Clock) -> Member:
         applied_generation=record.applied_generation,
         owner=record.owner,
     )
-    member.remember(record.told)
+    member.restore_last_report(record.last_report)
     return member

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from tidegate.daemon.control.audit_rows import note
-from tidegate.daemon.control.kept_steps import fitted
 from tidegate.daemon.control.registry import MAX_LISTED, RunRegistry
-from tidegate.daemon.control.run import Clock, Member, Run
+from tidegate.daemon.control.run import Clocks, Member, Run
+from tidegate.daemon.control.step_memory import fit_into_memory
 from tidegate.daemon.control.step_writer import StepWriter
 from tidegate.daemon.control.trials import Trials
 from tidegate.daemon.problems import ProblemError
@@ -60,7 +60,7 @@ class Retention:
         registry: RunRegistry,
         step_writer: StepWriter,
         trials: Trials,
-        clock: Clock,
+        clock: Clocks,
         keep_seconds: float,
     ) -> None:
         self._store = store
@@ -154,7 +154,7 @@ class Retention:
             if sum(member.recent_bytes for member in members) > STEPS_BYTES_OF_A_TOKEN:
                 for member in members:
                     if member.recent_bytes > share:
-                        member.keep(fitted(member.recent, share))
+                        member.set_recent(fit_into_memory(member.recent, share))
 
     def forget_gone(self) -> None:
         """Drops data of lost and finished ranks from memory, except for the latest. Call it every half minute or so."""
@@ -166,7 +166,7 @@ class Retention:
             member.forget()
             self._step_writer.forget(member.hello.agent)
         for member in gone[LAST_STEPS_KEPT:]:
-            member.keep(())
+            member.set_recent(())
 
     def _delete(self, runs: Sequence[Run], actor: str, reason: str) -> None:
         at = self._clock.wall()

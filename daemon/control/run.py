@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tidegate.daemon.control.kept_steps import memory_of
 from tidegate.daemon.control.liveness import liveness
+from tidegate.daemon.control.step_memory import memory_of
 from tidegate.daemon.control.timelines import Timelines
 from tidegate.daemon.decisions.generations import ControlState, Generation
 from tidegate.daemon.decisions.step_window import StepFigures, StepWindow
@@ -26,12 +26,12 @@ EVENTS_KEPT: Final = 1_000
 """Events in memory of each run."""
 WOKEN_AT_ONCE: Final = 16
 """Waiting requests that are woken together."""
-BETWEEN_SECONDS: Final = 0.008
+BATCH_PAUSE_SECONDS: Final = 0.008
 """Pause between two such batches: about the time that a batch of responses takes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class Clocks:
     """Two clocks in seconds: `wall`, since the epoch, for display; `mono`, monotonic, for leases and deadlines."""
 
     wall: Callable[[], float] = time.time
@@ -80,7 +80,7 @@ class Notifier:
         for _ in range(min(WOKEN_AT_ONCE, len(self._to_wake))):
             _set(self._to_wake.popleft())
         if self._to_wake:
-            asyncio.get_running_loop().call_later(BETWEEN_SECONDS, self._wake)
+            asyncio.get_running_loop().call_later(BATCH_PAUSE_SECONDS, self._wake)
 
 
 def _set(woken: asyncio.Future[None]) -> None:
@@ -116,7 +116,7 @@ class Member:
     timelines: Timelines = field(default_factory=Timelines)
     recent: deque[StepReport] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     recent_bytes: int = 0
-    """Estimated memory of `recent`, which only `keep` and `add` change."""
+    """Estimated memory of `recent`, which only `set_recent` and `add` change."""
     window: StepWindow = field(default_factory=StepWindow)
 
     def liveness(self, now: float, lease_seconds: float) -> Liveness:
@@ -124,7 +124,7 @@ class Member:
             return "finished"
         return "lost" if self.seen_mono == -math.inf else liveness(now - self.seen_mono, lease_seconds)
 
-    def take(self, report: AgentReport) -> tuple[StepReport, ...]:
+    def add_report(self, report: AgentReport) -> tuple[StepReport, ...]:
         """Stores a report in memory. Returns its steps that are new, because an agent may report a step twice."""
         self.reported_at = report.timestamp
         self.step = report.step
@@ -133,7 +133,7 @@ class Member:
         self.applied_generation = max(self.applied_generation, report.generation)
         self.rates = report.rates or self.rates
         if report.timeline is not None:
-            self.timelines.take(report.timeline)
+            self.timelines.add(report.timeline)
         self.predicted_update_seconds = report.predicted_update_seconds
         return tuple(step for step in sorted(report.steps, key=lambda step: step.step) if self.add(step))
 
@@ -165,14 +165,14 @@ class Member:
             "rates": self.rates.model_dump(exclude_unset=True) if self.rates else None,
         }
 
-    def remember(self, told: dict[str, Any]) -> None:
-        """Restores the fields that `last_report` stored."""
-        self.phase = told.get("phase", self.phase)
-        self.effective = told.get("effective", {})
-        self.predicted_update_seconds = told.get("predicted_update_seconds")
-        self.rates = Rates.model_validate(told["rates"]) if told.get("rates") else None
+    def restore_last_report(self, stored: dict[str, Any]) -> None:
+        """Restores the fields that were stored from `last_report`."""
+        self.phase = stored.get("phase", self.phase)
+        self.effective = stored.get("effective", {})
+        self.predicted_update_seconds = stored.get("predicted_update_seconds")
+        self.rates = Rates.model_validate(stored["rates"]) if stored.get("rates") else None
 
-    def keep(self, steps: Iterable[StepReport]) -> None:
+    def set_recent(self, steps: Iterable[StepReport]) -> None:
         """Replaces the recent steps of the rank, oldest first."""
         self.recent.clear()
         self.recent.extend(steps)
@@ -181,7 +181,7 @@ class Member:
     def forget(self) -> None:
         """Drops steps and timelines from memory, except for the last step."""
         self.window.clear()
-        self.keep([*self.recent][-1:])
+        self.set_recent([*self.recent][-1:])
         self.timelines.forget()
 
 

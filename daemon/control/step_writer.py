@@ -10,7 +10,7 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from tidegate.daemon.control.run import Clock, Member
+from tidegate.daemon.control.run import Clocks, Member
 from tidegate.daemon.storage.step_table import StepRecord, StepTable, step_of
 from tidegate.wire.step import StepReport
 
@@ -21,7 +21,9 @@ UNWRITTEN_KEPT: Final = 50_000
 STEPS_BEFORE_CLEANING: Final = 32
 """New steps of an agent until its old steps are deleted: deleting one old step for each new one doubles the work."""
 SWEEP_SECONDS: Final = 3_600.0
-"""Time between two deletions of steps older than `keep_seconds`."""
+"""Longest time between two deletions of steps older than `keep_seconds`; it is `keep_seconds` if that is shorter."""
+SHORTEST_SWEEP_SECONDS: Final = 60.0
+"""Shortest time between two such deletions, because each examines the last step of every agent that is gone."""
 _AFTER_ALL: Final = 2**63 - 1
 """A number above every step."""
 log = logging.getLogger(__name__)
@@ -30,12 +32,14 @@ log = logging.getLogger(__name__)
 class StepWriter:
     """Buffers reported steps and writes them in a thread, so that no rank waits for a slow disk.
 
-    keep_seconds: steps of any agent that were reported longer ago are deleted.
+    keep_seconds: steps of any agent that were reported longer ago are not served any more, and deleted. The last step
+    of each agent stays.
     """
 
-    def __init__(self, table: StepTable, keep_seconds: float, clock: Clock) -> None:
+    def __init__(self, table: StepTable, keep_seconds: float, clock: Clocks) -> None:
         self._table = table
         self._keep_seconds = keep_seconds
+        self._sweep_seconds = min(SWEEP_SECONDS, max(SHORTEST_SWEEP_SECONDS, keep_seconds))
         self._clock = clock
         self._unwritten: deque[StepRecord] = deque(maxlen=UNWRITTEN_KEPT)
         self._uncleaned: dict[str, int] = {}
@@ -57,10 +61,18 @@ class StepWriter:
             self._firsts[agent] = member.window.oldest
 
     async def newest(self, agent: str, limit: int) -> list[str]:
-        """The newest reports of an agent in JSON, oldest first, including reports that are not written yet."""
+        """The newest reports of an agent in JSON, oldest first, including reports that are not written yet.
+
+        If all are older than `keep_seconds`, only the last one.
+        """
+        since = self._clock.wall() - self._keep_seconds
+        return await self._since(agent, limit, since) or await self._since(agent, 1, -math.inf)
+
+    async def _since(self, agent: str, limit: int, since: float) -> list[str]:
+        """The newest reports of an agent that were received at the time `since` or later."""
         waiting = [*(self._running[0] if self._running is not None else ()), *self._unwritten]
-        buffered = {step.step: step.body for step in waiting if step.agent == agent}
-        rows = await asyncio.to_thread(self._table.newest, agent, limit)
+        buffered = {step.step: step.body for step in waiting if step.agent == agent and step.at >= since}
+        rows = await asyncio.to_thread(self._table.newest, agent, limit, since)
         stored = {step: body for step, body in rows if step_of(agent, body)}
         bodies = stored | buffered  # a step may be in both, if the running write has finished meanwhile
         return [bodies[step] for step in sorted(bodies)[-limit:]]
@@ -127,7 +139,7 @@ class StepWriter:
     def _begin(self, now: float) -> None:
         steps, firsts = list(self._unwritten), dict(self._firsts)
         before = None
-        if now - self._swept_at >= SWEEP_SECONDS:
+        if now - self._swept_at >= self._sweep_seconds:
             self._swept_at, before = now, self._clock.wall() - self._keep_seconds
         if steps or firsts or before is not None:
             self._unwritten.clear()

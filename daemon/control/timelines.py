@@ -11,7 +11,7 @@ from typing import Final
 
 from tidegate.wire.timeline import TimelineView
 
-KEPT: Final = 24
+TIMELINES_KEPT: Final = 24
 """Number of kept timelines. A compressed timeline is about 10 kB for 200 spans, and at most 100 kB."""
 KEEP_SECONDS: Final = 5.0
 """One timeline in this time is kept. Otherwise the timelines of a run with short steps would cover a few seconds only,
@@ -33,7 +33,7 @@ class Timelines:
         newest = () if self.newest is None or self.newest.step in self._kept else (self.newest.step,)
         return (*self._kept, *newest)
 
-    def take(self, view: TimelineView) -> None:
+    def add(self, view: TimelineView) -> None:
         """Makes this the newest timeline, and keeps it if the last kept one is older than `KEEP_SECONDS`."""
         self.newest = view
         now = self.clock()
@@ -42,7 +42,7 @@ class Timelines:
         self._kept_at = now
         self._kept.pop(view.step, None)
         self._kept[view.step] = zlib.compress(view.model_dump_json().encode(), level=1)
-        while len(self._kept) > KEPT:
+        while len(self._kept) > TIMELINES_KEPT:
             self._kept.popitem(last=False)
 
     def at(self, step: int) -> TimelineView | None:

@@ -9,8 +9,15 @@ from statistics import median
 from typing import Final
 
 from tidegate.daemon.control import serializers
-from tidegate.daemon.control.run import Clock, Run
-from tidegate.daemon.decisions.canary import MIN_STEPS_BEFORE, SETTLING_STEPS, Canary, Step, common_steps, judge
+from tidegate.daemon.control.run import Clocks, Run
+from tidegate.daemon.decisions.canary import (
+    MIN_STEPS_BEFORE,
+    UNCOUNTED_STEPS,
+    Canary,
+    StepOfAllRanks,
+    common_steps,
+    judge,
+)
 from tidegate.daemon.decisions.generations import ControlEvent, Generation, NewProposal, TrialJudged
 from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.daemon.problems import ProblemError
@@ -48,7 +55,7 @@ class Trials:
     """The trials of all runs. `advance(run, event)` applies an event to a run: it decides, stores and notifies."""
 
     def __init__(
-        self, store: Store, advance: Callable[[Run, ControlEvent], None], clock: Clock, proposal_seconds: float
+        self, store: Store, advance: Callable[[Run, ControlEvent], None], clock: Clocks, proposal_seconds: float
     ) -> None:
         self._store = store
         self._apply_event = advance
@@ -70,7 +77,7 @@ class Trials:
                 "or make the change without a canary."
             )
             raise ProblemError(409, "canary-running", detail, generation=committed.number)
-        steps = self._steps(run, settling=SETTLING_STEPS) if committed.state == "applied" else []
+        steps = self._steps(run, skip=UNCOUNTED_STEPS) if committed.state == "applied" else []
         before = steps[-request.steps :]
         if len(before) < MIN_STEPS_BEFORE:
             detail = (
@@ -177,8 +184,8 @@ class Trials:
         """The target's knobs, restricted to the storage paths that the run has now."""
         return serializers.knobs_of(target).fitted(run.paths).as_dict(paths=bool(run.paths))
 
-    def _steps(self, run: Run, settling: int = 0) -> list[Step]:
-        """Steps that all present ranks ran with the committed generation, without the first `settling` steps.
+    def _steps(self, run: Run, skip: int = 0) -> list[StepOfAllRanks]:
+        """Steps that all present ranks ran with the committed generation, without the first `skip` steps.
 
         A rank that has not reported its first step with the generation is ignored.
         """
@@ -191,4 +198,4 @@ class Trials:
             if first is not None:
                 firsts.append(first)
                 ranks.append((member.window, member.hello.device_memory_bytes))
-        return common_steps(ranks, first=max(firsts, default=0) + settling)
+        return common_steps(ranks, first=max(firsts, default=0) + skip)

@@ -17,7 +17,8 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.util.concurrency import greenlet_spawn
 
 from tidegate.daemon.problems import ProblemError
-from tidegate.daemon.storage.store import WAIT_SECONDS, Store, is_busy
+from tidegate.daemon.storage.engines import WAIT_SECONDS, is_busy
+from tidegate.daemon.storage.store import Store
 
 P = ParamSpec("P")
 T = TypeVar("T")

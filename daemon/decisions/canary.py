@@ -19,7 +19,7 @@ from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.wire.canary import CanaryMeasure, CanaryState
 
 MIN_STEPS_BEFORE: Final = 5
-SETTLING_STEPS: Final = 1
+UNCOUNTED_STEPS: Final = 1
 """Steps left out at the begin of a generation: the first step moves state, and is not representative."""
 SIGNIFICANT_SCORE: Final = 2.33
 """Standard score that chance exceeds with a probability of 1 %."""
@@ -29,7 +29,7 @@ the slowest step before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepOfAllRanks:
     """One step over all ranks: the times of the slowest rank, and the smallest free share of device memory at the peak.
 
     `free_share` is None where the memory's size is unknown.
@@ -54,7 +54,7 @@ class Canary:
     steps: int
     min_effect: float
     min_headroom: float
-    before: tuple[Step, ...]
+    before: tuple[StepOfAllRanks, ...]
     state: CanaryState = "waiting"
     verdict: str = ""
     predicted_before: float | None = None
@@ -73,7 +73,7 @@ class Canary:
 
 def common_steps(
     ranks: Iterable[tuple[Iterable[StepFigures], int | None]], *, first: int = 0, end: int | None = None
-) -> list[Step]:
+) -> list[StepOfAllRanks]:
     """The steps in [first, end) that every rank has reported, oldest first, without skipped steps.
 
     ranks: the steps of each rank, and the size of its device memory in bytes.
@@ -88,9 +88,9 @@ def common_steps(
     return [_combine(row) for row in rows if all(s.update_seconds is not None and not s.skipped for s, _ in row)]
 
 
-def _combine(row: Sequence[tuple[StepFigures, int | None]]) -> Step:
+def _combine(row: Sequence[tuple[StepFigures, int | None]]) -> StepOfAllRanks:
     shares = [1 - s.peak_bytes / memory for s, memory in row if memory and s.peak_bytes is not None]
-    return Step(
+    return StepOfAllRanks(
         seconds=max(s.seconds for s, _ in row),
         exposed_seconds=max(s.exposed_seconds for s, _ in row),
         update_seconds=max(s.update_seconds or 0.0 for s, _ in row),
@@ -98,12 +98,12 @@ def _combine(row: Sequence[tuple[StepFigures, int | None]]) -> Step:
     )
 
 
-def judge(canary: Canary, after: Sequence[Step]) -> Canary:
+def judge(canary: Canary, after: Sequence[StepOfAllRanks]) -> Canary:
     """The canary with its verdict; unchanged while there are too few steps.
 
     after: the steps with the change, from the first one on.
     """
-    seen = after[SETTLING_STEPS : SETTLING_STEPS + canary.steps]
+    seen = after[UNCOUNTED_STEPS : UNCOUNTED_STEPS + canary.steps]
     if canary.state != "waiting" or not seen:
         return canary
     short = _short_of_memory(canary, seen)
@@ -140,7 +140,7 @@ def interquartile_range(values: Sequence[float]) -> float:
     return high - low
 
 
-def measure(before: Sequence[Step], after: Sequence[Step]) -> CanaryMeasure:
+def measure(before: Sequence[StepOfAllRanks], after: Sequence[StepOfAllRanks]) -> CanaryMeasure:
     """Compares the steps before and after the change; both sides need at least one step."""
     old, new = [s.seconds for s in before], [s.seconds for s in after]
     old_exposed, new_exposed = [s.exposed_seconds for s in before], [s.exposed_seconds for s in after]
@@ -183,7 +183,7 @@ def _in_words(m: CanaryMeasure) -> str:
     )
 
 
-def _short_of_memory(canary: Canary, after: Sequence[Step]) -> str:
+def _short_of_memory(canary: Canary, after: Sequence[StepOfAllRanks]) -> str:
     """The complaint if the change left less than `min_headroom` of device memory free, else empty."""
     before = min((s.free_share for s in canary.before if s.free_share is not None), default=None)
     now = min((s.free_share for s in after if s.free_share is not None), default=None)
@@ -212,7 +212,7 @@ def from_json(stored: Mapping[str, object]) -> Canary:
     """The canary from the JSON of the database."""
     values: dict[str, object] = {
         **stored,
-        "before": tuple(Step(*row) for row in stored["before"]),  # type: ignore[attr-defined]
+        "before": tuple(StepOfAllRanks(*row) for row in stored["before"]),  # type: ignore[attr-defined]
         "measured": CanaryMeasure.model_validate(stored["measured"]) if stored["measured"] else None,
     }
     return Canary(**values)  # type: ignore[arg-type]

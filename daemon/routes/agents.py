@@ -10,8 +10,16 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from tidegate.daemon.control import serializers
-from tidegate.daemon.problems import ProblemError, also
-from tidegate.daemon.routes.dependencies import LOOK_SECONDS, Holds, Own, Plane, Wait, Who, check_holds
+from tidegate.daemon.problems import ProblemError, problem_responses
+from tidegate.daemon.routes.dependencies import (
+    TOKEN_CHECK_SECONDS,
+    OwnAgent,
+    Plane,
+    RequestCaller,
+    TokenCheck,
+    Wait,
+    require_valid_token,
+)
 from tidegate.daemon.routes.fast_route import FastRoute
 from tidegate.daemon.security.scopes import AGENT_OF_ANY_RUN, READ_OF_ANY_RUN
 from tidegate.errors import KnobError
@@ -37,8 +45,8 @@ class DirectiveQuery(WaitQuery):
     proposed: Annotated[int | None, Field(ge=-1, lt=2**63)] = None
 
 
-@router.post("", status_code=201, dependencies=[AGENT_OF_ANY_RUN], responses=also(409))
-async def hello(plane: Plane, who: Who, message: AgentHello) -> Lease:
+@router.post("", status_code=201, dependencies=[AGENT_OF_ANY_RUN], responses=problem_responses(409))
+async def hello(plane: Plane, who: RequestCaller, message: AgentHello) -> Lease:
     """Registers one rank of a run; the first rank creates the run."""
     who.check_run(message.run)
     if message.protocol != PROTOCOL_VERSION:
@@ -65,14 +73,16 @@ def _check_metrics_address(address: str) -> None:
         raise ProblemError(422, "invalid-message", detail)
 
 
-@fast_router.post("/{agent}/reports", dependencies=[AGENT_OF_ANY_RUN], responses=also(409))
-async def report(plane: Plane, agent: Own, message: AgentReport) -> Lease:
+@fast_router.post("/{agent}/reports", dependencies=[AGENT_OF_ANY_RUN], responses=problem_responses(409))
+async def report(plane: Plane, agent: OwnAgent, message: AgentReport) -> Lease:
     """Takes the rank's report since its last one, and renews its lease."""
     return await plane.turns.do(plane.report, agent, message)
 
 
 @fast_router.get("/{agent}/directive", dependencies=[READ_OF_ANY_RUN])
-async def directive(plane: Plane, agent: Own, holds: Holds, message: Annotated[DirectiveQuery, Query()]) -> Directive:
+async def directive(
+    plane: Plane, agent: OwnAgent, token_is_valid: TokenCheck, message: Annotated[DirectiveQuery, Query()]
+) -> Directive:
     """Long poll for the rank's directive: returns at once if it is newer than what the caller knows, else after at most
     `wait` seconds. 401 when the token expires or is withdrawn during the wait."""
     deadline, seen = time.monotonic() + message.wait, -1 if message.proposed is None else message.proposed
@@ -83,13 +93,13 @@ async def directive(plane: Plane, agent: Own, holds: Holds, message: Annotated[D
         left = deadline - time.monotonic()
         if current.committed > message.committed or has_new_proposal or left <= 0 or plane.closing:
             return current
-        await run.directive_notifier.wait(min(left, LOOK_SECONDS), agent)
-        check_holds(holds)
+        await run.directive_notifier.wait(min(left, TOKEN_CHECK_SECONDS), agent)
+        require_valid_token(token_is_valid)
 
 
 @fast_router.post("/{agent}/votes", dependencies=[AGENT_OF_ANY_RUN])
 async def vote(
-    plane: Plane, agent: Own, holds: Holds, message: Vote, query: Annotated[WaitQuery, Query()]
+    plane: Plane, agent: OwnAgent, token_is_valid: TokenCheck, message: Vote, query: Annotated[WaitQuery, Query()]
 ) -> Directive:
     """Takes the rank's vote on proposed knobs: whether it can use them. Returns when the proposal is decided, or after
     `wait` seconds."""
@@ -100,11 +110,11 @@ async def vote(
         left = deadline - time.monotonic()
         if run.control.is_decided(message.generation) or left <= 0 or plane.closing:
             return serializers.directive(run, member.hello.rank)
-        await run.directive_notifier.wait(min(left, LOOK_SECONDS), agent)
-        check_holds(holds)
+        await run.directive_notifier.wait(min(left, TOKEN_CHECK_SECONDS), agent)
+        require_valid_token(token_is_valid)
 
 
 @router.delete("/{agent}", status_code=204, dependencies=[AGENT_OF_ANY_RUN])
-async def goodbye(plane: Plane, agent: Own) -> None:
+async def goodbye(plane: Plane, agent: OwnAgent) -> None:
     """The rank ends on purpose."""
     await plane.turns.do(plane.goodbye, agent)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter
 from pydantic import AwareDatetime, BaseModel, Field
 
-from tidegate.daemon.routes.dependencies import Alerts, Author, Plane, Who
+from tidegate.daemon.routes.dependencies import Alerts, Author, Plane, RequestCaller
 from tidegate.daemon.security.scopes import ALERT, READ
 from tidegate.wire.alert import AlertReceipt, AlertState, AlertView
 
@@ -46,7 +46,7 @@ class Webhook(BaseModel):
 
 
 @router.post("/v1/alerts", dependencies=[ALERT])
-async def take(plane: Plane, book: Alerts, author: Author, who: Who, message: Webhook) -> AlertReceipt:
+async def take(plane: Plane, book: Alerts, author: Author, who: RequestCaller, message: Webhook) -> AlertReceipt:
     """Stores the alerts that have changed. Alerts of unknown runs, and alerts over the token's quota (200 firing and 50
     resolved alerts in each run), are skipped and counted: to refuse the whole message would lose its other alerts."""
     now = time.time()

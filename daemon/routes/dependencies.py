@@ -16,7 +16,7 @@ from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.security.tokens import Caller, Tokens, bearer
 
 MAX_WAIT_SECONDS = 60.0
-LOOK_SECONDS = 1.0
+TOKEN_CHECK_SECONDS = 1.0
 """How often a request that waits looks whether its token is still good."""
 
 
@@ -50,31 +50,31 @@ def own_agent(plane: ControlPlane, who: Caller, agent: str) -> str:
     return agent
 
 
-async def _own(request: Request, agent: str) -> str:
+async def _own_agent(request: Request, agent: str) -> str:
     return own_agent(request.app.state.plane, request.state.caller, agent)
 
 
-def still_holds(tokens: Tokens, authorization: str) -> Callable[[], bool]:
+def token_check(tokens: Tokens, authorization: str) -> Callable[[], bool]:
     """A function that checks whether the token of an Authorization header is still valid."""
     token = bearer(authorization)
     return lambda: isinstance(tokens.check(token), Caller)
 
 
-def check_holds(holds: Callable[[], bool]) -> None:
+def require_valid_token(token_is_valid: Callable[[], bool]) -> None:
     """Raises a 401 problem if the token was withdrawn or has expired while the request waited."""
-    if not holds():
+    if not token_is_valid():
         raise ProblemError(401, "token-ended", "The token was withdrawn or has expired: ask for a new one.")
 
 
-async def _holds(request: Request) -> Callable[[], bool]:
+async def _token_check(request: Request) -> Callable[[], bool]:
     """A function that checks whether the request's token is still valid, for long-lived responses."""
-    return still_holds(request.app.state.tokens, request.headers.get("authorization", ""))
+    return token_check(request.app.state.tokens, request.headers.get("authorization", ""))
 
 
 Alerts = Annotated[AlertRegistry, Depends(_alerts)]
 Plane = Annotated[ControlPlane, Depends(_plane)]
-Who = Annotated[Caller, Depends(_caller)]
+RequestCaller = Annotated[Caller, Depends(_caller)]
 Author = Annotated[str, Depends(_author)]
-Own = Annotated[str, Depends(_own)]
-Holds = Annotated[Callable[[], bool], Depends(_holds)]
+OwnAgent = Annotated[str, Depends(_own_agent)]
+TokenCheck = Annotated[Callable[[], bool], Depends(_token_check)]
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds")]

@@ -17,11 +17,11 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tidegate.daemon.routes.dependencies import own_agent, still_holds
+from tidegate.daemon.routes.dependencies import own_agent, token_check
 
 
 class FastRoute(APIRoute):
-    """A route whose endpoint takes `plane`, `agent`, `holds` and models only, and returns a model.
+    """A route whose endpoint takes `plane`, `agent`, `token_is_valid` and models only, and returns a model.
 
     An annotated model is read from the query, the other model (at most one) from the body.
     """
@@ -29,8 +29,10 @@ class FastRoute(APIRoute):
     def __init__(self, path: str, endpoint: Callable[..., Any], **more: Any) -> None:
         super().__init__(path, endpoint, **more)
         hints = get_type_hints(endpoint, include_extras=True)
-        models = {name: hint for name, hint in hints.items() if name not in ("plane", "agent", "holds", "return")}
-        self._asks_holds = "holds" in hints
+        models = {
+            name: hint for name, hint in hints.items() if name not in ("plane", "agent", "token_is_valid", "return")
+        }
+        self._needs_token_check = "token_is_valid" in hints
         self._query: dict[str, type[BaseModel]] = {
             name: get_args(hint)[0] for name, hint in models.items() if get_origin(hint) is Annotated
         }
@@ -46,8 +48,10 @@ class FastRoute(APIRoute):
         plane, state = scope["app"].state.plane, scope["state"]
         agent = own_agent(plane, state["caller"], scope["path_params"]["agent"])
         more: dict[str, Any] = await self._read(scope, receive)
-        if self._asks_holds:
-            more["holds"] = still_holds(scope["app"].state.tokens, Headers(scope=scope).get("authorization", ""))
+        if self._needs_token_check:
+            more["token_is_valid"] = token_check(
+                scope["app"].state.tokens, Headers(scope=scope).get("authorization", "")
+            )
         answer = await self.endpoint(plane=plane, agent=agent, **more)
         response = Response(answer.__pydantic_serializer__.to_json(answer), media_type="application/json")
         await response(scope, receive, send)

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from tidegate.daemon.problems import ProblemError, also
+from tidegate.daemon.problems import ProblemError, problem_responses
 from tidegate.daemon.routes.dependencies import Plane
 from tidegate.daemon.security.scopes import PROBE
 from tidegate.daemon.storage.readiness import Readiness
@@ -21,7 +21,7 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/readyz", responses=also(503))
+@router.get("/readyz", responses=problem_responses(503))
 async def readyz(request: Request, plane: Plane) -> dict[str, str]:
     """The database can be read and written: a test row was written within the last second."""
     readiness: Readiness = request.app.state.readiness

@@ -11,12 +11,13 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Response
 
 from tidegate.daemon.control import serializers
+from tidegate.daemon.control.bounded_answer import bounded_knobs
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.preview import prediction_inputs, preview
 from tidegate.daemon.control.run import Run
 from tidegate.daemon.control.trials import Predicted
 from tidegate.daemon.decisions.generations import Generation
-from tidegate.daemon.problems import ProblemError, also
+from tidegate.daemon.problems import ProblemError, problem_responses
 from tidegate.daemon.routes.dependencies import Author, Plane, Wait
 from tidegate.daemon.security.scopes import OPERATE, READ
 from tidegate.daemon.storage.row_reader import REMEDY
@@ -30,16 +31,20 @@ from tidegate.wire.prediction import KnobPreview
 router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
 
 
-@router.get("/knobs", dependencies=[READ])
-async def knobs(plane: Plane, run: str, response: Response) -> KnobsView:
-    """The desired knobs, their bounds, and the knobs that each rank uses. The ETag is for If-Match."""
+@router.get("/knobs", dependencies=[READ], response_model=KnobsView)
+async def knobs(plane: Plane, run: str) -> Response:
+    """The desired knobs, their bounds, and the knobs that each rank uses. The ETag is for If-Match. The answer has at
+    most 48 MiB. Where it would be larger, ranks come without `effective`, and `refused` is cut to 40 characters."""
     found = plane.registry.run(run)
-    response.headers["ETag"] = f'"{found.control.newest}"'
-    return serializers.knobs_view(found, plane.registry.states(found))
+    answer = bounded_knobs(serializers.knobs_view(found, plane.registry.states(found)))
+    return Response(answer, media_type="application/json", headers={"ETag": f'"{found.control.newest}"'})
 
 
 @router.patch(
-    "/knobs", dependencies=[OPERATE], response_model=GenerationView | KnobPreview, responses=also(409, 412, 428)
+    "/knobs",
+    dependencies=[OPERATE],
+    response_model=GenerationView | KnobPreview,
+    responses=problem_responses(409, 412, 428),
 )
 async def change(
     plane: Plane,
@@ -66,7 +71,7 @@ async def change(
     return await _outcome(plane, found, made.number, wait, response)
 
 
-@router.post("/rollback", dependencies=[OPERATE], responses=also(409, 412))
+@router.post("/rollback", dependencies=[OPERATE], responses=problem_responses(409, 412))
 async def roll_back(
     plane: Plane,
     author: Author,

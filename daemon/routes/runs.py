@@ -8,10 +8,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 
 from tidegate.daemon.control import serializers
-from tidegate.daemon.control.bounded_answer import bounded
+from tidegate.daemon.control.bounded_answer import bounded_runs
 from tidegate.daemon.decisions.step_window import STEPS_KEPT
-from tidegate.daemon.problems import ProblemError, also
-from tidegate.daemon.routes.dependencies import Author, Plane, Who
+from tidegate.daemon.problems import ProblemError, problem_responses
+from tidegate.daemon.routes.dependencies import Author, Plane, RequestCaller
 from tidegate.daemon.security.scopes import OPERATE, READ, READ_OF_ANY_RUN
 from tidegate.wire.agent import Rates
 from tidegate.wire.run import RunView, StepsView, TimelinesView
@@ -21,24 +21,25 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 
 @router.get("", dependencies=[READ_OF_ANY_RUN], response_model=list[RunView])
-async def runs(plane: Plane, who: Who) -> Response:
-    """All runs that the token gives access to, newest first. The answer has 48 MiB at most: runs whose ranks tell most
-    come without `last_step`, `effective` and `totals` first, then the largest without ranks."""
-    seen = sorted((r for r in plane.registry.runs.values() if who.may_see(r.name)), key=lambda r: -r.created_at)
-    told = bounded(serializers.run_view(run, plane.registry.states(run)) for run in seen)
-    return Response(b"[" + b",".join(told) + b"]", media_type="application/json")
+async def runs(plane: Plane, who: RequestCaller) -> Response:
+    """All runs that the token gives access to, newest first. The answer has at most 48 MiB. Where it would be larger,
+    the runs with the most data for each rank come without `last_step`, `effective` and `totals`, then the largest runs
+    without ranks."""
+    visible = sorted((r for r in plane.registry.runs.values() if who.may_see(r.name)), key=lambda r: -r.created_at)
+    answers = bounded_runs(serializers.run_view(run, plane.registry.states(run)) for run in visible)
+    return Response(b"[" + b",".join(answers) + b"]", media_type="application/json")
 
 
 @router.get("/{run}", dependencies=[READ], response_model=RunView)
 async def one(plane: Plane, run: str) -> Response:
-    """One run and its ranks, in 48 MiB at most, as the list of runs."""
+    """One run and its ranks, limited to 48 MiB in the same way as the list of runs."""
     found = plane.registry.run(run)
     await plane.load_last_steps(found)
-    told = bounded([serializers.run_view(found, plane.registry.states(found))])
-    return Response(told[0], media_type="application/json")
+    answers = bounded_runs([serializers.run_view(found, plane.registry.states(found))])
+    return Response(answers[0], media_type="application/json")
 
 
-@router.delete("/{run}", status_code=204, dependencies=[OPERATE], responses=also(409))
+@router.delete("/{run}", status_code=204, dependencies=[OPERATE], responses=problem_responses(409))
 async def delete(plane: Plane, author: Author, run: str, reason: Annotated[str, Query(max_length=300)] = "") -> None:
     """Deletes the run permanently: its generations, ranks, steps and alerts. The audit log keeps the run's rows, and
     gets a row with the author of the deletion. 409 while any rank is live or stale."""

@@ -17,7 +17,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityS
 from starlette.routing import Match
 from starlette.types import Scope as Connection
 
-from tidegate.client.daemon_client import SCOPES, Scope
+from tidegate.client.discovery import SCOPES, Scope
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.security.tokens import Caller
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from tidegate.client.daemon_client import SCOPES, Scope
+from tidegate.client.discovery import SCOPES, Scope
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.storage.state_directory import read_private, unwritable, write_private
 from tidegate.daemon.storage.store import Store

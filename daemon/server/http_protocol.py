@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from tidegate.daemon.problems import problem
 from tidegate.daemon.security.connections import Connection, ConnectionLimiter, Reason
 from tidegate.daemon.security.middleware import AUTHORITY
-from tidegate.pipelining import PIECE_BYTES, Pipelined
+from tidegate.pipelining import PIECE_BYTES, PipelinedProtocol
 
 MAX_HEADER_BYTES: Final = 65_536
 """Limit for the request line and headers; trailers and the framing of chunks count as well."""
@@ -39,7 +39,7 @@ class _UpgradeWithBody(Exception):
     """A request that has both a body and an Upgrade header: the parser would take its body for the next request."""
 
 
-class Protocol(Pipelined):
+class Protocol(PipelinedProtocol):
     """HTTP protocol of one connection. Its `Connection` is at `request.state.connection` of each request."""
 
     def __init__(self, limiter: ConnectionLimiter, connection: Connection, **more: Any) -> None:

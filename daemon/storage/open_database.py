@@ -12,8 +12,9 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from tidegate.daemon.configuration.settings import Settings
+from tidegate.daemon.storage.engines import BUSY_SECONDS
 from tidegate.daemon.storage.state_directory import read_private, unwritable, write_private
-from tidegate.daemon.storage.store import BUSY_SECONDS, Store
+from tidegate.daemon.storage.store import Store
 from tidegate.errors import DaemonError
 
 MARKER: Final = "database.made"

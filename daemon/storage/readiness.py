@@ -10,7 +10,8 @@ from typing import Final
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from tidegate.daemon.storage.database_file import why_unusable
-from tidegate.daemon.storage.store import Store, is_busy
+from tidegate.daemon.storage.engines import is_busy
+from tidegate.daemon.storage.store import Store
 
 KEPT_SECONDS: Final = 1.0
 BUSY: Final = "Another process holds the write lock of the database: changes wait."

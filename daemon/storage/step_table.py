@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from sqlalchemy.orm import aliased
 
 from tidegate.daemon.storage.row_reader import REMEDY, reason
 from tidegate.daemon.storage.schema import StepRow
+from tidegate.wire.stall_causes import with_present_names
 from tidegate.wire.step import StepReport
 
 
@@ -33,7 +35,7 @@ ROWS_AT_ONCE: Final = 2_000
 """Rows in one transaction, at most."""
 AGENTS_AT_ONCE: Final = 500
 """Agents in one query, at most: databases limit the number of parameters."""
-LET_IN_SECONDS: Final = 0.05
+PAUSE_SECONDS: Final = 0.05
 """Pause between two transactions: a process that waits for SQLite's lock only polls it, and needs time to get it."""
 _INSERT: Final = insert(StepRow)
 _NEWER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.step >= bindparam("first"))
@@ -77,7 +79,7 @@ class StepTable:
         old = [{"of": agent, "first": first} for agent, first in firsts]
         for start in range(0, len(rows), ROWS_AT_ONCE):
             if start:
-                time.sleep(LET_IN_SECONDS)
+                time.sleep(PAUSE_SECONDS)
             self._write(rows[start : start + ROWS_AT_ONCE])
         if not old and before is None:
             return
@@ -93,12 +95,17 @@ class StepTable:
             connection.execute(_NEWER, [{"of": agent, "first": step} for agent, step in begin.items()])
             connection.execute(_INSERT, [{name: getattr(s, name) for name in StepRecord.__slots__} for s in rows])
 
-    def newest(self, agent: str, limit: int) -> list[tuple[int, str]]:
-        """The newest `limit` steps of the agent, each with its report in JSON, oldest first."""
+    def newest(self, agent: str, limit: int, since: float = -math.inf) -> list[tuple[int, str]]:
+        """The newest `limit` steps of the agent, each with its report in JSON, oldest first.
+
+        since: only steps received at this time or later, in seconds since the epoch.
+        """
         query = select(StepRow.step, StepRow.body).where(StepRow.agent == agent)
+        if since > -math.inf:
+            query = query.where(StepRow.at >= since)
         with self._reading.connect() as connection:
             rows = connection.execute(query.order_by(StepRow.step.desc()).limit(limit)).all()
-            return [(step, body) for step, body in reversed(rows)]
+            return [(step, with_present_names(body)) for step, body in reversed(rows)]
 
     def last(self, agents: Sequence[str]) -> dict[str, str]:
         """The newest report of each of these agents, in JSON, by agent."""
@@ -113,7 +120,7 @@ class StepTable:
             same = (StepRow.agent == newest.c.agent) & (StepRow.step == newest.c.step)
             with self._reading.connect() as connection:
                 rows = connection.execute(select(StepRow.agent, StepRow.body).join(newest, same))
-                bodies.update((agent, body) for agent, body in rows)
+                bodies.update((agent, with_present_names(body)) for agent, body in rows)
         return bodies
 
     def newest_numbers(self) -> dict[str, int]:

@@ -5,106 +5,50 @@ A method has committed when it returns, so changes that the daemon acknowledges 
 
 from __future__ import annotations
 
-import functools
-import sqlite3
 import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import Final
 
-from pydantic import Field, TypeAdapter
-from sqlalchemy import create_engine, delete, event, func, select, update
+from sqlalchemy import delete, event, func, select, update
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
-from tidegate.daemon.decisions import canary
-from tidegate.daemon.decisions.generations import Ballot, Generation
+from tidegate.daemon.decisions.generations import Generation
 from tidegate.daemon.storage import alert_table
 from tidegate.daemon.storage.alert_table import AlertTable, KnownAlert
 from tidegate.daemon.storage.database_file import DatabaseFile, remedy
+from tidegate.daemon.storage.engines import (
+    WAIT_SECONDS,
+    LockTimeout,
+    engine_for,
+    only_reads,
+    read_only,
+    with_lock_timeout,
+)
 from tidegate.daemon.storage.migrations.upgrade import upgrade
 from tidegate.daemon.storage.off_loop import off_loop
-from tidegate.daemon.storage.row_reader import RowReader, json_of, text_of
+from tidegate.daemon.storage.records import (
+    AgentRecord,
+    AuditNote,
+    agent_of,
+    agent_row,
+    audit_entry,
+    audit_of,
+    generation_of,
+    generation_row,
+    run_of,
+)
+from tidegate.daemon.storage.row_reader import RowReader
 from tidegate.daemon.storage.schema import AgentRow, AlertRow, AuditEntry, CounterRow, GenerationRow, RunRow, StepRow
 from tidegate.daemon.storage.step_table import StepTable
 from tidegate.daemon.storage.token_table import TokenTable
 from tidegate.errors import DaemonError
-from tidegate.knobs.knobs import Knobs
-from tidegate.wire.agent import AgentHello, Rates
 from tidegate.wire.audit import AuditRow
-from tidegate.wire.base import Duration, Finite, KnobChanges, Label, Liveness, Message, RunName
-from tidegate.wire.knobs import MeasuredEffect
 
-BUSY_SECONDS: Final = 5.0
-"""Longest wait for the write lock that another process holds, while the daemon starts and in other programs."""
-WAIT_SECONDS: Final = 1.0
-"""Longest wait for that lock in a daemon that serves requests."""
-_ONLY_READS: Final = "tidegate_only_reads"
-_LOCK_TIMEOUT: Final = "tidegate_lock_timeout"
 _PROBE: Final = "readyz"
 """Name of the counter that `Store.test_write` writes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentRecord:
-    """The agent of one rank as it is stored."""
-
-    hello: AgentHello
-    liveness: Liveness
-    last_seen: float
-    step: int
-    applied_generation: int
-    told: dict[str, Any]
-    owner: str = ""
-    """Id of the token that the agent used; empty if unknown."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditNote:
-    """A new row of the audit log, which has no number yet."""
-
-    timestamp: float
-    actor: str
-    action: str
-    run: str
-    generation: int | None = None
-    before: KnobChanges | None = None
-    after: KnobChanges | None = None
-    reason: str = ""
-    effect: str = ""
-
-
-class LastReport(Message):
-    """`Member.last_report` as it is stored."""
-
-    phase: Label = "other"
-    effective: KnobChanges = Field(default_factory=dict)
-    predicted_update_seconds: Duration | None = None
-    rates: Rates | None = None
-
-
-class StoredRun(Message):
-    """A row of the table of runs."""
-
-    name: RunName
-    created_at: Finite
-
-
-_AGENT: Final = TypeAdapter(AgentRecord)
-_GENERATION: Final = TypeAdapter(Generation)
-
-
-@dataclass(slots=True)
-class LockTimeout:
-    """How long a write transaction waits for the write lock while another process holds it."""
-
-    seconds: float = BUSY_SECONDS
-    gave_up: bool = False
-    """A transaction has waited without success. The next ones do not wait, until one has obtained the lock."""
-    at_once: bool = False
-    """The next transaction does not wait."""
 
 
 class Store:
@@ -116,7 +60,8 @@ class Store:
     def __init__(self, url: str, if_new: DaemonError | None = None) -> None:
         try:
             self.lock_timeout = LockTimeout()
-            self._engine, self._relaxed = _engine(url, "FULL", self.lock_timeout), _engine(url, "NORMAL", LockTimeout())
+            self._engine = engine_for(url, "FULL", self.lock_timeout)
+            self._relaxed = engine_for(url, "NORMAL", LockTimeout())
             self._file = DatabaseFile(self._engine.url.database if self._engine.dialect.name == "sqlite" else None)
             upgrade(self._engine, if_new)
             self._file.remember()
@@ -132,13 +77,13 @@ class Store:
             ) from error
         self.thread = ThreadPoolExecutor(1, "tidegate-store")
         self._session = sessionmaker(self._engine, expire_on_commit=False)
-        self._reading = sessionmaker(_reading(self._engine))
-        probing = self._relaxed.execution_options(**{_LOCK_TIMEOUT: LockTimeout(WAIT_SECONDS)})
-        self._probing = sessionmaker(probing)  # does not wait for the disk, so it holds the lock only briefly
+        self._reading = sessionmaker(read_only(self._engine))
+        # The probe does not wait for the disk, so it holds the lock only briefly.
+        self._probing = sessionmaker(with_lock_timeout(self._relaxed, LockTimeout(WAIT_SECONDS)))
         self.row_reader = RowReader()
         self.tokens = TokenTable(self._session, self._reading, self.row_reader)
         self.alerts = AlertTable(self._reading, self.row_reader)
-        self.steps = StepTable(self._relaxed, _reading(self._relaxed))
+        self.steps = StepTable(self._relaxed, read_only(self._relaxed))
 
     @property
     def engine(self) -> Engine:
@@ -149,7 +94,7 @@ class Store:
         self.lock_timeout.seconds = WAIT_SECONDS
 
     def _check_file(self, connection: Connection) -> None:
-        if not _only_reads(connection):
+        if not only_reads(connection):
             self._file.check()
 
     def test_write(self) -> None:
@@ -180,8 +125,8 @@ class Store:
     def add_run(self, name: str, created_at: float, first: Generation, agent: AgentRecord) -> None:
         with self._session.begin() as session:
             session.add(RunRow(name=name, created_at=created_at))
-            session.merge(_generation_row(name, first))
-            session.merge(_agent_row(agent))
+            session.merge(generation_row(name, first))
+            session.merge(agent_row(agent))
 
     @off_loop
     def save(
@@ -196,11 +141,11 @@ class Store:
         """Stores all of these in one transaction. deleted_alerts: run and fingerprint of alerts to delete."""
         with self._session.begin() as session:
             for generation in generations:
-                session.merge(_generation_row(run, generation))
+                session.merge(generation_row(run, generation))
             for agent in agents:
-                session.merge(_agent_row(agent))
+                session.merge(agent_row(agent))
             alert_table.change(session, alerts, deleted_alerts)
-            session.add_all(_audit_entry(note) for note in notes)
+            session.add_all(audit_entry(note) for note in notes)
 
     @off_loop
     def delete_runs(self, runs: Sequence[str], notes: Iterable[AuditNote]) -> None:
@@ -212,7 +157,7 @@ class Store:
             session.execute(delete(GenerationRow).where(GenerationRow.run.in_(runs)))
             session.execute(delete(AlertRow).where(AlertRow.run.in_(runs)))
             session.execute(delete(RunRow).where(RunRow.name.in_(runs)))
-            session.add_all(_audit_entry(note) for note in notes)
+            session.add_all(audit_entry(note) for note in notes)
 
     @off_loop
     def update_agents(self, agents: Iterable[AgentRecord]) -> None:
@@ -225,7 +170,7 @@ class Store:
                 "last_seen": agent.last_seen,
                 "step": agent.step,
                 "applied_generation": agent.applied_generation,
-                "told": agent.told,
+                "told": agent.last_report,
             }
             for agent in agents
         ]
@@ -293,172 +238,3 @@ class Store:
             query = query.where(AuditEntry.run == run)
         with self._reading() as session:
             return list(self.row_reader.each(session.scalars(query), audit_of))[::-1]
-
-
-def is_busy(error: OperationalError) -> bool:
-    """Whether another process holds SQLite's write lock."""
-    return isinstance(error.orig, sqlite3.OperationalError) and "is locked" in str(error.orig)
-
-
-def _engine(url: str, synchronous: Literal["FULL", "NORMAL"], timeout: LockTimeout) -> Engine:
-    """An SQLAlchemy engine for `url`, with SQLite's setting `synchronous`.
-
-    FULL: a committed change survives a power failure. NORMAL: a committed change survives the end of the process, and
-    the commit does not wait for the disk.
-    """
-    if not url.startswith("sqlite"):
-        return create_engine(url)
-    engine = create_engine(url, json_deserializer=json_of)
-    if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", functools.partial(_configure, synchronous))
-        event.listen(engine, "begin", functools.partial(_begin, timeout))
-    return engine
-
-
-def _reading(engine: Engine) -> Engine:
-    """The same engine with an option that marks its transactions as read-only."""
-    return engine.execution_options(**{_ONLY_READS: True})
-
-
-def _configure(synchronous: str, connection: Any, _: Any) -> None:
-    """Sets up a new connection to SQLite: WAL mode, timeouts, durability."""
-    if isinstance(connection, sqlite3.Connection):
-        connection.text_factory = text_of
-        connection.execute(f"PRAGMA busy_timeout={1000 * BUSY_SECONDS:.0f}")
-        _change_to_wal(connection)
-        connection.execute(f"PRAGMA synchronous={synchronous}")
-        # A checkpoint (moving the log into the database file) waits for the disk. The step writer's connections make a
-        # checkpoint after fewer pages, so that the changes of the control plane need not wait for one.
-        connection.execute(f"PRAGMA wal_autocheckpoint={1_000 if synchronous == 'NORMAL' else 10_000}")
-        connection.isolation_level = None  # else Python commits before DDL and begins too late: see `_begin`
-
-
-def _change_to_wal(connection: sqlite3.Connection) -> None:
-    """Changes the database to WAL mode. SQLite itself does not wait for another process that does the same."""
-    latest = time.monotonic() + BUSY_SECONDS
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            return
-        except sqlite3.OperationalError:
-            if time.monotonic() > latest:
-                raise
-            time.sleep(0.01)
-
-
-def _begin(timeout: LockTimeout, connection: Connection) -> None:
-    """Begins a transaction: BEGIN IMMEDIATE for one that may write, so that concurrent writers wait for each other.
-
-    With a plain BEGIN, a transaction that reads first could fail to write later. A transaction that only reads begins
-    with a plain BEGIN, and does not wait for writers.
-    """
-    if _only_reads(connection):
-        connection.exec_driver_sql("BEGIN")
-        return
-    timeout = connection.get_execution_options().get(_LOCK_TIMEOUT, timeout)
-    wait = 0.0 if timeout.gave_up or timeout.at_once else timeout.seconds
-    connection.exec_driver_sql(f"PRAGMA busy_timeout={1000 * wait:.0f}")
-    try:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-    except OperationalError as error:
-        if wait:
-            timeout.gave_up = timeout.seconds < BUSY_SECONDS and is_busy(error)
-        raise
-    timeout.gave_up = timeout.at_once = False
-
-
-def _only_reads(connection: Connection) -> bool:
-    return bool(connection.get_execution_options().get(_ONLY_READS))
-
-
-def _generation_row(run: str, g: Generation) -> GenerationRow:
-    return GenerationRow(
-        run=run,
-        number=g.number,
-        state=g.state,
-        knobs=dict(g.knobs),
-        changes=dict(g.changes),
-        author=g.author,
-        reason=g.reason,
-        created_at=g.created_at,
-        decided_at=g.decided_at,
-        outcome=g.outcome,
-        votes={str(rank): [ballot.can, ballot.reason] for rank, ballot in g.votes.items()},
-        applied={str(rank): step for rank, step in g.applied.items()},
-        effect=g.effect.model_dump() if g.effect else None,
-        canary=dict(canary.as_json(g.canary)) if g.canary else None,
-        restores=g.restores,
-    )
-
-
-def run_of(row: RunRow) -> tuple[str, float]:
-    """Name and time of creation of a run. Each function `…_of(row)` raises for a row that cannot be read."""
-    run = StoredRun(name=row.name, created_at=row.created_at)
-    return run.name, run.created_at
-
-
-def audit_of(row: AuditEntry) -> AuditRow:
-    return AuditRow(**{name: getattr(row, name) for name in AuditRow.model_fields})
-
-
-def agent_of(row: AgentRow) -> AgentRecord:
-    hello = AgentHello.model_validate(row.hello)
-    if (hello.run, hello.rank, hello.agent) != (row.run, row.rank, row.agent):
-        raise ValueError("its hello message is that of another rank")
-    told = LastReport.model_validate(row.told or {}).model_dump(exclude_unset=True)
-    more = {name: getattr(row, name) for name in ("liveness", "last_seen", "step", "applied_generation")}
-    return _AGENT.validate_python({"hello": hello, "told": told, "owner": row.owner or "", **more})
-
-
-def generation_of(row: GenerationRow) -> Generation:
-    generation = _GENERATION.validate_python(asdict(_generation(row)))
-    Knobs(**generation.knobs)  # type: ignore[arg-type]  # raises for invalid knobs
-    return generation
-
-
-def _generation(row: GenerationRow) -> Generation:
-    return Generation(
-        number=row.number,
-        state=row.state,  # type: ignore[arg-type]
-        knobs=row.knobs,
-        changes=row.changes,
-        author=row.author,
-        reason=row.reason,
-        created_at=row.created_at,
-        decided_at=row.decided_at,
-        outcome=row.outcome,
-        votes={int(rank): Ballot(*ballot) for rank, ballot in row.votes.items()},
-        applied={int(rank): step for rank, step in row.applied.items()},
-        effect=MeasuredEffect.model_validate(row.effect) if row.effect else None,
-        canary=canary.from_json(row.canary) if row.canary else None,
-        restores=row.restores,
-    )
-
-
-def _agent_row(agent: AgentRecord) -> AgentRow:
-    return AgentRow(
-        run=agent.hello.run,
-        rank=agent.hello.rank,
-        agent=agent.hello.agent,
-        hello=agent.hello.model_dump(mode="json"),
-        liveness=agent.liveness,
-        last_seen=agent.last_seen,
-        step=agent.step,
-        applied_generation=agent.applied_generation,
-        told=agent.told,
-        owner=agent.owner,
-    )
-
-
-def _audit_entry(note: AuditNote) -> AuditEntry:
-    return AuditEntry(
-        timestamp=note.timestamp,
-        actor=note.actor,
-        action=note.action,
-        run=note.run,
-        generation=note.generation,
-        before=note.before or {},
-        after=note.after or {},
-        reason=note.reason,
-        effect=note.effect,
-    )

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
-from tidegate.client.daemon_client import SCOPES, Scope
+from tidegate.client.discovery import SCOPES, Scope
 from tidegate.daemon.storage.row_reader import RowReader
 from tidegate.daemon.storage.schema import AuditEntry, TokenRow
 

@@ -15,7 +15,7 @@ ALERT: Final = "alert_"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filter:
+class AuditFilter:
     """A filter of audit rows; an empty filter takes all rows. `text`: words that a row must contain, in any case."""
 
     text: str = ""
@@ -27,10 +27,10 @@ class Filter:
             return False
         if self.actor and row.actor != self.actor:
             return False
-        return all(word in _said(row) for word in self.text.lower().split())
+        return all(word in _row_text(row) for word in self.text.lower().split())
 
 
-def chosen(rows: Sequence[AuditRow], wanted: Filter) -> list[AuditRow]:
+def filtered(rows: Sequence[AuditRow], wanted: AuditFilter) -> list[AuditRow]:
     """The rows that the filter takes, newest first."""
     return [row for row in reversed(rows) if wanted.takes(row)]
 
@@ -44,7 +44,7 @@ def actors(rows: Iterable[AuditRow]) -> list[str]:
     return sorted({row.actor for row in rows})
 
 
-def words(action: str) -> str:
+def action_text(action: str) -> str:
     """An action as text: `alert_firing` becomes `alert firing`."""
     return action.replace("_", " ")
 
@@ -66,6 +66,6 @@ def _same(name: str, one: float | int | str, other: float | int | str) -> bool:
     return same(name, one, other) if name in SPECS else one == other
 
 
-def _said(row: AuditRow) -> str:
+def _row_text(row: AuditRow) -> str:
     generation = f"generation {row.generation}" if row.generation is not None else ""
-    return " ".join((row.actor, words(row.action), generation, change(row), row.reason, row.effect)).lower()
+    return " ".join((row.actor, action_text(row.action), generation, change(row), row.reason, row.effect)).lower()

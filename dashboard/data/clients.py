@@ -6,7 +6,8 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
-from tidegate.client.daemon_client import DaemonClient, find_token
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.client.discovery import find_token
 from tidegate.errors import DaemonError, NotAuthorized
 
 TIMEOUT_SECONDS: Final = 3.0
@@ -16,7 +17,7 @@ _clients: OrderedDict[tuple[str, str | None], DaemonClient] = OrderedDict()
 _lock = threading.Lock()
 
 
-def reader(url: str) -> DaemonClient:
+def shared_client(url: str) -> DaemonClient:
     """The shared client for the daemon at `url`. Callers must not close it; a dropped client is closed when unused."""
     key = (url, find_token("read"))
     with _lock:

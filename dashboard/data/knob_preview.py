@@ -9,7 +9,7 @@ from typing import Final
 
 from tidegate.dashboard.data.step_stats import WINDOW
 from tidegate.dashboard.style import units
-from tidegate.timeline.timeline import PHASES, cause_in_words
+from tidegate.timeline.timeline import PHASES
 from tidegate.wire.knobs import MeasuredEffect
 from tidegate.wire.prediction import KnobPreview, PredictedUpdate
 from tidegate.wire.step import StepReport
@@ -53,7 +53,7 @@ def lines(preview: KnobPreview, steps: Sequence[StepReport]) -> list[Line]:
         _seconds("update", _median(recent, _update), now.update_seconds, then.update_seconds, part=True),
         _seconds("stalled", _median(recent, _stalled), sum(now.stalls.values()), sum(then.stalls.values())),
         *(
-            _seconds(cause_in_words(c), waits[c], now.stalls.get(c, 0.0), then.stalls.get(c, 0.0), part=True)
+            _seconds(c, waits[c], now.stalls.get(c, 0.0), then.stalls.get(c, 0.0), part=True)
             for c in waits
         ),
         _seconds(f"at best ({then.bound_by})", None, now.bound_seconds, then.bound_seconds),

@@ -10,7 +10,7 @@ from typing import Final
 
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.dashboard.data import read_cache
-from tidegate.dashboard.data.clients import reader
+from tidegate.dashboard.data.clients import shared_client
 from tidegate.dashboard.data.read_cache import CachedQuery
 from tidegate.errors import DaemonError, NotFound
 from tidegate.speeds.rate_card import RateCard
@@ -75,7 +75,7 @@ def runs(url: str) -> Runs:
     return Runs(runs=reading.value or (), problem=reading.problem)
 
 
-def look(url: str, run: str, rank: int) -> SnapshotReading:
+def snapshot_reading(url: str, run: str, rank: int) -> SnapshotReading:
     """The snapshot of one rank; the last one if the daemon cannot be reached."""
     reading = _SNAPSHOTS.get(url, (run, rank))
     return SnapshotReading(snapshot=reading.value, problem=reading.problem)
@@ -83,7 +83,7 @@ def look(url: str, run: str, rank: int) -> SnapshotReading:
 
 def newest_timeline(url: str, run: str, rank: int) -> TimelineView | None:
     """The rank's newest timeline; None before its first. Timelines are large, so it is read again only after a step."""
-    snapshot = look(url, run, rank).snapshot
+    snapshot = snapshot_reading(url, run, rank).snapshot
     if snapshot is None:
         return None
     return _TIMELINES.get(url, (run, rank, _whose(snapshot.rank), snapshot.rank.step)).value
@@ -97,7 +97,7 @@ def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
             _timelines.move_to_end((url, run, rank, who, step))
             return seen
     try:
-        found = reader(url).timeline(run, rank, step)
+        found = shared_client(url).timeline(run, rank, step)
     except DaemonError:
         return None
     if found is not None:
@@ -122,7 +122,7 @@ def kept_steps(url: str, run: str, rank: int) -> tuple[int, ...]:
 
 def fresh_knobs(url: str, run: str) -> tuple[KnobsView, tuple[GenerationView, ...]]:
     """The present knobs and generations, read without a cache."""
-    client = reader(url)
+    client = shared_client(url)
     return client.knobs(run), tuple(client.generations(run))
 
 
@@ -141,7 +141,7 @@ def _whose(rank: RankView) -> str:
 
 def _process(url: str, run: str, rank: int) -> str:
     """Identity of the process that holds the rank now, or held it last; empty if the rank was never read."""
-    snapshot = _SNAPSHOTS.last(url, (run, rank)) or look(url, run, rank).snapshot
+    snapshot = _SNAPSHOTS.last(url, (run, rank)) or snapshot_reading(url, run, rank).snapshot
     return _whose(snapshot.rank) if snapshot else ""
 
 

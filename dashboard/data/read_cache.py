@@ -87,7 +87,7 @@ class CachedQuery(Generic[T]):
 
     def _fresh(self, url: str, key: Hashable, before: Reading[T]) -> Reading[T]:
         try:
-            return Reading(value=self._read(clients.reader(url), key), read_at=time.time())
+            return Reading(value=self._read(clients.shared_client(url), key), read_at=time.time())
         except DaemonError as error:
             return Reading(value=before.value, problem=clients.explain(error, url), error=error, read_at=before.read_at)
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from tidegate.dashboard.style import units
-from tidegate.timeline.timeline import PHASES, cause_in_words
+from tidegate.timeline.timeline import PHASES
 from tidegate.wire.base import Liveness
 from tidegate.wire.run import RunView
 from tidegate.wire.step import StepReport
@@ -20,7 +20,7 @@ WINDOW = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Digest:
+class StepSummary:
     """Medians over the newest `steps` steps; durations in seconds, shares from 0 to 1. None: not reported."""
 
     steps: int
@@ -51,7 +51,7 @@ class Digest:
         return self.phase_seconds.get("update", 0.0) / total if total > 0 else None
 
 
-def digest(steps: Sequence[StepReport]) -> Digest:
+def summarize(steps: Sequence[StepReport]) -> StepSummary:
     """The figures of the newest WINDOW of `steps` (oldest first)."""
     recent = list(steps)[-WINDOW:]
     phases = {p: _median(s.phase_seconds.get(p, 0.0) for s in recent) for p in PHASES}
@@ -61,7 +61,7 @@ def digest(steps: Sequence[StepReport]) -> Digest:
         waits[row.cause] = waits.get(row.cause, 0.0) + row.seconds
     shares = {cause: value / update_total for cause, value in waits.items() if value > 0} if update_total > 0 else {}
     last = recent[-1] if recent else None
-    return Digest(
+    return StepSummary(
         steps=len(recent),
         pace=pace(recent),
         phase_seconds={phase: value for phase, value in phases.items() if value > 0},
@@ -94,7 +94,7 @@ def tokens_per_second(steps: Sequence[StepReport]) -> float | None:
     return sum(step.tokens or 0 for step in counted) / elapsed if elapsed > 0 else None
 
 
-def verdict(run: RunView, figures: Digest, now: float) -> str:
+def verdict(run: RunView, figures: StepSummary, now: float) -> str:
     """One sentence on what the run spends its time on, or why that is unknown."""
     if run.liveness == "lost":
         return f"Lost: no word from {_silent(run, 'lost')} for {units.age(now - _last_word(run, 'lost'))}."
@@ -116,7 +116,7 @@ def verdict(run: RunView, figures: Digest, now: float) -> str:
         return f"{share}; hardly anything held it up."
     rest = sum(figures.stall_share.values()) - wait
     more = f", {units.share(rest)} on the rest" if rest >= 0.05 else ""
-    return f"{share}; it {tense[1]} {units.share(wait)} of its time on {cause_in_words(cause)}{more}."
+    return f"{share}; it {tense[1]} {units.share(wait)} of its time on {cause}{more}."
 
 
 def _without_figures(run: RunView) -> str:

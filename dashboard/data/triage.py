@@ -7,18 +7,18 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tidegate.dashboard.data.step_stats import Digest, digest
+from tidegate.dashboard.data.step_stats import StepSummary, summarize
 from tidegate.dashboard.style import units
-from tidegate.timeline.timeline import cause_in_words
+from tidegate.timeline.timeline import DISPATCH
 from tidegate.wire.alert import SEVERITIES, AlertView
 from tidegate.wire.prediction import Advice
 from tidegate.wire.run import RankView, RunView
 
-WORTH_A_LOOK: Final = 0.1
+NOTEWORTHY_WAIT_SHARE: Final = 0.1
 """Share of the step from which a wait gives a suggestion to change knobs."""
-LARGE_UPDATE: Final = 0.25
+LARGE_UPDATE_SHARE: Final = 0.25
 """Share of the step from which an update without such a wait gives a suggestion, if the model has advice."""
-NEARLY_FULL: Final = 0.95
+NEARLY_FULL_SHARE: Final = 0.95
 """Share of device memory from which it counts as full."""
 LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 """Urgency classes; lower is more urgent, and a fraction orders the tasks within a class. Late (stale) ranks are less
@@ -64,7 +64,7 @@ def _newest_first(runs: Iterable[RunView]) -> list[RunView]:
     return sorted(runs, key=lambda run: (-run.started_at, run.run))
 
 
-def lead(run: RunView) -> RankView | None:
+def lead_rank(run: RunView) -> RankView | None:
     """The lowest rank that has finished a step, else the lowest rank; None without ranks."""
     ranks = sorted(run.ranks, key=lambda rank: rank.rank)
     return next((rank for rank in ranks if rank.last_step is not None), ranks[0] if ranks else None)
@@ -136,7 +136,7 @@ def _alert(alert: AlertView) -> str:
 def _full(run: RunView) -> Task | None:
     for rank in run.ranks:
         peaks = rank.last_step.device_memory_peak_bytes if rank.last_step else {}
-        if rank.device_memory_bytes and peaks and max(peaks.values()) > NEARLY_FULL * rank.device_memory_bytes:
+        if rank.device_memory_bytes and peaks and max(peaks.values()) > NEARLY_FULL_SHARE * rank.device_memory_bytes:
             phase = max(peaks, key=lambda name: peaks[name])
             sentence = (
                 f"Device memory of rank {rank.rank} is full to {units.share(peaks[phase] / rank.device_memory_bytes)} "
@@ -147,22 +147,22 @@ def _full(run: RunView) -> Task | None:
 
 
 def _slow(run: RunView) -> Task | None:
-    known = lead(run)
-    figures = digest([known.last_step] if known and known.last_step else [])
+    known = lead_rank(run)
+    figures = summarize([known.last_step] if known and known.last_step else [])
     cause, wait = next(iter(figures.stall_share.items()), ("", 0.0))
     share = wait * (figures.update_share or 0.0)
-    if share < WORTH_A_LOOK:
+    if share < NOTEWORTHY_WAIT_SHARE:
         return _large(run, figures)
-    sentence = f"{units.share(share)} of each step is spent waiting for {cause_in_words(cause)}."
+    sentence = f"{units.share(share)} of each step is spent waiting for {cause}."
     urgency = WAITING + 1 - share
-    if cause in ("collective", "scheduler"):
+    if cause in ("collective", DISPATCH):
         return Task(run=run.run, urgency=urgency, sentence=f"{sentence} See what holds it up.", page="timeline")
     return Task(run=run.run, urgency=urgency, sentence=sentence, page="tune")
 
 
-def _large(run: RunView, figures: Digest) -> Task | None:
+def _large(run: RunView, figures: StepSummary) -> Task | None:
     share = figures.update_share or 0.0
-    if share < LARGE_UPDATE:
+    if share < LARGE_UPDATE_SHARE:
         return None
     sentence = f"The update is {units.share(share)} of the step."
     return Task(run=run.run, urgency=LARGE + 1 - share, sentence=sentence, page="tune", if_advised=True)

@@ -9,7 +9,7 @@ from tidegate.dashboard.data.step_stats import WINDOW
 from tidegate.dashboard.figures import chart_style
 from tidegate.dashboard.figures.chart_style import Figure, Trace
 from tidegate.dashboard.style import markup, palette, units
-from tidegate.timeline.timeline import PHASES, cause_in_words
+from tidegate.timeline.timeline import PHASES
 from tidegate.wire.step import StepReport
 
 MAX_POINTS = 120
@@ -130,7 +130,7 @@ def stalls_by_cause(steps: Sequence[StepReport]) -> Figure:
     for phase in _phases(totals):
         values = [totals.get((cause, phase), 0.0) for cause in causes]
         traces.append(
-            _row_bars([cause_in_words(cause) for cause in causes], [value * scale for value in values], phase)
+            _row_bars(causes, [value * scale for value in values], phase)
             | {
                 "marker": chart_style.hatched(palette.PHASE[phase]),
                 "customdata": [units.seconds(value) for value in values],
@@ -138,9 +138,7 @@ def stalls_by_cause(steps: Sequence[StepReport]) -> Figure:
             }
         )
     labels = [units.seconds(ends[cause]) for cause in causes]
-    return _rows(
-        traces, [cause_in_words(cause) for cause in causes], [ends[cause] * scale for cause in causes], labels, unit
-    )
+    return _rows(traces, causes, [ends[cause] * scale for cause in causes], labels, unit)
 
 
 def link_bytes(steps: Sequence[StepReport]) -> Figure:

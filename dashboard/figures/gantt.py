@@ -26,8 +26,8 @@ FRAME_HEIGHT: Final = 96
 LANE_HEIGHT: Final = 36
 MAX_BARS: Final = 800
 WAITS: Final = "waits"
-PALE: Final = 0.5
-FURTHEST: Final = 2.0
+PREDICTED_OPACITY: Final = 0.5
+MAX_PREDICTED_RATIO: Final = 2.0
 """A prediction is cut at this multiple of the measured time; otherwise the measured part would be too small to read."""
 
 
@@ -112,7 +112,7 @@ def gantt(
     """
     first, last = window(view, scope)
     if predicted is not None:
-        last = max(last, min(window(predicted, scope)[1], first + FURTHEST * (last - first)))
+        last = max(last, min(window(predicted, scope)[1], first + MAX_PREDICTED_RATIO * (last - first)))
     shown = _within(view, first, last)
     if not shown:
         return chart_style.empty("This step moved nothing and updated nothing here.", HEIGHT)
@@ -150,7 +150,7 @@ def _rows(names: Sequence[str], two: bool) -> tuple[Row, Row]:
         whole = Row({name: float(at) for at, name in enumerate(names)}, 0.78, 1.0, "")
         return whole, whole
     above = Row({name: at - 0.18 for at, name in enumerate(names)}, 0.46, 1.0, "")
-    return above, Row({name: at + 0.24 for at, name in enumerate(names)}, 0.28, PALE, "predicted: ")
+    return above, Row({name: at + 0.24 for at, name in enumerate(names)}, 0.28, PREDICTED_OPACITY, "predicted: ")
 
 
 def _within(view: TimelineView, first: float, last: float) -> list[SpanRow]:

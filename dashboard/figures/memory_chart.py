@@ -13,12 +13,12 @@ from tidegate.wire.step import StepReport
 
 STEPS = 12
 HEIGHT = 360
-SHORE = 0.42
+DEVICE_HOST_BORDER = 0.42
 """Position of the line between the device and the host part, as a share of the height."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wave:
+class PhasePeak:
     """Peak of device memory in one phase of one step. `at`: begin of the phase, as a step number with a fraction."""
 
     step: int
@@ -28,7 +28,7 @@ class Wave:
     peak_bytes: int
 
 
-def waves(steps: Sequence[StepReport]) -> list[Wave]:
+def phase_peaks(steps: Sequence[StepReport]) -> list[PhasePeak]:
     """The phases in order, each as wide as its share of the step; a phase without a peak leaves a gap."""
     found = []
     for step in steps:
@@ -37,15 +37,15 @@ def waves(steps: Sequence[StepReport]) -> list[Wave]:
         for phase in PHASES if total > 0 else ():
             width = step.phase_seconds.get(phase, 0.0) / total
             if width > 0 and phase in step.device_memory_peak_bytes:
-                found.append(Wave(step.step, phase, at, width, step.device_memory_peak_bytes[phase]))
+                found.append(PhasePeak(step.step, phase, at, width, step.device_memory_peak_bytes[phase]))
             at += width
     return found
 
 
-def tide(steps: Sequence[StepReport], capacity_bytes: int | None = None) -> Figure:
+def memory_figure(steps: Sequence[StepReport], capacity_bytes: int | None = None) -> Figure:
     """The memory chart of the newest STEPS steps. `capacity_bytes`: size of device memory, drawn as a line if known."""
     recent = list(steps)[-STEPS:]
-    found = waves(recent)
+    found = phase_peaks(recent)
     kinds = [kind for kind in palette.HOST if any(step.host_memory_bytes.get(kind) for step in recent)]
     if not found and not kinds:
         return chart_style.empty("No memory figures were reported." if recent else "No step has finished yet.", HEIGHT)
@@ -55,7 +55,7 @@ def tide(steps: Sequence[StepReport], capacity_bytes: int | None = None) -> Figu
     drawn = chart_style.figure(
         [*_device(found, above, device), *_host(recent, kinds, below, host)],
         _steps(recent, anchor="y", showticklabels=False),
-        chart_style.numbers(device, rangemode="tozero", domain=[SHORE, 1], anchor="x"),
+        chart_style.numbers(device, rangemode="tozero", domain=[DEVICE_HOST_BORDER, 1], anchor="x"),
         HEIGHT,
         legend=True,
         xaxis2=_steps(recent, anchor="y2"),
@@ -64,14 +64,14 @@ def tide(steps: Sequence[StepReport], capacity_bytes: int | None = None) -> Figu
             autorange="reversed",
             rangemode="tozero",
             nticks=4,
-            domain=[0, SHORE],
+            domain=[0, DEVICE_HOST_BORDER],
             anchor="x2",
             showticksuffix="first",
         ),
         barmode="stack",
         bargap=0,
         hovermode="closest",
-        annotations=[_side("device", (SHORE + 1) / 2), _side("host", SHORE / 2)],
+        annotations=[_side("device", (DEVICE_HOST_BORDER + 1) / 2), _side("host", DEVICE_HOST_BORDER / 2)],
     )
     if capacity is not None:
         _mark_capacity(drawn, capacity, above)
@@ -94,7 +94,7 @@ def _side(name: str, height: float) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _device(found: Sequence[Wave], scale: float, unit: str) -> list[Trace]:
+def _device(found: Sequence[PhasePeak], scale: float, unit: str) -> list[Trace]:
     traces: list[Trace] = []
     for phase in PHASES:
         mine = [wave for wave in found if wave.phase == phase]

@@ -6,8 +6,8 @@ import streamlit as st
 
 from tidegate.dashboard.data import queries, read_cache
 from tidegate.dashboard.data.firing_alerts import NO_RUN
-from tidegate.dashboard.data.step_stats import digest
-from tidegate.dashboard.session.page_context import PageContext, errors_shown, live
+from tidegate.dashboard.data.step_stats import summarize
+from tidegate.dashboard.session.page_context import PageContext, errors_shown, refreshed
 from tidegate.dashboard.style import markup, palette, snippets
 from tidegate.dashboard.widgets import alerts as parts
 from tidegate.dashboard.widgets import audit, header
@@ -20,16 +20,16 @@ def alerts(context: PageContext) -> None:
         audit.audit(context)
 
 
-@live
+@refreshed
 def _firing(context: PageContext) -> None:
-    look = queries.look(context.url, context.run, context.rank)
-    if look.snapshot is None:
-        header.no_data(context, look)
+    snapshot_reading = queries.snapshot_reading(context.url, context.run, context.rank)
+    if snapshot_reading.snapshot is None:
+        header.no_data(context, snapshot_reading)
         return
-    header.brief(look, look.snapshot, digest(look.snapshot.steps))
+    header.brief(snapshot_reading, snapshot_reading.snapshot, summarize(snapshot_reading.snapshot.steps))
     own, general = (read_cache.ALERTS.get(context.url, run) for run in (context.run, NO_RUN))
     for reading, whose in ((own, f"of {context.run}"), (general, "that concern no run")):
-        if reading.problem and not look.problem:
+        if reading.problem and not snapshot_reading.problem:
             sentence = f"Alerts {whose} are not known as of now: {reading.problem}"
             st.html(markup.banner(sentence, palette.LIVENESS["lost"]))
     found = [*(own.value or ()), *(general.value or ())]

@@ -9,12 +9,12 @@ from typing import Final
 
 import streamlit as st
 
-from tidegate.client.daemon_client import find_daemon
+from tidegate.client.discovery import find_daemon
 from tidegate.dashboard import URL_VARIABLE
 from tidegate.dashboard.data import queries, triage
 from tidegate.dashboard.pages.registry import SCREENS, Screen
 from tidegate.dashboard.session import links
-from tidegate.dashboard.session.page_context import PageContext, errors_shown, live, slow
+from tidegate.dashboard.session.page_context import PageContext, errors_shown, refreshed, refreshed_slowly
 from tidegate.dashboard.style import markup
 from tidegate.dashboard.widgets import states
 from tidegate.wire.run import RunView
@@ -27,7 +27,7 @@ def app() -> None:
     st.set_page_config(page_title="Tidegate", page_icon="🌊", layout="wide", initial_sidebar_state="collapsed")
     st.html(markup.STYLE)
     pages = {screen.path: st.Page(_drawing(screen), title=screen.title, url_path=screen.path) for screen in SCREENS}
-    links.know(pages)
+    links.register_pages(pages)
     start = st.Page(_start, title="Tidegate", url_path=START, default=True)
     st.navigation([start, *pages.values()], position="hidden").run()
 
@@ -35,8 +35,8 @@ def app() -> None:
 def _start() -> None:
     """Redirects `/` to the first page, and `/?run=…` to the page of that run."""
     if run := st.query_params.get("run"):
-        links.go("run", run=run)
-    links.go(SCREENS[0].path)
+        links.go_to("run", run=run)
+    links.go_to(SCREENS[0].path)
 
 
 def _drawing(screen: Screen) -> Callable[[], None]:
@@ -81,10 +81,10 @@ def _links(now: Screen, run: str, rank: int) -> None:
         kept["rank"] = rank
     for screen in SCREENS:
         with st.container(key=f"link-{screen.path}{'-open' if screen is now else ''}", width="content"):
-            links.link(screen.path, screen.title, **kept)
+            links.page_link(screen.path, screen.title, **kept)
 
 
-@live
+@refreshed
 def _wait_for_a_run(url: str) -> None:
     found = queries.runs(url)
     if found.runs:
@@ -92,7 +92,7 @@ def _wait_for_a_run(url: str) -> None:
     states.nothing_yet(url, found)
 
 
-@slow
+@refreshed_slowly
 def _watch_runs(url: str, known: frozenset[tuple[str, int]]) -> None:
     """Draws the page again when there is a new run or rank, so that the pickers have it."""
     found = queries.runs(url)

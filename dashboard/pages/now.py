@@ -10,7 +10,7 @@ import streamlit as st
 
 from tidegate.dashboard.data import firing_alerts, queries, read_cache, triage
 from tidegate.dashboard.session import links
-from tidegate.dashboard.session.page_context import PageContext, live
+from tidegate.dashboard.session.page_context import PageContext, refreshed
 from tidegate.dashboard.style import markup, palette
 from tidegate.dashboard.widgets import card, states
 from tidegate.wire.run import RunView
@@ -37,7 +37,7 @@ def now(context: PageContext) -> None:
         _next(context)
 
 
-@live
+@refreshed
 def _runs(context: PageContext) -> None:
     """Draws all cards. They are drawn before the suggested action, for which the daemon may need some time."""
     found = queries.runs(context.url)
@@ -68,7 +68,7 @@ def _filtered(runs: tuple[RunView, ...]) -> list[RunView]:
     return [run for run in runs if wanted in run.run.lower()]
 
 
-@live
+@refreshed
 def _next(context: PageContext) -> None:
     """Draws the number of runs by liveness, and the suggested action."""
     found = queries.runs(context.url)
@@ -92,7 +92,7 @@ def _next(context: PageContext) -> None:
         how_bad = "lost" if first.urgency <= triage.FIRING else "stale"
         sentence = " ".join([first.sentence, *unknown])
         st.html(markup.advice(f"Next: {first.run or 'what concerns no run'}", sentence, how_bad))
-        links.link(first.page, PLACES[first.page], run=first.run or runs[0].run)
+        links.page_link(first.page, PLACES[first.page], run=first.run or runs[0].run)
 
 
 def _nothing(unknown: list[str]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import streamlit as st
 
 from tidegate.dashboard.data import queries
-from tidegate.dashboard.data.step_stats import digest
-from tidegate.dashboard.session.page_context import PageContext, live, slow
+from tidegate.dashboard.data.step_stats import summarize
+from tidegate.dashboard.session.page_context import PageContext, refreshed, refreshed_slowly
 from tidegate.dashboard.widgets import header, phases, resources, storage, update
 
 
@@ -15,15 +15,15 @@ def run(context: PageContext) -> None:
     _below(context)
 
 
-@live
+@refreshed
 def _first_screen(context: PageContext) -> None:
-    look = queries.look(context.url, context.run, context.rank)
-    snapshot = look.snapshot
+    reading = queries.snapshot_reading(context.url, context.run, context.rank)
+    snapshot = reading.snapshot
     if snapshot is None:
-        header.no_data(context, look)
+        header.no_data(context, reading)
         return
-    figures = digest(snapshot.steps)
-    header.header(look, snapshot, figures)
+    figures = summarize(snapshot.steps)
+    header.header(reading, snapshot, figures)
     left, right = st.columns([9, 16], gap="medium")
     with left:
         phases.phases(snapshot, figures)
@@ -33,12 +33,12 @@ def _first_screen(context: PageContext) -> None:
         update.waits(snapshot, figures)
 
 
-@slow
+@refreshed_slowly
 def _below(context: PageContext) -> None:
-    snapshot = queries.look(context.url, context.run, context.rank).snapshot
+    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
     if snapshot is None:
         return
-    figures = digest(snapshot.steps)
+    figures = summarize(snapshot.steps)
     left, right = st.columns([16, 9], gap="medium")
     with left:
         resources.memory(snapshot)

@@ -8,9 +8,9 @@ from typing import Final, get_args
 import streamlit as st
 
 from tidegate.dashboard.data import queries
-from tidegate.dashboard.data.step_stats import digest
+from tidegate.dashboard.data.step_stats import summarize
 from tidegate.dashboard.figures.gantt import Scope
-from tidegate.dashboard.session.page_context import PageContext, live
+from tidegate.dashboard.session.page_context import PageContext, refreshed
 from tidegate.dashboard.style import markup, palette
 from tidegate.dashboard.widgets import gantt, header
 from tidegate.timeline.chrome_trace import chrome_trace
@@ -30,13 +30,13 @@ def timeline(context: PageContext) -> None:
         _one(context, step)
 
 
-@live
+@refreshed
 def _head(context: PageContext) -> None:
-    look = queries.look(context.url, context.run, context.rank)
-    if look.snapshot is None:
-        header.no_data(context, look)
+    reading = queries.snapshot_reading(context.url, context.run, context.rank)
+    if reading.snapshot is None:
+        header.no_data(context, reading)
     else:
-        header.brief(look, look.snapshot, digest(look.snapshot.steps))
+        header.brief(reading, reading.snapshot, summarize(reading.snapshot.steps))
 
 
 def _controls(context: PageContext) -> int | None:
@@ -89,7 +89,7 @@ def _hold(context: PageContext) -> None:
         _show(context, view.step)
 
 
-@live
+@refreshed
 def _newest(context: PageContext) -> None:
     _draw(context, queries.newest_timeline(context.url, context.run, context.rank))
 
@@ -111,7 +111,7 @@ def _draw(context: PageContext, view: TimelineView | None) -> None:
         predicted = _expected(context, view)
         if predicted is None:
             st.caption("No prediction of this step: it needs measured rates and a timeline that was sent whole.")
-    snapshot = queries.look(context.url, context.run, context.rank).snapshot
+    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
     gone = snapshot is not None and bool(snapshot.rank.step) and snapshot.rank.liveness in ("lost", "finished")
     gantt.chart(view, predicted, scope, st.session_state["gantt_critical"], gone)
     if view is not None:

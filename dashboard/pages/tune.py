@@ -5,8 +5,8 @@ from __future__ import annotations
 import streamlit as st
 
 from tidegate.dashboard.data import queries
-from tidegate.dashboard.data.step_stats import digest
-from tidegate.dashboard.session.page_context import PageContext, errors_shown, live, slow
+from tidegate.dashboard.data.step_stats import summarize
+from tidegate.dashboard.session.page_context import PageContext, errors_shown, refreshed, refreshed_slowly
 from tidegate.dashboard.style import snippets
 from tidegate.dashboard.widgets import advice, editor, forecast, header, history, knobs_now, trial
 
@@ -23,18 +23,18 @@ def tune(context: PageContext) -> None:
     _history(context)
 
 
-@live
+@refreshed
 def _head(context: PageContext) -> None:
-    look = queries.look(context.url, context.run, context.rank)
-    if look.snapshot is None:
-        header.no_data(context, look)
+    reading = queries.snapshot_reading(context.url, context.run, context.rank)
+    if reading.snapshot is None:
+        header.no_data(context, reading)
     else:
-        header.brief(look, look.snapshot, digest(look.snapshot.steps))
+        header.brief(reading, reading.snapshot, summarize(reading.snapshot.steps))
 
 
-@live
+@refreshed
 def _knobs(context: PageContext) -> None:
-    snapshot = queries.look(context.url, context.run, context.rank).snapshot
+    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
     if snapshot is not None:
         knobs_now.knobs_now(snapshot)
         forecast.preview(snapshot)
@@ -42,15 +42,15 @@ def _knobs(context: PageContext) -> None:
         advice.advice(context, snapshot)
 
 
-@slow
+@refreshed_slowly
 def _history(context: PageContext) -> None:
-    snapshot = queries.look(context.url, context.run, context.rank).snapshot
+    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
     if snapshot is not None:
         history.history(context, snapshot)
 
 
 def _editor(context: PageContext) -> None:
-    snapshot = queries.look(context.url, context.run, context.rank).snapshot
+    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
     if snapshot is not None:
         with errors_shown():
             editor.editor(context, snapshot.knobs)

@@ -17,7 +17,8 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from tidegate.client.daemon_client import DaemonClient, find_daemon, find_token
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.client.discovery import find_daemon, find_token
 from tidegate.dashboard import OPEN_PATH, SIGN_IN_PATH, URL_VARIABLE
 from tidegate.dashboard.session import browser_sessions, one_time_codes
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized

@@ -17,7 +17,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 LIFE_SECONDS: Final = 12 * 3_600.0
-KEPT: Final = 256
+SESSIONS_KEPT: Final = 256
 """Sessions in memory, at most; the oldest is dropped first."""
 
 
@@ -39,7 +39,7 @@ def begin(operate: str = "") -> str:
     value = secrets.token_urlsafe(32)
     with _lock:
         _sessions[_digest(value)] = Session(operate, time.time() + LIFE_SECONDS)
-        while len(_sessions) > KEPT:
+        while len(_sessions) > SESSIONS_KEPT:
             _sessions.popitem(last=False)
     return value
 
@@ -55,7 +55,7 @@ def find(host: str, cookies: Mapping[str, str]) -> Session | None:
     return session
 
 
-def only_look(host: str, cookies: Mapping[str, str]) -> None:
+def make_read_only(host: str, cookies: Mapping[str, str]) -> None:
     """Makes the browser's session read-only, in all its tabs."""
     key = _key(host, cookies)
     with _lock:

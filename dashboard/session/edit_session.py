@@ -94,7 +94,7 @@ def forget_token() -> None:
     keep_token("")
     headers = _headers()
     if browser_sessions.same_origin(headers):
-        browser_sessions.only_look(headers.get("host", ""), st.context.cookies.to_dict())
+        browser_sessions.make_read_only(headers.get("host", ""), st.context.cookies.to_dict())
 
 
 def _of_browser() -> str:

@@ -12,17 +12,17 @@ from tidegate.dashboard.style import markup
 _PAGES: Final = "pages"
 
 
-def know(pages: Mapping[str, Any]) -> None:
+def register_pages(pages: Mapping[str, Any]) -> None:
     """Registers Streamlit's page for each path in this session."""
     st.session_state[_PAGES] = pages
 
 
-def link(path: str, label: str, **query: str | int) -> None:
+def page_link(path: str, label: str, **query: str | int) -> None:
     """Draws a link to the page at `path`, with the label as plain text; it can also be opened in another tab."""
     st.page_link(st.session_state[_PAGES][path], label=markup.plain(label), query_params=_texts(query))
 
 
-def go(path: str, **query: str | int) -> NoReturn:
+def go_to(path: str, **query: str | int) -> NoReturn:
     """Shows the page at `path` instead of this one."""
     st.switch_page(st.session_state[_PAGES][path], query_params=_texts(query))
 

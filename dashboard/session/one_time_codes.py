@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from tidegate.client.daemon_client import state_dir
+from tidegate.client.discovery import state_dir
 from tidegate.client.state_files import home_of
 
 LIFE_SECONDS: Final = 600.0

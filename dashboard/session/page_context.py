@@ -46,13 +46,13 @@ def errors_shown() -> Iterator[None]:
         st.html(markup.banner(sentence, palette.LIVENESS["lost"]))
 
 
-def live(draw: Callable[_P, None]) -> Callable[_P, None]:
+def refreshed(draw: Callable[_P, None]) -> Callable[_P, None]:
     """Decorator for a section that refreshes every `REFRESH_SECONDS`. Do not use it for input fields: a refresh could
     discard their input."""
     return _every(REFRESH_SECONDS, draw)
 
 
-def slow(draw: Callable[_P, None]) -> Callable[_P, None]:
+def refreshed_slowly(draw: Callable[_P, None]) -> Callable[_P, None]:
     """Decorator for a section that refreshes every `SLOW_SECONDS`."""
     return _every(SLOW_SECONDS, draw)
 

@@ -47,7 +47,7 @@ KIND: Final = {
 HOST: Final = {"state": "#009E73", "mirror": "#66C5A8", "gradient": "#00573F", "slot": "#B3E0D1"}
 """Colours of the kinds of host memory: shades of the CPU lane's colour."""
 
-CAUSE: Final = {**LANE, "lock": "#F0E442", "collective": "#0072B2", "scheduler": GREY}
+CAUSE: Final = {**LANE, "lock": "#F0E442", "collective": "#0072B2", "dispatch": GREY}
 
 LIVENESS: Final = {"live": "#009E73", "stale": "#E69F00", "lost": "#D55E00", "finished": GREY}
 
@@ -77,6 +77,6 @@ def cause(name: str) -> str:
     return CAUSE.get(name) or lane(name)
 
 
-def place(residence: str) -> str:
+def residence(name: str) -> str:
     """The colour of a residence of state: device memory, host memory, or a storage path."""
-    return {"device": LANE["device"], "host": LANE["cpu"], "cpu": LANE["cpu"]}.get(residence, KIND["fetch"])
+    return {"device": LANE["device"], "host": LANE["cpu"], "cpu": LANE["cpu"]}.get(name, KIND["fetch"])

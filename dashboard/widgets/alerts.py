@@ -98,7 +98,7 @@ def _card(alert: AlertView, run: str) -> None:
         )
         with right:
             if run and _knob(alert) != "no knob helps":
-                links.link("tune", f"Turn {alert.knob}", run=run)
+                links.page_link("tune", f"Turn {alert.knob}", run=run)
             text = own_runbook(alert.runbook_url)
             if text is not None:
                 with st.popover("Runbook"):

@@ -8,8 +8,8 @@ from typing import Final
 import streamlit as st
 
 from tidegate.dashboard.data import audit_filter, read_cache
-from tidegate.dashboard.data.audit_filter import Filter
-from tidegate.dashboard.session.page_context import PageContext, live
+from tidegate.dashboard.data.audit_filter import AuditFilter
+from tidegate.dashboard.session.page_context import PageContext, refreshed
 from tidegate.dashboard.style import markup, palette, snippets, units
 from tidegate.wire.audit import AuditRow
 
@@ -30,23 +30,23 @@ def audit(context: PageContext) -> None:
     there, people = audit_filter.actions(known), audit_filter.actors(known)
     wanted = [action for action in asked.get("what", "").split(",") if action in there]
     picked = what.multiselect(
-        "What", there, key=_at(context, "what", wanted), format_func=audit_filter.words, placeholder="Everything"
+        "What", there, key=_at(context, "what", wanted), format_func=audit_filter.action_text, placeholder="Everything"
     )
     first = asked["who"] if asked.get("who") in people else None
     actor = who.selectbox("Who", people, index=None, key=_at(context, "who", first), placeholder="Everybody")
     limit = depth.selectbox("Look through", DEPTHS, key=f"audit_depth:{context.run}", format_func=_depth)
-    found = Filter(text=text or "", actions=frozenset(picked), actor=actor or "")
+    found = AuditFilter(text=text or "", actions=frozenset(picked), actor=actor or "")
     _remember(context, found)
     _rows(context, found, limit)
 
 
-@live
-def _rows(context: PageContext, wanted: Filter, limit: int) -> None:
+@refreshed
+def _rows(context: PageContext, wanted: AuditFilter, limit: int) -> None:
     reading = read_cache.AUDIT.get(context.url, (context.run, limit))
     if reading.value is None:
         st.html(snippets.nothing(reading.problem or "Nothing was read yet."))
         return
-    found = audit_filter.chosen(reading.value, wanted)
+    found = audit_filter.filtered(reading.value, wanted)
     if not found:
         none = "No row says that." if reading.value else "Nothing was written yet: no knob was changed, no alert fired."
         st.html(snippets.nothing(none))
@@ -61,7 +61,7 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
     return (
         time.strftime("%d %b %H:%M:%S", time.localtime(row.timestamp)),
         row.actor,
-        markup.dot(audit_filter.words(row.action), palette.LIVENESS[color]),
+        markup.dot(audit_filter.action_text(row.action), palette.LIVENESS[color]),
         "" if row.generation is None else str(row.generation),
         audit_filter.change(row),
         row.reason,
@@ -76,7 +76,7 @@ def _at(context: PageContext, name: str, value: object) -> str:
     return key
 
 
-def _remember(context: PageContext, found: Filter) -> None:
+def _remember(context: PageContext, found: AuditFilter) -> None:
     """Writes the filter into the address, so that the link can be shared."""
     values = {"q": found.text, "what": ",".join(sorted(found.actions)), "who": found.actor}
     for name, value in values.items():

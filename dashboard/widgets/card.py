@@ -8,7 +8,7 @@ from typing import Final
 import streamlit as st
 
 from tidegate.dashboard.data import triage
-from tidegate.dashboard.data.step_stats import Digest, digest, verdict
+from tidegate.dashboard.data.step_stats import StepSummary, summarize, verdict
 from tidegate.dashboard.session import links
 from tidegate.dashboard.style import markup, palette, units
 from tidegate.dashboard.widgets.header import EMULATED
@@ -20,17 +20,17 @@ DRAWN: Final = "drawn:"
 
 def card(number: int, run: RunView, now: float, *, away: bool) -> None:
     """Draws the card of a run. away: the daemon cannot be reached, so the run's present state is unknown."""
-    known = triage.lead(run)
-    figures = digest([known.last_step] if known and known.last_step else [])
+    known = triage.lead_rank(run)
+    figures = summarize([known.last_step] if known and known.last_step else [])
     liveness = "unknown" if away else run.liveness
     with st.container(border=True, key=f"card-{number}"):
         with st.container(horizontal=True, vertical_alignment="center", key=f"card-head-{number}"):
-            links.link("run", run.run, run=run.run)
+            links.page_link("run", run.run, run=run.run)
             st.html(markup.pill(liveness))
         st.html(_figures(run, figures, now) + markup.verdict(verdict(run, figures, now)) + _phases(figures))
 
 
-def _figures(run: RunView, figures: Digest, now: float) -> str:
+def _figures(run: RunView, figures: StepSummary, now: float) -> str:
     pace = f"{units.seconds(figures.step_seconds)}/step" if figures.steps else _no_figures(run)
     ranks = f"{len(run.ranks)} of {run.world_size} ranks" if run.world_size > 1 else "1 rank"
     device = "emulated" if run.device_kind == "emulated" else "CUDA"
@@ -42,7 +42,7 @@ def _no_figures(run: RunView) -> str:
     return "steps not kept" if run.step else "no step yet"
 
 
-def _phases(figures: Digest) -> str:
+def _phases(figures: StepSummary) -> str:
     """The phases of the last step as a stacked bar."""
     total = figures.step_seconds
     if total <= 0:
@@ -56,8 +56,8 @@ def rows(key: str, runs: Sequence[RunView], now: float, title: str) -> None:
     st.html(markup.title(title, "click a row to open it"))
     table = []
     for run in runs:
-        known = triage.lead(run)
-        figures = digest([known.last_step] if known and known.last_step else [])
+        known = triage.lead_rank(run)
+        figures = summarize([known.last_step] if known and known.last_step else [])
         table.append(
             {
                 "run": run.run,
@@ -77,4 +77,4 @@ def rows(key: str, runs: Sequence[RunView], now: float, title: str) -> None:
     )  # fmt: skip
     picked = chosen["selection"]["rows"]
     if picked and picked[0] < len(drawn):
-        links.go("run", run=drawn[picked[0]])
+        links.go_to("run", run=drawn[picked[0]])

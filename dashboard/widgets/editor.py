@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import streamlit as st
 
-from tidegate.client.daemon_client import token_dir
+from tidegate.client.discovery import token_dir
 from tidegate.dashboard.data import knob_edits
 from tidegate.dashboard.session import actions, edit_session
 from tidegate.dashboard.session.edit_session import EditState
@@ -29,7 +29,7 @@ def editor(context: PageContext, knobs: KnobsView) -> None:
     parsed = knob_edits.parse(at.draft, knobs.bounds)
     for name, bound in knobs.bounds.items():
         _field(at, context.run, name, bound, allowed, parsed.errors.get(name, ""))
-    _bar(context, knobs, at, allowed)
+    _buttons(context, knobs, at, allowed)
     _notice(at)
 
 
@@ -67,9 +67,9 @@ def _field(at: EditState, run: str, name: str, bound: KnobBound, allowed: bool, 
     key = f"knob:{run}:{name}:{at.filling}"
     left, right = st.columns([11, 9], gap="small", vertical_alignment="center")
     left.html(snippets.knob_label(name, problem or knob_edits.accepted(bound), bound.help, wrong=bool(problem)))
-    _kept(key, at.edits.get(name) or (None if bound.kind == "choice" else ""))
+    _restore_field(key, at.edits.get(name) or (None if bound.kind == "choice" else ""))
     more: dict[str, Any] = {
-        "key": key, "disabled": not allowed, "label_visibility": "collapsed", "on_change": _typed,
+        "key": key, "disabled": not allowed, "label_visibility": "collapsed", "on_change": _on_field_change,
         "args": (run, name, key, at.filling),
     }  # fmt: skip
     if bound.kind == "choice":
@@ -79,31 +79,31 @@ def _field(at: EditState, run: str, name: str, bound: KnobBound, allowed: bool, 
         right.text_input(name, placeholder=f"{UNCHANGED}, or {example}" if example else UNCHANGED, **more)
 
 
-def _typed(run: str, name: str, key: str, filling: int) -> None:
+def _on_field_change(run: str, name: str, key: str, filling: int) -> None:
     at = edit_session.state_of(run)
     if at.filling == filling:
         at.edits[name], at.notice = str(st.session_state[key] or ""), None
 
 
-def _bar(context: PageContext, knobs: KnobsView, at: EditState, allowed: bool) -> None:
+def _buttons(context: PageContext, knobs: KnobsView, at: EditState, allowed: bool) -> None:
     run, off = context.run, not allowed
     key = f"reason:{run}:{at.filling}"
-    _kept(key, at.reason)
+    _restore_field(key, at.reason)
     st.text_input(
         "Reason", key=key, max_chars=500, disabled=off, label_visibility="collapsed",
-        placeholder="Reason, for the audit log", on_change=_reasoned, args=(run, key, at.filling),
+        placeholder="Reason, for the audit log", on_change=_on_reason_change, args=(run, key, at.filling),
     )  # fmt: skip
     with st.container(horizontal=True, vertical_alignment="center", key="trial"):
-        _kept(f"trial:{run}", at.trial)
+        _restore_field(f"trial:{run}", at.trial)
         st.checkbox(
-            "On trial, for", key=f"trial:{run}", disabled=off, on_change=_tried, args=(run,),
+            "On trial, for", key=f"trial:{run}", disabled=off, on_change=_on_trial_change, args=(run,),
             help="A canary: kept only if the steps with it are no worse than those before; else the knobs before come "
             "back by themselves.",
         )  # fmt: skip
-        _kept(f"trial_steps:{run}", at.trial_steps)
+        _restore_field(f"trial_steps:{run}", at.trial_steps)
         st.number_input(
             "Steps on trial", 5, MAX_CANARY_STEPS, step=5, key=f"trial_steps:{run}", label_visibility="collapsed",
-            disabled=off, on_change=_tried, args=(run,), width=120,
+            disabled=off, on_change=_on_trial_change, args=(run,), width=120,
         )  # fmt: skip
         st.caption("steps")
     with st.container(horizontal=True, key="bar_tune"):
@@ -117,18 +117,18 @@ def _bar(context: PageContext, knobs: KnobsView, at: EditState, allowed: bool) -
         st.rerun()  # the live sections show the result
 
 
-def _kept(key: str, value: object) -> None:
+def _restore_field(key: str, value: object) -> None:
     """Restores a field's value after the viewer has left the page and come back."""
     st.session_state.setdefault(key, value)
 
 
-def _reasoned(run: str, key: str, filling: int) -> None:
+def _on_reason_change(run: str, key: str, filling: int) -> None:
     at = edit_session.state_of(run)
     if at.filling == filling:
         at.reason = str(st.session_state[key])
 
 
-def _tried(run: str) -> None:
+def _on_trial_change(run: str) -> None:
     at = edit_session.state_of(run)
     at.trial, at.trial_steps = bool(st.session_state[f"trial:{run}"]), int(st.session_state[f"trial_steps:{run}"])
 

@@ -19,7 +19,6 @@ from tidegate.errors import TidegateError
 from tidegate.simulator.replay import replay
 from tidegate.speeds.rate_card import RateCard
 from tidegate.timeline.stall_analysis import exposed_waits
-from tidegate.timeline.timeline import cause_in_words
 from tidegate.wire.timeline import TimelineView
 from tidegate.wire.translation import as_timeline, as_view
 
@@ -113,7 +112,7 @@ def waits(view: TimelineView, predicted: TimelineView | None) -> None:
     first, last = window(view, "update")
     rows = [
         (
-            markup.dot(cause_in_words(cause), palette.cause(cause)),
+            markup.dot(cause, palette.cause(cause)),
             units.seconds(found.get(cause, 0.0)),
             units.seconds(expected.get(cause, 0.0) if predicted else None),
             _share(found.get(cause, 0.0), last - first, palette.cause(cause)),

@@ -7,37 +7,36 @@ import time
 import streamlit as st
 
 from tidegate.dashboard.data.queries import Snapshot, SnapshotReading
-from tidegate.dashboard.data.step_stats import Digest, verdict
+from tidegate.dashboard.data.step_stats import StepSummary, verdict
 from tidegate.dashboard.session.page_context import PageContext
 from tidegate.dashboard.style import markup, palette, units
 
 EMULATED = "Emulated device: rates are simulated, no performance claim"
 
 
-def no_data(context: PageContext, look: SnapshotReading) -> None:
+def no_data(context: PageContext, reading: SnapshotReading) -> None:
     """Draws the reason why no data of this run was ever read."""
     st.html(
-        markup.head(context.run, "unknown", [context.url]) + markup.verdict(look.problem or "Nothing was read yet.")
+        markup.head(context.run, "unknown", [context.url]) + markup.verdict(reading.problem or "Nothing was read yet.")
     )
 
 
-def header(look: SnapshotReading, snapshot: Snapshot, figures: Digest) -> None:
+def header(reading: SnapshotReading, snapshot: Snapshot, figures: StepSummary) -> None:
     """Draws the header: `brief`, and the key figures."""
-    brief(look, snapshot, figures)
+    brief(reading, snapshot, figures)
     st.html(markup.kpis(_figures(snapshot, figures)))
 
 
-def brief(look: SnapshotReading, snapshot: Snapshot, figures: Digest) -> None:
+def brief(reading: SnapshotReading, snapshot: Snapshot, figures: StepSummary) -> None:
     """Draws the run's name, its liveness, the age of the data, and one sentence."""
     now = time.time()
     st.html(
-        markup.head(snapshot.run.run, "unknown" if look.problem else snapshot.run.liveness, _details(snapshot, now))
+        markup.head(snapshot.run.run, "unknown" if reading.problem else snapshot.run.liveness, _details(snapshot, now))
     )
-    if look.problem:
-        kept = (
-            f"{look.problem} What follows is {units.age(now - snapshot.read_at)} old; this page reconnects by itself."
-        )
-        st.html(markup.banner(kept, palette.LIVENESS["lost"]))
+    if reading.problem:
+        age = units.age(now - snapshot.read_at)
+        sentence = f"{reading.problem} What follows is {age} old; this page reconnects by itself."
+        st.html(markup.banner(sentence, palette.LIVENESS["lost"]))
     if snapshot.run.device_kind == "emulated":
         st.html(markup.banner(EMULATED, palette.PHASE["update"]))
     st.html(markup.verdict(verdict(snapshot.run, figures, now)))
@@ -56,7 +55,7 @@ def _details(snapshot: Snapshot, now: float) -> list[str]:
     return details
 
 
-def _figures(snapshot: Snapshot, figures: Digest) -> list[tuple[str, str, str]]:
+def _figures(snapshot: Snapshot, figures: StepSummary) -> list[tuple[str, str, str]]:
     update = figures.phase_seconds.get("update")
     exposed, total = figures.exposed_seconds, figures.step_seconds
     tokens = figures.tokens_per_second

@@ -22,29 +22,29 @@ MAX_NAMED: Final = 8
 def knobs_now(snapshot: Snapshot) -> None:
     """Draws a row for each knob, and a row for each rank that deviates."""
     view = snapshot.knobs
-    live = taking_part(view)
+    live = present_ranks(view)
     rows = [_row(name, view, live) for name in view.bounds]
     columns = ("knob", "desired", "effective", "bounds", "unit")
     st.html(
         markup.title("Knobs", f"generation {view.generation}; {_applied(view, live)}")
         + markup.table(columns, rows, left=(0, 1, 2, 3, 4), wide=(2, 3))
-        + way(snapshot)
+        + generation_progress(snapshot)
         + _odd_ranks(view, live)
     )
     _newer(view)
 
 
-def taking_part(view: KnobsView) -> Sequence[RankKnobs]:
+def present_ranks(view: KnobsView) -> Sequence[RankKnobs]:
     """The live and stale ranks; all ranks if there are none."""
     return [rank for rank in view.ranks if rank.liveness in ("live", "stale")] or list(view.ranks)
 
 
-def way(snapshot: Snapshot) -> str:
+def generation_progress(snapshot: Snapshot) -> str:
     """The progress of the newest generation from proposed to applied, or its end with the reason, as HTML."""
     newest = snapshot.knobs.pending or (snapshot.generations[-1] if snapshot.generations else None)
     if newest is None:
         return ""
-    live = taking_part(snapshot.knobs)
+    live = present_ranks(snapshot.knobs)
     done = sum(rank.applied_generation >= newest.generation for rank in live)
     applied = f"applied on {done} of {len(live)} ranks"
     good, bad = palette.LIVENESS["live"], palette.LIVENESS["lost"]

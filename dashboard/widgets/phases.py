@@ -8,7 +8,7 @@ import streamlit as st
 
 from tidegate.dashboard.data import knob_edits
 from tidegate.dashboard.data.queries import Snapshot
-from tidegate.dashboard.data.step_stats import WINDOW, Digest
+from tidegate.dashboard.data.step_stats import WINDOW, StepSummary
 from tidegate.dashboard.figures import charts
 from tidegate.dashboard.style import markup, palette, units
 from tidegate.dashboard.widgets.figure import draw
@@ -17,7 +17,7 @@ from tidegate.wire.step import StepReport
 MAX_MARKS = 8
 
 
-def phases(snapshot: Snapshot, figures: Digest) -> None:
+def phases(snapshot: Snapshot, figures: StepSummary) -> None:
     st.html(markup.title("Phases", f"medians of {figures.step_count_text}") + _table(snapshot.steps, figures))
 
 
@@ -40,7 +40,7 @@ def marks(snapshot: Snapshot) -> list[charts.Mark]:
     return found[-MAX_MARKS:]
 
 
-def _table(steps: tuple[StepReport, ...], figures: Digest) -> str:
+def _table(steps: tuple[StepReport, ...], figures: StepSummary) -> str:
     recent = steps[-WINDOW:]
     last = recent[-1] if recent else None
     total = figures.step_seconds

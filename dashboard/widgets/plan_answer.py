@@ -103,7 +103,7 @@ def _wear(plan: CapacityPlan) -> str:
     if not worn:
         return ""
     rows = [
-        (markup.dot(wear.path, palette.place(wear.path)), units.nbytes(wear.bytes_per_iteration),
+        (markup.dot(wear.path, palette.residence(wear.path)), units.nbytes(wear.bytes_per_iteration),
          units.nbytes(wear.bytes_per_day), units.NONE if wear.days is None else units.duration(wear.days * 86_400))
         for wear in worn
     ]  # fmt: skip
@@ -114,8 +114,8 @@ def _wear(plan: CapacityPlan) -> str:
 def _places(name: str, note: str, found: Mapping[str, int]) -> str:
     total = sum(found.values())
     rows = [
-        (markup.dot(place, palette.place(place)), units.nbytes(nbytes),
-         markup.bar(nbytes / total, units.share(nbytes / total), palette.place(place)) if total else units.NONE)
+        (markup.dot(place, palette.residence(place)), units.nbytes(nbytes),
+         markup.bar(nbytes / total, units.share(nbytes / total), palette.residence(place)) if total else units.NONE)
         for place, nbytes in found.items()
     ]  # fmt: skip
     return markup.title(name, note) + markup.table(("", "bytes", "share"), rows)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import streamlit as st
 
 from tidegate.dashboard.data.queries import Snapshot
-from tidegate.dashboard.data.step_stats import WINDOW, Digest, column, tokens_per_second
+from tidegate.dashboard.data.step_stats import WINDOW, StepSummary, column, tokens_per_second
 from tidegate.dashboard.figures import charts
-from tidegate.dashboard.figures.memory_chart import tide
+from tidegate.dashboard.figures.memory_chart import memory_figure
 from tidegate.dashboard.style import markup, palette, units
 from tidegate.dashboard.widgets.figure import draw
 from tidegate.wire.step import StepReport
@@ -23,7 +23,7 @@ def links(snapshot: Snapshot) -> None:
     draw(charts.link_bytes(snapshot.steps), "link_bytes")
 
 
-def link_speeds(snapshot: Snapshot, figures: Digest) -> None:
+def link_speeds(snapshot: Snapshot, figures: StepSummary) -> None:
     """Draws bytes and busy time of each direction in each phase, and the speed as a share of the highest speed."""
     ceilings = link_ceilings(snapshot.steps)
     st.html(
@@ -76,7 +76,7 @@ def _by_phase(steps: tuple[StepReport, ...]) -> dict[tuple[str, str], tuple[floa
 def memory(snapshot: Snapshot) -> None:
     """Draws the memory chart (the tide chart)."""
     st.html(markup.title("Memory", "the tide: peaks on the device, above what the engine holds in host memory"))
-    figure = tide(snapshot.steps, snapshot.rank.device_memory_bytes)
+    figure = memory_figure(snapshot.steps, snapshot.rank.device_memory_bytes)
     draw(figure, "memory")
 
 

@@ -6,7 +6,7 @@ import streamlit as st
 
 from tidegate.dashboard.data.path_stats import PathFigures, PathUse, path_figures
 from tidegate.dashboard.data.queries import Snapshot
-from tidegate.dashboard.data.step_stats import Digest
+from tidegate.dashboard.data.step_stats import StepSummary
 from tidegate.dashboard.style import markup, palette, units
 
 COLUMNS = (
@@ -15,7 +15,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def paths(snapshot: Snapshot, figures: Digest) -> None:
+def paths(snapshot: Snapshot, figures: StepSummary) -> None:
     """Draws a row for each path; nothing for a run without paths."""
     found = path_figures(snapshot.steps)
     if not found:
@@ -30,8 +30,8 @@ def paths(snapshot: Snapshot, figures: Digest) -> None:
 def _row(path: PathFigures, total: int) -> tuple[str, ...]:
     held = f"{path.subgroups} of {total}"
     return (
-        markup.dot(path.name, palette.place(path.name)),
-        markup.bar(path.subgroups / total, held, palette.place(path.name)) if total else held,
+        markup.dot(path.name, palette.residence(path.name)),
+        markup.bar(path.subgroups / total, held, palette.residence(path.name)) if total else held,
         units.nbytes(path.read.bytes_per_step),
         speed(path.read, f"{path.name}:read"),
         units.nbytes(path.write.bytes_per_step),

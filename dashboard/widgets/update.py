@@ -5,20 +5,20 @@ from __future__ import annotations
 import streamlit as st
 
 from tidegate.dashboard.data.queries import Snapshot
-from tidegate.dashboard.data.step_stats import Digest
+from tidegate.dashboard.data.step_stats import StepSummary
 from tidegate.dashboard.figures import charts
 from tidegate.dashboard.style import markup, palette, units
 from tidegate.dashboard.widgets.figure import draw
 from tidegate.dashboard.widgets.header import prediction
 
 
-def waits(snapshot: Snapshot, figures: Digest) -> None:
+def waits(snapshot: Snapshot, figures: StepSummary) -> None:
     total = sum(figures.stall_share.values())
     st.html(markup.title("Stalls by cause", f"{units.share(total)} of the update, mean of {figures.step_count_text}"))
     draw(charts.stalls_by_cause(snapshot.steps), "stalls")
 
 
-def division(snapshot: Snapshot, figures: Digest) -> None:
+def division(snapshot: Snapshot, figures: StepSummary) -> None:
     """The division of updates, the residences of state, and the simulator's prediction, as text."""
     last = snapshot.steps[-1] if snapshot.steps else None
     rows = [*_shares("updated by", "params", last.update_params if last else {})]
@@ -35,9 +35,9 @@ def _shares(what: str, unit: str, counts: dict[str, int]) -> list[tuple[str, str
     total = sum(counts.values())
     return [
         (
-            markup.dot(f"{what} {place}", palette.place(place)),
+            markup.dot(f"{what} {place}", palette.residence(place)),
             f"{units.count(number)} {unit if number != 1 else unit.removesuffix('s')}",
-            markup.bar(number / total, units.share(number / total), palette.place(place)) if total else units.NONE,
+            markup.bar(number / total, units.share(number / total), palette.residence(place)) if total else units.NONE,
         )
         for place, number in sorted(counts.items(), reverse=True)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 
 from tidegate.grafana.dashboards.frame import frame, live_view, variable
-from tidegate.grafana.dashboards.panels import Column, Look, Query, lines, number, rows, states
+from tidegate.grafana.dashboards.panels import Column, PanelOptions, Query, lines, number, rows, states
 
 _STEP = (
     'max by (run) (sum by (run, rank, host) (rate(tidegate_phase_seconds_sum{run=~"$run"}[$__rate_interval])) '
@@ -35,39 +35,40 @@ def _now(made: Dashboard) -> None:
     made.with_row(Row("Now"))
     for panel in (
         number(
-            Look(title="Ranks live", unit="short", width=4, height=4,
+            PanelOptions(title="Ranks live", unit="short", width=4, height=4,
                  why="Ranks that the daemon has heard of within their lease."),
             Query('sum(tidegate_agents{run=~"$run",state="live"})', "live"),
         ),
         number(
-            Look(title="Ranks lost or stale", unit="short", width=4, height=4,
+            PanelOptions(title="Ranks lost or stale", unit="short", width=4, height=4,
                  why="Ranks that fell silent without a goodbye: the process died, its host is gone, or the network is "
                  "cut. The others wait for it in their next collective. Runbook: TidegateAgentLost."),
             Query('sum(tidegate_agents{run=~"$run",state=~"lost|stale"})', "lost or stale"),
             limits=((1, "red"),),
         ),
         number(
-            Look(title="Alerts firing", unit="short", width=4, height=4,
+            PanelOptions(title="Alerts firing", unit="short", width=4, height=4,
                  why="Alerts of these runs; each names its runbook. Routing and silences are Alertmanager's."),
             Query('count(ALERTS{alertstate="firing",run=~"$run"}) or vector(0)', "firing"),
             limits=((1, "orange"),),
         ),
         number(
-            Look(title="Oldest last step", unit="s", width=4, height=4,
+            PanelOptions(title="Oldest last step", unit="s", width=4, height=4,
                  why="How long ago the rank that is furthest behind ended a step. Compare it with the seconds a step "
                  "below; a run that is finished is not counted once its ranks are gone. Runbook: TidegateStepOverdue."),
             Query('max(time() - tidegate_step_timestamp_seconds{run=~"$run"})', "age"),
             limits=((300, "orange"), (900, "red")), decimals=0,
         ),
         number(
-            Look(title="Scrapes that fail", unit="short", width=4, height=4,
+            PanelOptions(title="Scrapes that fail", unit="short", width=4, height=4,
                  why="Ranks and daemons that the discovery lists and that do not answer Prometheus: a firewall, or an "
                  "address that other machines cannot reach."),
             Query('count(up{job=~"tidegate-.*"} == 0) or vector(0)', "down"),
             limits=((1, "red"),),
         ),
         number(
-            Look(title="Tokens a second", unit="short", width=4, height=4, why="All runs together: what is paid for."),
+            PanelOptions(title="Tokens a second", unit="short", width=4, height=4,
+                 why="All runs together: what is paid for."),
             Query(f"sum({_TOKENS})", "tokens"), spark=True,
         ),
     ):  # fmt: skip
@@ -77,7 +78,7 @@ def _now(made: Dashboard) -> None:
 def _runs(made: Dashboard) -> None:
     made.with_row(Row("Runs"))
     made.with_panel(rows(
-        Look(title="Every run", unit="short", width=24, height=8,
+        PanelOptions(title="Every run", unit="short", width=24, height=8,
              why="The worst rank of each run counts. Click a run to see what it waits for."),
         "run",
         (
@@ -97,29 +98,29 @@ def _runs(made: Dashboard) -> None:
     ))  # fmt: skip
     for panel in (
         lines(
-            Look(title="Seconds a step", unit="s", width=8,
+            PanelOptions(title="Seconds a step", unit="s", width=8,
                  why="Wall time from step to step, of the slowest rank. A jump that has no blue mark (knobs turned) is "
                  "the machine's or the data's."),
             Query(_STEP, "{{run}}"),
         ),
         lines(
-            Look(title="Update's share of the step", unit="percentunit", width=8,
+            PanelOptions(title="Update's share of the step", unit="percentunit", width=8,
                  why="What offloading costs: the less, the better the update hides behind nothing. Above a half, look "
                  "at the run's stalls first."),
             Query(f"{_UPDATE} / ({_ALL} > 0)", "{{run}}"), maximum=1,
         ),
         lines(
-            Look(title="Share of the update that is stalled", unit="percentunit", width=8,
+            PanelOptions(title="Share of the update that is stalled", unit="percentunit", width=8,
                  why="Wall time of the update in which no parameter was being updated. The line is the limit of the "
                  "alert TidegateUpdateStalled for one cause."),
             Query(f"{_STALL} / ({_UPDATE} > 0)", "{{run}}"), limits=((0.3, "orange"),), maximum=1,
         ),
         lines(
-            Look(title="Tokens a second", unit="short", width=8, why="What each run makes of its machines."),
+            PanelOptions(title="Tokens a second", unit="short", width=8, why="What each run makes of its machines."),
             Query(_TOKENS, "{{run}}"),
         ),
         lines(
-            Look(title="Slowest rank against the median", unit="none", width=8,
+            PanelOptions(title="Slowest rank against the median", unit="none", width=8,
                  why="Update time of the slowest rank, by that of the median rank. Ranks wait for each other, so one "
                  "at 1.5 costs all of them half of an update."),
             Query(
@@ -131,7 +132,7 @@ def _runs(made: Dashboard) -> None:
             ), limits=((1.5, "orange"),),
         ),
         states(
-            Look(title="Alerts over time", unit="short", width=8,
+            PanelOptions(title="Alerts over time", unit="short", width=8,
                  why="Which alerts fired when. The dashboard Runbooks says what to do about each."),
             Query('max by (run, alertname) (ALERTS{alertstate="firing",run=~"$run"})', "{{run}}: {{alertname}}"),
             {"1": ("firing", "red")},
@@ -144,13 +145,13 @@ def _control(made: Dashboard) -> None:
     made.with_row(Row("Control plane"))
     for panel in (
         lines(
-            Look(title="Requests to the daemon", unit="reqps", width=8,
+            PanelOptions(title="Requests to the daemon", unit="reqps", width=8,
                  why="By status class. 4xx are refused tokens and stale edits; any 5xx is a fault of the daemon or its "
                  "database."),
             Query("sum by (status) (rate(tidegate_requests_total[$__rate_interval]))", "{{status}}"), stacked=True,
         ),
         lines(
-            Look(title="Time to answer", unit="s", width=8,
+            PanelOptions(title="Time to answer", unit="s", width=8,
                  why="99 % of the daemon's answers took less, by route; long polls (directive, events) are meant to "
                  "wait. Training never waits for it."),
             Query(
@@ -160,7 +161,7 @@ def _control(made: Dashboard) -> None:
             ),
         ),
         lines(
-            Look(title="Generations behind", unit="short", width=8,
+            PanelOptions(title="Generations behind", unit="short", width=8,
                  why="Knobs that were agreed and that the slowest rank does not run with yet: more than a step or two "
                  "of it is TidegateGenerationNotAcknowledged."),
             Query(_BEHIND, "{{run}}"), steps=True, limits=((1, "orange"),),

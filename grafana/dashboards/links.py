@@ -5,7 +5,7 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 
 from tidegate.grafana.dashboards.frame import RANK, frame, selectors
-from tidegate.grafana.dashboards.panels import CEILING, Look, Query, heat, lines
+from tidegate.grafana.dashboards.panels import CEILING, PanelOptions, Query, heat, lines
 
 _PATH = f'{RANK},path=~"$path"'
 _WALL = f"sum(rate(tidegate_phase_seconds_sum{{{RANK}}}[$__rate_interval]))"
@@ -33,14 +33,14 @@ def dashboard() -> Dashboard:
 def _stalls(made: Dashboard) -> None:
     made.with_row(Row("Who waits"))
     made.with_panel(lines(
-        Look(title="Stalls in a step, by cause", unit="s", width=12,
+        PanelOptions(title="Stalls in a step, by cause", unit="s", width=12,
              why="All phases. A lane that never shows up here is not worth making faster, however slow it is below."),
         Query(f"{_rate('tidegate_stall_seconds_total', 'cause')} / on () group_left () "
               f"(sum(rate(tidegate_steps_total{{{RANK}}}[$__rate_interval])) > 0)", "{{cause}}"),
         stacked=True,
     ))  # fmt: skip
     made.with_panel(lines(
-        Look(title="Share of the time in use", unit="percentunit", width=12,
+        PanelOptions(title="Share of the time in use", unit="percentunit", width=12,
              why="A lane at 100 % is the limit of the step: only fewer bytes make it shorter. Mean of the ranks."),
         Query(f"{_rate('tidegate_link_busy_seconds_total', 'direction')} / on () group_left () {_WALL}",
               "{{direction}}"),
@@ -54,7 +54,7 @@ def _link(made: Dashboard) -> None:
     made.with_row(Row("Link between host and device"))
     for panel in (
         lines(
-            Look(title="Speed while busy, against its ceiling", unit="Bps", width=8,
+            PanelOptions(title="Speed while busy, against its ceiling", unit="Bps", width=8,
                  why="All ranks together. Dashed: the best that large copies reached in this run. Far below it the "
                  "copies are small, or something else uses the link."),
             Query(_busy_speed("tidegate_link_bytes_total", "tidegate_link_busy_seconds_total", "direction", RANK),
@@ -63,12 +63,12 @@ def _link(made: Dashboard) -> None:
                   f"{CEILING} {{{{direction}}}}"),
         ),
         lines(
-            Look(title="Bytes a second, by phase", unit="Bps", width=8,
+            PanelOptions(title="Bytes a second, by phase", unit="Bps", width=8,
                  why="When the link is used: gradients during backward, state and weights during the update."),
             Query(_rate("tidegate_link_bytes_total", "phase, direction"), "{{phase}} {{direction}}"), stacked=True,
         ),
         lines(
-            Look(title="Bytes a second, by content", unit="Bps", width=8,
+            PanelOptions(title="Bytes a second, by content", unit="Bps", width=8,
                  why="What crosses it: state is what stride and static_ratio decide."),
             Query(_rate("tidegate_link_bytes_total", "content, direction"), "{{content}} {{direction}}"), stacked=True,
         ),
@@ -82,7 +82,7 @@ def _paths(made: Dashboard) -> None:
     for operation in ("read", "write"):
         chosen = f'{_PATH},operation="{operation}"'
         made.with_panel(lines(
-            Look(title=f"{operation.capitalize()} speed while busy, against its ceiling", unit="Bps", width=8,
+            PanelOptions(title=f"{operation.capitalize()} speed while busy, against its ceiling", unit="Bps", width=8,
                  why="Chosen ranks together. Dashed: what the path did alone when the run began, per host. Below a "
                  "third of it while it matters is TidegatePathSlow: someone else uses it, or it throttles."),
             Query(speed.replace(_PATH, chosen), "{{path}}"),
@@ -90,7 +90,7 @@ def _paths(made: Dashboard) -> None:
                   f"{CEILING} {{{{path}}}}"),
         ))  # fmt: skip
     made.with_panel(lines(
-        Look(title="Bytes a second", unit="Bps", width=8,
+        PanelOptions(title="Bytes a second", unit="Bps", width=8,
              why="What really moves, pauses included. tier_split should make all paths end together."),
         Query(_rate("tidegate_path_bytes_total", "path, operation", _PATH), "{{path}}:{{operation}}"), stacked=True,
     ))  # fmt: skip
@@ -100,14 +100,14 @@ def _heat(made: Dashboard) -> None:
     made.with_row(Row("I/O time"))
     for operation in ("read", "write"):
         made.with_panel(heat(
-            Look(title=f"How long {operation}s take", unit="s", width=8,
+            PanelOptions(title=f"How long {operation}s take", unit="s", width=8,
                  why=f"Every {operation} of a subgroup's state on the chosen paths. A second band far above the first "
                  "is a path that sometimes hangs; choose one path at a time to see which."),
             f'sum by (le) (increase(tidegate_path_operation_seconds_bucket{{{_PATH},operation="{operation}"}}'
             "[$__rate_interval]))",
         ))  # fmt: skip
     made.with_panel(lines(
-        Look(title="Slowest reads and writes", unit="s", width=8,
+        PanelOptions(title="Slowest reads and writes", unit="s", width=8,
              why="99 % took less. The slowest one decides when an update ends, not the mean."),
         Query("histogram_quantile(0.99, sum by (le, path, operation) "
               f"(rate(tidegate_path_operation_seconds_bucket{{{_PATH}}}[$__rate_interval])))",
@@ -119,7 +119,7 @@ def _trouble(made: Dashboard) -> None:
     made.with_row(Row("Trouble on paths"))
     for panel in (
         lines(
-            Look(title="Waits for the lock", unit="percentunit", width=6,
+            PanelOptions(title="Waits for the lock", unit="percentunit", width=6,
                  why="Share of the time in which a read or write waits for other processes of the node to leave the "
                  "path. Runbook: TidegatePathLockWait."),
             Query(f"{_rate('tidegate_path_lock_wait_seconds_total', 'path, operation', _PATH)} "
@@ -127,7 +127,7 @@ def _trouble(made: Dashboard) -> None:
             limits=((0.3, "orange"),),
         ),
         lines(
-            Look(title="Errors", unit="short", width=6,
+            PanelOptions(title="Errors", unit="short", width=6,
                  why="Reads and writes that failed, those that were repeated included. One is one too many. Runbook: "
                  "TidegatePathErrors."),
             Query(f"sum by (path, operation) (increase(tidegate_path_errors_total{{{_PATH}}}[$__rate_interval]))",
@@ -135,12 +135,12 @@ def _trouble(made: Dashboard) -> None:
             limits=((1, "red"),),
         ),
         lines(
-            Look(title="The read or write in progress", unit="s", width=6,
+            PanelOptions(title="The read or write in progress", unit="s", width=6,
                  why="How long it has lasted, the longest of the ranks. A line that climbs is one that hangs."),
             Query(f"max by (path, operation) (tidegate_path_open_seconds{{{_PATH}}})", "{{path}}:{{operation}}"),
         ),
         lines(
-            Look(title="Taken over for others", unit="bytes", width=6,
+            PanelOptions(title="Taken over for others", unit="bytes", width=6,
                  why="Bytes written here because the path that was planned had failed or was full."),
             Query(f"sum by (path) (tidegate_path_taken_over_bytes_total{{{_PATH}}})", "{{path}}"),
         ),
@@ -152,7 +152,7 @@ def _room(made: Dashboard) -> None:
     made.with_row(Row("Room and wear"))
     for panel in (
         lines(
-            Look(title="Room left", unit="percentunit", width=12,
+            PanelOptions(title="Room left", unit="percentunit", width=12,
                  why="Free, as a share of the path's size, on the host where it is least. State that is there has its "
                  "room; the next checkpoint may not. Runbook: TidegatePathNearlyFull."),
             Query(f"min by (path, host) (tidegate_path_free_bytes{{{_PATH}}} "
@@ -160,7 +160,7 @@ def _room(made: Dashboard) -> None:
             limits=((0.1, "orange"),), maximum=1,
         ),
         lines(
-            Look(title="Written in a day, at this pace", unit="bytes", width=12,
+            PanelOptions(title="Written in a day, at this pace", unit="bytes", width=12,
                  why="All ranks of a host together: what wears out an SSD. Compare it with what the drive's makers "
                  "guarantee in a day. Runbook: TidegateSsdWear."),
             Query(f"sum by (path, host) (tidegate_path_written_bytes_per_day{{{_PATH}}})", "{{path}} on {{host}}"),

@@ -56,7 +56,7 @@ P = TypeVar("P", bound=_Panel)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class PanelOptions:
     """Title, purpose and place of a panel.
 
     unit: Grafana's name of it: s, Bps, bytes, percentunit, …
@@ -78,7 +78,7 @@ class Look:
 
 
 def lines(
-    look: Look,
+    panel_options: PanelOptions,
     *queries: Query,
     stacked: bool = False,
     limits: Sequence[tuple[float, Color]] = (),
@@ -87,7 +87,7 @@ def lines(
     steps: bool = False,
 ) -> timeseries.Panel:
     """Curves over time, or areas on top of each other. `limits` are drawn as lines: what alerts and budgets allow."""
-    panel = look.on(timeseries.Panel()).targets([_target(q, i) for i, q in enumerate(queries)])
+    panel = panel_options.on(timeseries.Panel()).targets([_target(q, i) for i, q in enumerate(queries)])
     panel.color_scheme(build.FieldColor().mode(model.FieldColorModeId.PALETTE_CLASSIC_BY_NAME))
     panel.line_width(1).fill_opacity(60 if stacked else 8).show_points(options.VisibilityMode.NEVER)
     panel.legend(
@@ -120,7 +120,7 @@ def lines(
 
 
 def number(
-    look: Look,
+    panel_options: PanelOptions,
     query: Query,
     *,
     limits: Sequence[tuple[float, Color]] = (),
@@ -129,7 +129,7 @@ def number(
     decimals: int | None = None,
 ) -> stat.Panel:
     """One figure as of now, coloured by what `limits` it has passed. `named` shows the series' name beside it."""
-    panel = look.on(stat.Panel()).targets([_target(query, 0, instant=not spark)])
+    panel = panel_options.on(stat.Panel()).targets([_target(query, 0, instant=not spark)])
     panel.thresholds(_thresholds([(None, "green" if limits else "text"), *limits]))
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     panel.graph_mode(options.BigValueGraphMode.AREA if spark else options.BigValueGraphMode.NONE)
@@ -138,16 +138,16 @@ def number(
     return panel if decimals is None else panel.decimals(decimals)
 
 
-def heat(look: Look, expr: str) -> heatmap.Panel:
+def heat(panel_options: PanelOptions, expr: str) -> heatmap.Panel:
     """How often durations of each size came up over time. `expr` is a rate of buckets, summed by `le`."""
     query = prometheus.Dataquery().expr(expr).legend_format("{{le}}").ref_id("A")
-    panel = look.on(heatmap.Panel()).targets([query.format(query_model.PromQueryFormat.HEATMAP).range()])
-    return panel.calculate(False).cell_gap(1).show_legend().y_axis(heatmap.YAxisConfig().unit(look.unit))
+    panel = panel_options.on(heatmap.Panel()).targets([query.format(query_model.PromQueryFormat.HEATMAP).range()])
+    return panel.calculate(False).cell_gap(1).show_legend().y_axis(heatmap.YAxisConfig().unit(panel_options.unit))
 
 
-def states(look: Look, query: Query, colors: dict[str, tuple[str, Color]]) -> statetimeline.Panel:
+def states(panel_options: PanelOptions, query: Query, colors: dict[str, tuple[str, Color]]) -> statetimeline.Panel:
     """Bars over time, one for each series; `colors` says what a value is called and its colour."""
-    panel = look.on(statetimeline.Panel()).targets([_target(query, 0)])
+    panel = panel_options.on(statetimeline.Panel()).targets([_target(query, 0)])
     panel.mappings([_value_names(colors)])
     return panel.show_value(options.VisibilityMode.NEVER).row_height(0.8).no_value("none in this time")
 
@@ -162,9 +162,9 @@ class Column:
     limits: Sequence[tuple[float, Color]] = ()
 
 
-def rows(look: Look, key: str, columns: Sequence[Column], *, link: str = "") -> table.Panel:
+def rows(panel_options: PanelOptions, key: str, columns: Sequence[Column], *, link: str = "") -> table.Panel:
     """A table with one row for each value of label `key`. `link` is where a click on the key leads."""
-    panel = look.on(table.Panel())
+    panel = panel_options.on(table.Panel())
     panel.targets([
         prometheus.Dataquery()
         .expr(column.expr)

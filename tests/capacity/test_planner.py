@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tidegate.agent.integrations.deepspeed.settings import settings_of
 from tidegate.capacity.footprint import FRAMEWORK_HOST_BYTES, SUMS_STAGING_BYTES, device_room, host_room
-from tidegate.capacity.machine import GPUS, Machine, StoragePath, Workload, parse_path
+from tidegate.capacity.machine import GPUS, Machine, PlannedPath, Workload, parse_path
 from tidegate.capacity.model_shapes import MODELS, PAPER_MODELS, ModelShape, model_from, model_from_config
 from tidegate.capacity.pass_times import gather_seconds
 from tidegate.capacity.placement_fit import fit
@@ -104,7 +104,7 @@ MACHINES = st.builds(
     st.floats(50e9, 400e9),
     st.lists(
         st.builds(
-            StoragePath,
+            PlannedPath,
             name=st.just("p"),
             read_bytes_per_second=st.floats(1e9, 14e9),
             write_bytes_per_second=st.floats(1e9, 14e9),
@@ -315,7 +315,7 @@ def test_a_path_that_cannot_be_is_refused(text: str) -> None:
 
 def test_a_path_says_all_there_is() -> None:
     found = parse_path("nvme:6.9/5.3:duplex:all-nodes:1.6TB:endure=3PB")
-    assert found == StoragePath(
+    assert found == PlannedPath(
         name="nvme", read_bytes_per_second=6.9e9, write_bytes_per_second=5.3e9, duplex=True, all_nodes=True,
         capacity_bytes=1.6e12, endurance_bytes=3e15,
     )  # fmt: skip

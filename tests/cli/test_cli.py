@@ -402,7 +402,7 @@ def test_who_follows_gives_up_on_a_daemon_that_does_not_come_back(
             yield from super().events(run, last_event_id)
 
     with Gone("http://127.0.0.1:9", "token") as client, pytest.raises(DaemonUnreachable):
-        watch._print_events(client, "llama-7b", 0, None, False, watch.Told())
+        watch._print_events(client, "llama-7b", 0, None, False, watch.PrintedStates())
     assert next(tries) > 1, "it is patient for a while"
 
 
@@ -427,7 +427,7 @@ def test_no_line_of_a_reason_looks_like_an_event(capsys: pytest.CaptureFixture[s
         data={"generation": 1, "state": "refused", "outcome": outcome},
     )
     with Scripted(event) as client:
-        watch._print_events(client, "llama", 0, 1, False, watch.Told())
+        watch._print_events(client, "llama", 0, 1, False, watch.PrintedStates())
     first, *more = capsys.readouterr().out.splitlines()
     assert "Rank 0 refused" in first
     assert [line.lstrip() for line in more] == ["23:59:59  generation 7 applied"]
@@ -449,7 +449,7 @@ def test_an_event_of_another_form_is_an_error_with_a_sentence(
 ) -> None:
     event = Event(id=1, kind=kind, run="llama", timestamp=timestamp, data=data)
     with Scripted(event) as client, pytest.raises(DaemonError, match="event 1"):
-        watch._print_events(client, "llama", 0, 1, False, watch.Told())
+        watch._print_events(client, "llama", 0, 1, False, watch.PrintedStates())
 
 
 def _asked(daemon: Daemon, route: str) -> float:

@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 
 from tidegate.capacity.model_shapes import PAPER_MODELS
 from tidegate.cli.main import app, main
-from tidegate.speeds.saved_calibration import VERSION
+from tidegate.cli.plan import _load_calibration
+from tidegate.errors import ConfigError
+from tidegate.speeds.rate_card import RateCard
+from tidegate.speeds.saved_calibration import VERSION, Calibration
 
 NODE = ("--gpus", "4", "--gpu-memory", "80", "--host-memory", "512", "--path", "nvme:6.9/5.3", "--path", "pfs:3.6/3.6")
 
@@ -110,3 +113,27 @@ def test_what_cannot_be_is_one_sentence_and_exit_code_2(
     assert (stopped.value.code, shown.out) == (2, "")
     assert shown.err.startswith("tidegate: ")
     assert said in shown.err
+
+
+CALIBRATION = Calibration(
+    card=RateCard(cpu_params_per_second=1e9), hardware={}, cpu_threads={1: 1e9}, card_threads=1, measured_at=0.0
+).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({**CALIBRATION, "version": 1}, "The calibration has version 1, and this Tidegate reads only version 2."),
+        ({**CALIBRATION, "rates": {"cpu_params_per_second": -1.0}},
+         "cpu_params_per_second=-1.0 in a rate card must be positive."),
+        ({name: value for name, value in CALIBRATION.items() if name != "hardware"},
+         "The calibration is not valid: 'hardware' is missing."),
+        ([], "The calibration is not valid: list indices must be integers or slices, not str."),
+    ],
+)  # fmt: skip
+def test_a_calibration_that_cannot_be_used_is_explained_once(tmp_path: Path, values: object, sentence: str) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(values))
+    with pytest.raises(ConfigError) as error:
+        _load_calibration(file)
+    assert str(error.value) == f"{file}: {sentence} Run `tidegate calibrate` again."

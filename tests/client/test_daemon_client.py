@@ -19,7 +19,8 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from tests.daemon.live import Agent, Daemon, hello, listen, new_run, step_report, threaded
 from tests.hostile import hostile, plain, trickling
-from tidegate.client.daemon_client import DEFAULT_URL, MAX_BODY_BYTES, DaemonClient, find_daemon, find_token, state_dir
+from tidegate.client.daemon_client import MAX_BODY_BYTES, DaemonClient
+from tidegate.client.discovery import DEFAULT_URL, find_daemon, find_token, state_dir
 from tidegate.errors import DaemonError, DaemonUnreachable, NotAuthorized, NotFound
 from tidegate.wire.agent import Directive, Lease, ProcessId
 from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
@@ -250,7 +251,7 @@ def test_an_exchange_ends_in_time_however_slow_the_other_side_is() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # it takes what fits into the buffers of the sockets
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         with DaemonClient(url, "t", timeout=0.2) as client, pytest.raises(DaemonUnreachable, match="in time"):
-            client._send("POST", "/v1/agents", body="a" * 50_000_000)
+            client._transport.send("POST", "/v1/agents", body="a" * 50_000_000)
     with (
         hostile(lambda *_: trickling(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n")) as daemon,
         DaemonClient(daemon.url, "t", timeout=0.2) as client,

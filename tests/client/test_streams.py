@@ -266,7 +266,7 @@ def test_a_proxy_over_https_sees_nothing_of_what_a_daemon_over_https_is_told(
         behind_a_proxy(certificates, daemon, monkeypatch) as (client, seen),
     ):
         assert client.runs() == []
-        client._send("POST", "/v1/agents", body="secret" * 100_000)
+        client._transport.send("POST", "/v1/agents", body="secret" * 100_000)
     assert "Bearer secret" in daemon.heads[0]
     assert seen.startswith(b"CONNECT head.example:8790 ")
     assert len(seen) > 600_000

@@ -20,7 +20,8 @@ import httpx
 
 from tests import forked
 from tests.services import PATIENCE
-from tidegate.client.daemon_client import SCOPES, DaemonClient
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.client.discovery import SCOPES
 from tidegate.client.state_files import home_of
 from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.server.app import create_app

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
-from tidegate.client.daemon_client import find_token
+from tidegate.client.discovery import find_token
 from tidegate.dashboard import SIGN_IN_PATH, command, environment
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -12,8 +12,8 @@ from rich.console import Console
 
 import tidegate
 from tidegate.agent.devices.cuda_problem import CudaProblem
-from tidegate.demo import DemoOptions, place, session
-from tidegate.demo.place import Place, choose_place
+from tidegate.demo import DemoOptions, devices, session
+from tidegate.demo.devices import DemoDevices, choose_devices
 from tidegate.demo.session import Session
 
 ELSEWHERE = torch.device("meta")
@@ -22,30 +22,30 @@ ELSEWHERE = torch.device("meta")
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "cuda_problem", lambda: None)
+    monkeypatch.setattr(devices, "cuda_problem", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU number {device.index}")
 
 
 @pytest.mark.usefixtures("gpu")
 def test_the_gpu_is_taken_where_there_is_one_and_the_emulated_device_when_asked() -> None:
-    taken = choose_place(emulated=False)
+    taken = choose_devices(emulated=False)
     assert (taken.device, taken.offload, taken.why_no_gpu) == (torch.device("cuda", 1), "auto", "")
     assert taken.name == "GPU number 1 (cuda:1)"
-    asked = choose_place(emulated=True)
+    asked = choose_devices(emulated=True)
     assert (asked.device, asked.offload) == (torch.device("cpu"), "emulated")
     assert "--emulated" in asked.why_no_gpu
 
 
 def test_without_cuda_the_reason_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "cuda_problem", lambda: CudaProblem("the driver is too old", "install a newer one"))
-    found = choose_place(emulated=False)
+    monkeypatch.setattr(devices, "cuda_problem", lambda: CudaProblem("the driver is too old", "install a newer one"))
+    found = choose_devices(emulated=False)
     assert (found.device, found.offload) == (torch.device("cpu"), "auto")
     assert "the driver is too old" in found.why_no_gpu
 
 
 def test_the_reason_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    demo = _session(monkeypatch, Place(torch.device("cpu"), why_no_gpu="the driver is too old"))
+    demo = _session(monkeypatch, DemoDevices(torch.device("cpu"), why_no_gpu="the driver is too old"))
     demo.console = Console(soft_wrap=True)
     model = torch.nn.Linear(2, 2)
     optimizer: Any = SimpleNamespace(
@@ -65,12 +65,12 @@ def test_the_model_and_its_optimizer_are_built_there(monkeypatch: pytest.MonkeyP
         return object()
 
     monkeypatch.setattr(tidegate, "AdamW", adamw, raising=False)
-    demo = _session(monkeypatch, Place(ELSEWHERE))
+    demo = _session(monkeypatch, DemoDevices(ELSEWHERE))
     _, model = demo._build({"nvme": tmp_path})
     assert built["places"] == {ELSEWHERE}
     assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {ELSEWHERE}
     assert built["offload"].device == "auto"
-    demo = _session(monkeypatch, Place(torch.device("cpu"), "emulated", "asked for"))
+    demo = _session(monkeypatch, DemoDevices(torch.device("cpu"), "emulated", "asked for"))
     demo._build({"nvme": tmp_path})
     assert built["places"] == {torch.device("cpu")}
     assert built["offload"].device == "emulated"
@@ -102,7 +102,7 @@ class Optimizer(torch.optim.SGD):
 
 
 def test_batches_go_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    demo = _session(monkeypatch, Place(ELSEWHERE), steps=2)
+    demo = _session(monkeypatch, DemoDevices(ELSEWHERE), steps=2)
     monkeypatch.setattr(demo, "_show_progress", lambda *_: None)
     losses: list[float] = []
     summary: Any = SimpleNamespace(record_plan=None, record_step=lambda loss, tokens: losses.append(loss))
@@ -114,6 +114,6 @@ def test_batches_go_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(isinstance(loss, float) for loss in (*losses, optimizer.logged["loss"]))
 
 
-def _session(monkeypatch: pytest.MonkeyPatch, taken: Place, **options: Any) -> Session:
-    monkeypatch.setattr(session, "choose_place", lambda emulated: taken)
+def _session(monkeypatch: pytest.MonkeyPatch, taken: DemoDevices, **options: Any) -> Session:
+    monkeypatch.setattr(session, "choose_devices", lambda emulated: taken)
     return Session(DemoOptions(headless=True, **options))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.errors import KnobError
-from tidegate.plan import place, steady
+from tidegate.plan import place_subgroups, steady_placements
 
 CPU, STAGED, RESIDENT = ("cpu", "host"), ("device", "host"), ("device", "device")
 
@@ -13,7 +13,7 @@ CPU, STAGED, RESIDENT = ("cpu", "host"), ("device", "host"), ("device", "device"
 def drawn(count: int, stride: float | str, ratio: float) -> str:
     """c: CPU, d: staged to the device, R: resident."""
     letters = {CPU: "c", STAGED: "d", RESIDENT: "R"}
-    return "".join(letters[p] for p in place(count, stride=stride, static_ratio=ratio))  # type: ignore[arg-type]
+    return "".join(letters[p] for p in place_subgroups(count, stride=stride, static_ratio=ratio))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def test_place(count: int, stride: float | str, ratio: float, expected: str) -> 
 
 @given(count=st.integers(0, 500), stride=st.integers(1, 50))
 def test_whole_strides_are_algorithm_1(count: int, stride: int) -> None:
-    assert [p == STAGED for p in place(count, stride=stride, static_ratio=0.0)] == [
+    assert [p == STAGED for p in place_subgroups(count, stride=stride, static_ratio=0.0)] == [
         (i + 1) % stride == 0 for i in range(count)
     ]
 
 
 @given(count=st.integers(0, 500), stride=st.floats(1, 100))
 def test_real_strides_are_spread_evenly(count: int, stride: float) -> None:
-    places = place(count, stride=stride, static_ratio=0.0)
+    places = place_subgroups(count, stride=stride, static_ratio=0.0)
     for end in range(count + 1):
         assert abs(places[:end].count(STAGED) - end / stride) <= 1 + 1e-9
 
@@ -56,8 +56,8 @@ def test_real_strides_are_spread_evenly(count: int, stride: float) -> None:
 @given(count=st.integers(0, 300), ratio=st.floats(0, 1), stride=st.floats(1, 10))
 def test_processor_follows_the_id(count: int, ratio: float, stride: float) -> None:
     """More residents change only those that become residents."""
-    before = place(count, stride=stride, static_ratio=0.0)
-    after = place(count, stride=stride, static_ratio=ratio)
+    before = place_subgroups(count, stride=stride, static_ratio=0.0)
+    after = place_subgroups(count, stride=stride, static_ratio=ratio)
     first_resident = count - after.count(RESIDENT)
     assert after[:first_resident] == before[:first_resident]
     assert set(after[first_resident:]) <= {RESIDENT}
@@ -67,11 +67,11 @@ def test_processor_follows_the_id(count: int, ratio: float, stride: float) -> No
 @pytest.mark.parametrize(("stride", "ratio"), [(0.5, 0), (0, 0), (-1, 0), (float("nan"), 0), ("auto", 0), (2, 1.1)])
 def test_what_cannot_be_placed(stride: float, ratio: float) -> None:
     with pytest.raises(KnobError):
-        place(4, stride=stride, static_ratio=ratio)
+        place_subgroups(4, stride=stride, static_ratio=ratio)
 
 
 def test_steady_keeps_state_where_it_is() -> None:
-    placements = steady(place(4, stride=2, static_ratio=0.25))
+    placements = steady_placements(place_subgroups(4, stride=2, static_ratio=0.25))
     assert [(p.processor, p.before, p.after, p.mirror_valid) for p in placements] == [
         ("cpu", "host", "host", True),
         ("device", "host", "host", False),

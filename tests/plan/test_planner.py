@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from tidegate.errors import PlanError
-from tidegate.plan import Op, Placement, Plan, Policy, Subgroup, make_plan, place, steady, verify
+from tidegate.plan import Op, Placement, Plan, Policy, Subgroup, make_plan, place_subgroups, steady_placements, verify
 
 STAY = Placement("device", "device", "device", False)
 STAGED = Placement("device", "host", "host", False)
@@ -121,7 +121,7 @@ class SlowDevice:
     ],
 )
 def test_h2d_has_no_head_of_line_blocking(clock: SlowCpu | SlowDevice, expected: list[str]) -> None:
-    placements = steady(place(6, stride=2, static_ratio=0.0))
+    placements = steady_placements(place_subgroups(6, stride=2, static_ratio=0.0))
     plan = make_plan(subgroups(6), placements, num_slots=1, rates=clock)
     verify(plan)
     assert [name.removesuffix(" slot 0") for name in names(plan.lanes["h2d"])] == expected
@@ -154,7 +154,7 @@ def test_ids_must_count_up() -> None:
 @pytest.mark.parametrize("stride", ["off", 1, 2])
 @pytest.mark.parametrize("policy", ["interleaved", "sequential"])
 def test_3000_subgroups_are_planned_and_verified_in_seconds(stride: float, policy: Policy) -> None:
-    placements = steady(place(3000, stride=stride, static_ratio=0.1))
+    placements = steady_placements(place_subgroups(3000, stride=stride, static_ratio=0.1))
     start = time.process_time()
     verify(make_plan(subgroups(3000), placements, num_slots=2, policy=policy))
     assert time.process_time() - start < 2.0

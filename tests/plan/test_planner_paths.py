@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.plan.test_planner import names, subgroups
 from tidegate.errors import PlanError
-from tidegate.plan import Op, OpKind, Placement, Plan, Policy, make_plan, place, steady, verify
+from tidegate.plan import Op, OpKind, Placement, Plan, Policy, make_plan, place_subgroups, steady_placements, verify
 from tidegate.plan.plan import Placement as P
 from tidegate.simulator.simulate import simulate, update_seconds
 from tidegate.speeds.rate_card import PathRates, RateCard
@@ -238,10 +238,13 @@ def slower(path: str, factor: float) -> RateCard:
 @pytest.mark.parametrize("stride", ["off", 2, 1])
 def test_a_slow_path_does_not_hold_up_another(stride: float) -> None:
     """Slots are each path's own, and what shares a lane is ordered by when it is ready."""
-    places = [(p, ("nvme", "pfs", "host")[i % 3]) for i, (p, _) in enumerate(place(48, stride=stride, static_ratio=0))]
+    places = [
+        (p, ("nvme", "pfs", "host")[i % 3])
+        for i, (p, _) in enumerate(place_subgroups(48, stride=stride, static_ratio=0))
+    ]
 
     def done(rates: RateCard, lane: str) -> float:
-        plan = plan_of(steady(places), rates=rates, host_slots={"nvme": 3, "pfs": 3}, num_slots=2)
+        plan = plan_of(steady_placements(places), rates=rates, host_slots={"nvme": 3, "pfs": 3}, num_slots=2)
         return max(span.end for span in simulate(plan, rates, step_at=0.0).spans if span.lane == lane)
 
     assert done(slower("pfs", 10), "pfs:write") > 5 * done(CARD, "pfs:write")
@@ -358,7 +361,7 @@ def test_a_path_may_be_called_almost_anything() -> None:
 
 
 def test_steady_state_on_a_path_has_no_mirror() -> None:
-    found = steady([("cpu", "nvme"), ("cpu", "host"), ("device", "nvme")])
+    found = steady_placements([("cpu", "nvme"), ("cpu", "host"), ("device", "nvme")])
     assert [(p.before, p.after, p.mirror_valid) for p in found] == [
         ("nvme", "nvme", False),
         ("host", "host", True),
@@ -378,8 +381,8 @@ def test_interleaving_hides_most_of_what_one_at_a_time_shows() -> None:
 
 def test_400_subgroups_on_four_paths_are_planned_in_a_tenth_of_a_second() -> None:
     paths = ("a", "b", "c", "d")
-    places = [(p, paths[i % 4]) for i, (p, _) in enumerate(place(400, stride=2, static_ratio=0))]
+    places = [(p, paths[i % 4]) for i, (p, _) in enumerate(place_subgroups(400, stride=2, static_ratio=0))]
     start = time.process_time()
-    make_plan(subgroups(400), steady(places), num_slots=3, host_slots=dict.fromkeys(paths, 4))
+    make_plan(subgroups(400), steady_placements(places), num_slots=3, host_slots=dict.fromkeys(paths, 4))
     # Ten times what it takes on an idle core.
     assert time.process_time() - start < 1.0

@@ -15,7 +15,7 @@ from tests.examples import examples
 from tidegate.errors import CapacityError, ConfigError
 from tidegate.plan.tier_split import (
     PathSpeeds,
-    assign,
+    assign_paths,
     balanced_split,
     eq1_split,
     makespan_seconds,
@@ -163,14 +163,14 @@ def moved(before: dict[int, str], after: dict[int, str]) -> int:
 
 
 def test_paths_take_turns() -> None:
-    assert "".join(p[0] for p in assign(range(6), {"nvme": 4, "pfs": 2}).values()) == "nnpnnp"
-    assert "".join(p[0] for p in assign(range(6), {"nvme": 3, "pfs": 3}).values()) == "npnpnp"
+    assert "".join(p[0] for p in assign_paths(range(6), {"nvme": 4, "pfs": 2}).values()) == "nnpnnp"
+    assert "".join(p[0] for p in assign_paths(range(6), {"nvme": 3, "pfs": 3}).values()) == "npnpnp"
 
 
 @given(COUNTS, st.randoms(use_true_random=False))
 def test_from_scratch_paths_are_spread_evenly(counts: dict[str, int], random: random.Random) -> None:
     ids = random.sample(range(1000), sum(counts.values()))
-    assigned = assign(ids, counts)
+    assigned = assign_paths(ids, counts)
     assert list(assigned) == ids
     assert Counter(assigned.values()) == Counter(counts)
     if ids:
@@ -182,12 +182,12 @@ def test_as_few_move_as_can_be(counts: dict[str, int], data: st.DataObject) -> N
     ids = list(range(sum(counts.values())))
     homes = st.sampled_from([*NAMES, "gone", None])
     current = {i: home for i in [*ids, -1, 999] if (home := data.draw(homes)) is not None}
-    after = assign(ids, counts, current)
+    after = assign_paths(ids, counts, current)
     assert Counter(after.values()) == Counter(counts)
     held = Counter(current[i] for i in ids if i in current)
     assert moved(current, after) == len(ids) - sum(min(held[path], n) for path, n in counts.items())
-    assert assign(ids, counts, after) == after, "what is as wanted stays"
-    assert after == assign(ids, counts, dict(reversed(current.items())))
+    assert assign_paths(ids, counts, after) == after, "what is as wanted stays"
+    assert after == assign_paths(ids, counts, dict(reversed(current.items())))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -195,19 +195,19 @@ def test_many_changes_leave_it_spread(seed: int) -> None:
     """A path is never far behind its share, however often the split was changed before."""
     random_ = random.Random(seed)
     ids = list(range(60))
-    assigned = assign(ids, {"nvme": 30, "pfs": 20, "s3": 10})
+    assigned = assign_paths(ids, {"nvme": 30, "pfs": 20, "s3": 10})
     for _ in range(40):
         cuts = sorted(random_.sample(range(1, 60), 2))
         counts = {"nvme": cuts[0], "pfs": cuts[1] - cuts[0], "s3": 60 - cuts[1]}
-        assigned = assign(ids, counts, assigned)
+        assigned = assign_paths(ids, counts, assigned)
         assert discrepancy(assigned, ids, counts) < 3.5
 
 
 def test_a_block_is_broken_up() -> None:
-    after = assign(range(12), {"nvme": 6, "pfs": 6}, dict.fromkeys(range(12), "nvme"))
+    after = assign_paths(range(12), {"nvme": 6, "pfs": 6}, dict.fromkeys(range(12), "nvme"))
     assert discrepancy(after, list(range(12)), {"nvme": 6, "pfs": 6}) < 1
 
 
 def test_counts_must_match() -> None:
     with pytest.raises(ConfigError, match="counts of 3 subgroups cannot be given to 4"):
-        assign(range(4), {"nvme": 3})
+        assign_paths(range(4), {"nvme": 3})

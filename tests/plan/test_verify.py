@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tidegate.errors import PlanError
-from tidegate.plan import Op, OpKind, Placement, Plan, Subgroup, make_plan, place, steady, verify
+from tidegate.plan import Op, OpKind, Placement, Plan, Subgroup, make_plan, place_subgroups, steady_placements, verify
 
 TRANSITIONS = [
     ("cpu", "host", "host"),
@@ -47,7 +47,7 @@ def plans(draw: st.DrawFn, min_subgroups: int = 0) -> Plan:
     moves = [move for move in TRANSITIONS if policy != "twinflow" or move != ("device", "host", "host")]
     if draw(st.booleans()):
         knobs = {"stride": "off" if policy == "twinflow" else draw(st.floats(1, 5)), "ratio": draw(st.floats(0, 1))}
-        placements = steady(place(count, stride=knobs["stride"], static_ratio=knobs["ratio"]))
+        placements = steady_placements(place_subgroups(count, stride=knobs["stride"], static_ratio=knobs["ratio"]))
     else:
         placements = tuple(
             Placement(*draw(st.sampled_from(moves)), draw(st.booleans()))  # type: ignore[arg-type]
@@ -216,7 +216,7 @@ def test_plans_are_deterministic(plan: Plan) -> None:
 def ready_made() -> Plan:
     """c d c R, with two slots."""
     subgroups = [Subgroup(i, 10, 2, 3, 12) for i in range(4)]
-    return make_plan(subgroups, steady(place(4, stride=2, static_ratio=0.25)), num_slots=2)
+    return make_plan(subgroups, steady_placements(place_subgroups(4, stride=2, static_ratio=0.25)), num_slots=2)
 
 
 def with_a_gradient_after_the_norm(plan: Plan) -> Plan:

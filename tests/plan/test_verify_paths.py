@@ -13,7 +13,7 @@ from tests.examples import examples
 from tests.plan.test_verify import DAMAGES, AnyClock, renumbered, sizes, with_op
 from tidegate.errors import PlanError
 from tidegate.plan import Op, OpKind, Placement, Plan, Subgroup, effects, make_plan, verify
-from tidegate.plan.dependencies import link
+from tidegate.plan.dependencies import with_dependencies
 from tidegate.plan.ops import LANES, path_lanes
 from tidegate.plan.plan import Policy
 from tidegate.plan.verify import _happens_before
@@ -177,7 +177,7 @@ def test_only_the_order_of_lanes_that_never_run_ahead_stands_for_a_dependency(
 ) -> None:
     into_one_slot = [Op(-1, kind, i, 50, 0, path=path, host_slot=0) for i in range(2)]
     lanes = (*LANES, *path_lanes("nvme"))
-    assert link(into_one_slot, lanes, 2, "step", chain=False)[1].deps == expected
+    assert with_dependencies(into_one_slot, lanes, 2, "step", chain=False)[1].deps == expected
 
 
 def test_a_fetch_that_begins_says_nothing_of_the_one_before() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from tidegate.plan import Placement, Subgroup, make_plan
 from tidegate.plan.ops import LANE_OF, Op, OpKind
-from tidegate.plan.placement import place, steady
-from tidegate.simulator.calibration_fit import MOST_FACTOR, Step, corrected
+from tidegate.plan.placement import place_subgroups, steady_placements
+from tidegate.simulator.calibration_fit import MAX_FACTOR, MeasuredStep, fitted_card
 from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import PathRates, RateCard
 
@@ -24,21 +24,23 @@ NUMEL: Final = 8_000_000
 BACKWARD: Final = 0.02
 
 
-def steps(durations: Callable[[Op], float], beside: float = 0.0) -> list[Step]:
+def steps(durations: Callable[[Op], float], beside: float = 0.0) -> list[MeasuredStep]:
     """As an engine whose ops take so long would take them; `beside`: between `step()`, its ops, and its return."""
     found = []
     for count in (4, 16):
         subgroups = [Subgroup(i, NUMEL // count, 2, 2, 10) for i in range(count)]
         for stride in ("off", 3.0):
-            plan = make_plan(subgroups, steady(place(count, stride=stride, static_ratio=0.0)), num_slots=2)
+            plan = make_plan(
+                subgroups, steady_placements(place_subgroups(count, stride=stride, static_ratio=0.0)), num_slots=2
+            )
             timeline = simulate(plan, CARD, step_at=BACKWARD, durations=durations)
             end = timeline.phases[-1].end
-            found.append(Step(plan, timeline.spans, BACKWARD, end + beside, BACKWARD))
+            found.append(MeasuredStep(plan, timeline.spans, BACKWARD, end + beside, BACKWARD))
     return found
 
 
 def test_a_card_that_is_right_stays() -> None:
-    found = corrected(CARD, steps(CARD.seconds, beside=0.003)).to_dict()
+    found = fitted_card(CARD, steps(CARD.seconds, beside=0.003)).to_dict()
     assert found.pop("op_seconds") == pytest.approx({"cpu": 1e-5, "device": 0.0, "h2d": 7e-5, "d2h": 0.0}, abs=1e-12)
     assert found.pop("step_seconds") == pytest.approx(0.003)
     assert found.pop("keeps") == CARD.keeps
@@ -54,7 +56,7 @@ def test_a_slower_rate_and_a_cost_of_each_op_are_told_apart() -> None:
             return 0.9 * seconds
         return seconds
 
-    found = corrected(CARD, steps(durations))
+    found = fitted_card(CARD, steps(durations))
     # Not exactly: an op that takes longer has other lanes beside it for another part of its time.
     assert found.cpu_params_per_second == pytest.approx(1.5e9 / 1.2, rel=0.03)
     assert found.op_seconds["cpu"] == pytest.approx(1.2 * 5e-5 + 3e-4 - 4e-5, rel=0.1)
@@ -73,35 +75,37 @@ def test_waiting_for_a_core_is_a_cost_of_the_lane_that_waits() -> None:
         ])
         for step in whole
     ]  # fmt: skip
-    found = corrected(CARD, delayed)
+    found = fitted_card(CARD, delayed)
     assert found.op_seconds["cpu"] == pytest.approx(1e-5 + late, rel=0.05)
     assert found.cpu_params_per_second == pytest.approx(1.5e9, rel=0.01)
 
 
 def test_what_nobody_would_believe_is_not_believed() -> None:
-    found = corrected(CARD, steps(lambda op: CARD.seconds(op) * (50 if op.kind is OpKind.DEVICE_UPDATE else 1)))
-    assert found.device_params_per_second == pytest.approx(0.8e9 / MOST_FACTOR)
+    found = fitted_card(CARD, steps(lambda op: CARD.seconds(op) * (50 if op.kind is OpKind.DEVICE_UPDATE else 1)))
+    assert found.device_params_per_second == pytest.approx(0.8e9 / MAX_FACTOR)
 
 
 def test_without_device_updates_their_rate_stays() -> None:
-    found = corrected(CARD, [step for step in steps(CARD.seconds) if not list(step.plan.of_kind(OpKind.DEVICE_UPDATE))])
+    found = fitted_card(
+        CARD, [step for step in steps(CARD.seconds) if not list(step.plan.of_kind(OpKind.DEVICE_UPDATE))]
+    )
     assert found.device_params_per_second == CARD.device_params_per_second
     assert "device" not in found.op_seconds
 
 
 def test_no_lane_is_faster_in_steps_than_alone() -> None:
-    found = corrected(CARD, steps(lambda op: CARD.seconds(op) * (0.8 if LANE_OF[op.kind] == "h2d" else 1)))
+    found = fitted_card(CARD, steps(lambda op: CARD.seconds(op) * (0.8 if LANE_OF[op.kind] == "h2d" else 1)))
     assert found.h2d_bytes_per_second == CARD.h2d_bytes_per_second
 
 
-def path_steps(durations: Callable[[Op], float], card: RateCard) -> list[Step]:
+def path_steps(durations: Callable[[Op], float], card: RateCard) -> list[MeasuredStep]:
     found = []
     for count in (4, 16):
         subgroups = [Subgroup(i, NUMEL // count, 2, 2, 10) for i in range(count)]
         placements = [Placement("cpu", "disk", "disk", mirror_valid=False, grad_in_slot=True)] * count
         plan = make_plan(subgroups, placements, num_slots=2, host_slots={"disk": 3})
         timeline = simulate(plan, card, step_at=BACKWARD, durations=durations)
-        found.append(Step(plan, timeline.spans, BACKWARD, timeline.phases[-1].end, BACKWARD))
+        found.append(MeasuredStep(plan, timeline.spans, BACKWARD, timeline.phases[-1].end, BACKWARD))
     return found
 
 
@@ -115,7 +119,7 @@ def test_a_path_may_be_slower_or_faster_in_steps_than_by_itself(factor: float) -
     def durations(op: Op) -> float:
         return card.seconds(op) * (factor if op.kind is OpKind.FLUSH else 1) + 1e-3 * (op.kind is OpKind.FETCH)
 
-    found = corrected(card, [*steps(CARD.seconds), *path_steps(durations, card)])
+    found = fitted_card(card, [*steps(CARD.seconds), *path_steps(durations, card)])
     assert found.paths["disk"].write_bytes_per_second == pytest.approx(1e9 / factor, rel=0.05)
     assert found.paths["disk"].read_bytes_per_second == pytest.approx(2e9, rel=0.05)
     assert found.op_seconds["disk:read"] == pytest.approx(1e-3, rel=0.25)
@@ -125,12 +129,12 @@ def test_a_path_may_be_slower_or_faster_in_steps_than_by_itself(factor: float) -
 
 def test_a_path_that_no_step_used_keeps_its_rates() -> None:
     card = replace(CARD, paths={"disk": PathRates(read_bytes_per_second=2e9, write_bytes_per_second=1e9)})
-    assert corrected(card, steps(CARD.seconds)).paths == card.paths
+    assert fitted_card(card, steps(CARD.seconds)).paths == card.paths
 
 
 def test_one_odd_step_in_four_does_not_move_the_fit() -> None:
     """All its ops take three times as long."""
     odd = steps(lambda op: 3 * CARD.seconds(op))
-    found = corrected(CARD, [*steps(CARD.seconds) * 3, *odd])
+    found = fitted_card(CARD, [*steps(CARD.seconds) * 3, *odd])
     assert found.cpu_params_per_second == pytest.approx(CARD.cpu_params_per_second, rel=0.01)
     assert found.d2h_bytes_per_second == pytest.approx(CARD.d2h_bytes_per_second, rel=0.01)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tidegate.capacity.machine import Machine, StoragePath, Workload
+from tidegate.capacity.machine import Machine, PlannedPath, Workload
 from tidegate.capacity.many_ranks import MEMORY, NodeShare
-from tidegate.plan import Plan, Subgroup, make_plan, place, steady
+from tidegate.plan import Plan, Subgroup, make_plan, place_subgroups, steady_placements
 from tidegate.plan.ops import CPU, DEVICE, Op, OpKind
 from tidegate.plan.plan import Placement
 from tidegate.simulator.fair_share import Demand, fair_speeds, shared_times
@@ -52,8 +52,8 @@ NODE = Machine(
     host_bytes_per_second=120e9,
     cpu_params_per_second=4e9,
     paths=(
-        StoragePath(name="nvme", read_bytes_per_second=8e9, write_bytes_per_second=6e9),
-        StoragePath(name="pfs", read_bytes_per_second=4e9, write_bytes_per_second=4e9, duplex=True),
+        PlannedPath(name="nvme", read_bytes_per_second=8e9, write_bytes_per_second=6e9),
+        PlannedPath(name="pfs", read_bytes_per_second=4e9, write_bytes_per_second=4e9, duplex=True),
     ),
 )
 
@@ -61,7 +61,7 @@ NODE = Machine(
 def rank_plan(count: int, stride: float, stored: int) -> Plan:
     """Of which the first `stored` subgroups live on the two paths in turns."""
     subgroups = [Subgroup(i, 100_000_000, weight_bytes=2, grad_bytes=2, state_bytes=10) for i in range(count)]
-    placements = list(steady(place(count, stride=stride, static_ratio=0.0)))
+    placements = list(steady_placements(place_subgroups(count, stride=stride, static_ratio=0.0)))
     for i in range(stored):
         processor = placements[i].processor
         home = ("nvme", "pfs")[i % 2]

@@ -12,7 +12,7 @@ from tests.examples import examples
 from tidegate.errors import ConfigError, PlanError
 from tidegate.plan import Op, OpKind, Plan, Subgroup, make_plan
 from tidegate.plan.plan import Placement
-from tidegate.simulator.interference import contended_times, speed
+from tidegate.simulator.interference import contended_times, relative_speed
 from tidegate.simulator.lower_bound import both_seconds
 from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import RateCard
@@ -41,15 +41,15 @@ def test_one_may_suffer_more_than_the_other_and_a_gate_opens_in_between() -> Non
 
 def test_what_others_take_adds_up() -> None:
     keeps = {"cpu": {"h2d": 0.5, "d2h": 0.8, "device": 0.1}}
-    assert speed("cpu", {"h2d": 1, "cpu": 1}, keeps) == pytest.approx(0.5)
-    assert speed("cpu", {"h2d": 1, "d2h": 1, "cpu": 1}, keeps) == pytest.approx(1 / (1 + 1 + 0.25))
+    assert relative_speed("cpu", {"h2d": 1, "cpu": 1}, keeps) == pytest.approx(0.5)
+    assert relative_speed("cpu", {"h2d": 1, "d2h": 1, "cpu": 1}, keeps) == pytest.approx(1 / (1 + 1 + 0.25))
 
 
 def test_lanes_that_take_turns_on_one_disk_get_equal_parts() -> None:
     lanes = ["a:read", "a:write", "b:read", "b:write"]
     keeps = {lane: {other: 0.5 for other in lanes if other != lane} for lane in lanes}
-    assert [speed(lane, dict.fromkeys(lanes), keeps) for lane in lanes] == pytest.approx([1 / 4] * 4)
-    assert speed("h2d", {"cpu": 1}, keeps) == 1.0
+    assert [relative_speed(lane, dict.fromkeys(lanes), keeps) for lane in lanes] == pytest.approx([1 / 4] * 4)
+    assert relative_speed("h2d", {"cpu": 1}, keeps) == 1.0
 
 
 @pytest.mark.parametrize(

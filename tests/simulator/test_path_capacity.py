@@ -6,8 +6,8 @@ import pytest
 
 from tests.simulator.test_what_if import SLOTS, STORED, subgroups
 from tidegate.knobs.knobs import EQ1
-from tidegate.plan.effective_knobs import Effective, Split
-from tidegate.simulator.path_capacity import no_room
+from tidegate.plan.effective_knobs import EffectiveKnobs, Split
+from tidegate.simulator.path_capacity import capacity_shortfall
 from tidegate.simulator.steady_state import Rank
 
 CACHE_OF_TWO = 2_000_000_000
@@ -16,7 +16,7 @@ CACHE_OF_TWO = 2_000_000_000
 def said(capacity: Mapping[str, int], split: Split, cache: int = 0) -> str:
     """Of 12 subgroups."""
     rank = Rank(subgroups(12), 2, SLOTS, capacity=capacity)
-    return no_room(rank, Effective("off", 0.0, tier_split=split, host_cache_bytes=cache), STORED)
+    return capacity_shortfall(rank, EffectiveKnobs("off", 0.0, tier_split=split, host_cache_bytes=cache), STORED)
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_what_fits_on_no_path_is_refused_in_the_same_words_as_by_a_rank() -> Non
 
 
 def test_a_rank_without_paths_has_none_to_fill() -> None:
-    assert no_room(Rank(subgroups(4), 2), Effective("off", 0.0), STORED) == ""
+    assert capacity_shortfall(Rank(subgroups(4), 2), EffectiveKnobs("off", 0.0), STORED) == ""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tidegate.errors import PlanError
-from tidegate.plan import OpKind, Plan, Policy, Subgroup, make_plan, place, steady
+from tidegate.plan import OpKind, Plan, Policy, Subgroup, make_plan, place_subgroups, steady_placements
 from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import RateCard
 from tidegate.timeline.timeline import PhaseSpan
@@ -29,7 +29,7 @@ def subgroups(count: int, numel: int = 100_000_000) -> list[Subgroup]:
 
 
 def plan_of(count: int, stride: float, static_ratio: float, num_slots: int = 2, policy: Policy = "interleaved") -> Plan:
-    placements = steady(place(count, stride=stride, static_ratio=static_ratio))
+    placements = steady_placements(place_subgroups(count, stride=stride, static_ratio=static_ratio))
     return make_plan(subgroups(count), placements, num_slots=num_slots, policy=policy, rates=H100)
 
 

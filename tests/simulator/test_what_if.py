@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import EQ1, Off
-from tidegate.plan import Subgroup, make_plan, place, steady, verify
-from tidegate.plan.effective_knobs import Effective, Split
+from tidegate.plan import Subgroup, make_plan, place_subgroups, steady_placements, verify
+from tidegate.plan.effective_knobs import EffectiveKnobs, Split
 from tidegate.plan.ops import OpKind
 from tidegate.plan.tier_split import PathSpeeds
-from tidegate.simulator.lower_bound import bound
-from tidegate.simulator.steady_state import Rank, sampled, settled
+from tidegate.simulator.lower_bound import lower_bound
+from tidegate.simulator.steady_state import Rank, sampled, steady_steps
 from tidegate.simulator.what_if import Prediction, predicted_seconds, what_if
 from tidegate.speeds.rate_card import RateCard
 
@@ -40,10 +40,10 @@ def subgroups(count: int, numel: int = 100_000_000) -> list[Subgroup]:
 
 
 def predict(count: int, stride: float | Off, static_ratio: float = 0.0, rates: RateCard = H100) -> Prediction:
-    return what_if(Rank(subgroups(count), 2), Effective(stride, static_ratio), rates)
+    return what_if(Rank(subgroups(count), 2), EffectiveKnobs(stride, static_ratio), rates)
 
 
-def stored(count: int, effective: Effective, rates: RateCard = STORED) -> Prediction:
+def stored(count: int, effective: EffectiveKnobs, rates: RateCard = STORED) -> Prediction:
     return what_if(Rank(subgroups(count), 2, SLOTS), effective, rates)
 
 
@@ -66,7 +66,7 @@ def test_all_resident_takes_what_the_device_takes() -> None:
 
 @pytest.mark.parametrize(("stride", "ratio"), [("off", 0.0), (1, 0.0), (2, 0.0), (2.5, 0.3), (1.25, 0.1)])
 def test_figures_without_a_simulation_are_those_of_the_plan(stride: float, ratio: float) -> None:
-    placements = steady(place(12, stride=stride, static_ratio=ratio))
+    placements = steady_placements(place_subgroups(12, stride=stride, static_ratio=ratio))
     plan = make_plan(subgroups(12), placements, num_slots=2)
     found = predict(12, stride, ratio)
     assert found.link_bytes == {lane: plan.link_bytes(lane) for lane in ("h2d", "d2h")}
@@ -95,9 +95,9 @@ def test_what_a_step_costs_beside_its_ops_comes_once_and_is_nobodys_fault() -> N
     for count in (4, 1200):
         found, without = predict(count, 2, rates=slow), predict(count, 2)
         assert found.update_seconds == pytest.approx(without.update_seconds + 0.5)
-        assert found.stalls["scheduler"] == pytest.approx(without.stalls.get("scheduler", 0.0) + 0.5)
+        assert found.stalls["dispatch"] == pytest.approx(without.stalls.get("dispatch", 0.0) + 0.5)
         rank = Rank(subgroups(count), 2)
-        assert predicted_seconds(rank, Effective(2, 0.0), slow) == pytest.approx(found.update_seconds)
+        assert predicted_seconds(rank, EffectiveKnobs(2, 0.0), slow) == pytest.approx(found.update_seconds)
 
 
 def test_nothing_to_predict() -> None:
@@ -117,11 +117,11 @@ def test_one_path_alone_takes_what_it_takes_to_read_and_write_everything() -> No
     """One disk, nothing else of any weight: all but the first three fetches and all flushes, one after the other."""
     rates = replace(H100, cpu_params_per_second=1e15, h2d_bytes_per_second=1e15, d2h_bytes_per_second=1e15)
     rates = replace(rates, norm_params_per_second=1e18).with_paths({"nvme": NVME})
-    found = what_if(Rank(subgroups(20), 2, {"nvme": 3}), Effective("off", 0.0), rates)
+    found = what_if(Rank(subgroups(20), 2, {"nvme": 3}), EffectiveKnobs("off", 0.0), rates)
     expected = 17 * 1e9 / 6.9e9 + 20 * 1e9 / 5.3e9
     assert found.update_seconds == pytest.approx(expected, rel=1e-4)
-    assert found.least.resource == "nvme"
-    assert found.least.seconds == pytest.approx(expected, rel=1e-4)
+    assert found.lower_bound.resource == "nvme"
+    assert found.lower_bound.seconds == pytest.approx(expected, rel=1e-4)
     assert sum(found.stalls.values()) == pytest.approx(expected, rel=1e-3)
     assert set(found.stalls) == {"nvme:read", "nvme:write"}
 
@@ -130,14 +130,16 @@ def test_reads_and_writes_of_a_duplex_path_overlap() -> None:
     rates = replace(H100, cpu_params_per_second=1e15, h2d_bytes_per_second=1e15, d2h_bytes_per_second=1e15)
     speeds = PathSpeeds(read_bytes_per_second=4e9, write_bytes_per_second=4e9, duplex=True)
     rank = Rank(subgroups(40), 2, {"pfs": 3})
-    both = what_if(rank, Effective("off", 0.0), rates.with_paths({"pfs": speeds})).update_seconds
-    one = what_if(rank, Effective("off", 0.0), rates.with_paths({"pfs": replace(speeds, duplex=False)})).update_seconds
+    both = what_if(rank, EffectiveKnobs("off", 0.0), rates.with_paths({"pfs": speeds})).update_seconds
+    one = what_if(
+        rank, EffectiveKnobs("off", 0.0), rates.with_paths({"pfs": replace(speeds, duplex=False)})
+    ).update_seconds
     assert both == pytest.approx(40 * 1e9 / 4e9, rel=0.05)
     assert one == pytest.approx(77 * 1e9 / 4e9, rel=0.05)
 
 
 def test_a_larger_host_cache_takes_from_the_update_what_it_takes_from_the_paths() -> None:
-    none, half, whole = (stored(40, Effective("off", 0.0, None, n * 1_000_000_000)) for n in (0, 20, 40))
+    none, half, whole = (stored(40, EffectiveKnobs("off", 0.0, None, n * 1_000_000_000)) for n in (0, 20, 40))
     assert none.update_seconds > half.update_seconds > whole.update_seconds
     assert whole.link_bytes["nvme:read"] == whole.link_bytes["pfs:write"] == 0
     assert half.link_bytes["nvme:read"] + half.link_bytes["pfs:read"] == 20_000_000_000
@@ -148,7 +150,7 @@ def test_a_larger_host_cache_takes_from_the_update_what_it_takes_from_the_paths(
 
 def test_a_split_that_ignores_speeds_costs_what_its_slowest_path_takes() -> None:
     auto, eq1, nvme, pfs = (
-        stored(40, Effective("off", 0.0, split)) for split in (None, EQ1, (("nvme", 1.0),), (("pfs", 1.0),))
+        stored(40, EffectiveKnobs("off", 0.0, split)) for split in (None, EQ1, (("nvme", 1.0),), (("pfs", 1.0),))
     )
     assert auto.update_seconds <= eq1.update_seconds < nvme.update_seconds
     assert auto.update_seconds < pfs.update_seconds
@@ -159,7 +161,7 @@ def test_a_split_that_ignores_speeds_costs_what_its_slowest_path_takes() -> None
 
 def test_alternation_saves_the_transfers_of_half_the_cache() -> None:
     """Both steps keep n / 2 in host memory (the old ones are there until the new ones come), whichever end they are."""
-    pinned, alternate = (stored(40, Effective("off", 0.0, None, 20 * 10**9, turn)) for turn in (False, True))
+    pinned, alternate = (stored(40, EffectiveKnobs("off", 0.0, None, 20 * 10**9, turn)) for turn in (False, True))
     moved = [sum(n for lane, n in found.link_bytes.items() if lane.endswith(":read")) for found in (pinned, alternate)]
     assert moved == [20_000_000_000, 30_000_000_000]
     assert alternate.host_bytes["state"] == pinned.host_bytes["state"]
@@ -168,29 +170,29 @@ def test_alternation_saves_the_transfers_of_half_the_cache() -> None:
 
 def test_a_path_without_speeds_is_named() -> None:
     with pytest.raises(ConfigError, match="path pfs"):
-        stored(4, Effective("off", 0.0), H100.with_paths({"nvme": NVME}))
+        stored(4, EffectiveKnobs("off", 0.0), H100.with_paths({"nvme": NVME}))
 
 
 def test_many_tiered_subgroups_are_scaled_with_their_cache() -> None:
-    few, many = (stored(n, Effective(3.0, 0.0, None, n * 10**9 // 4)) for n in (96, 960))
+    few, many = (stored(n, EffectiveKnobs(3.0, 0.0, None, n * 10**9 // 4)) for n in (96, 960))
     assert many.update_seconds == pytest.approx(10 * few.update_seconds, rel=0.02)
     assert many.link_bytes["nvme:read"] == pytest.approx(10 * few.link_bytes["nvme:read"], rel=0.02)
-    assert many.least.seconds == pytest.approx(10 * few.least.seconds, rel=0.02)
+    assert many.lower_bound.seconds == pytest.approx(10 * few.lower_bound.seconds, rel=0.02)
 
 
 def test_what_fits_on_a_path_fits_in_the_sample_too() -> None:
     """Capacities are counted in whole subgroups: rounded down, a path would seem to be too small for the last ones."""
     exact = Rank(subgroups(100, 1000), 2, SLOTS, capacity={"nvme": 50, "pfs": 50})
-    few, _, _ = sampled(exact, Effective("off", 0.0, (("nvme", 1.0), ("pfs", 1.0))))
+    few, _, _ = sampled(exact, EffectiveKnobs("off", 0.0, (("nvme", 1.0), ("pfs", 1.0))))
     assert len(few.subgroups) == 96
     assert few.capacity == {"nvme": 48, "pfs": 48}
     uneven = replace(exact, capacity={"nvme": 51, "pfs": 49, "gone": 0})
-    few, _, _ = sampled(uneven, Effective("off", 0.0))
+    few, _, _ = sampled(uneven, EffectiveKnobs("off", 0.0))
     assert few.capacity == {"nvme": 49, "pfs": 48, "gone": 0}
 
 
 effectives = st.builds(
-    Effective,
+    EffectiveKnobs,
     st.sampled_from(["off", 1.0, 2.0, 3.5]),
     st.sampled_from([0.0, 0.3, 1.0]),
     st.sampled_from([None, EQ1, (("nvme", 2.0), ("pfs", 1.0)), (("pfs", 1.0),)]),
@@ -201,14 +203,14 @@ effectives = st.builds(
 
 def test_plans_count_on_the_backward_and_on_the_order_of_gradients_as_the_engines_do() -> None:
     """Fetches that are done before `step()` are updated first, so that their path has something to write."""
-    rank, effective = Rank(subgroups(8), 2, {"nvme": 3}), Effective("off", 0.0, host_cache_bytes=4_000_000_000)
-    [step] = settled(rank, effective, STORED)
+    rank, effective = Rank(subgroups(8), 2, {"nvme": 3}), EffectiveKnobs("off", 0.0, host_cache_bytes=4_000_000_000)
+    [step] = steady_steps(rank, effective, STORED)
     sooner, later = step.plan(STORED), step.plan(STORED, 4.0)
     first = [next(op for op in plan.ops if op.kind is OpKind.CPU_UPDATE).subgroup for plan in (sooner, later)]
     stored_ = [i for i, placement in enumerate(step.placements) if placement.before == "nvme"]
     assert (first[0] in stored_, first[1] in stored_) == (False, True)
     engine = replace(rank, step_at=4.0, gradient_order=[*range(8)])
-    [told] = settled(engine, effective, STORED)
+    [told] = steady_steps(engine, effective, STORED)
     plan = told.plan(STORED)
     assert [op.subgroup for op in plan.of_kind(OpKind.CPU_UPDATE)] == [
         op.subgroup for op in later.of_kind(OpKind.CPU_UPDATE)
@@ -220,11 +222,11 @@ def test_plans_count_on_the_backward_and_on_the_order_of_gradients_as_the_engine
 
 def test_ops_are_ordered_by_the_speeds_that_the_engine_knows_not_by_those_it_is_predicted_with() -> None:
     """The engine takes its path to be too slow for fetches in the backward, and updates what needs no path first."""
-    rank, effective = Rank(subgroups(8), 2, {"nvme": 3}), Effective("off", 0.0, host_cache_bytes=6_000_000_000)
+    rank, effective = Rank(subgroups(8), 2, {"nvme": 3}), EffectiveKnobs("off", 0.0, host_cache_bytes=6_000_000_000)
     slow = {"nvme": PathSpeeds(read_bytes_per_second=1e8, write_bytes_per_second=5.3e9)}
 
     def first(rank: Rank) -> bool:
-        [step] = settled(rank, effective, STORED)
+        [step] = steady_steps(rank, effective, STORED)
         updated = next(op for op in step.plan(STORED, 4.0).ops if op.kind is OpKind.CPU_UPDATE)
         return step.placements[updated.subgroup].before == "nvme"
 
@@ -234,7 +236,7 @@ def test_ops_are_ordered_by_the_speeds_that_the_engine_knows_not_by_those_it_is_
 
 def test_a_sample_has_the_order_of_gradients_of_those_in_it() -> None:
     many = Rank(subgroups(500, 1000), 2, gradient_order=[*range(500)], step_at=1.0)
-    few, _, scale = sampled(many, Effective("off", 0.0))
+    few, _, scale = sampled(many, EffectiveKnobs("off", 0.0))
     assert few.gradient_order == [*range(len(few.subgroups))]
     assert few.step_at == 0.5
     assert 1 < scale < 2
@@ -248,12 +250,12 @@ def test_a_sample_has_the_order_of_gradients_of_those_in_it() -> None:
     backward=st.sampled_from([None, 0.0, 1e-3]),
 )
 def test_what_holds_of_every_prediction(
-    effective: Effective, sizes: list[int], gradients: Literal["keep", "release"], backward: float | None
+    effective: EffectiveKnobs, sizes: list[int], gradients: Literal["keep", "release"], backward: float | None
 ) -> None:
     """Its plans are valid, bytes are those of its plans, nothing is faster than the bound, stalls are part of it."""
     groups = [Subgroup(i, numel, weight_bytes=2, grad_bytes=2, state_bytes=10) for i, numel in enumerate(sizes)]
     rank = Rank(groups, 2, {"nvme": 2, "pfs": 1}, gradients)
-    steps = settled(rank, effective, STORED)
+    steps = steady_steps(rank, effective, STORED)
     plans = [step.plan(STORED) for step in steps]
     for plan in plans:
         verify(plan)
@@ -261,8 +263,8 @@ def test_what_holds_of_every_prediction(
     for lane, nbytes in found.link_bytes.items():
         assert nbytes == sum(plan.link_bytes(lane) for plan in plans) // len(plans)
     for step in steps:
-        assert found.least.seconds <= bound(step, STORED).seconds
-    assert found.update_seconds >= found.least.seconds * (1 - 1e-9)
+        assert found.lower_bound.seconds <= lower_bound(step, STORED).seconds
+    assert found.update_seconds >= found.lower_bound.seconds * (1 - 1e-9)
     assert sum(found.stalls.values()) <= found.update_seconds * (1 + 1e-9)
     assert found.update_seconds == pytest.approx(
         predicted_seconds(rank, effective, STORED, backward_seconds=backward), rel=1e-9
@@ -272,7 +274,7 @@ def test_what_holds_of_every_prediction(
 def test_a_path_that_is_hardly_worth_it_keeps_one_subgroup_as_in_the_engine() -> None:
     slow = PathSpeeds(read_bytes_per_second=1e6, write_bytes_per_second=1e6)
     rates = H100.with_paths({"nvme": NVME, "pfs": slow})
-    assert stored(12, Effective("off", 0.0), rates).link_bytes["pfs:read"] == 1_000_000_000
+    assert stored(12, EffectiveKnobs("off", 0.0), rates).link_bytes["pfs:read"] == 1_000_000_000
 
 
 @pytest.mark.parametrize("split", [None, EQ1, (("nvme", 2.0), ("pfs", 1.0)), (("pfs", 1.0),)])
@@ -280,7 +282,7 @@ def test_a_path_that_is_hardly_worth_it_keeps_one_subgroup_as_in_the_engine() ->
 def test_a_retired_path_gets_nothing_and_a_small_one_what_it_holds(split: Split, count: int) -> None:
     def stored_on(capacity: dict[str, int]) -> list[int]:
         rank = Rank(subgroups(count), 2, SLOTS, capacity=capacity)
-        found = what_if(rank, Effective("off", 0.0, split), STORED)
+        found = what_if(rank, EffectiveKnobs("off", 0.0, split), STORED)
         return [round(found.link_bytes[f"{path}:read"] / 10**9) for path in SLOTS] + [
             round(found.host_bytes["state"] / 10**9)
         ]

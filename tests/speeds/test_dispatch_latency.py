@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tidegate.plan.ops import OpKind
-from tidegate.speeds.dispatch_latency import Ran, late_seconds
+from tidegate.speeds.dispatch_latency import StepTrace, dispatch_latencies
 from tidegate.speeds.live_rates import LATE_STEPS, LiveRates
 from tidegate.timeline.timeline import Span
 
@@ -16,10 +16,10 @@ def span(op: int, kind: OpKind, lane: str, start: float, end: float) -> Span:
     return Span(op, kind, lane, 0, start, end, 100, 100)
 
 
-def ran(late: float = 0.25) -> Ran:
+def ran(late: float = 0.25) -> StepTrace:
     """A norm, two updates on the CPU of which the second follows at once but for `late`, and the copy of a weight."""
     second = 12.0 + late
-    return Ran(
+    return StepTrace(
         (
             span(0, OpKind.GRAD_D2H, "d2h", 8.0, 9.0),  # before the step: its gate is nobody's fault
             span(1, OpKind.NORM, "device", 10.5, 11.0),  # it could begin when step() was called, or before
@@ -34,12 +34,12 @@ def ran(late: float = 0.25) -> Ran:
 
 
 def test_an_op_is_late_by_what_nothing_of_the_plan_accounts_for() -> None:
-    assert late_seconds([ran()]) == {"cpu": 0.25, "h2d": 0.5}
-    assert late_seconds([]) == {}
+    assert dispatch_latencies([ran()]) == {"cpu": 0.25, "h2d": 0.5}
+    assert dispatch_latencies([]) == {}
 
 
 def test_one_step_that_waited_long_does_not_count() -> None:
-    assert late_seconds([ran(), ran(), ran(5.0)])["cpu"] == 0.25
+    assert dispatch_latencies([ran(), ran(), ran(5.0)])["cpu"] == 0.25
 
 
 def test_live_rates_have_it_beside_them() -> None:
@@ -61,5 +61,5 @@ def test_a_lane_that_waits_for_nothing_any_longer_keeps_what_was_seen() -> None:
     live.observe(seen, ran())
     assert live.card is not None
     for _ in range(LATE_STEPS):
-        live.observe(seen, Ran(ran().spans[:2], {0: (), 1: ()}, CALLED))
+        live.observe(seen, StepTrace(ran().spans[:2], {0: (), 1: ()}, CALLED))
     assert live.card.op_seconds == {"cpu": 0.25, "h2d": 0.5}

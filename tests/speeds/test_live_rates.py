@@ -7,10 +7,10 @@ import random
 import pytest
 
 from tidegate.speeds.live_rates import PERSISTENT_STEPS, TYPICAL_STEPS, WINDOW_STEPS, LiveRates, drifted
-from tidegate.speeds.rate_card import RateCard, Seen
+from tidegate.speeds.rate_card import MeasuredWork, RateCard
 
 
-def copied(seconds: float, nbytes: int = 1000) -> Seen:
+def copied(seconds: float, nbytes: int = 1000) -> MeasuredWork:
     return {"h2d_bytes_per_second": (nbytes, seconds)}
 
 

@@ -7,7 +7,7 @@ import pytest
 from tidegate.errors import ConfigError
 from tidegate.plan import Op, OpKind, Placement, Plan, Subgroup, make_plan
 from tidegate.simulator.simulate import simulate
-from tidegate.speeds.rate_card import PathRates, RateCard, seen
+from tidegate.speeds.rate_card import PathRates, RateCard, measured_work
 from tidegate.wire.agent import Rates
 
 CARD = RateCard(
@@ -76,7 +76,7 @@ def test_a_card_without_paths_says_nothing_of_them() -> None:
 
 def test_rates_come_back_from_a_simulated_step() -> None:
     timeline = simulate(tiered_plan(), CARD, step_at=10.0)
-    found = RateCard.from_seen([seen(timeline.spans)] * 2)
+    found = RateCard.from_measured_work([measured_work(timeline.spans)] * 2)
     assert found.paths.keys() == CARD.paths.keys()
     for path, rates in found.paths.items():
         assert rates.read_bytes_per_second == pytest.approx(CARD.paths[path].read_bytes_per_second)
@@ -88,7 +88,7 @@ def test_what_was_not_seen_is_kept() -> None:
     reads = replace(timeline, spans=tuple(span for span in timeline.spans if span.lane == "nvme:read"))
     old = PathRates(read_bytes_per_second=1.0, write_bytes_per_second=2.0)
     previous = replace(CARD, paths={**CARD.paths, "nvme": old})
-    found = RateCard.from_seen([seen(reads.spans)], previous)
+    found = RateCard.from_measured_work([measured_work(reads.spans)], previous)
     assert found.paths["pfs"] == CARD.paths["pfs"]
     assert found.paths["nvme"].read_bytes_per_second == pytest.approx(30.0)
     assert found.paths["nvme"].write_bytes_per_second == 2.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tidegate.plan import Placement, Subgroup, make_plan, place, steady
+from tidegate.plan import Placement, Subgroup, make_plan, place_subgroups, steady_placements
 from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import PathRates, RateCard
 from tidegate.timeline.chrome_trace import SIMULATED_PID_OFFSET, chrome_trace, write_trace
@@ -29,7 +29,7 @@ Event = dict[str, Any]
 
 def timeline(step: int = 0) -> Timeline:
     subgroups = [Subgroup(i, 1_000_003, 2, 2, 10) for i in range(9)]
-    plan = make_plan(subgroups, steady(place(9, stride=2, static_ratio=0.2)), num_slots=2)
+    plan = make_plan(subgroups, steady_placements(place_subgroups(9, stride=2, static_ratio=0.2)), num_slots=2)
     return simulate(plan, RATES, step_at=0.01, step=step)
 
 

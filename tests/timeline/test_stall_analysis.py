@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tidegate.kernels.arithmetic import stall_analysis
-from tidegate.plan import OpKind, Subgroup, make_plan, place, steady
+from tidegate.plan import OpKind, Subgroup, make_plan, place_subgroups, steady_placements
 from tidegate.plan.ops import path_lanes
 from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import PathRates, RateCard
@@ -45,14 +45,14 @@ def timeline(
 @pytest.mark.parametrize(
     ("what", "rows", "deps", "expected"),
     [
-        ("nothing ran", [], {}, [("scheduler", 0, 10)]),
+        ("nothing ran", [], {}, [("dispatch", 0, 10)]),
         ("always computing", [(0, "cpu", 0, 6), (1, "device", 5, 10)], {}, []),
-        ("a gate opened late", [(0, "cpu", 3, 10)], {}, [("scheduler", 0, 3)]),
+        ("a gate opened late", [(0, "cpu", 3, 10)], {}, [("dispatch", 0, 3)]),
         ("state came late", [(0, "h2d", 0, 4), (1, "device", 4, 10)], {1: (0,)}, [("h2d", 0, 4)]),
         ("…and the agent too", [(0, "h2d", 1, 4), (1, "device", 5, 10)], {1: (0,)}, [
-            ("scheduler", 0, 1),
+            ("dispatch", 0, 1),
             ("h2d", 1, 4),
-            ("scheduler", 4, 5),
+            ("dispatch", 4, 5),
         ]),
         ("a chain through both links", [(0, "d2h", 0, 2), (1, "h2d", 2, 5), (2, "device", 5, 10)], {1: (0,), 2: (1,)}, [
             ("d2h", 0, 2),
@@ -64,18 +64,18 @@ def timeline(
         ("the blocker that ends last counts", [(0, "h2d", 0, 2), (1, "d2h", 0, 4), (2, "cpu", 4, 10)], {2: (0, 1)}, [
             ("d2h", 0, 4),
         ]),
-        ("the other link was busy for nothing", [(0, "h2d", 0, 4), (1, "cpu", 4, 10)], {}, [("scheduler", 0, 4)]),
+        ("the other link was busy for nothing", [(0, "h2d", 0, 4), (1, "cpu", 4, 10)], {}, [("dispatch", 0, 4)]),
         ("between two updates", [(0, "device", 0, 3), (1, "d2h", 3, 6), (2, "device", 6, 10)], {1: (0,), 2: (1,)}, [
             ("d2h", 3, 6),
         ]),
         ("the tail is the last span's", [(0, "device", 0, 6), (1, "d2h", 6, 9)], {1: (0,)}, [
             ("d2h", 6, 9),
-            ("scheduler", 9, 10),
+            ("dispatch", 9, 10),
         ]),
         ("a span may outlive the update", [(0, "device", 0, 6), (1, "d2h", 6, 12)], {1: (0,)}, [("d2h", 6, 10)]),
         ("a copy repeated: the last run counts", [(0, "d2h", 0, 1), (0, "d2h", 2, 4), (1, "cpu", 4, 10)], {1: (0,)}, [
             ("d2h", 0, 1),
-            ("scheduler", 1, 2),
+            ("dispatch", 1, 2),
             ("d2h", 2, 4),
         ]),
         ("what began before the update is cut", [(0, "h2d", -5, 2), (1, "device", 2, 10)], {1: (0,)}, [("h2d", 0, 2)]),
@@ -145,7 +145,9 @@ RATES = RateCard(
 
 def simulated(count: int, stride: float, static_ratio: float = 0.0, step_at: float = 5.0) -> Timeline:
     subgroups = [Subgroup(i, 1 + i % 3, 2, 2, 10) for i in range(count)]
-    plan = make_plan(subgroups, steady(place(count, stride=stride, static_ratio=static_ratio)), num_slots=2)
+    plan = make_plan(
+        subgroups, steady_placements(place_subgroups(count, stride=stride, static_ratio=static_ratio)), num_slots=2
+    )
     return simulate(plan, RATES, step_at=step_at)
 
 
@@ -237,10 +239,10 @@ def waits_with(rates: RateCard, stride: float | str, cached_every: int) -> tuple
     """Stalls by cause, and seconds of the update, of one and the same plan on a machine with `rates`."""
     groups = [Subgroup(i, 100_000_000, 2, 2, 10) for i in range(48)]
     where = ["host" if i % cached_every == 0 else ("nvme", "pfs")[i // 2 % 2] for i in range(48)]
-    processors = [processor for processor, _ in place(48, stride=stride, static_ratio=0)]  # type: ignore[arg-type]
+    processors = [processor for processor, _ in place_subgroups(48, stride=stride, static_ratio=0)]  # type: ignore[arg-type]
     plan = make_plan(
         groups,
-        steady(zip(processors, where, strict=True)),
+        steady_placements(zip(processors, where, strict=True)),
         num_slots=3,
         host_slots={"nvme": 3, "pfs": 3},
         rates=storage(),

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from tidegate.plan.effective_knobs import Effective
-from tidegate.timeline.verdict import Taken, verdict
+from tidegate.plan.effective_knobs import EffectiveKnobs
+from tidegate.timeline.verdict import UpdateFigures, verdict
 
-TWO = Effective(2.0, 0.0)
+TWO = EffectiveKnobs(2.0, 0.0)
 
 
-def taken(stalls: dict[str, float], **more: Any) -> Taken:
+def figures(stalls: dict[str, float], **more: Any) -> UpdateFigures:
     settings: dict[str, Any] = {"step_seconds": 4.0, "update_seconds": 1.0, "updated": {"cpu": 3, "device": 1}}
-    return Taken(**{**settings, "stalls": stalls, **more})
+    return UpdateFigures(**{**settings, "stalls": stalls, **more})
 
 
 PATHS = {
@@ -27,27 +27,28 @@ PATHS = {
 @pytest.mark.parametrize(
     ("what", "step", "knobs", "expected"),
     [
-        ("a link", taken({"h2d": 0.4, "cpu": 0.1}, lanes={"h2d": (10**9, 0.5)}), TWO,
+        ("a link", figures({"h2d": 0.4, "cpu": 0.1}, lanes={"h2d": (10**9, 0.5)}), TWO,
          "the update took 1 s, 25% of the step; it waited 40% of it for h2d, which moved 2 GB/s; "
          "raise stride: fewer subgroups cross the link"),
-        ("a link with nothing staged", taken({"d2h": 0.4}), Effective("off", 0.2), "raise static_ratio"),
-        ("…nor anything left to keep", taken({"d2h": 0.4}), Effective("off", 1.0), "40% of it for d2h"),
-        ("a path", taken({"nvme:read": 0.3}, **PATHS), TWO,
+        ("a link with nothing staged", figures({"d2h": 0.4}), EffectiveKnobs("off", 0.2), "raise static_ratio"),
+        ("…nor anything left to keep", figures({"d2h": 0.4}), EffectiveKnobs("off", 1.0), "40% of it for d2h"),
+        ("a path", figures({"nvme:read": 0.3}, **PATHS), TWO,
          "it waited 30% of it for nvme:read, which moved 4 GB/s of 6 GB/s; raise host_cache, or add a path"),
-        ("paths divided by hand", taken({"nvme:read": 0.3}, **PATHS), Effective(2.0, 0.0, (("nvme", 3.0),)),
+        ("paths divided by hand", figures({"nvme:read": 0.3}, **PATHS), EffectiveKnobs(2.0, 0.0, (("nvme", 3.0),)),
          "set tier_split to auto: some paths are done long before others"),
-        ("another process", taken({"lock": 0.3}, **PATHS), TWO, "raise host_cache: other processes"),
-        ("another rank", taken({"collective": 0.3}), TWO, "it is not this rank that holds the update up"),
-        ("the agent", taken({"scheduler": 0.3}), TWO, "it waited 30% of it for dispatch"),
-        ("nothing", taken({"h2d": 0.01}), Effective(4.0, 0.0),
+        ("another process", figures({"lock": 0.3}, **PATHS), TWO, "raise host_cache: other processes"),
+        ("another rank", figures({"collective": 0.3}), TWO, "it is not this rank that holds the update up"),
+        ("the agent", figures({"dispatch": 0.3}), TWO, "it waited 30% of it for dispatch"),
+        ("nothing", figures({"h2d": 0.01}), EffectiveKnobs(4.0, 0.0),
          "hardly anything held it up, and the device updated 25% of the parameters; lower stride (4.0 now)"),
-        ("nothing, but the link is full", taken({}, lanes={"d2h": (1, 0.9)}), TWO,
+        ("nothing, but the link is full", figures({}, lanes={"d2h": (1, 0.9)}), TWO,
          "the device updated 25% of the parameters"),
-        ("nothing, and the CPU rests", taken({}, updated={"device": 4}), Effective(1.0, 0.0), "raise stride: the CPU"),
-        ("no update", taken({}, update_seconds=0.0), TWO, "no update yet"),
+        ("nothing, and the CPU rests", figures({}, updated={"device": 4}), EffectiveKnobs(1.0, 0.0),
+         "raise stride: the CPU"),
+        ("no update", figures({}, update_seconds=0.0), TWO, "no update yet"),
     ],
 )  # fmt: skip
-def test_it_names_the_cause_and_the_knob(what: str, step: Taken, knobs: Effective, expected: str) -> None:
+def test_it_names_the_cause_and_the_knob(what: str, step: UpdateFigures, knobs: EffectiveKnobs, expected: str) -> None:
     said = verdict(step, knobs)
     assert expected in said
     assert ("; raise" in said or "; lower" in said or "; set" in said) == any(
@@ -56,7 +57,7 @@ def test_it_names_the_cause_and_the_knob(what: str, step: Taken, knobs: Effectiv
 
 
 def test_without_knobs_it_names_none() -> None:
-    assert verdict(taken({"h2d": 0.4})) == "the update took 1 s, 25% of the step; it waited 40% of it for h2d"
+    assert verdict(figures({"h2d": 0.4})) == "the update took 1 s, 25% of the step; it waited 40% of it for h2d"
 
 
 @pytest.mark.parametrize(
@@ -77,5 +78,5 @@ def test_without_knobs_it_names_none() -> None:
     ],
 )  # fmt: skip
 def test_it_says_why_gradients_were_not_copied_beside_the_backward(gradients: dict[str, float], expected: str) -> None:
-    step = taken({"d2h": 0.4})
-    assert verdict(taken({"d2h": 0.4}, **gradients), TWO) == verdict(step, TWO) + expected
+    step = figures({"d2h": 0.4})
+    assert verdict(figures({"d2h": 0.4}, **gradients), TWO) == verdict(step, TWO) + expected

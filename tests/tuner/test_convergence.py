@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.tuner.virtual import VirtualTraining
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.speeds.rate_card import RateCard
 
 FAST_LINK = RateCard(
@@ -30,7 +30,7 @@ NEAR = 0.05
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("static_ratio", [0.0, 0.3])
 def test_from_the_worst_it_is_near_the_best_in_twenty_steps(machine: str, static_ratio: float) -> None:
-    training = VirtualTraining(MACHINES[machine], Effective(2.0, static_ratio))
+    training = VirtualTraining(MACHINES[machine], EffectiveKnobs(2.0, static_ratio))
     training.now = training.worst()
     assert training.off_best > 0.2, "there is something to gain"
     assert training.run(20).off_best <= NEAR
@@ -47,7 +47,7 @@ NOISES = {"steps": {"noise": 0.2}, "lanes": {"lane_noise": 0.2}}
 @pytest.mark.parametrize("machine", MACHINES)
 def test_with_noise_it_hardly_moves(machine: str, noise: str, seed: int) -> None:
     """From the best: at most one change in 50 steps, those of comparisons included, and it stays near."""
-    training = VirtualTraining(MACHINES[machine], Effective(2.0, 0.0), **NOISES[noise], seed=seed)
+    training = VirtualTraining(MACHINES[machine], EffectiveKnobs(2.0, 0.0), **NOISES[noise], seed=seed)
     training.now = training.best()
     training.run(400)
     assert len(training.changes) <= 400 / 50
@@ -57,7 +57,7 @@ def test_with_noise_it_hardly_moves(machine: str, noise: str, seed: int) -> None
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_with_noise_it_comes_near_the_best(machine: str, noise: str) -> None:
-    training = VirtualTraining(MACHINES[machine], Effective(2.0, 0.0), **NOISES[noise])
+    training = VirtualTraining(MACHINES[machine], EffectiveKnobs(2.0, 0.0), **NOISES[noise])
     training.now = training.worst()
     training.run(50)
     assert training.off_best <= 2 * NEAR
@@ -66,7 +66,7 @@ def test_with_noise_it_comes_near_the_best(machine: str, noise: str) -> None:
 @pytest.mark.parametrize("begin", ["worst", "best"])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_it_follows_a_link_that_becomes_slower_and_faster(begin: str, noise: float) -> None:
-    training = VirtualTraining(FAST_LINK, Effective(2.0, 0.0), noise=noise)
+    training = VirtualTraining(FAST_LINK, EffectiveKnobs(2.0, 0.0), noise=noise)
     training.now = training.worst() if begin == "worst" else training.best()
     training.run(60)
     assert training.off_best <= NEAR

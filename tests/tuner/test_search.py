@@ -14,7 +14,7 @@ from tests.examples import examples
 from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import Off, device_share
 from tidegate.plan import Subgroup
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.simulator.steady_state import Rank
 from tidegate.simulator.what_if import predicted_seconds
@@ -37,7 +37,7 @@ def subgroups(count: int, numel: int = 100_000_000) -> list[Subgroup]:
 
 
 def stride_of(rank: Rank, static_ratio: float, rates: RateCard) -> float | Off:
-    found = best(rank, Effective("off", static_ratio), rates, {"stride"})
+    found = best(rank, EffectiveKnobs("off", static_ratio), rates, {"stride"})
     assert found is not None
     return found[0].stride
 
@@ -96,7 +96,7 @@ def test_what_is_not_simulated_could_not_have_been_better(
     groups = [Subgroup(i, numel, weight_bytes=2, grad_bytes=2, state_bytes=10) for i, numel in enumerate(sizes)]
     rank = Rank(groups, num_slots, SLOTS if tiered else {})
     rates = rates.with_paths({"nvme": nvme, "pfs": pfs}) if tiered else rates
-    now = Effective(stride, ratio, (("nvme", 1.0),), sum(sizes) * 3)
+    now = EffectiveKnobs(stride, ratio, (("nvme", 1.0),), sum(sizes) * 3)
     free = {"stride", "order", "tier_split"}
     all_of_them = list(candidates(rank, now, rates, free, 0))
     seconds = {one: predicted_seconds(rank, one, rates, backward_seconds=backward) for one in all_of_them}
@@ -113,7 +113,7 @@ def test_what_is_not_simulated_could_not_have_been_better(
 def test_what_is_pinned_stays_and_what_does_not_fit_is_not_chosen() -> None:
     rank = Rank(subgroups(40), 2, {"nvme": 3})
     rates = H100.with_paths({"nvme": NVME})
-    now = Effective("off", 0.1, (("nvme", 1.0),), 0, True)
+    now = EffectiveKnobs("off", 0.1, (("nvme", 1.0),), 0, True)
     free = best(rank, now, rates, {"stride", "order", "host_cache"}, cache_bytes=20 * 10**9)
     assert free is not None
     assert (free[0].alternate, free[0].host_cache_bytes, free[0].tier_split) == (False, 20 * 10**9, now.tier_split)
@@ -132,9 +132,9 @@ def test_storage_changes_the_stride() -> None:
     slow = PathSpeeds(read_bytes_per_second=0.2e9, write_bytes_per_second=0.2e9)
     assert stride_of(Rank(subgroups(40), 2), 0.0, H100) != "off"
     found = best(
-        Rank(subgroups(40), 2, {"disk": 3}), Effective(2.0, 0.0), H100.with_paths({"disk": slow}), {"stride"},
+        Rank(subgroups(40), 2, {"disk": 3}), EffectiveKnobs(2.0, 0.0), H100.with_paths({"disk": slow}), {"stride"},
         below_seconds=0.95 * predicted_seconds(
-            Rank(subgroups(40), 2, {"disk": 3}), Effective(2.0, 0.0), H100.with_paths({"disk": slow})
+            Rank(subgroups(40), 2, {"disk": 3}), EffectiveKnobs(2.0, 0.0), H100.with_paths({"disk": slow})
         ),
     )  # fmt: skip
     assert found is None, "no move promises 5 %"
@@ -145,26 +145,26 @@ def test_a_candidate_that_needs_a_rate_nobody_has_seen_is_left_out() -> None:
     unseen = RateCard(
         d2h_bytes_per_second=52e9, h2d_bytes_per_second=52e9, cpu_params_per_second=2e9, norm_params_per_second=500e9
     )
-    found = best(Rank(subgroups(40), 2), Effective("off", 0.0), unseen, {"stride"})
+    found = best(Rank(subgroups(40), 2), EffectiveKnobs("off", 0.0), unseen, {"stride"})
     assert found is not None
     assert found[0].stride == "off"
     with pytest.raises(ConfigError, match=r"device_params_per_second.*not measured yet"):
-        best(Rank(subgroups(40), 2), Effective(2.0, 0.0), unseen, set())
+        best(Rank(subgroups(40), 2), EffectiveKnobs(2.0, 0.0), unseen, set())
 
 
 @pytest.mark.parametrize("unseen", ["d2h_bytes_per_second", "norm_params_per_second"])
 def test_with_no_candidate_left_it_says_which_rate_is_missing(unseen: str) -> None:
     """Also one that only ops before the norm need, which floors leave out."""
     with pytest.raises(ConfigError, match=f"{unseen}.*not measured yet"):
-        best(Rank(subgroups(40), 2), Effective("off", 0.0), replace(H100, **{unseen: None}), {"stride"})
+        best(Rank(subgroups(40), 2), EffectiveKnobs("off", 0.0), replace(H100, **{unseen: None}), {"stride"})
 
 
 def test_3000_subgroups_take_seconds_at_most() -> None:
     start = time.process_time()
-    best(Rank(subgroups(3000), 2), Effective("off", 0.0), H100, {"stride"})
+    best(Rank(subgroups(3000), 2), EffectiveKnobs("off", 0.0), H100, {"stride"})
     assert time.process_time() - start < 5.0
 
 
 def test_nothing_to_choose_for() -> None:
     with pytest.raises(ConfigError):
-        best(Rank([], 2), Effective("off", 0.0), H100, {"stride"})
+        best(Rank([], 2), EffectiveKnobs("off", 0.0), H100, {"stride"})

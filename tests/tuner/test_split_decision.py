@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from tidegate.errors import CapacityError
-from tidegate.plan.tier_split import Counts, PathSpeeds, balanced_split, makespan_seconds
-from tidegate.tuner.split_decision import PathTraffic, SplitEstimator, WholeStep
+from tidegate.plan.tier_split import PathSpeeds, SubgroupCounts, balanced_split, makespan_seconds
+from tidegate.tuner.split_decision import PathStepTotals, PathTraffic, SplitEstimator
 
 SUBGROUP_BYTES = 1_000_000_000
 COUNT = 70
@@ -23,7 +23,7 @@ PATHS = {"nvme": rates(6.0, 3.0), "pfs": rates(3.0, 3.0, duplex=True), "s3": rat
 
 
 def traffic(
-    counts: Counts, truth: dict[str, PathSpeeds], noise: Callable[[], float] = lambda: 1.0
+    counts: SubgroupCounts, truth: dict[str, PathSpeeds], noise: Callable[[], float] = lambda: 1.0
 ) -> dict[str, PathTraffic]:
     """A step in which a path reads all the time that it does not write, as a shared device would."""
     found = {}
@@ -41,11 +41,11 @@ def traffic(
 
 def run(
     estimator: SplitEstimator,
-    counts: Counts,
+    counts: SubgroupCounts,
     truth: dict[str, PathSpeeds],
     steps: int,
     noise: Callable[[], float] = lambda: 1.0,
-) -> tuple[Counts, int]:
+) -> tuple[SubgroupCounts, int]:
     """The counts after so many steps, and how often they changed."""
     moves = 0
     for _ in range(steps):
@@ -169,7 +169,7 @@ BURST = 20
 """How many times as fast as it is a throttled path serves its saved-up credit."""
 
 
-def throttled(counts: Counts, truth: dict[str, PathSpeeds], credit_bytes: float) -> dict[str, PathTraffic]:
+def throttled(counts: SubgroupCounts, truth: dict[str, PathSpeeds], credit_bytes: float) -> dict[str, PathTraffic]:
     """A step on paths that serve their first bytes in each direction at once, as a token bucket does."""
     found = {}
     for name, seen in traffic(counts, truth).items():
@@ -202,7 +202,7 @@ def test_saved_up_credit_does_not_make_the_split_swing(slow: str, credit: float)
     assert sum(taken[10:]) / len(taken[10:]) < 1.15 * promised
 
 
-def held_up(counts: Counts, truth: dict[str, PathSpeeds], first: str, alternate: int) -> dict[str, PathTraffic]:
+def held_up(counts: SubgroupCounts, truth: dict[str, PathSpeeds], first: str, alternate: int) -> dict[str, PathTraffic]:
     """A step that the path `first` holds up all along; the others serve what little they get at once.
 
     Its reads and writes fill its time in turns: one way is in progress throughout, the other for a moment, as with two
@@ -222,7 +222,7 @@ def held_up(counts: Counts, truth: dict[str, PathSpeeds], first: str, alternate:
             busy = read + write
         found[name] = PathTraffic(
             read_bytes=moved, read_seconds=read, write_bytes=moved, write_seconds=write,
-            whole=WholeStep(read_bytes=moved, write_bytes=moved, busy_seconds=busy, step_seconds=step),
+            whole=PathStepTotals(read_bytes=moved, write_bytes=moved, busy_seconds=busy, step_seconds=step),
         )  # fmt: skip
     return found
 
@@ -248,7 +248,7 @@ def gigabyte(each_way: float, busy: float, step: float) -> PathTraffic:
     """A step in which a path reads and writes a gigabyte. In seconds: each way, either of them, all paths."""
     return PathTraffic(
         read_bytes=10**9, read_seconds=each_way, write_bytes=10**9, write_seconds=each_way,
-        whole=WholeStep(read_bytes=10**9, write_bytes=10**9, busy_seconds=busy, step_seconds=step),
+        whole=PathStepTotals(read_bytes=10**9, write_bytes=10**9, busy_seconds=busy, step_seconds=step),
     )  # fmt: skip
 
 
@@ -266,7 +266,7 @@ def test_while_subgroups_move_unequal_amounts_do_not_tell_of_both_ways_together(
     estimator = SplitEstimator({"a": rates(1, 1, True)})
     moving = PathTraffic(
         read_bytes=10**9, read_seconds=1.0, write_bytes=10**8, write_seconds=0.1,
-        whole=WholeStep(read_bytes=10**9, write_bytes=10**8, busy_seconds=9.0, step_seconds=9.0),
+        whole=PathStepTotals(read_bytes=10**9, write_bytes=10**8, busy_seconds=9.0, step_seconds=9.0),
     )  # fmt: skip
     for _ in range(5):
         estimator.observe({"a": moving})

@@ -10,28 +10,28 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from tidegate.knobs.knobs import Off
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.speeds.live_rates import PERSISTENT_STEPS
 from tidegate.tuner.tuner import (
     BLOCK_STEPS,
-    FIRST_LOOK_STEPS,
+    FIRST_SEARCH_STEPS,
     LONG_BLOCK_STEPS,
     LONGEST_WAIT_STEPS,
-    LOOK_SHARE,
     MINIMUM_GAIN,
     OWN_STEPS,
     REFUTED_STEPS,
     REST_STEPS,
     SAVED_SECONDS,
-    SETTLE_STEPS,
+    SEARCH_SHARE,
     TURNS,
+    UNCOUNTED_STEPS,
     Move,
     Tuner,
 )
 
-SLOW, FAST = Effective("off", 0.0), Effective(2.0, 0.0)
-TURN = SETTLE_STEPS + BLOCK_STEPS
-LONG_TURN = SETTLE_STEPS + LONG_BLOCK_STEPS
+SLOW, FAST = EffectiveKnobs("off", 0.0), EffectiveKnobs(2.0, 0.0)
+TURN = UNCOUNTED_STEPS + BLOCK_STEPS
+LONG_TURN = UNCOUNTED_STEPS + LONG_BLOCK_STEPS
 
 
 @dataclass
@@ -42,12 +42,12 @@ class Training:
     each step.
     """
 
-    seconds: Callable[[Effective], float]
-    promised: Callable[[Effective], Move | None]
+    seconds: Callable[[EffectiveKnobs], float]
+    promised: Callable[[EffectiveKnobs], Move | None]
     look_seconds: float = 0.0
     step_seconds: float = 0.0
     speeds_change: bool = False
-    now: Effective = SLOW
+    now: EffectiveKnobs = SLOW
     step: int = 0
     clock: float = 0.0
     looks: list[int] = field(default_factory=list)
@@ -75,14 +75,14 @@ class Training:
         return self.promised(self.now)
 
 
-def promise_fast(now: Effective) -> Move | None:
+def promise_fast(now: EffectiveKnobs) -> Move | None:
     return Move(FAST, 0.5) if now == SLOW else None
 
 
 def test_a_clear_gain_is_kept_after_one_turn() -> None:
     """Within 20 steps of the start it runs what is best, and stays."""
     found = Training(lambda knobs: 1.0 if knobs == SLOW else 0.6, promise_fast).run(300)
-    assert found.moves == [(FIRST_LOOK_STEPS, 2.0)]
+    assert found.moves == [(FIRST_SEARCH_STEPS, 2.0)]
     assert found.now == FAST
     assert "40.0%" in found.tuner.last_verdict
     assert "kept" in found.tuner.last_verdict
@@ -90,7 +90,7 @@ def test_a_clear_gain_is_kept_after_one_turn() -> None:
 
 def test_what_is_slower_is_taken_back_after_one_turn_and_not_tried_again_soon() -> None:
     found = Training(lambda knobs: 1.0 if knobs == SLOW else 1.2, promise_fast).run(REFUTED_STEPS)
-    assert found.moves == [(FIRST_LOOK_STEPS, 2.0), (FIRST_LOOK_STEPS + TURN, "off")]
+    assert found.moves == [(FIRST_SEARCH_STEPS, 2.0), (FIRST_SEARCH_STEPS + TURN, "off")]
     assert "taken back" in found.tuner.last_verdict
     assert len(found.looks) > 2, "it goes on looking"
     assert len(found.run(REFUTED_STEPS).moves) == 4, "things change: it is tried again in the end"
@@ -102,7 +102,7 @@ def test_what_is_not_clear_is_compared_by_turns(fast: float, kept: bool) -> None
     noise = {SLOW: iter([0.95, 1.0, 1.05] * 100), FAST: iter([0.95, 1.0, 1.05] * 100)}
     found = Training(lambda knobs: next(noise[knobs]) * (1.0 if knobs == SLOW else fast), promise_fast)
     first = TURN + BLOCK_STEPS  # once more as long before anything is changed
-    found.run(FIRST_LOOK_STEPS + first + 2 * LONG_TURN)
+    found.run(FIRST_SEARCH_STEPS + first + 2 * LONG_TURN)
     assert [stride for _, stride in found.moves[:TURNS]] == [2.0, "off", 2.0]
     assert [step for step, _ in found.moves[:TURNS]] == [6, 6 + first, 6 + first + LONG_TURN]
     assert found.now == (FAST if kept else SLOW)
@@ -110,16 +110,18 @@ def test_what_is_not_clear_is_compared_by_turns(fast: float, kept: bool) -> None
 
 def test_one_odd_step_of_a_clear_gain_costs_no_change() -> None:
     """The first turn goes on for three more steps, and is clear with all of them but the odd one: 20 steps in all."""
-    fast = itertools.chain([0.6] * SETTLE_STEPS, [0.6, 1.1, 0.6], itertools.repeat(0.6))
+    fast = itertools.chain([0.6] * UNCOUNTED_STEPS, [0.6, 1.1, 0.6], itertools.repeat(0.6))
     found = Training(lambda knobs: 1.0 if knobs == SLOW else next(fast), promise_fast).run(20)
-    assert found.moves == [(FIRST_LOOK_STEPS, 2.0)]
+    assert found.moves == [(FIRST_SEARCH_STEPS, 2.0)]
     assert "kept" in found.tuner.last_verdict
 
 
 def test_two_odd_steps_are_not_clear() -> None:
-    steps = itertools.chain([0.6] * SETTLE_STEPS, [1.1] * 2, itertools.repeat(0.6))
-    found = Training(lambda knobs: 1.0 if knobs == SLOW else next(steps), promise_fast).run(FIRST_LOOK_STEPS + TURN + 3)
-    assert found.moves == [(FIRST_LOOK_STEPS, 2.0), (FIRST_LOOK_STEPS + TURN + 3, "off")]
+    steps = itertools.chain([0.6] * UNCOUNTED_STEPS, [1.1] * 2, itertools.repeat(0.6))
+    found = Training(lambda knobs: 1.0 if knobs == SLOW else next(steps), promise_fast).run(
+        FIRST_SEARCH_STEPS + TURN + 3
+    )
+    assert found.moves == [(FIRST_SEARCH_STEPS, 2.0), (FIRST_SEARCH_STEPS + TURN + 3, "off")]
 
 
 def test_speeds_that_change_in_a_rest_are_looked_at_after_it() -> None:
@@ -128,12 +130,12 @@ def test_speeds_that_change_in_a_rest_are_looked_at_after_it() -> None:
     found = Training(
         lambda knobs: next(noise[knobs]) * (1.0 if knobs == SLOW else 0.96), promise_fast, look_seconds=1.0
     )
-    found.run(FIRST_LOOK_STEPS + TURN + BLOCK_STEPS + 2 * LONG_TURN)
-    assert (found.now, found.looks) == (FAST, [FIRST_LOOK_STEPS])
+    found.run(FIRST_SEARCH_STEPS + TURN + BLOCK_STEPS + 2 * LONG_TURN)
+    assert (found.now, found.looks) == (FAST, [FIRST_SEARCH_STEPS])
     found.tuner.speeds_changed()
     found.step_seconds = 15.0  # such a look may be had every hour, and after a drift every half hour
     rest = REST_STEPS * TURNS
-    assert found.run(rest - 1).looks == [FIRST_LOOK_STEPS]
+    assert found.run(rest - 1).looks == [FIRST_SEARCH_STEPS]
     assert len(found.run(2).looks) == 2
 
 
@@ -141,19 +143,19 @@ def test_speeds_that_change_in_a_rest_are_looked_at_after_it() -> None:
 def test_speeds_that_change_in_a_comparison_are_looked_at_after_it(disturbed: bool) -> None:
     """Looks are dear here: without a reason there is none for an hour."""
     found = Training(lambda knobs: 1.0 if knobs == SLOW else 0.6, promise_fast, look_seconds=0.1)
-    found.run(FIRST_LOOK_STEPS)
+    found.run(FIRST_SEARCH_STEPS)
     found.step_seconds = 0.2
     found.run(2)
     if disturbed:
         found.tuner.speeds_changed()
     found.run(TURN - 2)
     assert "kept" in found.tuner.last_verdict
-    assert len(found.run(FIRST_LOOK_STEPS + 1).looks) == 1 + disturbed
+    assert len(found.run(FIRST_SEARCH_STEPS + 1).looks) == 1 + disturbed
 
 
 def test_a_rest_is_over_when_a_later_comparison_is_clear() -> None:
     """The rest of the one before must not put off the look after a drift."""
-    other, factor = Effective(3.0, 0.0), {SLOW: 1.0, FAST: 0.97}
+    other, factor = EffectiveKnobs(3.0, 0.0), {SLOW: 1.0, FAST: 0.97}
     noise = itertools.cycle([0.97, 1.0, 1.03])
     found = Training(lambda knobs: next(noise) * factor[knobs], promise_fast)
     while not found.tuner.last_verdict:
@@ -182,7 +184,7 @@ def test_noise_alone_makes_few_changes(seed: int) -> None:
 def test_a_model_that_always_has_another_idea_is_made_to_rest() -> None:
     """Nothing that it promises is there, and nothing is promised twice: each change costs 50 steps all the same."""
     ideas, chance = itertools.count(3), random.Random(1)
-    found = Training(lambda _: chance.uniform(0.95, 1.05), lambda _: Move(Effective(float(next(ideas)), 0.0), 0.5))
+    found = Training(lambda _: chance.uniform(0.95, 1.05), lambda _: Move(EffectiveKnobs(float(next(ideas)), 0.0), 0.5))
     assert 8 < len(found.run(2000).moves) <= 2000 / REST_STEPS + TURNS + 1
 
 
@@ -191,7 +193,7 @@ def test_a_small_promise_is_not_worth_a_move() -> None:
     assert found.moves == []
     waits = [later - sooner for sooner, later in itertools.pairwise([0, *found.looks])]
     assert waits == [6, 12, 24, 48, 64, 64, 64], "each time it waits for twice as long, up to 64 steps"
-    assert (FIRST_LOOK_STEPS, LONGEST_WAIT_STEPS) == (6, 64)
+    assert (FIRST_SEARCH_STEPS, LONGEST_WAIT_STEPS) == (6, 64)
 
 
 @pytest.mark.parametrize("steps_before", [40, 400])
@@ -224,7 +226,7 @@ def test_a_refuted_cache_is_not_tried_again_a_page_larger() -> None:
 def test_what_was_refuted_is_tried_again_once_speeds_have_changed() -> None:
     times = {SLOW: 1.0, FAST: 1.2}
     found = Training(times.__getitem__, promise_fast).run(40)
-    assert found.moves[-1] == (FIRST_LOOK_STEPS + TURN, "off")
+    assert found.moves[-1] == (FIRST_SEARCH_STEPS + TURN, "off")
     times.update({SLOW: 3.0})
     assert found.run(PERSISTENT_STEPS + 1).now == FAST
     assert found.run(100).now == FAST
@@ -248,14 +250,14 @@ def test_a_rate_that_changes_makes_it_look_unless_it_rests(fast: float, steps_la
 
 def test_a_probe_is_followed_by_a_look() -> None:
     """Nobody knows what the probe will do: it stays if it is better, and a look with what it showed comes at once."""
-    best = Effective(3.0, 0.0)
+    best = EffectiveKnobs(3.0, 0.0)
     times = {SLOW: 1.0, FAST: 0.8, best: 0.7}
 
-    def promised(now: Effective) -> Move | None:
+    def promised(now: EffectiveKnobs) -> Move | None:
         return {SLOW: Move(FAST, None), FAST: Move(best, 0.12), best: None}[now]
 
     found = Training(times.__getitem__, promised).run(20)
-    assert found.moves == [(FIRST_LOOK_STEPS, 2.0), (FIRST_LOOK_STEPS + TURN + 1, 3.0)]
+    assert found.moves == [(FIRST_SEARCH_STEPS, 2.0), (FIRST_SEARCH_STEPS + TURN + 1, 3.0)]
     assert found.now == best
     assert "a probe" not in found.tuner.last_verdict
 
@@ -266,7 +268,7 @@ def test_a_probe_is_followed_by_a_look() -> None:
 
 
 def test_an_operator_ends_a_comparison() -> None:
-    found = Training(lambda _: 1.0, promise_fast).run(FIRST_LOOK_STEPS + 1)
+    found = Training(lambda _: 1.0, promise_fast).run(FIRST_SEARCH_STEPS + 1)
     assert found.now == FAST
     found.now = replace(FAST, static_ratio=0.5)
     found.run(2 * TURN)
@@ -276,7 +278,7 @@ def test_an_operator_ends_a_comparison() -> None:
 
 
 def test_what_cannot_be_had_is_not_tried_again() -> None:
-    training = Training(lambda _: 1.0, promise_fast).run(FIRST_LOOK_STEPS)
+    training = Training(lambda _: 1.0, promise_fast).run(FIRST_SEARCH_STEPS)
     assert training.tuner.refuse("host memory is full") == SLOW, "to go back to"
     assert training.tuner.refuse("again") is None
     training.now = SLOW
@@ -288,7 +290,7 @@ def test_what_cannot_be_had_is_not_tried_again() -> None:
 def test_a_look_that_costs_much_is_rare() -> None:
     found = Training(lambda _: 1.0, lambda _: None, look_seconds=SAVED_SECONDS, step_seconds=0.2).run(5600)
     looks = len(found.looks)
-    assert looks == 1 + int(5600 * 0.2 * LOOK_SHARE / SAVED_SECONDS), "of 1,120 s it may take 0.34"
+    assert looks == 1 + int(5600 * 0.2 * SEARCH_SHARE / SAVED_SECONDS), "of 1,120 s it may take 0.34"
     found.seconds, found.step_seconds = lambda _: 2.0, 0.0
     assert len(found.run(PERSISTENT_STEPS + 1).looks) == looks + 1, "after a drift it does not wait"
     found.step_seconds, found.speeds_change = 0.1, True

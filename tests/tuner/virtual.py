@@ -9,13 +9,13 @@ from functools import cache
 
 from tidegate.knobs.knobs import Off
 from tidegate.plan import Plan, Subgroup
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import Op
 from tidegate.simulator.simulate import simulate
-from tidegate.simulator.steady_state import Rank, settled
+from tidegate.simulator.steady_state import Rank, steady_steps
 from tidegate.speeds.live_rates import LiveRates
-from tidegate.speeds.rate_card import RateCard, seen
-from tidegate.tuner.proposal import look
+from tidegate.speeds.rate_card import RateCard, measured_work
+from tidegate.tuner.proposal import find_move
 from tidegate.tuner.tuner import Move, Tuner
 
 STRIDES: tuple[float | Off, ...] = ("off", *(1 + i / 4 for i in range(29)), 10.0, 12.0, 16.0)
@@ -27,9 +27,9 @@ def subgroups(count: int, numel: int = 100_000_000) -> list[Subgroup]:
 
 
 @cache
-def _plan(count: int, slots: int, effective: Effective, turn: int) -> Plan:
+def _plan(count: int, slots: int, effective: EffectiveKnobs, turn: int) -> Plan:
     rank = Rank(subgroups(count), slots)
-    turns = settled(rank, effective, RateCard())
+    turns = steady_steps(rank, effective, RateCard())
     return turns[turn % len(turns)].plan(RateCard())
 
 
@@ -38,7 +38,7 @@ class VirtualTraining:
     """One rank without paths. `truth`: what the machine does; it may be replaced at any time, nobody is told."""
 
     truth: RateCard
-    now: Effective
+    now: EffectiveKnobs
     free: Collection[str] = ("stride",)
     noise: float = 0.0
     """Largest share by which all lanes are faster or slower in one step."""
@@ -50,7 +50,7 @@ class VirtualTraining:
     seed: int = 0
     tuner: Tuner = field(default_factory=lambda: Tuner(clock=lambda: 0.0))
     live: LiveRates = field(default_factory=LiveRates)
-    changes: list[tuple[int, Effective]] = field(default_factory=list)
+    changes: list[tuple[int, EffectiveKnobs]] = field(default_factory=list)
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class VirtualTraining:
 
         timeline = simulate(plan, self.truth, step_at=self.backward_seconds, durations=durations)
         update = timeline.phases[-1].end - timeline.phases[-1].start
-        if self.live.observe(seen(timeline.spans)):
+        if self.live.observe(measured_work(timeline.spans)):
             self.tuner.speeds_changed()
         self.steps += 1
         self.tuner.observe(self.now, update)
@@ -90,9 +90,9 @@ class VirtualTraining:
         if card is None:
             return None
         rank = Rank(subgroups(self.count), self.slots)
-        return look(rank, self.now, card, self.free, backward_seconds=self.backward_seconds)
+        return find_move(rank, self.now, card, self.free, backward_seconds=self.backward_seconds)
 
-    def seconds(self, effective: Effective) -> float:
+    def seconds(self, effective: EffectiveKnobs) -> float:
         """The update without noise."""
         plan = _plan(self.count, self.slots, effective, 0)
         update = simulate(plan, self.truth, step_at=self.backward_seconds).phases[-1]
@@ -106,10 +106,10 @@ class VirtualTraining:
         """How much longer the update takes with the present knobs than with the best."""
         return self.seconds(self.now) / min(self.all_seconds().values()) - 1
 
-    def best(self) -> Effective:
+    def best(self) -> EffectiveKnobs:
         times = self.all_seconds()
         return replace(self.now, stride=min(times, key=lambda stride: times[stride]))
 
-    def worst(self) -> Effective:
+    def worst(self) -> EffectiveKnobs:
         times = self.all_seconds()
         return replace(self.now, stride=max(times, key=lambda stride: times[stride]))

@@ -20,7 +20,7 @@ _BYTES_OF: Final = {"GB": 1e9, "TB": 1e12, "PB": 1e15}
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoragePath:
+class PlannedPath:
     """A storage path as input of the planner. Speeds are per node; with `all_nodes`, the total of all nodes.
 
     duplex: reads and writes run at full speed at the same time; otherwise they share the device. capacity_bytes: per
@@ -45,7 +45,7 @@ class StoragePath:
                 raise ConfigError(f"{name}={getattr(self, name)!r} of path {self.name} must not be negative.")
 
 
-def parse_path(text: str) -> StoragePath:
+def parse_path(text: str) -> PlannedPath:
     """Parses `NAME:READ/WRITE` (speeds in GB/s) with options: `:duplex`, `:all-nodes`, `:1.6TB` (capacity),
     `:endure=3PB` (endurance). ConfigError for any other text."""
     name, _, rest = text.partition(":")
@@ -68,7 +68,7 @@ def parse_path(text: str) -> StoragePath:
             more["endurance_bytes" if key else "capacity_bytes"] = nbytes
         else:
             raise ConfigError(f"{option!r} in the path {text!r} is unknown: the form is {form}.")
-    return StoragePath(name=name, read_bytes_per_second=reads, write_bytes_per_second=writes, **more)
+    return PlannedPath(name=name, read_bytes_per_second=reads, write_bytes_per_second=writes, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class Machine:
     nodes: int = 1
     gpu_memory_bytes: float = 80 * GB
     host_memory_bytes: float = 512 * GB
-    paths: tuple[StoragePath, ...] = ()
+    paths: tuple[PlannedPath, ...] = ()
     h2d_bytes_per_second: float = 25e9
     d2h_bytes_per_second: float = 25e9
     device_bytes_per_second: float = 2.0e12
@@ -182,7 +182,7 @@ class Machine:
         return replace(self, **changes)
 
     @cached_property
-    def by_name(self) -> Mapping[str, StoragePath]:
+    def by_name(self) -> Mapping[str, PlannedPath]:
         """The storage paths by name."""
         return {path.name: path for path in self.paths}
 

@@ -16,12 +16,12 @@ from functools import cached_property
 from typing import Final
 
 from tidegate.capacity.machine import Machine, Workload
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import CPU, DEVICE, LANES, Op, OpKind
 from tidegate.plan.plan import Plan
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.simulator.fair_share import Demand, shared_times
-from tidegate.simulator.steady_state import Rank, Settled, sampled, settled
+from tidegate.simulator.steady_state import Rank, SteadyStep, sampled, steady_steps
 from tidegate.speeds.rate_card import RateCard
 
 MEMORY: Final = "host memory"
@@ -117,7 +117,7 @@ class UpdatePrediction:
 
 
 def predict_update(
-    rank: Rank, effective: Effective, share: NodeShare, *, backward_seconds: float = 0.0
+    rank: Rank, effective: EffectiveKnobs, share: NodeShare, *, backward_seconds: float = 0.0
 ) -> UpdatePrediction:
     """Predicts the update of `rank` under these knobs in the steady state, while all other ranks of the machine run,
     too.
@@ -126,7 +126,7 @@ def predict_update(
     many subgroups, a sample is simulated, with a backward that is shorter in the same ratio.
     """
     few, smaller, scale = sampled(rank, effective)
-    steps = settled(few, smaller, share.card)
+    steps = steady_steps(few, smaller, share.card)
     seconds, busy = 0.0, defaultdict[str, float](float)
     for step in steps:
         backward = backward_seconds / scale
@@ -134,7 +134,7 @@ def predict_update(
         seconds += elapsed * scale / len(steps)
         for resource, work in used.items():
             busy[resource] += work * scale / len(steps)
-    whole = steps if few is rank else settled(rank, effective, share.card)
+    whole = steps if few is rank else steady_steps(rank, effective, share.card)
     return UpdatePrediction(seconds=seconds, busy=dict(busy), lane_bytes=_mean_bytes(whole))
 
 
@@ -163,6 +163,6 @@ def run(
     return max(step_at, *ends.values()) - step_at, dict(busy)
 
 
-def _mean_bytes(steps: list[Settled]) -> dict[str, int]:
+def _mean_bytes(steps: list[SteadyStep]) -> dict[str, int]:
     moved = [step.lane_bytes() for step in steps]
     return {lane: sum(bytes_of[lane] for bytes_of in moved) // len(moved) for lane in moved[0]}

@@ -14,7 +14,7 @@ from tidegate.capacity.machine import Machine, Workload
 from tidegate.capacity.model_shapes import ModelShape
 
 
-class Pass(NamedTuple):
+class PassTimes(NamedTuple):
     """Seconds of the forward and the backward of one micro-batch, and their bottleneck: `compute` or `collectives`."""
 
     forward: float
@@ -22,14 +22,14 @@ class Pass(NamedTuple):
     bottleneck: str
 
 
-def passes(shape: ModelShape, machine: Machine, work: Workload) -> Pass:
+def passes(shape: ModelShape, machine: Machine, work: Workload) -> PassTimes:
     """The pass times of one micro-batch on each rank."""
     compute = forward_flops(shape, work) / (machine.flops_per_second * machine.flop_share)
     gather = gather_seconds(shape.params * work.weight_bytes, machine)
     again = 3 if work.checkpointing else 2
     # The backward gathers weights once more and scatters as many gradients.
     forward, backward = max(compute, gather), max(again * compute, 2 * gather)
-    return Pass(forward, backward, "collectives" if again * compute < 2 * gather else "compute")
+    return PassTimes(forward, backward, "collectives" if again * compute < 2 * gather else "compute")
 
 
 def forward_flops(shape: ModelShape, work: Workload) -> float:

@@ -19,9 +19,9 @@ from tidegate.capacity.machine import Machine, Workload
 from tidegate.capacity.many_ranks import NodeShare
 from tidegate.capacity.model_shapes import ModelShape
 from tidegate.knobs.knobs import OFF
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import Subgroup
-from tidegate.simulator.steady_state import Rank, Settled, settled
+from tidegate.simulator.steady_state import Rank, SteadyStep, steady_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Shortage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class PlacementFit:
     """A placement of all data of a rank. If there is a shortage, the memory levels after it are not computed.
 
     device, host: bytes of one rank by kind. effective: knobs; the stride is chosen later, unless there is no room for
@@ -54,7 +54,7 @@ class Fit:
     """
 
     rank: Rank
-    effective: Effective
+    effective: EffectiveKnobs
     gradients: Literal["keep", "release"]
     device: Mapping[str, float]
     host: Mapping[str, float]
@@ -64,12 +64,16 @@ class Fit:
     def state_bytes(self, share: NodeShare) -> dict[str, int]:
         """Bytes of this rank's state between two steps, by residence."""
         nbytes: Counter[str] = Counter()
-        for s, p in zip(self.rank.subgroups, settled(self.rank, self.effective, share.card)[0].placements, strict=True):
+        for s, p in zip(
+            self.rank.subgroups, steady_steps(self.rank, self.effective, share.card)[0].placements, strict=True
+        ):
             nbytes[p.after] += s.nbytes("state")
         return dict(nbytes)
 
 
-def fit(shape: ModelShape, machine: Machine, work: Workload, gradients: Literal["keep", "release"] = "keep") -> Fit:
+def fit(
+    shape: ModelShape, machine: Machine, work: Workload, gradients: Literal["keep", "release"] = "keep"
+) -> PlacementFit:
     """Places as much state on the GPU as fits, the rest in host memory, and the excess on storage paths.
 
     gradients: `release` leaves more free memory on the GPU, and needs some host memory for gradient sums.
@@ -83,8 +87,13 @@ def fit(shape: ModelShape, machine: Machine, work: Workload, gradients: Literal[
     free = room - sum(device.values())
     if free < 0:
         short = Shortage(where="GPU memory", needed_bytes=sum(device.values()), available_bytes=room)
-        return Fit(
-            rank=rank, effective=Effective(OFF, 0.0), gradients=gradients, device=device, host={}, shortages=(short,)
+        return PlacementFit(
+            rank=rank,
+            effective=EffectiveKnobs(OFF, 0.0),
+            gradients=gradients,
+            device=device,
+            host={},
+            shortages=(short,),
         )
     may_stage = free >= work.num_slots * largest
     ratio = (
@@ -92,19 +101,19 @@ def fit(shape: ModelShape, machine: Machine, work: Workload, gradients: Literal[
         if free >= total
         else _readable_ratio((free - may_stage * work.num_slots * largest) // largest, len(subgroups))
     )
-    effective = Effective(OFF, ratio)
+    effective = EffectiveKnobs(OFF, ratio)
     device = {
         **device,
         "state": float(round(ratio * len(subgroups)) * largest) if ratio < 1 else float(total),
         "slots": float(work.num_slots * largest) if may_stage and ratio < 1 else 0.0,
     }
-    base = Fit(
+    base = PlacementFit(
         rank=rank, effective=effective, gradients=gradients, device=device, host={}, may_stage=may_stage and ratio < 1
     )
     return _on_host(base, share)
 
 
-def _on_host(found: Fit, share: NodeShare) -> Fit:
+def _on_host(found: PlacementFit, share: NodeShare) -> PlacementFit:
     """Places the state that is not on the GPU: in host memory if it fits or there are no paths, else also on paths.
 
     found: the placement on the GPU.
@@ -164,10 +173,10 @@ def _host_shortage(host: Mapping[str, float], room: float, machine: Machine) -> 
     )
 
 
-def _host_bytes(rank: Rank, effective: Effective, share: NodeShare) -> dict[str, float]:
+def _host_bytes(rank: Rank, effective: EffectiveKnobs, share: NodeShare) -> dict[str, float]:
     """Host memory of one rank in bytes, by kind, if all subgroups that are not residents are updated on the CPU. This
     is an upper bound over all strides."""
-    steps: list[Settled] = settled(rank, effective, share.card)
+    steps: list[SteadyStep] = steady_steps(rank, effective, share.card)
     found = max((step.host_bytes() for step in steps), key=lambda kinds: sum(kinds.values()))
     sums = sums_bytes(sum(s.numel for s in rank.subgroups), share.work, rank.gradients)
     whole = {**found, **({"sums": sums} if sums else {}), "framework": FRAMEWORK_HOST_BYTES}

@@ -10,21 +10,21 @@ from tidegate.capacity.footprint import FRAMEWORK_HOST_BYTES, USABLE_DEVICE, USA
 from tidegate.capacity.machine import Machine, Workload
 from tidegate.capacity.many_ranks import NodeShare, UpdatePrediction, predict_update
 from tidegate.capacity.model_shapes import ModelShape
-from tidegate.capacity.pass_times import Pass, passes
-from tidegate.capacity.placement_fit import Fit, Shortage, fit
+from tidegate.capacity.pass_times import PassTimes, passes
+from tidegate.capacity.placement_fit import PlacementFit, Shortage, fit
 from tidegate.errors import ConfigError
 from tidegate.plan.ops import path_lanes
 from tidegate.tuner.search import equation_stride
 
 STRIDES: Final[tuple[float, ...]] = (8, 4, 3, 2, 1.5, 1.25, 1)
 """Strides that are tried in this order, after `off` and before the stride of DOS Eq. 1."""
-WORTH: Final = 0.97
+WORTHWHILE_FACTOR: Final = 0.97
 """Factor below which an update must be, relative to the best so far, if it needs more of the GPU or another script."""
-DAY: Final = 86_400.0
+DAY_SECONDS: Final = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wear:
+class PathWear:
     """The wear of one storage path: bytes written per iteration and per day, by each node, or by all nodes if they
     share the path.
 
@@ -51,12 +51,12 @@ class CapacityPlan:
     model: ModelShape
     machine: Machine
     work: Workload
-    fit: Fit
+    fit: PlacementFit
     phases: Mapping[str, float]
     update: UpdatePrediction | None
     bottleneck: str
     state_bytes: Mapping[str, int]
-    wear: tuple[Wear, ...]
+    wear: tuple[PathWear, ...]
 
     @property
     def fits(self) -> bool:
@@ -155,49 +155,54 @@ def _sized(shape: ModelShape, machine: Machine, work: Workload) -> Workload:
     return replace(work, subgroup_numel=min(work.subgroup_numel, max(1, -(-of_rank // 16))))
 
 
-def _cheapest_good_fit(fits: Sequence[Fit], share: NodeShare, backward: float) -> tuple[Fit, UpdatePrediction]:
+def _cheapest_good_fit(
+    fits: Sequence[PlacementFit], share: NodeShare, backward: float
+) -> tuple[PlacementFit, UpdatePrediction]:
     """The placement with the shortest update without staging; a later one is preferred only if it is shorter by the
-    factor WORTH. `fits` are in the order of their cost."""
-    best: tuple[Fit, UpdatePrediction] | None = None
+    factor WORTHWHILE_FACTOR. `fits` are in the order of their cost."""
+    best: tuple[PlacementFit, UpdatePrediction] | None = None
     for candidate in fits:
         update = predict_update(candidate.rank, candidate.effective, share, backward_seconds=backward)
-        if best is None or update.seconds < WORTH * best[1].seconds:
+        if best is None or update.seconds < WORTHWHILE_FACTOR * best[1].seconds:
             best = (candidate, update)
     assert best is not None, "there is at least one"
     return best
 
 
 def _best_stride(
-    found: Fit, update: UpdatePrediction, share: NodeShare, backward: float
-) -> tuple[Fit, UpdatePrediction]:
+    found: PlacementFit, update: UpdatePrediction, share: NodeShare, backward: float
+) -> tuple[PlacementFit, UpdatePrediction]:
     """The placement with the stride of the shortest update. A stride is preferred to an earlier one only if the update
-    is shorter by the factor WORTH."""
+    is shorter by the factor WORTHWHILE_FACTOR."""
     strides = [*STRIDES, *equation_stride(found.rank.subgroups, share.card)] if found.may_stage else []
     for stride in dict.fromkeys(strides):
         # The bytes on a path are the same with every stride: if a path is the bottleneck, no stride helps.
-        if max((update.busy.get(path, 0.0) for path in found.rank.host_slots), default=0.0) > WORTH * update.seconds:
+        if (
+            max((update.busy.get(path, 0.0) for path in found.rank.host_slots), default=0.0)
+            > WORTHWHILE_FACTOR * update.seconds
+        ):
             break
         candidate = replace(found, effective=replace(found.effective, stride=stride))
         its_update = predict_update(candidate.rank, candidate.effective, share, backward_seconds=backward)
-        if its_update.seconds < WORTH * update.seconds:
+        if its_update.seconds < WORTHWHILE_FACTOR * update.seconds:
             found, update = candidate, its_update
     return found, update
 
 
-def _phases(once: Pass, work: Workload, update: UpdatePrediction | None) -> dict[str, float]:
+def _phases(once: PassTimes, work: Workload, update: UpdatePrediction | None) -> dict[str, float]:
     found = {"forward": once.forward * work.accumulation, "backward": once.backward * work.accumulation}
     return found if update is None else {**found, "update": update.seconds}
 
 
-def _wear(machine: Machine, update: UpdatePrediction, iteration: float) -> Iterator[Wear]:
+def _wear(machine: Machine, update: UpdatePrediction, iteration: float) -> Iterator[PathWear]:
     for path in machine.paths:
         _, lane = path_lanes(path.name)
         if not update.lane_bytes.get(lane):
             continue
         written = float(update.lane_bytes[lane] * (machine.ranks if path.all_nodes else machine.gpus))
-        a_day = written * DAY / iteration
+        a_day = written * DAY_SECONDS / iteration
         days = path.endurance_bytes / a_day if path.endurance_bytes else None
-        yield Wear(path=path.name, bytes_per_iteration=written, bytes_per_day=a_day, days=days)
+        yield PathWear(path=path.name, bytes_per_iteration=written, bytes_per_day=a_day, days=days)
 
 
 def _assumptions(plan: CapacityPlan) -> Iterator[str]:

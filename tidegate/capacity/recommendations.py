@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
-from tidegate.capacity.machine import Machine, StoragePath, Workload
+from tidegate.capacity.machine import Machine, PlannedPath, Workload
 from tidegate.capacity.planner import CapacityPlan, plan_capacity
 from tidegate.errors import ConfigError
 
-TYPICAL_NVME: Final = StoragePath(name="nvme", read_bytes_per_second=6.9e9, write_bytes_per_second=5.3e9)
+TYPICAL_NVME: Final = PlannedPath(name="nvme", read_bytes_per_second=6.9e9, write_bytes_per_second=5.3e9)
 """A typical NVMe drive: the node-local drives of MLP Table 1."""
-WORTH: Final = 1.02
+WORTHWHILE_GAIN: Final = 1.02
 """Smallest gain of a recommended change, as a factor of tokens per second of each GPU."""
 MOST_NODES: Final = 1024
 
@@ -43,7 +43,7 @@ class _Option(NamedTuple):
 
 def best_changes(plan: CapacityPlan, count: int = 3) -> tuple[Change, ...]:
     """The `count` changes with the most tokens per second of each GPU, each simulated on its own; fewer if fewer reach
-    the gain WORTH. If the plan does not fit: the changes with which it fits."""
+    the gain WORTHWHILE_GAIN. If the plan does not fit: the changes with which it fits."""
     found: list[tuple[float, Change]] = []
     for option in _options(plan):
         try:
@@ -51,7 +51,7 @@ def best_changes(plan: CapacityPlan, count: int = 3) -> tuple[Change, ...]:
         except ConfigError:  # more ranks than parameters, more than a machine can have
             continue
         rate, now = _rate(then), _rate(plan)
-        if rate is None or then.iteration_seconds is None or (now is not None and rate < WORTH * now):
+        if rate is None or then.iteration_seconds is None or (now is not None and rate < WORTHWHILE_GAIN * now):
             continue
         change = Change(
             kind=option.kind,
@@ -102,7 +102,7 @@ def _double_microbatch(work: Workload) -> Workload:
     return replace(work, microbatch=2 * work.microbatch)
 
 
-def _two_drives(path: StoragePath) -> StoragePath:
+def _two_drives(path: PlannedPath) -> PlannedPath:
     """Two drives as one path: twice the speed, capacity and endurance."""
     return replace(
         path,

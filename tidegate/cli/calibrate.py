@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 
 from tidegate.cli.training import needs
-from tidegate.client.daemon_client import state_dir
+from tidegate.client.discovery import state_dir
 from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import check_path_name
-from tidegate.speeds.saved_calibration import Calibration, file_of, keep, kept
+from tidegate.speeds.saved_calibration import Calibration, calibration_file, load_calibration, save_calibration
 from tidegate.terminal import say
 
 
@@ -33,12 +33,12 @@ def calibrate(
         from tidegate.agent.calibration import calibrate as measure
         from tidegate.agent.calibration.hardware import hardware as hardware_of
     hardware = hardware_of(paths)
-    file = file_of(state_dir(), hardware["host"], paths)
-    found = None if again else kept(file, hardware)
+    file = calibration_file(state_dir(), hardware["host"], paths)
+    found = None if again else load_calibration(file, hardware)
     fresh = found is None
     if found is None:
         found = measure.calibrate(paths, seconds=seconds, progress=_print_progress)
-        keep(file, found)
+        save_calibration(file, found)
     if as_json:
         say(json.dumps({**found.to_dict(), "file": str(file), "measured_now": fresh}))
         return

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from tidegate.cli.options import Daemon, Json, Reason, RunOption, Wait, choose, client_for, print_json, utf8
+from tidegate.cli.options import Daemon, Json, Reason, RunOption, Wait, choose_run, client_for, print_json, utf8
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import KnobValue, show
@@ -31,7 +31,7 @@ def get(
 ) -> None:
     """Show the desired knobs, and what each rank has."""
     with client_for("read", url) as client:
-        view = client.knobs(choose(client, run).run)
+        view = client.knobs(choose_run(client, run).run)
     if as_json:
         print_json(view)
         return
@@ -69,7 +69,7 @@ def change(
     from tidegate.cli.tables import print_preview
 
     with client_for("operate", url) as client:
-        name = choose(client, run).run
+        name = choose_run(client, run).run
         seen = client.knobs(name).generation if generation is None else generation
         if dry_run:
             preview = client.preview_knobs(name, wanted, seen)
@@ -90,7 +90,7 @@ def rollback(
 ) -> None:
     """Bring back the knobs of an earlier generation, at once. Ends a canary that is running."""
     with client_for("operate", url) as client:
-        name = choose(client, run).run
+        name = choose_run(client, run).run
         made = client.roll_back(name, to, reason=reason, wait=wait)
         ranks = _ranks_with(client, made)
     _show(made, ranks, as_json)
@@ -99,7 +99,7 @@ def rollback(
 def history(run: RunOption = None, url: Daemon = None, as_json: Json = False) -> None:
     """List every change of a run's knobs, and what became of it."""
     with client_for("read", url) as client:
-        found = client.generations(choose(client, run).run)
+        found = client.generations(choose_run(client, run).run)
     if as_json:
         print_json(found)
         return
@@ -111,7 +111,7 @@ def history(run: RunOption = None, url: Daemon = None, as_json: Json = False) ->
 def advice(run: RunOption = None, url: Daemon = None, as_json: Json = False) -> None:
     """Say which knobs the model would choose for a run, and what that would gain. Changes nothing."""
     with client_for("read", url) as client:
-        found = client.advice(choose(client, run).run)
+        found = client.advice(choose_run(client, run).run)
     if as_json:
         print_json(found)
         return

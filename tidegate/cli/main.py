@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from tidegate.cli import knobs, runs, tokens, watch
 from tidegate.cli.calibrate import calibrate
-from tidegate.cli.options import Daemon, Json, RunOption, choose, client_for, duration, utf8
+from tidegate.cli.options import Daemon, Json, RunOption, choose_run, client_for, duration, utf8
 from tidegate.cli.plan import plan
 from tidegate.cli.training import needs, training_command
-from tidegate.client.daemon_client import find_daemon, state_dir
+from tidegate.client.discovery import find_daemon, state_dir
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.logs import VARIABLE, LogFormat, configure, visible_without_handlers
 from tidegate.terminal import confirm, say
@@ -76,7 +76,9 @@ def daemon(
     log_format: Annotated[LogFormat, typer.Option(help="Form of the log on stderr.", envvar=VARIABLE)] = LogFormat.TEXT,
     tls_certificate: Annotated[Path | None, typer.Option(help="PEM file: speak HTTPS with this certificate.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key, if not in the same file.")] = None,
-    keep_reports: Annotated[str, typer.Option(help="How long steps that ranks reported are kept, as in 12h.")] = "7d",
+    keep_reports: Annotated[
+        str, typer.Option(help="How long reported steps are kept and shown, as in 12h; the last of a rank stays.")
+    ] = "7d",
     keep_runs: Annotated[str, typer.Option(help="How long runs are kept after their end, as in 30d.")] = "30d",
 ) -> None:
     """Run the control daemon until it is told to stop."""
@@ -160,7 +162,7 @@ def trace(
     from tidegate.cli.trace import write
 
     with client_for("read", url) as client:
-        name = choose(client, run).run
+        name = choose_run(client, run).run
         view = client.timeline(name, rank)
     if view is None:
         raise TidegateError(f"Rank {rank} of run {name!r} has not sent a timeline yet: wait for its next step.")
@@ -211,8 +213,8 @@ def doctor(
             raise ConfigError("--state and --path or --checkpoints are two questions: ask one at a time.")
         _doctor_state(state, as_json)
         return
-    leftovers = storage_paths.look(path or [], endpoint)
-    inspected = checkpoint_files.look(checkpoints or [])
+    leftovers = storage_paths.find_leftover_state(path or [], endpoint)
+    inspected = checkpoint_files.inspect_checkpoints(checkpoints or [])
     findings: list[Finding] = [] if remove else examine(url or find_daemon())
     if path:
         findings += (

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Final, Literal
 import typer
 from pydantic import BaseModel
 
-from tidegate.client.daemon_client import DaemonClient, find_daemon, find_token
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.client.discovery import find_daemon, find_token
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.terminal import encodable, say
 from tidegate.wire.run import RunView
@@ -42,7 +43,7 @@ def client_for(scope: Literal["read", "operate"], url: str | None) -> DaemonClie
     return DaemonClient(url or find_daemon(), find_token(scope))
 
 
-def choose(client: DaemonClient, name: str | None) -> RunView:
+def choose_run(client: DaemonClient, name: str | None) -> RunView:
     """The run with this name; None: the only run that is running, ConfigError if there are several."""
     if name:
         return client.run(name)

@@ -76,11 +76,15 @@ def plan(
 
 def _load_calibration(file: Path) -> Calibration:
     try:
-        return Calibration.from_dict(json.loads(file.read_text()))
+        values = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{file} holds no calibration: {str(error).rstrip('.')}. Write it with `tidegate calibrate --json`."
         ) from error
+    try:
+        return Calibration.from_dict(values)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def _json(found: CapacityPlan, changes: tuple[Change, ...]) -> dict[str, object]:

@@ -14,7 +14,6 @@ from rich.table import Table
 from tidegate.knobs.kinds import show_size
 from tidegate.knobs.knobs import KnobValue, show
 from tidegate.terminal import say, visible
-from tidegate.timeline.timeline import cause_in_words
 from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, RankKnobs
 from tidegate.wire.prediction import KnobPreview, PredictedUpdate
 from tidegate.wire.run import RankView, RunView
@@ -138,7 +137,7 @@ def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | Non
         yield "9 of 10 updates", *(_range(p.low_seconds, p.high_seconds) for p in (before, after))
     for cause in dict.fromkeys([*before.stalls, *after.stalls]):
         yield (
-            f"stalled by {cause_in_words(cause)}",
+            f"stalled by {cause}",
             _seconds(before.stalls.get(cause, 0.0)),
             _seconds(after.stalls.get(cause, 0.0)),
         )

@@ -16,7 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from tidegate.cli.options import duration, utf8
 from tidegate.cli.training import needs
-from tidegate.client.daemon_client import SCOPES, actor, state_dir
+from tidegate.client.discovery import SCOPES, state_dir
+from tidegate.client.transport import actor
 from tidegate.errors import ConfigError, DaemonError, TidegateError
 from tidegate.terminal import say
 from tidegate.wire.base import RunName

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from tidegate.cli.options import Daemon, Json, RunOption, choose, client_for, newest_first, print_json
+from tidegate.cli.options import Daemon, Json, RunOption, choose_run, client_for, newest_first, print_json
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import ConfigError, DaemonError, DaemonUnreachable, NotAuthorized
 from tidegate.terminal import say, visible
@@ -60,27 +60,29 @@ def events(
 ) -> None:
     """Print what happened in a run: generations, canaries, ranks that came and went. Reports only with --json."""
     with client_for("read", url) as client:
-        name = choose(client, run).run
+        name = choose_run(client, run).run
         newest = None if follow else client.newest_event(name)
-        last, told = after, Told()
+        last, printed = after, PrintedStates()
         try:
             while newest is None or last < newest:
-                last = _print_events(client, name, last, newest, as_json, told)
+                last = _print_events(client, name, last, newest, as_json, printed)
         except KeyboardInterrupt:
             return
 
 
-def _print_events(client: DaemonClient, run: str, last: int, end: int | None, as_json: bool, told: Told) -> int:
+def _print_events(
+    client: DaemonClient, run: str, last: int, end: int | None, as_json: bool, printed: PrintedStates
+) -> int:
     """Prints events after the id `last` until the stream ends, or until the id `end`. Returns the id of the last event.
 
-    Waits for up to PATIENCE_SECONDS for a daemon that restarts. told: states printed before, see `sentence`.
+    Waits for up to PATIENCE_SECONDS for a daemon that restarts. printed: states printed before, see `sentence`.
     """
     lost_at: float | None = None
     while True:
         try:
             for event in client.events(run, last_event_id=last):
                 last, lost_at = event.id, None
-                if text := event.model_dump_json() if as_json else _told(event, told):
+                if text := event.model_dump_json() if as_json else _sentence_or_error(event, printed):
                     say(text.replace("\n", CONTINUED), flush=True)
                 if end is not None and last >= end:
                     return last
@@ -96,7 +98,7 @@ def _print_events(client: DaemonClient, run: str, last: int, end: int | None, as
 
 
 @dataclass
-class Told:
+class PrintedStates:
     """The states that were printed last, so that unchanged states are not printed again."""
 
     generations: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -105,10 +107,10 @@ class Told:
     """Liveness of each rank."""
 
 
-def _told(event: Event, told: Told) -> str:
+def _sentence_or_error(event: Event, printed: PrintedStates) -> str:
     """The sentence of an event; DaemonError where its data are none that a daemon of this version sends."""
     try:
-        return sentence(event, told)
+        return sentence(event, printed)
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise DaemonError(
             f"What is said of event {event.id} has another form than this version knows: use the daemon's version of "
@@ -116,21 +118,21 @@ def _told(event: Event, told: Told) -> str:
         ) from error  # fmt: skip
 
 
-def sentence(event: Event, told: Told) -> str:
+def sentence(event: Event, printed: PrintedStates) -> str:
     """The event as a sentence for display; empty for reports, which come every second, and for unchanged states.
 
-    told: states printed before; it is updated.
+    printed: states printed before; it is updated.
     """
     data, at = event.data, time.strftime("%H:%M:%S", time.localtime(event.timestamp))
     if event.kind == "agent":
         rank, liveness = int(data.get("rank", -1)), str(data.get("liveness"))
-        known, told.ranks[rank] = told.ranks.get(rank), liveness
+        known, printed.ranks[rank] = printed.ranks.get(rank), liveness
         return f"{at}  rank {rank} is {liveness}" if liveness != known else ""  # a rank that reconnects: no change
     if event.kind != "generation":
         return ""
     number, trial = int(data.get("generation", -1)), data.get("canary") or {}
-    before, now = told.generations.get(number, ("", "")), (str(data.get("state")), str(trial.get("state", "")))
-    told.generations[number] = now
+    before, now = printed.generations.get(number, ("", "")), (str(data.get("state")), str(trial.get("state", "")))
+    printed.generations[number] = now
     if before == now:  # only its measured effect has changed: see `history`
         return ""
     from tidegate.cli.tables import shown

@@ -12,7 +12,8 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tidegate.client.daemon_client import DaemonClient, find_token, state_dir
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.client.discovery import find_token, state_dir
 from tidegate.errors import ConfigError
 
 START_SECONDS = 60.0

@@ -23,7 +23,7 @@ import tidegate
 from tidegate.agent.control.attach import Attachment
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.demo import DemoOptions
-from tidegate.demo.place import Place, choose_place
+from tidegate.demo.devices import DemoDevices, choose_devices
 from tidegate.demo.services import start_daemon, start_view
 from tidegate.demo.summary import Summary
 from tidegate.demo.text import batch, read_text
@@ -54,8 +54,8 @@ class Session:
         self._interrupted = False
 
     @cached_property
-    def place(self) -> Place:
-        return choose_place(self.options.emulated)
+    def devices(self) -> DemoDevices:
+        return choose_devices(self.options.emulated)
 
     def run(self) -> int:
         """Runs the demo, and returns the exit status; INTERRUPTED after a Ctrl-C."""
@@ -155,7 +155,7 @@ class Session:
                 num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=WINDOW, use_cache=False,
             )
         )  # fmt: skip
-        model.to(self.place.device)
+        model.to(self.devices.device)
         optimizer = tidegate.AdamW(
             model.parameters(),
             lr=LEARNING_RATE,
@@ -166,7 +166,7 @@ class Session:
                 stride=self.options.stride,
                 static_ratio=self.options.static_ratio,
                 subgroup_numel=self.options.subgroup_numel,
-                device=self.place.offload,
+                device=self.devices.offload,
                 emulated=tidegate.EmulatedRates(**RATES),
                 paths=paths,
                 tier_split=self.options.tier_split,
@@ -185,9 +185,9 @@ class Session:
         say(f"  model      Llama architecture, {params:,} parameters, byte-level, {subgroups} subgroups")
         if optimizer.device.kind == "emulated":
             say("  device     [yellow]emulated[/yellow]: paced to stated rates, no performance claim is made from it")
-            say(f"  no GPU     {self.place.why_no_gpu}", markup=False)
+            say(f"  no GPU     {self.devices.why_no_gpu}", markup=False)
         else:
-            say(f"  device     {self.place.name}")
+            say(f"  device     {self.devices.name}")
         for name, path in optimizer.engine.store.paths.items() if optimizer.engine.store is not None else ():
             say(f"  storage    {name}: {path.settings.place}")
         if view is not None:
@@ -222,7 +222,7 @@ class Session:
         with self._progress() as progress:
             task = progress.add_task("training", total=self.options.steps, loss="", knobs="")
             for step in range(self.options.steps):
-                tokens = batch(text, BATCH, WINDOW, generator).to(self.place.device)
+                tokens = batch(text, BATCH, WINDOW, generator).to(self.devices.device)
                 optimizer.zero_grad()
                 output = model(input_ids=tokens, labels=tokens).loss
                 output.backward()

@@ -16,7 +16,7 @@ from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.timeline.chrome_trace import write_trace
-from tidegate.timeline.timeline import Timeline, cause_in_words
+from tidegate.timeline.timeline import Timeline
 
 TRACED_STEPS = 5
 LOSS_WINDOW = 5
@@ -109,9 +109,7 @@ class Summary:
             table.add_row(phase, f"{seconds:.2f}", f"{seconds / total:.1%}", f"{exposed:.2f}")
         console.print(table)
         stalls = {cause: s for cause, s in result["stall_seconds"].get("update", {}).items() if s >= 0.01}
-        waits = ", ".join(
-            f"{cause_in_words(cause)} {s:.2f} s" for cause, s in sorted(stalls.items(), key=lambda row: -row[1])
-        )
+        waits = ", ".join(f"{cause} {s:.2f} s" for cause, s in sorted(stalls.items(), key=lambda row: -row[1]))
         params = result["update_params"]
         console.print(f"update waited for: {waits or 'nothing'}")
         console.print(f"updated: {params['cpu']:,} parameters on the CPU, {params['device']:,} on the device")

@@ -36,7 +36,7 @@ Auto = Literal["auto"]
 Off = Literal["off"]
 Stride = float | Auto | Off
 Order = Literal["auto", "pinned", "alternate"]
-"""Values of the knob `order`; `tidegate.plan.tasks.Order` is the order of a single update."""
+"""Values of the knob `order`; `tidegate.plan.tasks.StepOrder` is the order of a single update."""
 
 AUTO: Final = "auto"
 EQ1: Final = "eq1"

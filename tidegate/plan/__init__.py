@@ -1,25 +1,25 @@
 """Plans: what a step will do, as data."""
 
 from tidegate.plan.ops import Op, OpKind, Subgroup, effects
-from tidegate.plan.placement import place, steady
+from tidegate.plan.placement import place_subgroups, steady_placements
 from tidegate.plan.plan import Placement, Plan, Policy
 from tidegate.plan.planner import make_plan
-from tidegate.plan.schedule import Clock
-from tidegate.plan.tasks import Order
+from tidegate.plan.schedule import OpTimes
+from tidegate.plan.tasks import StepOrder
 from tidegate.plan.verify import verify
 
 __all__ = [
-    "Clock",
     "Op",
     "OpKind",
-    "Order",
+    "OpTimes",
     "Placement",
     "Plan",
     "Policy",
+    "StepOrder",
     "Subgroup",
     "effects",
     "make_plan",
-    "place",
-    "steady",
+    "place_subgroups",
+    "steady_placements",
     "verify",
 ]

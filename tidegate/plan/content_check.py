@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, NoReturn
 
 from tidegate.errors import PlanError
-from tidegate.plan.ops import SCALE, Op, OpKind, Place, Residence
+from tidegate.plan.ops import SCALE, BufferId, Op, OpKind, Residence
 from tidegate.plan.plan import Plan
 
 
@@ -15,7 +15,7 @@ def _refuse(message: str) -> NoReturn:
     raise PlanError(message, "content")
 
 
-class Thing(NamedTuple):
+class BufferContent(NamedTuple):
     """The data that a place holds: a kind of content, its subgroup, and its version (before or after the update)."""
 
     what: Literal["gradient", "weight", "state", "squares", "scale"]
@@ -29,39 +29,39 @@ class _Machine:
     covers every order in which the ops can run."""
 
     plan: Plan
-    contents: dict[Place, Thing] = field(default_factory=dict)
+    contents: dict[BufferId, BufferContent] = field(default_factory=dict)
 
-    def expect(self, op: Op, place: Place, thing: Thing) -> None:
+    def expect(self, op: Op, place: BufferId, thing: BufferContent) -> None:
         held = self.contents.get(place)
         if held != thing:
             _refuse(f"Op {op.id} ({op.name}) needs {thing} in {place}, which holds {held}.")
 
-    def copy(self, op: Op, source: Place, target: Place, what: Literal["gradient", "weight", "state"]) -> None:
+    def copy(self, op: Op, source: BufferId, target: BufferId, what: Literal["gradient", "weight", "state"]) -> None:
         held = self.contents.get(source)
         if held is None or (held.what, held.subgroup) != (what, op.subgroup):
             _refuse(f"Op {op.id} ({op.name}) copies the {what} from {source}, which holds {held}.")
         self.contents[target] = held
 
-    def update(self, op: Op, gradient: Place, state: Place, weight: Place) -> None:
+    def update(self, op: Op, gradient: BufferId, state: BufferId, weight: BufferId) -> None:
         s = op.subgroup
-        self.expect(op, SCALE, Thing("scale", -1, "new"))
-        self.expect(op, gradient, Thing("gradient", s, "new"))
-        self.expect(op, state, Thing("state", s, "old"))
-        self.expect(op, weight, Thing("weight", s, "old"))
-        self.contents[state] = Thing("state", s, "new")
-        self.contents[weight] = Thing("weight", s, "new")
+        self.expect(op, SCALE, BufferContent("scale", -1, "new"))
+        self.expect(op, gradient, BufferContent("gradient", s, "new"))
+        self.expect(op, state, BufferContent("state", s, "old"))
+        self.expect(op, weight, BufferContent("weight", s, "old"))
+        self.contents[state] = BufferContent("state", s, "new")
+        self.contents[weight] = BufferContent("weight", s, "new")
 
     def run(self, op: Op) -> None:
         s = op.subgroup
         match op.kind:
             case OpKind.GRAD_NORM:
-                self.expect(op, ("device_grad", s), Thing("gradient", s, "new"))
-                self.contents[("squares", s)] = Thing("squares", s, "new")
+                self.expect(op, ("device_grad", s), BufferContent("gradient", s, "new"))
+                self.contents[("squares", s)] = BufferContent("squares", s, "new")
             case OpKind.NORM:
                 if self.plan.norms == "gradient":
                     for i in range(len(self.plan.subgroups)):
-                        self.expect(op, ("squares", i), Thing("squares", i, "new"))
-                self.contents[SCALE] = Thing("scale", -1, "new")
+                        self.expect(op, ("squares", i), BufferContent("squares", i, "new"))
+                self.contents[SCALE] = BufferContent("scale", -1, "new")
             case OpKind.GRAD_D2H:
                 self.copy(op, ("device_grad", s), op.host_grad, "gradient")
             case OpKind.GRAD_H2D:
@@ -69,7 +69,7 @@ class _Machine:
             case OpKind.WEIGHT_D2H:
                 self.copy(op, ("device_weight", s), op.host_weight, "weight")
             case OpKind.WEIGHT_H2D:
-                self.expect(op, op.host_weight, Thing("weight", s, "new"))
+                self.expect(op, op.host_weight, BufferContent("weight", s, "new"))
                 self.copy(op, op.host_weight, ("device_weight", s), "weight")
             case OpKind.STATE_H2D:
                 self.copy(op, op.host_state, op.buffer, "state")
@@ -85,7 +85,7 @@ class _Machine:
                 self.copy(op, op.host_state, op.stored, "state")
 
 
-def _home(residence: Residence, subgroup: int) -> Place:
+def _home(residence: Residence, subgroup: int) -> BufferId:
     names = {"device": "resident", "host": "host_state"}
     return (names.get(residence, f"path:{residence}"), subgroup)
 
@@ -98,17 +98,20 @@ def check_contents(plan: Plan) -> None:
     """
     machine = _Machine(plan)
     for i, placement in enumerate(plan.placements):
-        machine.contents[("device_grad", i)] = Thing("gradient", i, "new")
-        machine.contents[("device_weight", i)] = Thing("weight", i, "old")
-        machine.contents[_home(placement.before, i)] = Thing("state", i, "old")
+        machine.contents[("device_grad", i)] = BufferContent("gradient", i, "new")
+        machine.contents[("device_weight", i)] = BufferContent("weight", i, "old")
+        machine.contents[_home(placement.before, i)] = BufferContent("state", i, "old")
         if placement.mirror_valid:
-            machine.contents[("host_weight", i)] = Thing("weight", i, "old")
+            machine.contents[("host_weight", i)] = BufferContent("weight", i, "old")
     for op in plan.ops:
         machine.run(op)
     for i, placement in enumerate(plan.placements):
-        left = {_home(placement.after, i): Thing("state", i, "new"), ("device_weight", i): Thing("weight", i, "new")}
+        left = {
+            _home(placement.after, i): BufferContent("state", i, "new"),
+            ("device_weight", i): BufferContent("weight", i, "new"),
+        }
         if placement.processor == "cpu" and not placement.uses_host_slot:
-            left[("host_weight", i)] = Thing("weight", i, "new")
+            left[("host_weight", i)] = BufferContent("weight", i, "new")
         for place, thing in left.items():
             held = machine.contents.get(place)
             if held != thing:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tidegate.plan.ops import Norms, Op, Place, effects
+from tidegate.plan.ops import BufferId, Norms, Op, effects
 
 
-def link(
+def with_dependencies(
     order: Sequence[Op], lane_names: Sequence[str], num_subgroups: int, norms: Norms, *, chain: bool
 ) -> tuple[Op, ...]:
     """The ops with ids 0, 1, 2, … and their dependencies, none of them redundant.
@@ -53,8 +53,8 @@ def _merged(clock: Sequence[int], other: Sequence[int]) -> list[int]:
 def hazards(order: Sequence[Op], num_subgroups: int, norms: Norms) -> Iterator[set[int]]:
     """The data hazards of each op: positions of the earlier ops that must be done before it (read after write, write
     after write, write after read)."""
-    writer: dict[Place, int] = {}
-    readers: dict[Place, list[int]] = {}
+    writer: dict[BufferId, int] = {}
+    readers: dict[BufferId, list[int]] = {}
     for position, op in enumerate(order):
         reads, writes = effects(op, num_subgroups, norms)
         found = {writer[place] for place in reads | writes if place in writer}

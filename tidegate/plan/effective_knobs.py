@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tidegate.knobs.knobs import EQ1, Off
-from tidegate.plan.tasks import Order
-from tidegate.plan.tier_split import Counts, PathSpeeds, balanced_split, eq1_split, user_split
+from tidegate.plan.tasks import StepOrder
+from tidegate.plan.tier_split import PathSpeeds, SubgroupCounts, balanced_split, eq1_split, user_split
 
 Eq1 = Literal["eq1"]
 Split = tuple[tuple[str, float], ...] | Eq1 | None
@@ -17,7 +17,7 @@ Split = tuple[tuple[str, float], ...] | Eq1 | None
 
 
 @dataclass(frozen=True)
-class Effective:
+class EffectiveKnobs:
     """The resolved knobs (`auto` replaced by a value), from which the next plan is made.
 
     `tier_split`, `host_cache_bytes` and `alternate` have no effect without storage paths.
@@ -31,7 +31,9 @@ class Effective:
     alternate: bool = False
 
 
-def cached(state_bytes: Sequence[int], movable: Sequence[int], effective: Effective, order: Order) -> set[int]:
+def host_cached_ids(
+    state_bytes: Sequence[int], movable: Sequence[int], effective: EffectiveKnobs, order: StepOrder
+) -> set[int]:
     """The ids of the `movable` subgroups whose state stays in the host cache after a step in this order.
 
     state_bytes: bytes of state of each subgroup, by id. The first movable subgroups stay; where orders alternate, the
@@ -56,7 +58,7 @@ def divide(
     *,
     capacity: Mapping[str, int] | None = None,
     minimum: int = 0,
-) -> Counts:
+) -> SubgroupCounts:
     """The number of subgroups for each path of `speeds`, according to the split; a path without a weight gets none.
 
     capacity, minimum: as in `balanced_split`; the minimum applies only where speeds decide. CapacityError when the

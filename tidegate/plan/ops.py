@@ -15,7 +15,7 @@ Gate = Literal["none", "gradient", "step"]
 Content = Literal["gradient", "weight", "state"]
 Norms = Literal["step", "gradient"]
 """When squares of gradients are summed for the norm: in `step()`, or for each gradient as it arrives."""
-Place = tuple[str, int]
+BufferId = tuple[str, int]
 """A buffer that ops read and write: its kind, and the number of its subgroup or slot."""
 
 H2D: Final = "h2d"
@@ -27,7 +27,7 @@ LANES: Final = (H2D, D2H, CPU, DEVICE)
 COMPUTE_LANES: Final = frozenset({CPU, DEVICE})
 LINK_LANES: Final = frozenset({H2D, D2H})
 
-SCALE: Final[Place] = ("scale", 0)
+SCALE: Final[BufferId] = ("scale", 0)
 PATH_NAME: Final = re.compile(r"(?!(?:host|device)$)[a-z0-9_-]{1,32}")
 
 
@@ -168,34 +168,34 @@ class Op:
         return CONTENT_OF.get(self.kind)
 
     @property
-    def buffer(self) -> Place:
+    def buffer(self) -> BufferId:
         """The place on the device of the state that this op uses."""
         return ("resident", self.subgroup) if self.slot is None else ("slot", self.slot)
 
     @property
-    def gradient(self) -> Place:
+    def gradient(self) -> BufferId:
         """The place on the device of the gradient that this op copies or uses."""
         return ("slot_grad", self.slot) if self.spilled and self.slot is not None else ("device_grad", self.subgroup)
 
     @property
-    def host_state(self) -> Place:
+    def host_state(self) -> BufferId:
         """The place in host memory of the state that this op copies or updates."""
         return ("host_state", self.subgroup) if self.host_slot is None else ("host_slot", self.host_slot)
 
     @property
-    def host_weight(self) -> Place:
+    def host_weight(self) -> BufferId:
         """The place in host memory of the weight that this op copies or updates."""
         return ("host_weight", self.subgroup) if self.host_slot is None else ("host_slot_weight", self.host_slot)
 
     @property
-    def host_grad(self) -> Place:
+    def host_grad(self) -> BufferId:
         """The place in host memory of the gradient that this op copies or uses."""
         if self.grad_in_slot and self.host_slot is not None:
             return ("host_slot_grad", self.host_slot)
         return ("host_grad", self.subgroup)
 
     @property
-    def stored(self) -> Place:
+    def stored(self) -> BufferId:
         """The place on the path of the state that this op fetches or flushes."""
         return (f"path:{self.path}", self.subgroup)
 
@@ -209,7 +209,7 @@ class Op:
         return f"{self.kind.value} {self.subgroup}{path}{slot}{host_slot}"
 
 
-def effects(op: Op, num_subgroups: int, norms: Norms = "step") -> tuple[frozenset[Place], frozenset[Place]]:
+def effects(op: Op, num_subgroups: int, norms: Norms = "step") -> tuple[frozenset[BufferId], frozenset[BufferId]]:
     """The places that `op` reads, and the places that it writes.
 
     Two ops that access the same place must be ordered if one of them writes.

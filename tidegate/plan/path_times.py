@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from tidegate.plan.ops import Op
-from tidegate.plan.schedule import TypicalClock
+from tidegate.plan.schedule import TypicalOpTimes
 from tidegate.plan.tier_split import PathSpeeds
 
 SHORTEST_SECONDS: Final = 1e-3
 """Shorter times count as 0: then `step()` itself made the plan."""
 
 
-def rounded(seconds: float) -> float:
+def rounded_step_delay(seconds: float) -> float:
     """Seconds from the start of a plan to its step, rounded down to a power of two.
 
     Rounding keeps the number of different plans small: each value gives another plan.
@@ -22,7 +22,7 @@ def rounded(seconds: float) -> float:
     return 2.0 ** math.floor(math.log2(seconds)) if seconds >= SHORTEST_SECONDS else 0.0
 
 
-class PathClock(TypicalClock):
+class PathOpTimes(TypicalOpTimes):
     """Estimates op times to order ops: typical times for copies and updates, measured speeds for storage paths.
 
     During a step a path is read and written at the same time, and its host slots couple both directions: no more can be

@@ -14,7 +14,9 @@ from tidegate.plan.plan import Placement
 MAX_DENOMINATOR = 1_000_000
 
 
-def place(subgroup_count: int, *, stride: float | Off, static_ratio: float) -> tuple[tuple[Processor, Residence], ...]:
+def place_subgroups(
+    subgroup_count: int, *, stride: float | Off, static_ratio: float
+) -> tuple[tuple[Processor, Residence], ...]:
     """The processor and the residence of each of the subgroups 0 to `subgroup_count` - 1.
 
     The last `static_ratio` of the ids (rounded half up) are residents: updated on the device, where their state stays.
@@ -31,7 +33,7 @@ def place(subgroup_count: int, *, stride: float | Off, static_ratio: float) -> t
     return host + (("device", "device"),) * (subgroup_count - first_resident)
 
 
-def steady(places: Iterable[tuple[Processor, Residence]]) -> tuple[Placement, ...]:
+def steady_placements(places: Iterable[tuple[Processor, Residence]]) -> tuple[Placement, ...]:
     """Placements in the steady state: the step before had the same ones, so no state moves to another residence."""
     return tuple(
         Placement(

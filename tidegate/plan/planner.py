@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tidegate.errors import PlanError
-from tidegate.plan.dependencies import link
+from tidegate.plan.dependencies import with_dependencies
 from tidegate.plan.ops import PATH_NAME, Norms, Subgroup, is_path
 from tidegate.plan.plan import Placement, Plan, Policy
-from tidegate.plan.schedule import Clock, TypicalClock, ordered
-from tidegate.plan.tasks import Order, needs_grad_on_host, step_work
+from tidegate.plan.schedule import OpTimes, TypicalOpTimes, in_program_order
+from tidegate.plan.tasks import StepOrder, needs_grad_on_host, step_work
 
 
 def make_plan(
@@ -24,10 +24,10 @@ def make_plan(
     num_slots: int,
     policy: Policy = "interleaved",
     grad_on_host_order: Sequence[int] | None = None,
-    rates: Clock | None = None,
+    rates: OpTimes | None = None,
     norms: Norms = "step",
     host_slots: Mapping[str, int] | None = None,
-    order: Order = "ascending",
+    order: StepOrder = "ascending",
     step_at: float = 0.0,
 ) -> Plan:
     """The plan of one step. The same arguments always give the same plan.
@@ -50,9 +50,11 @@ def make_plan(
     _check_paths(placements, paths, norms)
     gradients = _gradient_order(placements, grad_on_host_order)
     work = step_work(subgroups, placements, gradients, norms, paths, order)
-    ops = ordered(work, policy, num_slots, len(subgroups), norms, rates or TypicalClock(), step_at)
+    ops = in_program_order(work, policy, num_slots, len(subgroups), norms, rates or TypicalOpTimes(), step_at)
     plan = Plan(policy, tuple(subgroups), tuple(placements), num_slots, (), norms, tuple(paths), sum(paths.values()))
-    return replace(plan, ops=link(ops, plan.lane_names, len(subgroups), norms, chain=policy != "interleaved"))
+    return replace(
+        plan, ops=with_dependencies(ops, plan.lane_names, len(subgroups), norms, chain=policy != "interleaved")
+    )
 
 
 def _check(subgroups: Sequence[Subgroup], placements: Sequence[Placement], num_slots: int, policy: Policy) -> None:

@@ -11,10 +11,10 @@ from typing import Final, Protocol
 from tidegate.plan.dependencies import hazards
 from tidegate.plan.ops import CPU, DEVICE, LANES, Norms, Op, OpKind
 from tidegate.plan.plan import Policy
-from tidegate.plan.tasks import Origin, Task, Work
+from tidegate.plan.tasks import StateOrigin, Task, Work
 
-Key = tuple[OpKind, int]
-NORM_KEY: Final[Key] = (OpKind.NORM, -1)
+OpKey = tuple[OpKind, int]
+NORM_KEY: Final[OpKey] = (OpKind.NORM, -1)
 
 # Priority of ops that are ready on a lane, lower first: ops that unblock other ops, then state, then weights.
 _FLUSH, _FETCH, _INTO_HOST, _OUT_OF_DEVICE, _GRAD_INTO_HOST = range(5)
@@ -33,14 +33,14 @@ _ROLE: Final[dict[OpKind, int]] = {
 }
 
 
-class Clock(Protocol):
+class OpTimes(Protocol):
     """An estimate of op run times, for example a `RateCard`."""
 
     def seconds(self, op: Op, /) -> float:
         """Expected run time of `op` in seconds."""
 
 
-class TypicalClock:
+class TypicalOpTimes:
     """Run times of typical hardware, used only to order ops: a PCIe 4 link, a share of a server's CPU cores, a data
     centre GPU and an NVMe drive."""
 
@@ -56,8 +56,8 @@ class TypicalClock:
         return op.nbytes / self.LINK_BYTES_PER_SECOND
 
 
-def ordered(
-    work: Work, policy: Policy, num_slots: int, num_subgroups: int, norms: Norms, clock: Clock, step_at: float
+def in_program_order(
+    work: Work, policy: Policy, num_slots: int, num_subgroups: int, norms: Norms, clock: OpTimes, step_at: float
 ) -> list[Op]:
     """All ops of `work` in program order, according to `policy`, each with its staging slot."""
     if policy == "interleaved":
@@ -88,7 +88,7 @@ def _with_slots(order: Iterable[Op], num_slots: int) -> list[Op]:
     return placed
 
 
-def _needs(work: Work, num_subgroups: int, norms: Norms) -> dict[Key, tuple[Key, ...]]:
+def _needs(work: Work, num_subgroups: int, norms: Norms) -> dict[OpKey, tuple[OpKey, ...]]:
     """The estimated dependencies of each op, in addition to the order of its queue and the wait for a staging slot.
 
     They are the dependencies that hold if tasks run one after another, which is the order in which tasks take host
@@ -97,7 +97,7 @@ def _needs(work: Work, num_subgroups: int, norms: Norms) -> dict[Key, tuple[Key,
     turns = sorted(work.tasks, key=lambda task: task.origin)
     order = [*work.early, *work.squares, work.norm, *_ops(turns)]
     keys = [_key(op) for op in order]
-    needs: dict[Key, tuple[Key, ...]] = {}
+    needs: dict[OpKey, tuple[OpKey, ...]] = {}
     for key, found in zip(keys, hazards(order, num_subgroups, norms), strict=True):
         # A spilled gradient goes into the same staging slot as its state.
         slot = ((OpKind.STATE_H2D, key[1]),) if key[0] is OpKind.GRAD_H2D else ()
@@ -105,7 +105,7 @@ def _needs(work: Work, num_subgroups: int, norms: Norms) -> dict[Key, tuple[Key,
     return needs
 
 
-def _key(op: Op) -> Key:
+def _key(op: Op) -> OpKey:
     return (op.kind, op.subgroup)
 
 
@@ -118,7 +118,7 @@ class _Queue:
     """
 
     lane: str
-    preference: tuple[int, Origin]
+    preference: tuple[int, StateOrigin]
     ops: deque[Op] = field(default_factory=deque)
     ready: float = math.inf
     fills: bool = False
@@ -133,18 +133,18 @@ class _Queue:
 def _queues(work: Work) -> list[_Queue]:
     """The queues of all lanes. Tasks that wait for different things are in different queues, so that they do not block
     each other."""
-    queues: dict[tuple[int, Origin, str, str, bool], _Queue] = {}
+    queues: dict[tuple[int, StateOrigin, str, str, bool], _Queue] = {}
 
-    def put(op: Op, role: int, origin: Origin, pool: str, fills: bool = False) -> None:
+    def put(op: Op, role: int, origin: StateOrigin, pool: str, fills: bool = False) -> None:
         key = (role, origin, pool, op.lane, fills)
         if key not in queues:
             queues[key] = _Queue(op.lane, (role, origin), fills=fills)
         queues[key].ops.append(op)
 
     for op in work.early:
-        put(op, _OUT_OF_DEVICE, Origin.HOST, "")
+        put(op, _OUT_OF_DEVICE, StateOrigin.HOST, "")
     for op in work.squares:
-        put(op, _ON_DEVICE, Origin.HOST, "")
+        put(op, _ON_DEVICE, StateOrigin.HOST, "")
     for task in work.tasks:
         for op in task.ops:
             put(op, _role(op), task.origin, task.pool, op.kind is OpKind.CPU_UPDATE and _needs_no_path(task))
@@ -152,7 +152,7 @@ def _queues(work: Work) -> list[_Queue]:
 
 
 def _needs_no_path(task: Task) -> bool:
-    return task.origin is Origin.HOST and all(op.path is None for op in task.ops)
+    return task.origin is StateOrigin.HOST and all(op.path is None for op in task.ops)
 
 
 def _role(op: Op) -> int:
@@ -162,7 +162,7 @@ def _role(op: Op) -> int:
 
 
 def _interleaved(
-    work: Work, needs: dict[Key, tuple[Key, ...]], num_slots: int, clock: Clock, step_at: float
+    work: Work, needs: dict[OpKey, tuple[OpKey, ...]], num_slots: int, clock: OpTimes, step_at: float
 ) -> Iterator[Op]:
     """List scheduling: yields the ops in the order of their estimated starts. Of several ops that could start at the
     same time, a lane takes the op with the lowest preference number, then the op that was ready first.
@@ -174,7 +174,7 @@ def _interleaved(
     """
     queues, fillers = _queues(work), _Fillers()
     free: defaultdict[str, float] = defaultdict(float)
-    done: dict[Key, float] = {}
+    done: dict[OpKey, float] = {}
     slots = deque([0.0] * num_slots)
     """The time at which each staging slot becomes free, in the order in which the d2h lane frees them."""
     norm_at = step_at
@@ -191,7 +191,7 @@ def _interleaved(
             start = start_of(queue)
             if start == math.inf:
                 continue
-            norm_waits = norm_waits or queue.preference[1] is Origin.HOST
+            norm_waits = norm_waits or queue.preference[1] is StateOrigin.HOST
             better = start < best_start
             if not better and best is not None and start == best_start:
                 better = queue.preference == best.preference and queue.ready < best.ready
@@ -208,7 +208,7 @@ def _interleaved(
             if not best.ops:
                 queues.remove(best)
         end = free[op.lane] = done[_key(op)] = best_start + clock.seconds(op)
-        if best is None or best.preference[1] is Origin.HOST:
+        if best is None or best.preference[1] is StateOrigin.HOST:
             norm_at = max(norm_at, end)
         if op.kind is OpKind.STATE_D2H and op.slot is not None:
             slots.append(end)
@@ -238,7 +238,7 @@ class _Fillers:
     """Number of fillers that may still begin in this turn."""
 
     @classmethod
-    def after_norm(cls, work: Work, clock: Clock, done: Mapping[Key, float]) -> _Fillers:
+    def after_norm(cls, work: Work, clock: OpTimes, done: Mapping[OpKey, float]) -> _Fillers:
         """The rule for the time after the norm. `done`: end times of the ops that are scheduled."""
         step = done[NORM_KEY]
         fetches = [op for op in _ops(work.tasks) if op.kind is OpKind.FETCH]

@@ -10,11 +10,11 @@ from typing import Literal
 from tidegate.plan.ops import CONTENT_OF, Norms, Op, OpKind, Subgroup, is_path
 from tidegate.plan.plan import Placement
 
-Order = Literal["ascending", "descending"]
+StepOrder = Literal["ascending", "descending"]
 """Order of the updates, by subgroup id."""
 
 
-class Origin(IntEnum):
+class StateOrigin(IntEnum):
     """Where the state of a task comes from, and whether it needs a host slot. Of the tasks that are ready, those with a
     lower number go first: they free a slot."""
 
@@ -38,7 +38,7 @@ class Task:
     origin is `HOST`.
     """
 
-    origin: Origin
+    origin: StateOrigin
     pool: str
     on_cpu: bool
     stays: bool
@@ -62,7 +62,7 @@ def step_work(
     gradients: Sequence[int],
     norms: Norms,
     host_slots: Mapping[str, int],
-    order: Order,
+    order: StepOrder,
 ) -> Work:
     """The ops that these placements need.
 
@@ -91,11 +91,11 @@ def needs_grad_on_host(placement: Placement) -> bool:
     return placement.processor == "cpu" or placement.spilled
 
 
-def _in_order(ids: Sequence[int], order: Order) -> Sequence[int]:
+def _in_order(ids: Sequence[int], order: StepOrder) -> Sequence[int]:
     return ids if order == "ascending" else ids[::-1]
 
 
-def _host_slots(placements: Sequence[Placement], host_slots: Mapping[str, int], order: Order) -> dict[int, int]:
+def _host_slots(placements: Sequence[Placement], host_slots: Mapping[str, int], order: StepOrder) -> dict[int, int]:
     """The host slot of each subgroup that uses one.
 
     Each path has slots of its own, numbered path by path, so that a slow path never delays another path. Subgroups use
@@ -115,12 +115,12 @@ def _task(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Ta
     on_cpu = placement.processor == "cpu"
     comes_from_path = is_path(placement.before)
     if placement.uses_host_slot:
-        origin = Origin.PATH if comes_from_path else Origin.DEVICE
+        origin = StateOrigin.PATH if comes_from_path else StateOrigin.DEVICE
     else:
-        origin = Origin.PATH_TO_HOST if comes_from_path else Origin.HOST
+        origin = StateOrigin.PATH_TO_HOST if comes_from_path else StateOrigin.HOST
     return Task(
         origin=origin,
-        pool="" if origin is Origin.HOST else placement.pool,
+        pool="" if origin is StateOrigin.HOST else placement.pool,
         on_cpu=on_cpu,
         stays=placement.before == placement.after == "device",
         ops=tuple((_cpu_ops if on_cpu else _device_ops)(subgroup, placement, host_slot)),

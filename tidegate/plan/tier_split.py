@@ -15,7 +15,7 @@ from typing import Final
 
 from tidegate.errors import CapacityError, ConfigError
 
-Counts = dict[str, int]
+SubgroupCounts = dict[str, int]
 """Subgroups by path."""
 
 _REMEDY: Final = "Free space on a path, add one, or raise host_cache."
@@ -55,7 +55,9 @@ def makespan_seconds(counts: Mapping[str, int], rates: Mapping[str, PathSpeeds],
     return max((n * rates[name].seconds_per_byte for name, n in counts.items()), default=0.0) * subgroup_bytes
 
 
-def eq1_split(count: int, rates: Mapping[str, PathSpeeds], *, capacity: Mapping[str, int] | None = None) -> Counts:
+def eq1_split(
+    count: int, rates: Mapping[str, PathSpeeds], *, capacity: Mapping[str, int] | None = None
+) -> SubgroupCounts:
     """MLP Eq. 1: the share of a path is B_i / ΣB, with B_i the smaller of its read and write bandwidth.
 
     Rounded to whole subgroups by largest remainder. capacity: most subgroups of each path, without limit where absent;
@@ -67,7 +69,9 @@ def eq1_split(count: int, rates: Mapping[str, PathSpeeds], *, capacity: Mapping[
     return _proportional(count, bandwidths, capacity or {})
 
 
-def user_split(count: int, weights: Mapping[str, float], *, capacity: Mapping[str, int] | None = None) -> Counts:
+def user_split(
+    count: int, weights: Mapping[str, float], *, capacity: Mapping[str, int] | None = None
+) -> SubgroupCounts:
     """Shares in proportion to `weights`, such as {"nvme": 2, "pfs": 1}, by largest remainder. Weight 0: no subgroup.
 
     capacity: as in `eq1_split`. ConfigError when a weight is below 0, or no weight is above 0.
@@ -80,7 +84,7 @@ def user_split(count: int, weights: Mapping[str, float], *, capacity: Mapping[st
 
 def balanced_split(
     count: int, rates: Mapping[str, PathSpeeds], *, capacity: Mapping[str, int] | None = None, minimum: int = 0
-) -> Counts:
+) -> SubgroupCounts:
     """The split with the shortest makespan, in whole subgroups.
 
     Takes into account read speed, write speed, and whether both directions share the device; Eq. 1 uses only the slower
@@ -106,7 +110,9 @@ def balanced_split(
     return counts
 
 
-def assign(ids: Sequence[int], counts: Mapping[str, int], current: Mapping[int, str] | None = None) -> dict[int, str]:
+def assign_paths(
+    ids: Sequence[int], counts: Mapping[str, int], current: Mapping[int, str] | None = None
+) -> dict[int, str]:
     """The path of each subgroup: `counts[path]` subgroups per path, with as few changes from `current` as possible.
 
     Paths are spread evenly over the order of `ids`, so that all of them work at the same time: without `current`, the
@@ -148,7 +154,7 @@ def assign(ids: Sequence[int], counts: Mapping[str, int], current: Mapping[int, 
     return assigned
 
 
-def _proportional(count: int, weights: Mapping[str, Fraction], capacity: Mapping[str, int]) -> Counts:
+def _proportional(count: int, weights: Mapping[str, Fraction], capacity: Mapping[str, int]) -> SubgroupCounts:
     """A split by largest remainder; paths that would overflow are filled, and the rest is divided among the others."""
     open_weights = {name: weight for name, weight in weights.items() if weight > 0}
     rooms = {name: _room(name, count, capacity) if name in open_weights else 0 for name in weights}
@@ -165,7 +171,7 @@ def _proportional(count: int, weights: Mapping[str, Fraction], capacity: Mapping
     return counts
 
 
-def _largest_remainder(count: int, weights: Mapping[str, Fraction]) -> Counts:
+def _largest_remainder(count: int, weights: Mapping[str, Fraction]) -> SubgroupCounts:
     total = sum(weights.values())
     exact = {name: count * weight / total for name, weight in weights.items()}
     shares = {name: int(share) for name, share in exact.items()}

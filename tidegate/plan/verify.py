@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 
 from tidegate.errors import PlanError
 from tidegate.plan.content_check import check_contents
-from tidegate.plan.ops import PATH_NAME, Op, OpKind, Place, effects, is_path
+from tidegate.plan.ops import PATH_NAME, BufferId, Op, OpKind, effects, is_path
 from tidegate.plan.plan import Placement, Plan
 
 PATH_KINDS: Final = frozenset({OpKind.FETCH, OpKind.FLUSH})
@@ -221,8 +221,8 @@ def _check_races(plan: Plan, before: _HappensBefore) -> None:
     It is enough that each access is ordered against the last write and each write against the reads since: the rest
     follows because happens-before is transitive.
     """
-    last_write: dict[Place, int] = {}
-    reads_since: dict[Place, list[int]] = {}
+    last_write: dict[BufferId, int] = {}
+    reads_since: dict[BufferId, list[int]] = {}
     for op in plan.ops:
         reads, writes = effects(op, len(plan.subgroups), plan.norms)
         for place in reads | writes:

@@ -16,24 +16,24 @@ from typing import Final
 from tidegate.plan.ops import CPU, D2H, DEVICE, H2D, OpKind, path_lanes
 from tidegate.plan.plan import Plan
 from tidegate.simulator.simulate import simulate
-from tidegate.speeds.dispatch_latency import Ran, late_seconds
-from tidegate.speeds.rate_card import NAME_OF, RateCard, rate_name
+from tidegate.speeds.dispatch_latency import StepTrace, dispatch_latencies
+from tidegate.speeds.rate_card import RATE_NAME_OF, RateCard, rate_name
 from tidegate.timeline.timeline import Span
 
 LANE_RATES: Final = {
-    CPU: NAME_OF[OpKind.CPU_UPDATE],
-    DEVICE: NAME_OF[OpKind.DEVICE_UPDATE],
-    H2D: NAME_OF[OpKind.STATE_H2D],
-    D2H: NAME_OF[OpKind.STATE_D2H],
+    CPU: RATE_NAME_OF[OpKind.CPU_UPDATE],
+    DEVICE: RATE_NAME_OF[OpKind.DEVICE_UPDATE],
+    H2D: RATE_NAME_OF[OpKind.STATE_H2D],
+    D2H: RATE_NAME_OF[OpKind.STATE_D2H],
 }
 """The rate that is fitted for each lane, together with a fixed cost per op. The norm, one op per step on the device's
 lane, has a rate of its own (NORM_RATE)."""
-NORM_RATE: Final = NAME_OF[OpKind.NORM]
-MOST_FACTOR: Final = 2.0
+NORM_RATE: Final = RATE_NAME_OF[OpKind.NORM]
+MAX_FACTOR: Final = 2.0
 """Largest accepted ratio of an op's time in steps to its time alone; larger ratios are clipped. Ratios below 1 are
 clipped to 1: no lane is faster beside others, and a copy is never faster than the speed it is limited to. Storage paths
 are an exception: they have bursts, and pauses within a step."""
-PASSES: Final = 2
+ITERATIONS: Final = 2
 """Number of iterations of the fit for a path: reads and writes slow each other down, so their rates depend on each
 other."""
 MIN_SPREAD: Final = 0.2
@@ -41,7 +41,7 @@ MIN_SPREAD: Final = 0.2
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """One measured step of the engine: its plan, its spans, and when `step()` was called and returned, on the clock of
     the spans. backward_seconds: from the first moment at which an op could run until the call of `step()`."""
 
@@ -52,8 +52,8 @@ class Step:
     backward_seconds: float
 
     @property
-    def ran(self) -> Ran:
-        return Ran(self.spans, {op.id: op.deps for op in self.plan.ops}, self.called)
+    def trace(self) -> StepTrace:
+        return StepTrace(self.spans, {op.id: op.deps for op in self.plan.ops}, self.called)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class _OpTotals:
     measured: float
 
 
-def corrected(card: RateCard, steps: Sequence[Step]) -> RateCard:
+def fitted_card(card: RateCard, steps: Sequence[MeasuredStep]) -> RateCard:
     """The rate card with which simulated ops and steps take as long as in the measured `steps`.
 
     The plans of the steps must have subgroups of at least two sizes. Fitted for each lane: a fixed cost per op, and a
@@ -74,7 +74,7 @@ def corrected(card: RateCard, steps: Sequence[Step]) -> RateCard:
     """
     memory = [step for step in steps if not step.plan.paths]
     bare = replace(card, step_seconds=0.0)
-    better = _fitted(bare, memory, LANE_RATES, late_seconds(step.ran for step in memory))
+    better = _fitted(bare, memory, LANE_RATES, dispatch_latencies(step.trace for step in memory))
     norms = [totals[NORM_RATE] for totals in (_op_totals(step, bare) for step in memory) if NORM_RATE in totals]
     if norms:
         # Norms were measured alone with one size and cold caches: in steps they may well be faster.
@@ -82,11 +82,11 @@ def corrected(card: RateCard, steps: Sequence[Step]) -> RateCard:
         better = better.with_rates({NORM_RATE: (card.rate(NORM_RATE) or 0.0) / factor})
     for path in card.paths:
         of_path, lanes = [step for step in steps if path in step.plan.paths], {lane: lane for lane in path_lanes(path)}
-        for _ in range(PASSES if of_path else 0):
-            better = _fitted(better, of_path, lanes, {}, least=1 / MOST_FACTOR)
+        for _ in range(ITERATIONS if of_path else 0):
+            better = _fitted(better, of_path, lanes, {}, least=1 / MAX_FACTOR)
         alone = {lane: rate for lane in lanes if (rate := card.rate(lane)) is not None}
         better = better.with_rates({
-            lane: min(MOST_FACTOR * rate, max(rate / MOST_FACTOR, better.rate(lane) or rate))
+            lane: min(MAX_FACTOR * rate, max(rate / MAX_FACTOR, better.rate(lane) or rate))
             for lane, rate in alone.items()
         })  # fmt: skip
     left = median(step.returned - step.called - _update_seconds(step, better) for step in memory)
@@ -94,7 +94,11 @@ def corrected(card: RateCard, steps: Sequence[Step]) -> RateCard:
 
 
 def _fitted(
-    card: RateCard, steps: Sequence[Step], lanes: Mapping[str, str], late: Mapping[str, float], least: float = 1.0
+    card: RateCard,
+    steps: Sequence[MeasuredStep],
+    lanes: Mapping[str, str],
+    late: Mapping[str, float],
+    least: float = 1.0,
 ) -> RateCard:
     """`card` with rates and costs per op fitted to `steps`, for these lanes.
 
@@ -125,15 +129,15 @@ def _fit(totals: Sequence[_OpTotals], fixed: float, least: float) -> tuple[float
     if not slopes:  # all subgroups have the same size
         return median((of_step.measured - of_step.expected) / of_step.ops for of_step in totals), 1.0
     each = max(-fixed, median(slopes))
-    return each, min(MOST_FACTOR, max(least, median(y - each * x for x, y in points)))
+    return each, min(MAX_FACTOR, max(least, median(y - each * x for x, y in points)))
 
 
-def _update_seconds(step: Step, card: RateCard) -> float:
+def _update_seconds(step: MeasuredStep, card: RateCard) -> float:
     update = simulate(step.plan, card, step_at=step.backward_seconds).phases[-1]
     return update.end - update.start
 
 
-def _op_totals(step: Step, card: RateCard) -> dict[str, _OpTotals]:
+def _op_totals(step: MeasuredStep, card: RateCard) -> dict[str, _OpTotals]:
     """The totals of each rate in `step`, by name of the rate."""
     expected = _sums(simulate(step.plan, card, step_at=step.backward_seconds).spans)
     return {

@@ -10,12 +10,12 @@ from tidegate.plan.ops import Op
 from tidegate.plan.plan import Plan
 from tidegate.simulator.event_loop import Lane, Times, times_together
 
-Keeps = Mapping[str, Mapping[str, float]]
+InterferenceFactors = Mapping[str, Mapping[str, float]]
 """Interference factors: `keeps[lane][other]` is the speed of `lane` while `other` works, divided by its speed alone;
-above 0 and up to 1. Absent entries are 1. The slowdowns by several other lanes add up (`speed`)."""
+above 0 and up to 1. Absent entries are 1. The slowdowns by several other lanes add up (`relative_speed`)."""
 
 
-def speed(lane: str, at_work: Collection[str], keeps: Keeps) -> float:
+def relative_speed(lane: str, at_work: Collection[str], keeps: InterferenceFactors) -> float:
     """The speed of `lane` while the lanes `at_work` (it may be among them) work, divided by its speed alone.
 
     A lane with a factor of 1/2 takes twice as long: for each second of its own work it waits one second for the other
@@ -27,7 +27,7 @@ def speed(lane: str, at_work: Collection[str], keeps: Keeps) -> float:
 
 
 def contended_times(
-    plan: Plan, seconds: Mapping[int, float], keeps: Keeps, gates: Mapping[int, float]
+    plan: Plan, seconds: Mapping[int, float], keeps: InterferenceFactors, gates: Mapping[int, float]
 ) -> tuple[Times, Times]:
     """Start and end times of all ops of `plan` under interference. Equal inputs give equal times.
 
@@ -37,7 +37,7 @@ def contended_times(
 
     def speeds(at_work: Mapping[Lane, Op]) -> dict[Lane, float]:
         names = {lane for _, lane in at_work}
-        return {lane: speed(lane[1], names, keeps) for lane in at_work}
+        return {lane: relative_speed(lane[1], names, keeps) for lane in at_work}
 
     [times] = times_together([plan], lambda op: seconds[op.id], lambda op: gates.get(op.id, 0.0), speeds)
     return times

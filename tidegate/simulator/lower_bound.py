@@ -9,15 +9,15 @@ from typing import Final, NamedTuple
 
 from tidegate.plan.ops import Content, Op, OpKind, Subgroup, path_lanes
 from tidegate.plan.tasks import Work
-from tidegate.simulator.interference import Keeps
-from tidegate.simulator.steady_state import Settled, ops_of
+from tidegate.simulator.interference import InterferenceFactors
+from tidegate.simulator.steady_state import SteadyStep, ops_of
 from tidegate.speeds.rate_card import RateCard
 
 _MAY_BE_EARLY: Final = (OpKind.FETCH, OpKind.WEIGHT_D2H, OpKind.GRAD_D2H)
 """Kinds of op that can run before `step()` is called."""
 
 
-class Bound(NamedTuple):
+class LowerBound(NamedTuple):
     """A lower bound of the update's time in seconds, and the resource (a lane or a path) that sets it.
 
     The rates include the typical dispatch latency of ops, so that single updates can be faster than this bound.
@@ -27,7 +27,7 @@ class Bound(NamedTuple):
     resource: str
 
 
-def bound(step: Settled, rates: RateCard) -> Bound:
+def lower_bound(step: SteadyStep, rates: RateCard) -> LowerBound:
     """The time of the norm, plus the work of the busiest resource. Ops that can run before `step()` are left out.
 
     ConfigError when a rate is not known.
@@ -50,10 +50,10 @@ def bound(step: Settled, rates: RateCard) -> Bound:
         resources[path] = both_seconds(resources.pop(read, 0.0), resources.pop(write, 0.0), read, write, rates.keeps)
     resource = max(resources, key=lambda name: resources[name], default="device")
     norm = replace(work.norm, numel=sum(s.numel for s in step.rank.subgroups) if work.norm.numel else 0)
-    return Bound(rates.seconds(norm) + resources.get(resource, 0.0), resource)
+    return LowerBound(rates.seconds(norm) + resources.get(resource, 0.0), resource)
 
 
-def _kinds(step: Settled) -> tuple[Settled, Sequence[int]]:
+def _kinds(step: SteadyStep) -> tuple[SteadyStep, Sequence[int]]:
     """A step with one subgroup of each kind, and the number of subgroups of each kind.
 
     Kind: size and placement. With paths every subgroup is kept, because the waits for host slots depend on the order of
@@ -64,10 +64,10 @@ def _kinds(step: Settled) -> tuple[Settled, Sequence[int]]:
     sizes = [(s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in step.rank.subgroups]
     counts = Counter(zip(sizes, step.placements, strict=True))
     rank = replace(step.rank, subgroups=[Subgroup(i, *size) for i, (size, _) in enumerate(counts)])
-    return Settled(rank, tuple(placement for _, placement in counts), step.order), [*counts.values()]
+    return SteadyStep(rank, tuple(placement for _, placement in counts), step.order), [*counts.values()]
 
 
-def both_seconds(seconds: float, other_seconds: float, lane: str, other: str, keeps: Keeps) -> float:
+def both_seconds(seconds: float, other_seconds: float, lane: str, other: str, keeps: InterferenceFactors) -> float:
     """The shortest time for the work of two lanes that slow each other down.
 
     seconds, other_seconds: time that `lane` and `other` need for their work alone.
@@ -81,7 +81,7 @@ def both_seconds(seconds: float, other_seconds: float, lane: str, other: str, ke
     return seconds / factor + max(0.0, other_seconds - other_factor * seconds / factor)
 
 
-def _factor(keeps: Keeps, lane: str, other: str) -> float:
+def _factor(keeps: InterferenceFactors, lane: str, other: str) -> float:
     return keeps.get(lane, {}).get(other, 1.0)
 
 

@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import replace
 
 from tidegate.errors import CapacityError
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import is_path
-from tidegate.simulator.steady_state import Rank, settled
+from tidegate.simulator.steady_state import Rank, steady_steps
 from tidegate.speeds.rate_card import RateCard
 
 
-def no_room(rank: Rank, effective: Effective, rates: RateCard) -> str:
+def capacity_shortfall(rank: Rank, effective: EffectiveKnobs, rates: RateCard) -> str:
     """A sentence about the paths that would get more subgroups than they can hold, and which paths take the rest.
 
     Empty when everything fits. Where speeds decide the split, no path gets more than it can hold. ConfigError when the
@@ -40,7 +40,7 @@ def no_room(rank: Rank, effective: Effective, rates: RateCard) -> str:
     return f"{sentence[0].upper()}{sentence[1:]}. Give it less of tier_split, free space there, or raise host_cache."
 
 
-def _stored(rank: Rank, effective: Effective, rates: RateCard) -> Counter[str]:
+def _stored(rank: Rank, effective: EffectiveKnobs, rates: RateCard) -> Counter[str]:
     """The number of subgroups on each path at the end of a step."""
-    step = settled(rank, effective, rates)[0]
+    step = steady_steps(rank, effective, rates)[0]
     return Counter(placement.after for placement in step.placements if is_path(placement.after))

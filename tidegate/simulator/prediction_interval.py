@@ -10,14 +10,14 @@ MINIMUM_STEPS: Final = 5
 """Fewest measured steps for which an interval is computed."""
 
 
-class Band(NamedTuple):
+class PredictionInterval(NamedTuple):
     """A 90 % prediction interval of the update's time, in seconds: 9 of 10 measured steps were in it."""
 
     low: float
     high: float
 
 
-def band(predicted_seconds: float, ratios: Sequence[float]) -> Band | None:
+def prediction_interval(predicted_seconds: float, ratios: Sequence[float]) -> PredictionInterval | None:
     """The prediction interval around `predicted_seconds`; None if fewer than MINIMUM_STEPS ratios are given.
 
     ratios: measured seconds divided by predicted seconds, of earlier steps. A model whose predictions were 10 % too low
@@ -27,4 +27,4 @@ def band(predicted_seconds: float, ratios: Sequence[float]) -> Band | None:
     if len(ratios) < MINIMUM_STEPS:
         return None
     cuts = statistics.quantiles(ratios, n=20, method="inclusive")
-    return Band(predicted_seconds * min(1.0, cuts[0]), predicted_seconds * max(1.0, cuts[-1]))
+    return PredictionInterval(predicted_seconds * min(1.0, cuts[0]), predicted_seconds * max(1.0, cuts[-1]))

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from tidegate.errors import ConfigError
-from tidegate.plan.effective_knobs import Effective, Split, cached, divide
+from tidegate.plan.effective_knobs import EffectiveKnobs, Split, divide, host_cached_ids
 from tidegate.plan.ops import Norms, Op, Residence, Subgroup, is_path, path_lanes
-from tidegate.plan.path_times import PathClock, rounded
-from tidegate.plan.placement import place, steady
+from tidegate.plan.path_times import PathOpTimes, rounded_step_delay
+from tidegate.plan.placement import place_subgroups, steady_placements
 from tidegate.plan.plan import Placement, Plan
 from tidegate.plan.planner import make_plan
-from tidegate.plan.tasks import Order, Work, step_work
-from tidegate.plan.tier_split import PathSpeeds, assign
+from tidegate.plan.tasks import StepOrder, Work, step_work
+from tidegate.plan.tier_split import PathSpeeds, assign_paths
 from tidegate.speeds.rate_card import RateCard
 
 MAX_SIMULATED_SUBGROUPS: Final = 400
@@ -60,12 +60,12 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Settled:
+class SteadyStep:
     """A step of the steady state. If the order of updates alternates, two such steps repeat in turn, otherwise one."""
 
     rank: Rank
     placements: tuple[Placement, ...]
-    order: Order
+    order: StepOrder
 
     def plan(self, rates: RateCard, step_at: float = 0.0) -> Plan:
         """The plan that the engine would make if `step()` is called `step_at` seconds after the first gradient."""
@@ -74,8 +74,8 @@ class Settled:
         return make_plan(
             rank.subgroups, self.placements, num_slots=rank.num_slots, norms=rank.norms, host_slots=rank.host_slots,
             grad_on_host_order=rank.gradient_order, order=self.order,
-            step_at=rounded(step_at) if rank.step_at is None else rank.step_at,
-            rates=PathClock(speeds) if rank.host_slots else None,
+            step_at=rounded_step_delay(step_at) if rank.step_at is None else rank.step_at,
+            rates=PathOpTimes(speeds) if rank.host_slots else None,
         )  # fmt: skip
 
     def work(self) -> Work:
@@ -130,7 +130,7 @@ def ops_of(work: Work) -> Iterator[Op]:
         yield from task.ops
 
 
-def sampled(rank: Rank, effective: Effective) -> tuple[Rank, Effective, float]:
+def sampled(rank: Rank, effective: EffectiveKnobs) -> tuple[Rank, EffectiveKnobs, float]:
     """A sample of `rank` with fewer subgroups, knobs for the sample, and the scale factor (parameters of `rank` divided
     by parameters of the sample; 1.0 if all subgroups are used).
 
@@ -151,31 +151,31 @@ def sampled(rank: Rank, effective: Effective) -> tuple[Rank, Effective, float]:
     capacity = {path: -(-most * count // len(subgroups)) for path, most in rank.capacity.items()}
     number = {subgroups[place].id: i for i, place in enumerate(picked)}
     order = rank.gradient_order and [number[s] for s in rank.gradient_order if s in number]
-    step_at = None if rank.step_at is None else rounded(rank.step_at / scale)
+    step_at = None if rank.step_at is None else rounded_step_delay(rank.step_at / scale)
     smaller_rank = replace(rank, subgroups=few, capacity=capacity, gradient_order=order, step_at=step_at)
     return smaller_rank, smaller, scale
 
 
-def settled(rank: Rank, effective: Effective, rates: RateCard) -> list[Settled]:
+def steady_steps(rank: Rank, effective: EffectiveKnobs, rates: RateCard) -> list[SteadyStep]:
     """The steps that repeat under these knobs in the steady state: two if `alternate`, otherwise one.
 
     Without storage paths, the storage knobs are ignored. If `tier_split` is None, the speeds of the paths decide the
     split. ConfigError when the speed of a path is not known.
     """
-    placed = place(len(rank.subgroups), stride=effective.stride, static_ratio=effective.static_ratio)
+    placed = place_subgroups(len(rank.subgroups), stride=effective.stride, static_ratio=effective.static_ratio)
     if not rank.host_slots:
-        return [Settled(rank, steady(placed), "ascending")]
+        return [SteadyStep(rank, steady_placements(placed), "ascending")]
     sizes = [s.nbytes("state") for s in rank.subgroups]
     movable = [i for i, (_, residence) in enumerate(placed) if residence == "host"]
-    orders: tuple[Order, ...] = ("ascending", "descending") if effective.alternate else ("ascending",)
-    stay = {order: cached(sizes, movable, effective, order) for order in orders}
+    orders: tuple[StepOrder, ...] = ("ascending", "descending") if effective.alternate else ("ascending",)
+    stay = {order: host_cached_ids(sizes, movable, effective, order) for order in orders}
     # If orders alternate, each movable subgroup is in storage after every other step.
     stored = movable if effective.alternate else [i for i in movable if i not in stay["ascending"]]
     without_path = _without_path(rank, stored)
     stored = stored[len(without_path) :]
     speeds, split = speeds_of(rates, rank.host_slots), _usable_split(rank, effective.tier_split)
-    path_of = assign(stored, divide(len(stored), split, speeds, capacity=rank.capacity, minimum=1))
-    after: dict[Order, list[Residence]] = {
+    path_of = assign_paths(stored, divide(len(stored), split, speeds, capacity=rank.capacity, minimum=1))
+    after: dict[StepOrder, list[Residence]] = {
         order: [
             residence if residence == "device" else "host" if i in stay[order] | without_path else path_of[i]
             for i, (_, residence) in enumerate(placed)
@@ -183,7 +183,7 @@ def settled(rank: Rank, effective: Effective, rates: RateCard) -> list[Settled]:
         for order in orders
     }
     return [
-        Settled(
+        SteadyStep(
             rank,
             tuple(
                 _placement(rank, processor, before, last)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import OpKind, Processor
 from tidegate.plan.plan import Plan
-from tidegate.simulator.interference import speed
-from tidegate.simulator.lower_bound import Bound, bound
+from tidegate.simulator.interference import relative_speed
+from tidegate.simulator.lower_bound import LowerBound, lower_bound
 from tidegate.simulator.simulate import simulate, update_seconds
-from tidegate.simulator.steady_state import Rank, Settled, sampled, settled
+from tidegate.simulator.steady_state import Rank, SteadyStep, sampled, steady_steps
 from tidegate.speeds.rate_card import RateCard
-from tidegate.timeline.stall_analysis import SCHEDULER, exposed_waits
+from tidegate.timeline.stall_analysis import exposed_waits
+from tidegate.timeline.timeline import DISPATCH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +34,13 @@ class Prediction:
     """Device memory for residents and staging slots."""
     host_bytes: dict[str, int]
     """Host memory by kind: `state` (the host cache, with paths), `mirror`, `gradient`, `slot`."""
-    least: Bound
+    lower_bound: LowerBound
     """Lower bound of the update's time under these knobs, and the resource that sets it."""
 
 
-def what_if(rank: Rank, effective: Effective, rates: RateCard, *, backward_seconds: float | None = None) -> Prediction:
+def what_if(
+    rank: Rank, effective: EffectiveKnobs, rates: RateCard, *, backward_seconds: float | None = None
+) -> Prediction:
     """Predicts the update of `rank` under these knobs, in the steady state.
 
     backward_seconds: length of the backward, during which copies and fetches may run; None for a backward that is long
@@ -46,20 +49,20 @@ def what_if(rank: Rank, effective: Effective, rates: RateCard, *, backward_secon
     these knobs need.
     """
     few, smaller, scale = sampled(rank, effective)
-    steps = settled(few, smaller, rates)
+    steps = steady_steps(few, smaller, rates)
     timelines = [
         simulate(plan, rates, step_at=at) for plan, at in _plans(steps, rates, _shortened(backward_seconds, scale))
     ]
     seconds, stalls = rates.step_seconds or 0.0, Counter[str]()
     if rates.step_seconds:
-        stalls[SCHEDULER] += rates.step_seconds  # type: ignore[assignment]
+        stalls[DISPATCH] += rates.step_seconds  # type: ignore[assignment]
     for timeline in timelines:
         update = timeline.phases[-1]
         seconds += (update.end - update.start) * scale / len(timelines)
         for cause, wait in exposed_waits(timeline).items():
             stalls[cause] += wait * scale / len(timelines)  # type: ignore[assignment]
-    least = min(bound(step, rates) for step in steps)
-    whole = settled(rank, effective, rates)
+    shortest = min(lower_bound(step, rates) for step in steps)
+    whole = steady_steps(rank, effective, rates)
     moved = [step.lane_bytes() for step in whole]
     on_device = sum(
         s.numel for s, p in zip(rank.subgroups, whole[0].placements, strict=True) if p.processor == "device"
@@ -71,16 +74,16 @@ def what_if(rank: Rank, effective: Effective, rates: RateCard, *, backward_secon
         updated_params={"cpu": sum(s.numel for s in rank.subgroups) - on_device, "device": on_device},
         device_bytes=max(step.device_bytes() for step in whole),
         host_bytes=max((step.host_bytes() for step in whole), key=lambda kinds: sum(kinds.values())),
-        least=least._replace(seconds=least.seconds * scale),
+        lower_bound=shortest._replace(seconds=shortest.seconds * scale),
     )
 
 
 def predicted_seconds(
-    rank: Rank, effective: Effective, rates: RateCard, *, backward_seconds: float | None = None
+    rank: Rank, effective: EffectiveKnobs, rates: RateCard, *, backward_seconds: float | None = None
 ) -> float:
     """Only the `update_seconds` of `what_if`, computed faster, because a training thread waits for the result."""
     few, smaller, scale = sampled(rank, effective)
-    plans = _plans(settled(few, smaller, rates), rates, _shortened(backward_seconds, scale))
+    plans = _plans(steady_steps(few, smaller, rates), rates, _shortened(backward_seconds, scale))
     fixed = rates.step_seconds or 0.0
     ops = [update_seconds(plan, rates, step_at=at) - fixed for plan, at in plans]
     return sum(ops) / len(ops) * scale + fixed
@@ -92,7 +95,7 @@ def _shortened(backward_seconds: float | None, scale: float) -> float | None:
     return None if backward_seconds is None else backward_seconds / scale
 
 
-def _plans(steps: list[Settled], rates: RateCard, backward_seconds: float | None) -> list[tuple[Plan, float]]:
+def _plans(steps: list[SteadyStep], rates: RateCard, backward_seconds: float | None) -> list[tuple[Plan, float]]:
     """The plan of each step, and the time of its `step()` in seconds after the start of the backward."""
     if backward_seconds is not None:
         return [(step.plan(rates, backward_seconds), backward_seconds) for step in steps]
@@ -107,5 +110,5 @@ def _early_seconds(plan: Plan, rates: RateCard) -> float:
     if not plan.paths:
         return max(d2h, h2d)
     # Serial, with interference by all lanes: an overestimate, which does not change the result.
-    slowest = min(speed(lane, plan.lanes, rates.keeps) for lane in plan.lane_names)
+    slowest = min(relative_speed(lane, plan.lanes, rates.keeps) for lane in plan.lane_names)
     return (d2h + h2d + sum(rates.seconds(op) for op in plan.of_kind(OpKind.FETCH, OpKind.WEIGHT_D2H))) / slowest

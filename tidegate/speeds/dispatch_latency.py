@@ -12,12 +12,12 @@ from tidegate.plan.ops import LANES
 from tidegate.timeline.timeline import Span
 
 _LANES: Final = frozenset(LANES)
-Waits = Mapping[str, Sequence[float]]
+Latencies = Mapping[str, Sequence[float]]
 """Dispatch latencies of single ops in seconds, by lane."""
 
 
 @dataclass(frozen=True)
-class Ran:
+class StepTrace:
     """The trace of one step: spans, dependencies of each op, and the call of `step()` (seconds, clock of `spans`)."""
 
     spans: Sequence[Span]
@@ -25,17 +25,17 @@ class Ran:
     called: float
 
 
-def late_seconds(steps: Iterable[Ran]) -> dict[str, float]:
+def dispatch_latencies(steps: Iterable[StepTrace]) -> dict[str, float]:
     """The median dispatch latency of each lane over all ops of these steps, in seconds.
 
     Not known, and left out, for ops that could start before `step()`, and for lanes of paths, which may run ahead. The
     median is used because now and then the operating system gives the core to another thread for long, and then mostly
     no other op waits for the delayed op.
     """
-    return typical([waits_of(step) for step in steps])
+    return median_by_lane([step_latencies(step) for step in steps])
 
 
-def typical(steps: Iterable[Waits]) -> dict[str, float]:
+def median_by_lane(steps: Iterable[Latencies]) -> dict[str, float]:
     """The median latency of each lane over all steps."""
     of_lane: dict[str, list[float]] = {}
     for step in steps:
@@ -44,7 +44,7 @@ def typical(steps: Iterable[Waits]) -> dict[str, float]:
     return {lane: median(waits) for lane, waits in of_lane.items()}
 
 
-def waits_of(step: Ran) -> Waits:
+def step_latencies(step: StepTrace) -> Latencies:
     """The dispatch latencies in one step, in seconds by lane, of the ops for which they are known."""
     found: dict[str, list[float]] = {}
     ends = {span.op: span.end for span in step.spans}

@@ -9,8 +9,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Final
 
-from tidegate.speeds.dispatch_latency import Ran, Waits, typical, waits_of
-from tidegate.speeds.rate_card import RateCard, Seen
+from tidegate.speeds.dispatch_latency import Latencies, StepTrace, median_by_lane, step_latencies
+from tidegate.speeds.rate_card import MeasuredWork, RateCard
 
 WINDOW_STEPS: Final = 16
 """Window of the median, in steps: up to a third of them may be outliers."""
@@ -48,22 +48,22 @@ class LiveRates:
         self.recalibrations = 0
         """Number of times a rate was reset after a lasting change."""
         self._steps: dict[str, deque[tuple[int, float]]] = {}
-        self._ran: deque[Ran] = deque(maxlen=LATE_STEPS)
+        self._traces: deque[StepTrace] = deque(maxlen=LATE_STEPS)
         """Steps whose dispatch latencies are not analysed yet."""
-        self._waits: deque[Waits] = deque(maxlen=LATE_STEPS)
+        self._latencies: deque[Latencies] = deque(maxlen=LATE_STEPS)
         self._late: dict[str, float] = {}
         """Last measured dispatch latency of each lane. Under some knobs no op of a lane waits, and it is not
         measured."""
         self._card = known
         self._is_old = False
 
-    def observe(self, step: Seen, ran: Ran | None = None) -> tuple[str, ...]:
+    def observe(self, step: MeasuredWork, trace: StepTrace | None = None) -> tuple[str, ...]:
         """Adds one step: amount and seconds of each rate, and its trace, which is analysed when `card` is read.
 
         Returns the names of the rates that were reset because of a lasting change.
         """
-        if ran is not None:
-            self._ran.append(ran)
+        if trace is not None:
+            self._traces.append(trace)
         reset = tuple(name for name, (amount, seconds) in step.items() if amount > 0 and seconds > 0
                       and self._add_sample(name, amount, seconds))  # fmt: skip
         self.recalibrations += len(reset)
@@ -86,18 +86,18 @@ class LiveRates:
         """The rate card: median rates, and the initial rates where no step was measured. None before the first step if
         there are no initial rates."""
         if self._is_old:
-            card = RateCard.from_seen(_median_steps(self._steps), previous=self._card)
-            self._waits.extend(map(waits_of, self._ran))
-            self._ran.clear()
-            self._late |= typical(self._waits)
+            card = RateCard.from_measured_work(_median_steps(self._steps), previous=self._card)
+            self._latencies.extend(map(step_latencies, self._traces))
+            self._traces.clear()
+            self._late |= median_by_lane(self._latencies)
             self._card = replace(card, op_seconds={**card.op_seconds, **self._late})
             self._is_old = False
         return self._card
 
 
-def _median_steps(steps: Mapping[str, Sequence[tuple[int, float]]]) -> list[Seen]:
+def _median_steps(steps: Mapping[str, Sequence[tuple[int, float]]]) -> list[MeasuredWork]:
     """For each rate the step with the median speed; of an even number of steps, the two steps in the middle."""
-    middle: list[Seen] = [{}, {}]
+    middle: list[MeasuredWork] = [{}, {}]
     for name, found in steps.items():
         ordered = sorted(found, key=lambda step: step[1] / step[0])
         half = len(ordered) // 2

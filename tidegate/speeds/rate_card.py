@@ -21,13 +21,15 @@ RATE_OF: Final[dict[OpKind, str]] = {
     OpKind.GRAD_NORM: "norm_params_per_second",
 }
 LINK_RATE_OF: Final[dict[str, str]] = {H2D: "h2d_bytes_per_second", D2H: "d2h_bytes_per_second"}
-NAME_OF: Final[dict[OpKind, str]] = {kind: LINK_RATE_OF.get(lane) or RATE_OF[kind] for kind, lane in LANE_OF.items()}
+RATE_NAME_OF: Final[dict[OpKind, str]] = {
+    kind: LINK_RATE_OF.get(lane) or RATE_OF[kind] for kind, lane in LANE_OF.items()
+}
 """The name of the rate of each kind of op. FETCH and FLUSH have a rate for each path, named like its lanes."""
 
-SHARED: Final = 0.5
+HALF_DUPLEX_FACTOR: Final = 0.5
 """Interference factor of each direction of a half-duplex device while both work."""
 
-Seen = dict[str, tuple[int, float]]
+MeasuredWork = dict[str, tuple[int, float]]
 """Amounts of one step, by name of the rate: bytes or parameters, and the seconds in which their ops were running."""
 
 
@@ -96,16 +98,16 @@ class RateCard:
     def seconds(self, op: Op, /) -> float:
         """Expected run time of `op` in seconds. ConfigError when the rate that it needs is not known."""
         name = rate_name(op)
-        rate: float | None = getattr(self, name) if op.kind in NAME_OF else _by_lane(self.paths).get(name)
+        rate: float | None = getattr(self, name) if op.kind in RATE_NAME_OF else _by_lane(self.paths).get(name)
         if rate is None:
             raise ConfigError(f"The rate card lacks {name}, which {op.name} needs: it was not measured yet.")
         fixed = (self.overhead_seconds or 0.0) + self.op_seconds.get(op.lane, 0.0)
         return fixed + (op.numel if op.kind in RATE_OF else op.nbytes) / rate
 
     @classmethod
-    def from_seen(cls, steps: Collection[Seen], previous: RateCard | None = None) -> RateCard:
-        """A rate card from the amounts of measured steps (`seen`): bytes or parameters divided by busy seconds. Rates
-        without a measurement are taken from `previous`.
+    def from_measured_work(cls, steps: Collection[MeasuredWork], previous: RateCard | None = None) -> RateCard:
+        """A rate card from the work of measured steps (`measured_work`): bytes or parameters divided by busy seconds.
+        Rates without a measurement are taken from `previous`.
 
         Busy seconds include fixed costs of ops and the interference between lanes. So if any rate is measured here, the
         card has no overhead, no `op_seconds` and no `keeps`.
@@ -140,7 +142,7 @@ class RateCard:
         for path, known in speeds.items():
             read, write = path_lanes(path)
             for lane, other in ((read, write), (write, read)):
-                keeps[lane] = {**keeps.get(lane, {}), other: 1.0 if known.duplex else SHARED}
+                keeps[lane] = {**keeps.get(lane, {}), other: 1.0 if known.duplex else HALF_DUPLEX_FACTOR}
         paths = {
             path: PathRates(
                 read_bytes_per_second=known.read_bytes_per_second, write_bytes_per_second=known.write_bytes_per_second
@@ -184,7 +186,7 @@ _SCALARS: Final = tuple(field.name for field in fields(RateCard) if field.name n
 
 def rate_name(op: Op | Span) -> str:
     """The name of the rate of `op`: the rate of its kind; for an op on a storage path, the name of its lane."""
-    return NAME_OF.get(op.kind) or op.lane
+    return RATE_NAME_OF.get(op.kind) or op.lane
 
 
 def _by_lane(paths: Mapping[str, PathRates]) -> dict[str, float | None]:
@@ -195,15 +197,15 @@ def _by_lane(paths: Mapping[str, PathRates]) -> dict[str, float | None]:
     return found
 
 
-def seen(spans: Sequence[Span]) -> Seen:
+def measured_work(spans: Sequence[Span]) -> MeasuredWork:
     """The amount and the busy seconds of each rate in one step. A single pass over the spans, because it runs after
     every training step."""
-    found: Seen = {}
+    found: MeasuredWork = {}
     ends: dict[str, float] = {}
     overlapping: set[str] = set()
     for span in spans:
         kind, start, end = span.kind, span.start, span.end
-        name = NAME_OF.get(kind) or span.lane
+        name = RATE_NAME_OF.get(kind) or span.lane
         amount = span.numel if kind in RATE_OF else span.nbytes
         if name not in found:
             found[name] = (amount, end - start)

@@ -46,8 +46,12 @@ class Calibration:
     def from_dict(cls, values: Mapping[str, Any]) -> Calibration:
         """The inverse of `to_dict`. ConfigError for any other values."""
         try:
-            if values["version"] != VERSION:
-                raise ConfigError(f"it has version {values['version']!r}, and only version {VERSION} is known here")
+            version = values["version"]
+            if version != VERSION:
+                raise ConfigError(
+                    f"The calibration has version {version!r}, and this Tidegate reads only version {VERSION}. Run "
+                    "`tidegate calibrate` again."
+                )
             return cls(
                 card=RateCard.from_dict(values["rates"]),
                 hardware=dict(values["hardware"]),
@@ -55,11 +59,14 @@ class Calibration:
                 card_threads=int(values["card_threads"]),
                 measured_at=float(values["measured_at"]),
             )
+        except ConfigError:  # it is a ValueError, too
+            raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"This is no calibration: {error}. Run `tidegate calibrate --again`.") from error
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"The calibration is not valid: {what}. Run `tidegate calibrate` again.") from error
 
 
-def file_of(folder: Path, host: str, paths: Mapping[str, str | os.PathLike[str]]) -> Path:
+def calibration_file(folder: Path, host: str, paths: Mapping[str, str | os.PathLike[str]]) -> Path:
     """The file of a calibration in `folder`. Each host and each set of paths (directories by name) has its own file, so
     that a new measurement of one set does not overwrite another."""
     places = sorted((name, str(Path(directory).resolve())) for name, directory in paths.items())
@@ -67,7 +74,7 @@ def file_of(folder: Path, host: str, paths: Mapping[str, str | os.PathLike[str]]
     return folder / f"calibration-{host or 'host'}{which}.json"
 
 
-def kept(file: Path, hardware: Mapping[str, str]) -> Calibration | None:
+def load_calibration(file: Path, hardware: Mapping[str, str]) -> Calibration | None:
     """Loads the calibration in `file`; None if the file is missing, not valid, or of other hardware."""
     try:
         calibration = Calibration.from_dict(json.loads(file.read_text()))
@@ -76,7 +83,7 @@ def kept(file: Path, hardware: Mapping[str, str]) -> Calibration | None:
     return calibration if dict(calibration.hardware) == dict(hardware) else None
 
 
-def keep(file: Path, calibration: Calibration) -> None:
+def save_calibration(file: Path, calibration: Calibration) -> None:
     """Saves `calibration` to `file`, completely or not at all. ConfigError when the file cannot be written."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:

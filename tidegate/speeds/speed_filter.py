@@ -7,25 +7,25 @@ from typing import Final
 SMOOTHING: Final = 0.125
 """Weight of the newest step in the exponential average: noise of ±10 % per step leaves about ±1.5 %, far less than the
 gain that a new split must promise."""
-JUMP: Final = 0.25
+OUTLIER_DEVIATION: Final = 0.25
 """Relative deviation above which a step is not noise; a single such step is ignored as an outlier."""
 FALL_STEPS: Final = 2
-"""Number of consecutive steps slower by more than JUMP after which the newest of them is the new speed."""
+"""Number of consecutive steps slower by more than OUTLIER_DEVIATION after which the newest of them is the new speed."""
 RISE_STEPS: Final = 4
-"""Number of consecutive steps faster by more than JUMP after which the estimate rises."""
-RESTED_RISE_STEPS: Final = 16
+"""Number of consecutive steps faster by more than OUTLIER_DEVIATION after which the estimate rises."""
+IDLE_RISE_STEPS: Final = 16
 """The same number while the path is idle for most of the step. While one path delays a step, the other paths serve
 their few requests at once; they must not be estimated as faster before the slow path is known to be slower."""
-RISE: Final = 2.0
+MAX_RISE_FACTOR: Final = 2.0
 """Largest factor by which the estimated speed may rise in one step."""
-BELIEVED: Final = 8
-"""Number of steps that a rise must last. After a rise that did not last, further rises are ignored for `DISTRUST`
-steps; after the next such rise for twice as many, up to `MOST_DISTRUST`."""
-DISTRUST: Final = 16
-MOST_DISTRUST: Final = 512
+MIN_RISE_STEPS: Final = 8
+"""Number of steps that a rise must last. After a rise that did not last, further rises are ignored for
+`IGNORED_RISE_STEPS` steps; after the next such rise for twice as many, up to `MAX_IGNORED_RISE_STEPS`."""
+IGNORED_RISE_STEPS: Final = 16
+MAX_IGNORED_RISE_STEPS: Final = 512
 
 
-class Settling:
+class SpeedFilter:
     """The filtered speed of one path, in seconds per byte (times add up, rates do not). Deterministic, not thread-safe.
 
     A path that is throttled, or has a cache, serves its first bytes at once: with little load it looks fast, and with
@@ -37,8 +37,8 @@ class Settling:
         self._in_a_row = 0
         """Number of consecutive steps that were much slower (positive) or much faster (negative)."""
         self._step = 0
-        self._rose_at = -BELIEVED
-        self._distrust = DISTRUST
+        self._rose_at = -MIN_RISE_STEPS
+        self._distrust = IGNORED_RISE_STEPS
         self._no_rise_before = 0
 
     def observe(self, least: float, most: float, *, rested: bool = False) -> None:
@@ -59,22 +59,22 @@ class Settling:
             self._in_a_row = self._in_a_row + side if self._in_a_row * side > 0 else side
             if self._in_a_row >= FALL_STEPS:
                 self._fall(measured)
-            elif -self._in_a_row >= (RESTED_RISE_STEPS if rested else RISE_STEPS):
+            elif -self._in_a_row >= (IDLE_RISE_STEPS if rested else RISE_STEPS):
                 self._rise(measured)
 
     def _fall(self, measured: float) -> None:
         self.seconds_per_byte, self._in_a_row = measured, 0
-        if self._step - self._rose_at < BELIEVED:
+        if self._step - self._rose_at < MIN_RISE_STEPS:
             self._no_rise_before = self._step + self._distrust
-            self._distrust = min(2 * self._distrust, MOST_DISTRUST)
+            self._distrust = min(2 * self._distrust, MAX_IGNORED_RISE_STEPS)
 
     def _rise(self, measured: float) -> None:
         self._rose_at = self._step
         # The count of consecutive steps is kept: if the speed is higher still, the next step need not be confirmed
         # again.
-        self.seconds_per_byte = max(measured, self.seconds_per_byte / RISE)
+        self.seconds_per_byte = max(measured, self.seconds_per_byte / MAX_RISE_FACTOR)
 
     def _side(self, measured: float) -> int:
-        """Direction of a deviation above JUMP: 1 if much slower than the estimate, -1 if much faster, else 0."""
+        """1 if the speed is slower than the estimate by more than OUTLIER_DEVIATION, -1 if it is faster, else 0."""
         ratio = measured / self.seconds_per_byte
-        return (ratio > 1 + JUMP) - (ratio < 1 / (1 + JUMP))
+        return (ratio > 1 + OUTLIER_DEVIATION) - (ratio < 1 / (1 + OUTLIER_DEVIATION))

@@ -9,10 +9,8 @@ from operator import attrgetter
 from typing import Final, Protocol
 
 from tidegate.plan.ops import COMPUTE_LANES
-from tidegate.timeline.timeline import Phase, PhaseSpan, Span, Stall, Timeline
+from tidegate.timeline.timeline import DISPATCH, Phase, PhaseSpan, Span, Stall, Timeline
 
-SCHEDULER: Final = "scheduler"
-"""Cause of waits in which no op ran that the next op waited for: a gate, or the dispatch of ops by the agent."""
 _IN_TIME: Final = attrgetter("start", "end", "op")
 
 
@@ -77,7 +75,7 @@ def stalls(timeline: Timeline) -> tuple[Stall, ...]:
     """The stalls of the update: the time in which no compute op runs, attributed to causes, in order of time.
 
     The gap before a compute op is attributed by following the chain of waits backwards from that op: time in which the
-    awaited op was running counts for the lane of the awaited op, time in between for `scheduler` (a gate, or the agent
+    awaited op was running counts for the lane of the awaited op, time in between for `dispatch` (a gate, or the agent
     itself). The last gap ends with the update, which waits for the span that ends last.
     """
     return tuple(_merged(Stall("update", *piece) for piece in _pieces(timeline)))
@@ -228,7 +226,7 @@ def _attribute_gap(low: float, high: float, span: Span | None, blockers: _Blocke
         if end < cursor:
             if end < low:
                 end = low
-            pieces.append((SCHEDULER, end, cursor))
+            pieces.append((DISPATCH, end, cursor))
             cursor = end
         if low < cursor and start < cursor:
             if start < low:
@@ -237,7 +235,7 @@ def _attribute_gap(low: float, high: float, span: Span | None, blockers: _Blocke
             cursor = start
         span, left = blockers.of(span), left - 1
     if low < cursor:
-        pieces.append((SCHEDULER, low, cursor))
+        pieces.append((DISPATCH, low, cursor))
 
 
 def _merged(pieces: Iterable[Stall]) -> Iterator[Stall]:

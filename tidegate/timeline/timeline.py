@@ -72,11 +72,7 @@ class Stall:
     end: float
 
 
-STALL_CAUSES: Final = ("h2d", "d2h", "cpu", "device", "lock", "collective", "scheduler")
+DISPATCH: Final = "dispatch"
+"""Cause of stalls in which no op ran that the next op waited for: a gate, or the dispatch of ops by the agent."""
+STALL_CAUSES: Final = ("h2d", "d2h", "cpu", "device", "lock", "collective", DISPATCH)
 """Stall causes that every training can have; each storage path adds its two lanes."""
-
-
-def cause_in_words(cause: str) -> str:
-    """The name of a cause for display: `scheduler` is shown as `dispatch`, because users would take it for the learning
-    rate scheduler."""
-    return "dispatch" if cause == "scheduler" else cause

@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tidegate.knobs.knobs import OFF, device_share
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import COMPUTE_LANES, LINK_LANES
-from tidegate.timeline.timeline import cause_in_words
 
-HARDLY: Final = 0.02
+SMALL_WAIT_SHARE: Final = 0.02
 """Share of an update below which a wait is not mentioned."""
-RECOPIED: Final = 0.5
+COPIED_AGAIN_SHARE: Final = 0.5
 """Share of the gradients from which on it is mentioned that they were copied twice."""
-LATE: Final = 0.75
+LATE_GRADIENT_SHARE: Final = 0.75
 """Share of a backward without a gradient from which on it is mentioned that the first gradient came late."""
-TOGETHER: Final = 0.75
+TOGETHER_SHARE: Final = 0.75
 """Share of the gradients from which on it is mentioned that one node of the autograd graph gave them at the same
 time."""
 
@@ -26,7 +25,7 @@ SKIPPED: Final = "the step was skipped, because a gradient was not finite: the w
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class UpdateFigures:
     """The figures of one step, or the sums of several steps, in seconds, bytes and parameters.
 
     stalls: seconds of the update by cause. lanes: bytes and busy seconds of link and paths in the update, by lane.
@@ -53,100 +52,104 @@ class Taken:
         return max(self.stalls.items(), key=lambda item: item[1], default=("", 0.0))
 
 
-def verdict(taken: Taken, ran: Effective | None = None) -> str:
-    """The verdict as one sentence without a final stop. `ran`: the knobs in force, to suggest a change of one."""
-    if taken.step_seconds <= 0 or taken.update_seconds <= 0:
+def verdict(figures: UpdateFigures, knobs: EffectiveKnobs | None = None) -> str:
+    """The verdict as one sentence without a final stop. `knobs`: the knobs in force, to suggest a change of one."""
+    if figures.step_seconds <= 0 or figures.update_seconds <= 0:
         return "no update yet"
-    whole = f"the update took {taken.update_seconds:.3g} s, {taken.update_seconds / taken.step_seconds:.0%} of the step"
-    cause, wait = taken.cause
-    remedy = f"; {advice}" if ran is not None and (advice := remedy_of(taken, ran)) else ""
-    remedy += "".join(f"; {hint}" for hint in _of_gradients(taken))
-    if wait < HARDLY * taken.update_seconds:
-        return f"{whole}; hardly anything held it up{_computed(taken)}{remedy}"
-    waited = f"{wait / taken.update_seconds:.0%} of it for {cause_in_words(cause)}"
-    return f"{whole}; it waited {waited}{_speed(taken, cause)}{remedy}"
+    share = figures.update_seconds / figures.step_seconds
+    whole = f"the update took {figures.update_seconds:.3g} s, {share:.0%} of the step"
+    cause, wait = figures.cause
+    remedy = f"; {advice}" if knobs is not None and (advice := remedy_of(figures, knobs)) else ""
+    remedy += "".join(f"; {hint}" for hint in _of_gradients(figures))
+    if wait < SMALL_WAIT_SHARE * figures.update_seconds:
+        return f"{whole}; hardly anything held it up{_computed(figures)}{remedy}"
+    waited = f"{wait / figures.update_seconds:.0%} of it for {cause}"
+    return f"{whole}; it waited {waited}{_speed(figures, cause)}{remedy}"
 
 
-def remedy_of(taken: Taken, ran: Effective) -> str:
+def remedy_of(figures: UpdateFigures, knobs: EffectiveKnobs) -> str:
     """The knob to change, derived from the longest wait of the update; empty if no knob would help.
 
     A rule of thumb; `GET /v1/runs/{run}/advice` gives a prediction of the simulator.
     """
-    cause, wait = taken.cause
-    if wait < HARDLY * taken.update_seconds:
-        return _other_processor(taken, ran)
+    cause, wait = figures.cause
+    if wait < SMALL_WAIT_SHARE * figures.update_seconds:
+        return _other_processor(figures, knobs)
     if cause in LINK_LANES:
-        return "raise stride: fewer subgroups cross the link" if ran.stride != OFF else _keep_on_device(ran)
+        return "raise stride: fewer subgroups cross the link" if knobs.stride != OFF else _keep_on_device(knobs)
     if cause in COMPUTE_LANES:
-        return _other_processor(taken, ran)
-    if cause.rpartition(":")[0] in taken.paths:
-        return _of_paths(taken, ran)
+        return _other_processor(figures, knobs)
+    if cause.rpartition(":")[0] in figures.paths:
+        return _of_paths(figures, knobs)
     return {
         "lock": "raise host_cache: other processes of the node use the path, too",
         "collective": "it is not this rank that holds the update up",
     }.get(cause, "")
 
 
-def _of_gradients(taken: Taken) -> Iterator[str]:
+def _of_gradients(figures: UpdateFigures) -> Iterator[str]:
     """Hints why copies of gradients did not overlap with the backward."""
-    if taken.recopied >= RECOPIED:
+    if figures.recopied >= COPIED_AGAIN_SHARE:
         yield (
-            f"{taken.recopied:.0%} of the gradients were copied again, because something changed them in place after "
+            f"{figures.recopied:.0%} of the gradients were copied again, because something changed them in place after "
             "the backward: clip with the optimizer's max_grad_norm instead of clip_grad_norm_"
         )
-    if taken.together >= TOGETHER:
+    if figures.together >= TOGETHER_SHARE:
         yield (
-            f"{taken.together:.0%} of the gradients came together, when one node of the graph had done its work, too "
+            f"{figures.together:.0%} of the gradients came together, when one node of the graph had done its work, too "
             "late to be copied beside the backward: where torch.compile has the whole model, compile its blocks instead"
         )
-    elif taken.first_gradient >= LATE:
+    elif figures.first_gradient >= LATE_GRADIENT_SHARE:
         yield (
-            f"no gradient came before {taken.first_gradient:.0%} of the backward had passed, too late to be copied "
+            f"no gradient came before {figures.first_gradient:.0%} of the backward had passed, too late to be copied "
             "beside it: where torch.compile has the whole model, compile its blocks instead"
         )
 
 
-def _of_paths(taken: Taken, ran: Effective) -> str:
+def _of_paths(figures: UpdateFigures, knobs: EffectiveKnobs) -> str:
     """If the paths finish at different times, the advice is tier_split; otherwise it is to move less through them."""
-    busy = [taken.lanes.get(f"{p}:read", (0, 0.0))[1] + taken.lanes.get(f"{p}:write", (0, 0.0))[1] for p in taken.paths]
-    if ran.tier_split is not None and len(busy) > 1 and min(busy) < 0.8 * max(busy):
+    busy = [
+        figures.lanes.get(f"{p}:read", (0, 0.0))[1] + figures.lanes.get(f"{p}:write", (0, 0.0))[1]
+        for p in figures.paths
+    ]
+    if knobs.tier_split is not None and len(busy) > 1 and min(busy) < 0.8 * max(busy):
         return "set tier_split to auto: some paths are done long before others"
     return "raise host_cache, or add a path: storage sets the pace"
 
 
-def _keep_on_device(ran: Effective) -> str:
-    return "raise static_ratio: state that stays on the device is not moved" if ran.static_ratio < 1 else ""
+def _keep_on_device(knobs: EffectiveKnobs) -> str:
+    return "raise static_ratio: state that stays on the device is not moved" if knobs.static_ratio < 1 else ""
 
 
-def _other_processor(taken: Taken, ran: Effective) -> str:
+def _other_processor(figures: UpdateFigures, knobs: EffectiveKnobs) -> str:
     """Advice where compute is the bottleneck: to move a share of the updates to the other processor.
 
     The direction of the change follows from stride and link, because the busy times of the processors are not known.
     """
-    share = device_share(ran.stride)
-    if not taken.updated.get("cpu"):
+    share = device_share(knobs.stride)
+    if not figures.updated.get("cpu"):
         return "raise stride: the CPU has nothing to update" if share == 1 else ""
-    if share < 1 and not _is_full(taken):
-        return f"lower stride ({ran.stride} now): the link has room for more updates on the device"
+    if share < 1 and not _is_full(figures):
+        return f"lower stride ({knobs.stride} now): the link has room for more updates on the device"
     return ""
 
 
-def _is_full(taken: Taken) -> bool:
+def _is_full(figures: UpdateFigures) -> bool:
     """Whether a direction of the link was busy for more than 80 % of the update."""
-    return any(taken.lanes.get(lane, (0, 0.0))[1] > 0.8 * taken.update_seconds for lane in LINK_LANES)
+    return any(figures.lanes.get(lane, (0, 0.0))[1] > 0.8 * figures.update_seconds for lane in LINK_LANES)
 
 
-def _computed(taken: Taken) -> str:
-    total = sum(taken.updated.values())
-    return f", and the device updated {taken.updated.get('device', 0) / total:.0%} of the parameters" if total else ""
+def _computed(figures: UpdateFigures) -> str:
+    total = sum(figures.updated.values())
+    return f", and the device updated {figures.updated.get('device', 0) / total:.0%} of the parameters" if total else ""
 
 
-def _speed(taken: Taken, lane: str) -> str:
+def _speed(figures: UpdateFigures, lane: str) -> str:
     """The speed of `lane`, with its highest speed if that is known; empty if it copied nothing."""
-    nbytes, seconds = taken.lanes.get(lane, (0, 0.0))
+    nbytes, seconds = figures.lanes.get(lane, (0, 0.0))
     if not nbytes or seconds <= 0:
         return ""
-    ceiling = taken.ceilings.get(lane)
+    ceiling = figures.ceilings.get(lane)
     beside = f" of {_gigabytes(ceiling)}" if ceiling else ""
     return f", which moved {_gigabytes(nbytes / seconds)}{beside}"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from tidegate.knobs.knobs import Off
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 
 MAX_PROPOSALS: Final = 4
 """Most proposals that are simulated, because every rank simulates each of them; the most frequent ones are taken."""
@@ -26,18 +26,18 @@ class Setting(NamedTuple):
     """Whether each rank grows its host cache to the largest size that fits now."""
 
     @classmethod
-    def of(cls, to: Effective, now: Effective) -> Setting:
+    def of(cls, to: EffectiveKnobs, now: EffectiveKnobs) -> Setting:
         """The rank-independent form of a change from `now` to `to`."""
         return cls(to.stride, to.alternate, to.host_cache_bytes > now.host_cache_bytes)
 
-    def on(self, now: Effective, ample_cache_bytes: int) -> Effective:
+    def on(self, now: EffectiveKnobs, ample_cache_bytes: int) -> EffectiveKnobs:
         """The knobs of this setting on a rank that runs `now` and has room for `ample_cache_bytes` of host cache."""
         cache = max(now.host_cache_bytes, ample_cache_bytes) if self.more_cache else now.host_cache_bytes
         return replace(now, stride=self.stride, alternate=self.alternate, host_cache_bytes=cache)
 
 
 @dataclass(frozen=True)
-class Judged:
+class RankPredictions:
     """The predictions of one rank, in seconds of its update: under the present knobs (`now`), and under each proposal
     (`then`).
 
@@ -54,7 +54,7 @@ def proposals(of_ranks: Sequence[Setting | None]) -> list[Setting]:
     return [setting for setting, _ in wanted.most_common(MAX_PROPOSALS)]
 
 
-def elected(settings: Sequence[Setting], judged: Sequence[Judged]) -> tuple[Setting, float | None] | None:
+def elect(settings: Sequence[Setting], judged: Sequence[RankPredictions]) -> tuple[Setting, float | None] | None:
     """The proposal with the shortest update of the slowest rank, and its gain; None when no proposal is better than the
     present knobs.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from tidegate.errors import ConfigError
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.simulator.steady_state import Rank
 from tidegate.simulator.what_if import predicted_seconds
 from tidegate.speeds.rate_card import RateCard
@@ -14,15 +14,15 @@ from tidegate.tuner.search import START_STRIDE, best
 from tidegate.tuner.tuner import MINIMUM_GAIN, Move
 
 
-def look(
+def find_move(
     rank: Rank,
-    now: Effective,
+    now: EffectiveKnobs,
     rates: RateCard,
     free: Collection[str],
     *,
     cache_bytes: int = 0,
     backward_seconds: float | None = None,
-    allowed: Callable[[Effective], bool] = lambda _: True,
+    allowed: Callable[[EffectiveKnobs], bool] = lambda _: True,
 ) -> Move | None:
     """Searches the best knobs by these rates; None if their predicted gain is below MINIMUM_GAIN. Arguments as in
     `best`.
@@ -43,7 +43,7 @@ def look(
     if "stride" not in free or rank.num_slots == 0 or _all_rates_known(rates):
         return None
     probe = replace(now, stride=START_STRIDE)
-    unknown = promised(rank, probe, rates, backward_seconds) is None
+    unknown = predicted_seconds_or_none(rank, probe, rates, backward_seconds) is None
     return Move(probe, None) if unknown and allowed(probe) else None
 
 
@@ -53,7 +53,9 @@ def _all_rates_known(rates: RateCard) -> bool:
     return None not in (*both, rates.h2d_bytes_per_second, rates.d2h_bytes_per_second)
 
 
-def promised(rank: Rank, knobs: Effective, rates: RateCard, backward_seconds: float | None) -> float | None:
+def predicted_seconds_or_none(
+    rank: Rank, knobs: EffectiveKnobs, rates: RateCard, backward_seconds: float | None
+) -> float | None:
     """The predicted seconds of the update under these knobs; None while a rate is not known that they need."""
     try:
         return predicted_seconds(rank, knobs, rates, backward_seconds=backward_seconds)

@@ -10,11 +10,11 @@ from typing import Final
 
 from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import OFF, Off, device_share, spec
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import Subgroup
-from tidegate.simulator.lower_bound import bound
+from tidegate.simulator.lower_bound import lower_bound
 from tidegate.simulator.paper_equations import cpu_to_device_ratio, stride_from_ratio
-from tidegate.simulator.steady_state import Rank, sampled, settled
+from tidegate.simulator.steady_state import Rank, sampled, steady_steps
 from tidegate.simulator.what_if import predicted_seconds
 from tidegate.speeds.rate_card import RateCard
 
@@ -33,7 +33,7 @@ _ROUNDING: Final = 1 + 1e-6
 
 def best(
     rank: Rank,
-    now: Effective,
+    now: EffectiveKnobs,
     rates: RateCard,
     free: Collection[str],
     *,
@@ -41,8 +41,8 @@ def best(
     below_seconds: float = math.inf,
     backward_seconds: float | None = None,
     static_ratios: Sequence[float] = (),
-    allowed: Callable[[Effective], bool] = lambda _: True,
-) -> tuple[Effective, float] | None:
+    allowed: Callable[[EffectiveKnobs], bool] = lambda _: True,
+) -> tuple[EffectiveKnobs, float] | None:
     """The best knobs, and their update in seconds; None when no candidate takes less than `below_seconds`.
 
     free: names of the knobs that may differ from `now`: `stride` (a fixed list and the stride of DOS Eq. 1; only `off`
@@ -56,9 +56,9 @@ def best(
     """
     bounds, unknown = _lower_bounds(rank, candidates(rank, now, rates, free, cache_bytes, static_ratios), rates)
     simulated = 0
-    found: tuple[tuple[float, float, float, bool], Effective] | None = None
-    for lower_bound, knobs in sorted(bounds, key=lambda pair: pair[0]):
-        if lower_bound > _ROUNDING * min(below_seconds, found[0][0] if found else math.inf):
+    found: tuple[tuple[float, float, float, bool], EffectiveKnobs] | None = None
+    for bound_seconds, knobs in sorted(bounds, key=lambda pair: pair[0]):
+        if bound_seconds > _ROUNDING * min(below_seconds, found[0][0] if found else math.inf):
             break
         try:
             seconds = predicted_seconds(rank, knobs, rates, backward_seconds=backward_seconds)
@@ -78,12 +78,12 @@ def best(
 
 def candidates(
     rank: Rank,
-    now: Effective,
+    now: EffectiveKnobs,
     rates: RateCard,
     free: Collection[str],
     cache_bytes: int,
     static_ratios: Sequence[float] = (),
-) -> Iterator[Effective]:
+) -> Iterator[EffectiveKnobs]:
     """All candidate knobs: only `free` knobs and the static ratio differ from `now`.
 
     `tier_split` and `host_cache` are not varied: if free, they are set to their best value by the model.
@@ -119,10 +119,10 @@ def equation_stride(subgroups: Sequence[Subgroup], rates: RateCard) -> tuple[flo
 
 
 def _lower_bounds(
-    rank: Rank, choices: Iterable[Effective], rates: RateCard
-) -> tuple[list[tuple[float, Effective]], ConfigError | None]:
+    rank: Rank, choices: Iterable[EffectiveKnobs], rates: RateCard
+) -> tuple[list[tuple[float, EffectiveKnobs]], ConfigError | None]:
     """The lower bound of each candidate whose rates are known, and the error of a candidate with an unknown rate."""
-    bounds: list[tuple[float, Effective]] = []
+    bounds: list[tuple[float, EffectiveKnobs]] = []
     unknown: ConfigError | None = None
     for knobs in choices:
         try:
@@ -132,8 +132,8 @@ def _lower_bounds(
     return bounds, unknown
 
 
-def _bound_seconds(rank: Rank, effective: Effective, rates: RateCard) -> float:
+def _bound_seconds(rank: Rank, effective: EffectiveKnobs, rates: RateCard) -> float:
     """The lower bound of the update's time under these knobs in the steady state, in seconds."""
     few, smaller, scale = sampled(rank, effective)
-    steps = settled(few, smaller, rates)
-    return sum(bound(step, rates).seconds for step in steps) / len(steps) * scale
+    steps = steady_steps(few, smaller, rates)
+    return sum(lower_bound(step, rates).seconds for step in steps) / len(steps) * scale

@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tidegate.plan.tier_split import Counts, PathSpeeds, balanced_split, makespan_seconds
-from tidegate.speeds.speed_filter import Settling
+from tidegate.plan.tier_split import PathSpeeds, SubgroupCounts, balanced_split, makespan_seconds
+from tidegate.speeds.speed_filter import SpeedFilter
 
 MINIMUM_GAIN: Final = 0.05
 """Smallest predicted gain of a new split, as a share of the makespan."""
-SATURATED: Final = 0.9
+SATURATED_SHARE: Final = 0.9
 """Share of a step's storage time for which a path must be busy to count as the bottleneck."""
-LOADED: Final = 0.5
+IDLE_SHARE: Final = 0.5
 """Share of a step's storage time: if the work of a path takes less by its estimated speed, the path counts as idle."""
-PROBE: Final = 1
+PROBE_SUBGROUPS: Final = 1
 """Fewest subgroups of every path that is not closed, so that its speed is still measured and a recovery is noticed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeStep:
+class PathStepTotals:
     """The work of one path in one whole step, reads and writes together.
 
     busy_seconds: time in which at least one op of the path was running. step_seconds: the step's storage time, from the
@@ -43,7 +43,7 @@ class WholeStep:
     @property
     def saturated(self) -> bool:
         """Whether the path was busy nearly all the time, so that its throughput is its speed."""
-        return self.busy_seconds >= SATURATED * self.step_seconds
+        return self.busy_seconds >= SATURATED_SHARE * self.step_seconds
 
     def seconds_per_byte(self, duplex: bool) -> float:
         """Busy seconds for each byte that was read once and written once, as in `PathSpeeds.seconds_per_byte`.
@@ -69,7 +69,7 @@ class PathTraffic:
     write_seconds: float = 0.0
     shared_read_seconds: float = 0.0
     shared_write_seconds: float = 0.0
-    whole: WholeStep | None = None
+    whole: PathStepTotals | None = None
 
 
 class _PathEstimate:
@@ -83,9 +83,9 @@ class _PathEstimate:
 
     def __init__(self, speeds: PathSpeeds) -> None:
         self._duplex = speeds.duplex
-        self._read = Settling(1 / speeds.read_bytes_per_second)
-        self._write = Settling(1 / speeds.write_bytes_per_second)
-        self._both = Settling(speeds.seconds_per_byte)
+        self._read = SpeedFilter(1 / speeds.read_bytes_per_second)
+        self._write = SpeedFilter(1 / speeds.write_bytes_per_second)
+        self._both = SpeedFilter(speeds.seconds_per_byte)
 
     def observe(self, seen: PathTraffic) -> None:
         read_seconds, write_seconds = seen.read_seconds, seen.write_seconds
@@ -98,14 +98,14 @@ class _PathEstimate:
         if seen.read_seconds > 0 or seen.write_seconds > 0:
             self._observe_both(max(read, write) if self._duplex else read + write, seen.whole)
 
-    def _observe_both(self, apart: float, whole: WholeStep | None) -> None:
+    def _observe_both(self, apart: float, whole: PathStepTotals | None) -> None:
         if whole is None or not whole.balanced:
             self._both.observe(apart, apart)
             return
         together = whole.seconds_per_byte(self._duplex)
         least, most = (together, together) if whole.saturated else sorted((apart, together))
         expected = whole.busy_seconds * self._both.seconds_per_byte / together
-        self._both.observe(least, most, rested=expected < LOADED * whole.step_seconds)
+        self._both.observe(least, most, rested=expected < IDLE_SHARE * whole.step_seconds)
 
     @property
     def speeds(self) -> PathSpeeds:
@@ -119,7 +119,7 @@ class _PathEstimate:
         return PathSpeeds(read_bytes_per_second=1 / read, write_bytes_per_second=1 / write, duplex=self._duplex)
 
 
-def _observe_direction(known: Settling, nbytes: int, seconds: float) -> float:
+def _observe_direction(known: SpeedFilter, nbytes: int, seconds: float) -> float:
     """Updates the estimate of one direction, and returns the measured seconds per byte; the estimate if no bytes
     moved."""
     if nbytes <= 0 or seconds <= 0:
@@ -150,15 +150,15 @@ class SplitEstimator:
         for name, seen in traffic.items():
             self._paths[name].observe(seen)
 
-    def propose(self, counts: Mapping[str, int], *, capacity: Mapping[str, int] | None = None) -> Counts | None:
+    def propose(self, counts: Mapping[str, int], *, capacity: Mapping[str, int] | None = None) -> SubgroupCounts | None:
         """A better split of the same number of subgroups; None to keep `counts`.
 
-        Every path that is not closed gets at least PROBE subgroups. capacity: most subgroups of each path, 0 for a
-        closed path; when `counts` no longer fit, a split is proposed whatever its gain. CapacityError when no split
-        fits.
+        Every path that is not closed gets at least PROBE_SUBGROUPS subgroups. capacity: most subgroups of each path, 0
+        for a closed path; when `counts` no longer fit, a split is proposed whatever its gain. CapacityError when no
+        split fits.
         """
         rates, limits = self.rates, capacity or {}
-        best = balanced_split(sum(counts.values()), rates, capacity=limits, minimum=PROBE)
+        best = balanced_split(sum(counts.values()), rates, capacity=limits, minimum=PROBE_SUBGROUPS)
         if any(n > limits.get(name, n if name in rates else 0) for name, n in counts.items()):
             return best
         usable = [name for name in rates if limits.get(name, 1) > 0]

@@ -1,7 +1,7 @@
 """The tuner: changes knobs that are `auto` if a gain above a threshold is predicted, compares new with old knobs by
 measurement, and reverts the change if the gain is not measured.
 
-Words of this module: a look is a search for better knobs by the simulator; a move is the change of knobs that a look
+Words of this module: a search looks for better knobs with the simulator; a move is the change of knobs that a search
 proposes; a trial compares the old and the new knobs in turns of some steps; a probe is a move whose gain cannot be
 predicted; a drift is a lasting change of speeds.
 """
@@ -17,27 +17,28 @@ from itertools import takewhile
 from statistics import median
 from typing import Final, NamedTuple
 
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.speeds.live_rates import PERSISTENT_STEPS, WINDOW_STEPS, drifted
 
 log = logging.getLogger("tidegate")
 
-FIRST_LOOK_STEPS: Final = 6
-"""Steps until the first look, and after a trial with a clear gain: until then rates become stable."""
+FIRST_SEARCH_STEPS: Final = 6
+"""Steps until the first search, and after a trial with a clear gain: until then rates become stable."""
 LONGEST_WAIT_STEPS: Final = 64
-"""Most steps between two looks. Each look that finds nothing better doubles the wait, because a look costs time."""
-LOOK_SHARE: Final = 3e-4
-"""Largest share of the run's time for looks."""
+"""Most steps between two searches. Each search that finds nothing better doubles the wait, because it costs time."""
+SEARCH_SHARE: Final = 3e-4
+"""Largest share of the run's time for searches."""
 URGENT_SHARE: Final = 1e-3
-"""Share of the run's time that is added to the budget for looks after a drift."""
+"""Share of the run's time that is added to the budget for searches after a drift."""
 SAVED_SECONDS: Final = 0.25
-"""Largest unused budget for looks after a drift, in seconds (or the time of one look, if that is longer). It is there
-from the beginning: a run may drift more than once soon after its start, where a look costs tens of milliseconds."""
+"""Largest unused budget for searches after a drift, in seconds (or the time of one search, if that is longer). It is
+there from the beginning: a run may drift more than once soon after its start, where a search costs tens of
+milliseconds."""
 MINIMUM_GAIN: Final = 0.03
 """Smallest predicted gain of a move, as a share of the update time."""
 PROVEN_GAIN: Final = MINIMUM_GAIN / 2
 """Smallest measured gain with which new knobs are kept, as a share of the update time."""
-SETTLE_STEPS: Final = 1
+UNCOUNTED_STEPS: Final = 1
 """Steps after each change of knobs that are not counted, because state moves to its new residences."""
 BLOCK_STEPS: Final = 3
 """Counted steps of the new knobs' first turn; they are compared with as many steps of the old knobs just before."""
@@ -60,7 +61,7 @@ class Move(NamedTuple):
     gain is None for a probe, whose gain cannot be predicted.
     """
 
-    to: Effective
+    to: EffectiveKnobs
     gain: float | None
 
 
@@ -68,21 +69,21 @@ class Move(NamedTuple):
 class _Trial:
     """A comparison of old and new knobs, which run in turns. `times`: seconds of the counted updates."""
 
-    old: Effective
+    old: EffectiveKnobs
     move: Move
     times: dict[bool, list[float]]
     """Key True: updates under the new knobs; False: under the old knobs."""
     new_runs: bool = True
     """Whether the new knobs are in force in this turn."""
     block: int = BLOCK_STEPS
-    left: int = SETTLE_STEPS + BLOCK_STEPS
+    left: int = UNCOUNTED_STEPS + BLOCK_STEPS
     changes: int = 1
     extended: bool = False
     disturbed: bool = False
     """Whether speeds drifted during the trial."""
 
     @property
-    def runs(self) -> Effective:
+    def runs(self) -> EffectiveKnobs:
         """The knobs that are in force in this turn."""
         return self.move.to if self.new_runs else self.old
 
@@ -102,9 +103,9 @@ class _Trial:
         self.extended, self.left = True, self.block
         return True
 
-    def turn(self) -> Effective:
+    def turn(self) -> EffectiveKnobs:
         """Begins the next turn, and returns the knobs that are in force in it."""
-        self.new_runs, self.block, self.left = not self.new_runs, LONG_BLOCK_STEPS, SETTLE_STEPS + LONG_BLOCK_STEPS
+        self.new_runs, self.block, self.left = not self.new_runs, LONG_BLOCK_STEPS, UNCOUNTED_STEPS + LONG_BLOCK_STEPS
         self.changes += 1
         return self.runs
 
@@ -134,42 +135,42 @@ class _Trial:
 
 
 class Tuner:
-    """Decides when to look for better knobs, and runs trials of the knobs found. Call `observe` for each update and
+    """Decides when to search for better knobs, and runs trials of the knobs found. Call `observe` for each update and
     `propose` once a step.
 
     Deterministic: the same calls at the same times of `clock` (seconds) give the same proposals; the clock only decides
-    how soon a look is `due`.
+    how soon a search is `due`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._steps = 0
         self._changed_at = self._rests_until = 0
-        self._steps_left = self._wait_steps = FIRST_LOOK_STEPS
-        self._look_at = 0.0
+        self._steps_left = self._wait_steps = FIRST_SEARCH_STEPS
+        self._search_at = 0.0
         self._cost = 0.0
-        """Seconds that the last look took."""
+        """Seconds that the last search took."""
         self._saved, self._saved_at = SAVED_SECONDS, clock()
         self._urgent = False
-        """Whether speeds have changed since the last look. Then the next look, from step `_urgent_from` on, waits
+        """Whether speeds have changed since the last search. Then the next search, from step `_urgent_from` on, waits
         less."""
         self._urgent_from = 0
-        """First step of the next urgent look: where speeds change all the time, looks must be few."""
-        self._recent: deque[tuple[Effective, float]] = deque(maxlen=WINDOW_STEPS)
+        """First step of the next urgent search: where speeds change all the time, searches must be few."""
+        self._recent: deque[tuple[EffectiveKnobs, float]] = deque(maxlen=WINDOW_STEPS)
         self._trial: _Trial | None = None
-        self._refuted: dict[Effective, int] = {}
+        self._refuted: dict[EffectiveKnobs, int] = {}
         """Moves without the predicted gain, by kind: the step from which on each may be tried again."""
         self.last_verdict = ""
         """Result of the last trial, as a sentence."""
 
-    def observe(self, ran: Effective, seconds: float) -> None:
-        """Adds one update: the knobs `ran` that were in force, and its seconds."""
-        self._recent.append((ran, seconds))
+    def observe(self, knobs: EffectiveKnobs, seconds: float) -> None:
+        """Adds one update: the knobs that were in force, and its seconds."""
+        self._recent.append((knobs, seconds))
         trial = self._trial
         if trial is not None:
-            if ran == trial.runs:
+            if knobs == trial.runs:
                 trial.take(seconds)
-        elif drifted(self._under(ran)):
+        elif drifted(self._under(knobs)):
             newest = list(self._recent)[-PERSISTENT_STEPS:]
             self._recent.clear()
             self._recent.extend(newest)
@@ -180,43 +181,43 @@ class Tuner:
         """Reports that a rate has drifted, even if updates take as long as before because another resource decides.
 
         Soon after a change of knobs, the drift may be caused by that change. Then earlier findings stay valid, and the
-        next look waits for the end of the trial and of the pause.
+        next search waits for the end of the trial and of the pause.
         """
         if self._trial is not None:
             self._trial.disturbed = True
         elif self._steps - self._changed_at >= OWN_STEPS:
             self._discard_findings()
         else:
-            self._look_after_drift(max(1, self._rests_until - self._steps))
+            self._search_after_drift(max(1, self._rests_until - self._steps))
 
-    def due(self, now: Effective) -> bool:
-        """Whether it is time for a look, if the knobs `now` are in force."""
+    def due(self, now: EffectiveKnobs) -> bool:
+        """Whether it is time for a search, if the knobs `now` are in force."""
         if self._trial is not None or self._steps_left > 1:
             return False
         urgent = self._urgent and self._steps >= self._urgent_from
-        on_time = self._clock() >= self._look_at or (urgent and self._urgent_budget() >= self._cost)
+        on_time = self._clock() >= self._search_at or (urgent and self._urgent_budget() >= self._cost)
         return on_time and self._before(now) is not None
 
     def _urgent_budget(self) -> float:
-        """The unused budget for looks after a drift, in seconds."""
+        """The unused budget for searches after a drift, in seconds."""
         elapsed, self._saved_at = self._clock() - self._saved_at, self._clock()
         self._saved = min(self._saved + URGENT_SHARE * elapsed, max(SAVED_SECONDS, self._cost))
         return self._saved
 
-    def propose(self, now: Effective, look: Callable[[], Move | None] | None = None) -> Effective | None:
+    def propose(self, now: EffectiveKnobs, search: Callable[[], Move | None] | None = None) -> EffectiveKnobs | None:
         """The knobs for the next steps; None to keep the present knobs. Call this once a step.
 
-        look: searches for better knobs. Give it when a look is `due`; it is then called exactly once in any case,
+        search: looks for better knobs. Give it when a search is `due`; it is then called exactly once in any case,
         because it may contain a collective operation in which other ranks wait. If a proposal turns out to be
         impossible, call `refuse`. If another component changes the knobs, a running trial ends.
         """
         self._steps += 1
         self._steps_left -= 1
-        move = self._timed_look(look) if look is not None else None
+        move = self._timed_search(search) if search is not None else None
         if self._trial is not None:
             return self._continue_trial(self._trial, now)
         before = self._before(now)
-        if look is None or before is None:
+        if search is None or before is None:
             return None
         if move is None or not self._is_worth(now, move):
             self._wait(min(2 * self._wait_steps, LONGEST_WAIT_STEPS))
@@ -225,19 +226,19 @@ class Tuner:
         self._changed_at = self._steps
         return move.to
 
-    def _timed_look(self, look: Callable[[], Move | None]) -> Move | None:
-        """Calls `look`, and charges its time to the budget."""
+    def _timed_search(self, search: Callable[[], Move | None]) -> Move | None:
+        """Calls `search`, and charges its time to the budget."""
         if self._urgent:
             self._urgent, self._urgent_from = False, self._steps + OWN_STEPS
         began = self._clock()
-        move = look()
+        move = search()
         ended = self._clock()
         self._cost = ended - began
-        self._look_at = ended + self._cost / LOOK_SHARE
+        self._search_at = ended + self._cost / SEARCH_SHARE
         self._saved = self._urgent_budget() - self._cost
         return move
 
-    def refuse(self, why: object) -> Effective | None:
+    def refuse(self, why: object) -> EffectiveKnobs | None:
         """Reports that the proposed knobs cannot be applied, for the reason `why`. Returns the knobs to restore; None
         if no trial was running."""
         trial, self._trial = self._trial, None
@@ -250,27 +251,27 @@ class Tuner:
         self.last_verdict = f"Not tried: {why}"
         return trial.old
 
-    def _is_worth(self, now: Effective, move: Move) -> bool:
+    def _is_worth(self, now: EffectiveKnobs, move: Move) -> bool:
         """Whether `move` was not refuted lately, and promises enough gain or is a probe."""
         refuted = self._refuted.get(_kind(now, move.to), 0) > self._steps
         return not refuted and (move.gain is None or move.gain >= MINIMUM_GAIN)
 
-    def _under(self, now: Effective) -> list[float]:
+    def _under(self, now: EffectiveKnobs) -> list[float]:
         """Seconds of the last consecutive updates under the knobs `now`."""
         return [
             seconds for _, seconds in takewhile(lambda pair: pair[0] is now or pair[0] == now, reversed(self._recent))
         ][::-1]
 
-    def _before(self, now: Effective) -> list[float] | None:
+    def _before(self, now: EffectiveKnobs) -> list[float] | None:
         """Seconds of the last BLOCK_STEPS updates under the knobs `now`; None while there are too few."""
         times = self._under(now)
-        return times[-BLOCK_STEPS:] if len(times) >= SETTLE_STEPS + BLOCK_STEPS else None
+        return times[-BLOCK_STEPS:] if len(times) >= UNCOUNTED_STEPS + BLOCK_STEPS else None
 
-    def _continue_trial(self, trial: _Trial, now: Effective) -> Effective | None:
+    def _continue_trial(self, trial: _Trial, now: EffectiveKnobs) -> EffectiveKnobs | None:
         """The knobs of the trial's next turn, or after its end; None to keep the present knobs."""
         if now != trial.runs:
             self._trial = None
-            self._rest(FIRST_LOOK_STEPS, 0)
+            self._rest(FIRST_SEARCH_STEPS, 0)
             self._urgent = self._urgent or trial.disturbed
             return None
         if trial.left > 0:
@@ -280,7 +281,7 @@ class Tuner:
             return None
         return trial.turn() if kept is None else self._end(trial, kept)
 
-    def _end(self, trial: _Trial, kept: bool) -> Effective | None:
+    def _end(self, trial: _Trial, kept: bool) -> EffectiveKnobs | None:
         """Ends the trial. Returns the old knobs if the new ones are not kept, else None."""
         self._trial = None
         self._changed_at = self._steps
@@ -289,10 +290,10 @@ class Tuner:
             trial.turn()
             self._refute(trial)
         if trial.move.gain is None:
-            self._rest(1, 0)  # the probe has measured the missing rates: look again at once
+            self._rest(1, 0)  # the probe has measured the missing rates: search again at once
             self._urgent, self._urgent_from, self._saved = True, 0, max(self._saved, self._cost)
         elif kept and trial.is_clear:
-            self._rest(FIRST_LOOK_STEPS, 0)
+            self._rest(FIRST_SEARCH_STEPS, 0)
         else:
             self._rest(LONGEST_WAIT_STEPS, REST_STEPS * trial.changes)
         self._urgent = self._urgent or trial.disturbed
@@ -312,17 +313,17 @@ class Tuner:
         log.info("tuner: %s", self.last_verdict)
 
     def _discard_findings(self) -> None:
-        """Discards earlier findings after a drift, and starts the next look soon."""
+        """Discards earlier findings after a drift, and starts the next search soon."""
         self._refuted.clear()
         self._rests_until = self._steps
-        self._look_after_drift()
+        self._search_after_drift()
 
-    def _look_after_drift(self, steps: int = 1) -> None:
+    def _search_after_drift(self, steps: int = 1) -> None:
         self._wait(steps)
         self._urgent = True
 
     def _rest(self, wait_steps: int, rest_steps: int) -> None:
-        """Pauses after a trial: the next look waits for both numbers of steps, a look after a drift only for
+        """Pauses after a trial: the next search waits for both numbers of steps, a search after a drift only for
         `rest_steps`."""
         self._rests_until = self._steps + rest_steps
         self._wait(max(wait_steps, rest_steps))
@@ -331,13 +332,13 @@ class Tuner:
         self._steps_left = self._wait_steps = steps
 
 
-def _kind(old: Effective, new: Effective) -> Effective:
+def _kind(old: EffectiveKnobs, new: EffectiveKnobs) -> EffectiveKnobs:
     """The kind of a move: the new knobs, with the bytes of the host cache replaced by 1 if it grows, else 0, because
-    the size to which it can grow differs a little at every look."""
+    the size to which it can grow differs a little at every search."""
     return replace(new, host_cache_bytes=int(new.host_cache_bytes > old.host_cache_bytes))
 
 
-def difference(old: Effective, new: Effective) -> str:
+def difference(old: EffectiveKnobs, new: EffectiveKnobs) -> str:
     """The changes from `old` to `new`, as text."""
     words = [f"stride {old.stride} → {new.stride}"] if old.stride != new.stride else []
     if old.alternate != new.alternate:

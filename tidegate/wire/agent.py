@@ -45,7 +45,7 @@ def _check_knobs(knobs: KnobChanges) -> KnobChanges:
     return knobs
 
 
-ToldKnobs = Annotated[KnobChanges, AfterValidator(_check_knobs)]
+ReportedKnobs = Annotated[KnobChanges, AfterValidator(_check_knobs)]
 
 
 class SubgroupSizes(Message):
@@ -105,7 +105,7 @@ class AgentHello(Message):
     device_kind: DeviceKind
     metrics_address: Annotated[str, Field(max_length=300)]
     """host:port of this rank's /metrics, as other machines reach it; empty when it exports none."""
-    knobs: ToldKnobs
+    knobs: ReportedKnobs
     """Start-up settings: generation 0 of a new run."""
     reset_knobs: Flag = False
     """Whether the knobs of the script replace desired knobs that the daemon has stored for this run."""
@@ -160,7 +160,7 @@ class AgentReport(Message):
     """The newest generation that this rank has applied."""
     applied: Applied | None = None
     """What it has applied since its last report."""
-    effective: ToldKnobs
+    effective: ReportedKnobs
     """What `auto` stands for at present; pinned knobs as they are."""
     rates: Rates | None = None
     steps: Annotated[tuple[StepReport, ...], Field(max_length=256)] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tidegate.wire.base import Count, KnobChanges, Label, Message, RunName, Seconds, Text
+from tidegate.wire.stall_causes import StallCause
 
 
 class PredictedUpdate(Message):
@@ -13,7 +14,7 @@ class PredictedUpdate(Message):
     high_seconds: Seconds | None = None
     """Bounds of the 90 % prediction interval, from the errors of predictions for the present knobs; None after too few
     steps."""
-    stalls: dict[Label, Seconds]
+    stalls: dict[StallCause, Seconds]
     """Seconds in which nothing computes, by cause."""
     lane_bytes: dict[Label, Count]
     """Bytes of one step on the link and on the paths, by lane."""

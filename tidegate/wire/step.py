@@ -20,13 +20,14 @@ from tidegate.wire.base import (
     Speed,
     Text,
 )
+from tidegate.wire.stall_causes import StallCause
 
 PathOperation = Literal["read", "write"]
 
 
 class StallRow(Message):
     phase: Label
-    cause: Label
+    cause: StallCause
     seconds: Duration
 
 

@@ -47,7 +47,7 @@ def upgrade(engine: Engine, if_new: DaemonError | None = None) -> None:
 
 
 def _revision(connection: Connection) -> str | None:
-    """The version that the database is of; None where it has no table that says so, or nothing in it."""
+    """The version of the database; None if it has no table of versions, or that table is empty."""
     found = MigrationContext.configure(connection).get_current_heads()
     if len(found) > 1:
         versions = ", ".join(sorted(found))[:100]
@@ -59,7 +59,7 @@ def _revision(connection: Connection) -> str | None:
 
 
 def _check_empty(connection: Connection) -> None:
-    """Nobody knows what tables are that no version made: they are left alone."""
+    """DaemonError if the database has tables, but no version: it is unknown what made them, so they are not changed."""
     there = sorted(set(inspect(connection).get_table_names()) & Base.metadata.tables.keys())
     if there:
         raise DaemonError(

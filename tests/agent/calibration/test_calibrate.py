@@ -28,14 +28,14 @@ from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.cli import calibrate
 from tidegate.errors import ConfigError, PathFull, PathUnusable
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import CPU, OpKind, Subgroup
 from tidegate.plan.tier_split import PathSpeeds
-from tidegate.simulator.calibration_fit import Step
+from tidegate.simulator.calibration_fit import MeasuredStep
 from tidegate.simulator.steady_state import Rank
 from tidegate.simulator.what_if import what_if
 from tidegate.speeds.rate_card import RateCard
-from tidegate.speeds.saved_calibration import Calibration, file_of, keep, kept
+from tidegate.speeds.saved_calibration import Calibration, calibration_file, load_calibration, save_calibration
 
 SMALL: Final[dict[str, Any]] = {"seconds": 0.001, "numel": 1000, "op_bytes": 1 << 16, "rounds": 1}
 
@@ -71,7 +71,7 @@ def test_cpu_and_paths_are_measured_and_nothing_is_emulated(tmp_path: Path) -> N
 def test_predictions_follow_a_device_only_once_it_is_calibrated_again() -> None:
     """The emulated bandwidth is changed behind the back of who predicts."""
     subgroups = [Subgroup(i, 100_000, weight_bytes=2, grad_bytes=2, state_bytes=10) for i in range(4)]
-    rank, staged = Rank(subgroups, 2), Effective(1.0, 0.0)
+    rank, staged = Rank(subgroups, 2), EffectiveKnobs(1.0, 0.0)
     with closing(EmulatedDevice(1 << 20, EmulatedRates(h2d_bytes_per_second=1e9, d2h_bytes_per_second=1e9))) as device:
 
         def card() -> RateCard:
@@ -92,9 +92,9 @@ def test_predictions_follow_a_device_only_once_it_is_calibrated_again() -> None:
 def test_with_a_device_paths_are_corrected_by_steps_of_an_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[Step] = []
+    taken: list[MeasuredStep] = []
 
-    def kept_steps(*args: Any) -> list[Step]:
+    def kept_steps(*args: Any) -> list[MeasuredStep]:
         taken.extend(step_timing.engine_steps(*args))
         return taken
 
@@ -204,17 +204,17 @@ def calibration(hardware: Mapping[str, str]) -> Calibration:
 
 def test_it_is_kept_until_the_hardware_changes(tmp_path: Path) -> None:
     file, hardware = tmp_path / "deep" / "calibration.json", hardware_of({"disk": tmp_path})
-    assert kept(file, hardware) is None
-    keep(file, calibration(hardware))
-    assert kept(file, hardware) == calibration(hardware)
+    assert load_calibration(file, hardware) is None
+    save_calibration(file, calibration(hardware))
+    assert load_calibration(file, hardware) == calibration(hardware)
     assert [found.name for found in file.parent.iterdir()] == ["calibration.json"]
-    assert kept(file, {**hardware, "cpus": "1024"}) is None
-    assert kept(file, hardware_of({"disk": tmp_path, "other": tmp_path})) is None
+    assert load_calibration(file, {**hardware, "cpus": "1024"}) is None
+    assert load_calibration(file, hardware_of({"disk": tmp_path, "other": tmp_path})) is None
     for broken in ("", "{}", "[]", json.dumps({**calibration(hardware).to_dict(), "version": 99})):
         file.write_text(broken)
-        assert kept(file, hardware) is None
+        assert load_calibration(file, hardware) is None
     with pytest.raises(ConfigError, match="cannot be saved"):
-        keep(file / "below", calibration(hardware))
+        save_calibration(file / "below", calibration(hardware))
 
 
 GPU: Final = RateCard(
@@ -230,13 +230,13 @@ def test_a_run_begins_with_the_rates_that_are_kept(tmp_path: Path) -> None:
     hardware = hardware_of()
     assert saved_rate_card(tmp_path, settings, SPEEDS, device="cuda", cpu_threads=2) is None
     without = Calibration(card=GPU, hardware=hardware, cpu_threads={1: 1e9, 2: 2e9}, card_threads=2, measured_at=5.0)
-    keep(file_of(tmp_path, hardware["host"], {}), without)
+    save_calibration(calibration_file(tmp_path, hardware["host"], {}), without)
     found = saved_rate_card(tmp_path, settings, SPEEDS, device="cuda", cpu_threads=1)
     assert found is not None
     assert found.cpu_params_per_second == 1e9, "of as many threads as the run has"
     assert found.paths["disk"].write_bytes_per_second == 1e9, "as the run has measured it"
     rank = Rank([Subgroup(i, 10**6, 2, 2, 10) for i in range(4)], 2, {"disk": 3})
-    assert what_if(rank, Effective(2.0, 0.0), found).update_seconds > 0
+    assert what_if(rank, EffectiveKnobs(2.0, 0.0), found).update_seconds > 0
     emulated = saved_rate_card(tmp_path, settings, SPEEDS, device="emulated", cpu_threads=2)
     assert emulated is not None
     assert emulated.missing == (
@@ -244,8 +244,8 @@ def test_a_run_begins_with_the_rates_that_are_kept(tmp_path: Path) -> None:
     )  # fmt: skip
     calibrated = GPU.with_paths({"disk": PathSpeeds(read_bytes_per_second=4e9, write_bytes_per_second=3e9)})
     here = hardware_of(settings)
-    keep(
-        file_of(tmp_path, here["host"], {"disk": tmp_path}),
+    save_calibration(
+        calibration_file(tmp_path, here["host"], {"disk": tmp_path}),
         Calibration(card=calibrated, hardware=here, cpu_threads={2: 2e9}, card_threads=2, measured_at=5.0),
     )
     assert saved_rate_card(tmp_path, settings, SPEEDS, device="cuda", cpu_threads=2) == calibrated
@@ -256,7 +256,7 @@ def test_a_run_begins_with_the_rates_that_are_kept(tmp_path: Path) -> None:
 def test_an_attached_run_has_them_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path))
     hardware = hardware_of()
-    keep(file_of(tmp_path, hardware["host"], {}), calibration(hardware))
+    save_calibration(calibration_file(tmp_path, hardware["host"], {}), calibration(hardware))
     weight = torch.nn.Parameter(torch.zeros(64))
     offload = tidegate.Offload(device="emulated", cpu_threads=1, stride="off")
     with tidegate.AdamW([weight], offload=offload) as optimizer, tidegate.attach(optimizer, run="kept") as attachment:
@@ -283,7 +283,7 @@ def test_the_command_shows_what_is_kept(
 ) -> None:
     monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path))
     hardware = hardware_of()
-    keep(file_of(tmp_path, hardware["host"], {}), calibration(hardware))
+    save_calibration(calibration_file(tmp_path, hardware["host"], {}), calibration(hardware))
     calibrate.calibrate(as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["measured_now"] is False
@@ -295,7 +295,7 @@ def test_the_command_shows_what_is_kept(
     assert "No GPU here" in shown
     assert "as in steps" not in shown
     with_device = replace(calibration(hardware), card=RateCard(cpu_params_per_second=2e9, h2d_bytes_per_second=1e10))
-    keep(file_of(tmp_path, hardware["host"], {}), with_device)
+    save_calibration(calibration_file(tmp_path, hardware["host"], {}), with_device)
     calibrate.calibrate()
     assert "alone, as in steps" in capsys.readouterr().out
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.tuner.tuner import FIRST_LOOK_STEPS
+from tidegate.tuner.tuner import FIRST_SEARCH_STEPS
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,9 +28,9 @@ def test_ranks_move_between_the_same_two_steps(tmp_path: Path) -> None:
     one, other = (json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2))
     assert one["heard"] == other["heard"], "each rank's tuner hears of the slower one's update"
     compared = one["compared"]
-    assert compared == other["compared"] > FIRST_LOOK_STEPS, "the comparison ends for both at once"
+    assert compared == other["compared"] > FIRST_SEARCH_STEPS, "the comparison ends for both at once"
     assert one["strides"][:compared] == other["strides"][:compared]
-    assert one["strides"][: FIRST_LOOK_STEPS + 1] == [2.0] * FIRST_LOOK_STEPS + [3.0], "what every rank can have"
+    assert one["strides"][: FIRST_SEARCH_STEPS + 1] == [2.0] * FIRST_SEARCH_STEPS + [3.0], "what every rank can have"
     # What rank 1 refuses, rank 0 has for one step: then all are where they were.
     assert 8.0 not in other["strides"]
     assert one["strides"].count(8.0) == 1

@@ -19,11 +19,11 @@ from tidegate.agent.engine.residency import _is_close
 from tidegate.agent.optimizer import host_cache as cache_module
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.knobs.knobs import Knobs
-from tidegate.plan.effective_knobs import Effective
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.simulator.steady_state import Rank
 from tidegate.speeds.live_rates import PERSISTENT_STEPS, WINDOW_STEPS
 from tidegate.speeds.rate_card import PathRates
-from tidegate.tuner.tuner import FIRST_LOOK_STEPS, LONGEST_WAIT_STEPS, Move
+from tidegate.tuner.tuner import FIRST_SEARCH_STEPS, LONGEST_WAIT_STEPS, Move
 
 
 def two(folder: Path) -> dict[str, str]:
@@ -38,7 +38,7 @@ def test_it_asks_the_model_of_the_run_and_moves_to_what_it_says(
     training = Training(stride="auto", paths=two(tmp_path), host_cache=0)
     with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run="tuning") as attachment:
         moves: list[Move | None] = []
-        seen: list[Effective] = []
+        seen: list[EffectiveKnobs] = []
         optimizer.observers.append(lambda result, _: seen.append(result.effective))
         tuning = attachment.tuning
         look = tuning._search
@@ -47,10 +47,10 @@ def test_it_asks_the_model_of_the_run_and_moves_to_what_it_says(
             """The real look, on the real rates; then a move that does not depend on how fast this machine is now."""
             moves.append(look())
             now = optimizer.engine.effective
-            return Move(Effective(4.0, now.static_ratio, now.tier_split, now.host_cache_bytes, True), 0.5)
+            return Move(EffectiveKnobs(4.0, now.static_ratio, now.tier_split, now.host_cache_bytes, True), 0.5)
 
         monkeypatch.setattr(tuning, "_search", watched)
-        for _ in range(FIRST_LOOK_STEPS + 2):
+        for _ in range(FIRST_SEARCH_STEPS + 2):
             training.step()
         assert len(moves) == 1
         assert moves[0] is None or moves[0].to.static_ratio == 0.0
@@ -84,7 +84,7 @@ def test_it_asks_of_the_paths_that_are_left(tmp_path: Path, monkeypatch: pytest.
     def watched(rank: Rank, *_: object, **__: object) -> None:
         asked.append(rank.capacity)
 
-    monkeypatch.setattr(tuning_module, "look", watched)
+    monkeypatch.setattr(tuning_module, "find_move", watched)
     with training.optimizer as optimizer, Attachment(optimizer, training.model, run="retired") as attachment:
         training.step()
         assert attachment.tuning._search() is None

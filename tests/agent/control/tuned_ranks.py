@@ -15,8 +15,8 @@ import tidegate
 from tidegate.agent.control.attach import Attachment
 from tidegate.errors import ConfigError, MemoryBudgetError
 from tidegate.knobs.knobs import Knobs
-from tidegate.plan.effective_knobs import Effective
-from tidegate.tuner.consensus import Judged, Setting
+from tidegate.plan.effective_knobs import EffectiveKnobs
+from tidegate.tuner.consensus import RankPredictions, Setting
 from tidegate.tuner.tuner import Move
 
 WANTED = {0: 4.0, 1: 3.0}
@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
         tuner = attachment.tuning.tuner
         observe = tuner.observe
 
-        def noted(ran: Effective, seconds: float) -> None:
+        def noted(ran: EffectiveKnobs, seconds: float) -> None:
             heard.append(seconds)
             observe(ran, seconds)
 
@@ -63,7 +63,6 @@ def main(folder: Path) -> None:
         refuse_on_last(optimizer, rank)
         tuner._recent.clear()
         tuner._discard_findings()
-        tuner._urgent_look_at = 0.0  # the looks before, on busy cores, were not dear
         for _ in range(8):
             step()
         (folder / f"rank-{rank}").write_text(
@@ -80,10 +79,12 @@ def tell(attachment: Attachment, rank: int) -> None:
         now = tuning._current
         if rank == 1 and WANTED[1] == 8.0:
             raise RuntimeError("a model that fails on one rank holds up no other")
-        return Move(Effective(WANTED[rank], now.static_ratio), 0.5) if now.stride == 2.0 or WANTED[0] == 8.0 else None
+        return (
+            Move(EffectiveKnobs(WANTED[rank], now.static_ratio), 0.5) if now.stride == 2.0 or WANTED[0] == 8.0 else None
+        )
 
-    def judge(settings: Sequence[Setting], _: int) -> Judged:
-        return Judged(
+    def judge(settings: Sequence[Setting], _: int) -> RankPredictions:
+        return RankPredictions(
             SECONDS[float(tuning._current.stride)][rank], tuple(SECONDS[float(s.stride)][rank] for s in settings)
         )
 

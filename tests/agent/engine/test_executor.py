@@ -21,7 +21,7 @@ from tidegate.agent.engine.clock import MonotonicClock, VirtualClock
 from tidegate.agent.engine.executor import Executor, Issued, StepSkipped
 from tidegate.agent.engine.interpreter_exit import stop_all
 from tidegate.errors import EngineError, LaneStuckError
-from tidegate.plan import Placement, Plan, Subgroup, make_plan, place, steady
+from tidegate.plan import Placement, Plan, Subgroup, make_plan, place_subgroups, steady_placements
 from tidegate.plan.ops import LANES, Op, OpKind
 from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import RateCard
@@ -82,7 +82,10 @@ def test_null_device_and_simulator_give_the_same_timeline(
 ) -> None:
     groups = subgroups(sizes)
     plan = make_plan(
-        groups, steady(place(len(groups), stride=stride, static_ratio=ratio)), num_slots=slots, policy=policy
+        groups,
+        steady_placements(place_subgroups(len(groups), stride=stride, static_ratio=ratio)),
+        num_slots=slots,
+        policy=policy,
     )  # type: ignore[arg-type]
     on_cpu = [i for i, p in enumerate(plan.placements) if p.processor == "cpu"]
     ready_at = {s: 0.4 * (i + 1) / len(on_cpu) for i, s in enumerate(reversed(on_cpu))}

@@ -95,9 +95,9 @@ def plan_of(optimizer: tidegate.AdamW) -> list[str]:
 
 
 def tidegate_place(count: int) -> list[tuple[str, str]]:
-    from tidegate.plan import place
+    from tidegate.plan import place_subgroups
 
-    return list(place(count, stride=2.0, static_ratio=0.0))
+    return list(place_subgroups(count, stride=2.0, static_ratio=0.0))
 
 
 def wait_for_copies(optimizer: tidegate.AdamW) -> None:

@@ -24,7 +24,7 @@ from tidegate.agent.optimizer.auto_knobs import AutoValues
 from tidegate.errors import ConfigError, EngineError, LaneStuckError, MemoryBudgetError, ParameterError
 from tidegate.knobs.knobs import Knobs
 from tidegate.plan.ops import Op, OpKind
-from tidegate.speeds.dispatch_latency import Ran
+from tidegate.speeds.dispatch_latency import StepTrace
 
 ON_CPU = tidegate.Offload(stride="off", subgroup_numel=50, emulated=FAST, cpu_threads=1)
 
@@ -474,7 +474,7 @@ def test_rates_come_from_the_plan_that_ran_not_from_a_dropped_one(monkeypatch: p
         attachment = tidegate.attach(optimizer, run="dropped")
         results: list[StepResult] = []
         optimizer.observers.append(lambda result, _: results.append(result))
-        live, looked_at = attachment.recorder._live, list[Ran]()
+        live, looked_at = attachment.recorder._live, list[StepTrace]()
         observe = live.observe
         monkeypatch.setattr(live, "observe", lambda step, ran: (looked_at.append(ran), observe(step, ran))[1])
         until(lambda: optimizer.engine._executor is not None, "the engine")

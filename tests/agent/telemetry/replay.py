@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.residency import Effective
 from tidegate.agent.telemetry import step_metrics
 from tidegate.agent.telemetry.exposition import Exposition
 from tidegate.agent.telemetry.gpu import GpuFigures
@@ -30,6 +29,7 @@ from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.agent.tiers.transfers import PathCounters, Transfer
 from tidegate.metrics.family import Metric
 from tidegate.plan import OpKind, Plan
+from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.timeline.timeline import PhaseSpan, Span
 
@@ -87,7 +87,7 @@ def _finished(row: Mapping[str, Any]) -> FinishedStep:
     phases = {**row["phases"], "spans": _phase_spans(row["phases"]["spans"]), "tail": ()}
     nothing = Plan(policy="interleaved", subgroups=(), placements=(), num_slots=2, ops=())
     result = StepResult(
-        nothing, spans, row["skipped"], row["grad_norm"], Effective("off", 0.0, None, 0, False), row["stepped"]
+        nothing, spans, row["skipped"], row["grad_norm"], EffectiveKnobs("off", 0.0, None, 0, False), row["stepped"]
     )
     return FinishedStep(
         number=row["number"],

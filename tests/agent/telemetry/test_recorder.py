@@ -32,7 +32,7 @@ from tidegate.metrics.catalogue import METRICS
 from tidegate.plan import Plan
 from tidegate.timeline.stall_analysis import compute_seconds, stalls
 from tidegate.timeline.timeline import PHASES
-from tidegate.tuner.tuner import FIRST_LOOK_STEPS
+from tidegate.tuner.tuner import FIRST_SEARCH_STEPS
 from tidegate.wire.timeline import MAX_SPANS
 
 STEPS = 12
@@ -408,7 +408,7 @@ def test_auto_moves_to_what_measured_rates_call_for_and_weights_do_not_care() ->
         training.optimizer.observers.append(lambda result, _: strides.append(result.effective.stride))
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        for _ in range(FIRST_LOOK_STEPS + 2):
+        for _ in range(FIRST_SEARCH_STEPS + 2):
             training.step()
             pinned.step()
         torch.set_num_threads(threads)

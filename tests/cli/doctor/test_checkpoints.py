@@ -63,7 +63,7 @@ def test_damage_is_listed_and_removed_and_the_sound_stay(tmp_path: Path, saved: 
 def test_who_says_no_keeps_everything(saved: list[tidegate.Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
     place, before = saved[0].directory.parent, sorted(os.listdir(saved[0].directory.parent))
     flip(saved[0].directory / "rank0.json", 100)
-    found = checkpoint_files.look([place])
+    found = checkpoint_files.inspect_checkpoints([place])
     with pytest.raises(ConfigError, match="--yes"):
         checkpoint_files.remove_damaged(found, False, lambda _: True)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
@@ -84,7 +84,7 @@ def test_nothing_outside_goes_and_nothing_of_others(tmp_path: Path, saved: list[
     saved[0].folder.symlink_to(outside / "kept")
     flip(saved[1].directory / "rank0.json", 100)
     (saved[1].directory / "notes.txt").touch()
-    said = checkpoint_files.remove_damaged(checkpoint_files.look([place]), True, lambda _: True)
+    said = checkpoint_files.remove_damaged(checkpoint_files.inspect_checkpoints([place]), True, lambda _: True)
     assert [finding.verdict for finding in said] == ["good", "bad", "good", "good"]
     assert "notes.txt" in said[1].detail
     assert sorted(os.listdir(place)) == ["step-2", "step-3", "step-4"]
@@ -97,10 +97,12 @@ def test_nothing_is_removed_while_a_run_saves_there(tmp_path: Path) -> None:
         run.steps(0, 1)
         made = run.optimizer.save_checkpoint(tmp_path, keep=2)
         flip(made.directory / "rank0.json", 100)
-        (said,) = checkpoint_files.remove_damaged(checkpoint_files.look([tmp_path]), True, lambda _: True)
+        (said,) = checkpoint_files.remove_damaged(
+            checkpoint_files.inspect_checkpoints([tmp_path]), True, lambda _: True
+        )
         assert (said.verdict, "was not removed" in said.detail) == ("bad", True)
         assert made.directory.exists()
-    (said,) = checkpoint_files.remove_damaged(checkpoint_files.look([tmp_path]), True, lambda _: True)
+    (said,) = checkpoint_files.remove_damaged(checkpoint_files.inspect_checkpoints([tmp_path]), True, lambda _: True)
     assert said.verdict == "good"
 
 
@@ -108,7 +110,7 @@ def test_what_is_not_complete_or_newer_stays(saved: list[tidegate.Checkpoint]) -
     place = saved[0].directory.parent
     repack(saved[0].directory / "rank0.json", version=99)
     (saved[1].directory / "rank0.json").unlink()
-    found = checkpoint_files.look([place])
+    found = checkpoint_files.inspect_checkpoints([place])
     assert [one.verdict for one in checkpoint_files.findings([place], found)] == ["bad", "missing", "good", "good"]
     checkpoint_files.remove_damaged(found, True, lambda _: True)
     assert len(os.listdir(place)) == 4
@@ -123,7 +125,7 @@ def test_what_cannot_be_read_stays(saved: list[tidegate.Checkpoint], what: str) 
     mode = target.stat().st_mode
     target.chmod(0)
     with held_to_permissions():
-        found = checkpoint_files.look([place])
+        found = checkpoint_files.inspect_checkpoints([place])
         said = checkpoint_files.findings([place], found)
         assert [one.verdict for one in said] == ["bad", "good", "good", "good"]
         assert "cannot be read" in said[0].detail
@@ -131,13 +133,15 @@ def test_what_cannot_be_read_stays(saved: list[tidegate.Checkpoint], what: str) 
         (done,) = checkpoint_files.remove_damaged(found, True, lambda _: True)
     assert done.verdict == "good"
     target.chmod(mode)
-    assert [one.verdict for one in checkpoint_files.findings([place], checkpoint_files.look([place]))] == ["good"] * 4
+    assert [
+        one.verdict for one in checkpoint_files.findings([place], checkpoint_files.inspect_checkpoints([place]))
+    ] == ["good"] * 4
 
 
 def test_nothing_is_removed_where_no_descriptors_are_left(saved: list[tidegate.Checkpoint]) -> None:
     place = saved[0].directory.parent
     flip(saved[1].directory / "rank0.json", 100)
-    found = checkpoint_files.look([place])
+    found = checkpoint_files.inspect_checkpoints([place])
     for left in range(2):
         with descriptors_left(left):
             (done,) = checkpoint_files.remove_damaged(found, True, lambda _: True)
@@ -153,7 +157,7 @@ def test_a_flip_in_the_version_of_a_state_file_is_damage(saved: list[tidegate.Ch
     for byte in range(8, 12):
         for bit in range(8):
             flip(file, byte, bit)
-            found, *_ = checkpoint_files.look([place])
+            found, *_ = checkpoint_files.inspect_checkpoints([place])
             assert found.damage is not None
             assert type(found.damage.reason) is HeaderDamaged, (byte, bit, found.damage)
             flip(file, byte, bit)

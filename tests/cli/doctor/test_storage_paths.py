@@ -66,7 +66,7 @@ def test_who_says_no_keeps_everything(path: Path, monkeypatch: pytest.MonkeyPatc
         asked.append(question)
         return False
 
-    found = storage_paths.look([path])
+    found = storage_paths.find_leftover_state([path])
     assert [f.detail for f in storage_paths.remove_dead(found, False, no)] == ["nothing was removed"]
     assert "Remove the state of 1 dead ranks, 0.1 MB?" in asked[0]
     assert os.listdir(path) == ["tidegate-killed"]
@@ -78,8 +78,8 @@ def test_one_of_which_nobody_can_tell_stays(path: Path) -> None:
     with trainer(path, "killed", 3) as other:
         other.kill()
     (path / "tidegate-killed" / "rank3" / "owner.json").write_text("{")
-    found = storage_paths.look([path])
-    assert "nobody can tell from here" in storage_paths.findings([path], found)[0].detail
+    found = storage_paths.find_leftover_state([path])
+    assert "it is unknown whether that process is alive" in storage_paths.findings([path], found)[0].detail
     storage_paths.remove_dead(found, True, lambda _: True)
     assert os.listdir(path) == ["tidegate-killed"]
 
@@ -92,6 +92,6 @@ def test_misuse_is_told(tmp_path: Path, path: Path) -> None:
     assert storage_paths.findings([path], [])[0].verdict == "good"
     with trainer(path, "killed", 1) as other:
         other.kill()
-    found = storage_paths.look([path])
+    found = storage_paths.find_leftover_state([path])
     with pytest.raises(ConfigError, match="--yes"):
         storage_paths.remove_dead(found, False, lambda _: True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,8 +21,14 @@ from tidegate.daemon.control import control_plane as plane_module
 from tidegate.daemon.control import retention
 from tidegate.daemon.control import serializers as views_of
 from tidegate.daemon.control.control_plane import FLUSH_SECONDS, ControlPlane
-from tidegate.daemon.control.run import Clock, Member
-from tidegate.daemon.control.step_writer import STEPS_BEFORE_CLEANING, SWEEP_SECONDS, WRITE_SECONDS, StepWriter
+from tidegate.daemon.control.run import Clocks, Member
+from tidegate.daemon.control.step_writer import (
+    SHORTEST_SWEEP_SECONDS,
+    STEPS_BEFORE_CLEANING,
+    SWEEP_SECONDS,
+    WRITE_SECONDS,
+    StepWriter,
+)
 from tidegate.daemon.decisions.step_window import STEPS_KEPT, StepFigures, StepWindow
 from tidegate.daemon.storage import step_table
 from tidegate.daemon.storage.store import Store
@@ -48,10 +55,10 @@ def test_a_window_is_the_newest_of_what_it_was_given(figures: list[StepFigures],
 class Rank:
     """A member that tells steps, and the history that they go to."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, keep_seconds: float = 100.0) -> None:
         self.mono, self.wall = 0.0, 1_000.0
-        clock = Clock(wall=lambda: self.wall, mono=lambda: self.mono)
-        self.history = StepWriter(store.steps, keep_seconds=100.0, clock=clock)
+        clock = Clocks(wall=lambda: self.wall, mono=lambda: self.mono)
+        self.history = StepWriter(store.steps, keep_seconds=keep_seconds, clock=clock)
         self.member = Member(hello=hello("llama"), seen_mono=0.0, last_seen=0.0)
         self.step = 0
 
@@ -61,7 +68,7 @@ class Rank:
         report = AgentReport(
             timestamp=self.wall, step=self.step, phase="other", generation=0, effective={}, steps=steps
         )
-        self.history.add(self.member, self.member.take(report))
+        self.history.add(self.member, self.member.add_report(report))
 
     def pass_seconds(self, seconds: float) -> None:
         self.mono += seconds
@@ -119,6 +126,43 @@ def test_the_table_does_not_grow(store: Store) -> None:
     assert STEPS_KEPT <= stored(store, rank) <= STEPS_KEPT + STEPS_BEFORE_CLEANING + 10
     rank.pass_seconds(SWEEP_SECONDS)
     assert stored(store, rank) == 1, "they are older than they are kept, but for what the run ended with"
+
+
+def served(rank: Rank) -> list[int]:
+    """The steps that the history serves."""
+    return [json.loads(body)["step"] for body in asyncio.run(rank.history.newest(rank.member.hello.agent, 256))]
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_steps_are_served_for_as_long_as_they_are_kept(store: Store, written: bool) -> None:
+    """They are kept for 3 s. The last one stays, whether it is in the database or still in memory."""
+    rank = Rank(store, keep_seconds=3.0)
+
+    def let_pass(seconds: float) -> None:
+        if written:
+            rank.pass_seconds(seconds)
+        else:
+            rank.wall += seconds
+
+    rank.tell(200)
+    let_pass(2.0)
+    rank.tell(2)
+    assert len(served(rank)) == 202
+    let_pass(1.5)
+    assert served(rank) == [201, 202]
+    let_pass(2.0)
+    assert served(rank) == [202]
+    rank.tell(1)
+    assert served(rank) == [203]
+
+
+def test_steps_that_are_kept_for_seconds_are_deleted_within_minutes(store: Store) -> None:
+    rank = Rank(store, keep_seconds=3.0)
+    rank.tell(200)
+    rank.pass_seconds(WRITE_SECONDS)
+    assert stored(store, rank) == 200
+    rank.pass_seconds(SHORTEST_SWEEP_SECONDS)
+    assert stored(store, rank) == 1
 
 
 def test_what_nobody_can_ask_for_is_deleted_even_after_a_refusal(
@@ -205,7 +249,7 @@ def test_what_a_run_ended_with_is_known_however_many_ended_since(
         monkeypatch.setattr(module, "GONE_RANKS_KEPT", 1)
         monkeypatch.setattr(module, "LAST_STEPS_KEPT", 2)
     now = 1_000.0
-    clock = Clock(wall=lambda: now, mono=lambda: now)
+    clock = Clocks(wall=lambda: now, mono=lambda: now)
     plane = ControlPlane(store, clock=clock)
     for name in ("oldest", "older", "old"):
         one = hello(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import sqlite3
 from collections.abc import Iterator
@@ -12,16 +13,18 @@ import pytest
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
 from tidegate.daemon.control import retention
-from tidegate.daemon.control.bounded_answer import bounded
+from tidegate.daemon.control.bounded_answer import MAX_BYTES, REFUSAL_CHARACTERS, bounded_knobs, bounded_runs
 from tidegate.daemon.control.control_plane import ControlPlane
-from tidegate.daemon.control.kept_steps import fitted, memory_of
-from tidegate.daemon.control.run import Clock
-from tidegate.daemon.control.serializers import run_view
+from tidegate.daemon.control.run import Clocks
+from tidegate.daemon.control.serializers import knobs_view, run_view
+from tidegate.daemon.control.step_memory import fit_into_memory, memory_of
 from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.routes import knobs as knobs_route
 from tidegate.daemon.storage.store import Store
 from tidegate.errors import DaemonError, NotFound
 from tidegate.knobs.knobs import Knobs
 from tidegate.wire.agent import AgentReport
+from tidegate.wire.knobs import KnobsView, RankKnobs
 from tidegate.wire.run import RunView
 from tidegate.wire.step import LinkRow, PathRow, PathState, StallRow, StepReport
 
@@ -38,7 +41,7 @@ class Stand:
 
     def open(self) -> None:
         self.store = Store(f"sqlite:///{self.folder / 'tidegate.db'}")
-        clock = Clock(wall=lambda: self.now, mono=lambda: self.now)
+        clock = Clocks(wall=lambda: self.now, mono=lambda: self.now)
         self.plane = ControlPlane(self.store, lease_seconds=10.0, clock=clock)
 
     def again(self) -> None:
@@ -351,11 +354,11 @@ def test_steps_of_a_token_take_bounded_memory(stand: Stand, monkeypatch: pytest.
 
 def test_a_step_that_fits_nowhere_is_kept_without_its_rows() -> None:
     steps = [large(1), large(2)]
-    assert fitted(steps, 2 * memory_of(steps[0])) == steps
-    assert fitted(steps, 10_000) == [steps[1].model_copy(update=dict.fromkeys(("stalls", "links", "paths"), ())
+    assert fit_into_memory(steps, 2 * memory_of(steps[0])) == steps
+    assert fit_into_memory(steps, 10_000) == [steps[1].model_copy(update=dict.fromkeys(("stalls", "links", "paths"), ())
         | {"path_states": ()})]  # fmt: skip
-    assert fitted(steps, 100) == []
-    last, before = reversed(fitted(steps, memory_of(steps[0]) + 200_000))
+    assert fit_into_memory(steps, 100) == []
+    last, before = reversed(fit_into_memory(steps, memory_of(steps[0]) + 200_000))
     assert last == steps[1]
     assert {row.direction: row.bytes for row in before.links} == {"d2h": 2, "h2d": 2}, "over both phases"
     assert len(before.paths) == 128
@@ -373,10 +376,43 @@ def test_all_runs_are_told_in_an_answer_that_clients_take(stand: Stand) -> None:
     views = [run_view(run, stand.plane.registry.states(run)) for run in stand.plane.registry.runs.values()]
     full = sum(len(view.model_dump_json()) for view in views)
     for most, figures, ranks in ((full + 100, 3, 3), (full - 100, 2, 3), (4_000, 1, 3), (3_000, 0, 3), (1_500, 0, 1)):
-        made = bounded(views, most)
+        made = bounded_runs(views, most)
         assert sum(map(len, made)) < most
         told = [RunView.model_validate_json(text) for text in made]
         assert [view.run for view in told] == ["little", "much", "more"]
         assert sum(bool(view.ranks) for view in told) >= ranks, most
         assert sum(any(rank.last_step for rank in view.ranks) for view in told) >= figures, most
         assert not figures or told[0].ranks[0].last_step is not None, "the one that tells least"
+
+
+def test_the_knobs_of_all_ranks_are_in_an_answer_that_clients_accept(stand: Stand) -> None:
+    """The most that ranks can report: knobs with 6,000 characters, and reasons of refusals with 2,000."""
+    stand.begin("llama")
+    (run,) = stand.plane.registry.runs.values()
+    view = knobs_view(run, stand.plane.registry.states(run))
+    many = RankKnobs(
+        rank=0, liveness="live", applied_generation=1,
+        effective={f"knob{number}": "x" * 1_000 for number in range(5)}, refused="\x01" * 2_000,
+    )  # fmt: skip
+    view = view.model_copy(update={"ranks": tuple(many.model_copy(update={"rank": rank}) for rank in range(100))})
+    full = len(view.model_dump_json())
+    for max_bytes, knobs, refusal, ranks in (
+        (full, 5, 2_000, 100), (full - 1, 0, 2_000, 100), (100_000, 0, REFUSAL_CHARACTERS, 100), (10_000, 0, 0, 0),
+    ):  # fmt: skip
+        answer = bounded_knobs(view, max_bytes)
+        assert len(answer) <= max_bytes
+        shown = KnobsView.model_validate_json(answer)
+        assert shown.model_copy(update={"ranks": ()}) == view.model_copy(update={"ranks": ()})
+        assert len(shown.ranks) == ranks
+        assert {(len(rank.effective), len(rank.refused or "")) for rank in shown.ranks} == (
+            {(knobs, refusal)} if ranks else set()
+        )
+    cut = {"effective": {}, "refused": "\x01" * REFUSAL_CHARACTERS, "rank": 999_999, "applied_generation": 10**6}
+    assert len(many.model_copy(update=cut).model_dump_json()) * retention.RANKS_KEPT < MAX_BYTES
+
+
+def test_the_route_of_knobs_is_bounded(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand.begin("llama")
+    monkeypatch.setattr("tidegate.daemon.routes.knobs.bounded_knobs", lambda view: b'"bounded"')
+    answer = asyncio.run(knobs_route.knobs(stand.plane, "llama"))
+    assert (answer.body, answer.headers["etag"]) == (b'"bounded"', '"0"')

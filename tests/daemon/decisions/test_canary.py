@@ -14,9 +14,18 @@ from hypothesis import strategies as st
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.preview import preview
-from tidegate.daemon.control.run import Clock
+from tidegate.daemon.control.run import Clocks
 from tidegate.daemon.control.trials import Predicted
-from tidegate.daemon.decisions.canary import Canary, Step, as_json, common_steps, from_json, judge, measure, rank_score
+from tidegate.daemon.decisions.canary import (
+    Canary,
+    StepOfAllRanks,
+    as_json,
+    common_steps,
+    from_json,
+    judge,
+    measure,
+    rank_score,
+)
 from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.daemon.storage.store import Store
 from tidegate.errors import DaemonError, NotFound
@@ -26,17 +35,17 @@ from tidegate.wire.canary import CanaryRequest
 from tidegate.wire.prediction import KnobPreview
 
 
-def steps(*seconds: float, free: float | None = None) -> tuple[Step, ...]:
-    return tuple(Step(value, value / 2, value / 2, free) for value in seconds)
+def steps(*seconds: float, free: float | None = None) -> tuple[StepOfAllRanks, ...]:
+    return tuple(StepOfAllRanks(value, value / 2, value / 2, free) for value in seconds)
 
 
-def noisy(middle: float, count: int, seed: int) -> tuple[Step, ...]:
+def noisy(middle: float, count: int, seed: int) -> tuple[StepOfAllRanks, ...]:
     """5 % noise, and every tenth step takes three times as long, as one with a checkpoint or a slow file."""
     made = random.Random(seed)
     return steps(*(middle * made.gauss(1, 0.05) * (3 if n % 10 == 7 else 1) for n in range(count)))
 
 
-def trial(before: tuple[Step, ...], **more: Any) -> Canary:
+def trial(before: tuple[StepOfAllRanks, ...], **more: Any) -> Canary:
     return Canary(**{"base": 0, "steps": 20, "min_effect": 0.05, "min_headroom": 0.05, "before": before, **more})
 
 
@@ -57,7 +66,9 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("name", "before", "after", "expected"), TABLE, ids=[row[0] for row in TABLE])
-def test_verdicts(name: str, before: tuple[Step, ...], after: tuple[Step, ...], expected: str) -> None:
+def test_verdicts(
+    name: str, before: tuple[StepOfAllRanks, ...], after: tuple[StepOfAllRanks, ...], expected: str
+) -> None:
     judged = judge(trial(before), after)
     assert judged.state == expected, judged.verdict
     assert (judged.verdict == "") == (expected == "waiting")
@@ -76,8 +87,8 @@ def test_a_verdict_tells_measured_against_predicted() -> None:
 def test_what_is_ours_is_seen_through_the_noise_of_the_model() -> None:
     """Forward and backward take anything from nothing to twice the update, as on a machine that is shared."""
     made = random.Random(7)
-    before = tuple(Step(0.1 + made.uniform(0, 0.2), 0.1 * made.gauss(1, 0.05), 0.1) for _ in range(12))
-    after = tuple(Step(0.14 + made.uniform(0, 0.2), 0.14 * made.gauss(1, 0.05), 0.14) for _ in range(13))
+    before = tuple(StepOfAllRanks(0.1 + made.uniform(0, 0.2), 0.1 * made.gauss(1, 0.05), 0.1) for _ in range(12))
+    after = tuple(StepOfAllRanks(0.14 + made.uniform(0, 0.2), 0.14 * made.gauss(1, 0.05), 0.14) for _ in range(13))
     judged = judge(trial(before, steps=12), after)
     assert judged.state == "condemned", judged.verdict
     assert judged.measured is not None
@@ -115,7 +126,10 @@ def test_a_step_is_as_slow_as_its_slowest_rank_and_known_when_all_have_told() ->
     first = [told(n, 1.0, 10) for n in range(1, 6)]
     second = [told(1, 1.0, 50), told(2, 3.0, 60), told(3, 1.0, 90, skipped=True), told(4, 2.0, 50)]
     found = common_steps([(first, 100), (second, 100)], first=2)
-    assert found == [Step(3.1, 3.0, 3.0, pytest.approx(0.4)), Step(2.1, 2.0, 2.0, pytest.approx(0.5))]
+    assert found == [
+        StepOfAllRanks(3.1, 3.0, 3.0, pytest.approx(0.4)),
+        StepOfAllRanks(2.1, 2.0, 2.0, pytest.approx(0.5)),
+    ]
     assert common_steps([(first, None), (second, 100)], first=2)[0].free_share == pytest.approx(0.4)
     assert common_steps([]) == []
 
@@ -197,7 +211,7 @@ def test_a_rank_that_always_refuses_is_asked_ever_less_often(tmp_path: Path, sec
     """By a clock of the test's: at once, after 5 s, then after twice as long each time, up to five minutes."""
     now = [1000.0]
     store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
-    plane = ControlPlane(store, clock=Clock(wall=lambda: now[0], mono=lambda: now[0]))
+    plane = ControlPlane(store, clock=Clocks(wall=lambda: now[0], mono=lambda: now[0]))
     message = hello("llama")
     plane.hello(message, Knobs(stride=2.0, static_ratio=0.0))
     run = plane.registry.run("llama")

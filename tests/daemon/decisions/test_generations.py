@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.daemon.decisions.canary import Canary, Step
+from tidegate.daemon.decisions.canary import Canary, StepOfAllRanks
 from tidegate.daemon.decisions.generations import (
     NO_RANKS,
     ControlEvent,
@@ -34,7 +34,7 @@ def control(*ranks: int) -> ControlState:
     return ControlState(newest=0, committed=START, present=frozenset(ranks))
 
 
-TRIAL = Canary(base=0, steps=5, min_effect=0.1, min_headroom=0.05, before=(Step(1.0, 0.5, 0.5),))
+TRIAL = Canary(base=0, steps=5, min_effect=0.1, min_headroom=0.05, before=(StepOfAllRanks(1.0, 0.5, 0.5),))
 
 
 def propose(

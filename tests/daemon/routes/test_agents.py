@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
 from tidegate.daemon.control.control_plane import ControlPlane
-from tidegate.daemon.control.run import WOKEN_AT_ONCE, Clock, Notifier
+from tidegate.daemon.control.run import WOKEN_AT_ONCE, Clocks, Notifier
 from tidegate.daemon.storage.store import Store
 from tidegate.errors import DaemonError, NotFound, RankTaken
 from tidegate.knobs.knobs import Knobs
@@ -276,7 +276,7 @@ def test_the_audit_log_is_append_only(daemon: Daemon) -> None:
 def test_ranks_that_a_run_is_started_again_without_are_lost_no_longer(tmp_path: Path, silent: float) -> None:
     """Three ranks die, one or two come back: by a clock of the test's."""
     now = [1000.0]
-    clock, knobs = Clock(wall=lambda: now[0], mono=lambda: now[0]), Knobs(stride=2.0, static_ratio=0.0)
+    clock, knobs = Clocks(wall=lambda: now[0], mono=lambda: now[0]), Knobs(stride=2.0, static_ratio=0.0)
     store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
     plane = ControlPlane(store, lease_seconds=10.0, clock=clock)
     for rank in range(3):

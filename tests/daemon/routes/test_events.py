@@ -12,7 +12,7 @@ import pytest
 from tests.daemon.live import Agent, Daemon, hello, new_run, wait_until
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.event_ids import RESERVED, EventIds
-from tidegate.daemon.control.run import Clock
+from tidegate.daemon.control.run import Clocks
 from tidegate.daemon.storage.store import Store
 from tidegate.errors import NotFound
 from tidegate.knobs.knobs import Knobs
@@ -81,7 +81,7 @@ def test_ids_grow_over_restarts_whatever_the_clock_says(tmp_path: Path, wall: fl
     seen: list[int] = []
     for at in (2e9, wall, wall):
         store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
-        plane = ControlPlane(store, clock=Clock(wall=lambda at=at: at))  # type: ignore[misc]
+        plane = ControlPlane(store, clock=Clocks(wall=lambda at=at: at))  # type: ignore[misc]
         plane.hello(hello("llama"), Knobs())
         seen += [event.id for event in plane.registry.runs["llama"].events]
         store.close()

@@ -18,8 +18,9 @@ import pytest
 
 from tests import forked
 from tests.daemon.live import BARE, ROOT, Daemon, Process, environment, listen, threaded
-from tidegate.client.daemon_client import DaemonClient, find_daemon, find_token
+from tidegate.client.daemon_client import DaemonClient
 from tidegate.client.daemon_proof import FromState, read_key, sign
+from tidegate.client.discovery import find_daemon, find_token
 from tidegate.errors import DaemonUnproven
 
 GIVEN = ("TIDEGATE_DAEMON", "TIDEGATE_TOKEN", "TIDEGATE_TOKEN_DIR", "TIDEGATE_OPERATE_TOKEN", "TIDEGATE_READ_TOKEN")

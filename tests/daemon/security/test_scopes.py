@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 
 from tests.daemon.live import Daemon, threaded
-from tidegate.client.daemon_client import SCOPES, Scope
+from tidegate.client.discovery import SCOPES, Scope
 from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.security import scopes
 

@@ -16,7 +16,8 @@ from starlette.routing import Route
 
 from tests.certificates import certificate_for
 from tests.daemon.live import Agent, Daemon, Process, hello, new_run, threaded, wait_until
-from tidegate.client.daemon_client import SCOPES, DaemonClient, find_token
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.client.discovery import SCOPES, find_token
 from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.security.failure_limiter import MAX_KEYS, FailureLimiter
 from tidegate.daemon.security.tokens import UNKNOWN_REFRESH_SECONDS, Caller, Tokens

@@ -19,7 +19,7 @@ import pytest
 from sqlalchemy import event
 
 from tests.daemon.live import ROOT, Agent, Daemon, Process, environment, file_tokens, new_run, threaded, wait_until
-from tidegate.client.daemon_client import SCOPES, find_daemon, find_token
+from tidegate.client.discovery import SCOPES, find_daemon, find_token
 from tidegate.client.state_files import OWN_FOLDER
 from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.server.app import create_app

@@ -28,9 +28,10 @@ from tests.services import PATIENCE
 from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.control import turns
 from tidegate.daemon.problems import ProblemError
+from tidegate.daemon.storage.engines import WAIT_SECONDS
 from tidegate.daemon.storage.open_database import open_store
 from tidegate.daemon.storage.schema import Base
-from tidegate.daemon.storage.store import WAIT_SECONDS, Store
+from tidegate.daemon.storage.store import Store
 from tidegate.daemon.storage.token_table import digest_of
 from tidegate.errors import DaemonError
 

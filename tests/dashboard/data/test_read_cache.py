@@ -33,7 +33,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def numbers(daemon: Daemon) -> list[int]:
     read_cache.expire()
-    look = queries.look(daemon.url, "llama-7b", 0)
+    look = queries.snapshot_reading(daemon.url, "llama-7b", 0)
     assert look.snapshot is not None
     return [step.step for step in look.snapshot.steps]
 
@@ -47,7 +47,7 @@ def test_only_new_steps_are_asked_for(daemon: Daemon, limits: list[int]) -> None
     assert numbers(daemon) == list(range(54, 254))
     assert limits == [queries.NUM_STEPS, 3 + queries.OVERLAP, queries.OVERLAP]
     with daemon.operator() as client:
-        snapshot = queries.look(daemon.url, "llama-7b", 0).snapshot
+        snapshot = queries.snapshot_reading(daemon.url, "llama-7b", 0).snapshot
         assert snapshot is not None
         assert snapshot.steps == client.steps("llama-7b", 0, queries.NUM_STEPS).steps
 
@@ -122,8 +122,8 @@ def test_what_was_wanted_longest_ago_goes_first() -> None:
 
 def test_one_client_for_each_daemon_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "CLIENTS_KEPT", 2)
-    first = clients.reader("http://127.0.0.1:1")
-    assert clients.reader("http://127.0.0.1:1") is first
+    first = clients.shared_client("http://127.0.0.1:1")
+    assert clients.shared_client("http://127.0.0.1:1") is first
     for port in (2, 3):
-        clients.reader(f"http://127.0.0.1:{port}")
-    assert clients.reader("http://127.0.0.1:1") is not first
+        clients.shared_client(f"http://127.0.0.1:{port}")
+    assert clients.shared_client("http://127.0.0.1:1") is not first

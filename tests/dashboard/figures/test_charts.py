@@ -13,7 +13,7 @@ from tests.dashboard.scripted import RATES, SUBGROUPS, step_report, timeline
 from tidegate.dashboard.data import knob_edits
 from tidegate.dashboard.data.lane_stats import lane_use
 from tidegate.dashboard.data.path_stats import PathUse
-from tidegate.dashboard.data.step_stats import digest, pace, verdict
+from tidegate.dashboard.data.step_stats import pace, summarize, verdict
 from tidegate.dashboard.figures import chart_style, charts, gantt, memory_chart
 from tidegate.dashboard.style import palette, units
 from tidegate.dashboard.widgets.gantt import expected
@@ -80,7 +80,7 @@ def test_every_phase_lane_kind_and_cause_has_one_colour_of_its_own() -> None:
 
 
 def test_lanes_causes_and_places_of_paths_have_a_colour_too() -> None:
-    assert palette.lane("nvme:read") == palette.cause("nvme:read") == palette.place("nvme") == palette.KIND["fetch"]
+    assert palette.lane("nvme:read") == palette.cause("nvme:read") == palette.residence("nvme") == palette.KIND["fetch"]
     assert palette.lane("nvme:write") == palette.KIND["flush"]
     assert (palette.lane("cpu"), palette.lane("new"), palette.cause("lock")) == (
         palette.LANE["cpu"], palette.GREY, palette.CAUSE["lock"],
@@ -88,12 +88,12 @@ def test_lanes_causes_and_places_of_paths_have_a_colour_too() -> None:
 
 
 def test_the_digest_is_of_the_newest_steps() -> None:
-    figures = digest(STEPS)
+    figures = summarize(STEPS)
     assert figures.steps == 20
     assert figures.pace == pytest.approx(3.5)
     assert figures.update_share == pytest.approx(1.46 / (0.61 + 1.34 + 1.46 + 0.04), rel=0.03)
     assert figures.stall_share == pytest.approx({"h2d": 0.31, "d2h": 0.06})
-    assert digest(()).pace is None
+    assert summarize(()).pace is None
     assert pace(STEPS[:1]) == pytest.approx(sum(STEPS[0].phase_seconds.values()))
 
 
@@ -104,17 +104,21 @@ def test_pace_is_of_one_step_also_where_some_were_not_told() -> None:
 
 
 def test_the_verdict_says_what_the_update_waits_for() -> None:
-    assert verdict(run_view(), digest(STEPS), 100.0) == (
+    assert verdict(run_view(), summarize(STEPS), 100.0) == (
         "The update is 42 % of the step; it waits 31 % of its time on h2d, 6 % on the rest."
     )
     calm = tuple(step.model_copy(update={"stalls": ()}) for step in STEPS)
-    assert verdict(run_view(), digest(calm), 100.0) == "The update is 42 % of the step; hardly anything held it up."
-    assert verdict(run_view(), digest(()), 100.0) == "Waiting for the first step to finish."
+    assert verdict(run_view(), summarize(calm), 100.0) == "The update is 42 % of the step; hardly anything held it up."
+    assert verdict(run_view(), summarize(()), 100.0) == "Waiting for the first step to finish."
     skipping = [step.model_copy(update={"skipped": True}) for step in STEPS[-12:]]
-    assert verdict(run_view(), digest([*STEPS, *skipping]), 100.0).startswith("12 of the newest 20 steps were skipped")
-    assert verdict(run_view("lost"), digest(STEPS), 142.0) == "Lost: no word from rank 0 for 42 s."
-    assert verdict(run_view("stale"), digest(STEPS), 105.0) == "Late: no word from rank 0 for 5.0 s."
-    assert verdict(run_view("finished"), digest(STEPS), 1.0).startswith("Finished after 60 steps: the update was 42 %")
+    assert verdict(run_view(), summarize([*STEPS, *skipping]), 100.0).startswith(
+        "12 of the newest 20 steps were skipped"
+    )
+    assert verdict(run_view("lost"), summarize(STEPS), 142.0) == "Lost: no word from rank 0 for 42 s."
+    assert verdict(run_view("stale"), summarize(STEPS), 105.0) == "Late: no word from rank 0 for 5.0 s."
+    assert verdict(run_view("finished"), summarize(STEPS), 1.0).startswith(
+        "Finished after 60 steps: the update was 42 %"
+    )
 
 
 def test_the_gantt_has_every_op_of_the_update_on_its_lane() -> None:
@@ -172,7 +176,7 @@ def test_a_path_faster_than_when_the_run_began_is_over_100_percent(share: float,
     assert shown in speed(PathUse(bytes_per_step=1.0, bytes_per_second=1e9, ceiling_share=share), "nvme:read")
 
 
-@pytest.mark.parametrize(("times", "shown"), [(1.5, 1.5), (100.0, gantt.FURTHEST), (0.5, 1.0)])
+@pytest.mark.parametrize(("times", "shown"), [(1.5, 1.5), (100.0, gantt.MAX_PREDICTED_RATIO), (0.5, 1.0)])
 def test_a_prediction_that_is_far_off_leaves_the_measured_update_readable(times: float, shown: float) -> None:
     view = timeline(7)
     first, last = gantt.window(view, "update")
@@ -199,20 +203,20 @@ def test_lanes_with_a_prediction_are_compared() -> None:
 
 
 def test_the_tide_has_a_wave_for_each_phase_in_its_place() -> None:
-    waves = memory_chart.waves(STEPS[:2])
+    waves = memory_chart.phase_peaks(STEPS[:2])
     assert [wave.phase for wave in waves] == 2 * ["forward", "backward", "update"]
     assert waves[0].at == 1.0
     assert waves[1].at == pytest.approx(1.0 + waves[0].width)
     assert waves[3].at == 2.0
     whole = STEPS[0].phase_seconds
     assert waves[0].width == pytest.approx(whole["forward"] / sum(whole.values()))
-    figure = go.Figure(memory_chart.tide(STEPS, 80_000_000_000))
+    figure = go.Figure(memory_chart.memory_figure(STEPS, 80_000_000_000))
     assert {trace.name for trace in figure.data} >= {"backward", "host state", "host mirror", "host gradient"}
     assert len(next(trace for trace in figure.data if trace.name == "backward").x) == memory_chart.STEPS
     assert figure.layout.yaxis2.autorange == "reversed"
     assert "80.0 GB in all" in figure.layout.annotations[-1].text
     none = [step.model_copy(update={"device_memory_peak_bytes": {}}) for step in STEPS]
-    bare = go.Figure(memory_chart.tide(none, 80_000_000_000))
+    bare = go.Figure(memory_chart.memory_figure(none, 80_000_000_000))
     assert all(trace.name.startswith("host") for trace in bare.data)
     assert not bare.layout.shapes
 
@@ -266,7 +270,7 @@ def test_every_chart_can_be_drawn(steps: tuple[StepReport, ...]) -> None:
         charts.stalls_by_cause(steps),
         charts.link_bytes(steps),
         charts.cpu_cores(steps),
-        memory_chart.tide(steps, 80_000_000_000),
+        memory_chart.memory_figure(steps, 80_000_000_000),
         charts.series(([s.step for s in steps], [s.loss or 0.0 for s in steps]), "none", "#000000"),
     ]
     for figure in map(go.Figure, figures):
@@ -294,7 +298,7 @@ def test_no_label_that_moves_with_the_steps_is_measured() -> None:
     """Plotly would remember its size at each place where it ever stood, and lay out the page for each."""
     figures = [
         charts.phase_history(STEPS), charts.stalls_by_cause(STEPS), charts.link_bytes(STEPS), charts.cpu_cores(STEPS),
-        charts.series(([1, 2], [1.0, 2.0]), "", "#000000"), memory_chart.tide(STEPS, 80_000_000_000),
+        charts.series(([1, 2], [1.0, 2.0]), "", "#000000"), memory_chart.memory_figure(STEPS, 80_000_000_000),
         gantt.gantt(timeline(7)),
     ]  # fmt: skip
     for figure in figures:

@@ -10,7 +10,7 @@ import pytest
 from tests.dashboard.screen import again, field, page, text
 from tests.dashboard.scripted import Agent, Daemon
 from tests.services import until
-from tidegate.dashboard.data.audit_filter import Filter, change, chosen
+from tidegate.dashboard.data.audit_filter import AuditFilter, change, filtered
 from tidegate.dashboard.widgets.alerts import own_runbook, runbook
 from tidegate.wire.audit import AuditRow
 
@@ -116,17 +116,17 @@ ROWS = (
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [
-        (Filter(), [3, 2, 1]),
-        (Filter(text="fewer CROSSINGS"), [1]),
-        (Filter(text="stride"), [2, 1]),
-        (Filter(text="generation 3"), [3]),
-        (Filter(actions=frozenset({"proposed"})), [3, 1]),
-        (Filter(actions=frozenset({"proposed"}), actor="ana"), [1]),
-        (Filter(actor="nobody"), []),
+        (AuditFilter(), [3, 2, 1]),
+        (AuditFilter(text="fewer CROSSINGS"), [1]),
+        (AuditFilter(text="stride"), [2, 1]),
+        (AuditFilter(text="generation 3"), [3]),
+        (AuditFilter(actions=frozenset({"proposed"})), [3, 1]),
+        (AuditFilter(actions=frozenset({"proposed"}), actor="ana"), [1]),
+        (AuditFilter(actor="nobody"), []),
     ],
 )
-def test_a_filter_takes_what_all_of_its_parts_take(wanted: Filter, found: list[int]) -> None:
-    assert [row.id for row in chosen(ROWS, wanted)] == found
+def test_a_filter_takes_what_all_of_its_parts_take(wanted: AuditFilter, found: list[int]) -> None:
+    assert [row.id for row in filtered(ROWS, wanted)] == found
 
 
 def test_a_row_shows_what_is_different_after_it() -> None:

@@ -213,7 +213,7 @@ def test_a_run_that_begins_again_shows_no_timeline_of_before(daemon: Daemon, mon
     monkeypatch.setattr(
         queries, "_TIMELINES", read_cache.CachedQuery(lambda *_: None, 1.0)
     )  # the newest is not on a screen yet
-    assert queries.look(daemon.url, "llama-7b", 0).snapshot
+    assert queries.snapshot_reading(daemon.url, "llama-7b", 0).snapshot
     assert queries.timeline(daemon.url, "llama-7b", 0, 3) == after
 
 

@@ -14,7 +14,7 @@ from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report
 from tests.services import until
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.dashboard.data import firing_alerts, read_cache, triage
-from tidegate.dashboard.data.step_stats import digest, verdict
+from tidegate.dashboard.data.step_stats import summarize, verdict
 from tidegate.dashboard.widgets import card
 from tidegate.errors import DaemonUnreachable
 from tidegate.wire.alert import AlertView
@@ -176,10 +176,10 @@ def test_while_nothing_goes_on_the_newest_that_ended_are_cards(daemon: Daemon) -
 
 def test_a_run_whose_steps_are_not_kept_any_more_does_not_wait_for_its_first() -> None:
     old = run_of("r", "finished").model_copy(update={"step": 280})
-    said = card._figures(old, digest([]), NOW)
+    said = card._figures(old, summarize([]), NOW)
     assert "steps not kept" in said
     assert "no step yet" not in said
-    assert verdict(old, digest([]), NOW) == "Finished after 280 steps; the daemon does not have them any more."
+    assert verdict(old, summarize([]), NOW) == "Finished after 280 steps; the daemon does not have them any more."
 
 
 def test_the_one_thing_to_do_is_an_alert_before_a_wait(daemon: Daemon) -> None:
@@ -254,7 +254,7 @@ def test_a_click_is_on_the_row_that_was_drawn(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(card.st, "session_state", {})
     monkeypatch.setattr(card.st, "dataframe", lambda *_, **__: {"selection": {"rows": clicked}})
     gone_to: list[str] = []
-    monkeypatch.setattr(card.links, "go", lambda _, run: gone_to.append(run))
+    monkeypatch.setattr(card.links, "go_to", lambda _, run: gone_to.append(run))
     clicked: list[int] = []
     card.rows("t", [run_of("a"), run_of("b")], NOW, "")
     clicked.append(1)

@@ -57,13 +57,13 @@ def test_a_conflict_names_the_other_change() -> None:
 def test_what_a_late_browser_still_sends_of_emptied_fields_is_no_edit(monkeypatch: pytest.MonkeyPatch) -> None:
     at = EditState()
     monkeypatch.setattr(editor.st, "session_state", {"field": "3", "desk:r": at})
-    editor._typed("r", "stride", "field", at.filling)
-    editor._reasoned("r", "field", at.filling)
+    editor._on_field_change("r", "stride", "field", at.filling)
+    editor._on_reason_change("r", "field", at.filling)
     assert (at.edits, at.reason) == ({"stride": "3"}, "3")
     old = at.filling
     at.clear()
-    editor._typed("r", "stride", "field", old)
-    editor._reasoned("r", "field", old)
+    editor._on_field_change("r", "stride", "field", old)
+    editor._on_reason_change("r", "field", old)
     assert (at.edits, at.reason) == ({}, "")
 
 

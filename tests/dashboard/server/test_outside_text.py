@@ -230,7 +230,7 @@ def test_no_text_from_outside_becomes_markup_in_a_figure(text: str) -> None:
     timeline = evil_timeline(1, text)
     figures = (
         charts.phase_history(steps, marks), charts.stalls_by_cause(steps), charts.link_bytes(steps),
-        charts.cpu_cores(steps), memory_chart.tide(steps), chart_style.empty(text),
+        charts.cpu_cores(steps), memory_chart.memory_figure(steps), chart_style.empty(text),
         *(gantt.gantt(timeline, scope, predicted=timeline, ink="#000000") for scope in get_args(gantt.Scope)),
     )  # fmt: skip
     shown = [said for figure in figures for said in texts_of(figure)]

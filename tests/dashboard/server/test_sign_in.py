@@ -418,12 +418,12 @@ def test_sessions_end_and_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch)
     assert found.operate == "secret"
     assert browser_sessions.find("host:2", first) is None
     assert browser_sessions.find("host:999999", first) is None
-    browser_sessions.only_look("host:1", first)
+    browser_sessions.make_read_only("host:1", first)
     assert browser_sessions.find("host:1", first) == browser_sessions.Session("", found.ends_at)
     monkeypatch.setattr(time, "time", lambda: found.ends_at)
     assert browser_sessions.find("host:1", first) is None
     old = {"tidegate-1": browser_sessions.begin()}
-    for _ in range(browser_sessions.KEPT):
+    for _ in range(browser_sessions.SESSIONS_KEPT):
         newest = {"tidegate-1": browser_sessions.begin()}
     assert browser_sessions.find("host:1", old) is None
     assert browser_sessions.find("host:1", newest) is not None

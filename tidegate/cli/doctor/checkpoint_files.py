@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tidegate.agent.checkpoints.inspection import Inspected
 
 
-def look(places: Sequence[str | os.PathLike[str]]) -> list[Inspected]:
+def inspect_checkpoints(places: Sequence[str | os.PathLike[str]]) -> list[Inspected]:
     """Inspects all checkpoints in these directories; every byte is read. PathUnusable when a directory cannot be
     read."""
     if not places:

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tidegate.cli.tables import console
-from tidegate.client.daemon_client import DEFAULT_URL, DaemonClient, find_token, state_dir
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.client.discovery import DEFAULT_URL, find_token, state_dir
 from tidegate.client.state_files import home_of, read_no_link
 from tidegate.errors import DaemonError
 from tidegate.terminal import visible

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _UNITS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
-def look(places: Sequence[str | os.PathLike[str]], endpoint: str = "") -> list[AnyLeftover]:
+def find_leftover_state(places: Sequence[str | os.PathLike[str]], endpoint: str = "") -> list[AnyLeftover]:
     """Finds state on these paths, also of live runs. Paths are directories, or prefixes of the object store at
     `endpoint`.
 
@@ -50,11 +50,15 @@ def findings(places: Sequence[str | os.PathLike[str]], found: Sequence[AnyLeftov
 
 def _finding(leftover: AnyLeftover) -> Finding:
     what = f"{leftover.directory}: {leftover.nbytes / 1e6:,.1f} MB, {_age(leftover.age_seconds)} old"
-    who = f"process {leftover.owner.pid} on {leftover.owner.host}" if leftover.owner else "a process that left no name"
+    owner = leftover.owner
+    who = f"process {owner.pid} on {owner.host}" if owner else "an unknown process (its owner file cannot be read)"
     by_liveness: dict[str, tuple[Verdict, str]] = {
         "yes": ("good", f"in use by {who}"),
         "no": ("missing", f"left behind by {who}, which is dead: remove it with --remove"),
-        "unknown": ("missing", f"of {who}, and nobody can tell from here whether it lives: look there, then delete it"),
+        "unknown": (
+            "missing",
+            f"of {who}; it is unknown whether that process is alive: check, then delete the state",
+        ),
     }
     verdict, sentence = by_liveness[leftover.alive]
     return Finding("path", verdict, f"{what}, {sentence}")

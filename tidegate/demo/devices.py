@@ -10,7 +10,7 @@ from tidegate.agent.devices.cuda_problem import cuda_problem
 
 
 @dataclass(frozen=True)
-class Place:
+class DemoDevices:
     """The devices of the demo. `device`: device of model and batches; `offload`: the optimizer's device, as in
     `tidegate.Offload(device=…)`; `why_no_gpu`: the reason if no GPU is used."""
 
@@ -23,11 +23,12 @@ class Place:
         return f"{torch.cuda.get_device_name(self.device)} ({self.device})"
 
 
-def choose_place(emulated: bool) -> Place:
-    """Chooses the device. `emulated`: use the emulated device, even if there is a GPU."""
+def choose_devices(emulated: bool) -> DemoDevices:
+    """Chooses the devices. `emulated`: use the emulated device, even if there is a GPU."""
     if emulated:
-        return Place(torch.device("cpu"), "emulated", "--emulated was given")
+        return DemoDevices(torch.device("cpu"), "emulated", "--emulated was given")
     problem = cuda_problem()
     if problem is not None:
-        return Place(torch.device("cpu"), why_no_gpu=f"{problem.reason} (`tidegate doctor --gpu` says what helps)")
-    return Place(torch.device("cuda", torch.cuda.current_device()))
+        why = f"{problem.reason} (`tidegate doctor --gpu` says what helps)"
+        return DemoDevices(torch.device("cpu"), why_no_gpu=why)
+    return DemoDevices(torch.device("cuda", torch.cuda.current_device()))

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import httpcore
 
+from tidegate.client.httpx_import import httpx
 from tidegate.client.streams import Backend, bounded_framing, bounded_head
-from tidegate.client.undrawn_httpx import httpx
 from tidegate.errors import DaemonError
 from tidegate.terminal import visible
 
@@ -44,7 +44,7 @@ class Answer:
         return bounded_framing(self._answer.stream)
 
 
-class Exchanges:
+class HttpClient:
     """An HTTP/1.1 client of the server at `url`, through the proxy that the environment names for it, unless `direct`.
 
     It has no cookies and follows no redirects. Exchanges have a deadline if they are made in `streams.within`.

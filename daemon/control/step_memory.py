@@ -1,4 +1,4 @@
-"""What the steps that a rank told take in memory, and what is left out of them where it is too much."""
+"""Memory for the steps that ranks report: an estimate of the size of a step, and limits by leaving data out."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _STEP_BYTES: Final = 3_000
 _ROW_BYTES: Final = 1_000
 _STATE_BYTES: Final = 3_000
 _ENTRY_BYTES: Final = 400
-"""As measured, and some more. Rows of a step whose texts are all as long as they may be take twice as much."""
+"""As measured, rounded up. Rows of a step whose texts all have the largest length take twice as much."""
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 def memory_of(step: StepReport) -> int:
-    """About how many bytes of memory the step takes, found without looking at its rows."""
+    """An estimate of the memory that the step takes, in bytes, computed without reading its rows."""
     seconds = len(step.phase_seconds) + len(step.exposed_seconds) + len(step.cpu_seconds)
     nbytes = len(step.device_memory_peak_bytes) + len(step.host_memory_bytes)
     return (
@@ -28,17 +28,17 @@ def memory_of(step: StepReport) -> int:
     )
 
 
-def fitted(told: Iterable[StepReport], room: int) -> list[StepReport]:
-    """What is kept of a rank's steps, oldest first, in `room` bytes of memory: all of them where they fit.
+def fit_into_memory(reported: Iterable[StepReport], max_bytes: int) -> list[StepReport]:
+    """The steps of a rank, oldest first, reduced to at most `max_bytes` of memory; all of them if they fit.
 
-    Else the newest is kept as it was told, or without its rows where it does not fit. Of those before it rows are put
-    together, as `step_totals` does, and the oldest go.
+    Otherwise the newest step is complete, or without its rows if it does not fit. In the steps before it, rows are
+    summed as in `step_totals`, and the oldest steps are left out.
     """
-    steps = list(told)
-    if not steps or sum(map(memory_of, steps)) <= room:
+    steps = list(reported)
+    if not steps or sum(map(memory_of, steps)) <= max_bytes:
         return steps
-    last = steps[-1] if memory_of(steps[-1]) <= room else without_rows(steps[-1])
-    kept, left = list[StepReport](), room
+    last = steps[-1] if memory_of(steps[-1]) <= max_bytes else without_rows(steps[-1])
+    kept, left = list[StepReport](), max_bytes
     for step in chain([last], map(_summed, reversed(steps[:-1]))):
         left -= memory_of(step)
         if left < 0:
@@ -48,12 +48,12 @@ def fitted(told: Iterable[StepReport], room: int) -> list[StepReport]:
 
 
 def without_rows(step: StepReport) -> StepReport:
-    """Its figures only."""
+    """The step with its figures only: without stalls, links and paths."""
     return step.model_copy(update={"stalls": (), "links": (), "paths": (), "path_states": ()})
 
 
 def _summed(step: StepReport) -> StepReport:
-    """One row for each direction, and one for each path and operation."""
+    """The step with one row for each direction, and one for each path and operation."""
     links = _bytes_by((row.direction, row.bytes) for row in step.links)
     paths = _bytes_by(((row.path, row.operation), row.bytes) for row in step.paths)
     rows = {
@@ -70,6 +70,7 @@ def _summed(step: StepReport) -> StepReport:
 
 
 def _bytes_by(rows: Iterable[tuple[_Key, int]]) -> dict[_Key, int]:
+    """The sum of bytes for each key."""
     found = dict[_Key, int]()
     for key, count in rows:
         found[key] = found.get(key, 0) + count

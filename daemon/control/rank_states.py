@@ -1,0 +1,85 @@
+"""Liveness changes of ranks: seen, lost or finished. Each change is stored and published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tidegate.daemon.control.audit_rows import note
+from tidegate.daemon.control.event_applier import EventApplier
+from tidegate.daemon.control.registry import RunRegistry
+from tidegate.daemon.control.retention import Retention
+from tidegate.daemon.control.run import Clocks, Member, Run
+from tidegate.daemon.decisions.generations import RankJoined, RankLeft
+from tidegate.daemon.storage.records import AgentRecord
+from tidegate.daemon.storage.store import Store
+
+
+class RankStates:
+    """Changes the liveness of ranks."""
+
+    def __init__(
+        self, store: Store, registry: RunRegistry, retention: Retention, events: EventApplier, clock: Clocks
+    ) -> None:
+        self._store = store
+        self._registry = registry
+        self._retention = retention
+        self._events = events
+        self._clock = clock
+
+    def record(self, member: Member) -> AgentRecord:
+        """The rank as it is stored."""
+        return AgentRecord(
+            hello=member.hello,
+            liveness=self._registry.liveness(member),
+            last_seen=member.last_seen,
+            step=member.step,
+            applied_generation=member.applied_generation,
+            last_report=member.last_report,
+            owner=member.owner,
+        )
+
+    def mark_live(self, run: Run, member: Member) -> None:
+        """Marks a rank as live because it has sent a message; a lost rank becomes present again."""
+        was = self._registry.liveness(member)
+        if not run.is_running:
+            self._retention.check_quota(run, member.owner)
+        self.mark_seen(member)
+        if member.hello.rank not in run.control.present:
+            self._events.apply(run, RankJoined(member.hello.rank, fresh=False))
+        if was != "live":
+            self._registry.publish_liveness(run, member)
+
+    def mark_seen(self, member: Member) -> None:
+        """Sets the time of the last message to now."""
+        member.seen_mono, member.last_seen, member.announced = self._clock.mono(), self._clock.wall(), "live"
+
+    def finish(self, run: Run, member: Member, actor: str, reason: str) -> None:
+        """Marks a rank as finished, because it said goodbye or will not return."""
+        rank, at = member.hello.rank, self._clock.wall()
+        record = replace(self.record(member), liveness="finished")
+        self._store.save(run.name, agents=[record], notes=[note(run.name, at, actor, "goodbye", reason=reason)])
+        member.finished, member.announced = True, "finished"
+        self._events.apply(run, RankLeft(rank, at))
+        run.directive_notifier.notify(member.hello.agent)
+        self._registry.publish_liveness(run, member)
+
+    def finish_surplus_ranks(self, run: Run) -> None:
+        """Marks lost ranks as finished if the run was restarted with fewer ranks: they will not return."""
+        size = run.world_size
+        for rank, member in run.members.items():
+            if rank >= size and self._registry.liveness(member) == "lost":
+                self.finish(run, member, "daemon", f"Rank {rank} is lost and the run goes on with {size} ranks.")
+
+    def announce_liveness(self, run: Run, member: Member, at: float) -> bool:
+        """Publishes and stores a changed liveness of a rank; whether it has changed."""
+        state = self._registry.liveness(member)
+        if state == member.announced:
+            return False
+        if state == "lost":
+            rank, silent = member.hello.rank, self._registry.lost_seconds
+            lost = note(run.name, at, "daemon", "lost", reason=f"Rank {rank} said nothing for {silent:g} s.")
+            self._store.save(run.name, agents=[self.record(member)], notes=[lost])
+            self._events.apply(run, RankLeft(rank, at))
+        member.announced = state
+        self._registry.publish_liveness(run, member)
+        return True

@@ -1,0 +1,163 @@
+"""What the daemon stores of runs, generations, ranks and the audit log: records, and their conversion to rows and back.
+
+Each function `…_of(row)` raises for a row that cannot be read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from pydantic import Field, TypeAdapter
+
+from tidegate.daemon.decisions import canary
+from tidegate.daemon.decisions.generations import Ballot, Generation
+from tidegate.daemon.storage.schema import AgentRow, AuditEntry, GenerationRow, RunRow
+from tidegate.knobs.knobs import Knobs
+from tidegate.wire.agent import AgentHello, Rates
+from tidegate.wire.audit import AuditRow
+from tidegate.wire.base import Duration, Finite, KnobChanges, Label, Liveness, Message, RunName
+from tidegate.wire.knobs import MeasuredEffect
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentRecord:
+    """The agent of one rank as it is stored."""
+
+    hello: AgentHello
+    liveness: Liveness
+    last_seen: float
+    step: int
+    applied_generation: int
+    last_report: dict[str, Any]
+    """`Member.last_report`, in the column `told`."""
+    owner: str = ""
+    """Id of the token that the agent used; empty if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditNote:
+    """A new row of the audit log, which has no number yet."""
+
+    timestamp: float
+    actor: str
+    action: str
+    run: str
+    generation: int | None = None
+    before: KnobChanges | None = None
+    after: KnobChanges | None = None
+    reason: str = ""
+    effect: str = ""
+
+
+class LastReport(Message):
+    """`Member.last_report` as it is stored."""
+
+    phase: Label = "other"
+    effective: KnobChanges = Field(default_factory=dict)
+    predicted_update_seconds: Duration | None = None
+    rates: Rates | None = None
+
+
+class StoredRun(Message):
+    """A row of the table of runs."""
+
+    name: RunName
+    created_at: Finite
+
+
+_AGENT: Final = TypeAdapter(AgentRecord)
+_GENERATION: Final = TypeAdapter(Generation)
+
+
+def generation_row(run: str, g: Generation) -> GenerationRow:
+    return GenerationRow(
+        run=run,
+        number=g.number,
+        state=g.state,
+        knobs=dict(g.knobs),
+        changes=dict(g.changes),
+        author=g.author,
+        reason=g.reason,
+        created_at=g.created_at,
+        decided_at=g.decided_at,
+        outcome=g.outcome,
+        votes={str(rank): [ballot.can, ballot.reason] for rank, ballot in g.votes.items()},
+        applied={str(rank): step for rank, step in g.applied.items()},
+        effect=g.effect.model_dump() if g.effect else None,
+        canary=dict(canary.as_json(g.canary)) if g.canary else None,
+        restores=g.restores,
+    )
+
+
+def run_of(row: RunRow) -> tuple[str, float]:
+    """Name and time of creation of a run."""
+    run = StoredRun(name=row.name, created_at=row.created_at)
+    return run.name, run.created_at
+
+
+def audit_of(row: AuditEntry) -> AuditRow:
+    return AuditRow(**{name: getattr(row, name) for name in AuditRow.model_fields})
+
+
+def agent_of(row: AgentRow) -> AgentRecord:
+    hello = AgentHello.model_validate(row.hello)
+    if (hello.run, hello.rank, hello.agent) != (row.run, row.rank, row.agent):
+        raise ValueError("its hello message is that of another rank")
+    last_report = LastReport.model_validate(row.told or {}).model_dump(exclude_unset=True)
+    more = {name: getattr(row, name) for name in ("liveness", "last_seen", "step", "applied_generation")}
+    return _AGENT.validate_python({"hello": hello, "last_report": last_report, "owner": row.owner or "", **more})
+
+
+def generation_of(row: GenerationRow) -> Generation:
+    generation = _GENERATION.validate_python(asdict(_generation(row)))
+    Knobs(**generation.knobs)  # type: ignore[arg-type]  # raises for invalid knobs
+    return generation
+
+
+def _generation(row: GenerationRow) -> Generation:
+    return Generation(
+        number=row.number,
+        state=row.state,  # type: ignore[arg-type]
+        knobs=row.knobs,
+        changes=row.changes,
+        author=row.author,
+        reason=row.reason,
+        created_at=row.created_at,
+        decided_at=row.decided_at,
+        outcome=row.outcome,
+        votes={int(rank): Ballot(*ballot) for rank, ballot in row.votes.items()},
+        applied={int(rank): step for rank, step in row.applied.items()},
+        effect=MeasuredEffect.model_validate(row.effect) if row.effect else None,
+        canary=canary.from_json(row.canary) if row.canary else None,
+        restores=row.restores,
+    )
+
+
+def agent_row(agent: AgentRecord) -> AgentRow:
+    return AgentRow(
+        run=agent.hello.run,
+        rank=agent.hello.rank,
+        agent=agent.hello.agent,
+        hello=agent.hello.model_dump(mode="json"),
+        liveness=agent.liveness,
+        last_seen=agent.last_seen,
+        step=agent.step,
+        applied_generation=agent.applied_generation,
+        told=agent.last_report,
+        owner=agent.owner,
+    )
+
+
+def audit_entry(note: AuditNote) -> AuditEntry:
+    return AuditEntry(
+        timestamp=note.timestamp,
+        actor=note.actor,
+        action=note.action,
+        run=note.run,
+        generation=note.generation,
+        before=note.before or {},
+        after=note.after or {},
+        reason=note.reason,
+        effect=note.effect,
+    )
