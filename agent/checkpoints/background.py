@@ -18,7 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Self
 
-from tidegate.agent.checkpoints.manifest import Checkpoint, Manifest, publish, sync
+from tidegate.agent.checkpoints.checkpoint import Checkpoint
+from tidegate.agent.checkpoints.manifest import Manifest
+from tidegate.agent.checkpoints.publication import publish, sync
 from tidegate.agent.checkpoints.saved_files import checksums_of
 from tidegate.agent.checkpoints.snapshot import Pace, StateSource, buffer_bytes, write_state
 from tidegate.agent.ranks import Ranks

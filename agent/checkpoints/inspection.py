@@ -15,17 +15,9 @@ from typing import Final
 
 import numpy as np
 
-from tidegate.agent.checkpoints.manifest import (
-    OPTIMIZER_FILE,
-    Checkpoint,
-    DamagedCheckpoint,
-    Manifest,
-    find_checkpoints,
-    has_all_ranks,
-    manifests_of,
-    step_entries,
-    warn,
-)
+from tidegate.agent.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
+from tidegate.agent.checkpoints.discovery import find_checkpoints, has_all_ranks, manifests_of, step_entries, warn
+from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, Manifest
 from tidegate.agent.checkpoints.reader import read_from, read_header
 from tidegate.agent.checkpoints.writer_lock import WriterLock
 from tidegate.agent.ranks import Ranks

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from tidegate.agent.checkpoints.background import PendingCheckpoint
-from tidegate.agent.checkpoints.manifest import Checkpoint, choose
+from tidegate.agent.checkpoints.checkpoint import Checkpoint
+from tidegate.agent.checkpoints.discovery import choose
 from tidegate.agent.checkpoints.reader import Reader
 from tidegate.agent.checkpoints.writer import Contents, Target, save, save_in_background
 from tidegate.agent.checkpoints.writer_lock import WriterLock

@@ -15,7 +15,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, Checkpoint, ParamForm, StoredSubgroup
+from tidegate.agent.checkpoints.checkpoint import Checkpoint
+from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, ParamForm, StoredSubgroup
 from tidegate.agent.checkpoints.snapshot import wait_for
 from tidegate.agent.checkpoints.writer import THREADS, weights_checksum
 from tidegate.agent.engine.engine import Engine

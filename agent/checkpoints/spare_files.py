@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tidegate.agent.checkpoints.manifest import Checkpoint
+from tidegate.agent.checkpoints.checkpoint import Checkpoint
 from tidegate.agent.checkpoints.snapshot import BLOCK_BYTES
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.parameters.subgroups import Layout

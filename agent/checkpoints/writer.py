@@ -27,20 +27,10 @@ from typing import Any, Final
 import torch
 
 from tidegate.agent.checkpoints.background import PendingCheckpoint, UnpublishedPart, abandon, warn_not_removed
-from tidegate.agent.checkpoints.manifest import (
-    OPTIMIZER_FILE,
-    Checkpoint,
-    DamagedCheckpoint,
-    Manifest,
-    ParamForm,
-    StoredSubgroup,
-    folder_name,
-    list_checkpoints,
-    remove_orphans,
-    sync,
-    unpublish,
-    unpublish_superseded,
-)
+from tidegate.agent.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
+from tidegate.agent.checkpoints.discovery import list_checkpoints
+from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, Manifest, ParamForm, StoredSubgroup, folder_name
+from tidegate.agent.checkpoints.publication import remove_orphans, sync, unpublish, unpublish_superseded
 from tidegate.agent.checkpoints.saved_files import check_saved
 from tidegate.agent.checkpoints.snapshot import StateInFile, StateInMemory, StateSource, write_state
 from tidegate.agent.checkpoints.spare_files import Spares

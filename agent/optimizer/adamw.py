@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn, Protocol, Self
 import torch
 
 from tidegate.agent.checkpoints.background import PendingCheckpoint
-from tidegate.agent.checkpoints.manifest import Checkpoint
+from tidegate.agent.checkpoints.checkpoint import Checkpoint
 from tidegate.agent.checkpoints.of_optimizer import CheckpointFiles, small_state
 from tidegate.agent.checkpoints.reader import Reader
 from tidegate.agent.checkpoints.writer import Target
