@@ -17,9 +17,9 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from tidegate.agent.interrupts import DelayInterrupt
+from tidegate.agent.tiers.disk_space import reserve
 from tidegate.agent.tiers.file_moves import TRANSIENT_ERRORS
 from tidegate.agent.tiers.file_path import HeldFile, write_header
-from tidegate.agent.tiers.scratch import reserve
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, num_blocks, padded_bytes
 from tidegate.errors import DataTruncated
 from tidegate.kernels import IoPool, IoTicket, crc32c, open_direct

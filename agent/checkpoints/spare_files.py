@@ -16,7 +16,7 @@ from tidegate.agent.checkpoints.checkpoint import Checkpoint
 from tidegate.agent.checkpoints.snapshot import BLOCK_BYTES
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.parameters.subgroups import Layout
-from tidegate.agent.tiers.scratch import free_bytes
+from tidegate.agent.tiers.disk_space import free_bytes
 from tidegate.agent.tiers.state_file import file_bytes
 from tidegate.agent.tiers.tier_store import TierStore, kind_of
 from tidegate.errors import PathFull, PathUnusable

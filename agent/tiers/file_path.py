@@ -15,9 +15,10 @@ from typing import Final
 
 import numpy as np
 
+from tidegate.agent.tiers.disk_space import free_bytes, reserve
 from tidegate.agent.tiers.file_moves import FileMover, StateFile
 from tidegate.agent.tiers.path_locks import device_key, locks_of_path
-from tidegate.agent.tiers.scratch import Scratch, free_bytes, reserve
+from tidegate.agent.tiers.scratch import Scratch
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, num_blocks, padded_bytes
 from tidegate.agent.tiers.transfers import PathCounters, Transfer, no_op
 from tidegate.errors import ConfigError, PathUnusable

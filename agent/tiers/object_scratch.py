@@ -29,7 +29,8 @@ from typing import Any, Final, Self
 
 from tidegate.agent.tiers.object_client import Client, RequestFailed, connect, path_unusable
 from tidegate.agent.tiers.object_settings import ObjectSettings
-from tidegate.agent.tiers.scratch import OWNER, PREFIX, RANK_NAME, RUN_NAME, Alive
+from tidegate.agent.tiers.scratch import PREFIX, RANK_NAME, RUN_NAME
+from tidegate.agent.tiers.scratch_owner import OWNER_FILE, Alive
 from tidegate.errors import ScratchTaken
 
 log = logging.getLogger("tidegate.tiers")
@@ -100,7 +101,7 @@ class ObjectScratch:
 
     def _renew(self) -> None:
         """Writes the lease."""
-        self._client.put(f"{self.folder}/{OWNER}", json.dumps(asdict(self.owner), indent=1).encode())
+        self._client.put(f"{self.folder}/{OWNER_FILE}", json.dumps(asdict(self.owner), indent=1).encode())
 
     def _renew_repeatedly(self) -> None:
         """Renews the lease every LEASE_SECONDS until `end`; failures are logged and tried again."""
@@ -123,7 +124,7 @@ class ObjectScratch:
     def remove(self) -> None:
         """Deletes the lease; call it after everything else is deleted. RequestFailed when the lease cannot be
         deleted."""
-        self._client.delete([f"{self.folder}/{OWNER}"])
+        self._client.delete([f"{self.folder}/{OWNER_FILE}"])
 
 
 def find_object_leftovers(settings: ObjectSettings) -> list[ObjectLeftover]:
@@ -157,8 +158,8 @@ def remove_objects(leftover: ObjectLeftover) -> None:
             raise ScratchTaken(f"{leftover.directory} is in use, may be in use, or has changed since it was listed.")
         keys = [entry["path"] for entry in client.objects(folder)]
         # The lease is deleted last, so that scratch that is left after a crash can still be identified.
-        client.delete([key for key in keys if not key.endswith(f"/{OWNER}")])
-        client.delete([f"{folder}/{OWNER}"])
+        client.delete([key for key in keys if not key.endswith(f"/{OWNER_FILE}")])
+        client.delete([f"{folder}/{OWNER_FILE}"])
     except RequestFailed as error:
         raise path_unusable(leftover.settings, error) from error
 
@@ -168,7 +169,7 @@ def _inspect(settings: ObjectSettings, client: Client, folder: str) -> ObjectLef
     objects = client.objects(folder)
     if not objects:
         return None
-    lease = next((entry for entry in objects if entry["path"] == f"{folder}/{OWNER}"), None)
+    lease = next((entry for entry in objects if entry["path"] == f"{folder}/{OWNER_FILE}"), None)
     owner = _read_owner(client, lease["path"]) if lease is not None else None
     oldest: datetime = min(entry["last_modified"] for entry in objects)
     created_at = owner.created_at if owner is not None else oldest.timestamp()

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from tests.agent.tiers.trainer import trainer
+from tidegate.agent.tiers.disk_space import free_bytes, reserve
 from tidegate.agent.tiers.path_locks import locked_by_other
-from tidegate.agent.tiers.scratch import Leftover, Scratch, find_leftovers, free_bytes, remove, reserve
+from tidegate.agent.tiers.scratch import Leftover, Scratch, find_leftovers, remove
 from tidegate.errors import PathFull, PathUnusable, ScratchTaken
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -401,7 +402,7 @@ def on_small_file_system(tmp_path: Path, options: str, script: str) -> None:
         import os, pytest, sys
         from pathlib import Path
         from tidegate.agent.tiers.scratch import *
-        from tidegate.agent.tiers.scratch import reserve, free_bytes
+        from tidegate.agent.tiers.disk_space import reserve, free_bytes
         from tidegate.errors import *
         base = Path(sys.argv[1])
     """
