@@ -18,7 +18,7 @@ import torch
 from tidegate.agent.checkpoints.checkpoint import Checkpoint
 from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, ParamForm, StoredSubgroup
 from tidegate.agent.checkpoints.snapshot import wait_for
-from tidegate.agent.checkpoints.writer import THREADS, weights_checksum
+from tidegate.agent.checkpoints.state_copies import THREADS, weights_checksum
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.engine.memory import state_arrays
 from tidegate.agent.parameters.subgroups import Segment
