@@ -24,9 +24,9 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Final, Self
 
+from tidegate.agent.procfs import boot_id, pid_namespace, start_ticks
 from tidegate.agent.tiers.object_client import Client, RequestFailed, connect, path_unusable
 from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.agent.tiers.scratch import PREFIX, RANK_NAME, RUN_NAME
@@ -62,8 +62,8 @@ class ObjectOwner:
     def of_this_process(cls, run: str, rank: int) -> Self:
         """The owner for the calling process."""
         return cls(
-            host=socket.gethostname(), boot_id=_boot_id(), pid_namespace=_pid_namespace(), pid=os.getpid(),
-            process_start_ticks=_start_ticks(os.getpid()), run=run, rank=rank, created_at=time.time(),
+            host=socket.gethostname(), boot_id=boot_id(), pid_namespace=pid_namespace(), pid=os.getpid(),
+            process_start_ticks=start_ticks(os.getpid()), run=run, rank=rank, created_at=time.time(),
         )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def _liveness(owner: ObjectOwner | None, lease_age_seconds: float) -> Alive:
     """Whether the owner is alive, by the rules of the module's docstring."""
     if owner is None:
         return "unknown"
-    if (owner.boot_id, owner.pid_namespace) == (_boot_id(), _pid_namespace()):
+    if (owner.boot_id, owner.pid_namespace) == (boot_id(), pid_namespace()):
         return _process_liveness(owner)
     if lease_age_seconds < ALIVE_SECONDS:
         return "yes"
@@ -214,7 +214,7 @@ def _liveness(owner: ObjectOwner | None, lease_age_seconds: float) -> Alive:
 def _process_liveness(owner: ObjectOwner) -> Alive:
     """Whether a process of this kernel and this namespace of process ids is alive."""
     try:
-        return "yes" if _start_ticks(owner.pid) == owner.process_start_ticks else "no"
+        return "yes" if start_ticks(owner.pid) == owner.process_start_ticks else "no"
     except OSError:  # no such process, or /proc hides processes of other users
         with suppress(PermissionError):
             try:
@@ -222,23 +222,3 @@ def _process_liveness(owner: ObjectOwner) -> Alive:
             except ProcessLookupError:
                 return "no"
         return "unknown"
-
-
-def _boot_id() -> str:
-    """Id of the present boot of this kernel."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _pid_namespace() -> str:
-    """Id of the namespace of process ids."""
-    return os.readlink("/proc/self/ns/pid")
-
-
-def _start_ticks(pid: int) -> int:
-    """Start time of a process in clock ticks after boot: field 22 of /proc/<pid>/stat. -1 for a dead process that its
-    parent has not reaped. OSError when the process is not visible.
-
-    The second field, the program's name, may contain any character but ends at the last ')'.
-    """
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return -1 if fields[0] in "ZX" else int(fields[19])

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from tidegate.agent.procfs import boot_id, start_ticks
 from tidegate.agent.tiers.path_locks import locked_by_other, try_lock
 
 OWNER_FILE: Final = "owner.json"
@@ -55,7 +56,7 @@ def lock_owner_file(scratch: Path, run: str, rank: int) -> tuple[Owner, int]:
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         owner = Owner(
-            host=socket.gethostname(), boot_id=_boot_id(), pid=os.getpid(), process_start_ticks=_process_start_ticks(),
+            host=socket.gethostname(), boot_id=boot_id(), pid=os.getpid(), process_start_ticks=start_ticks(),
             run=run, rank=rank, created_at=time.time(), locked=_can_lock(fd),
         )  # fmt: skip
         os.write(fd, json.dumps(asdict(owner), indent=1).encode())
@@ -114,7 +115,7 @@ def _liveness(fd: int, owner: Owner | None) -> Alive:
         return "unknown"
     if owner is None or not owner.locked:
         return "unknown"
-    if owner.boot_id == _boot_id():
+    if owner.boot_id == boot_id():
         return "no"
     # Another boot of this node, or another node with the same name. A local disk is not shared between nodes. File
     # systems without a disk, network file systems among them, have the major number 0.
@@ -148,14 +149,3 @@ def is_at(fd: int, path: Path) -> bool:
 def _inode(status: os.stat_result) -> tuple[int, int]:
     """Device and inode number: they identify a file."""
     return status.st_dev, status.st_ino
-
-
-def _boot_id() -> str:
-    """Id of the present boot of this kernel."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _process_start_ticks() -> int:
-    """Start time of this process in clock ticks after boot: field 22 of /proc/self/stat. The second field, the
-    program's name, may contain any character but ends at the last ')'."""
-    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -21,6 +21,7 @@ import pytest
 
 from tests.agent.tiers.trainer import trainer
 from tidegate.agent.tiers.disk_space import free_bytes, reserve
+from tidegate.agent.tiers.object_scratch import ObjectOwner
 from tidegate.agent.tiers.path_locks import locked_by_other
 from tidegate.agent.tiers.scratch import Leftover, Scratch, find_leftovers, remove
 from tidegate.errors import PathFull, PathUnusable, ScratchTaken
@@ -73,6 +74,18 @@ def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.chdir("/")
         assert scratch.directory == tmp_path / "elsewhere" / "tidegate-run" / "rank0"
     assert os.listdir(tmp_path / "elsewhere") == []
+
+
+def test_the_name_of_the_program_may_have_any_bytes(tmp_path: Path) -> None:
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes(b"a \xff) 1 2")
+    try:
+        with Scratch.create(tmp_path, "run", 0) as scratch:
+            assert scratch.owner.process_start_ticks > 0
+            assert ObjectOwner.of_this_process("run", 0).process_start_ticks == scratch.owner.process_start_ticks
+    finally:
+        name.write_bytes(before.strip())
 
 
 def test_live_scratch_is_seen_and_never_removed(tmp_path: Path) -> None:
