@@ -112,7 +112,7 @@ class Manifest:
         """As `unpack`, but faults of the content raise WrongManifestError."""
         outer = schema.parse(data)
         if not isinstance(outer, dict) or not isinstance(values := outer.get("checkpoint"), dict):
-            raise WrongManifestError(f"{len(data):,} bytes that are no manifest", "one")
+            raise WrongManifestError(f"JSON of {len(data):,} bytes that is not a manifest", "a manifest")
         version, expected = values.get("version"), outer.get("crc32")
         found = zlib.crc32(canonical(values).encode())
         is_right = type(expected) is int and found == expected

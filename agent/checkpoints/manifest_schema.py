@@ -84,7 +84,8 @@ class Fields:
     def require_no_more(self) -> None:
         """Raises when values remain that were not read."""
         for name in self._values:
-            _wrong(self._where or "the manifest", name, "no other name")
+            where = f"in {self._where}" if self._where else "at its top"
+            raise WrongManifestError(f"an unknown name, {shown(name)}, {where}", "only names that Tidegate writes")
 
     def _take(self, name: str) -> Any:
         """Removes a value from the unread ones and returns it."""
@@ -107,7 +108,7 @@ def parse(data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise WrongManifestError(f"{len(data):,} bytes that cannot be read", "a manifest") from error
+        raise WrongManifestError(f"{len(data):,} bytes that are not valid JSON", "a manifest") from error
 
 
 def read_segment(fields: Fields) -> Segment:
@@ -140,7 +141,10 @@ def check_subgroup(index: int, file: str, numel: int, state_bytes: int, fmt: int
     filled = 0
     for segment in segments:
         if segment.start != filled:
-            _wrong(f"a segment of {where}", f"one that begins at {segment.start}", f"one that begins at {filled}")
+            raise WrongManifestError(
+                f"a segment of {where} that begins at element {segment.start:,}",
+                f"one that begins at element {filled:,}",
+            )
         filled += segment.numel
     if filled != numel:
         _wrong(f"{where}.numel", numel, f"{filled}, which its segments have")
@@ -153,19 +157,19 @@ def check_all_elements(shapes: Sequence[Sequence[int]], segments: Sequence[Segme
     for segment in segments:
         parts[segment.param].append(segment)
     if parts and max(parts) >= len(shapes):
-        _wrong("a segment", f"parameter {max(parts)}", f"one of {len(shapes)} parameters")
+        raise WrongManifestError(
+            f"a segment of parameter {max(parts)} (counted from 0)", f"segments of the {len(shapes)} listed parameters"
+        )
     for index, shape in enumerate(shapes):
-        covered = 0
+        numel, covered = math.prod(shape), 0
+        expected = f"each of its {numel:,} elements exactly once"
         for segment in sorted(parts[index], key=lambda one: one.offset):
             if segment.offset != covered:
-                break
+                fault = "a gap" if segment.offset > covered else "a repetition"
+                raise WrongManifestError(f"{fault} after {covered:,} elements of parameter {index}", expected)
             covered += segment.numel
-        else:
-            if covered == math.prod(shape):
-                continue
-        raise WrongManifestError(
-            f"{covered:,} elements of parameter {index} in a row", f"its {math.prod(shape):,}, each of them once"
-        )
+        if covered != numel:
+            raise WrongManifestError(f"{covered:,} elements of parameter {index}", expected)
 
 
 def _read(read: Callable[[Fields], T], values: Any, where: str) -> T:

@@ -333,10 +333,14 @@ def _read(view: memoryview, file: Name) -> Header:
         raise HeaderContradiction(file, found, f"{numel * state_bytes:,} bytes")
     checksums = struct.unpack_from(f"<{count}I", view, _BLOCKS_AT)
     try:
-        kind = StateKind(rule.rstrip(b"\0").decode("ascii"), rank, subgroup, numel, weight_format, state_bytes)
+        # In Latin-1 each byte is a character: StateKind refuses those that are not ASCII.
+        kind = StateKind(rule.rstrip(b"\0").decode("latin-1"), rank, subgroup, numel, weight_format, state_bytes)
         header = Header(kind, run_id, step, block_bytes, checksums, weights_checksum, ChecksumKind(checksum_kind))
     except ValueError as error:
-        raise HeaderContradiction(file, f"{error}", "values that can be written") from error
+        raise HeaderContradiction(file, f"an invalid value ({error})", "only values that Tidegate writes") from error
     if header.pack() != view:
-        raise HeaderContradiction(file, "other bytes between the values", f"zeros, and version {VERSION}")
+        _, version, _ = _START.unpack_from(view)
+        if version != VERSION:
+            raise HeaderContradiction(file, f"version {version}", f"version {VERSION}")
+        raise HeaderContradiction(file, "bytes other than 0 behind the values", "bytes that are 0")
     return header
