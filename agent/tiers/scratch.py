@@ -91,12 +91,14 @@ class Scratch:
 
     def close(self) -> None:
         """Removes the directory with its content. Idempotent. Does nothing in a forked child: the directory is the
-        parent's."""
+        parent's. OSError when it cannot be removed: it is then unlocked, so that `tidegate doctor` can remove it."""
         if self._fd < 0 or self.owner.pid != os.getpid():
             return
-        _remove_tree(self.directory)
-        unlock_owner_file(self._fd)
-        self._fd = -1
+        try:
+            _remove_tree(self.directory)
+        finally:
+            unlock_owner_file(self._fd)
+            self._fd = -1
 
     def __enter__(self) -> Self:
         return self

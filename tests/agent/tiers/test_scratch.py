@@ -8,6 +8,7 @@ import json
 import multiprocessing as mp
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.agent.tiers.trainer import trainer
+from tidegate.agent.tiers import scratch as scratch_module
 from tidegate.agent.tiers.disk_space import free_bytes, reserve
 from tidegate.agent.tiers.object_scratch import ObjectOwner
 from tidegate.agent.tiers.path_locks import locked_by_other
@@ -64,6 +66,31 @@ def test_the_directory_of_the_run_goes_with_its_last_rank(tmp_path: Path) -> Non
     first.close()
     assert os.listdir(tmp_path / "tidegate-run") == ["rank1"]
     second.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_scratch_that_somebody_has_removed_leaves_no_descriptor(tmp_path: Path) -> None:
+    scratch = Scratch.create(tmp_path, "run", 0)
+    shutil.rmtree(tmp_path / "tidegate-run")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError):
+        scratch.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    scratch.close()  # again: nothing
+
+
+def test_scratch_that_cannot_be_removed_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    scratch = Scratch.create(tmp_path, "run", 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(scratch_module, "_remove_tree", refused)
+        with pytest.raises(OSError, match="Input/output error"):
+            scratch.close()
+    (found,) = find_leftovers(tmp_path)
+    assert found.alive == "no"
+    remove(found)
     assert os.listdir(tmp_path) == []
 
 
