@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidegate.agent.checkpoints.manifest import Manifest, readable
+from tidegate.agent.checkpoints.manifest import Manifest, file_unreadable_on_error
 from tidegate.agent.checkpoints.saved_files import verify, warn_without_checksums
 from tidegate.agent.tiers.plain_files import require_directory
 from tidegate.errors import FileUnreadable, ForeignByteOrder, NewerFormat, StateFileError, UnknownChecksum
@@ -36,7 +36,7 @@ class Checkpoint:
         FileDamaged, DataTruncated or StrangeEntry when a file is not as it was written, FileUnreadable when the system
         refuses to read it. Files saved by an earlier version of Tidegate have no checksums: a warning is logged once.
         """
-        with readable(self.folder):
+        with file_unreadable_on_error(self.folder):
             require_directory(self.folder)
             if self.manifest.files is None:
                 warn_without_checksums(self.folder, self.manifest.own_files)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from tidegate.agent.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
-from tidegate.agent.checkpoints.manifest import Manifest, manifest_path, read_manifest, readable
+from tidegate.agent.checkpoints.manifest import Manifest, file_unreadable_on_error, manifest_path, read_manifest
 from tidegate.agent.tiers.plain_files import is_directory, require_directory
 from tidegate.errors import DataTruncated, ManifestDamaged, NoCheckpoint, PathUnusable, StateFileError
 from tidegate.logs import event
@@ -62,14 +62,14 @@ def list_checkpoints(directory: Path, rank: int) -> tuple[list[Checkpoint], list
             if has_all_ranks(manifests):
                 complete += [Checkpoint(step, manifest) for manifest in manifests if manifest.rank == rank]
     for checkpoint in damaged:
-        warn(checkpoint)
+        warn_damaged(checkpoint)
     return sorted(complete, key=lambda checkpoint: -checkpoint.manifest.number), damaged
 
 
 def manifests_of(step: Path) -> list[Manifest]:
     """Reads the manifests of all ranks in a checkpoint's directory. `StateFileError` when a manifest cannot be used,
     FileNotFoundError when the checkpoint is removed meanwhile."""
-    with readable(step):
+    with file_unreadable_on_error(step):
         return _manifests_of(step)
 
 
@@ -106,7 +106,7 @@ _warned: set[tuple[str, str]] = set()
 """Damaged checkpoints, with the reason, for which a warning was logged in this process."""
 
 
-def warn(damaged: DamagedCheckpoint) -> None:
+def warn_damaged(damaged: DamagedCheckpoint) -> None:
     """Logs a damaged checkpoint, once in a process."""
     if (about := (str(damaged.directory), str(damaged.reason))) not in _warned:
         _warned.add(about)
@@ -119,7 +119,7 @@ def warn(damaged: DamagedCheckpoint) -> None:
         )  # fmt: skip
 
 
-def choose(directory: str | os.PathLike[str], rank: int, step: int | None) -> Checkpoint:
+def choose_checkpoint(directory: str | os.PathLike[str], rank: int, step: int | None) -> Checkpoint:
     """The newest complete checkpoint, or the newest of `step`. NoCheckpoint when there is none; the damage, as its
     error, when only damaged ones exist."""
     complete, damaged = list_checkpoints(Path(directory), rank)

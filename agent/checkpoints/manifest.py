@@ -182,7 +182,7 @@ def manifest_path(step_directory: Path, rank: int) -> Path:
 
 def read_manifest(path: Path) -> Manifest:
     """Reads a manifest. FileNotFoundError when there is none, `StateFileError` when it cannot be used."""
-    with readable(path), open_plain(path) as file:
+    with file_unreadable_on_error(path), open_plain(path) as file:
         data = file.read(MAX_MANIFEST_BYTES + 1)
     if len(data) > MAX_MANIFEST_BYTES:
         raise ManifestDamaged(path, f"more than {MAX_MANIFEST_BYTES:,} bytes", "fewer")
@@ -190,7 +190,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def file_unreadable_on_error(path: Path) -> Iterator[None]:
     """Converts OSError to FileUnreadable; FileNotFoundError is passed on unchanged."""
     try:
         yield

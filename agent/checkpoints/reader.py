@@ -17,7 +17,7 @@ import torch
 
 from tidegate.agent.checkpoints.checkpoint import Checkpoint
 from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, ParamForm, StoredSubgroup
-from tidegate.agent.checkpoints.snapshot import wait_for
+from tidegate.agent.checkpoints.snapshot import run_transfer
 from tidegate.agent.checkpoints.state_copies import THREADS, weights_checksum
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.engine.memory import state_arrays
@@ -41,7 +41,7 @@ class Reader:
         """
         self._checkpoint, self._params = checkpoint, params
         self._check_fits(ranks)
-        with read_from(checkpoint.folder):
+        with checkpoint_failed_on_error(checkpoint.folder):
             checkpoint.verify()
         self._headers = [self._header(i, stored) for i, stored in enumerate(checkpoint.manifest.subgroups)]
         self._parts: defaultdict[int, list[tuple[int, Segment]]] = defaultdict(list)
@@ -61,7 +61,7 @@ class Reader:
     def optimizer(self) -> dict[str, Any]:
         """The optimizer's small state (param groups, step counts), verified by its checksum."""
         path = self._checkpoint.folder / OPTIMIZER_FILE
-        with read_from(path), open_plain(path) as file:
+        with checkpoint_failed_on_error(path), open_plain(path) as file:
             data = file.read()
         if zlib.crc32(data) != self._checkpoint.manifest.optimizer_crc:
             raise ManifestDamaged(
@@ -106,7 +106,7 @@ class Reader:
         fd, _ = open_direct(path)
         try:
             address = self._buffer.ctypes.data
-            ticket = wait_for(
+            ticket = run_transfer(
                 lambda: self._pool.read(fd, address, nbytes, header.header_bytes, header.block_bytes, expected)
             )
         finally:
@@ -143,7 +143,7 @@ class Reader:
         kind = StateKind(manifest.rule, manifest.rank, index, stored.numel, stored.weight_format, stored.state_bytes)
         header.check_kind(kind, path)
         header.check_step(stored.step, path)
-        with read_from(path):
+        with checkpoint_failed_on_error(path):
             header.check_file(path.stat().st_size, path)
         header.check_weights(weights_checksum(self._params, stored.segments), path)
         return header
@@ -154,7 +154,7 @@ class Reader:
 
 def read_header(path: Path) -> Header:
     """Reads the header of a state file. Raises the `StateFileError` of its fault."""
-    with read_from(path), open_plain(path) as file:
+    with checkpoint_failed_on_error(path), open_plain(path) as file:
         first = file.read(PAGE_BYTES)
         # A damaged number of blocks may ask for more bytes than the file has.
         nbytes = min(bytes_to_read(first, path), os.fstat(file.fileno()).st_size)
@@ -162,7 +162,7 @@ def read_header(path: Path) -> Header:
 
 
 @contextmanager
-def read_from(path: Path) -> Iterator[None]:
+def checkpoint_failed_on_error(path: Path) -> Iterator[None]:
     """Converts OSError of a read: DataTruncated for a missing file, CheckpointFailed otherwise."""
     try:
         yield

@@ -22,7 +22,7 @@ from tidegate.agent.tiers.tier_store import TierStore, kind_of
 from tidegate.errors import PathFull, PathUnusable
 
 
-class Spares:
+class SpareFiles:
     """Spare files of one rank's paths. `expiring`: checkpoints that are deleted once the new one is complete; their
     files are reused as spares. Empty where flushes may happen before that."""
 

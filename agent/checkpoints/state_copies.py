@@ -14,7 +14,7 @@ import torch
 
 from tidegate.agent.checkpoints.manifest import StoredSubgroup
 from tidegate.agent.checkpoints.snapshot import StateInFile, StateInMemory, StateSource, write_state
-from tidegate.agent.checkpoints.spare_files import Spares
+from tidegate.agent.checkpoints.spare_files import SpareFiles
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.parameters.subgroups import Layout, Segment, flat
 from tidegate.agent.tiers.file_path import StoragePath
@@ -88,7 +88,7 @@ class StateCopies:
         return BackgroundCopies(frozenset(held), frozenset(in_memory))
 
     def put(
-        self, folder: Path, spares: Spares, background: BackgroundCopies, pending: list[tuple[StateSource, Path]]
+        self, folder: Path, spares: SpareFiles, background: BackgroundCopies, pending: list[tuple[StateSource, Path]]
     ) -> Iterator[StoredSubgroup]:
         """Links, holds or copies the state of each subgroup; held and copied-to-memory state is added to `pending`."""
         layouts = self._engine.layouts

@@ -24,14 +24,14 @@ from typing import Any, Final
 
 import torch
 
-from tidegate.agent.checkpoints.background import PendingCheckpoint, UnpublishedPart, abandon, warn_not_removed
+from tidegate.agent.checkpoints.background import PendingCheckpoint, UnpublishedPart, remove_part, warn_not_removed
 from tidegate.agent.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
 from tidegate.agent.checkpoints.discovery import list_checkpoints
 from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, Manifest, ParamForm, folder_name
 from tidegate.agent.checkpoints.publication import remove_orphans, sync, unpublish, unpublish_superseded
 from tidegate.agent.checkpoints.saved_files import check_saved
 from tidegate.agent.checkpoints.snapshot import StateSource
-from tidegate.agent.checkpoints.spare_files import Spares
+from tidegate.agent.checkpoints.spare_files import SpareFiles
 from tidegate.agent.checkpoints.state_copies import BackgroundCopies, StateCopies, file_name
 from tidegate.agent.checkpoints.writer_lock import WriterLock
 from tidegate.agent.devices.pinned_memory import host_available_bytes
@@ -115,11 +115,11 @@ class _Writer:
         self._engine, self._store = contents.engine, contents.engine.store
         self._run_id = self._store.run_id if self._store is not None else uuid.uuid4()
         self._base = Path(os.path.abspath(target.directory))
-        with _agreed(ranks, self._base), _failed_on_error(self._base):
+        with _failing_together(ranks, self._base), _checkpoint_failed_on_error(self._base):
             self._base.mkdir(parents=True, exist_ok=True)
             if ranks.rank == 0:
                 contents.lock.take(self._base)
-        with _agreed(ranks, self._base), _failed_on_error(self._base):
+        with _failing_together(ranks, self._base), _checkpoint_failed_on_error(self._base):
             complete, damaged = list_checkpoints(self._base, ranks.rank)
             unpublish_superseded(self._base, complete, damaged, ranks.rank)
             remove_orphans(self._base, ranks.rank)
@@ -128,17 +128,17 @@ class _Writer:
         name, self._attempt, self._number = ranks.broadcast_from_first(_name_next(contents.step, complete, damaged))
         self._directory = self._base / name
         self._folder = self._directory / folder_name(ranks.rank, self._attempt)
-        with _agreed(ranks, self._directory):
+        with _failing_together(ranks, self._directory):
             device = self._base.stat().st_dev
             self.states = StateCopies(contents.engine, contents.params, contents.step, self._run_id, ranks.rank, device)
 
     def write(self) -> Checkpoint:
         """Writes everything immediately."""
-        spares = Spares(self._engine, self._ranks.rank, self._expiring)
-        with _agreed(self._ranks, self._directory), _abandoned_on_error(self._folder):
+        spares = SpareFiles(self._engine, self._ranks.rank, self._expiring)
+        with _failing_together(self._ranks, self._directory), _part_removed_on_error(self._folder):
             published = self._part(spares, BackgroundCopies()).publish()
         try:
-            _retire(self._base, self._expiring, self._store, published, spares)
+            _remove_expired(self._base, self._expiring, self._store, published, spares)
         except Exception as error:
             warn_not_removed(self._directory, error)
         return published
@@ -147,15 +147,15 @@ class _Writer:
         """Links, holds and copies what is needed now; a thread copies the rest."""
         # Flushes may happen before the new checkpoint is complete, and expiring ones are kept until then: their files
         # are not reused.
-        spares = Spares(self._engine, self._ranks.rank, ())
+        spares = SpareFiles(self._engine, self._ranks.rank, ())
         store = weakref.ref(self._store) if self._store is not None else _no_store
         base, expiring = self._base, self._expiring
-        with _abandoned_on_error(self._folder), ExitStack() as on_error:
-            with _agreed(self._ranks, self._directory):
+        with _part_removed_on_error(self._folder), ExitStack() as on_error:
+            with _failing_together(self._ranks, self._directory):
                 part = self._part(spares, background)
                 on_error.callback(part.release)
             pending = PendingCheckpoint(
-                part, _updating(self._engine), lambda new: _retire(base, expiring, store(), new), self._ranks
+                part, _updating(self._engine), lambda new: _remove_expired(base, expiring, store(), new), self._ranks
             )
             pending.start()
             on_error.pop_all()
@@ -163,7 +163,7 @@ class _Writer:
 
     # ---- the part that is written immediately
 
-    def _part(self, spares: Spares, background: BackgroundCopies) -> UnpublishedPart:
+    def _part(self, spares: SpareFiles, background: BackgroundCopies) -> UnpublishedPart:
         """Creates the folder and writes everything that does not wait for the background thread."""
         _make_folder(self._folder)
         sync(self._base)
@@ -200,7 +200,7 @@ class _Writer:
 
 
 @contextmanager
-def _agreed(ranks: Ranks, directory: Path) -> Iterator[None]:
+def _failing_together(ranks: Ranks, directory: Path) -> Iterator[None]:
     """Makes a failure on one rank fail on all ranks: CheckpointFailed where another rank failed. A collective of all
     ranks."""
     try:
@@ -213,18 +213,18 @@ def _agreed(ranks: Ranks, directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _abandoned_on_error(folder: Path) -> Iterator[None]:
+def _part_removed_on_error(folder: Path) -> Iterator[None]:
     """Deletes `folder`, a rank's part of a checkpoint, if the block raises. CheckpointFailed for OSError."""
     try:
         yield
     except BaseException:
-        abandon(folder)
-        with _failed_on_error(folder.parent):
+        remove_part(folder)
+        with _checkpoint_failed_on_error(folder.parent):
             raise
 
 
 @contextmanager
-def _failed_on_error(directory: Path) -> Iterator[None]:
+def _checkpoint_failed_on_error(directory: Path) -> Iterator[None]:
     """Converts OSError and PathUnusable to CheckpointFailed."""
     try:
         yield
@@ -233,8 +233,12 @@ def _failed_on_error(directory: Path) -> Iterator[None]:
         raise CheckpointFailed(f"{directory} cannot be written: {why}. Older checkpoints are unchanged.") from error
 
 
-def _retire(
-    base: Path, expiring: Sequence[Checkpoint], store: TierStore | None, new: Checkpoint, spares: Spares | None = None
+def _remove_expired(
+    base: Path,
+    expiring: Sequence[Checkpoint],
+    store: TierStore | None,
+    new: Checkpoint,
+    spares: SpareFiles | None = None,
 ) -> None:
     """Removes expired checkpoints once `new` is complete, and turns their files into spares of the paths."""
     for checkpoint in expiring:

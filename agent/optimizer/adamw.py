@@ -15,7 +15,7 @@ import torch
 
 from tidegate.agent.checkpoints.background import PendingCheckpoint
 from tidegate.agent.checkpoints.checkpoint import Checkpoint
-from tidegate.agent.checkpoints.of_optimizer import CheckpointFiles, small_state
+from tidegate.agent.checkpoints.optimizer_checkpoints import OptimizerCheckpoints, small_state
 from tidegate.agent.checkpoints.reader import Reader
 from tidegate.agent.checkpoints.writer import Target
 from tidegate.agent.cleanup import close_all
@@ -187,7 +187,7 @@ class AdamW(torch.optim.Optimizer):
         self._backward_id = NO_BACKWARD
         self._moves_checked_in = NO_BACKWARD
         """Id of the last backward pass at whose first gradient all parameters were checked for moves."""
-        self._checkpoints = CheckpointFiles(self.engine, self.phases)
+        self._checkpoints = OptimizerCheckpoints(self.engine, self.phases)
         try:
             self.check_knobs(self.knobs)
             self.apply_knobs(self.knobs)
