@@ -19,7 +19,7 @@ from tidegate.agent.devices.base import Copy, Device, GradRef, UpdateRun
 from tidegate.agent.tiers.file_path import StoragePath
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.state_file import StateKind, padded_bytes
-from tidegate.agent.tiers.tier_store import FORMATS, RULE
+from tidegate.agent.tiers.tier_store import FORMAT_NUMBERS, UPDATE_RULE
 from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, aligned_buffer, fill, scalars
 from tidegate.plan.ops import CPU, D2H, DEVICE, H2D, path_lanes
 
@@ -115,7 +115,9 @@ class _Stored:
         self._memory = touched_memory(self._nbytes * 2 * IN_FLIGHT)
         self._numbers = range(2 * IN_FLIGHT)
         for number in self._numbers:
-            path.make(StateKind(RULE, 0, number, numel, FORMATS[WeightFormat.BF16_REMAINDER], STATE_BYTES))
+            path.make(
+                StateKind(UPDATE_RULE, 0, number, numel, FORMAT_NUMBERS[WeightFormat.BF16_REMAINDER], STATE_BYTES)
+            )
             path.write(number, self._address(number), 0)  # state that was never written would not be read
 
     def _address(self, number: int) -> int:

@@ -25,7 +25,7 @@ from tidegate.agent.parameters.subgroups import Segment
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.plain_files import open_plain
 from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, StateKind, bytes_to_read, padded_bytes
-from tidegate.agent.tiers.tier_store import RULE
+from tidegate.agent.tiers.tier_store import UPDATE_RULE
 from tidegate.errors import BlockDamaged, CheckpointFailed, DataTruncated, ForeignState, ManifestDamaged
 from tidegate.kernels import IoPool, WeightFormat, aligned_buffer, crc32c, open_direct
 
@@ -126,8 +126,8 @@ class Reader:
     def _check_fits(self, ranks: Ranks) -> None:
         """ForeignState unless rule, number of ranks and parameters are the same."""
         manifest, name = self._checkpoint.manifest, self._checkpoint.directory
-        if (manifest.rule, manifest.ranks) != (RULE, ranks.count):
-            raise ForeignState(name, f"{manifest.rule} of {manifest.ranks} ranks", f"{RULE} of {ranks.count}")
+        if (manifest.rule, manifest.ranks) != (UPDATE_RULE, ranks.count):
+            raise ForeignState(name, f"{manifest.rule} of {manifest.ranks} ranks", f"{UPDATE_RULE} of {ranks.count}")
         mine = [ParamForm.of(param) for param in self._params]
         if len(mine) != len(manifest.params):
             raise ForeignState(name, f"{len(manifest.params)} parameters", f"{len(mine)}")

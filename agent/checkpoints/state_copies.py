@@ -19,7 +19,7 @@ from tidegate.agent.engine.engine import Engine
 from tidegate.agent.parameters.subgroups import Layout, Segment, flat
 from tidegate.agent.tiers.file_path import StoragePath
 from tidegate.agent.tiers.state_file import padded_bytes
-from tidegate.agent.tiers.tier_store import kind_of
+from tidegate.agent.tiers.tier_store import state_kind
 from tidegate.kernels import IoPool, aligned_buffer, crc32c, fill
 from tidegate.plan.ops import is_path
 
@@ -81,7 +81,7 @@ class StateCopies:
             if path is not None and not path.is_new(layout.id):
                 held.add(layout.id)
                 continue
-            nbytes = padded_bytes(kind_of(layout, self._rank).data_bytes)
+            nbytes = padded_bytes(state_kind(layout, self._rank).data_bytes)
             if nbytes <= memory_bytes:
                 memory_bytes -= nbytes
                 in_memory.add(layout.id)
@@ -102,7 +102,7 @@ class StateCopies:
             )  # fmt: skip
         with IoPool(THREADS) as pool:
             for layout in layouts:
-                kind, target = kind_of(layout, self._rank), folder / file_name(layout)
+                kind, target = state_kind(layout, self._rank), folder / file_name(layout)
                 step = self._link(layout, target)
                 if step is None and layout.id in held:
                     step = self._hold(layout, target, pending)
@@ -123,7 +123,7 @@ class StateCopies:
         linkable = {}
         for layout in self._engine.layouts:
             path = self._path(layout)
-            nbytes = path.link_bytes(layout.id, self._sums[layout.id], device) if path is not None else None
+            nbytes = path.linkable_bytes(layout.id, self._sums[layout.id], device) if path is not None else None
             if nbytes is not None:
                 linkable[layout.id] = nbytes
         return linkable
@@ -133,7 +133,7 @@ class StateCopies:
         path = self._path(layout)
         if path is None or layout.id not in self._linkable:
             return None
-        return path.step_of(layout.id) if path.link(layout.id, self._sums[layout.id], target) else None
+        return path.step_of(layout.id) if path.hard_link(layout.id, self._sums[layout.id], target) else None
 
     def _hold(self, layout: Layout, target: Path, pending: list[tuple[StateSource, Path]]) -> int:
         """Holds the subgroup's file open for the background copy and returns the step of its state."""
@@ -145,7 +145,7 @@ class StateCopies:
     def _copy(self, pool: IoPool, layout: Layout, target: Path, pending: list[tuple[StateSource, Path]] | None) -> int:
         """Copies the subgroup's state to the file `target` or, with `pending`, to memory. Returns the step of the
         state."""
-        kind, step = kind_of(layout, self._rank), self._step
+        kind, step = state_kind(layout, self._rank), self._step
         nbytes, weights = padded_bytes(kind.data_bytes), self._sums[layout.id]
         with self._engine.memory.arrays(layout.id, changed=False) as arrays:
             # The arrays are one block of whole pages; the first array is at its begin.

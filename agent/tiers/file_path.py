@@ -66,7 +66,7 @@ class PathSettings:
             raise ConfigError(f"block_bytes={self.block_bytes} of a path must be a multiple of 4096.")
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Location of the path as text for messages."""
         return os.fspath(self.directory)
 
@@ -259,8 +259,8 @@ class StoragePath:
 
     # ---- checkpoints
 
-    def link_bytes(self, subgroup: int, weights_checksum: int, device: int) -> int | None:
-        """Bytes of the file that `link` would link to the file system `device`; None when it cannot be linked."""
+    def linkable_bytes(self, subgroup: int, weights_checksum: int, device: int) -> int | None:
+        """Bytes of the file that `hard_link` would link to the file system `device`; None when it cannot be linked."""
         file = self._files[subgroup]
         if file.step < 0 or os.fstat(file.fd).st_dev != device:
             return None
@@ -268,10 +268,10 @@ class StoragePath:
             return None  # an earlier checkpoint holds the file, with other weights in its header
         return os.fstat(file.fd).st_size
 
-    def link(self, subgroup: int, weights_checksum: int, target: str | os.PathLike[str]) -> bool:
+    def hard_link(self, subgroup: int, weights_checksum: int, target: str | os.PathLike[str]) -> bool:
         """Hard-links the subgroup's file, header included, to `target`. From now on the state is flushed to the spare
         file. Durable after fsync. False, without `target`, where the file system refuses the link. Call only when
-        `link_bytes` returned a size."""
+        `linkable_bytes` returned a size."""
         file = self._files[subgroup]
         self._freeze(file, self._header(file, weights_checksum))
         try:

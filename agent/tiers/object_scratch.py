@@ -29,7 +29,7 @@ from typing import Any, Final, Self
 from tidegate.agent.procfs import boot_id, pid_namespace, start_ticks
 from tidegate.agent.tiers.object_client import Client, RequestFailed, connect, path_unusable
 from tidegate.agent.tiers.object_settings import ObjectSettings
-from tidegate.agent.tiers.scratch import PREFIX, RANK_NAME, RUN_NAME
+from tidegate.agent.tiers.scratch import RANK_NAME, RUN_NAME, SCRATCH_PREFIX
 from tidegate.agent.tiers.scratch_owner import OWNER_FILE, Alive
 from tidegate.errors import ScratchTaken
 
@@ -90,7 +90,7 @@ class ObjectScratch:
         """PathUnusable when nothing can be written there."""
         if not RUN_NAME.fullmatch(run) or not RANK_NAME.fullmatch(f"rank{rank}"):
             raise ValueError(f"run {run!r} or rank {rank} cannot be part of a key")
-        self.folder = f"{PREFIX}{run}/rank{rank}"
+        self.folder = f"{SCRATCH_PREFIX}{run}/rank{rank}"
         self.url = f"{settings.url.rstrip('/')}/{self.folder}"
         self.owner = ObjectOwner.of_this_process(run, rank)
         self._client = client
@@ -134,7 +134,7 @@ def find_object_leftovers(settings: ObjectSettings) -> list[ObjectLeftover]:
     """
     _, client = connect(settings)
     try:
-        runs = [name for name in client.folders() if name.startswith(PREFIX)]
+        runs = [name for name in client.folders() if name.startswith(SCRATCH_PREFIX)]
         ranks = [f"{run}/{rank}" for run in runs for rank in client.folders(run) if RANK_NAME.fullmatch(rank)]
         leftovers = [_inspect(settings, client, rank) for rank in ranks]
     except RequestFailed as error:
@@ -149,7 +149,7 @@ def remove_objects(leftover: ObjectLeftover) -> None:
     cannot be deleted.
     """
     _, client = connect(leftover.settings)
-    folder = f"{PREFIX}{leftover.run}/rank{leftover.rank}"
+    folder = f"{SCRATCH_PREFIX}{leftover.run}/rank{leftover.rank}"
     try:
         current = _inspect(leftover.settings, client, folder)
         if current is None:
@@ -175,7 +175,7 @@ def _inspect(settings: ObjectSettings, client: Client, folder: str) -> ObjectLef
     created_at = owner.created_at if owner is not None else oldest.timestamp()
     run, _, rank = folder.partition("/")
     return ObjectLeftover(
-        f"{settings.url.rstrip('/')}/{folder}", run.removeprefix(PREFIX), int(rank.removeprefix("rank")),
+        f"{settings.url.rstrip('/')}/{folder}", run.removeprefix(SCRATCH_PREFIX), int(rank.removeprefix("rank")),
         sum(entry["size"] for entry in objects), max(0.0, time.time() - created_at), owner,
         _liveness(owner, time.time() - lease["last_modified"].timestamp() if lease is not None else 0.0), settings,
     )  # fmt: skip

@@ -67,7 +67,7 @@ class ObjectSettings:
         return urlsplit(self.url).path.strip("/")
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Location of the path as text for messages."""
         return self.url
 

@@ -34,7 +34,7 @@ from tidegate.agent.tiers.scratch_owner import (
 from tidegate.errors import PathUnusable, ScratchTaken
 
 RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-PREFIX: Final = "tidegate-"
+SCRATCH_PREFIX: Final = "tidegate-"
 RANK_NAME: Final = re.compile(r"rank(0|[1-9][0-9]{0,5})")
 
 
@@ -74,7 +74,7 @@ class Scratch:
         if not RANK_NAME.fullmatch(f"rank{rank}"):
             raise ValueError(f"rank is {rank}, it must be from 0 to 999,999")
         base = _absolute(directory)
-        scratch = base / f"{PREFIX}{run}" / f"rank{rank}"
+        scratch = base / f"{SCRATCH_PREFIX}{run}" / f"rank{rank}"
         try:
             _check_usable(base)
             check_space(base, needed_bytes)
@@ -117,7 +117,7 @@ def find_leftovers(directory: str | os.PathLike[str]) -> list[Leftover]:
     """
     base = _absolute(directory)
     try:
-        runs = [run for run in _directories(base) if run.name.startswith(PREFIX)]
+        runs = [run for run in _directories(base) if run.name.startswith(SCRATCH_PREFIX)]
     except OSError as error:
         raise _unusable(base, error) from error
     leftovers = []
@@ -204,7 +204,7 @@ def _inspect(directory: Path) -> Leftover:
     with opened_owner_file(directory) as (_, owner, alive):
         created_at = directory.lstat().st_mtime if owner is None else owner.created_at
         return Leftover(
-            directory, directory.parent.name.removeprefix(PREFIX), int(directory.name.removeprefix("rank")),
+            directory, directory.parent.name.removeprefix(SCRATCH_PREFIX), int(directory.name.removeprefix("rank")),
             _allocated_bytes(directory), max(0.0, time.time() - created_at), owner, alive,
         )  # fmt: skip
 
