@@ -100,12 +100,12 @@ def path_loads(stack: ExitStack, path: StoragePath | ObjectPath, op_bytes: int) 
     other.
     """
     threads = stack.enter_context(ThreadPoolExecutor(2 * IN_FLIGHT, "tidegate-calibrate"))
-    stored = _Stored(path, threads, op_bytes)
+    stored = _TestStates(path, threads, op_bytes)
     read, write = path_lanes(path.name)
     return [Load(read, stored.transfers("read")), Load(write, stored.transfers("write"))]
 
 
-class _Stored:
+class _TestStates:
     """Test states on a path: IN_FLIGHT of them are read, and IN_FLIGHT others are written."""
 
     def __init__(self, path: StoragePath | ObjectPath, threads: ThreadPoolExecutor, nbytes: int) -> None:
