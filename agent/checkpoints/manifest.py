@@ -119,7 +119,7 @@ class Manifest:
         if type(version) is int and version > VERSION and (is_right or "crc32" not in outer):
             raise NewerFormat(file, f"version {version:#x}", f"at most {VERSION:#x}")
         if not is_right:
-            raise WrongManifestError(f"checksum {found:#010x}", schema.shown(expected))
+            raise WrongManifestError(f"checksum {found:#010x}", schema.short_text(expected))
         fields = Fields(values, "")
         manifest = cls._read(fields, fields.number("version", VERSION_WITHOUT_FILES, VERSION))
         fields.require_no_more()

@@ -82,7 +82,7 @@ def differences(kernels: GpuKernels, device: torch.device) -> list[str]:
 
     Errors of a launch are not caught.
     """
-    with _current(device):
+    with _current_device(device):
         found = [
             f"the update of {weight.name} weights{variant.name}"
             for variant in variants() for weight in WeightFormat if not _updates(kernels, device, weight, variant)
@@ -90,7 +90,7 @@ def differences(kernels: GpuKernels, device: torch.device) -> list[str]:
         return found + [f"the sum of squares of {name} gradients" for name in _wrong_sums(kernels, device)]
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
+def _current_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -101,7 +101,7 @@ def _updates(kernels: GpuKernels, device: torch.device, weight_format: WeightFor
     exp_avg_sq = np.square(exp_avg)  # where exp_avg is small, this is denormal
     weight, aux = _weight(master, weight_format)
     arrays = (weight, aux, exp_avg, exp_avg_sq, _as_grad(grad, grad_dtype))
-    tensors = [None if array is None else _to(array, device, variant.is_aligned) for array in arrays]
+    tensors = [None if array is None else _on_device(array, device, variant.is_aligned) for array in arrays]
     at = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     kernels.update([TrialUpdate(NUMEL, at[0], weight_format, at[1], at[2], at[3], at[4], grad_dtype, values)])
     with np.errstate(all="ignore"):
@@ -117,7 +117,7 @@ def _wrong_sums(kernels: GpuKernels, device: torch.device) -> Iterator[str]:
     (numbers,) = _numbers(1)
     numbers[7] = np.inf
     grads = [_as_grad(numbers, dtype) for dtype in GradDtype]
-    tensors = [_to(grad, device) for grad in grads]
+    tensors = [_on_device(grad, device) for grad in grads]
     refs = [TrialGradient(t.data_ptr(), NUMEL, dtype) for t, dtype in zip(tensors, GradDtype, strict=True)]
     sums = torch.empty(len(refs), dtype=torch.float64, device=device)
     bad = torch.empty(len(refs), dtype=torch.int64, device=device)
@@ -150,7 +150,7 @@ def _as_grad(values: Array, dtype: GradDtype) -> Array:
     return oracle.to_bf16(values) if dtype is GradDtype.BF16 else oracle.to_f16(values)
 
 
-def _to(array: Array, device: torch.device, is_aligned: bool = True) -> torch.Tensor:
+def _on_device(array: Array, device: torch.device, is_aligned: bool = True) -> torch.Tensor:
     """A copy of the bytes of `array` on `device`. If `is_aligned` is False, it begins one element after the start of
     its memory, and so is not aligned."""
     data = array.view(np.uint8)

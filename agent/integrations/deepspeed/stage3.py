@@ -311,23 +311,23 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self.fp32_partitioned_groups_flat = [torch.empty(0) for _ in self.fp16_groups]
 
     @contextmanager
-    def _deepspeed_layout(self, *, filled: bool, taken: bool) -> Iterator[None]:
-        """Provides `fp32_partitioned_groups_flat` and the optimizer's state in host memory within the block. `filled`:
-        begin with the engine's state. `taken`: at the end, load them into the engine."""
+    def _deepspeed_layout(self, *, with_state: bool, load_at_end: bool) -> Iterator[None]:
+        """Provides `fp32_partitioned_groups_flat` and the optimizer's state in host memory within the block.
+        `with_state`: begin with the engine's state. `load_at_end`: at the end, load them into the engine."""
         sizes = self._flat_sizes()
         states.require_host_memory(sum(sizes), Ranks.current())
         steps = self._steps_by_subgroup()
         self._flats = [
-            FlatState(torch.zeros(n), {name: torch.zeros(n) for name in MOMENTS} if filled and step else {})
+            FlatState(torch.zeros(n), {name: torch.zeros(n) for name in MOMENTS} if with_state and step else {})
             for n, step in zip(sizes, steps, strict=True)
         ]
         self.fp32_partitioned_groups_flat = [flat.master for flat in self._flats]
         try:
-            if filled:
+            if with_state:
                 states.read_all(self.tidegate, self._positions, self._flats)
                 self._fill_state(steps)
             yield
-            if taken:
+            if load_at_end:
                 loaded = [self.optimizer.state.get(flat.master, {}) for flat in self._flats]
                 moments = [{name: state[name] for name in MOMENTS if name in state} for state in loaded]
                 states.write_all(
@@ -354,19 +354,19 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         return steps
 
     def _rigid_state_dict(self) -> dict[str, Any]:
-        with self._deepspeed_layout(filled=True, taken=False):
+        with self._deepspeed_layout(with_state=True, load_at_end=False):
             found: dict[str, Any] = super()._rigid_state_dict()
             return found
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
         states.check_sizes([int(tensor.numel()) for tensor in state_dict["fp32_flat_groups"]], self._flat_sizes())
-        with self._deepspeed_layout(filled=not load_optimizer_states, taken=True):
+        with self._deepspeed_layout(with_state=not load_optimizer_states, load_at_end=True):
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
 
     def _load_universal_checkpoint(
         self, checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool
     ) -> None:
-        with self._deepspeed_layout(filled=not load_optimizer_states, taken=True):
+        with self._deepspeed_layout(with_state=not load_optimizer_states, load_at_end=True):
             super()._load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)
 
     def _restore_from_bit16_weights(self) -> None:
