@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self, TypeVar
@@ -15,6 +16,8 @@ T = TypeVar("T")
 
 _LOCAL_SIZE_VARIABLES: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Environment variables with the number of ranks on this host, as torchrun, deepspeed and mpirun set them."""
+_SLURM_COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+"""Number of tasks on one node, or on each of several consecutive nodes: "4", "4(x2)"."""
 
 
 def local_rank() -> int:
@@ -26,14 +29,13 @@ def local_rank() -> int:
 def ranks_of_host() -> int:
     """Number of ranks that the launcher started on this host, at least 1; 1 without a launcher.
 
-    From the first of `_LOCAL_SIZE_VARIABLES` that is set, else from srun's SLURM_NTASKS_PER_NODE if it is one number
-    for all hosts. ConfigError if the variable is no whole number.
+    From the first of `_LOCAL_SIZE_VARIABLES` that is set (ConfigError if it is no whole number), else from srun's
+    SLURM_NTASKS_PER_NODE.
     """
     for name in _LOCAL_SIZE_VARIABLES:
         if name in os.environ:
             return max(1, _environment_int(name, 1))
-    of_slurm = os.environ.get("SLURM_NTASKS_PER_NODE", "")
-    return max(1, int(of_slurm)) if of_slurm.isdecimal() else 1
+    return max(1, _slurm_tasks_of_node() or 1)
 
 
 def cpu_lane_threads() -> int:
@@ -51,6 +53,31 @@ def cpu_lane_threads() -> int:
 def ranks_that_share_host() -> int:
     """Number of ranks of this training that share the host's memory; 1 for a training of one process."""
     return ranks_of_host() if Ranks.current().count > 1 else 1
+
+
+def _slurm_tasks_of_node() -> int | None:
+    """Number of tasks that srun started on this node; None without srun, or when it cannot be read.
+
+    SLURM_NTASKS_PER_NODE is one number for all nodes, or a list: "2(x3),1" means 2 tasks on each of the first 3 nodes
+    and 1 task on the fourth. SLURM_NODEID is the position of this node in the list, from 0.
+    """
+    counts: list[tuple[int, int]] = []
+    for part in os.environ.get("SLURM_NTASKS_PER_NODE", "").split(","):
+        found = _SLURM_COUNT.fullmatch(part)
+        if found is None:
+            return None
+        counts.append((int(found[1]), int(found[2] or 1)))
+    if len({tasks for tasks, _ in counts}) == 1:
+        return counts[0][0]
+    position = os.environ.get("SLURM_NODEID", "")
+    if not position.isdecimal():
+        return None
+    left = int(position)
+    for tasks, nodes in counts:
+        if left < nodes:
+            return tasks
+        left -= nodes
+    return None
 
 
 def _environment_int(name: str, otherwise: int) -> int:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from tidegate.kernels import _native
 from tidegate.kernels.arithmetic.scalars import Arithmetic, GradDtype, Scalars, WeightFormat, scalars
-from tidegate.kernels.built_from import require_current
+from tidegate.kernels.built_from import require_current_build
 from tidegate.kernels.io.direct_io import ALIGNMENT, IoPool, IoTicket, aligned_buffer, num_blocks, open_direct
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
     "use_instruction_set",
 ]
 
-require_current()
+require_current_build()
 
 
 class ThreadPool:

@@ -8,18 +8,18 @@ from pathlib import Path
 from tidegate.kernels import _native
 
 
-def sum_of_sources(folder: Path) -> str:
+def checksum_of_sources(folder: Path) -> str:
     """Checksum of the C++ sources, as CMakeLists.txt computes it: the SHA-256 of the SHA-256 of each file, by name."""
     files = sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".h"))
     sums = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
     return hashlib.sha256(sums.encode()).hexdigest()
 
 
-def require_current(folder: Path = Path(__file__).parent / "src") -> None:
+def require_current_build(folder: Path = Path(__file__).parent / "src") -> None:
     """ImportError if the native module was not built from the present sources. Not checked for wheels, which have no
     sources."""
     built_from = getattr(_native, "SOURCES", "unknown")
-    if folder.is_dir() and sum_of_sources(folder) != built_from:
+    if folder.is_dir() and checksum_of_sources(folder) != built_from:
         raise ImportError(
             f"{_native.__file__} was not built from the sources in {folder}, and may compute wrong weights. "
             "Build it again: pip install -e ."

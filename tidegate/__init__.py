@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tidegate.agent.checkpoints.background import PendingCheckpoint as PendingCheckpoint
+    from tidegate.agent.checkpoints.checkpoint import Checkpoint as Checkpoint
+    from tidegate.agent.checkpoints.checkpoint import DamagedCheckpoint as DamagedCheckpoint
+    from tidegate.agent.checkpoints.discovery import find_checkpoints as find_checkpoints
+    from tidegate.agent.checkpoints.discovery import find_damaged_checkpoints as find_damaged_checkpoints
     from tidegate.agent.checkpoints.inspection import find_sound_checkpoint as find_sound_checkpoint
-    from tidegate.agent.checkpoints.manifest import Checkpoint as Checkpoint
-    from tidegate.agent.checkpoints.manifest import DamagedCheckpoint as DamagedCheckpoint
-    from tidegate.agent.checkpoints.manifest import find_checkpoints as find_checkpoints
-    from tidegate.agent.checkpoints.manifest import find_damaged_checkpoints as find_damaged_checkpoints
     from tidegate.agent.control.attach import Attachment as Attachment
     from tidegate.agent.control.attach import attach as attach
     from tidegate.agent.devices.emulated import EmulatedRates as EmulatedRates
@@ -42,10 +42,10 @@ _HOME = {
     "ObjectSettings": "tidegate.agent.tiers.object_settings",
     "PathSettings": "tidegate.agent.tiers.file_path",
     "PendingCheckpoint": "tidegate.agent.checkpoints.background",
-    "Checkpoint": "tidegate.agent.checkpoints.manifest",
-    "DamagedCheckpoint": "tidegate.agent.checkpoints.manifest",
-    "find_checkpoints": "tidegate.agent.checkpoints.manifest",
-    "find_damaged_checkpoints": "tidegate.agent.checkpoints.manifest",
+    "Checkpoint": "tidegate.agent.checkpoints.checkpoint",
+    "DamagedCheckpoint": "tidegate.agent.checkpoints.checkpoint",
+    "find_checkpoints": "tidegate.agent.checkpoints.discovery",
+    "find_damaged_checkpoints": "tidegate.agent.checkpoints.discovery",
     "find_sound_checkpoint": "tidegate.agent.checkpoints.inspection",
 }
 

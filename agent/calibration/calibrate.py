@@ -13,7 +13,7 @@ import torch
 from tidegate.agent.calibration.dispatch_overhead import op_overhead_seconds, step_seconds
 from tidegate.agent.calibration.hardware import PathLike, available_cpus, hardware, settings_of
 from tidegate.agent.calibration.lane_loads import BYTES_PER_PARAM, NORM, STATE_BYTES, cpu_load, device_loads, path_loads
-from tidegate.agent.calibration.lane_rates import Load, Ops, Round, measure, medians, rate
+from tidegate.agent.calibration.lane_rates import LaneThroughput, Load, MeasurementRound, measure, medians, rate
 from tidegate.agent.calibration.step_timing import engine_steps
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.cuda import CudaDevice
@@ -89,7 +89,7 @@ def calibrate(
             if device is not None:
                 _check_space(path, 4 * op_bytes + numel * STATE_BYTES * 5 // 4)
             loads += path_loads(stack, path, op_bytes)
-        measured: list[Round] = []
+        measured: list[MeasurementRound] = []
         steps: list[MeasuredStep] = []
         for _ in range(rounds):
             measured.append(measure(loads, alone_only, seconds, progress))
@@ -126,7 +126,9 @@ def _check_space(path: StoragePath | ObjectPath, needed_bytes: int) -> None:
         )  # fmt: skip
 
 
-def _card(alone: Mapping[str, Ops], keeps: Mapping[str, Mapping[str, float]], paths: Sequence[str]) -> RateCard:
+def _card(
+    alone: Mapping[str, LaneThroughput], keeps: Mapping[str, Mapping[str, float]], paths: Sequence[str]
+) -> RateCard:
     """Rate card from the measured rates of lanes and the shares that they keep next to each other."""
     rates = {lane: found.rate for lane, found in alone.items()}
     lanes = {name: path_lanes(name) for name in paths}

@@ -39,11 +39,11 @@ def hardware(paths: Mapping[str, PathLike] | None = None) -> dict[str, str]:
     if torch.cuda.is_available():
         properties["gpu"] = torch.cuda.get_device_name()
     for name, path in (paths or {}).items():
-        properties[f"path {name}"] = _place(settings_of(path))
+        properties[f"path {name}"] = _path_identity(settings_of(path))
     return properties
 
 
-def _place(path: PathSettings) -> str:
+def _path_identity(path: PathSettings) -> str:
     """Directory, device and settings of a path as text."""
     directory = Path(path.directory)
     try:

@@ -19,7 +19,7 @@ from tidegate.agent.devices.base import Copy, Device, GradRef, UpdateRun
 from tidegate.agent.tiers.file_path import StoragePath
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.state_file import StateKind, padded_bytes
-from tidegate.agent.tiers.tier_store import FORMATS, RULE
+from tidegate.agent.tiers.tier_store import FORMAT_NUMBERS, UPDATE_RULE
 from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, aligned_buffer, fill, scalars
 from tidegate.plan.ops import CPU, D2H, DEVICE, H2D, path_lanes
 
@@ -49,7 +49,7 @@ def cpu_load(pool: ThreadPool, numel: int) -> Load:
     arrays = [touched_memory(nbytes * numel) for nbytes in BYTES_PER_PARAM]
 
     def update(count: int) -> float:
-        _run(count, *(array.ctypes.data for array in arrays)).apply(pool)
+        _update_run(count, *(array.ctypes.data for array in arrays)).apply(pool)
         return float(count)
 
     return Load(CPU, partial(update, numel), partial(update, min(numel, SMALL)))
@@ -81,7 +81,7 @@ def device_loads(stack: ExitStack, device: Device, numel: int, piece_bytes: int)
         return Load(lane, partial(copy, piece_bytes), partial(copy, min(piece_bytes, SMALL)))
 
     def update(count: int) -> float:
-        device.update([_run(count, weight, remainder, exp_avg, exp_avg_sq, grad)]).wait()
+        device.update([_update_run(count, weight, remainder, exp_avg, exp_avg_sq, grad)]).wait()
         return float(count)
 
     def norm() -> float:
@@ -100,12 +100,12 @@ def path_loads(stack: ExitStack, path: StoragePath | ObjectPath, op_bytes: int) 
     other.
     """
     threads = stack.enter_context(ThreadPoolExecutor(2 * IN_FLIGHT, "tidegate-calibrate"))
-    stored = _Stored(path, threads, op_bytes)
+    stored = _TestStates(path, threads, op_bytes)
     read, write = path_lanes(path.name)
     return [Load(read, stored.transfers("read")), Load(write, stored.transfers("write"))]
 
 
-class _Stored:
+class _TestStates:
     """Test states on a path: IN_FLIGHT of them are read, and IN_FLIGHT others are written."""
 
     def __init__(self, path: StoragePath | ObjectPath, threads: ThreadPoolExecutor, nbytes: int) -> None:
@@ -115,7 +115,9 @@ class _Stored:
         self._memory = touched_memory(self._nbytes * 2 * IN_FLIGHT)
         self._numbers = range(2 * IN_FLIGHT)
         for number in self._numbers:
-            path.make(StateKind(RULE, 0, number, numel, FORMATS[WeightFormat.BF16_REMAINDER], STATE_BYTES))
+            path.make(
+                StateKind(UPDATE_RULE, 0, number, numel, FORMAT_NUMBERS[WeightFormat.BF16_REMAINDER], STATE_BYTES)
+            )
             path.write(number, self._address(number), 0)  # state that was never written would not be read
 
     def _address(self, number: int) -> int:
@@ -139,15 +141,15 @@ class _Stored:
         return self._path.read(number, address) if way == "read" else self._path.write(number, address, 0)
 
 
-def _fill(device: Device, places: Sequence[int], numel: int) -> None:
+def _fill(device: Device, addresses: Sequence[int], numel: int) -> None:
     """Fills device memory with normal numbers: otherwise a GPU might update denormal numbers, and the emulated device
     NaN."""
-    for place, nbytes in zip(places, BYTES_PER_PARAM, strict=True):
+    for address, nbytes in zip(addresses, BYTES_PER_PARAM, strict=True):
         host = device.host_buffer(nbytes * numel)
         fill(host.data_ptr(), _BYTE, nbytes * numel)
-        device.copy(H2D, [Copy(place, host.data_ptr(), nbytes * numel)]).wait()
+        device.copy(H2D, [Copy(address, host.data_ptr(), nbytes * numel)]).wait()
 
 
-def _run(numel: int, weight: int, aux: int, exp_avg: int, exp_avg_sq: int, grad: int) -> UpdateRun:
+def _update_run(numel: int, weight: int, aux: int, exp_avg: int, exp_avg_sq: int, grad: int) -> UpdateRun:
     values = scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=3)
     return UpdateRun(numel, weight, WeightFormat.BF16_REMAINDER, aux, exp_avg, exp_avg_sq, grad, GradDtype.BF16, values)

@@ -24,7 +24,7 @@ class Load:
     small: Callable[[], float] | None = None
 
 
-class Ops(NamedTuple):
+class LaneThroughput(NamedTuple):
     """Throughput of a lane alone: an op takes `op_seconds`, plus 1 / `rate` for each byte or parameter."""
 
     rate: float
@@ -34,21 +34,21 @@ class Ops(NamedTuple):
 
 
 @dataclass
-class Round:
+class MeasurementRound:
     """Results of one round: amounts per second of each lane alone and of two lanes at a time, measured within
     seconds."""
 
-    alone: dict[str, Ops]
+    alone: dict[str, LaneThroughput]
     together: dict[tuple[str, str], tuple[float, float]]
 
 
 def rate(once: Callable[[], float], seconds: float) -> float:
     """Amount per second, measured over at least `seconds`. The first piece, with cold caches, is not counted."""
-    each, amount = paced(once, seconds)
+    each, amount = mean_per_piece(once, seconds)
     return amount / each
 
 
-def paced(once: Callable[[], float], seconds: float) -> tuple[float, float]:
+def mean_per_piece(once: Callable[[], float], seconds: float) -> tuple[float, float]:
     """Mean seconds and mean amount of a piece, measured over at least `seconds`, without the first piece."""
     once()
     pieces, amount, began = 0, 0.0, time.monotonic()
@@ -58,31 +58,31 @@ def paced(once: Callable[[], float], seconds: float) -> tuple[float, float]:
     return elapsed / pieces, amount / pieces
 
 
-def ops(load: Load, seconds: float) -> Ops:
+def lane_throughput(load: Load, seconds: float) -> LaneThroughput:
     """Rate and fixed cost of a lane, from pieces of two sizes if the load has a small one, which is measured for a
     third of `seconds`."""
-    large, nbytes = paced(load.once, seconds)
+    large, nbytes = mean_per_piece(load.once, seconds)
     if load.small is None:
-        return Ops(nbytes / large, 0.0, nbytes / large)
-    small, small_nbytes = paced(load.small, seconds / 3)
+        return LaneThroughput(nbytes / large, 0.0, nbytes / large)
+    small, small_nbytes = mean_per_piece(load.small, seconds / 3)
     if small_nbytes >= nbytes or small >= large:  # the difference is too small to measure
-        return Ops(nbytes / large, 0.0, nbytes / large)
+        return LaneThroughput(nbytes / large, 0.0, nbytes / large)
     slope = (nbytes - small_nbytes) / (large - small)
-    return Ops(slope, max(0.0, small - small_nbytes / slope), nbytes / large)
+    return LaneThroughput(slope, max(0.0, small - small_nbytes / slope), nbytes / large)
 
 
-def together(works: Sequence[Callable[[], float]], seconds: float) -> list[float]:
+def rates_together(works: Sequence[Callable[[], float]], seconds: float) -> list[float]:
     """`rate` of each workload while all run at once, each in a thread of its own. All begin together, and all keep
     working until all are measured. The first error is raised."""
     begun, left = threading.Barrier(len(works)), len(works)
     counted, failed = threading.Condition(), list[BaseException]()
     found = [0.0] * len(works)
 
-    def work(place: int, once: Callable[[], float]) -> None:
+    def work(index: int, once: Callable[[], float]) -> None:
         nonlocal left
         begun.wait()
         try:
-            found[place] = rate(once, seconds)
+            found[index] = rate(once, seconds)
         except BaseException as error:
             failed.append(error)
         finally:
@@ -106,30 +106,31 @@ def together(works: Sequence[Callable[[], float]], seconds: float) -> list[float
 
 def measure(
     loads: Sequence[Load], alone_only: Sequence[Load], seconds: float, progress: Callable[[str], None]
-) -> Round:
+) -> MeasurementRound:
     """One round of measurements: each lane alone, then each pair of `loads`."""
-    alone: dict[str, Ops] = {}
+    alone: dict[str, LaneThroughput] = {}
     for load in (*loads, *alone_only):
         progress(f"{load.lane} alone")
-        alone[load.lane] = ops(load, seconds)
+        alone[load.lane] = lane_throughput(load, seconds)
     pairs: dict[tuple[str, str], tuple[float, float]] = {}
     for one, other in combinations(loads, 2):
         progress(f"{one.lane} beside {other.lane}")
-        first, second = together([one.once, other.once], seconds)
+        first, second = rates_together([one.once, other.once], seconds)
         pairs[one.lane, other.lane] = first, second
-    return Round(alone, pairs)
+    return MeasurementRound(alone, pairs)
 
 
-def medians(rounds: Sequence[Round]) -> tuple[dict[str, Ops], dict[str, dict[str, float]]]:
+def medians(rounds: Sequence[MeasurementRound]) -> tuple[dict[str, LaneThroughput], dict[str, dict[str, float]]]:
     """Medians of all rounds: throughput of each lane alone, and `keeps`, the share of it that a lane keeps next to
     another. Shares compare rates of the same round, because the background load differs between rounds."""
     alone = {
-        lane: Ops(*map(median, zip(*(one.alone[lane] for one in rounds), strict=True))) for lane in rounds[0].alone
+        lane: LaneThroughput(*map(median, zip(*(one.alone[lane] for one in rounds), strict=True)))
+        for lane in rounds[0].alone
     }
     keeps: dict[str, dict[str, float]] = {}
     for one, other in rounds[0].together:
-        for place, (lane, beside) in enumerate(((one, other), (other, one))):
-            share = median(r.together[one, other][place] / r.alone[lane].once for r in rounds)
+        for index, (lane, beside) in enumerate(((one, other), (other, one))):
+            share = median(r.together[one, other][index] / r.alone[lane].once for r in rounds)
             keeps.setdefault(lane, {})[beside] = _share(share)
     return alone, keeps
 

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Self
 
-from tidegate.agent.checkpoints.manifest import Checkpoint, Manifest, publish, sync
+from tidegate.agent.checkpoints.checkpoint import Checkpoint
+from tidegate.agent.checkpoints.manifest import Manifest
+from tidegate.agent.checkpoints.publication import publish, sync
 from tidegate.agent.checkpoints.saved_files import checksums_of
-from tidegate.agent.checkpoints.snapshot import Pace, StateSource, buffer_bytes, write_state
+from tidegate.agent.checkpoints.snapshot import BeforeChunk, StateSource, buffer_bytes, write_state
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.state_file import padded_bytes
 from tidegate.errors import CheckpointFailed, EngineError
@@ -45,11 +47,11 @@ class UnpublishedPart:
     manifest: Manifest
     pending: Sequence[tuple[StateSource, Path]] = ()
 
-    def publish(self, pace: Pace = lambda _: None) -> Checkpoint:
+    def publish(self, before_chunk: BeforeChunk = lambda _: None) -> Checkpoint:
         """Synchronises the complete folder and writes the manifest: from then on this part of the checkpoint exists.
-        `pace` is called before each chunk of the user's files that is read, for their checksums."""
+        `before_chunk` is called before each chunk of the user's files that is read, for their checksums."""
         sync_all(self.folder)
-        manifest = replace(self.manifest, files=checksums_of(self.folder, self.manifest.own_files, pace))
+        manifest = replace(self.manifest, files=checksums_of(self.folder, self.manifest.own_files, before_chunk))
         publish(self.directory, manifest)
         return Checkpoint(self.directory, manifest)
 
@@ -64,7 +66,7 @@ class UnpublishedPart:
             state.close()
 
 
-def abandon(folder: Path) -> None:
+def remove_part(folder: Path) -> None:
     """Removes a rank's part of a checkpoint that will not be complete."""
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
@@ -187,7 +189,7 @@ class PendingCheckpoint:
                     f"Another rank could not write its part of {self.directory}: it is not complete."
                 )
             if self._published is not None and self._ranks.count > 1:
-                self._retire(self._published)
+                self._remove_expired(self._published)
         self.raise_if_failed()
 
     def finish(self) -> None:
@@ -207,9 +209,9 @@ class PendingCheckpoint:
         """Body of the thread: copies, publishes, and stores the result or the failure."""
         try:
             self._copy()
-            published = self._part.publish(self._pace)
+            published = self._part.publish(self._before_chunk)
         except BaseException as error:
-            abandon(self._part.folder)
+            remove_part(self._part.folder)
             why = "it was dropped" if isinstance(error, _DroppedError) else f"{type(error).__name__}: {error}"
             self._failure = CheckpointFailed(
                 f"Checkpoint {self.directory} was not completed in the background: {why.removesuffix('.')}. Older "
@@ -230,7 +232,7 @@ class PendingCheckpoint:
         address = 0 if buffer is None else buffer.ctypes.data
         with IoPool(THREADS) as pool:
             for state, target in self._part.pending:
-                write_state(pool, state, target, address, self._pace)
+                write_state(pool, state, target, address, self._before_chunk)
                 state.close()
 
     def _complete(self, published: Checkpoint) -> None:
@@ -238,9 +240,9 @@ class PendingCheckpoint:
         self._published = published
         log.info("checkpoint %s is complete: %s", self.directory, self._progress_text())
         if self._ranks.count == 1:
-            self._retire(published)
+            self._remove_expired(published)
 
-    def _pace(self, nbytes: int) -> None:
+    def _before_chunk(self, nbytes: int) -> None:
         """Waits while an update runs; called before each chunk of `nbytes`. Raises _DroppedError if the checkpoint was
         dropped."""
         began = time.monotonic()
@@ -263,7 +265,7 @@ class PendingCheckpoint:
             f"{progress.paused_seconds:.1f} s of them waiting for updates"
         )
 
-    def _retire(self, published: Checkpoint) -> None:
+    def _remove_expired(self, published: Checkpoint) -> None:
         """Calls `on_complete`, which deletes expired checkpoints; errors are logged."""
         try:
             self._on_complete(published)

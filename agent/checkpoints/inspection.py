@@ -15,18 +15,16 @@ from typing import Final
 
 import numpy as np
 
-from tidegate.agent.checkpoints.manifest import (
-    OPTIMIZER_FILE,
-    Checkpoint,
-    DamagedCheckpoint,
-    Manifest,
+from tidegate.agent.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
+from tidegate.agent.checkpoints.discovery import (
     find_checkpoints,
     has_all_ranks,
     manifests_of,
     step_entries,
-    warn,
+    warn_damaged,
 )
-from tidegate.agent.checkpoints.reader import read_from, read_header
+from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, Manifest
+from tidegate.agent.checkpoints.reader import checkpoint_failed_on_error, read_header
 from tidegate.agent.checkpoints.writer_lock import WriterLock
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.plain_files import is_directory, open_plain
@@ -106,7 +104,7 @@ def _is_sound(checkpoint: Checkpoint) -> bool:
     try:
         _check_part(checkpoint)
     except StateFileError as reason:
-        warn(DamagedCheckpoint(checkpoint.directory, reason))
+        warn_damaged(DamagedCheckpoint(checkpoint.directory, reason))
     except (StorageError, OSError) as error:
         log.warning("checkpoint %s is left out: %s", checkpoint.directory, error)
     else:
@@ -119,7 +117,7 @@ def _check_part(checkpoint: Checkpoint) -> None:
     manifest = checkpoint.manifest
     checkpoint.verify()
     path = checkpoint.folder / OPTIMIZER_FILE
-    with read_from(path), open_plain(path) as file:
+    with checkpoint_failed_on_error(path), open_plain(path) as file:
         found = zlib.crc32(file.read())
     if found != manifest.optimizer_crc:
         raise ManifestDamaged(path, f"checksum {found:#010x}", f"{manifest.optimizer_crc:#010x}")
@@ -137,7 +135,7 @@ def _check_blocks(path: Path, header: Header) -> None:
     """Reads all blocks of a state file. BlockDamaged or DataTruncated when they do not match the checksums in the
     header."""
     memory = aligned_buffer(max(PAGE_BYTES, min(header.block_bytes, padded_bytes(header.data_bytes))))
-    with read_from(path), open_plain(path) as file:
+    with checkpoint_failed_on_error(path), open_plain(path) as file:
         header.check_file(os.fstat(file.fileno()).st_size, path)
         for index in range(len(header.block_checksums)):
             offset, size = header.block(index)

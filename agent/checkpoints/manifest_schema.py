@@ -43,48 +43,49 @@ class Fields:
 
     def __init__(self, values: Any, where: str) -> None:
         if not isinstance(values, dict):
-            _wrong(where, values, "an object")
+            _raise_wrong(where, values, "an object")
         self._values, self._where = dict(values), where
 
     def number(self, name: str, least: int = 0, most: int = MAX_NUMBER) -> int:
         """A whole number from `least` to `most`."""
         value = self._take(name)
         if type(value) is not int or not least <= value <= most:
-            _wrong(self._at(name), value, f"a whole number from {least} to {most}")
+            _raise_wrong(self._at(name), value, f"a whole number from {least} to {most}")
         return value
 
     def text(self, name: str, form: re.Pattern[str]) -> str:
         """A string that matches `form` completely."""
         value = self._take(name)
         if type(value) is not str or not form.fullmatch(value):
-            _wrong(self._at(name), value, f"text like {form.pattern}")
+            _raise_wrong(self._at(name), value, f"text like {form.pattern}")
         return value
 
     def path(self, name: str) -> str:
         """The relative path of a file below the rank's folder."""
         value = self._take(name)
         if type(value) is not str or not is_below(value):
-            _wrong(self._at(name), value, "the path of a file below the folder")
+            _raise_wrong(self._at(name), value, "the path of a file below the folder")
         return value
 
     def numbers(self, name: str) -> tuple[int, ...]:
         """A list of whole numbers, none negative."""
         value = self._take(name)
         if not isinstance(value, list) or not all(type(one) is int and 0 <= one <= MAX_NUMBER for one in value):
-            _wrong(self._at(name), value, "a list of whole numbers")
+            _raise_wrong(self._at(name), value, "a list of whole numbers")
         return tuple(value)
 
     def each(self, name: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
         """A list of objects, each read by `read`."""
         value = self._take(name)
         if not isinstance(value, list):
-            _wrong(self._at(name), value, "a list")
+            _raise_wrong(self._at(name), value, "a list")
         return tuple(_read(read, one, f"{self._at(name)}[{index}]") for index, one in enumerate(value))
 
     def require_no_more(self) -> None:
         """Raises when values remain that were not read."""
         for name in self._values:
-            _wrong(self._where or "the manifest", name, "no other name")
+            where = f"in {self._where}" if self._where else "at its top"
+            raise WrongManifestError(f"an unknown name, {short_text(name)}, {where}", "only names that Tidegate writes")
 
     def _take(self, name: str) -> Any:
         """Removes a value from the unread ones and returns it."""
@@ -107,7 +108,7 @@ def parse(data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise WrongManifestError(f"{len(data):,} bytes that cannot be read", "a manifest") from error
+        raise WrongManifestError(f"{len(data):,} bytes that are not valid JSON", "a manifest") from error
 
 
 def read_segment(fields: Fields) -> Segment:
@@ -134,16 +135,19 @@ def check_subgroup(index: int, file: str, numel: int, state_bytes: int, fmt: int
     fill the subgroup without gaps. Raises WrongManifestError."""
     where, aux = f"subgroups[{index}]", list(WeightFormat)[fmt].aux_bytes
     if file != f"{index:06d}.tide":
-        _wrong(f"{where}.file", file, f"{index:06d}.tide")
+        _raise_wrong(f"{where}.file", file, f"{index:06d}.tide")
     if state_bytes != 8 + aux:
-        _wrong(f"{where}.state_bytes", state_bytes, str(8 + aux))
+        _raise_wrong(f"{where}.state_bytes", state_bytes, str(8 + aux))
     filled = 0
     for segment in segments:
         if segment.start != filled:
-            _wrong(f"a segment of {where}", f"one that begins at {segment.start}", f"one that begins at {filled}")
+            raise WrongManifestError(
+                f"a segment of {where} that begins at element {segment.start:,}",
+                f"one that begins at element {filled:,}",
+            )
         filled += segment.numel
     if filled != numel:
-        _wrong(f"{where}.numel", numel, f"{filled}, which its segments have")
+        _raise_wrong(f"{where}.numel", numel, f"{filled}, which its segments have")
 
 
 def check_all_elements(shapes: Sequence[Sequence[int]], segments: Sequence[Segment]) -> None:
@@ -153,19 +157,19 @@ def check_all_elements(shapes: Sequence[Sequence[int]], segments: Sequence[Segme
     for segment in segments:
         parts[segment.param].append(segment)
     if parts and max(parts) >= len(shapes):
-        _wrong("a segment", f"parameter {max(parts)}", f"one of {len(shapes)} parameters")
+        raise WrongManifestError(
+            f"a segment of parameter {max(parts)} (counted from 0)", f"segments of the {len(shapes)} listed parameters"
+        )
     for index, shape in enumerate(shapes):
-        covered = 0
+        numel, covered = math.prod(shape), 0
+        expected = f"each of its {numel:,} elements exactly once"
         for segment in sorted(parts[index], key=lambda one: one.offset):
             if segment.offset != covered:
-                break
+                fault = "a gap" if segment.offset > covered else "a repetition"
+                raise WrongManifestError(f"{fault} after {covered:,} elements of parameter {index}", expected)
             covered += segment.numel
-        else:
-            if covered == math.prod(shape):
-                continue
-        raise WrongManifestError(
-            f"{covered:,} elements of parameter {index} in a row", f"its {math.prod(shape):,}, each of them once"
-        )
+        if covered != numel:
+            raise WrongManifestError(f"{covered:,} elements of parameter {index}", expected)
 
 
 def _read(read: Callable[[Fields], T], values: Any, where: str) -> T:
@@ -176,11 +180,11 @@ def _read(read: Callable[[Fields], T], values: Any, where: str) -> T:
     return result
 
 
-def _wrong(where: str, found: object, expected: str) -> NoReturn:
-    raise WrongManifestError(f"{where} {shown(found)}", expected)
+def _raise_wrong(where: str, found: object, expected: str) -> NoReturn:
+    raise WrongManifestError(f"{where} {short_text(found)}", expected)
 
 
-def shown(found: object) -> str:
+def short_text(found: object) -> str:
     """A wrong value of any kind as short text for errors."""
     if isinstance(found, int) and not -MAX_NUMBER <= found <= MAX_NUMBER:
         return "a number that is too large"

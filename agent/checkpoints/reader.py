@@ -15,16 +15,17 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, Checkpoint, ParamForm, StoredSubgroup
-from tidegate.agent.checkpoints.snapshot import wait_for
-from tidegate.agent.checkpoints.writer import THREADS, weights_checksum
+from tidegate.agent.checkpoints.checkpoint import Checkpoint
+from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, ParamForm, StoredSubgroup
+from tidegate.agent.checkpoints.snapshot import run_transfer
+from tidegate.agent.checkpoints.state_copies import THREADS, weights_checksum
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.engine.memory import state_arrays
 from tidegate.agent.parameters.subgroups import Segment
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.plain_files import open_plain
 from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, StateKind, bytes_to_read, padded_bytes
-from tidegate.agent.tiers.tier_store import RULE
+from tidegate.agent.tiers.tier_store import UPDATE_RULE
 from tidegate.errors import BlockDamaged, CheckpointFailed, DataTruncated, ForeignState, ManifestDamaged
 from tidegate.kernels import IoPool, WeightFormat, aligned_buffer, crc32c, open_direct
 
@@ -40,7 +41,7 @@ class Reader:
         """
         self._checkpoint, self._params = checkpoint, params
         self._check_fits(ranks)
-        with read_from(checkpoint.folder):
+        with checkpoint_failed_on_error(checkpoint.folder):
             checkpoint.verify()
         self._headers = [self._header(i, stored) for i, stored in enumerate(checkpoint.manifest.subgroups)]
         self._parts: defaultdict[int, list[tuple[int, Segment]]] = defaultdict(list)
@@ -60,7 +61,7 @@ class Reader:
     def optimizer(self) -> dict[str, Any]:
         """The optimizer's small state (param groups, step counts), verified by its checksum."""
         path = self._checkpoint.folder / OPTIMIZER_FILE
-        with read_from(path), open_plain(path) as file:
+        with checkpoint_failed_on_error(path), open_plain(path) as file:
             data = file.read()
         if zlib.crc32(data) != self._checkpoint.manifest.optimizer_crc:
             raise ManifestDamaged(
@@ -105,7 +106,7 @@ class Reader:
         fd, _ = open_direct(path)
         try:
             address = self._buffer.ctypes.data
-            ticket = wait_for(
+            ticket = run_transfer(
                 lambda: self._pool.read(fd, address, nbytes, header.header_bytes, header.block_bytes, expected)
             )
         finally:
@@ -125,8 +126,8 @@ class Reader:
     def _check_fits(self, ranks: Ranks) -> None:
         """ForeignState unless rule, number of ranks and parameters are the same."""
         manifest, name = self._checkpoint.manifest, self._checkpoint.directory
-        if (manifest.rule, manifest.ranks) != (RULE, ranks.count):
-            raise ForeignState(name, f"{manifest.rule} of {manifest.ranks} ranks", f"{RULE} of {ranks.count}")
+        if (manifest.rule, manifest.ranks) != (UPDATE_RULE, ranks.count):
+            raise ForeignState(name, f"{manifest.rule} of {manifest.ranks} ranks", f"{UPDATE_RULE} of {ranks.count}")
         mine = [ParamForm.of(param) for param in self._params]
         if len(mine) != len(manifest.params):
             raise ForeignState(name, f"{len(manifest.params)} parameters", f"{len(mine)}")
@@ -142,7 +143,7 @@ class Reader:
         kind = StateKind(manifest.rule, manifest.rank, index, stored.numel, stored.weight_format, stored.state_bytes)
         header.check_kind(kind, path)
         header.check_step(stored.step, path)
-        with read_from(path):
+        with checkpoint_failed_on_error(path):
             header.check_file(path.stat().st_size, path)
         header.check_weights(weights_checksum(self._params, stored.segments), path)
         return header
@@ -153,7 +154,7 @@ class Reader:
 
 def read_header(path: Path) -> Header:
     """Reads the header of a state file. Raises the `StateFileError` of its fault."""
-    with read_from(path), open_plain(path) as file:
+    with checkpoint_failed_on_error(path), open_plain(path) as file:
         first = file.read(PAGE_BYTES)
         # A damaged number of blocks may ask for more bytes than the file has.
         nbytes = min(bytes_to_read(first, path), os.fstat(file.fileno()).st_size)
@@ -161,7 +162,7 @@ def read_header(path: Path) -> Header:
 
 
 @contextmanager
-def read_from(path: Path) -> Iterator[None]:
+def checkpoint_failed_on_error(path: Path) -> Iterator[None]:
     """Converts OSError of a read: DataTruncated for a missing file, CheckpointFailed otherwise."""
     try:
         yield

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from tidegate.agent.checkpoints.manifest_schema import is_below
-from tidegate.agent.checkpoints.snapshot import Pace
+from tidegate.agent.checkpoints.snapshot import BeforeChunk
 from tidegate.agent.tiers.plain_files import kind_of_entry, open_plain
 from tidegate.errors import ConfigError, DataTruncated, FileDamaged
 
@@ -51,11 +51,13 @@ def check_saved(folder: Path, reserved: Iterable[str]) -> None:
             raise ConfigError(f"save_also wrote {name!a}, whose name is not UTF-8: give the file another name.")
 
 
-def checksums_of(folder: Path, leave_out: frozenset[str], pace: Pace = lambda _: None) -> tuple[SavedFile, ...]:
+def checksums_of(
+    folder: Path, leave_out: frozenset[str], before_chunk: BeforeChunk = lambda _: None
+) -> tuple[SavedFile, ...]:
     """Checksums of all files below `folder`, in the order of their names, without the names in `leave_out`, which
-    Tidegate wrote. `pace` is called before each chunk that is read."""
+    Tidegate wrote. `before_chunk` is called before each chunk that is read."""
     names = sorted(path.relative_to(folder).as_posix() for path, _ in _entries(folder))
-    return tuple(_checksum(folder, name, pace) for name in names if name not in leave_out)
+    return tuple(_checksum(folder, name, before_chunk) for name in names if name not in leave_out)
 
 
 def verify(folder: Path, files: tuple[SavedFile, ...]) -> None:
@@ -88,19 +90,19 @@ def warn_without_checksums(folder: Path, leave_out: frozenset[str]) -> None:
         )  # fmt: skip
 
 
-def _checksum(folder: Path, name: str, pace: Pace, expected_bytes: int | None = None) -> SavedFile:
+def _checksum(folder: Path, name: str, before_chunk: BeforeChunk, expected_bytes: int | None = None) -> SavedFile:
     """Reads a file and computes its checksum. A file of another size than `expected_bytes` is not read."""
     digest = hashlib.sha256()
     with open_plain(folder / name) as file:
         size = os.fstat(file.fileno()).st_size
         if expected_bytes is not None and size != expected_bytes:
             return SavedFile(name, size, "")
-        pace(0)
+        before_chunk(0)
         nbytes = 0
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             nbytes += len(chunk)
-            pace(0)
+            before_chunk(0)
     return SavedFile(name, nbytes, digest.hexdigest())
 
 

@@ -17,9 +17,9 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from tidegate.agent.interrupts import DelayInterrupt
+from tidegate.agent.tiers.disk_space import reserve
 from tidegate.agent.tiers.file_moves import TRANSIENT_ERRORS
 from tidegate.agent.tiers.file_path import HeldFile, write_header
-from tidegate.agent.tiers.scratch import reserve
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, num_blocks, padded_bytes
 from tidegate.errors import DataTruncated
 from tidegate.kernels import IoPool, IoTicket, crc32c, open_direct
@@ -27,12 +27,12 @@ from tidegate.kernels import IoPool, IoTicket, crc32c, open_direct
 BLOCK_BYTES: Final = 1 << 20
 """Size of a checksummed block in files copied from memory."""
 CHUNK_BYTES: Final = 8 << 20
-"""Bytes transferred between two calls of `pace`: rounded down to whole blocks, at least one block."""
+"""Bytes transferred between two calls of `before_chunk`: rounded down to whole blocks, at least one block."""
 ATTEMPTS: Final = 3
 """Maximum number of attempts of a read that fails with a transient error."""
 POLL_SECONDS: Final = 1.0
 
-Pace = Callable[[int], object]
+BeforeChunk = Callable[[int], object]
 """Callback before each chunk, called with the bytes of the chunk. It may wait or raise."""
 
 
@@ -117,9 +117,11 @@ class StateInFile:
         self.held.close()
 
 
-def write_state(pool: IoPool, state: StateSource, target: Path, buffer: int = 0, pace: Pace | None = None) -> None:
+def write_state(
+    pool: IoPool, state: StateSource, target: Path, buffer: int = 0, before_chunk: BeforeChunk | None = None
+) -> None:
     """Writes a snapshot to a new state file with direct I/O; durable after fsync. `buffer`: address of `buffer_bytes`
-    bytes of page-aligned memory. `pace` is called before each chunk.
+    bytes of page-aligned memory. `before_chunk` is called before each chunk.
 
     OSError or PathFull when the file cannot be written, OSError or `StateFileError` when the state cannot be read.
     """
@@ -131,12 +133,12 @@ def write_state(pool: IoPool, state: StateSource, target: Path, buffer: int = 0,
         reserve(fd, file_bytes(state.kind.data_bytes, block_bytes))
         for first in range(0, nbytes, chunk):
             size = min(chunk, nbytes - first)
-            if pace is not None:
-                pace(size)
+            if before_chunk is not None:
+                before_chunk(size)
             address = state.load(pool, first, size, buffer)
             chunk_checksums = checksums[first // block_bytes : num_blocks(first + size, block_bytes)]
             begin = partial(pool.write, fd, address, size, data_at + first, block_bytes, chunk_checksums)
-            _check(wait_for(begin), target)
+            _check(run_transfer(begin), target)
         write_header(fd, state.header(tuple(map(int, checksums))))
     finally:
         os.close(fd)
@@ -154,9 +156,9 @@ def buffer_bytes(state: StateSource) -> int:
     return min(chunk_bytes(state.block_bytes), padded_bytes(state.kind.data_bytes))
 
 
-def wait_for(begin: Callable[[], IoTicket]) -> IoTicket:
-    """The ticket of a transfer that has ended. Whatever is raised meanwhile comes when its threads are done with file
-    and memory, which the caller then lets go of."""
+def run_transfer(begin: Callable[[], IoTicket]) -> IoTicket:
+    """Starts a transfer with `begin`, waits for its end and returns its ticket. An exception during the wait is raised
+    when the threads no longer use file and memory, so that the caller can close and free them."""
     with DelayInterrupt():
         ticket = begin()
         try:
@@ -173,10 +175,10 @@ def wait_for(begin: Callable[[], IoTicket]) -> IoTicket:
 def _retried(begin: Callable[[], IoTicket]) -> IoTicket:
     """Runs a transfer, and again after a transient error or a checksum mismatch; returns the last ticket."""
     for _ in range(ATTEMPTS - 1):
-        ticket = wait_for(begin)
+        ticket = run_transfer(begin)
         if ticket.ok or (ticket.error not in TRANSIENT_ERRORS and not ticket.checksum_mismatch):
             return ticket
-    return wait_for(begin)
+    return run_transfer(begin)
 
 
 def _check(ticket: IoTicket, name: str | os.PathLike[str]) -> None:

@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tidegate.agent.checkpoints.manifest import Checkpoint
+from tidegate.agent.checkpoints.checkpoint import Checkpoint
 from tidegate.agent.checkpoints.snapshot import BLOCK_BYTES
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.parameters.subgroups import Layout
-from tidegate.agent.tiers.scratch import free_bytes
+from tidegate.agent.tiers.disk_space import free_bytes
 from tidegate.agent.tiers.state_file import file_bytes
-from tidegate.agent.tiers.tier_store import TierStore, kind_of
+from tidegate.agent.tiers.tier_store import TierStore, state_kind
 from tidegate.errors import PathFull, PathUnusable
 
 
-class Spares:
+class SpareFiles:
     """Spare files of one rank's paths. `expiring`: checkpoints that are deleted once the new one is complete; their
     files are reused as spares. Empty where flushes may happen before that."""
 
@@ -37,12 +37,12 @@ class Spares:
         changed, when the space is not there."""
         reusable = self._reusable_files(folder)
         new: defaultdict[str, list[Layout]] = defaultdict(list)
-        needed = sum(file_bytes(kind_of(layout, self._rank).data_bytes, BLOCK_BYTES) for layout in copied)
+        needed = sum(file_bytes(state_kind(layout, self._rank).data_bytes, BLOCK_BYTES) for layout in copied)
         for layout in self._engine.layouts:
             if layout.id not in linked:
                 continue
             path_name = self._engine.memory.residence[layout.id]
-            if self._store.files_of(path_name).has_spare(layout.id):
+            if self._store.storage_path(path_name).has_spare(layout.id):
                 continue
             if reusable[linked[layout.id]]:
                 self._reused.append((layout, path_name, reusable[linked[layout.id]].pop()))
@@ -52,19 +52,19 @@ class Spares:
         count = sum(map(len, new.values()))
         _check_space(f"in {folder.parent.parent}", needed, free_bytes(folder), len(copied), count)
         for name, layouts in new.items():
-            path, spares = self._store.files_of(name), sum(linked[layout.id] for layout in layouts)
+            path, spares = self._store.storage_path(name), sum(linked[layout.id] for layout in layouts)
             _check_space(f"of the state on path {name}", spares, path.free_bytes, 0, len(layouts))
         for name, layouts in new.items():
             for layout in layouts:
-                self._store.files_of(name).add_spare(layout.id)
+                self._store.storage_path(name).add_spare(layout.id)
 
     def add_for(self, layout: Layout) -> bool:
         """Creates a spare file for a subgroup that is stored on a path; False when the path has no space for it."""
-        path = self._store.files_of(self._engine.memory.residence[layout.id])
+        path = self._store.storage_path(self._engine.memory.residence[layout.id])
         if path.has_spare(layout.id):
             return True
         try:
-            if path.free_bytes < file_bytes(kind_of(layout, self._rank).data_bytes, path.settings.block_bytes):
+            if path.free_bytes < file_bytes(state_kind(layout, self._rank).data_bytes, path.settings.block_bytes):
                 return False
             path.add_spare(layout.id)
         except (PathFull, PathUnusable, OSError):
@@ -75,7 +75,7 @@ class Spares:
         """Turns files of expired checkpoints into spares. Call it when the new checkpoint is complete and the expired
         ones are unpublished."""
         for layout, path, file in self._reused:
-            self._store.files_of(path).add_spare(layout.id, file)
+            self._store.storage_path(path).add_spare(layout.id, file)
 
     @property
     def _store(self) -> TierStore:

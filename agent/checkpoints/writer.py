@@ -10,9 +10,7 @@ once more while a checkpoint is copied in the background.
 
 from __future__ import annotations
 
-import ctypes
 import io
-import logging
 import operator
 import os
 import uuid
@@ -26,40 +24,22 @@ from typing import Any, Final
 
 import torch
 
-from tidegate.agent.checkpoints.background import PendingCheckpoint, UnpublishedPart, abandon, warn_not_removed
-from tidegate.agent.checkpoints.manifest import (
-    OPTIMIZER_FILE,
-    Checkpoint,
-    DamagedCheckpoint,
-    Manifest,
-    ParamForm,
-    StoredSubgroup,
-    folder_name,
-    list_checkpoints,
-    remove_orphans,
-    sync,
-    unpublish,
-    unpublish_superseded,
-)
+from tidegate.agent.checkpoints.background import PendingCheckpoint, UnpublishedPart, remove_part, warn_not_removed
+from tidegate.agent.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
+from tidegate.agent.checkpoints.discovery import list_checkpoints
+from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, Manifest, ParamForm, folder_name
+from tidegate.agent.checkpoints.publication import remove_orphans, sync, unpublish, unpublish_superseded
 from tidegate.agent.checkpoints.saved_files import check_saved
-from tidegate.agent.checkpoints.snapshot import StateInFile, StateInMemory, StateSource, write_state
-from tidegate.agent.checkpoints.spare_files import Spares
+from tidegate.agent.checkpoints.snapshot import StateSource
+from tidegate.agent.checkpoints.spare_files import SpareFiles
+from tidegate.agent.checkpoints.state_copies import BackgroundCopies, StateCopies, file_name
 from tidegate.agent.checkpoints.writer_lock import WriterLock
 from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine.engine import Engine
-from tidegate.agent.parameters.subgroups import Layout, Segment, flat
 from tidegate.agent.ranks import Ranks
-from tidegate.agent.tiers.file_path import StoragePath
-from tidegate.agent.tiers.state_file import padded_bytes
-from tidegate.agent.tiers.tier_store import RULE, TierStore, kind_of
+from tidegate.agent.tiers.tier_store import UPDATE_RULE, TierStore
 from tidegate.errors import CheckpointFailed, ConfigError, PathUnusable
-from tidegate.kernels import IoPool, aligned_buffer, crc32c, fill
-from tidegate.plan.ops import is_path
 
-log = logging.getLogger("tidegate.tiers")
-
-THREADS: Final = 4
-"""Number of blocks written at once."""
 AUTO_MEMORY_SHARE: Final = 0.5
 """Share of the free host memory for copies of state that is not on a path."""
 
@@ -110,10 +90,11 @@ def save_in_background(contents: Contents, target: Target, ranks: Ranks, memory_
     if memory_bytes is not None:
         _check_whole("memory_bytes", memory_bytes, 0)
     writer = _Writer(contents, target, ranks)
-    plan = writer.plan_copies(int(AUTO_MEMORY_SHARE * host_available_bytes()) if memory_bytes is None else memory_bytes)
-    if ranks.all_true(not (plan.held or plan.in_memory)):
+    limit = int(AUTO_MEMORY_SHARE * host_available_bytes()) if memory_bytes is None else memory_bytes
+    background = writer.states.plan_background(limit)
+    if ranks.all_true(not (background.held or background.in_memory)):
         return PendingCheckpoint.already_complete(writer.write())
-    return writer.write_in_background(plan)
+    return writer.write_in_background(background)
 
 
 def _check_whole(name: str, value: int, least: int) -> None:
@@ -126,24 +107,6 @@ def _check_whole(name: str, value: int, least: int) -> None:
         raise ConfigError(f"{name}={value} is out of range: at least {least}.")
 
 
-def weights_checksum(params: Sequence[torch.Tensor], segments: Sequence[Segment]) -> int:
-    """CRC-32C of the weights of one subgroup."""
-    checksum = 0
-    for s in segments:
-        weights = flat(params[s.param])[s.offset : s.offset + s.numel].cpu()
-        checksum = crc32c(weights.data_ptr(), weights.numel() * weights.element_size(), checksum)
-    return checksum
-
-
-@dataclass(frozen=True, slots=True)
-class _BackgroundPlan:
-    """Subgroups that are copied in the background: `held` ones from their present file, `in_memory` ones from a copy in
-    host memory. All others are linked or copied immediately."""
-
-    held: frozenset[int] = frozenset()
-    in_memory: frozenset[int] = frozenset()
-
-
 class _Writer:
     """Writer of one rank's part of one checkpoint."""
 
@@ -152,11 +115,11 @@ class _Writer:
         self._engine, self._store = contents.engine, contents.engine.store
         self._run_id = self._store.run_id if self._store is not None else uuid.uuid4()
         self._base = Path(os.path.abspath(target.directory))
-        with _agreed(ranks, self._base), _failed_on_error(self._base):
+        with _failing_together(ranks, self._base), _checkpoint_failed_on_error(self._base):
             self._base.mkdir(parents=True, exist_ok=True)
             if ranks.rank == 0:
                 contents.lock.take(self._base)
-        with _agreed(ranks, self._base), _failed_on_error(self._base):
+        with _failing_together(ranks, self._base), _checkpoint_failed_on_error(self._base):
             complete, damaged = list_checkpoints(self._base, ranks.rank)
             unpublish_superseded(self._base, complete, damaged, ranks.rank)
             remove_orphans(self._base, ranks.rank)
@@ -165,151 +128,61 @@ class _Writer:
         name, self._attempt, self._number = ranks.broadcast_from_first(_name_next(contents.step, complete, damaged))
         self._directory = self._base / name
         self._folder = self._directory / folder_name(ranks.rank, self._attempt)
-        with _agreed(ranks, self._directory):
-            self._sums = [weights_checksum(contents.params, layout.segments) for layout in self._engine.layouts]
-            self._linkable = self._find_linkable()
-            """Sizes in bytes of the files that can be linked, by subgroup."""
+        with _failing_together(ranks, self._directory):
+            device = self._base.stat().st_dev
+            self.states = StateCopies(contents.engine, contents.params, contents.step, self._run_id, ranks.rank, device)
 
     def write(self) -> Checkpoint:
         """Writes everything immediately."""
-        spares = Spares(self._engine, self._ranks.rank, self._expiring)
-        with _agreed(self._ranks, self._directory), _abandoned_on_error(self._folder):
-            published = self._part(spares, _BackgroundPlan()).publish()
+        spares = SpareFiles(self._engine, self._ranks.rank, self._expiring)
+        with _failing_together(self._ranks, self._directory), _part_removed_on_error(self._folder):
+            published = self._part(spares, BackgroundCopies()).publish()
         try:
-            _retire(self._base, self._expiring, self._store, published, spares)
+            _remove_expired(self._base, self._expiring, self._store, published, spares)
         except Exception as error:
             warn_not_removed(self._directory, error)
         return published
 
-    def write_in_background(self, plan: _BackgroundPlan) -> PendingCheckpoint:
+    def write_in_background(self, background: BackgroundCopies) -> PendingCheckpoint:
         """Links, holds and copies what is needed now; a thread copies the rest."""
         # Flushes may happen before the new checkpoint is complete, and expiring ones are kept until then: their files
         # are not reused.
-        spares = Spares(self._engine, self._ranks.rank, ())
+        spares = SpareFiles(self._engine, self._ranks.rank, ())
         store = weakref.ref(self._store) if self._store is not None else _no_store
         base, expiring = self._base, self._expiring
-        with _abandoned_on_error(self._folder), ExitStack() as on_error:
-            with _agreed(self._ranks, self._directory):
-                part = self._part(spares, plan)
+        with _part_removed_on_error(self._folder), ExitStack() as on_error:
+            with _failing_together(self._ranks, self._directory):
+                part = self._part(spares, background)
                 on_error.callback(part.release)
             pending = PendingCheckpoint(
-                part, _updating(self._engine), lambda new: _retire(base, expiring, store(), new), self._ranks
+                part, _updating(self._engine), lambda new: _remove_expired(base, expiring, store(), new), self._ranks
             )
             pending.start()
             on_error.pop_all()
         return pending
 
-    def plan_copies(self, memory_bytes: int) -> _BackgroundPlan:
-        """Chooses the subgroups that can be copied in the background."""
-        held, in_memory = set(), set()
-        for layout in self._engine.layouts:
-            if layout.id in self._linkable:
-                continue
-            path = self._path(layout)
-            if path is not None and not path.is_new(layout.id):
-                held.add(layout.id)
-                continue
-            nbytes = padded_bytes(kind_of(layout, self._ranks.rank).data_bytes)
-            if nbytes <= memory_bytes:
-                memory_bytes -= nbytes
-                in_memory.add(layout.id)
-        return _BackgroundPlan(frozenset(held), frozenset(in_memory))
-
-    def _path(self, layout: Layout) -> StoragePath | None:
-        """The path that stores the subgroup's state, if it stores files. State in an object store is copied."""
-        residence = self._engine.memory.residence[layout.id]
-        path = self._store.paths[residence] if self._store is not None and is_path(residence) else None
-        return path if isinstance(path, StoragePath) else None
-
-    def _find_linkable(self) -> dict[int, int]:
-        """Sizes in bytes of the files that can be hard-linked into the checkpoint, by subgroup."""
-        linkable, device = {}, self._base.stat().st_dev
-        for layout in self._engine.layouts:
-            path = self._path(layout)
-            nbytes = path.link_bytes(layout.id, self._sums[layout.id], device) if path is not None else None
-            if nbytes is not None:
-                linkable[layout.id] = nbytes
-        return linkable
-
     # ---- the part that is written immediately
 
-    def _part(self, spares: Spares, plan: _BackgroundPlan) -> UnpublishedPart:
+    def _part(self, spares: SpareFiles, background: BackgroundCopies) -> UnpublishedPart:
         """Creates the folder and writes everything that does not wait for the background thread."""
         _make_folder(self._folder)
         sync(self._base)
         if self._save_also is not None:
             self._save_also(self._folder)
-            check_saved(self._folder, (OPTIMIZER_FILE, *(_file_of(layout) for layout in self._engine.layouts)))
+            check_saved(self._folder, (OPTIMIZER_FILE, *(file_name(layout) for layout in self._engine.layouts)))
         pending: list[tuple[StateSource, Path]] = []
         try:
-            stored = tuple(self._put_states(spares, plan, pending))
+            stored = tuple(self.states.put(self._folder, spares, background, pending))
             crc = self._write_optimizer(self._folder / OPTIMIZER_FILE)
             manifest = Manifest(
                 self._contents.step, self._number, self._attempt, self._run_id.hex, self._ranks.rank, self._ranks.count,
-                RULE, tuple(map(ParamForm.of, self._contents.params)), stored, crc,
+                UPDATE_RULE, tuple(map(ParamForm.of, self._contents.params)), stored, crc,
             )  # fmt: skip
         except BaseException:
             for state, _ in pending:
                 state.close()
             raise
         return UnpublishedPart(self._directory, manifest, pending)
-
-    def _put_states(
-        self, spares: Spares, plan: _BackgroundPlan, pending: list[tuple[StateSource, Path]]
-    ) -> Iterator[StoredSubgroup]:
-        """Links, holds or copies the state of each subgroup; held and copied-to-memory state is added to `pending`."""
-        layouts = self._engine.layouts
-        copied = [layout for layout in layouts if layout.id not in self._linkable]
-        spares.reserve(self._folder, self._linkable, copied)
-        held = frozenset(s for s in plan.held if spares.add_for(layouts[s]))
-        if len(held) < len(plan.held):
-            log.warning(
-                "checkpoint %s: %d of %d subgroups are copied while training waits, as their paths have no space for "
-                "spare files", self._directory, len(plan.held) - len(held), len(plan.held),
-            )  # fmt: skip
-        with IoPool(THREADS) as pool:
-            for layout in layouts:
-                kind, target = kind_of(layout, self._ranks.rank), self._folder / _file_of(layout)
-                step = self._link(layout, target)
-                if step is None and layout.id in held:
-                    step = self._hold(layout, target, pending)
-                if step is None:
-                    step = self._copy(pool, layout, target, pending if layout.id in plan.in_memory else None)
-                yield StoredSubgroup(
-                    target.name, step, layout.numel, kind.weight_format, kind.state_bytes, layout.segments
-                )
-
-    def _link(self, layout: Layout, target: Path) -> int | None:
-        """Links the subgroup's file to `target` and returns the step of its state. None when it cannot be linked."""
-        path = self._path(layout)
-        if path is None or layout.id not in self._linkable:
-            return None
-        return path.step_of(layout.id) if path.link(layout.id, self._sums[layout.id], target) else None
-
-    def _hold(self, layout: Layout, target: Path, pending: list[tuple[StateSource, Path]]) -> int:
-        """Holds the subgroup's file open for the background copy and returns the step of its state."""
-        path = self._path(layout)
-        assert path is not None, "only state in files is held"
-        pending.append((StateInFile(path.hold(layout.id, self._sums[layout.id])), target))
-        return path.step_of(layout.id)
-
-    def _copy(self, pool: IoPool, layout: Layout, target: Path, pending: list[tuple[StateSource, Path]] | None) -> int:
-        """Copies the subgroup's state to the file `target` or, with `pending`, to memory. Returns the step of the
-        state."""
-        kind, step = kind_of(layout, self._ranks.rank), self._contents.step
-        nbytes, weights = padded_bytes(kind.data_bytes), self._sums[layout.id]
-        with self._engine.memory.arrays(layout.id, changed=False) as arrays:
-            # The arrays are one block of whole pages; the first array is at its begin.
-            address = arrays["exp_avg"].data_ptr()
-            fill(address + kind.data_bytes, 0, nbytes - kind.data_bytes)
-            if pending is None:
-                write_state(pool, StateInMemory(kind, self._run_id.bytes, step, weights, address, arrays), target)
-            else:
-                copy = aligned_buffer(nbytes)
-                ctypes.memmove(copy.ctypes.data, address, nbytes)
-                state = StateInMemory(kind, self._run_id.bytes, step, weights, copy.ctypes.data, copy)
-                pending.append((state, target))
-        return step
 
     def _write_optimizer(self, target: Path) -> int:
         """Writes the optimizer's small state and returns the CRC-32 of the file."""
@@ -327,7 +200,7 @@ class _Writer:
 
 
 @contextmanager
-def _agreed(ranks: Ranks, directory: Path) -> Iterator[None]:
+def _failing_together(ranks: Ranks, directory: Path) -> Iterator[None]:
     """Makes a failure on one rank fail on all ranks: CheckpointFailed where another rank failed. A collective of all
     ranks."""
     try:
@@ -340,18 +213,18 @@ def _agreed(ranks: Ranks, directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _abandoned_on_error(folder: Path) -> Iterator[None]:
+def _part_removed_on_error(folder: Path) -> Iterator[None]:
     """Deletes `folder`, a rank's part of a checkpoint, if the block raises. CheckpointFailed for OSError."""
     try:
         yield
     except BaseException:
-        abandon(folder)
-        with _failed_on_error(folder.parent):
+        remove_part(folder)
+        with _checkpoint_failed_on_error(folder.parent):
             raise
 
 
 @contextmanager
-def _failed_on_error(directory: Path) -> Iterator[None]:
+def _checkpoint_failed_on_error(directory: Path) -> Iterator[None]:
     """Converts OSError and PathUnusable to CheckpointFailed."""
     try:
         yield
@@ -360,8 +233,12 @@ def _failed_on_error(directory: Path) -> Iterator[None]:
         raise CheckpointFailed(f"{directory} cannot be written: {why}. Older checkpoints are unchanged.") from error
 
 
-def _retire(
-    base: Path, expiring: Sequence[Checkpoint], store: TierStore | None, new: Checkpoint, spares: Spares | None = None
+def _remove_expired(
+    base: Path,
+    expiring: Sequence[Checkpoint],
+    store: TierStore | None,
+    new: Checkpoint,
+    spares: SpareFiles | None = None,
 ) -> None:
     """Removes expired checkpoints once `new` is complete, and turns their files into spares of the paths."""
     for checkpoint in expiring:
@@ -397,11 +274,6 @@ def _name_next(step: int, complete: Sequence[Checkpoint], damaged: Sequence[Dama
         number += 1
     name = f"step-{step}" if f"step-{step}" not in taken else f"step-{step}.{number}"
     return name, uuid.uuid4().hex[:12], number
-
-
-def _file_of(layout: Layout) -> str:
-    """File name of a subgroup's state."""
-    return f"{layout.id:06d}.tide"
 
 
 def _make_folder(folder: Path) -> None:

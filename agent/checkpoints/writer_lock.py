@@ -27,7 +27,7 @@ from tidegate.errors import CheckpointFailed, CheckpointTaken
 
 log = logging.getLogger("tidegate.tiers")
 
-LOCK: Final = ".tidegate-writer"
+LOCK_FILE: Final = ".tidegate-writer"
 """The lock file, in the directory of checkpoints."""
 NO_LOCKS_ERRORS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 NO_ACCESS_ERRORS: Final = (errno.EACCES, errno.EPERM)
@@ -79,8 +79,8 @@ def _release(mine: dict[tuple[int, int], Path], pid: int) -> None:
         fd = _held.pop(key)
         if fd >= 0:
             with suppress(OSError):  # the directory may be gone; closing the descriptor releases the lock
-                if _is_at(fd, directory / LOCK):
-                    os.unlink(directory / LOCK)
+                if _is_at(fd, directory / LOCK_FILE):
+                    os.unlink(directory / LOCK_FILE)
             os.close(fd)
     mine.clear()
 
@@ -88,7 +88,7 @@ def _release(mine: dict[tuple[int, int], Path], pid: int) -> None:
 def _lock(directory: Path) -> int:
     """Locks the lock file and returns its descriptor; -1 where the file system has no locks, or another user's lock
     file is not readable."""
-    path = directory / LOCK
+    path = directory / LOCK_FILE
     while True:
         try:
             fd = _open(path)

@@ -5,15 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from pathlib import Path
-from typing import Final
 
+from tidegate.agent.procfs import ENDED, boot_id, pid_namespace, start_ticks
 from tidegate.wire.agent import Holder, ProcessId
-
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-_NAMESPACE: Final = "/proc/self/ns/pid"
-_ENDED: Final = -1
-"""Marker instead of a start time: the process does not exist."""
 
 
 def this_process() -> ProcessId | None:
@@ -22,11 +16,11 @@ def this_process() -> ProcessId | None:
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
             return None
-        boot, namespace = _BOOT.read_text().strip(), os.readlink(_NAMESPACE)
+        boot, namespace = boot_id(), pid_namespace()
     except OSError:
         return None
     started = _started(os.getpid())
-    if started is None or started == _ENDED:
+    if started is None or started == ENDED:
         return None
     return ProcessId(boot=boot, namespace=namespace, pid=os.getpid(), started=started)
 
@@ -58,15 +52,13 @@ def has_ended(holder: Holder | None) -> bool:
 
 
 def _started(pid: int) -> int | None:
-    """Start time of a process in clock ticks after boot; `_ENDED` when it does not exist, None when it is hidden."""
+    """Start time of a process in clock ticks after boot; `ENDED` when it does not exist, None when it is hidden."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # The program's name, in parentheses, may contain any character. State is field 3, the start time field 22.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return _ENDED if fields[0] in "ZX" else int(fields[19])
+        return start_ticks(pid)
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return _ENDED
+        return ENDED
     except (OSError, OverflowError):
         return None
     return None

@@ -43,9 +43,9 @@ class AdoptedTensors:
             self._old_bytes -= freed.nbytes
         one = self._young[address] = _Tensor(tensor, self._sweeps)
         if freed is not None:
-            known = self._starts[_class(freed.nbytes)]
+            known = self._starts[_size_class(freed.nbytes)]
             del known[bisect_left(known, address)]
-        insort(self._starts.setdefault(_class(one.nbytes), []), address)
+        insort(self._starts.setdefault(_size_class(one.nbytes), []), address)
         self.most_bytes += one.nbytes - (freed.nbytes if freed is not None else 0)
         if len(self._young) > self._sweep_at:
             self._sweep()
@@ -95,13 +95,13 @@ class AdoptedTensors:
         self._young = {at: one for at, one in living.items() if at not in self._old}
         self._starts = {}
         for at in sorted(living):
-            self._starts.setdefault(_class(living[at].nbytes), []).append(at)
+            self._starts.setdefault(_size_class(living[at].nbytes), []).append(at)
         self._old_bytes = sum(one.nbytes for one in self._old.values())
         self.most_bytes = sum(one.nbytes for one in living.values())
         self._sweep_at = len(self._young) + SWEEP_AFTER
 
 
-def _class(nbytes: int) -> int:
+def _size_class(nbytes: int) -> int:
     """The least power of two above a number of bytes."""
     return 1 << nbytes.bit_length()
 

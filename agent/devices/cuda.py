@@ -128,7 +128,7 @@ class StreamWork:
         return found
 
 
-class Lanes:
+class LaneStreams:
     """The streams of the lanes."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
@@ -156,12 +156,12 @@ class Lanes:
         self._runtime.host_waits(self._runtime.record(stream))
 
 
-def _abandon(runtime: CudaRuntime, lanes: Lanes, taken: set[int], pid: int) -> None:
+def _clean_up_unclosed(runtime: CudaRuntime, lanes: LaneStreams, allocated: set[int], pid: int) -> None:
     """Finalizer of a device that was not closed: waits for the lanes and frees device memory."""
-    if os.getpid() != pid or not (lanes.used or taken):  # a fork has no GPU
+    if os.getpid() != pid or not (lanes.used or allocated):  # a fork has no GPU
         return
     try:
-        close_all(lanes.wait_for_all, *(partial(runtime.free, address) for address in taken))
+        close_all(lanes.wait_for_all, *(partial(runtime.free, address) for address in allocated))
     except Exception as error:
         log.warning("The GPU failed while an unclosed device was cleaned up: %s: %s", type(error).__name__, error)
 
@@ -176,12 +176,12 @@ class CudaDevice:
 
     def __init__(self, runtime: CudaRuntime, limit_bytes: int = 0) -> None:
         self._runtime = runtime
-        self._lanes = Lanes(runtime)
+        self._lanes = LaneStreams(runtime)
         self._clock = HostClock(runtime)
         self._host = PinnedPool(runtime, self._lanes.wait_for_copies)
-        self._taken: set[int] = set()
+        self._allocated: set[int] = set()
         """Addresses of allocated device memory."""
-        weakref.finalize(self, _abandon, runtime, self._lanes, self._taken, os.getpid()).atexit = False
+        weakref.finalize(self, _clean_up_unclosed, runtime, self._lanes, self._allocated, os.getpid()).atexit = False
         capacity = runtime.capacity_bytes()
         self.capacity_bytes = min(limit_bytes, capacity) if limit_bytes else capacity
 
@@ -206,7 +206,7 @@ class CudaDevice:
         if nbytes <= free:
             try:
                 address = self._runtime.alloc(nbytes)
-                self._taken.add(address)
+                self._allocated.add(address)
                 return address
             except MemoryError as error:
                 reason = error
@@ -217,7 +217,7 @@ class CudaDevice:
         ) from reason  # fmt: skip
 
     def free(self, address: int) -> None:
-        self._taken.remove(address)
+        self._allocated.remove(address)
         self._runtime.free(address)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:

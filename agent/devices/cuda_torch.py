@@ -28,7 +28,7 @@ from tidegate.agent.devices.gpu_kernels import load_kernels
 from tidegate.agent.devices.pinned_memory import near_cpus
 from tidegate.kernels.arithmetic.device_calls import GpuKernels
 
-PORTABLE: Final = 1
+HOST_REGISTER_PORTABLE: Final = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""
 
 HIGH_PRIORITY: Final = -1
@@ -79,7 +79,7 @@ class TorchCuda:
         free, _ = torch.cuda.mem_get_info(self.device)
         self._capacity = free + torch.cuda.memory_reserved(self.device)
 
-    def _here(self) -> torch.cuda.device:
+    def _this_gpu(self) -> torch.cuda.device:
         """Context manager that makes this GPU the calling thread's current device."""
         return torch.cuda.device(self.device.index)
 
@@ -92,25 +92,25 @@ class TorchCuda:
         return torch.cuda.current_stream(self.device)
 
     def record(self, stream: Stream, timed: bool = False) -> Marker:
-        with self._here():
+        with self._this_gpu():
             return (self._timed_events if timed else self._events).record(stream)
 
     def stream_waits(self, stream: Stream, marker: Marker) -> None:
-        with self._here():
+        with self._this_gpu():
             stream.wait_event(marker.event)
 
     def host_waits(self, marker: Marker) -> None:
-        with self._here():
+        with self._this_gpu():
             marker.event.synchronize()
 
     def seconds_between(self, earlier: Marker, later: Marker) -> float:
-        with self._here():
+        with self._this_gpu():
             return float(earlier.event.elapsed_time(later.event)) / 1e3
 
     # ---- work
 
     def copy(self, copies: Sequence[Copy], to_device: bool, stream: Stream) -> None:
-        with self._here(), torch.cuda.stream(stream):
+        with self._this_gpu(), torch.cuda.stream(stream):
             for one in copies:
                 if not one.nbytes:
                     continue
@@ -120,14 +120,14 @@ class TorchCuda:
                     _on_host(one.dst, one.nbytes).copy_(self._on_device(one.src, one.nbytes), non_blocking=True)
 
     def update(self, runs: Sequence[UpdateRun], stream: Stream) -> None:
-        with self._here(), torch.cuda.stream(stream):
+        with self._this_gpu(), torch.cuda.stream(stream):
             self._kernels.update(runs)
 
     def norms(self, grads: Sequence[GradRef], stream: Stream) -> Callable[[], Norms]:
         if not grads:
             return Norms
         # Temporary tensors come from this stream's allocator pool: their memory is reused only behind their last use.
-        with self._here(), torch.cuda.stream(stream):
+        with self._this_gpu(), torch.cuda.stream(stream):
             sums = torch.empty(len(grads), dtype=torch.float64, device=self.device)
             bad = torch.empty(len(grads), dtype=torch.int64, device=self.device)
             self._kernels.sum_of_squares(grads, sums, bad)
@@ -156,15 +156,15 @@ class TorchCuda:
         tensor.record_stream(stream)
 
     def pin(self, address: int, nbytes: int) -> str:
-        with self._here():
-            result = torch.cuda.cudart().cudaHostRegister(address, nbytes, PORTABLE)
+        with self._this_gpu():
+            result = torch.cuda.cudart().cudaHostRegister(address, nbytes, HOST_REGISTER_PORTABLE)
             if int(result) == 0:
                 return ""
             self._forget_error()
         return f"cudaHostRegister: {torch.cuda.cudart().cudaGetErrorString(result)}"
 
     def unpin(self, address: int) -> None:
-        with self._here():
+        with self._this_gpu():
             if int(torch.cuda.cudart().cudaHostUnregister(address)):
                 self._forget_error()
 

@@ -48,12 +48,12 @@ class DeviceSettings(Protocol):
 def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor]) -> Device:
     """The GPU that `params` are on, or the emulated device for CPU tensors. ParameterError when they are not all on one
     supported device."""
-    place = check_one_place(params)
-    if place == "cpu":
+    where = check_one_device(params)
+    if where == "cpu":
         return EmulatedDevice(
-            offload.device_memory_bytes or _ample_bytes(params, offload.subgroup_numel), offload.emulated
+            offload.device_memory_bytes or _default_capacity_bytes(params, offload.subgroup_numel), offload.emulated
         )
-    device = torch.device(place)
+    device = torch.device(where)
     if device.type != "cuda":
         raise ParameterError(f"Parameters are on {device}: weights on a CUDA device, or on the CPU, are supported.")
     if offload.device == "emulated":
@@ -75,15 +75,15 @@ def warn_if_emulated(device: Device) -> None:
         )
 
 
-def check_one_place(params: Sequence[torch.Tensor]) -> str:
+def check_one_device(params: Sequence[torch.Tensor]) -> str:
     """The device of all `params`, as text. ParameterError when they are on several devices."""
-    places = sorted({str(param.device) for param in params})
-    if len(places) > 1:
+    devices = sorted({str(param.device) for param in params})
+    if len(devices) > 1:
         raise ParameterError(
-            f"Parameters are on {', '.join(places)}: one optimizer works on one device. Build one for each, from the "
+            f"Parameters are on {', '.join(devices)}: one optimizer works on one device. Build one for each, from the "
             "parameters that are there."
         )
-    return places[0]
+    return devices[0]
 
 
 def _warn_of_few_queues() -> None:
@@ -102,7 +102,7 @@ def _warn_of_few_queues() -> None:
     )  # fmt: skip
 
 
-def _ample_bytes(params: Sequence[torch.Tensor], subgroup_numel: int) -> int:
+def _default_capacity_bytes(params: Sequence[torch.Tensor], subgroup_numel: int) -> int:
     """Default capacity of the emulated device in bytes: twice the weights and gradients, plus the state of all
     subgroups, however small they are."""
     weights = sum(p.numel() * p.element_size() for p in params)

@@ -42,7 +42,7 @@ class _Cumulative:
     step: float = 0.0
     update: float = 0.0
     stalls: tuple[tuple[str, float], ...] = ()
-    delivery: GradientArrival = field(default_factory=GradientArrival)
+    gradient_arrival: GradientArrival = field(default_factory=GradientArrival)
 
     @classmethod
     def of(cls, attachment: Attachment) -> _Cumulative:
@@ -52,16 +52,16 @@ class _Cumulative:
             stalls = recorder.rows("tidegate_stall_seconds_total")
             phases = {phase: seconds for (phase,), seconds in recorder.seconds("tidegate_phase_seconds").items()}
             spill = sum(recorder.rows("tidegate_update_spill_seconds_total").values())
-            delivery = recorder.totals.delivery
+            gradient_arrival = recorder.totals.gradient_arrival
         by_cause = tuple((cause, seconds) for (phase, cause), seconds in stalls.items() if phase == "update")
-        return cls(sum(phases.values()), phases.get("update", 0.0) + spill, by_cause, delivery)
+        return cls(sum(phases.values()), phases.get("update", 0.0) + spill, by_cause, gradient_arrival)
 
     def since(self, before: _Cumulative) -> _Cumulative:
         """The differences from earlier sums."""
         earlier = dict(before.stalls)
         stalls = tuple((cause, seconds - earlier.get(cause, 0.0)) for cause, seconds in self.stalls)
-        delivery = self.delivery - before.delivery
-        return _Cumulative(self.step - before.step, self.update - before.update, stalls, delivery)
+        gradient_arrival = self.gradient_arrival - before.gradient_arrival
+        return _Cumulative(self.step - before.step, self.update - before.update, stalls, gradient_arrival)
 
     def step_figures(self, attachment: Attachment) -> UpdateFigures:
         """Input of `verdict`."""
@@ -70,7 +70,7 @@ class _Cumulative:
             update_seconds=self.update,
             stalls=dict(self.stalls),
             paths=attachment.recorder.path_names,
-            recopied=self.delivery.recopied,
-            first_gradient=self.delivery.first_gradient,
-            together=self.delivery.together,
+            recopied=self.gradient_arrival.recopied,
+            first_gradient=self.gradient_arrival.first_gradient,
+            together=self.gradient_arrival.together,
         )

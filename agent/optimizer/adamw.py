@@ -14,13 +14,13 @@ from typing import Any, Final, NoReturn, Protocol, Self
 import torch
 
 from tidegate.agent.checkpoints.background import PendingCheckpoint
-from tidegate.agent.checkpoints.manifest import Checkpoint
-from tidegate.agent.checkpoints.of_optimizer import CheckpointFiles, small_state
+from tidegate.agent.checkpoints.checkpoint import Checkpoint
+from tidegate.agent.checkpoints.optimizer_checkpoints import OptimizerCheckpoints, small_state
 from tidegate.agent.checkpoints.reader import Reader
 from tidegate.agent.checkpoints.writer import Target
 from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Device
-from tidegate.agent.devices.selection import check_one_place, choose_device, warn_if_emulated
+from tidegate.agent.devices.selection import check_one_device, choose_device, warn_if_emulated
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.engine.phases import PhaseRecorder
 from tidegate.agent.gradients.accumulation import check_fits
@@ -187,7 +187,7 @@ class AdamW(torch.optim.Optimizer):
         self._backward_id = NO_BACKWARD
         self._moves_checked_in = NO_BACKWARD
         """Id of the last backward pass at whose first gradient all parameters were checked for moves."""
-        self._checkpoints = CheckpointFiles(self.engine, self.phases)
+        self._checkpoints = OptimizerCheckpoints(self.engine, self.phases)
         try:
             self.check_knobs(self.knobs)
             self.apply_knobs(self.knobs)
@@ -715,7 +715,7 @@ class AdamW(torch.optim.Optimizer):
         try:
             params = self.param_groups[-1]["params"]
             check_distinct(params)
-            check_one_place([shard_of(param) for param in (*self._params, *params)])
+            check_one_device([shard_of(param) for param in (*self._params, *params)])
             layouts = self._layouts_of_added(params)
             self.engine.check(self.engine.effective, self.offload.headroom_bytes, layouts)
             claim(self, params, beside=self._params)

@@ -99,16 +99,16 @@ class ParameterRecords:
     def are_reordered(self, params: Sequence[torch.nn.Parameter]) -> bool:
         """Whether parameters were replaced (`are_exchanged`), or have other shapes or strides: the order of their state
         would be another."""
-        homes = {id(param): home for param, home in zip(self._params, self._records, strict=True)}
-        known = [(ParameterRecord.of(param), homes[id(param)]) for param in params if id(param) in homes]
+        records = {id(param): record for param, record in zip(self._params, self._records, strict=True)}
+        known = [(ParameterRecord.of(param), records[id(param)]) for param in params if id(param) in records]
         return self.are_exchanged(params) or any((a.shape, a.strides) != (b.shape, b.strides) for a, b in known)
 
     def can_be_regrouped(self, params: Sequence[torch.nn.Parameter]) -> bool:
         """Whether only the membership in groups has changed: parameters that stay have the same device, dtype, shape
         and strides."""
-        homes = {id(param): home for param, home in zip(self._params, self._records, strict=True)}
+        records = {id(param): record for param, record in zip(self._params, self._records, strict=True)}
         return not self.are_exchanged(params) and all(
-            ParameterRecord.of(param) == homes[id(param)] for param in params if id(param) in homes
+            ParameterRecord.of(param) == records[id(param)] for param in params if id(param) in records
         )
 
     def refusal(self, groups: Sequence[Mapping[str, Any]], index: int) -> ParameterError:

@@ -12,14 +12,14 @@ from tidegate.timeline.timeline import Phase, PhaseSpan
 
 
 @dataclass(slots=True)
-class Moved:
+class TransferTotal:
     """Sum of transferred bytes, and of the seconds with a transfer in progress."""
 
     nbytes: int = 0
     seconds: float = 0.0
 
 
-def divided(span: Interval, nbytes: int, phases: Sequence[PhaseSpan]) -> Iterator[tuple[Phase, int, float]]:
+def divide_by_phase(span: Interval, nbytes: int, phases: Sequence[PhaseSpan]) -> Iterator[tuple[Phase, int, float]]:
     """Divides one transfer at phase boundaries: phase, bytes and seconds of each part. The parts add up to the
     whole."""
     left = nbytes
@@ -31,7 +31,7 @@ def divided(span: Interval, nbytes: int, phases: Sequence[PhaseSpan]) -> Iterato
         yield phase, part, (span.end - span.start) * share
 
 
-def moves_by_phase(
+def transfers_by_phase(
     moves: Iterable[tuple[str, Transfer]], phases: Sequence[PhaseSpan]
 ) -> Iterator[tuple[str, Phase, int, float]]:
     """Divides the transfers of one path at phase boundaries: operation, phase, bytes and busy seconds of each part.
@@ -44,10 +44,10 @@ def moves_by_phase(
         start = max(transfer.start, busy_until.get(operation, transfer.start))
         end = busy_until[operation] = max(start, transfer.end)
         if start == transfer.start:
-            for phase, nbytes, seconds in divided(transfer, transfer.nbytes, phases):
+            for phase, nbytes, seconds in divide_by_phase(transfer, transfer.nbytes, phases):
                 yield operation, phase, nbytes, seconds
             continue
-        for phase, nbytes, _ in divided(transfer, transfer.nbytes, phases):
+        for phase, nbytes, _ in divide_by_phase(transfer, transfer.nbytes, phases):
             yield operation, phase, nbytes, 0.0
-        for phase, _, seconds in divided(DoneEvent(start, end), 0, phases):
+        for phase, _, seconds in divide_by_phase(DoneEvent(start, end), 0, phases):
             yield operation, phase, 0, seconds

@@ -41,7 +41,7 @@ class Exposition:
                 out.append(self._heads[metric.name, openmetrics])
                 self._add_histograms(out, metric, metrics.histograms(metric.name), openmetrics)
                 continue
-            rows = metrics.shown(metric.name)
+            rows = metrics.rows_with_pending(metric.name)
             if not rows and metric.needs == "nvml":
                 continue
             out.append(self._heads[metric.name, openmetrics])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from tidegate.agent.telemetry.nvml import PERIOD_SECONDS, Gpu, Pcie, sums
+from tidegate.agent.telemetry.nvml import PERIOD_SECONDS, Gpu, PcieReading, add_by_direction
 from tidegate.logs import event
 
 log = logging.getLogger("tidegate.gpu")
@@ -93,8 +93,8 @@ class GpuSampler:
     def sample(self, gpu: Gpu, now: float) -> None:
         """Takes one reading at `now`, in seconds on the monotonic clock."""
         before, source = self.figures, gpu.pcie
-        pcie = source.read(now) if source is not None else Pcie()
-        nbytes = sums(before.pcie_bytes, pcie.nbytes)
+        pcie = source.read(now) if source is not None else PcieReading()
+        nbytes = add_by_direction(before.pcie_bytes, pcie.nbytes)
         if pcie.gap:
             self._compared.clear()
         utilization = before.utilization_ratio

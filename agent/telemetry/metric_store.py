@@ -58,7 +58,7 @@ class MetricStore:
     def __init__(self) -> None:
         self._rows: dict[str, dict[Labels, float]] = {m.name: {} for m in METRICS if m.type != "histogram"}
         self._histograms: dict[str, dict[Labels, Histogram]] = {name: {} for name in _BUCKETS}
-        self._shown: dict[str, dict[Labels, float]] = {}
+        self._with_pending: dict[str, dict[Labels, float]] = {}
 
     def add(self, name: str, amount: float, *labels: str) -> None:
         """Adds to a counter that is counted in this store."""
@@ -89,7 +89,7 @@ class MetricStore:
         A shown value never decreases, neither when `add` counts the pending amounts, nor when they turn out a little
         smaller.
         """
-        totals, shown = self._rows[name], self._shown.setdefault(name, {})
+        totals, shown = self._rows[name], self._with_pending.setdefault(name, {})
         for labels in totals.keys() | rows.keys():
             value = totals.get(labels, 0) + rows.get(labels, 0)
             shown[labels] = max(shown.get(labels, 0), value)
@@ -98,9 +98,9 @@ class MetricStore:
         """Series of a counter or gauge, without pending amounts."""
         return self._rows[name]
 
-    def shown(self, name: str) -> Mapping[Labels, float]:
+    def rows_with_pending(self, name: str) -> Mapping[Labels, float]:
         """Series of a counter or gauge, including pending amounts."""
-        return self._shown.get(name) or self._rows[name]
+        return self._with_pending.get(name) or self._rows[name]
 
     def histograms(self, name: str) -> Mapping[Labels, Histogram]:
         """Series of a histogram."""

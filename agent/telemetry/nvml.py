@@ -36,7 +36,7 @@ PERIOD_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
-class Pcie:
+class PcieReading:
     """Result of one reading of the PCIe bytes, by direction; empty where nothing is known."""
 
     nbytes: Mapping[str, int] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class PcieSource(Protocol):
     def period_seconds(self) -> float:
         """Longest pause in seconds between two readings that loses no bytes."""
 
-    def read(self, now: float) -> Pcie:
+    def read(self, now: float) -> PcieReading:
         """Takes a reading at `now`, in seconds on the monotonic clock. NVMLError when the GPU no longer answers."""
 
 
@@ -122,15 +122,17 @@ class _Fields:
             values[direction] = getattr(value.value, self._members[value.valueType])
         return values
 
-    def read(self, now: float) -> Pcie:
+    def read(self, now: float) -> PcieReading:
         before, self._read_at = self._read_at, now
         values = self._values()
         self._detect_width(values)
         moved = {way: self._counters[way].bytes_since_last(now, value) for way, value in values.items()}
         known = {way: nbytes for way, nbytes in moved.items() if nbytes is not None}
         if before is None:
-            return Pcie()
-        return Pcie(known, {way: nbytes / (now - before) for way, nbytes in known.items()}, len(known) < len(moved))
+            return PcieReading()
+        return PcieReading(
+            known, {way: nbytes / (now - before) for way, nbytes in known.items()}, len(known) < len(moved)
+        )
 
 
 class _Gpm:
@@ -146,15 +148,15 @@ class _Gpm:
         self._samples = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
         self._read_at: float | None = None
 
-    def read(self, now: float) -> Pcie:
+    def read(self, now: float) -> PcieReading:
         self._samples.reverse()
         earlier, later = self._samples
         self._nvml.nvmlGpmSampleGet(self._handle, later)
         before, self._read_at = self._read_at, now
         if before is None:
-            return Pcie()
+            return PcieReading()
         speeds = self._speeds(earlier, later)
-        return Pcie({way: round(speed * (now - before)) for way, speed in speeds.items()}, speeds)
+        return PcieReading({way: round(speed * (now - before)) for way, speed in speeds.items()}, speeds)
 
     def _speeds(self, earlier: Any, later: Any) -> dict[str, float]:
         """Mean speed between two samples in bytes per second, by direction."""
@@ -188,9 +190,10 @@ class _Throughput:
         self._counters = {"h2d": nvml.NVML_PCIE_UTIL_RX_BYTES, "d2h": nvml.NVML_PCIE_UTIL_TX_BYTES}
         self.read(time.monotonic())
 
-    def read(self, now: float) -> Pcie:
+    def read(self, now: float) -> PcieReading:
         get = self._nvml.nvmlDeviceGetPcieThroughput
-        return Pcie({}, {way: get(self._handle, counter) * 1024.0 for way, counter in self._counters.items()})  # KiB/s
+        kibibytes = {way: get(self._handle, counter) for way, counter in self._counters.items()}
+        return PcieReading({}, {way: speed * 1024.0 for way, speed in kibibytes.items()})
 
 
 class DividedGpuError(Exception):
@@ -286,6 +289,8 @@ def open_gpu(uuid: str) -> Gpu | None:
         return None
 
 
-def sums(earlier: Mapping[str, int], more: Mapping[str, int], ways: Sequence[str] = DIRECTIONS) -> dict[str, int]:
+def add_by_direction(
+    earlier: Mapping[str, int], more: Mapping[str, int], ways: Sequence[str] = DIRECTIONS
+) -> dict[str, int]:
     """Adds two mappings by direction; directions that are in neither are left out."""
     return {way: earlier.get(way, 0) + more.get(way, 0) for way in ways if way in earlier or way in more}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from tidegate.agent.engine.residency import Residences
-from tidegate.agent.telemetry.bytes_by_phase import Moved, moves_by_phase
+from tidegate.agent.telemetry.bytes_by_phase import TransferTotal, transfers_by_phase
 from tidegate.agent.tiers.file_path import StoragePath
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.tier_store import TierStore
@@ -24,11 +24,11 @@ from tidegate.wire.step import PathOperation, PathRow, PathState
 log = logging.getLogger("tidegate")
 
 DAY_SECONDS: Final = 86_400.0
-WEAR_WINDOW_SECONDS: Final = 3_600.0
+WRITE_RATE_WINDOW_SECONDS: Final = 3_600.0
 """Length of the window over which the write rate is measured."""
-WEAR_SAMPLE_SECONDS: Final = 30.0
+WRITE_RATE_SAMPLE_SECONDS: Final = 30.0
 """Least time between two samples in the window."""
-MIN_WEAR_SECONDS: Final = 10.0
+MIN_WRITE_RATE_SECONDS: Final = 10.0
 """Least measured time before a daily rate is extrapolated: the first steps are not typical."""
 
 
@@ -63,12 +63,12 @@ class WriteRate:
         """Bytes per day, given `written` bytes so far at `now` (seconds, monotonic clock); None in the first
         seconds."""
         samples = self._samples
-        if now - samples[-1][0] >= WEAR_SAMPLE_SECONDS:
+        if now - samples[-1][0] >= WRITE_RATE_SAMPLE_SECONDS:
             samples.append((now, written))
-        while len(samples) > 1 and now - samples[1][0] >= WEAR_WINDOW_SECONDS:
+        while len(samples) > 1 and now - samples[1][0] >= WRITE_RATE_WINDOW_SECONDS:
             samples.popleft()
         since, before = samples[0]
-        if now - since < MIN_WEAR_SECONDS:
+        if now - since < MIN_WRITE_RATE_SECONDS:
             return None
         rate = (written - before) / (now - since) * DAY_SECONDS
         if 0 < self._limit < rate:
@@ -89,7 +89,7 @@ class PathSampler:
     def __init__(self, store: TierStore, residences: Residences) -> None:
         self._store, self._residences = store, residences
         now = time.monotonic()
-        self._wear = {
+        self._write_rates = {
             name: WriteRate(name, path.settings.wear_bytes_per_day, now, path.counters.bytes["write"])
             for name, path in store.paths.items()
             if isinstance(path, StoragePath)  # drives of an object store are the operator's responsibility
@@ -106,7 +106,7 @@ class PathSampler:
 
     def _sample(self, name: str, path: StoragePath | ObjectPath, now: float) -> PathSample:
         counters = path.counters
-        wear = self._wear.get(name)
+        write_rate = self._write_rates.get(name)
         moves = tuple(counters.moves.popleft() for _ in range(len(counters.moves)))
         return PathSample(
             name=name,
@@ -116,7 +116,7 @@ class PathSampler:
             lock_wait_seconds=dict(counters.lock_wait_seconds),
             errors=dict(counters.errors),
             ceilings=self._store.ceilings[name],
-            written_bytes_per_day=wear.per_day(now, counters.bytes["write"]) if wear is not None else None,
+            written_bytes_per_day=write_rate.per_day(now, counters.bytes["write"]) if write_rate is not None else None,
             retired=name in self._store.retired,
             capacity_subgroups=self._capacity_subgroups(name),
         )
@@ -148,9 +148,9 @@ def path_rows(samples: Sequence[PathSample], phases: Sequence[PhaseSpan]) -> tup
 
     A lane may have two transfers in progress: the time is then counted once.
     """
-    rows: defaultdict[tuple[str, str, str], Moved] = defaultdict(Moved)
+    rows: defaultdict[tuple[str, str, str], TransferTotal] = defaultdict(TransferTotal)
     for sample in samples:
-        for operation, phase, nbytes, seconds in moves_by_phase(sample.moves, phases):
+        for operation, phase, nbytes, seconds in transfers_by_phase(sample.moves, phases):
             row = rows[sample.name, operation, phase]
             row.nbytes += nbytes
             row.seconds += seconds

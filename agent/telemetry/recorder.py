@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tidegate.agent.calibration.saved import saved_rate_card
+from tidegate.agent.calibration.saved_rate_card import saved_rate_card
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.optimizer.adamw import AdamW
@@ -37,7 +37,7 @@ log = logging.getLogger("tidegate")
 
 MAX_UNREPORTED_STEPS = 256
 """Reports kept for the daemon; older ones are discarded."""
-MAX_NOTED_STEPS = 16
+MAX_UNPROCESSED_STEPS = 16
 """Number of recorded steps after which the training thread processes them itself, if no reader has."""
 PREDICTION_SHARE = 1e-4
 """Largest share of the time that predictions may take while the plan stays the same: a plan of 100 ops is predicted
@@ -63,7 +63,7 @@ class Totals:
     predicted_update_seconds: float | None = None
     """Prediction for the plan that ran last."""
     prediction_error: float | None = None
-    delivery: GradientArrival = field(default_factory=GradientArrival)
+    gradient_arrival: GradientArrival = field(default_factory=GradientArrival)
     """Sums over all steps that were not skipped."""
 
 
@@ -93,7 +93,7 @@ class Recorder:
         self.path_names = tuple(store.paths) if store is not None else ()
         step_metrics.initialize(self.metrics, self.path_names)
         self._residences = ("host", "device", *self.path_names)
-        self._noted: deque[FinishedStep] = deque()
+        self._unprocessed: deque[FinishedStep] = deque()
         self._unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
         self._expected = PhaseForecast()
         self._deps: RecentPlans[dict[int, tuple[int, ...]]] = RecentPlans()
@@ -130,8 +130,8 @@ class Recorder:
         if deps is None:
             deps = self._deps.add(result.plan, {op.id: op.deps for op in result.plan.ops})
         self.last_step = self._raw_step(result, phases, deps)
-        self._noted.append(self.last_step)
-        if new_plan or len(self._noted) >= MAX_NOTED_STEPS:
+        self._unprocessed.append(self.last_step)
+        if new_plan or len(self._unprocessed) >= MAX_UNPROCESSED_STEPS:
             self.catch_up()
         self.cpu_seconds += time.thread_time() - began + phases.clock_cpu_seconds
 
@@ -204,8 +204,8 @@ class Recorder:
     def catch_up(self) -> None:
         """Computes reports and metrics of all recorded steps."""
         with self.lock:
-            while self._noted:
-                step = self._noted.popleft()
+            while self._unprocessed:
+                step = self._unprocessed.popleft()
                 try:
                     self._process(step)
                 except Exception:
@@ -223,11 +223,11 @@ class Recorder:
         totals.prediction_error = totals.prediction_error if error is None else error
         totals.steps, totals.last = report.step, report
         if not result.skipped:
-            totals.delivery += step.delivery
+            totals.gradient_arrival += step.gradient_arrival
         self._unreported.append(report)
         for name in self._live.observe(measured_work(result.spans), _ran(step)):
             log.info("%s has changed permanently: it is measured again", name, extra=event("rate_drifted", rate=name))
-        if not result.skipped and all(later.result.plan is not result.plan for later in self._noted):
+        if not result.skipped and all(later.result.plan is not result.plan for later in self._unprocessed):
             self._predict(result.plan, prediction)
         totals.predicted_update_seconds = prediction.seconds
         step_metrics.set_forecast(self.metrics, self._expected.with_update(totals.predicted_update_seconds))

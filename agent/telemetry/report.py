@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from tidegate.agent.optimizer.gradient_arrival import GradientArrival
-from tidegate.agent.telemetry.bytes_by_phase import Moved, divided
+from tidegate.agent.telemetry.bytes_by_phase import TransferTotal, divide_by_phase
 from tidegate.agent.telemetry.paths import path_rows, path_states
 from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.kernels.arithmetic.stall_analysis import exposed_waits
@@ -41,11 +41,11 @@ def report_of(step: FinishedStep) -> StepReport:
         grad_norm=result.grad_norm,
         skipped=result.skipped,
     )
-    text = SKIPPED if result.skipped else verdict(step_figures(report, step.delivery), result.effective)
+    text = SKIPPED if result.skipped else verdict(step_figures(report, step.gradient_arrival), result.effective)
     return report.model_copy(update={"verdict": text})
 
 
-def step_figures(report: StepReport, delivery: GradientArrival) -> UpdateFigures:
+def step_figures(report: StepReport, gradient_arrival: GradientArrival) -> UpdateFigures:
     """Figures of a step as input of `verdict`."""
     lanes: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     rows = [(row.direction, row) for row in report.links] + [
@@ -71,16 +71,16 @@ def step_figures(report: StepReport, delivery: GradientArrival) -> UpdateFigures
         },
         updated=report.update_params,
         paths=[state.path for state in report.path_states if not state.retired],
-        recopied=delivery.recopied,
-        first_gradient=delivery.first_gradient,
-        together=delivery.together,
+        recopied=gradient_arrival.recopied,
+        first_gradient=gradient_arrival.first_gradient,
+        together=gradient_arrival.together,
     )
 
 
 def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
     """Stall seconds: of the update by cause; of other phases the time that hooks blocked the training thread."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
-    for cause, waited in exposed_waits(step.as_measured).items():
+    for cause, waited in exposed_waits(step.monotonic_timeline).items():
         seconds["update", cause] += waited
     for phase, exposed in step.phases.exposed_seconds.items():
         if phase != "update":
@@ -90,7 +90,7 @@ def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
 
 def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[LinkRow, ...]:
     """Bytes and busy time by direction, phase and content. A copy across a phase boundary is divided by time."""
-    rows: defaultdict[tuple[str, str, str], Moved] = defaultdict(Moved)
+    rows: defaultdict[tuple[str, str, str], TransferTotal] = defaultdict(TransferTotal)
     starts = [phase.start for phase in phases]
     at: Phase = "other"
     low = high = 0.0
@@ -102,7 +102,7 @@ def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[Link
             # Rare: nearly every span lies in the same phase as the span before it.
             phase = phases[max(0, bisect_right(starts, start) - 1)]
             if start < phase.start or end > phase.end:
-                for name, nbytes, seconds in divided(span, span.nbytes, phases):
+                for name, nbytes, seconds in divide_by_phase(span, span.nbytes, phases):
                     row = rows[lane, name, content]
                     row.nbytes += nbytes
                     row.seconds += seconds

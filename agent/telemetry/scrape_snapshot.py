@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from tidegate.agent.optimizer.adamw import AdamW
-from tidegate.agent.telemetry.bytes_by_phase import moves_by_phase
+from tidegate.agent.telemetry.bytes_by_phase import transfers_by_phase
 from tidegate.agent.telemetry.gpu import GpuFigures
 from tidegate.agent.telemetry.metric_store import Labels, MetricStore
 from tidegate.agent.tiers.file_path import StoragePath
@@ -192,7 +192,7 @@ def _transfers_in_progress(metrics: MetricStore, current: CurrentState) -> None:
         open_since = tuple(path_state.counters.under_way.values())
         for operation, since in open_since:
             longest[path, operation] = max(longest[path, operation], current.now - since)
-        for operation, phase, nbytes, seconds in moves_by_phase(
+        for operation, phase, nbytes, seconds in transfers_by_phase(
             [*ended, *_open(open_since, current.phases)], current.phases
         ):
             moved[path, operation, phase] += nbytes

@@ -34,13 +34,13 @@ class FinishedStep:
     """Seconds since the epoch at second 0 of the monotonic clock."""
 
     @property
-    def as_measured(self) -> Timeline:
+    def monotonic_timeline(self) -> Timeline:
         """The measured timeline on the monotonic clock, without a copy of each span: for users that only need
         differences of times."""
         return Timeline(self.number, "measured", self.result.spans, self.phases.spans, self.deps, self._wall)
 
     @cached_property
-    def delivery(self) -> GradientArrival:
+    def gradient_arrival(self) -> GradientArrival:
         """How the gradients arrived in this step."""
         return gradient_arrival_of(self.result, self.phases)
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential
 
 from tidegate.agent.interrupts import DelayInterrupt
+from tidegate.agent.tiers.disk_space import free_bytes, too_large_message
 from tidegate.agent.tiers.path_locks import TierLocks
-from tidegate.agent.tiers.scratch import free_bytes, too_large_message
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, padded_bytes
 from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer
 from tidegate.errors import BlockDamaged, DataTruncated, PathFailed, PathFull, PathUnusable

@@ -15,9 +15,10 @@ from typing import Final
 
 import numpy as np
 
+from tidegate.agent.tiers.disk_space import free_bytes, reserve
 from tidegate.agent.tiers.file_moves import FileMover, StateFile
 from tidegate.agent.tiers.path_locks import device_key, locks_of_path
-from tidegate.agent.tiers.scratch import Scratch, free_bytes, reserve
+from tidegate.agent.tiers.scratch import Scratch
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, num_blocks, padded_bytes
 from tidegate.agent.tiers.transfers import PathCounters, Transfer, no_op
 from tidegate.errors import ConfigError, PathUnusable
@@ -65,7 +66,7 @@ class PathSettings:
             raise ConfigError(f"block_bytes={self.block_bytes} of a path must be a multiple of 4096.")
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Location of the path as text for messages."""
         return os.fspath(self.directory)
 
@@ -258,8 +259,8 @@ class StoragePath:
 
     # ---- checkpoints
 
-    def link_bytes(self, subgroup: int, weights_checksum: int, device: int) -> int | None:
-        """Bytes of the file that `link` would link to the file system `device`; None when it cannot be linked."""
+    def linkable_bytes(self, subgroup: int, weights_checksum: int, device: int) -> int | None:
+        """Bytes of the file that `hard_link` would link to the file system `device`; None when it cannot be linked."""
         file = self._files[subgroup]
         if file.step < 0 or os.fstat(file.fd).st_dev != device:
             return None
@@ -267,10 +268,10 @@ class StoragePath:
             return None  # an earlier checkpoint holds the file, with other weights in its header
         return os.fstat(file.fd).st_size
 
-    def link(self, subgroup: int, weights_checksum: int, target: str | os.PathLike[str]) -> bool:
+    def hard_link(self, subgroup: int, weights_checksum: int, target: str | os.PathLike[str]) -> bool:
         """Hard-links the subgroup's file, header included, to `target`. From now on the state is flushed to the spare
         file. Durable after fsync. False, without `target`, where the file system refuses the link. Call only when
-        `link_bytes` returned a size."""
+        `linkable_bytes` returned a size."""
         file = self._files[subgroup]
         self._freeze(file, self._header(file, weights_checksum))
         try:

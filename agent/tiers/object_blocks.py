@@ -15,16 +15,12 @@ from numpy.typing import NDArray
 
 from tidegate.agent.tiers.object_client import Client, RequestFailed
 from tidegate.agent.tiers.object_settings import ObjectSettings
-from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer
+from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer, no_op
 from tidegate.errors import BlockDamaged, DataTruncated
 from tidegate.kernels import copy, crc32c
 
 Job = tuple[Operation, Callable[[], None]]
 """Direction of a transfer, which names the thread pool, and the function that transfers one object."""
-
-
-def no_op() -> None:
-    """Does nothing: the default of callbacks."""
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,8 @@ class RequestFailed(Exception):
         self.is_transient = is_transient
 
 
-def _nothing() -> None:
-    pass
-
-
-class _Spread(wait_base):
-    """Adds a little to a pause, so that threads do not come back all at once. A script may have seeded the module
+class _Jitter(wait_base):
+    """Adds a little to a pause (jitter), so that threads do not retry all at once. A script may have seeded the module
     `random`, so nothing is drawn from its generator."""
 
     def __call__(self, retry_state: RetryCallState) -> float:
@@ -77,14 +73,14 @@ class Client:
         self._obstore = _require("obstore")
         self._store = _store(settings)
 
-    def put(self, key: str, data: memoryview | bytes, repeated: Callable[[], None] = _nothing) -> None:
+    def put(self, key: str, data: memoryview | bytes, on_retry: Callable[[], None] | None = None) -> None:
         """Stores an object, completely or not at all. `data` may be reused afterwards."""
-        self._retried(lambda: self._obstore.put(self._store, key, data, use_multipart=False), repeated)
+        self._retried(lambda: self._obstore.put(self._store, key, data, use_multipart=False), on_retry)
 
-    def get(self, key: str, nbytes: int, repeated: Callable[[], None] = _nothing) -> memoryview:
+    def get(self, key: str, nbytes: int, on_retry: Callable[[], None] | None = None) -> memoryview:
         """The first `nbytes` of an object, fewer where it is shorter."""
         return memoryview(
-            self._retried(lambda: self._obstore.get_range(self._store, key, start=0, length=nbytes), repeated)
+            self._retried(lambda: self._obstore.get_range(self._store, key, start=0, length=nbytes), on_retry)
         )
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -100,18 +96,18 @@ class Client:
         """All objects whose keys begin with the folder `under`: `path`, `size`, `last_modified`."""
         return self._retried(lambda: [entry for page in self._obstore.list(self._store, under) for entry in page])
 
-    def _retried(self, request: Callable[[], T], repeated: Callable[[], None] = _nothing) -> T:
-        """Runs a request, with retries. `repeated` is called before each attempt but the first."""
+    def _retried(self, request: Callable[[], T], on_retry: Callable[[], None] | None = None) -> T:
+        """Runs a request, with retries. `on_retry`, if given, is called before each attempt but the first."""
         attempts = Retrying(
             stop=stop_after_delay(self._retry_seconds),
-            wait=wait_exponential(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS) + _Spread(),
+            wait=wait_exponential(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS) + _Jitter(),
             retry=retry_if_exception(lambda error: isinstance(error, RequestFailed) and error.is_transient),
-            before_sleep=lambda _: repeated(),
+            before_sleep=None if on_retry is None else lambda _: on_retry(),
             reraise=True,
         )
-        return cast(T, attempts(self._once, request))
+        return cast(T, attempts(self._attempt, request))
 
-    def _once(self, request: Callable[[], T]) -> T:
+    def _attempt(self, request: Callable[[], T]) -> T:
         """Runs a request once and converts obstore's errors."""
         try:
             return request()

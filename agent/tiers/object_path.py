@@ -20,13 +20,13 @@ from typing import Final
 import numpy as np
 
 from tidegate.agent.tiers.file_path import DUPLEX_SHARE
-from tidegate.agent.tiers.object_blocks import BlockMover, Job, StoredBlocks, no_op
+from tidegate.agent.tiers.object_blocks import BlockMover, Job, StoredBlocks
 from tidegate.agent.tiers.object_client import RequestFailed, bucket_key, connect, path_unusable
 from tidegate.agent.tiers.object_scratch import ObjectScratch
 from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.agent.tiers.path_locks import TierLocks, locks_of_path
 from tidegate.agent.tiers.state_file import StateKind, num_blocks, padded_bytes
-from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer
+from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer, no_op
 from tidegate.errors import PathFailed, PathFull
 from tidegate.kernels import aligned_buffer, fill
 from tidegate.plan.tier_split import PathSpeeds

@@ -24,12 +24,13 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Final, Self
 
+from tidegate.agent.procfs import boot_id, pid_namespace, start_ticks
 from tidegate.agent.tiers.object_client import Client, RequestFailed, connect, path_unusable
 from tidegate.agent.tiers.object_settings import ObjectSettings
-from tidegate.agent.tiers.scratch import OWNER, PREFIX, RANK_NAME, RUN_NAME, Alive
+from tidegate.agent.tiers.scratch import RANK_NAME, RUN_NAME, SCRATCH_PREFIX
+from tidegate.agent.tiers.scratch_owner import OWNER_FILE, Alive
 from tidegate.errors import ScratchTaken
 
 log = logging.getLogger("tidegate.tiers")
@@ -61,8 +62,8 @@ class ObjectOwner:
     def of_this_process(cls, run: str, rank: int) -> Self:
         """The owner for the calling process."""
         return cls(
-            host=socket.gethostname(), boot_id=_boot_id(), pid_namespace=_pid_namespace(), pid=os.getpid(),
-            process_start_ticks=_start_ticks(os.getpid()), run=run, rank=rank, created_at=time.time(),
+            host=socket.gethostname(), boot_id=boot_id(), pid_namespace=pid_namespace(), pid=os.getpid(),
+            process_start_ticks=start_ticks(os.getpid()), run=run, rank=rank, created_at=time.time(),
         )  # fmt: skip
 
 
@@ -89,7 +90,7 @@ class ObjectScratch:
         """PathUnusable when nothing can be written there."""
         if not RUN_NAME.fullmatch(run) or not RANK_NAME.fullmatch(f"rank{rank}"):
             raise ValueError(f"run {run!r} or rank {rank} cannot be part of a key")
-        self.folder = f"{PREFIX}{run}/rank{rank}"
+        self.folder = f"{SCRATCH_PREFIX}{run}/rank{rank}"
         self.url = f"{settings.url.rstrip('/')}/{self.folder}"
         self.owner = ObjectOwner.of_this_process(run, rank)
         self._client = client
@@ -100,7 +101,7 @@ class ObjectScratch:
 
     def _renew(self) -> None:
         """Writes the lease."""
-        self._client.put(f"{self.folder}/{OWNER}", json.dumps(asdict(self.owner), indent=1).encode())
+        self._client.put(f"{self.folder}/{OWNER_FILE}", json.dumps(asdict(self.owner), indent=1).encode())
 
     def _renew_repeatedly(self) -> None:
         """Renews the lease every LEASE_SECONDS until `end`; failures are logged and tried again."""
@@ -123,7 +124,7 @@ class ObjectScratch:
     def remove(self) -> None:
         """Deletes the lease; call it after everything else is deleted. RequestFailed when the lease cannot be
         deleted."""
-        self._client.delete([f"{self.folder}/{OWNER}"])
+        self._client.delete([f"{self.folder}/{OWNER_FILE}"])
 
 
 def find_object_leftovers(settings: ObjectSettings) -> list[ObjectLeftover]:
@@ -133,7 +134,7 @@ def find_object_leftovers(settings: ObjectSettings) -> list[ObjectLeftover]:
     """
     _, client = connect(settings)
     try:
-        runs = [name for name in client.folders() if name.startswith(PREFIX)]
+        runs = [name for name in client.folders() if name.startswith(SCRATCH_PREFIX)]
         ranks = [f"{run}/{rank}" for run in runs for rank in client.folders(run) if RANK_NAME.fullmatch(rank)]
         leftovers = [_inspect(settings, client, rank) for rank in ranks]
     except RequestFailed as error:
@@ -148,7 +149,7 @@ def remove_objects(leftover: ObjectLeftover) -> None:
     cannot be deleted.
     """
     _, client = connect(leftover.settings)
-    folder = f"{PREFIX}{leftover.run}/rank{leftover.rank}"
+    folder = f"{SCRATCH_PREFIX}{leftover.run}/rank{leftover.rank}"
     try:
         current = _inspect(leftover.settings, client, folder)
         if current is None:
@@ -157,8 +158,8 @@ def remove_objects(leftover: ObjectLeftover) -> None:
             raise ScratchTaken(f"{leftover.directory} is in use, may be in use, or has changed since it was listed.")
         keys = [entry["path"] for entry in client.objects(folder)]
         # The lease is deleted last, so that scratch that is left after a crash can still be identified.
-        client.delete([key for key in keys if not key.endswith(f"/{OWNER}")])
-        client.delete([f"{folder}/{OWNER}"])
+        client.delete([key for key in keys if not key.endswith(f"/{OWNER_FILE}")])
+        client.delete([f"{folder}/{OWNER_FILE}"])
     except RequestFailed as error:
         raise path_unusable(leftover.settings, error) from error
 
@@ -168,13 +169,13 @@ def _inspect(settings: ObjectSettings, client: Client, folder: str) -> ObjectLef
     objects = client.objects(folder)
     if not objects:
         return None
-    lease = next((entry for entry in objects if entry["path"] == f"{folder}/{OWNER}"), None)
+    lease = next((entry for entry in objects if entry["path"] == f"{folder}/{OWNER_FILE}"), None)
     owner = _read_owner(client, lease["path"]) if lease is not None else None
     oldest: datetime = min(entry["last_modified"] for entry in objects)
     created_at = owner.created_at if owner is not None else oldest.timestamp()
     run, _, rank = folder.partition("/")
     return ObjectLeftover(
-        f"{settings.url.rstrip('/')}/{folder}", run.removeprefix(PREFIX), int(rank.removeprefix("rank")),
+        f"{settings.url.rstrip('/')}/{folder}", run.removeprefix(SCRATCH_PREFIX), int(rank.removeprefix("rank")),
         sum(entry["size"] for entry in objects), max(0.0, time.time() - created_at), owner,
         _liveness(owner, time.time() - lease["last_modified"].timestamp() if lease is not None else 0.0), settings,
     )  # fmt: skip
@@ -203,7 +204,7 @@ def _liveness(owner: ObjectOwner | None, lease_age_seconds: float) -> Alive:
     """Whether the owner is alive, by the rules of the module's docstring."""
     if owner is None:
         return "unknown"
-    if (owner.boot_id, owner.pid_namespace) == (_boot_id(), _pid_namespace()):
+    if (owner.boot_id, owner.pid_namespace) == (boot_id(), pid_namespace()):
         return _process_liveness(owner)
     if lease_age_seconds < ALIVE_SECONDS:
         return "yes"
@@ -213,7 +214,7 @@ def _liveness(owner: ObjectOwner | None, lease_age_seconds: float) -> Alive:
 def _process_liveness(owner: ObjectOwner) -> Alive:
     """Whether a process of this kernel and this namespace of process ids is alive."""
     try:
-        return "yes" if _start_ticks(owner.pid) == owner.process_start_ticks else "no"
+        return "yes" if start_ticks(owner.pid) == owner.process_start_ticks else "no"
     except OSError:  # no such process, or /proc hides processes of other users
         with suppress(PermissionError):
             try:
@@ -221,23 +222,3 @@ def _process_liveness(owner: ObjectOwner) -> Alive:
             except ProcessLookupError:
                 return "no"
         return "unknown"
-
-
-def _boot_id() -> str:
-    """Id of the present boot of this kernel."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _pid_namespace() -> str:
-    """Id of the namespace of process ids."""
-    return os.readlink("/proc/self/ns/pid")
-
-
-def _start_ticks(pid: int) -> int:
-    """Start time of a process in clock ticks after boot: field 22 of /proc/<pid>/stat. -1 for a dead process that its
-    parent has not reaped. OSError when the process is not visible.
-
-    The second field, the program's name, may contain any character but ends at the last ')'.
-    """
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return -1 if fields[0] in "ZX" else int(fields[19])

@@ -52,9 +52,9 @@ class ObjectSettings:
             raise ConfigError(f"timeout_seconds={self.timeout_seconds} of a path is out of range: more than 0.")
         if self.block_bytes % 4096:
             raise ConfigError(f"block_bytes={self.block_bytes} of a path must be a multiple of 4096.")
-        _split(self.url, ("s3",), 's3://bucket/prefix, as in "s3://training/tide"')
+        _parse_address(self.url, ("s3",), 's3://bucket/prefix, as in "s3://training/tide"')
         if self.endpoint:
-            _split(self.endpoint, ("http", "https"), 'the address of a server, as in "http://127.0.0.1:9000"')
+            _parse_address(self.endpoint, ("http", "https"), 'the address of a server, as in "http://127.0.0.1:9000"')
 
     @property
     def bucket(self) -> str:
@@ -67,7 +67,7 @@ class ObjectSettings:
         return urlsplit(self.url).path.strip("/")
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Location of the path as text for messages."""
         return self.url
 
@@ -76,11 +76,11 @@ class ObjectSettings:
         """Endpoint in use; "" for Amazon's. ConfigError when an environment variable holds a malformed address."""
         endpoint = self.endpoint or next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), "")
         if endpoint:
-            _split(endpoint, ("http", "https"), 'the address of a server, as in "http://127.0.0.1:9000"')
+            _parse_address(endpoint, ("http", "https"), 'the address of a server, as in "http://127.0.0.1:9000"')
         return endpoint.rstrip("/")
 
 
-def _split(address: str, schemes: tuple[str, ...], wanted: str) -> SplitResult:
+def _parse_address(address: str, schemes: tuple[str, ...], wanted: str) -> SplitResult:
     """Parses an address. ConfigError when it is malformed; an address that may hold credentials is not repeated in the
     error."""
     if "@" in address:

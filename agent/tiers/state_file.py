@@ -65,7 +65,7 @@ _FIELDS: Final = struct.Struct("<16s16sIIQQIIQQQQQ")
 _CHECKSUM: Final = struct.Struct("<I")
 _BLOCKS_AT: Final = _START.size + _FIELDS.size
 
-Name = str | os.PathLike[str]
+FileName = str | os.PathLike[str]
 
 
 class ChecksumKind(IntEnum):
@@ -172,7 +172,7 @@ class Header:
         return body + _CHECKSUM.pack(zlib.crc32(body))
 
     @classmethod
-    def unpack(cls, data: bytes | bytearray | memoryview, file: Name) -> Header:
+    def unpack(cls, data: bytes | bytearray | memoryview, file: FileName) -> Header:
         """Parses the header at the beginning of `data`; bytes after the header are ignored. `file` is named in errors.
 
         Raises a `StateFileError` for each kind of fault: NotAStateFile, NewerFormat, HeaderTruncated, HeaderDamaged,
@@ -187,18 +187,18 @@ class Header:
             raise ForeignByteOrder(file, order, sys.byteorder)
         return _read(view[:nbytes], file)
 
-    def check_file(self, nbytes: int, file: Name) -> None:
+    def check_file(self, nbytes: int, file: FileName) -> None:
         """Raises DataTruncated when a file of `nbytes` is too short for the data. It may be longer: space may be
         reserved."""
         if nbytes < self.file_bytes:
             raise DataTruncated(file, f"{nbytes:,} bytes", f"{self.file_bytes:,}")
 
-    def check_run(self, run_id: bytes, file: Name) -> None:
+    def check_run(self, run_id: bytes, file: FileName) -> None:
         """Raises ForeignRun when another run wrote the file. Not called for files that a run resumes from."""
         if self.run_id != run_id:
             raise ForeignRun(file, f"run {self.run_id.hex()}", run_id.hex())
 
-    def check_kind(self, kind: StateKind, file: Name) -> None:
+    def check_kind(self, kind: StateKind, file: FileName) -> None:
         """Raises ForeignState when the file holds the state of another rank, subgroup, format or update rule."""
         if self.kind != kind:
             names = [field.name for field in fields(StateKind)]
@@ -207,18 +207,18 @@ class Header:
             found = ", ".join(f"{name} {mine}" for name, mine, _ in differing)
             raise ForeignState(file, found, ", ".join(f"{name} {theirs}" for name, _, theirs in differing))
 
-    def check_step(self, step: int, file: Name) -> None:
+    def check_step(self, step: int, file: FileName) -> None:
         """Raises WrongStep when the file holds the state after another update than `step`."""
         if self.step != step:
             raise WrongStep(file, f"step {self.step}", step)
 
-    def check_block(self, index: int, checksum: int, file: Name) -> None:
+    def check_block(self, index: int, checksum: int, file: FileName) -> None:
         """Raises BlockDamaged when `checksum`, computed from the data read for this block, differs from the
         header's."""
         if self.block_checksums[index] != checksum:
             raise BlockDamaged(file, index, self.block(index)[0], checksum, self.block_checksums[index])
 
-    def check_weights(self, checksum: int, file: Name) -> None:
+    def check_weights(self, checksum: int, file: FileName) -> None:
         """Raises WeightsMismatch when the model's weights have another checksum than the weights that the state was
         written for."""
         if self.weights_checksum != checksum:
@@ -247,7 +247,7 @@ def padded_bytes(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def bytes_to_read(first_page: bytes | bytearray | memoryview, file: Name) -> int:
+def bytes_to_read(first_page: bytes | bytearray | memoryview, file: FileName) -> int:
     """Bytes of the whole header, computed from its first page, for a reader that does not know the number of blocks.
 
     The checksum is not verified yet: a damaged number of blocks may give a large size, but never less than a page.
@@ -267,7 +267,7 @@ def _at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} is {value}, the least is {least}")
 
 
-def _check_start(view: memoryview, file: Name) -> int:
+def _check_start(view: memoryview, file: FileName) -> int:
     """Checks that the file begins like a state file and returns its byte order mark."""
     if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)] or not view:
         raise NotAStateFile(file, bytes(view[: len(MAGIC)]), MAGIC)
@@ -277,7 +277,7 @@ def _check_start(view: memoryview, file: Name) -> int:
     return int(mark)
 
 
-def _check_version(view: memoryview, file: Name) -> None:
+def _check_version(view: memoryview, file: FileName) -> None:
     """Raises NewerFormat when a later version of Tidegate wrote the header, in whatever layout. If the checksum is
     right with the present version number put in place of the stored one, only the version number is damaged: then
     `_check_whole` raises."""
@@ -297,7 +297,7 @@ def _is_whole_with(version: int, view: memoryview, mark: int) -> bool:
     return True
 
 
-def _count_blocks(view: memoryview, file: Name) -> int:
+def _count_blocks(view: memoryview, file: FileName) -> int:
     """The number of blocks, checked against the bytes of data. The position of the checksum depends on it."""
     *_, block_bytes, data_bytes, count, _ = _FIELDS.unpack_from(view, _START.size)
     if not block_bytes or count != num_blocks(data_bytes, block_bytes):
@@ -306,7 +306,7 @@ def _count_blocks(view: memoryview, file: Name) -> int:
     return int(count)
 
 
-def _check_whole(view: memoryview, file: Name) -> int:
+def _check_whole(view: memoryview, file: FileName) -> int:
     """Bytes of the header. Raises when the header is incomplete or does not match its checksum."""
     nbytes = header_bytes(_count_blocks(view, file))
     if len(view) < nbytes:
@@ -319,7 +319,7 @@ def _check_whole(view: memoryview, file: Name) -> int:
     return nbytes
 
 
-def _read(view: memoryview, file: Name) -> Header:
+def _read(view: memoryview, file: FileName) -> Header:
     """Converts a complete header with a right checksum. Faults found here were already there when the header was
     written."""
     (
@@ -333,10 +333,14 @@ def _read(view: memoryview, file: Name) -> Header:
         raise HeaderContradiction(file, found, f"{numel * state_bytes:,} bytes")
     checksums = struct.unpack_from(f"<{count}I", view, _BLOCKS_AT)
     try:
-        kind = StateKind(rule.rstrip(b"\0").decode("ascii"), rank, subgroup, numel, weight_format, state_bytes)
+        # In Latin-1 each byte is a character: StateKind refuses those that are not ASCII.
+        kind = StateKind(rule.rstrip(b"\0").decode("latin-1"), rank, subgroup, numel, weight_format, state_bytes)
         header = Header(kind, run_id, step, block_bytes, checksums, weights_checksum, ChecksumKind(checksum_kind))
     except ValueError as error:
-        raise HeaderContradiction(file, f"{error}", "values that can be written") from error
+        raise HeaderContradiction(file, f"an invalid value ({error})", "only values that Tidegate writes") from error
     if header.pack() != view:
-        raise HeaderContradiction(file, "other bytes between the values", f"zeros, and version {VERSION}")
+        _, version, _ = _START.unpack_from(view)
+        if version != VERSION:
+            raise HeaderContradiction(file, f"version {version}", f"version {VERSION}")
+        raise HeaderContradiction(file, "bytes other than 0 behind the values", "bytes that are 0")
     return header

@@ -26,10 +26,10 @@ from tidegate.plan.tier_split import PathSpeeds
 log = logging.getLogger("tidegate.tiers")
 
 CALIBRATION_BYTES: Final = 64 << 20
-RULE: Final = "adamw"
+UPDATE_RULE: Final = "adamw"
 NO_LIMIT_BYTES: Final = 1 << 62
 """Value used as the free bytes of a path without a capacity limit."""
-FORMATS: Final = {fmt: number for number, fmt in enumerate(WeightFormat)}
+FORMAT_NUMBERS: Final = {fmt: number for number, fmt in enumerate(WeightFormat)}
 
 
 class TierStore:
@@ -70,7 +70,7 @@ class TierStore:
     def add_subgroups(self, layouts: Sequence[Layout]) -> None:
         """Registers subgroups whose state may be stored on a path."""
         for layout in layouts:
-            self._kinds[layout.id] = kind_of(layout, self.rank)
+            self._kinds[layout.id] = state_kind(layout, self.rank)
         for name in self.paths:
             self._largest[name] = max((self._file_bytes(name, kind) for kind in self._kinds.values()), default=1)
 
@@ -229,11 +229,11 @@ class TierStore:
         try:
             free = self.paths[path].free_bytes
         except OSError as error:
-            self.retire(path, f"{self.paths[path].settings.place}: {error.strerror}.")
+            self.retire(path, f"{self.paths[path].settings.location}: {error.strerror}.")
             return 0
         return NO_LIMIT_BYTES if free is None else free
 
-    def files_of(self, path: str) -> StoragePath:
+    def storage_path(self, path: str) -> StoragePath:
         """A path that stores state in files: checkpoints can link or hold those. The state in an object store they
         copy."""
         found = self.paths[path]
@@ -265,6 +265,8 @@ def _close(paths: Mapping[str, StoragePath | ObjectPath]) -> None:
             path.close()
 
 
-def kind_of(layout: Layout, rank: int) -> StateKind:
+def state_kind(layout: Layout, rank: int) -> StateKind:
     """Identity of the subgroup's state, as written in the header of its file."""
-    return StateKind(RULE, rank, layout.id, layout.numel, FORMATS[layout.format.weight], layout.format.state_bytes)
+    return StateKind(
+        UPDATE_RULE, rank, layout.id, layout.numel, FORMAT_NUMBERS[layout.format.weight], layout.format.state_bytes
+    )

@@ -23,7 +23,7 @@ USUAL_GRADS = {
     WeightFormat.F16_MASTER: GradDtype.F16,
     WeightFormat.BF16_MASTER: GradDtype.BF16,
 }
-OTHER_GRADS = {form: GradDtype.BF16 if form is WeightFormat.F32 else GradDtype.F32 for form in WeightFormat}
+OTHER_GRADS = {weight: GradDtype.BF16 if weight is WeightFormat.F32 else GradDtype.F32 for weight in WeightFormat}
 
 Array = np.ndarray[Any, Any]
 
@@ -53,7 +53,7 @@ class TrialGradient:
 
 
 @dataclass(frozen=True)
-class Form:
+class Variant:
     """A variant of the update, apart from the weight's format: gradient dtype, scalars and alignment. Kernels are
     compiled for each variant."""
 
@@ -63,45 +63,45 @@ class Form:
     is_aligned: bool = True
 
 
-def forms() -> tuple[Form, ...]:
+def variants() -> tuple[Variant, ...]:
     """Variants that together cover every branch of a kernel; not every combination, which would take minutes to
     compile."""
     adamw = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37)
     adam = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37, decoupled=False)
     deepspeed = replace(adamw, arithmetic=Arithmetic.DEEPSPEED, decay=1e-4)
     return (
-        Form("", USUAL_GRADS, adamw),
-        Form(" (Adam's L2, another gradient, unaligned)", OTHER_GRADS, adam, is_aligned=False),
-        Form(" (DeepSpeed's arithmetic)", USUAL_GRADS, deepspeed),
+        Variant("", USUAL_GRADS, adamw),
+        Variant(" (Adam's L2, another gradient, unaligned)", OTHER_GRADS, adam, is_aligned=False),
+        Variant(" (DeepSpeed's arithmetic)", USUAL_GRADS, deepspeed),
     )
 
 
 def differences(kernels: GpuKernels, device: torch.device) -> list[str]:
-    """Runs each kernel in each of `forms` on `device`, and waits. Returns the names of the results that differ from the
-    oracle's by any bit.
+    """Runs each kernel in each of `variants` on `device`, and waits. Returns the names of the results that differ from
+    the oracle's by any bit.
 
     Errors of a launch are not caught.
     """
-    with _current(device):
+    with _current_device(device):
         found = [
-            f"the update of {weight.name} weights{form.name}"
-            for form in forms() for weight in WeightFormat if not _updates(kernels, device, weight, form)
+            f"the update of {weight.name} weights{variant.name}"
+            for variant in variants() for weight in WeightFormat if not _updates(kernels, device, weight, variant)
         ]  # fmt: skip
         return found + [f"the sum of squares of {name} gradients" for name in _wrong_sums(kernels, device)]
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
+def _current_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _updates(kernels: GpuKernels, device: torch.device, weight_format: WeightFormat, form: Form) -> bool:
+def _updates(kernels: GpuKernels, device: torch.device, weight_format: WeightFormat, variant: Variant) -> bool:
     """Whether one update of normal and denormal numbers equals the oracle's bit for bit."""
-    grad_dtype, values = form.grads[weight_format], form.scalars
+    grad_dtype, values = variant.grads[weight_format], variant.scalars
     master, exp_avg, grad = _numbers(3)
     exp_avg_sq = np.square(exp_avg)  # where exp_avg is small, this is denormal
     weight, aux = _weight(master, weight_format)
     arrays = (weight, aux, exp_avg, exp_avg_sq, _as_grad(grad, grad_dtype))
-    tensors = [None if array is None else _to(array, device, form.is_aligned) for array in arrays]
+    tensors = [None if array is None else _on_device(array, device, variant.is_aligned) for array in arrays]
     at = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     kernels.update([TrialUpdate(NUMEL, at[0], weight_format, at[1], at[2], at[3], at[4], grad_dtype, values)])
     with np.errstate(all="ignore"):
@@ -117,7 +117,7 @@ def _wrong_sums(kernels: GpuKernels, device: torch.device) -> Iterator[str]:
     (numbers,) = _numbers(1)
     numbers[7] = np.inf
     grads = [_as_grad(numbers, dtype) for dtype in GradDtype]
-    tensors = [_to(grad, device) for grad in grads]
+    tensors = [_on_device(grad, device) for grad in grads]
     refs = [TrialGradient(t.data_ptr(), NUMEL, dtype) for t, dtype in zip(tensors, GradDtype, strict=True)]
     sums = torch.empty(len(refs), dtype=torch.float64, device=device)
     bad = torch.empty(len(refs), dtype=torch.int64, device=device)
@@ -150,7 +150,7 @@ def _as_grad(values: Array, dtype: GradDtype) -> Array:
     return oracle.to_bf16(values) if dtype is GradDtype.BF16 else oracle.to_f16(values)
 
 
-def _to(array: Array, device: torch.device, is_aligned: bool = True) -> torch.Tensor:
+def _on_device(array: Array, device: torch.device, is_aligned: bool = True) -> torch.Tensor:
     """A copy of the bytes of `array` on `device`. If `is_aligned` is False, it begins one element after the start of
     its memory, and so is not aligned."""
     data = array.view(np.uint8)

@@ -136,10 +136,10 @@ def _open_o_direct(path: str | os.PathLike[str], flags: int) -> int | None:
         fd = os.open(path, flags, 0o666)
         with mmap.mmap(-1, ALIGNMENT) as page:
             os.preadv(fd, [page], 0)
-    except OSError as error:
+    except BaseException as error:  # also what a signal handler raises
         if fd is not None:
             os.close(fd)
-        if error.errno == errno.EINVAL:
+        if isinstance(error, OSError) and error.errno == errno.EINVAL:
             return None
         raise
     return fd

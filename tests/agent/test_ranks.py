@@ -19,7 +19,7 @@ LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SL
 
 
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LAUNCHERS:
+    for name in (*LAUNCHERS, "SLURM_NODEID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -40,6 +40,36 @@ def test_a_number_of_ranks_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("LOCAL_SIZE", "four")
     with pytest.raises(ConfigError, match="LOCAL_SIZE is 'four', a whole number is needed"):
         ranks_of_host()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "ranks"),
+    [
+        ("4(x2)", None, 4),
+        ("4(x2)", "1", 4),
+        ("4,4(x2)", None, 4),
+        ("2(x3),1", "0", 2),
+        ("2(x3),1", "2", 2),
+        ("2(x3),1", "3", 1),
+        ("1,8(x2),3", "0", 1),
+        ("1,8(x2),3", "1", 8),
+        ("1,8(x2),3", "2", 8),
+        ("1,8(x2),3", "3", 3),
+        ("1,8(x2),3", "4", 1),  # a node that the list does not have
+        ("8(x2),3", "first", 1),
+        ("8(x2),three", "0", 1),
+        ("8(x)", "0", 1),
+        ("0(x2),8", "0", 1),
+    ],
+)
+def test_slurms_list_of_tasks_is_read_for_this_node(
+    tasks: str, node: str | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _no_launcher(monkeypatch)
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", tasks)
+    if node is not None:
+        monkeypatch.setenv("SLURM_NODEID", node)
+    assert ranks_of_host() == ranks
 
 
 def test_ranks_started_by_deepspeed_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ class Session:
         else:
             say(f"  device     {self.devices.name}")
         for name, path in optimizer.engine.store.paths.items() if optimizer.engine.store is not None else ():
-            say(f"  storage    {name}: {path.settings.place}")
+            say(f"  storage    {name}: {path.settings.location}")
         if view is not None:
             self._announce_view(view)
         say(f"  REST docs  {url}/docs")

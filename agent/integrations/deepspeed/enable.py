@@ -25,7 +25,7 @@ from tidegate.errors import ConfigError
 
 log = logging.getLogger("tidegate")
 
-INHERITS = ("deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.mics")
+SUBCLASS_MODULES = ("deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.mics")
 """Modules with subclasses of ZeRO-3's optimizer: they are imported before the class is replaced, so that they inherit
 from DeepSpeed's own."""
 
@@ -120,7 +120,7 @@ def _optimizer_class_replaced(settings: Settings, restore: Callable[[], Any]) ->
     """Replaces ZeRO-3's optimizer class by Tidegate's: the engine looks the name up when it creates the optimizer.
     `restore` returns DeepSpeed's setting for the place of its state."""
     stage3: Any = importlib.import_module("deepspeed.runtime.zero.stage3")
-    for module in INHERITS:
+    for module in SUBCLASS_MODULES:
         with suppress(ImportError):
             importlib.import_module(module)
     from tidegate.agent.integrations.deepspeed.stage3 import TidegateZeroOptimizer

@@ -24,7 +24,7 @@ from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.integrations.deepspeed import state as states
 from tidegate.agent.integrations.deepspeed.norm import ZeroNorm, gradient_factor
 from tidegate.agent.integrations.deepspeed.scalars import CpuAdamScalars
-from tidegate.agent.integrations.deepspeed.state import Flat, Place
+from tidegate.agent.integrations.deepspeed.state import FlatPosition, FlatState
 from tidegate.agent.integrations.deepspeed.vectors import vector_numel
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.offload import Offload
@@ -51,7 +51,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     def __init__(self, offload: Offload, module: Any, init_optimizer: Any, *args: Any, **given: Any) -> None:
         self._offload = offload
-        self._flats: list[Flat] | None = None
+        self._flats: list[FlatState] | None = None
         self._result: StepResult | None = None
         self._scalars: CpuAdamScalars | None = None
         super().__init__(module, init_optimizer, *args, **given)
@@ -66,7 +66,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self.partial_offload = 1.0
 
     def _create_fp32_partitions(self) -> None:
-        self._places: list[Place] = []
+        self._positions: list[FlatPosition] = []
         self._numbers: dict[int, int] = {}
         """Number of the part by its parameter's `ds_id`."""
         by_group: dict[int, list[LocalShard]] = defaultdict(list)
@@ -81,8 +81,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
                 part = LocalShard(flat.narrow(0, offset, numel), self._groups_of(param), tail)
                 if part.dtype != self.gradient_accumulation_dtype:
                     part.grad_dtype = self.gradient_accumulation_dtype
-                self._numbers[param.ds_id] = len(self._places)
-                self._places.append(Place(subgroup, offset, numel))
+                self._numbers[param.ds_id] = len(self._positions)
+                self._positions.append(FlatPosition(subgroup, offset, numel))
                 by_group[self.sub_group_to_group_id[subgroup]].append(part)
                 offset += numel
         self._sources = list(by_group)
@@ -97,7 +97,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self.tidegate.observers.append(self._on_step)
         self._parts: list[LocalShard] = [part for parts in by_group.values() for part in parts]
         assert self._sources == sorted(self._sources), "DeepSpeed makes subgroups param group by param group"
-        self.tidegate.engine.sum_norms_with(ZeroNorm(self._parts, [place.subgroup for place in self._places]))
+        self.tidegate.engine.sum_norms_with(ZeroNorm(self._parts, [one.subgroup for one in self._positions]))
         self._drop_flats()
         for group in self.optimizer.param_groups:
             group["params"] = []
@@ -175,7 +175,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         self._await_reduction()
         gradient = self._gradient_of(param)
-        return gradient, self._place_of(param).subgroup
+        return gradient, self._position_of(param).subgroup
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         if param.requires_grad:
@@ -261,15 +261,15 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     # ---- state of one parameter
 
-    def _place_of(self, param: Any) -> Place:
-        return self._places[self._numbers[param.ds_id]]
+    def _position_of(self, param: Any) -> FlatPosition:
+        return self._positions[self._numbers[param.ds_id]]
 
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
         self._await_reduction()
         number = self._numbers[param.ds_id]
-        return states.read_one(self.tidegate, number, optim_state_key), self._places[number].subgroup
+        return states.read_part(self.tidegate, number, optim_state_key), self._positions[number].subgroup
 
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if param.requires_grad:
@@ -288,9 +288,9 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     def _set_state(self, param: Any, name: str | None, values: torch.Tensor) -> None:
         number = self._numbers[param.ds_id]
-        whole = states.read_one(self.tidegate, number, name)
+        whole = states.read_part(self.tidegate, number, name)
         whole[: values.numel()] = values
-        states.write_one(self.tidegate, number, name, whole)
+        states.write_part(self.tidegate, number, name, whole)
 
     def _own_slice(self, value: torch.Tensor, param: Any) -> torch.Tensor:
         """This rank's slice of a full parameter, without padding."""
@@ -300,6 +300,10 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     # ---- the whole state in DeepSpeed's layout
 
+    def _flat_sizes(self) -> list[int]:
+        """Number of elements of each DeepSpeed subgroup on this rank."""
+        return [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
+
     def _drop_flats(self) -> None:
         """Drops the flat tensors: DeepSpeed then sees empty state."""
         self._flats = None
@@ -307,29 +311,29 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self.fp32_partitioned_groups_flat = [torch.empty(0) for _ in self.fp16_groups]
 
     @contextmanager
-    def _deepspeed_layout(self, *, filled: bool, taken: bool) -> Iterator[None]:
-        """Provides `fp32_partitioned_groups_flat` and the optimizer's state in host memory within the block. `filled`:
-        begin with the engine's state. `taken`: at the end, load them into the engine."""
-        sizes = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
+    def _deepspeed_layout(self, *, with_state: bool, load_at_end: bool) -> Iterator[None]:
+        """Provides `fp32_partitioned_groups_flat` and the optimizer's state in host memory within the block.
+        `with_state`: begin with the engine's state. `load_at_end`: at the end, load them into the engine."""
+        sizes = self._flat_sizes()
         states.require_host_memory(sum(sizes), Ranks.current())
         steps = self._steps_by_subgroup()
         self._flats = [
-            Flat(torch.zeros(n), {name: torch.zeros(n) for name in MOMENTS} if filled and step else {})
+            FlatState(torch.zeros(n), {name: torch.zeros(n) for name in MOMENTS} if with_state and step else {})
             for n, step in zip(sizes, steps, strict=True)
         ]
         self.fp32_partitioned_groups_flat = [flat.master for flat in self._flats]
         try:
-            if filled:
-                states.read(self.tidegate, self._places, self._flats)
+            if with_state:
+                states.read_all(self.tidegate, self._positions, self._flats)
                 self._fill_state(steps)
             yield
-            if taken:
+            if load_at_end:
                 loaded = [self.optimizer.state.get(flat.master, {}) for flat in self._flats]
                 moments = [{name: state[name] for name in MOMENTS if name in state} for state in loaded]
-                states.write(
+                states.write_all(
                     self.tidegate,
-                    self._places,
-                    [Flat(flat.master.detach(), given) for flat, given in zip(self._flats, moments, strict=True)],
+                    self._positions,
+                    [FlatState(flat.master.detach(), given) for flat, given in zip(self._flats, moments, strict=True)],
                     [int(state.get("step", 0)) for state in loaded],
                 )
         finally:
@@ -345,39 +349,24 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     def _steps_by_subgroup(self) -> list[int]:
         steps = [0] * len(self.fp16_groups)
-        for place, step in zip(self._places, self.tidegate.steps, strict=True):
-            steps[place.subgroup] = step
+        for position, step in zip(self._positions, self.tidegate.steps, strict=True):
+            steps[position.subgroup] = step
         return steps
 
     def _rigid_state_dict(self) -> dict[str, Any]:
-        with self._deepspeed_layout(filled=True, taken=False):
+        with self._deepspeed_layout(with_state=True, load_at_end=False):
             found: dict[str, Any] = super()._rigid_state_dict()
             return found
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        self._check_loadable(state_dict)
-        with self._deepspeed_layout(filled=not load_optimizer_states, taken=True):
+        states.check_sizes([int(tensor.numel()) for tensor in state_dict["fp32_flat_groups"]], self._flat_sizes())
+        with self._deepspeed_layout(with_state=not load_optimizer_states, load_at_end=True):
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
-
-    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
-        """ConfigError, with nothing changed, when a checkpoint's state is in DeepSpeed's swap files or of another
-        model."""
-        saved = [int(tensor.numel()) for tensor in state_dict["fp32_flat_groups"]]
-        wanted = [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
-        if saved != wanted:
-            elsewhere = len(saved) == len(wanted) and 0 in saved
-            raise ConfigError(
-                "The checkpoint's state was swapped to NVMe by DeepSpeed itself, and its files are in DeepSpeed's own "
-                'format. Load it with offload_optimizer.device "nvme" without Tidegate, and save weights from there.'
-                if elsewhere
-                else f"The checkpoint has subgroups of {saved} elements on this rank, this run {wanted}: it is of "
-                "another model, another number of ranks or another sub_group_size."
-            )
 
     def _load_universal_checkpoint(
         self, checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool
     ) -> None:
-        with self._deepspeed_layout(filled=not load_optimizer_states, taken=True):
+        with self._deepspeed_layout(with_state=not load_optimizer_states, load_at_end=True):
             super()._load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)
 
     def _restore_from_bit16_weights(self) -> None:

@@ -22,7 +22,7 @@ BYTES_PER_PARAM = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FlatPosition:
     """Position of a part in DeepSpeed's layout: its subgroup and its first element there."""
 
     subgroup: int
@@ -31,7 +31,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatState:
     """State of one DeepSpeed subgroup in host memory, as flat tensors. `master`: fp32 weights. `moments`: empty before
     the first step."""
 
@@ -70,6 +70,20 @@ def require_host_memory(numel: int, ranks: Ranks) -> None:
             )  # fmt: skip
 
 
+def check_sizes(saved: Sequence[int], wanted: Sequence[int]) -> None:
+    """ConfigError when a checkpoint's state is in DeepSpeed's swap files or of another model. `saved`: elements of each
+    DeepSpeed subgroup on this rank in the checkpoint. `wanted`: those of this run."""
+    if list(saved) != list(wanted):
+        elsewhere = len(saved) == len(wanted) and 0 in saved
+        raise ConfigError(
+            "The checkpoint's state was swapped to NVMe by DeepSpeed itself, and its files are in DeepSpeed's own "
+            'format. Load it with offload_optimizer.device "nvme" without Tidegate, and save weights from there.'
+            if elsewhere
+            else f"The checkpoint has subgroups of {saved} elements on this rank, this run {wanted}: it is of "
+            "another model, another number of ranks or another sub_group_size."
+        )
+
+
 def idle_engine(optimizer: AdamW) -> Engine:
     """The optimizer's engine, after running work has ended and edits of the weights are taken over."""
     optimizer.wait()
@@ -80,37 +94,39 @@ def idle_engine(optimizer: AdamW) -> Engine:
     return engine
 
 
-def read(optimizer: AdamW, places: Sequence[Place], flats: Sequence[Flat]) -> None:
+def read_all(optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequence[FlatState]) -> None:
     """Copies the state of all parts into `flats`."""
     engine = idle_engine(optimizer)
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id, changed=False) as arrays:
             for s in layout.segments:
-                place = places[s.param]
-                where = slice(place.offset + s.offset, place.offset + s.offset + s.numel)
-                into = flats[place.subgroup]
+                position = positions[s.param]
+                where = slice(position.offset + s.offset, position.offset + s.offset + s.numel)
+                into = flats[position.subgroup]
                 into.master[where] = _master(arrays, s, engine.shards[s.param])
                 for name, moment in into.moments.items():
                     moment[where] = arrays[name][s.start : s.start + s.numel]
 
 
-def write(optimizer: AdamW, places: Sequence[Place], flats: Sequence[Flat], steps: Sequence[int]) -> None:
+def write_all(
+    optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequence[FlatState], steps: Sequence[int]
+) -> None:
     """Loads the state of all parts from `flats`: weights, remainder or master, moments. `steps`: number of updates of
     each subgroup."""
     optimizer.wait()
     state: dict[int, dict[str, torch.Tensor]] = {}
-    for i, (place, part) in enumerate(zip(places, optimizer.engine.shards, strict=True)):
-        where, found = slice(place.offset, place.offset + place.numel), flats[place.subgroup]
+    for i, (position, part) in enumerate(zip(positions, optimizer.engine.shards, strict=True)):
+        where, found = slice(position.offset, position.offset + position.numel), flats[position.subgroup]
         own = _set_weight(part, found.master[where])
-        nothing = torch.zeros(1).expand(place.numel)
+        nothing = torch.zeros(1).expand(position.numel)
         own |= {name: found.moments[name][where] if name in found.moments else nothing for name in MOMENTS}
-        state[i] = own | {"step": torch.tensor(float(steps[place.subgroup]))}
-    numbers = iter(range(len(places)))
+        state[i] = own | {"step": torch.tensor(float(steps[position.subgroup]))}
+    numbers = iter(range(len(positions)))
     groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def read_one(optimizer: AdamW, part: int, name: str | None) -> torch.Tensor:
+def read_part(optimizer: AdamW, part: int, name: str | None) -> torch.Tensor:
     """The fp32 weights of one part, or one of its moments, in host memory."""
     engine = idle_engine(optimizer)
     found = torch.empty(engine.shards[part].numel(), dtype=torch.float32)
@@ -124,7 +140,7 @@ def read_one(optimizer: AdamW, part: int, name: str | None) -> torch.Tensor:
     return found
 
 
-def write_one(optimizer: AdamW, part: int, name: str | None, values: torch.Tensor) -> None:
+def write_part(optimizer: AdamW, part: int, name: str | None, values: torch.Tensor) -> None:
     """Sets the fp32 weights of one part (and its weights, rounded), or one of its moments."""
     engine = idle_engine(optimizer)
     if name is None:

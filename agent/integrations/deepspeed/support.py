@@ -15,7 +15,7 @@ import torch
 TESTED: Final = ("0.19.8", "0.19.8")
 """Oldest and newest release of DeepSpeed that Tidegate's tests have run with."""
 
-FOUND_IN_TESTED: Final[Mapping[str, frozenset[str]]] = {
+TESTED_DIGESTS: Final[Mapping[str, frozenset[str]]] = {
     "_configure_offloading": frozenset({"741fd450b1ad3303"}),
     "_create_fp32_partitions": frozenset({"4c78d899f75ef995"}),
     "_setup_for_real_optimizer": frozenset({"daca9d1bcff0e400"}),
@@ -73,7 +73,7 @@ def differences(optimizer_class: type, version: str) -> list[str]:
     present, name_of = digests(optimizer_class), optimizer_class.__name__
     found = [
         f"{name_of}.{method} has another body or signature." if method in present else f"{name_of} has no {method}."
-        for method, known in FOUND_IN_TESTED.items()
+        for method, known in TESTED_DIGESTS.items()
         if present.get(method) not in known
     ]
     if found:

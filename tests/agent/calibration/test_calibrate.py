@@ -21,8 +21,8 @@ from tests.services import ROOT
 from tidegate.agent.calibration import calibrate as measure
 from tidegate.agent.calibration import lane_rates, step_timing
 from tidegate.agent.calibration.hardware import hardware as hardware_of
-from tidegate.agent.calibration.lane_rates import Load, Ops, Round
-from tidegate.agent.calibration.saved import saved_rate_card
+from tidegate.agent.calibration.lane_rates import LaneThroughput, Load, MeasurementRound
+from tidegate.agent.calibration.saved_rate_card import saved_rate_card
 from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
 from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.tiers.file_path import PathSettings
@@ -139,22 +139,22 @@ def test_a_path_without_room_for_an_engine_is_refused_at_start(tmp_path: Path) -
 def test_what_an_op_costs_is_told_from_what_a_byte_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An op takes 2 seconds, and 1 for 10 bytes: pieces of 1000 and of 100 show both."""
     pieces = {1000: (102.0, 1000.0), 100: (12.0, 100.0)}
-    monkeypatch.setattr(lane_rates, "paced", lambda once, _: pieces[once()])
-    found = lane_rates.ops(Load("h2d", lambda: 1000, lambda: 100), 0.1)
-    assert found == pytest.approx(Ops(rate=10.0, op_seconds=2.0, once=1000 / 102))
-    same = lane_rates.ops(Load("h2d", lambda: 1000, lambda: 1000), 0.1)
-    assert same == pytest.approx(Ops(rate=1000 / 102, op_seconds=0.0, once=1000 / 102)), "too small to tell"
+    monkeypatch.setattr(lane_rates, "mean_per_piece", lambda once, _: pieces[once()])
+    found = lane_rates.lane_throughput(Load("h2d", lambda: 1000, lambda: 100), 0.1)
+    assert found == pytest.approx(LaneThroughput(rate=10.0, op_seconds=2.0, once=1000 / 102))
+    same = lane_rates.lane_throughput(Load("h2d", lambda: 1000, lambda: 1000), 0.1)
+    assert same == pytest.approx(LaneThroughput(rate=1000 / 102, op_seconds=0.0, once=1000 / 102)), "too small to tell"
 
 
 def test_medians_of_rounds_and_shares_within_each() -> None:
     """The machine is twice as slow in one round: that is no contention."""
 
-    def round_(speed: float) -> Round:
-        alone = {lane: Ops(8 * speed, 0.5, 8 * speed) for lane in ("cpu", "h2d")}
-        return Round(alone, {("cpu", "h2d"): (6 * speed, 9 * speed)})
+    def round_(speed: float) -> MeasurementRound:
+        alone = {lane: LaneThroughput(8 * speed, 0.5, 8 * speed) for lane in ("cpu", "h2d")}
+        return MeasurementRound(alone, {("cpu", "h2d"): (6 * speed, 9 * speed)})
 
     alone, keeps = lane_rates.medians([round_(1.0), round_(0.5), round_(1.0)])
-    assert alone["cpu"] == Ops(8.0, 0.5, 8.0)
+    assert alone["cpu"] == LaneThroughput(8.0, 0.5, 8.0)
     assert keeps == {"cpu": {"h2d": 0.75}, "h2d": {"cpu": 1.0}}
 
 
@@ -164,7 +164,7 @@ def test_an_error_of_the_other_lane_is_told() -> None:
 
     for works in ([lambda: 1.0, broken], [broken, lambda: 1.0]):
         with pytest.raises(OSError, match="gone"):
-            lane_rates.together(works, 0.0)
+            lane_rates.rates_together(works, 0.0)
 
 
 def test_each_lane_is_counted_while_the_other_is_at_work() -> None:
@@ -185,7 +185,7 @@ def test_each_lane_is_counted_while_the_other_is_at_work() -> None:
             seen.append(changed.wait_for(lambda: pieces >= enough, timeout=60))
         return 1.0
 
-    lane_rates.together([counted, other], 0.0)
+    lane_rates.rates_together([counted, other], 0.0)
     assert len(seen) >= 2, "a first piece that is not counted, and one that is"
     assert all(seen[:2])
 

@@ -12,7 +12,7 @@ import torch
 
 import tidegate
 from tests.agent.plain_adamw import PlainAdamW
-from tidegate.agent.checkpoints.writer_lock import LOCK
+from tidegate.agent.checkpoints.writer_lock import LOCK_FILE
 
 SIZES = (3000, 500, 77, 4096)
 
@@ -73,7 +73,7 @@ WAYS = ("the same", "larger subgroups, nothing cached", "three paths", "one path
 
 def names_in(directory: Path) -> list[str]:
     """What is in a directory of checkpoints, but for the lock file of whoever writes there."""
-    return sorted(path.name for path in directory.iterdir() if path.name != LOCK)
+    return sorted(path.name for path in directory.iterdir() if path.name != LOCK_FILE)
 
 
 def files_of(checkpoint: tidegate.Checkpoint) -> list[Path]:

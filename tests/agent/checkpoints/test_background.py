@@ -22,7 +22,7 @@ from tests.agent.checkpoints.saving import WAYS, Run, both, files_of, links, nam
 from tidegate.agent.checkpoints import background as draining
 from tidegate.agent.checkpoints import writer
 from tidegate.agent.checkpoints.background import PendingCheckpoint
-from tidegate.agent.checkpoints.manifest import find_checkpoints
+from tidegate.agent.checkpoints.discovery import find_checkpoints
 from tidegate.agent.checkpoints.snapshot import StateInFile
 from tidegate.errors import BlockDamaged, CheckpointFailed, ConfigError, EngineError, WeightsMismatch
 

@@ -16,7 +16,7 @@ import tidegate
 from tests.agent.checkpoints.saving import Run, both, files_of, links, names_in, state_files
 from tidegate.agent.checkpoints import background as draining
 from tidegate.agent.checkpoints import spare_files
-from tidegate.agent.checkpoints.manifest import find_checkpoints
+from tidegate.agent.checkpoints.discovery import find_checkpoints
 from tidegate.agent.checkpoints.reader import read_header
 from tidegate.errors import (
     CheckpointFailed,

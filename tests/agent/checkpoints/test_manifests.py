@@ -127,6 +127,48 @@ def test_what_the_schema_refuses(saved: tidegate.Checkpoint, name: str) -> None:
     assert equal_state_or_named_error(saved, packed(changed)) == "ManifestDamaged"
 
 
+SENTENCES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a gap": (
+        change(["subgroups", 0, "segments", 0, "offset"], 2),
+        "found a gap after 0 elements of parameter 0, expected each of its 3,000 elements exactly once.",
+    ),
+    "a repetition": (
+        change(["subgroups", 2, "segments", 0, "offset"], 2000),
+        "found a repetition after 2,423 elements of parameter 3, expected each of its 4,096 elements exactly once.",
+    ),
+    "the end": (
+        change(["subgroups"], []),
+        "found 0 elements of parameter 0, expected each of its 3,000 elements exactly once.",
+    ),
+    "no such parameter": (
+        change(["subgroups", 0, "segments", 0, "param"], 99),
+        "found a segment of parameter 99 (counted from 0), expected segments of the 4 listed parameters.",
+    ),
+    "a begin elsewhere": (
+        change(["subgroups", 0, "segments", 0, "start"], 1000),
+        "found a segment of subgroups[0] that begins at element 1,000, expected one that begins at element 0.",
+    ),
+    "an unknown name": (
+        change(["more"], 1),
+        "found an unknown name, 'more', at its top, expected only names that Tidegate writes.",
+    ),
+    "an unknown name further in": (
+        change(["subgroups", 0, "more"], 1),
+        "found an unknown name, 'more', in subgroups[0], expected only names that Tidegate writes.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_what_is_wrong_is_said_in_a_sentence(saved: tidegate.Checkpoint, name: str) -> None:
+    make_wrong, sentence = SENTENCES[name]
+    changed = values()
+    make_wrong(changed)
+    with pytest.raises(ManifestDamaged) as error:
+        Manifest.unpack(packed(changed), Path("f"))
+    assert str(error.value) == f"f is a damaged manifest: {sentence} {ManifestDamaged.remedy}"
+
+
 def test_what_is_no_json_or_too_deep_or_too_large(saved: tidegate.Checkpoint) -> None:
     deep = b"[" * 200_000 + b"]" * 200_000
     for data in (

@@ -18,7 +18,8 @@ import tidegate
 from tests.agent.checkpoints.saving import SIZES, WAYS, Run, both, flip, names_in, other_ways, repack
 from tests.agent.plain_adamw import WEIGHT_DTYPES
 from tests.examples import examples
-from tidegate.agent.checkpoints.manifest import Manifest, find_checkpoints
+from tidegate.agent.checkpoints.discovery import find_checkpoints
+from tidegate.agent.checkpoints.manifest import Manifest
 from tidegate.errors import (
     BlockDamaged,
     ConfigError,

@@ -114,11 +114,11 @@ def test_a_forked_child_neither_holds_it_nor_gives_it_up(tmp_path: Path) -> None
 
 
 def test_a_lock_file_that_a_killed_run_left_is_taken_over(tmp_path: Path) -> None:
-    (tmp_path / writer_lock.LOCK).write_text(json.dumps({"pid": os.getpid(), "host": "elsewhere"}))
+    (tmp_path / writer_lock.LOCK_FILE).write_text(json.dumps({"pid": os.getpid(), "host": "elsewhere"}))
     with Run() as run:
         run.steps(0, 1)
         run.optimizer.save_checkpoint(tmp_path)
-        assert json.loads((tmp_path / writer_lock.LOCK).read_text())["host"] != "elsewhere"
+        assert json.loads((tmp_path / writer_lock.LOCK_FILE).read_text())["host"] != "elsewhere"
     assert os.listdir(tmp_path) == ["step-1"]
 
 
@@ -143,10 +143,10 @@ def test_where_nothing_can_be_locked_one_process_still_keeps_order(
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/etc/hostname", path), os.mkdir])
 def test_something_else_in_its_place_is_named(tmp_path: Path, make: Any) -> None:
-    make(tmp_path / writer_lock.LOCK)
+    make(tmp_path / writer_lock.LOCK_FILE)
     with Run() as run:
         run.steps(0, 1)
-        with pytest.raises(CheckpointFailed, match=writer_lock.LOCK):
+        with pytest.raises(CheckpointFailed, match=writer_lock.LOCK_FILE):
             run.optimizer.save_checkpoint(tmp_path)
         run.steps(1, 2)
 
@@ -204,18 +204,18 @@ def shared(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
         pytest.skip("needs root, to give files to another user")
     made = tmp_path / "shared"
     made.mkdir()
-    (made / writer_lock.LOCK).write_text(json.dumps({"pid": 4711, "host": "theirs"}))
-    os.chown(made / writer_lock.LOCK, 65534, 65534)
+    (made / writer_lock.LOCK_FILE).write_text(json.dumps({"pid": 4711, "host": "theirs"}))
+    os.chown(made / writer_lock.LOCK_FILE, 65534, 65534)
     os.chown(made, 65534, -1)
     made.chmod(0o1777 if request.param == "sticky" else 0o777)
     with held_to_permissions():
         with pytest.raises(PermissionError):
-            os.open(made / writer_lock.LOCK, os.O_RDWR)
+            os.open(made / writer_lock.LOCK_FILE, os.O_RDWR)
         yield made
 
 
 def test_another_users_run_that_lives_keeps_the_directory(shared: Path) -> None:
-    theirs = os.open(shared / writer_lock.LOCK, os.O_RDONLY)
+    theirs = os.open(shared / writer_lock.LOCK_FILE, os.O_RDONLY)
     fcntl.flock(theirs, fcntl.LOCK_EX)
     try:
         with Run() as run:
@@ -231,7 +231,7 @@ def test_another_users_run_that_died_leaves_it(shared: Path, caplog: pytest.LogC
         run.steps(0, 1)
         run.optimizer.save_checkpoint(shared)
         with pytest.raises(BlockingIOError):
-            fcntl.flock(os.open(shared / writer_lock.LOCK, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(os.open(shared / writer_lock.LOCK_FILE, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
         with pytest.raises(CheckpointTaken):
             other.optimizer.save_checkpoint(shared)
     assert [record for record in caplog.records if record.levelname == "WARNING" and "lock" in record.message] == []
@@ -239,8 +239,8 @@ def test_another_users_run_that_died_leaves_it(shared: Path, caplog: pytest.LogC
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files to another user")
 def test_a_lock_file_that_nobody_else_may_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / writer_lock.LOCK).touch(0o600)
-    os.chown(tmp_path / writer_lock.LOCK, 65534, 65534)
+    (tmp_path / writer_lock.LOCK_FILE).touch(0o600)
+    os.chown(tmp_path / writer_lock.LOCK_FILE, 65534, 65534)
     with held_to_permissions(), Run() as run:
         run.steps(0, 1)
         run.optimizer.save_checkpoint(tmp_path)
@@ -253,6 +253,6 @@ def test_whoever_saves_lets_other_users_see_that_it_is_locked(tmp_path: Path) ->
     try:
         with Run() as run:
             run.optimizer.save_checkpoint(tmp_path)
-            assert (tmp_path / writer_lock.LOCK).stat().st_mode & 0o777 == 0o644
+            assert (tmp_path / writer_lock.LOCK_FILE).stat().st_mode & 0o777 == 0o644
     finally:
         os.umask(before)

@@ -361,11 +361,11 @@ NEEDED = (
     "memory is held for d2h in MemoryRunner._grad_d2h < MemoryRunner.run",
     "memory is held for device in Gradients.was_read < MemoryRunner._device_update",
     "memory is held for device in Gradients.was_read < MemoryRunner._grad_norm",
-    "host waits for d2h in Lanes._wait",
+    "host waits for d2h in LaneStreams._wait",
     "host waits for d2h in _wait_after_failure < Executor.finish",
-    "host waits for device in Lanes._wait",
+    "host waits for device in LaneStreams._wait",
     "host waits for device in _wait_after_failure < Executor.finish",
-    "host waits for h2d in Lanes._wait",
+    "host waits for h2d in LaneStreams._wait",
     "host waits for h2d in _wait_after_failure < Executor.finish",
 )
 

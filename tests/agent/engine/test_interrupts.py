@@ -22,7 +22,7 @@ from tests.agent.engine.test_exactness import backward, random_grads
 from tests.agent.optimizer.test_awkward_moments import plain_of
 from tests.agent.optimizer.test_forward_overlap import overlapped, tokens
 from tests.agent.optimizer.test_optimizer import MIXED, params_of
-from tidegate.agent.checkpoints.snapshot import wait_for
+from tidegate.agent.checkpoints.snapshot import run_transfer
 from tidegate.agent.engine.executor import Issued
 from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers import scratch
@@ -166,7 +166,7 @@ class SlowTicket:
 def test_what_interrupts_a_transfer_of_a_checkpoint_is_raised_when_the_transfer_is_over() -> None:
     ticket = SlowTicket()
     with pytest.raises(TimeoutError, match="of the user's"):
-        wait_for(lambda: cast(IoTicket, ticket))
+        run_transfer(lambda: cast(IoTicket, ticket))
     assert ticket.is_cancelled
     assert ticket.waits == 4
 
@@ -180,7 +180,7 @@ def test_ctrl_c_between_the_begin_of_a_transfer_and_its_wait_comes_after_the_tra
         return cast(IoTicket, ticket)
 
     with pytest.raises(KeyboardInterrupt):
-        wait_for(begin)
+        run_transfer(begin)
     assert ticket.waits == 4
     assert not ticket.is_cancelled
 

@@ -39,7 +39,7 @@ class Oracle(Collector):
                 continue
             if metric.type == "histogram":
                 yield self._histograms(metric)
-            elif metric.needs != "nvml" or self._meter.shown(metric.name):
+            elif metric.needs != "nvml" or self._meter.rows_with_pending(metric.name):
                 yield self._family(metric)
 
     def _histograms(self, metric: Metric) -> Family:
@@ -51,7 +51,7 @@ class Oracle(Collector):
     def _family(self, metric: Metric) -> Family:
         kind: Any = CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily
         family: CounterMetricFamily | GaugeMetricFamily = kind(metric.name, metric.help, labels=list(metric.labels))
-        for labels, value in self._meter.shown(metric.name).items():
+        for labels, value in self._meter.rows_with_pending(metric.name).items():
             family.add_metric(labels, value)
         return family
 

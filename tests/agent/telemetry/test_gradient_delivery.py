@@ -54,7 +54,7 @@ def test_gradients_that_are_clipped_in_place_are_told(after: Callable[[Any], obj
     said, totals = trained(model, model, after)
     assert ("100% of the gradients were copied again" in said) == again
     assert ("max_grad_norm" in said) == again
-    assert totals.delivery.recopied == 1.0 if again else totals.delivery.recopied < 0.5
+    assert totals.gradient_arrival.recopied == 1.0 if again else totals.gradient_arrival.recopied < 0.5
 
 
 def take_a_while() -> None:
@@ -109,7 +109,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_told(attached: str, backend: str
     said, totals = trained(model, whole if model is inner else model)
     assert "100% of the gradients came together" in said
     assert "compile its blocks instead" in said
-    assert totals.delivery.together == 1.0
+    assert totals.gradient_arrival.together == 1.0
 
 
 @pytest.mark.usefixtures("dynamo")
@@ -120,15 +120,15 @@ def test_one_that_is_compiled_block_by_block_is_not(backend: str) -> None:
         block.compile(backend=backend)
     said, totals = trained(model, model)
     assert "came together" not in said
-    assert totals.delivery.together < 0.75
+    assert totals.gradient_arrival.together < 0.75
 
 
 def test_one_node_that_hands_over_all_gradients_is_told() -> None:
     model = Compiled()
     said, totals = trained(model, model)
     assert "compile its blocks instead" in said
-    assert totals.delivery.together == 1.0
-    assert totals.delivery.first_gradient > 0.75
+    assert totals.gradient_arrival.together == 1.0
+    assert totals.gradient_arrival.first_gradient > 0.75
 
 
 class Pause(torch.autograd.Function):
@@ -154,5 +154,5 @@ def test_an_ordinary_backward_is_not() -> None:
     model = torch.nn.Sequential(blocks(), Slow(), blocks())
     said, totals = trained(model, model)
     assert "compile" not in said
-    assert 0 < totals.delivery.first_gradient < 0.75
-    assert totals.delivery.together == 0.0
+    assert 0 < totals.gradient_arrival.first_gradient < 0.75
+    assert totals.gradient_arrival.together == 0.0

@@ -21,26 +21,26 @@ def test_what_is_shown_never_goes_back_and_ends_at_the_truth(steps: list[tuple[i
     meter, before, truth = MetricStore(), 0.0, 0
     for ahead, told in steps:
         meter.set_pending(BYTES, {LANE: ahead})
-        assert meter.shown(BYTES)[LANE] >= max(before, truth + ahead)
-        before = meter.shown(BYTES)[LANE]
+        assert meter.rows_with_pending(BYTES)[LANE] >= max(before, truth + ahead)
+        before = meter.rows_with_pending(BYTES)[LANE]
         meter.add(BYTES, told, *LANE)
         truth += told
         meter.set_pending(BYTES, {})
-        assert meter.shown(BYTES)[LANE] >= before
-        before = meter.shown(BYTES)[LANE]
+        assert meter.rows_with_pending(BYTES)[LANE] >= before
+        before = meter.rows_with_pending(BYTES)[LANE]
     meter.add(BYTES, 1000, *LANE)
     meter.set_pending(BYTES, {})
-    assert meter.shown(BYTES)[LANE] == max(before, truth + 1000)
+    assert meter.rows_with_pending(BYTES)[LANE] == max(before, truth + 1000)
 
 
 def test_a_gauge_loses_the_series_that_are_no_longer_so() -> None:
     meter = MetricStore()
     meter.set_series("tidegate_knob", {("stride", "desired"): 1.0, ("stride", "effective"): 1.0})
     meter.set_series("tidegate_knob", {("stride", "effective"): 0.5})
-    assert meter.shown("tidegate_knob") == {("stride", "effective"): 0.5}
+    assert meter.rows_with_pending("tidegate_knob") == {("stride", "effective"): 0.5}
     meter.set_value("tidegate_loss", 1.0)
     meter.set_value("tidegate_loss", None)
-    assert meter.shown("tidegate_loss") == {}
+    assert meter.rows_with_pending("tidegate_loss") == {}
 
 
 def test_observations_fall_into_buckets_and_the_newest_is_the_example() -> None:

@@ -26,8 +26,8 @@ from tests.agent.training import Training, batch
 from tests.services import program, until
 from tidegate.agent.checkpoints import snapshot
 from tidegate.agent.telemetry import paths as path_telemetry
-from tidegate.agent.telemetry.bytes_by_phase import divided, moves_by_phase
-from tidegate.agent.telemetry.paths import MIN_WEAR_SECONDS, WEAR_WINDOW_SECONDS, WriteRate
+from tidegate.agent.telemetry.bytes_by_phase import divide_by_phase, transfers_by_phase
+from tidegate.agent.telemetry.paths import MIN_WRITE_RATE_SECONDS, WRITE_RATE_WINDOW_SECONDS, WriteRate
 from tidegate.agent.tiers.file_moves import FileMover
 from tidegate.agent.tiers.transfers import Transfer
 from tidegate.errors import ConfigError
@@ -324,7 +324,7 @@ def test_a_report_of_an_agent_without_paths_still_reads() -> None:
 
 def test_what_is_divided_adds_up() -> None:
     phases = [PhaseSpan("forward", 0.0, 1.0), PhaseSpan("backward", 1.0, 3.0), PhaseSpan("update", 3.0, 3.5)]
-    parts = list(divided(PhaseSpan("other", 0.5, 3.25), 1003, phases))
+    parts = list(divide_by_phase(PhaseSpan("other", 0.5, 3.25), 1003, phases))
     assert [phase for phase, _, _ in parts] == ["forward", "backward", "update"]
     assert sum(nbytes for _, nbytes, _ in parts) == 1003
     assert sum(seconds for _, _, seconds in parts) == pytest.approx(2.75)
@@ -339,7 +339,7 @@ def test_time_of_transfers_that_overlap_counts_once_and_their_bytes_where_they_m
     ]
     moved: Counter[tuple[str, str]] = Counter()
     busy: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for operation, phase, nbytes, seconds in moves_by_phase(moves, phases):
+    for operation, phase, nbytes, seconds in transfers_by_phase(moves, phases):
         moved[operation, phase] += nbytes
         busy[operation, phase] += seconds
     assert moved == {
@@ -353,12 +353,12 @@ def test_time_of_transfers_that_overlap_counts_once_and_their_bytes_where_they_m
 def test_wear_is_the_pace_of_the_last_hour_and_its_warning_comes_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "tidegate")
     wear = WriteRate("nvme", 200 * 86_400, 0.0, 1_000)
-    assert wear.per_day(MIN_WEAR_SECONDS / 2, 10**9) is None
+    assert wear.per_day(MIN_WRITE_RATE_SECONDS / 2, 10**9) is None
     assert wear.per_day(100.0, 1_000 + 100 * 100) == pytest.approx(100 * 86_400)
     assert not caplog.records
     now, written = 100.0, 11_000
-    while now < 3 * WEAR_WINDOW_SECONDS:
-        now, written = now + 20.0, written + (100 if now < WEAR_WINDOW_SECONDS else 300) * 20
+    while now < 3 * WRITE_RATE_WINDOW_SECONDS:
+        now, written = now + 20.0, written + (100 if now < WRITE_RATE_WINDOW_SECONDS else 300) * 20
         last = wear.per_day(now, written)
     assert last == pytest.approx(300 * 86_400, rel=0.01), "what was written more than an hour ago is forgotten"
     assert ["nvme" in r.message and "wear_bytes_per_day=17,280,000" in r.message for r in caplog.records] == [True]
@@ -367,7 +367,7 @@ def test_wear_is_the_pace_of_the_last_hour_and_its_warning_comes_once(caplog: py
 def test_a_run_that_wears_out_a_drive_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(path_telemetry, "MIN_WEAR_SECONDS", 0.0)
+    monkeypatch.setattr(path_telemetry, "MIN_WRITE_RATE_SECONDS", 0.0)
     path = tidegate.PathSettings(directory=tmp_path, wear_bytes_per_day=1_000_000)
     made = Training(paths={"ssd": path}, host_cache=0)
     with made.optimizer:

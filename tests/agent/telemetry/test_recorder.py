@@ -261,10 +261,10 @@ def test_steps_that_nobody_asks_for_are_counted_by_the_training_thread_itself() 
     with training.optimizer as optimizer:
         attachment = tidegate.attach(optimizer, training.model, run="alone")
         made = attachment.recorder._totals
-        for _ in range(recorder.MAX_NOTED_STEPS + 4):
+        for _ in range(recorder.MAX_UNPROCESSED_STEPS + 4):
             training.step()
-        assert made.steps >= recorder.MAX_NOTED_STEPS
-        assert attachment.recorder.totals.steps == recorder.MAX_NOTED_STEPS + 4
+        assert made.steps >= recorder.MAX_UNPROCESSED_STEPS
+        assert attachment.recorder.totals.steps == recorder.MAX_UNPROCESSED_STEPS + 4
 
 
 def test_steps_that_could_not_be_delivered_come_first_and_the_oldest_fall_off(monkeypatch: pytest.MonkeyPatch) -> None:

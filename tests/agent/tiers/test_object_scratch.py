@@ -18,6 +18,7 @@ import pytest
 from tests.agent.tiers.object_server import BUCKET, S3Server, gate, s3_server, settings_of, use_credentials
 from tests.cli.doctor.test_storage_paths import doctor
 from tests.services import ROOT, until
+from tidegate.agent.procfs import start_ticks
 from tidegate.agent.tiers import object_scratch
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.object_scratch import (
@@ -136,7 +137,7 @@ def test_who_is_alive(owner: ObjectOwner | None, lease_age: float, alive: str) -
 
 def test_a_zombie_is_dead() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owner = replace(ME, pid=process.pid, process_start_ticks=object_scratch._start_ticks(process.pid))
+    owner = replace(ME, pid=process.pid, process_start_ticks=start_ticks(process.pid))
     assert _liveness(owner, 0.0) == "yes"
     process.kill()
     until(lambda: _liveness(owner, 0.0) == "no", "a dead process that nobody has waited for")

@@ -8,6 +8,7 @@ import json
 import multiprocessing as mp
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,8 +21,11 @@ from typing import Any
 import pytest
 
 from tests.agent.tiers.trainer import trainer
+from tidegate.agent.tiers import scratch as scratch_module
+from tidegate.agent.tiers.disk_space import free_bytes, reserve
+from tidegate.agent.tiers.object_scratch import ObjectOwner
 from tidegate.agent.tiers.path_locks import locked_by_other
-from tidegate.agent.tiers.scratch import Leftover, Scratch, find_leftovers, free_bytes, remove, reserve
+from tidegate.agent.tiers.scratch import Leftover, Scratch, find_leftovers, remove
 from tidegate.errors import PathFull, PathUnusable, ScratchTaken
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -65,6 +69,31 @@ def test_the_directory_of_the_run_goes_with_its_last_rank(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == []
 
 
+def test_scratch_that_somebody_has_removed_leaves_no_descriptor(tmp_path: Path) -> None:
+    scratch = Scratch.create(tmp_path, "run", 0)
+    shutil.rmtree(tmp_path / "tidegate-run")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError):
+        scratch.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    scratch.close()  # again: nothing
+
+
+def test_scratch_that_cannot_be_removed_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    scratch = Scratch.create(tmp_path, "run", 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(scratch_module, "_remove_tree", refused)
+        with pytest.raises(OSError, match="Input/output error"):
+            scratch.close()
+    (found,) = find_leftovers(tmp_path)
+    assert found.alive == "no"
+    remove(found)
+    assert os.listdir(tmp_path) == []
+
+
 def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -72,6 +101,18 @@ def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.chdir("/")
         assert scratch.directory == tmp_path / "elsewhere" / "tidegate-run" / "rank0"
     assert os.listdir(tmp_path / "elsewhere") == []
+
+
+def test_the_name_of_the_program_may_have_any_bytes(tmp_path: Path) -> None:
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes(b"a \xff) 1 2")
+    try:
+        with Scratch.create(tmp_path, "run", 0) as scratch:
+            assert scratch.owner.process_start_ticks > 0
+            assert ObjectOwner.of_this_process("run", 0).process_start_ticks == scratch.owner.process_start_ticks
+    finally:
+        name.write_bytes(before.strip())
 
 
 def test_live_scratch_is_seen_and_never_removed(tmp_path: Path) -> None:
@@ -401,7 +442,7 @@ def on_small_file_system(tmp_path: Path, options: str, script: str) -> None:
         import os, pytest, sys
         from pathlib import Path
         from tidegate.agent.tiers.scratch import *
-        from tidegate.agent.tiers.scratch import reserve, free_bytes
+        from tidegate.agent.tiers.disk_space import reserve, free_bytes
         from tidegate.errors import *
         base = Path(sys.argv[1])
     """

@@ -175,12 +175,12 @@ BROKEN: dict[str, tuple[bytes, type[StateFileError], str, str]] = {
     "unknown checksum": (patched(76, b"\7"), UnknownChecksum, "7", "1 (CRC32C)"),
     "fewer blocks than data": (patched(104, b"\2"), HeaderContradiction, "2 blocks of 4,096", "as many blocks"),
     "blocks of nothing": (patched(88, bytes(8)), HeaderContradiction, "blocks of 0 bytes", "as many blocks"),
-    "blocks of odd size": (patched(88, b"\1"), HeaderContradiction, "block_bytes is 4097", "values that can"),
+    "blocks of odd size": (patched(88, b"\1"), HeaderContradiction, "block_bytes is 4097", "only values that"),
     "other parameters than data": (patched(64, b"\1"), HeaderContradiction, "10,000 bytes for 769", "7,690 bytes"),
-    "a rule without name": (patched(32, bytes(16)), HeaderContradiction, "rule is ''", "values that can"),
-    "a rule that is not text": (patched(32, b"\xff"), HeaderContradiction, "ordinal", "values that can"),
-    "something in the padding": (patched(200, b"\1"), HeaderContradiction, "bytes between", "zeros"),
-    "version 0": (patched(8, b"\0"), HeaderContradiction, "bytes between", "and version 1"),
+    "a rule without name": (patched(32, bytes(16)), HeaderContradiction, "value (rule is ''", "only values that"),
+    "a rule that is not text": (patched(32, b"\xff"), HeaderContradiction, "printable ASCII", "only values that"),
+    "something in the padding": (patched(200, b"\1"), HeaderContradiction, "bytes other than 0", "bytes that are 0"),
+    "version 0": (patched(8, b"\0"), HeaderContradiction, "version 0", "version 1."),
 }
 
 

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tidegate.agent.tiers.scratch import Owner, Scratch, find_leftovers
+from tidegate.agent.tiers.scratch import Scratch, find_leftovers
+from tidegate.agent.tiers.scratch_owner import Owner
 
 SPAWN = mp.get_context("spawn")
 

@@ -615,6 +615,17 @@ def test_a_file_system_that_refuses_when_first_read(
     assert len(os.listdir("/proc/self/fd")) == before + 1, "the direct descriptor was left open"
 
 
+def test_ctrl_c_while_a_file_is_opened_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "preadv", interrupted)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        open_direct(tmp_path / "file", write=True, create=True)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError):

@@ -395,7 +395,7 @@ def refused(folder: Path) -> None:
     assert type(engine.optimizer) is DeepSpeedZeroOptimizer_Stage3
     engine.destroy()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support, "FOUND_IN_TESTED", {"step": frozenset({"other"}), "gone": frozenset({"other"})})
+        patch.setattr(support, "TESTED_DIGESTS", {"step": frozenset({"other"}), "gone": frozenset({"other"})})
         with pytest.raises(ConfigError, match=r"(?s)step has another body.*has no gone.*tested are"):
             made({})
         engine = made({"fallback": True})

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from tidegate.agent.checkpoints.background import PendingCheckpoint
-from tidegate.agent.checkpoints.manifest import Checkpoint, choose
+from tidegate.agent.checkpoints.checkpoint import Checkpoint
+from tidegate.agent.checkpoints.discovery import choose_checkpoint
 from tidegate.agent.checkpoints.reader import Reader
 from tidegate.agent.checkpoints.writer import Contents, Target, save, save_in_background
 from tidegate.agent.checkpoints.writer_lock import WriterLock
@@ -21,7 +22,7 @@ from tidegate.agent.ranks import Ranks
 from tidegate.errors import CheckpointFailed, ConfigError, ForeignState
 
 
-class CheckpointFiles:
+class OptimizerCheckpoints:
     """Checkpoints of one optimizer. All methods are called between steps, after the update has ended."""
 
     def __init__(self, engine: Engine, phases: PhaseRecorder) -> None:
@@ -58,20 +59,20 @@ class CheckpointFiles:
             self.engine.weights.take_edited()
             yield
 
-    def find(self, place: str | os.PathLike[str] | Checkpoint, step: int | None) -> Checkpoint:
-        """Finds a checkpoint: `place` itself if it is one, else the newest complete one in the directory, or that of
+    def find(self, source: str | os.PathLike[str] | Checkpoint, step: int | None) -> Checkpoint:
+        """Finds a checkpoint: `source` itself if it is one, else the newest complete one in the directory, or that of
         `step`. Waits for a checkpoint that is still written in the background."""
         if self._pending is not None:
             with suppress(CheckpointFailed):  # the failure was logged; an older checkpoint is used
                 self._pending.wait_and_agree()
         rank = Ranks.current().rank
-        if not isinstance(place, Checkpoint):
-            return choose(place, rank, step)
+        if not isinstance(source, Checkpoint):
+            return choose_checkpoint(source, rank, step)
         if step is not None:
-            raise ConfigError(f"step={step} is for a directory, and {place} is one checkpoint: leave it out.")
-        if place.manifest.rank != rank:
-            raise ForeignState(place.folder, f"the part of rank {place.manifest.rank}", f"that of rank {rank}")
-        return place
+            raise ConfigError(f"step={step} is for a directory, and {source} is one checkpoint: leave it out.")
+        if source.manifest.rank != rank:
+            raise ForeignState(source.folder, f"the part of rank {source.manifest.rank}", f"that of rank {rank}")
+        return source
 
     def load_state(self, checkpoint: Checkpoint, reader: Reader) -> None:
         """Loads the state of all subgroups from a checkpoint. If that fails, the engine is not usable until a

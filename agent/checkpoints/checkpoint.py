@@ -1,0 +1,64 @@
+"""One checkpoint on disk, complete or damaged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidegate.agent.checkpoints.manifest import Manifest, file_unreadable_on_error
+from tidegate.agent.checkpoints.saved_files import verify, warn_without_checksums
+from tidegate.agent.tiers.plain_files import require_directory
+from tidegate.errors import FileUnreadable, ForeignByteOrder, NewerFormat, StateFileError, UnknownChecksum
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint, as one rank's part of it."""
+
+    directory: Path
+    """Directory of the checkpoint, `step-<n>`."""
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """Number of updates that the optimizer had done."""
+        return self.manifest.step
+
+    @property
+    def folder(self) -> Path:
+        """Folder with this rank's files, including the files of the user's `save_also`."""
+        return self.directory / self.manifest.folder
+
+    def verify(self) -> None:
+        """Verifies the files that `save_also` wrote by their checksums; all of them are read completely.
+        `load_checkpoint` calls it too. Call it yourself before you load weights from these files.
+
+        FileDamaged, DataTruncated or StrangeEntry when a file is not as it was written, FileUnreadable when the system
+        refuses to read it. Files saved by an earlier version of Tidegate have no checksums: a warning is logged once.
+        """
+        with file_unreadable_on_error(self.folder):
+            require_directory(self.folder)
+            if self.manifest.files is None:
+                warn_without_checksums(self.folder, self.manifest.own_files)
+            else:
+                verify(self.folder, self.manifest.files)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.directory}, step {self.step}, rank {self.manifest.rank})"
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedCheckpoint:
+    """A checkpoint that cannot be used, with the reason. Only `tidegate doctor` removes it."""
+
+    directory: Path
+    reason: StateFileError
+
+    @property
+    def is_removable(self) -> bool:
+        """Whether `tidegate doctor` may remove it. False for checkpoints that may be sound: written by a newer version
+        of Tidegate or on another kind of machine, or unreadable at present."""
+        return not isinstance(self.reason, NewerFormat | UnknownChecksum | ForeignByteOrder | FileUnreadable)
+
+    def __repr__(self) -> str:
+        return f"DamagedCheckpoint({self.directory}, {self.reason})"

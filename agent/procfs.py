@@ -1,0 +1,30 @@
+"""Reads from /proc what identifies a process: the boot of the kernel, the namespace of process ids, and the start
+time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final, Literal
+
+ENDED: Final = -1
+"""Returned by `start_ticks` instead of a start time: the process has ended, and its parent has not reaped it yet."""
+
+
+def boot_id() -> str:
+    """Id of the present boot of this kernel. OSError where the system does not provide it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def pid_namespace() -> str:
+    """Id of the namespace of process ids that this process is in. OSError where the system does not provide it."""
+    return os.readlink("/proc/self/ns/pid")
+
+
+def start_ticks(pid: int | Literal["self"] = "self") -> int:
+    """Start time of a process in clock ticks after boot; `ENDED` when it has ended. Together with the process id it
+    identifies the process. OSError when there is no such process, or it is hidden."""
+    # The second field, the program's name in parentheses, may contain any bytes. Behind it come the state (field 3) and
+    # the start time (field 22).
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return ENDED if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,151 @@
+"""Owner file of a scratch directory: it names the process of one rank, which holds a lock on it while it lives.
+
+Process ids are not trusted: they are reused, and mean nothing on another node. Locks are trusted only on the node that
+holds them (same boot id, that is the same kernel). After a reboot, scratch on a local disk of the node is dead. Scratch
+on any other file system may belong to another node with the same name, so it is `unknown`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from tidegate.agent.procfs import boot_id, start_ticks
+from tidegate.agent.tiers.path_locks import locked_by_other, try_lock
+
+OWNER_FILE: Final = "owner.json"
+
+Alive = Literal["yes", "no", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Process that a scratch directory belongs to: the content of its owner file."""
+
+    host: str
+    boot_id: str
+    pid: int
+    process_start_ticks: int
+    """Start time of the process in clock ticks after boot. Together with `pid` it identifies the process."""
+    run: str
+    rank: int
+    created_at: float
+    """Unix seconds."""
+    locked: bool
+    """False where the file system has no locks: then it is unknown whether the owner is alive."""
+
+
+_locked_files: dict[tuple[int, int], tuple[int, Owner]] = {}
+"""Owner files that this process has locked, by device and inode, with the process id at that time. Opening and closing
+such a file would release the lock. By the process id a forked child detects that the locks are its parent's."""
+
+
+def lock_owner_file(scratch: Path, run: str, rank: int) -> tuple[Owner, int]:
+    """Writes and locks the owner file, and returns the owner and the open descriptor. The file gets its final name only
+    when it is locked, so that a starting rank is never taken for dead."""
+    new = scratch / f".{OWNER_FILE}"
+    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        owner = Owner(
+            host=socket.gethostname(), boot_id=boot_id(), pid=os.getpid(), process_start_ticks=start_ticks(),
+            run=run, rank=rank, created_at=time.time(), locked=_can_lock(fd),
+        )  # fmt: skip
+        os.write(fd, json.dumps(asdict(owner), indent=1).encode())
+        os.fsync(fd)
+        _locked_files[_inode(os.fstat(fd))] = owner.pid, owner
+        new.rename(scratch / OWNER_FILE)
+    except OSError:
+        unlock_owner_file(fd)
+        raise
+    return owner, fd
+
+
+def unlock_owner_file(fd: int) -> None:
+    """Closes the owner file of this process, which releases its lock."""
+    _locked_files.pop(_inode(os.fstat(fd)), None)
+    os.close(fd)
+
+
+def _can_lock(fd: int) -> bool:
+    """Locks the owner file; False when the file system has no locks."""
+    try:
+        return try_lock(fd, 0)
+    except OSError:  # some parallel file systems are mounted without locks
+        return False
+
+
+@contextmanager
+def opened_owner_file(directory: Path) -> Iterator[tuple[int | None, Owner | None, Alive]]:
+    """Opens a rank's owner file and yields its descriptor, its content and whether the owner is alive. The descriptor
+    is None when the file is missing, or locked by this process: then it must not be opened again.
+
+    FileNotFoundError when the directory is gone.
+    """
+    if not stat.S_ISDIR(directory.lstat().st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    path = directory / OWNER_FILE
+    inode = _inode(path.lstat()) if path.exists() else None
+    process, own = _locked_files.get(inode, (0, None)) if inode else (0, None)
+    if inode is None or process == os.getpid():
+        yield None, own, "yes" if own else "unknown"
+        return
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        owner = _parse(os.read(fd, 1 << 16))
+        yield fd, owner, _liveness(fd, owner)
+    finally:
+        os.close(fd)
+
+
+def _liveness(fd: int, owner: Owner | None) -> Alive:
+    """Whether the owner is alive, by the rules of the module's docstring."""
+    try:
+        if locked_by_other(fd, 0):
+            return "yes"
+    except OSError:
+        return "unknown"
+    if owner is None or not owner.locked:
+        return "unknown"
+    if owner.boot_id == boot_id():
+        return "no"
+    # Another boot of this node, or another node with the same name. A local disk is not shared between nodes. File
+    # systems without a disk, network file systems among them, have the major number 0.
+    on_disk = os.major(os.fstat(fd).st_dev) != 0
+    return "no" if owner.host == socket.gethostname() and on_disk else "unknown"
+
+
+def _parse(text: bytes) -> Owner | None:
+    """Owner from the JSON of an owner file; None when it is damaged."""
+    try:
+        values = json.loads(text)
+        owner = Owner(**values)
+    except (ValueError, TypeError):
+        return None
+    numbers = (owner.pid, owner.process_start_ticks, owner.rank, owner.created_at)
+    texts = (owner.host, owner.boot_id, owner.run)
+    sound = all(isinstance(n, int | float) for n in numbers) and all(isinstance(text, str) for text in texts)
+    return owner if sound else None
+
+
+def process_name(owner: Owner | None) -> str:
+    """The process of an owner, as text for messages."""
+    return "an unknown process" if owner is None else f"process {owner.pid} on {owner.host}"
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is still the file at `path`."""
+    return _inode(os.fstat(fd)) == _inode(path.lstat())
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    """Device and inode number: they identify a file."""
+    return status.st_dev, status.st_ino
