@@ -4,12 +4,15 @@ warnings, so that they stop no training."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from tidegate.agent.control.daemon_link import AgentLink, ReportSource
+from tidegate.agent.control.daemon_link import AgentLink
+from tidegate.agent.control.report_source import ReportSource
+from tidegate.agent.ranks import Ranks, local_rank
 from tidegate.client.daemon_client import check_address, find_token
 from tidegate.errors import ConfigError, DaemonError, TidegateError
 from tidegate.logs import configure_from_environment, event
@@ -48,6 +51,17 @@ def check_arguments(run: str, daemon: str | None, metrics_port: int, advertise_h
         )
 
 
+def metrics_port_of_rank(first: int) -> int:
+    """Metrics port of this rank: `first` plus the local rank; 0 takes a free port."""
+    here = local_rank()
+    if first and first + here > 65_535:
+        raise ConfigError(
+            f"metrics_port={first} and LOCAL_RANK={here} make port {first + here}, and the highest is 65535: "
+            f"choose a lower metrics_port, or 0 for a free one."
+        )
+    return first and first + here
+
+
 def configure_logs(strict: bool) -> None:
     """Configures logging from TIDEGATE_LOG_FORMAT. An unknown format raises ConfigError if `strict`; otherwise it is
     logged."""
@@ -57,6 +71,19 @@ def configure_logs(strict: bool) -> None:
         if strict:
             raise
         log.warning("%s The log format is unchanged.", error, extra=event("log_format_refused", reason=str(error)))
+
+
+@contextmanager
+def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
+    """Makes an error on one rank an error on all ranks: otherwise the others would wait in the next collective, for
+    minutes."""
+    try:
+        yield
+    except Exception:
+        ranks.all_true(False)
+        raise
+    if not ranks.all_true(True):
+        raise ConfigError("Another rank could not attach, so this one does not either: that rank's error says why.")
 
 
 def connect(

@@ -11,7 +11,7 @@ import pytest
 import tidegate
 from tests.agent.training import Training
 from tidegate.agent.control import tuning as tuning_module
-from tidegate.agent.control.attach import Attachment
+from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine import memory as memory_module
