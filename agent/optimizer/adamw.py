@@ -99,13 +99,14 @@ class AdamW(torch.optim.Optimizer):
     """AdamW with offloaded state; for given gradients its weights equal the oracle's bit for bit.
 
     params, lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
-    decoupled: False gives Adam, with weight decay as an L2 term.
-    max_grad_norm: clips the norm of all gradients to this; None leaves them.
-    offload: see `Offload`.
+    decoupled: False gives Adam, with weight decay as an L2 term (flag; default True).
+    max_grad_norm: clips the norm of all gradients to this, more than 0; None leaves them (norm; default None).
+    offload: settings of offloading; None for all defaults (`Offload`; default None).
     torch_options: further arguments of `torch.optim.AdamW`. `foreach` and `fused` are accepted and ignored;
         `amsgrad`, `capturable` and `differentiable` are refused unless False.
 
-    Raises ParameterError for no, sparse, shared or unsupported parameters. Use it as a context manager, or `close()`.
+    Raises ParameterError for no, sparse, shared or unsupported parameters, ConfigError for other arguments that cannot
+    work. Use it as a context manager, or `close()`.
     """
 
     def __init__(
