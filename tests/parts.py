@@ -30,7 +30,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "agent/test_messages.py", "agent/test_moved.py", "agent/test_process_end.py",
         "agent/test_optimizer.py", "agent/test_overlap.py", "agent/test_pinned.py",
         "agent/test_random_draws.py", "agent/test_runs_ahead.py",
-        "agent/test_regrouped.py", "agent/test_shown_state.py", "agent/test_small_gpt.py",
+        "agent/test_regrouped.py", "agent/test_settings.py", "agent/test_shown_state.py", "agent/test_small_gpt.py",
         "agent/test_taken_over.py",
         "agent/test_torch_calls.py", "agent/test_torch_ways.py", "agent/test_vector_clocks.py", "gpu/test_*.py",
         "test_gpu_*.py",
@@ -60,7 +60,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "operation": (
         "alerts/test_*.py", "deployment/test_*.py", "grafana/test_*.py", "test_cli.py", "test_demo*.py",
-        "test_docs.py", "test_doctor_gpu.py", "test_layers.py", "test_packaging.py",
+        "test_docs.py", "test_doctor_gpu.py", "test_layers.py", "test_packaging.py", "test_public_interface.py",
     ),
 }  # fmt: skip
 """File names and patterns below `tests/`."""

@@ -35,7 +35,7 @@ def attach(
     daemon: address of the control daemon, "http://host:port" (default None: no daemon; metrics are still served).
         ConfigError for an address that is none.
     token: the daemon's token for agents (default None: TIDEGATE_AGENT_TOKEN, TIDEGATE_TOKEN or the file that the daemon
-        wrote). With `strict`, NotAuthorized for a token that the daemon refuses.
+        wrote). ConfigError for anything but a text; with `strict`, NotAuthorized for a token that the daemon refuses.
     metrics_bind: address on which /metrics is served (default "127.0.0.1": this host alone).
     metrics_port: port of /metrics, 0 to 65535 (default 0: a free port). Each further rank of a host (LOCAL_RANK, which
         torchrun and deepspeed set) takes the next port. ConfigError for another number, and with `strict` for a port
@@ -43,6 +43,7 @@ def attach(
     advertise_host: host under which others reach /metrics, 253 characters at most (default None: `metrics_bind`).
         ConfigError for a name that no host has.
     reset_knobs: True has the settings of the optimizer replace the knobs that the run had before (default False).
+        ConfigError for anything but True and False.
     strict: True raises instead of training without telemetry, or with other telemetry than requested (default False).
         RankTaken when another live agent holds this run and rank (after its lease, where it may have ended on another
         host), NotAuthorized for a wrong token, ConfigError for an optimizer that is attached already or a port that is

@@ -15,6 +15,7 @@ from tidegate.agent.control.report_source import ReportSource
 from tidegate.agent.ranks import Ranks, local_rank
 from tidegate.client.daemon_client import check_address, find_token
 from tidegate.errors import ConfigError, DaemonError, TidegateError
+from tidegate.knobs.setting_checks import check_flag, check_text
 from tidegate.logs import configure_from_environment, event
 from tidegate.wire.agent import AgentHello
 from tidegate.wire.base import RunName
@@ -26,7 +27,17 @@ _LONGEST_HOST: Final = 253
 """Characters of a host's name in DNS."""
 
 
-def check_arguments(run: str, daemon: str | None, metrics_port: int, advertise_host: str | None) -> None:
+def check_arguments(
+    *,
+    run: str,
+    daemon: str | None,
+    token: object,
+    metrics_bind: str,
+    metrics_port: int,
+    advertise_host: str | None,
+    reset_knobs: bool,
+    strict: bool,
+) -> None:
     """ConfigError for arguments that are wrong in every environment."""
     try:
         _RUN_NAME.validate_python(run)
@@ -40,6 +51,13 @@ def check_arguments(run: str, daemon: str | None, metrics_port: int, advertise_h
             check_address(daemon)
         except DaemonError as error:
             raise ConfigError(f"daemon={_shown(daemon)}: {error}") from error
+    if token is not None and not isinstance(token, str):
+        raise ConfigError(
+            f"token is a {type(token).__name__}, not a text: leave it out, or give the one of the daemon."
+        )
+    check_text("metrics_bind", metrics_bind, "127.0.0.1")
+    check_flag("reset_knobs", reset_knobs)
+    check_flag("strict", strict)
     if isinstance(metrics_port, bool) or not isinstance(metrics_port, int) or not 0 <= metrics_port < 1 << 16:
         raise ConfigError(f"metrics_port={_shown(metrics_port)} is not a port: use 1 to 65535, or 0 for any free port.")
     if advertise_host is not None and not (

@@ -69,7 +69,10 @@ class Attachment:
         self._ranks = Ranks.current()
         self.run, self.rank, self.world_size = run, self._ranks.rank, self._ranks.count
         with raise_on_all_ranks(self._ranks):
-            check_arguments(run, daemon, metrics_port, advertise_host)
+            check_arguments(
+                run=run, daemon=daemon, token=token, metrics_bind=metrics_bind, metrics_port=metrics_port,
+                advertise_host=advertise_host, reset_knobs=reset_knobs, strict=strict,
+            )  # fmt: skip
             configure_logs(strict)
             self._close_conflicting(optimizer, strict)
         optimizer.wait()  # a step that runs already is not recorded
