@@ -126,8 +126,8 @@ class PathFailed(StorageError):
 class StateLost(StorageError):
     """The only copy of a subgroup's state cannot be read, or is damaged. The cause is chained.
 
-    `why`: the reason, in the message alone. `path`: name of the path. `subgroup`: number of the subgroup. `step`: number of
-    the update that made the state. `checkpoint`: the last good checkpoint, None if there is none.
+    `why`: the reason, in the message alone. `path`: name of the path. `subgroup`: number of the subgroup. `step`:
+    number of the update that made the state. `checkpoint`: the last good checkpoint, None if there is none.
     """
 
     def __init__(self, why: object, path: str, subgroup: int, step: int, checkpoint: str | None) -> None:

@@ -358,7 +358,7 @@ class AdamW(torch.optim.Optimizer):
             self.phases.enter("other")
 
     def gradient_arrived(self, param: int) -> None:
-        """To be called when the backward pass has written `.grad` of the parameter with the number `param`: by autograd's
+        """To be called when the backward pass has written `.grad` of the parameter of number `param`: by autograd's
         hooks, and by code that writes `.grad` in hooks of its own. This runs for each gradient, so it must be cheap."""
         task = torch._C._current_graph_task_id()
         if task != self._moves_checked_in or self._param_records.was_moved(param):
@@ -396,8 +396,8 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         """Sets the values that `auto` stands for, from the next step on; None leaves a value unchanged.
 
-        stride, alternate, cache_bytes: the value of the knob `stride`; whether the knob `order` is "alternate"; bytes of
-            the knob `host_cache`.
+        stride, alternate, cache_bytes: the value of the knob `stride`; whether the knob `order` is "alternate"; bytes
+            of the knob `host_cache`.
 
         MemoryBudgetError or CapacityError, with nothing changed, if it does not fit.
         """
