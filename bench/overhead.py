@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 import tidegate
-from tidegate.agent.control import attach
+from tidegate.agent.control.phase_hooks import PhaseHooks
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import PhaseRecorder, StepPhases
 from tidegate.demo.services import Service
@@ -162,7 +162,7 @@ class Training:
 
         for sign in (-1, 1):
             watch.sign = sign
-            hooks = attach._PhaseHooks(self.optimizer)
+            hooks = PhaseHooks(self.optimizer)
             handles = hooks.on(module) if sign > 0 else []
             for _ in range(calls):
                 watch.around(once)

@@ -12,7 +12,7 @@ import threading
 import torch
 
 import tidegate
-from tidegate.agent.control import daemon_link
+from tidegate.agent.control import link_timing
 
 ROWS = 32
 """Of a batch; each counts as so many tokens as the network is wide."""
@@ -74,7 +74,7 @@ def main() -> None:
     end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: end.set())
     if options.report_seconds:
-        daemon_link.REPORT_SECONDS = daemon_link.LONGEST_REPORT_SECONDS = options.report_seconds
+        link_timing.REPORT_SECONDS = link_timing.LONGEST_REPORT_SECONDS = options.report_seconds
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Network(options.width, options.layers)

@@ -111,7 +111,10 @@ class StorageError(TidegateError):
 
 
 class PathFailed(StorageError):
-    """A read or a write of one subgroup's state failed, also when repeated. `errno`: error number of the system."""
+    """A read or a write of one subgroup's state failed, also when repeated.
+
+    `path`: name of the path. `subgroup`: number of the subgroup. `errno`: error number of the system.
+    """
 
     def __init__(self, message: str, path: str, subgroup: int, errno: int) -> None:
         super().__init__(message)
@@ -123,7 +126,8 @@ class PathFailed(StorageError):
 class StateLost(StorageError):
     """The only copy of a subgroup's state cannot be read, or is damaged. The cause is chained.
 
-    `step`: number of the update that made the state. `checkpoint`: the last good checkpoint, None if there is none.
+    `why`: the reason, in the message alone. `path`: name of the path. `subgroup`: number of the subgroup. `step`:
+    number of the update that made the state. `checkpoint`: the last good checkpoint, None if there is none.
     """
 
     def __init__(self, why: object, path: str, subgroup: int, step: int, checkpoint: str | None) -> None:
@@ -141,8 +145,9 @@ class StateLost(StorageError):
 class NoPathLeft(StorageError):
     """State whose path failed, and which fits neither on another path nor in host memory.
 
-    `needed_bytes`: size of the state. `free_bytes`: largest free space of a path that still works. `step`: number of
-    the update.
+    `why`: the reason, in the message alone. `path`: name of the path that failed. `subgroup`: number of the subgroup.
+    `step`: number of the update. `needed_bytes`: size of the state. `free_bytes`: largest free space of a path that
+    still works.
     """
 
     def __init__(self, why: object, path: str, subgroup: int, step: int, needed_bytes: int, free_bytes: int) -> None:
@@ -194,7 +199,8 @@ class CheckpointTaken(CheckpointFailed):
 class StateFileError(StorageError):
     """A file does not contain the expected state; no part of it may be used.
 
-    The message names file, problem (`trouble`), what was found, what was expected, and the remedy.
+    `file`: the file. `found`, `expected`: what it contains, and what it should contain. The message names them, the
+    problem (`trouble`) and the remedy.
     """
 
     trouble: ClassVar[str] = "is not what was asked for"
@@ -281,8 +287,10 @@ class StrangeEntry(StateFileError):
 
 
 class FileUnreadable(StateFileError):
-    """A file or directory that the operating system refuses to read; its content may be sound. `errno`: error number of
-    the system."""
+    """A file or directory that the operating system refuses to read; its content may be sound.
+
+    `file`: the file or directory. `error`: the system's error. `errno`: its number.
+    """
 
     trouble = "cannot be read"
     remedy = "What is in it may be sound, and nothing removes it: put right what the system says, then look again."
@@ -294,7 +302,10 @@ class FileUnreadable(StateFileError):
 
 
 class BlockDamaged(StateFileError):
-    """The data of block number `block`, at byte `offset` of the file, differ from their checksum."""
+    """The data of block number `block`, at byte `offset` of the file, differ from their checksum.
+
+    `file`: the file. `found_checksum`, `expected_checksum`: the checksums, in `found` and `expected` as text.
+    """
 
     trouble = "has a damaged block"
     remedy = "The device may be failing: look at its health, then load a checkpoint."
@@ -371,8 +382,8 @@ class StaleKnobs(DaemonError):
 class RankTaken(DaemonError):
     """Another live agent already holds this run and rank.
 
-    `holder` is that agent; None from an older daemon, which does not name it. The agent counts as live for
-    `lease_seconds` after its last report.
+    `status`: the HTTP status. `holder`: that agent; None from an older daemon, which does not name it. `lease_seconds`:
+    the agent counts as live for so long after its last report.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class PendingCheckpoint:
 
     @classmethod
     def already_complete(cls, published: Checkpoint) -> Self:
-        """The result for a checkpoint that had nothing to copy in the background."""
+        """The result for a checkpoint, `published`, that had nothing to copy in the background."""
         part = UnpublishedPart(published.directory, published.manifest)
         pending = cls(part, lambda: False, lambda _: None, Ranks())
         pending._published, pending._agreed = published, True

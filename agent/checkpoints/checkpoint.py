@@ -13,10 +13,13 @@ from tidegate.errors import FileUnreadable, ForeignByteOrder, NewerFormat, State
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint, as one rank's part of it."""
+    """A complete checkpoint, as one rank's part of it.
+
+    directory: directory of the checkpoint, `step-<n>`.
+    manifest: list of contents of this rank's part.
+    """
 
     directory: Path
-    """Directory of the checkpoint, `step-<n>`."""
     manifest: Manifest
 
     @property
@@ -49,7 +52,11 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class DamagedCheckpoint:
-    """A checkpoint that cannot be used, with the reason. Only `tidegate doctor` removes it."""
+    """A checkpoint that cannot be used. Only `tidegate doctor` removes it.
+
+    directory: directory of the checkpoint, `step-<n>`.
+    reason: the error that says what is wrong with it.
+    """
 
     directory: Path
     reason: StateFileError

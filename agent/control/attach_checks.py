@@ -4,15 +4,19 @@ warnings, so that they stop no training."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from tidegate.agent.control.daemon_link import AgentLink, ReportSource
+from tidegate.agent.control.daemon_link import AgentLink
+from tidegate.agent.control.report_source import ReportSource
+from tidegate.agent.ranks import Ranks, local_rank
 from tidegate.client.discovery import find_token
 from tidegate.client.transport import check_address
 from tidegate.errors import ConfigError, DaemonError, TidegateError
+from tidegate.knobs.setting_checks import check_flag, check_text
 from tidegate.logs import configure_from_environment, event
 from tidegate.wire.agent import AgentHello
 from tidegate.wire.base import RunName
@@ -24,7 +28,17 @@ _LONGEST_HOST: Final = 253
 """Characters of a host's name in DNS."""
 
 
-def check_arguments(run: str, daemon: str | None, metrics_port: int, advertise_host: str | None) -> None:
+def check_arguments(
+    *,
+    run: str,
+    daemon: str | None,
+    token: object,
+    metrics_bind: str,
+    metrics_port: int,
+    advertise_host: str | None,
+    reset_knobs: bool,
+    strict: bool,
+) -> None:
     """ConfigError for arguments that are wrong in every environment."""
     try:
         _RUN_NAME.validate_python(run)
@@ -38,6 +52,13 @@ def check_arguments(run: str, daemon: str | None, metrics_port: int, advertise_h
             check_address(daemon)
         except DaemonError as error:
             raise ConfigError(f"daemon={_shown(daemon)}: {error}") from error
+    if token is not None and not isinstance(token, str):
+        raise ConfigError(
+            f"token is a {type(token).__name__}, not a text: leave it out, or give the one of the daemon."
+        )
+    check_text("metrics_bind", metrics_bind, "127.0.0.1")
+    check_flag("reset_knobs", reset_knobs)
+    check_flag("strict", strict)
     if isinstance(metrics_port, bool) or not isinstance(metrics_port, int) or not 0 <= metrics_port < 1 << 16:
         raise ConfigError(f"metrics_port={_shown(metrics_port)} is not a port: use 1 to 65535, or 0 for any free port.")
     if advertise_host is not None and not (
@@ -49,6 +70,17 @@ def check_arguments(run: str, daemon: str | None, metrics_port: int, advertise_h
         )
 
 
+def metrics_port_of_rank(first: int) -> int:
+    """Metrics port of this rank: `first` plus the local rank; 0 takes a free port."""
+    here = local_rank()
+    if first and first + here > 65_535:
+        raise ConfigError(
+            f"metrics_port={first} and LOCAL_RANK={here} make port {first + here}, and the highest is 65535: "
+            f"choose a lower metrics_port, or 0 for a free one."
+        )
+    return first and first + here
+
+
 def configure_logs(strict: bool) -> None:
     """Configures logging from TIDEGATE_LOG_FORMAT. An unknown format raises ConfigError if `strict`; otherwise it is
     logged."""
@@ -58,6 +90,19 @@ def configure_logs(strict: bool) -> None:
         if strict:
             raise
         log.warning("%s The log format is unchanged.", error, extra=event("log_format_refused", reason=str(error)))
+
+
+@contextmanager
+def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
+    """Makes an error on one rank an error on all ranks: otherwise the others would wait in the next collective, for
+    minutes."""
+    try:
+        yield
+    except Exception:
+        ranks.all_true(False)
+        raise
+    if not ranks.all_true(True):
+        raise ConfigError("Another rank could not attach, so this one does not either: that rank's error says why.")
 
 
 def connect(

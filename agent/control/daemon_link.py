@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import threading
 import time
 import weakref
@@ -13,85 +12,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
-from tidegate.agent.control.process_identity import has_ended, is_observable
+from tidegate.agent.control import link_timing
+from tidegate.agent.control.committed_knobs import CommittedKnobs, KnobDecisions
+from tidegate.agent.control.knob_listener import KnobListener
 from tidegate.agent.control.refusal_log import RefusalLog
+from tidegate.agent.control.registration import REFUSALS, Registration
+from tidegate.agent.control.report_source import ReportSource
 from tidegate.agent.engine.last_references import release_unless_exiting
 from tidegate.client.daemon_client import DaemonClient
-from tidegate.client.streams import within
 from tidegate.errors import ConfigError, DaemonError, DaemonUnreachable, NotAuthorized, NotFound, RankTaken
-from tidegate.knobs.knobs import Knobs
 from tidegate.logs import event
-from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Holder, Lease, Vote
+from tidegate.wire.agent import AgentHello, AgentReport
 
 log = logging.getLogger("tidegate.link")
-
-REPORT_SECONDS = 1.0
-LONGEST_REPORT_SECONDS = 4.0
-REPORT_SHARE = 1e-3
-"""Largest share of one core that reports may take: the more CPU time a report costs (large plans, a slow machine), the
-rarer reports are, between the two bounds. Knobs and votes, which operators wait for, do not wait for a report. While a
-canary is judged, the daemon may ask for more reports, within `TRIAL_SHARE`."""
-TRIAL_SHARE = 1e-2
-"""The same share while a canary is judged, which takes some steps: with `REPORT_SHARE`, harm would last twice as
-long."""
-POLL_SECONDS = 20.0
-"""How long the daemon may delay the response to a long poll."""
-RESEND_SECONDS = 3.0
-"""The daemon writes reports to disk once a second. If it was killed, all reports that arrived in this time before the
-newest one are sent again."""
-MAX_BACKOFF_SECONDS = 5.0
-_SPREAD = random.SystemRandom()
-"""Not the generator of the module `random`: a script may have seeded that."""
-ANSWER_SECONDS = 5.0
-"""Time limit of one exchange with the daemon, in addition to the wait of a long poll. Also the limit of the whole first
-hello."""
-MAX_ANSWER_BYTES = 1 << 20
-"""Limit of a response: a lease or a directive has a few hundred bytes."""
-POLLS_AT_ONCE, POLLS_PER_SECOND = 20, 5.0
-"""Burst and rate of polls and votes. They limit requests to a daemon that responds to each one at once."""
-LONGEST_GOODBYE_SECONDS = 10.0
-REFUSED = (DaemonError, ConfigError)
-"""Errors of an exchange with the daemon. ConfigError: a knob that the daemon does not know."""
-STRICT_PAUSE_SECONDS = 0.5
-"""Pause between two hellos for a rank that is held by another agent, with `strict`."""
-STRICT_MARGIN_SECONDS = 1.0
-"""Time to wait beyond the lease of an agent that may have ended."""
-LONGEST_STRICT_SECONDS = 60.0
-"""Limit of the wait for a rank that is held, whatever lease the daemon names."""
-LONGEST_REASON = 2_000
-"""Maximum number of characters of the reason why a generation cannot be used."""
-SHORTEST_REPORT_SECONDS = 0.1
-"""Least pause between two reports, whatever the daemon asks for."""
-
-
-@dataclass(frozen=True)
-class CommittedKnobs:
-    """Knobs that all live ranks have accepted."""
-
-    generation: int
-    knobs: Knobs
-    epoch: int = 0
-    """Number of times that the daemon has lost its state: its generations then count from 0 again."""
-
-    @property
-    def decision(self) -> tuple[int, int]:
-        """Identity of the decision among all decisions of this run: epoch and generation."""
-        return self.epoch, self.generation
-
-
-class ReportSource(Protocol):
-    """Owner of a link. Its methods are called by the threads of the link."""
-
-    def report(self) -> AgentReport:
-        """Builds the report of everything since the last report."""
-
-    def undelivered(self, report: AgentReport) -> None:
-        """Takes back a report that could not be delivered."""
-
-    def check(self, knobs: Knobs) -> None:
-        """ConfigError when the knobs cannot work on this rank."""
 
 
 @dataclass(frozen=True)
@@ -106,39 +40,30 @@ _open_links: set[AgentLink] = set()
 
 
 class AgentLink:
-    """Link with two threads: one sends reports, one listens for knobs. Both keep retrying, with back-off, while the
-    daemon is unavailable.
+    """Link with two threads: one sends reports, one listens for knobs (`KnobListener`). Both keep retrying, with
+    back-off, while the daemon is unavailable.
 
-    The threads hold a reference to `source` only during calls, so that it can be garbage-collected. `committed` is the
-    newest decision of the daemon; the training thread applies it. `leave` or `close` ends the threads.
+    The threads hold a reference to `source` only during calls, so that it can be garbage-collected. `leave` or `close`
+    ends the threads.
     """
 
     def __init__(self, url: str, token: str | None, hello: AgentHello, source: ReportSource) -> None:
-        self.committed: CommittedKnobs | None = None
-        self.connected = False
         self.cpu_seconds = 0.0
-        self._hello = hello
-        self._greeted: AgentHello | None = None
-        """The last hello that the daemon accepted."""
         self._source = weakref.ref(source)
-        self._client, self._listener_client = (
-            DaemonClient(url, token, ANSWER_SECONDS, max_answer_bytes=MAX_ANSWER_BYTES) for _ in range(2)
+        self._client, listener_client = (
+            DaemonClient(url, token, link_timing.ANSWER_SECONDS, max_answer_bytes=link_timing.MAX_ANSWER_BYTES)
+            for _ in range(2)
         )
+        self._listener_client = listener_client
         self._stop = threading.Event()
-        self._box: SimpleQueue[_Goodbye | None] = SimpleQueue()
-        """Queue that wakes the report thread. A SimpleQueue, because garbage collection may put into it while locks are
-        held."""
-        self._lock = threading.Lock()
+        self._requests: SimpleQueue[_Goodbye | None] = SimpleQueue()
+        """Queue that wakes the report thread: None asks for a report. A SimpleQueue, because garbage collection may put
+        into it while locks are held."""
+        self._knobs = KnobDecisions(hello.run, self._wake)
+        self._refusals = RefusalLog(hello.run, hello.rank)
+        self._registration = Registration(self._client, hello, self._knobs, self._refusals)
         self._identity_lock = threading.Lock()
         """Held while a report is made and while the agent's id changes: a report belongs to one id."""
-        self._heard = -1
-        """Newest generation that the daemon named as committed, usable or not."""
-        self._voted: int | None = None
-        self._applied: Applied | None = None
-        self._unusable: Vote | None = None
-        """Vote against a committed generation that cannot be used; not sent yet."""
-        self._refused: set[tuple[int, int]] = set()
-        """Decisions that were logged and reported as unusable."""
         self._cpu: dict[str, float] = {}
         self._wanted_pause: float | None = None
         self._delivered: deque[tuple[float, AgentReport]] = deque()
@@ -147,13 +72,24 @@ class AgentLink:
         """Whether it was logged that a report could not be made."""
         self.restarts = 0
         """Number of times that a thread failed and was restarted."""
-        self._polls: deque[float] = deque(maxlen=POLLS_AT_ONCE)
-        """Start times of the most recent polls, on the monotonic clock."""
-        self._refusals = RefusalLog(hello.run, hello.rank)
+        listener = KnobListener(
+            listener_client, self._registration, self._knobs, self._source, self._stop,
+            on_failure=self._requeue_recent, on_exchange=lambda: self._count("listen"),
+        )  # fmt: skip
         self._threads = [
             threading.Thread(target=self._run_forever, args=(name, work), name=f"tidegate-link-{name}", daemon=True)
-            for name, work in (("report", self._report_forever), ("listen", self._listen_forever))
+            for name, work in (("report", self._report_forever), ("listen", listener.listen_forever))
         ]
+
+    @property
+    def committed(self) -> CommittedKnobs | None:
+        """Newest decision of the daemon that can be used; the training thread applies it."""
+        return self._knobs.committed
+
+    @property
+    def connected(self) -> bool:
+        """Whether the daemon has accepted this rank, and the last exchange worked."""
+        return self._registration.connected
 
     def start(self, strict: bool = False) -> None:
         """Sends the first hello, then starts the threads. Whatever the daemon responds, training begins and the link
@@ -163,7 +99,7 @@ class AgentLink:
         token.
         """
         try:
-            self._first_hello(strict)
+            self._registration.say_first_hello(strict)
         except BaseException:
             self._client.close()
             self._listener_client.close()
@@ -174,131 +110,39 @@ class AgentLink:
 
     def applied(self, generation: int, step: int) -> None:
         """Reports, with the next report, that `generation` is in force from `step` on."""
-        with self._lock:
-            self._applied = Applied(generation=generation, step=step)
-        self._box.put(None)
+        self._knobs.report_applied(generation, step)
 
     def report_unusable(self, decision: tuple[int, int], reason: str) -> bool:
         """Reports, with the next report, that a committed generation cannot be used here. False when it was reported
         before."""
-        if decision in self._refused:
-            return False
-        self._refused.add(decision)
-        self._unusable = Vote(generation=decision[1], can=False, reason=_shortened(reason))
-        self._box.put(None)
-        return True
+        return self._knobs.report_unusable(decision, reason)
 
     def update_hello(self, hello: AgentHello) -> None:
         """Replaces the agent's hello: the daemon gets the new one before the next report."""
-        self._hello = hello
-        self._box.put(None)
+        self._registration.hello = hello
+        self._wake()
 
     def restart_as(self, hello: AgentHello, forget: Callable[[], None]) -> None:
         """Continues as a new agent, after the rank loaded another state. Undelivered steps of the old agent are
         dropped: `forget` is called while no report is made."""
         with self._identity_lock:
-            self._hello = hello.model_copy(update={"replaces": self._hello.agent})
+            registration = self._registration
+            registration.hello = hello.model_copy(update={"replaces": registration.hello.agent})
             self._delivered.clear()
-            with self._lock:
-                self._applied = None
+            self._knobs.forget_applied()
             forget()
-        self._box.put(None)
+        self._wake()
 
     def leave(self, report: AgentReport | None) -> None:
         """Queues the final report and the goodbye; they are sent if the daemon can be reached. Does not wait, and takes
         no lock."""
-        self._box.put(_Goodbye(report))
+        self._requests.put(_Goodbye(report))
 
-    def close(self, seconds: float = LONGEST_GOODBYE_SECONDS) -> None:
+    def close(self, seconds: float = link_timing.LONGEST_GOODBYE_SECONDS) -> None:
         """Queues a goodbye, unless the link has ended, and waits until it is sent, for `seconds` at most."""
         if self._threads[0].is_alive():
-            self._box.put(_Goodbye(None))
+            self._requests.put(_Goodbye(None))
             self._threads[0].join(timeout=seconds)
-
-    # ---- registration (hello)
-
-    def _first_hello(self, strict: bool) -> None:
-        """Sends the first hello. An unavailable daemon is only logged. If `strict`, a rank that is held is waited for:
-        until its lease ends, for `LONGEST_STRICT_SECONDS` at most."""
-        latest: float | None = None
-        while True:
-            try:
-                with within(ANSWER_SECONDS):
-                    self._greet(self._hello)
-            except RankTaken as taken:
-                now = time.monotonic()
-                if latest is None:
-                    latest = now + min(taken.lease_seconds + STRICT_MARGIN_SECONDS, LONGEST_STRICT_SECONDS)
-                if not strict:
-                    self._refusals.rank_taken(taken)
-                elif is_observable(taken.holder) or now > latest:
-                    raise
-                else:
-                    time.sleep(STRICT_PAUSE_SECONDS)
-                    continue
-            except NotAuthorized as error:
-                if strict:
-                    raise
-                self._refusals.token_refused(error)
-            except REFUSED as error:
-                log.warning("daemon away, training goes on: %s", error, extra=event("daemon_away", reason=str(error)))
-            return
-
-    def _greet(self, hello: AgentHello) -> None:
-        """Registers with the daemon. Its response is accepted even if its generation is older: a daemon that lost its
-        state starts over with this rank's knobs."""
-        known = self.committed
-        message = hello
-        if known is not None:
-            # `reset_knobs` applies only to the first hello: later knobs of operators stay in force, even if the daemon
-            # lost them.
-            message = hello.model_copy(update={"reset_knobs": False, "knobs": known.knobs.as_dict()})
-        directive = self._register(message).directive
-        with self._lock:
-            epoch = known.epoch if known is not None else 0
-            starts_over = known is not None and directive.committed < self._heard
-            if starts_over or directive.committed >= self._heard:
-                self._accept(directive, epoch + starts_over)
-            self._voted = None
-        self._greeted = hello
-        self.connected = True
-        self._refusals.accepted()
-
-    def _register(self, hello: AgentHello) -> Lease:
-        """Sends a hello. RankTaken while the rank is held by a process that may be alive. An agent whose process has
-        ended is replaced, and so is an earlier attachment of this process."""
-        try:
-            return self._client.hello(hello)
-        except RankTaken as taken:
-            holder = taken.holder
-            if holder is None or not (_is_same_process(hello, holder) or has_ended(holder)):
-                raise
-            return self._client.hello(hello.model_copy(update={"replaces": holder.agent}))
-
-    def _take(self, directive: Directive) -> None:
-        """Accepts the committed knobs of a response, if they are new."""
-        with self._lock:
-            if directive.committed > self._heard:
-                self._accept(directive, self.committed.epoch if self.committed is not None else 0)
-
-    def _accept(self, directive: Directive, epoch: int) -> None:
-        """Makes the committed knobs the ones in force, if they can be used; otherwise the earlier knobs stay. Call it
-        with the lock."""
-        self._heard = directive.committed
-        try:
-            knobs = Knobs().changed(directive.committed_knobs)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)
-            if not self.report_unusable((epoch, directive.committed), reason):
-                return
-            log.error(
-                "generation %d cannot be used here, last good knobs stay: %s", directive.committed, reason,
-                extra=event(
-                    "generation_refused", run=self._hello.run, generation=directive.committed, reason=reason,
-                ),
-            )  # fmt: skip
-        else:
-            self.committed = CommittedKnobs(directive.committed, knobs, epoch)
 
     # ---- both threads
 
@@ -312,50 +156,62 @@ class AgentLink:
             except Exception:
                 failures += 1
                 self.restarts += 1
+                hello = self._registration.hello
                 log.exception(
                     "the link's thread %r failed and is restarted; training goes on", name,
-                    extra=event("link_failed", run=self._hello.run, rank=self._hello.rank, thread=name),
+                    extra=event("link_failed", run=hello.run, rank=hello.rank, thread=name),
                 )  # fmt: skip
-                if self._stop.wait(_backoff(failures)):
+                if self._stop.wait(link_timing.backoff(failures)):
                     return
+
+    def _wake(self) -> None:
+        """Asks the report thread for a report."""
+        self._requests.put(None)
+
+    def _count(self, thread: str) -> None:
+        """Updates the CPU seconds of the link, from the calling thread."""
+        self._cpu[thread] = time.thread_time()
+        self.cpu_seconds = sum(self._cpu.values())
 
     # ---- reporting
 
     def _report_forever(self) -> None:
         """Sends reports until a goodbye is queued."""
-        failures, pause = 0, REPORT_SECONDS
+        failures, pause = 0, link_timing.REPORT_SECONDS
         while True:
-            goodbye = self._wait(self._refusals.pause or (_backoff(failures) if failures else pause))
+            waits = self._refusals.pause or (link_timing.backoff(failures) if failures else pause)
+            goodbye = self._wait(waits)
             if goodbye is not None:
                 self._say_goodbye(goodbye)
                 return
             began = time.thread_time()
             try:
                 failures = 0 if self._deliver_or_log() else failures + 1
-            except REFUSED as error:
+            except REFUSALS as error:
                 failures += 1
                 self._on_refusal(error)
-            pause = _pause(time.thread_time() - began, self._wanted_pause)
+            pause = link_timing.pause_after_report(time.thread_time() - began, self._wanted_pause)
             self._count("report")
 
     def _wait(self, seconds: float) -> _Goodbye | None:
-        """Waits `seconds`, or until the box wakes the thread. Returns a queued goodbye."""
+        """Waits `seconds`, or until a request wakes the thread. Returns a queued goodbye."""
         with contextlib.suppress(Empty):
-            message = self._box.get(timeout=seconds)
+            message = self._requests.get(timeout=seconds)
             while message is None:
-                message = self._box.get_nowait()
+                message = self._requests.get_nowait()
             return message
         return None
 
     def _say_goodbye(self, goodbye: _Goodbye) -> None:
         """Sends the final report and the goodbye, and ends the link."""
         self._stop.set()
+        accepted = self._registration.accepted
         try:
-            if self.connected and self._greeted is not None:
-                with contextlib.suppress(*REFUSED):
+            if self.connected and accepted is not None:
+                with contextlib.suppress(*REFUSALS):
                     if goodbye.report is not None:
-                        self._send(self._greeted, goodbye.report, final=True)
-                    self._client.goodbye(self._greeted.agent)
+                        self._send(accepted, goodbye.report, final=True)
+                    self._client.goodbye(accepted.agent)
         finally:
             self._client.close()  # the listen thread ends after the goodbye, and closes its own client
             _open_links.discard(self)
@@ -365,7 +221,7 @@ class AgentLink:
         and do not prevent later reports."""
         try:
             self._deliver()
-        except REFUSED:
+        except REFUSALS:
             raise
         except Exception:
             if not self._logged_report_failure:
@@ -376,15 +232,16 @@ class AgentLink:
 
     def _deliver(self) -> None:
         """Registers if necessary, then sends a report and a pending vote."""
+        registration = self._registration
         while True:
-            hello = self._hello
-            if not self.connected or self._greeted is not hello:
-                was_away = not self.connected
-                self._greet(hello)
+            hello = registration.hello
+            if not registration.connected or registration.accepted is not hello:
+                was_away = not registration.connected
+                registration.register(hello)
                 if was_away:
                     log.info("the daemon is available again", extra=event("daemon_back"))
             with self._identity_lock:
-                if self._hello is hello:
+                if registration.hello is hello:
                     report = self._build_report()
                     break
         if report is not None:
@@ -394,15 +251,15 @@ class AgentLink:
     def _send_unusable(self, hello: AgentHello) -> None:
         """Sends the pending vote against an unusable generation, once. A refusal by the daemon is ignored, and the
         connection stays."""
-        unusable, self._unusable = self._unusable, None
+        unusable = self._knobs.take_unusable()
         if unusable is None:
             return
         try:
-            self._take(self._client.vote(hello.agent, unusable))
+            self._knobs.take(self._client.vote(hello.agent, unusable))
         except (DaemonUnreachable, NotFound):
-            self._unusable = self._unusable or unusable
+            self._knobs.restore_unusable(unusable)
             raise
-        except REFUSED as error:
+        except REFUSALS as error:
             log.debug("the daemon refused the vote against generation %d: %s", unusable.generation, error)
 
     def _build_report(self) -> AgentReport | None:
@@ -415,25 +272,23 @@ class AgentLink:
 
     def _send(self, hello: AgentHello, report: AgentReport, final: bool = False) -> None:
         """Sends a report; on an error its content is queued again."""
-        with self._lock:
-            applied, self._applied = self._applied, None
+        applied = self._knobs.take_applied()
         try:
             message = report.model_copy(update={"applied": applied, "finished": final})
             lease = self._client.report(hello.agent, message)
         except Exception as error:
             with self._identity_lock:
-                if self._hello.agent == hello.agent:
+                if self._registration.hello.agent == hello.agent:
                     self._requeue(report)
-                    with self._lock:
-                        self._applied = self._applied or applied
+                    self._knobs.restore_applied(applied)
             if isinstance(error, NotFound):
-                self.connected = False
+                self._registration.connected = False
             raise
         with self._identity_lock:
-            if self._hello.agent == hello.agent:
+            if self._registration.hello.agent == hello.agent:
                 self._keep(report, time.monotonic())
         self._wanted_pause = lease.report_seconds
-        self._take(lease.directive)
+        self._knobs.take(lease.directive)
 
     def _requeue(self, report: AgentReport) -> None:
         """Gives a report that did not arrive back to its source."""
@@ -446,7 +301,7 @@ class AgentLink:
         """Stores a delivered report for RESEND_SECONDS."""
         self._delivered.append((now, report))
         with contextlib.suppress(IndexError):  # the other thread may have taken them all
-            while self._delivered[0][0] < now - RESEND_SECONDS:
+            while self._delivered[0][0] < now - link_timing.RESEND_SECONDS:
                 self._delivered.popleft()
 
     def _requeue_recent(self) -> None:
@@ -462,101 +317,17 @@ class AgentLink:
             self._refusals.rank_taken(error)
         elif isinstance(error, NotAuthorized):
             self._refusals.token_refused(error)
-        elif self.connected:
+        elif self._registration.connected:
             log.warning(
                 "daemon lost, training goes on with its last knobs: %s", error,
                 extra=event("daemon_lost", reason=str(error)),
             )  # fmt: skip
-        self.connected = False
+        self._registration.connected = False
         self._requeue_recent()
 
-    # ---- listening
 
-    def _listen_forever(self) -> None:
-        """Waits for knobs of the daemon, and votes on proposals."""
-        failures = 0
-        while not self._stop.is_set():
-            hello = self._greeted
-            if not self.connected or hello is None or hello.agent != self._hello.agent:
-                self._stop.wait(0.2)
-                continue
-            try:
-                self._listen_once(hello.agent)
-                failures = 0
-            except REFUSED:
-                # The report thread registers again.
-                failures += 1
-                self._requeue_recent()
-                self._stop.wait(_backoff(failures))
-            self._count("listen")
-        self._listener_client.close()
-
-    def _listen_once(self, agent: str) -> None:
-        """One long poll, followed by votes on the proposals that it returns."""
-        self._wait_for_turn()
-        directive = self._listener_client.directive(agent, max(0, self._heard), self._voted, POLL_SECONDS)
-        self._take(directive)
-        while directive.proposed is not None and directive.proposed != self._voted:
-            generation = directive.proposed
-            self._wait_for_turn()
-            directive = self._listener_client.vote(agent, self._vote(directive), POLL_SECONDS)
-            self._voted = generation
-            self._take(directive)
-
-    def _wait_for_turn(self) -> None:
-        """Waits until the rate limit allows the next poll or vote."""
-        now = time.monotonic()
-        if len(self._polls) == POLLS_AT_ONCE:
-            self._stop.wait(self._polls[0] + POLLS_AT_ONCE / POLLS_PER_SECOND - now)
-        self._polls.append(time.monotonic())
-
-    def _vote(self, directive: Directive) -> Vote:
-        """Checks proposed knobs. A check that raises an unexpected error votes no at once: without a vote the daemon
-        would count a no after its deadline."""
-        assert directive.proposed is not None
-        held, reason = [self._source()], ""
-        try:
-            if held[0] is not None:
-                held[0].check(Knobs().changed(directive.proposed_knobs or {}))
-        except ConfigError as refusal:
-            reason = str(refusal)
-        except Exception as error:
-            log.exception("knobs could not be checked", extra=event("check_failed", generation=directive.proposed))
-            reason = f"The rank could not check these knobs ({type(error).__name__}: {error}); its log says more."
-        finally:
-            release_unless_exiting(held)
-        return Vote(generation=directive.proposed, can=not reason, reason=reason)
-
-    def _count(self, thread: str) -> None:
-        """Updates the CPU seconds of the link, from the calling thread."""
-        self._cpu[thread] = time.thread_time()
-        self.cpu_seconds = sum(self._cpu.values())
-
-
-def _is_same_process(hello: AgentHello, holder: Holder) -> bool:
-    """Whether the process of the hello already holds the rank."""
-    return holder.process is not None and (hello.process, hello.host) == (holder.process, holder.host)
-
-
-def wait_for_goodbyes(seconds: float = LONGEST_GOODBYE_SECONDS) -> None:
+def wait_for_goodbyes(seconds: float = link_timing.LONGEST_GOODBYE_SECONDS) -> None:
     """Waits until all links of this process that are ending have said goodbye, for `seconds` at most."""
     latest = time.monotonic() + seconds
     for link in tuple(_open_links):
         link.close(max(0.0, latest - time.monotonic()))
-
-
-def _pause(cpu_seconds: float, wanted: float | None = None) -> float:
-    """Seconds until the next report, given the CPU seconds of the last one: the daemon's wish, if the allowed share
-    permits it."""
-    usual = min(LONGEST_REPORT_SECONDS, max(REPORT_SECONDS, cpu_seconds / REPORT_SHARE))
-    return usual if wanted is None else min(usual, max(wanted, SHORTEST_REPORT_SECONDS, cpu_seconds / TRIAL_SHARE))
-
-
-def _shortened(reason: str) -> str:
-    """The reason as valid UTF-8 within the length limit of the message."""
-    return reason.encode("utf-8", "replace").decode()[:LONGEST_REASON]
-
-
-def _backoff(failures: int) -> float:
-    """Seconds to wait before the next try: doubled each time, spread so that ranks do not come back all at once."""
-    return _SPREAD.uniform(0.5, 1.0) * min(MAX_BACKOFF_SECONDS, 0.25 * 2.0 ** min(failures, 10))

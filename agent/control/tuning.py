@@ -69,7 +69,7 @@ class Tuning:
         return BoundaryMessage(
             generation=generation,
             update_seconds=None if self._last is None else self._last[1],
-            wants_search=self.tuner.due(self._current) and bool(self.free),
+            wants_search=self.tuner.due(self._current) and bool(self.tunable),
             proposal_applied=self._refused is None,
             rates_changed=self._announced > self._recalibrations,
         )
@@ -84,13 +84,13 @@ class Tuning:
             self.tuner.speeds_changed()
         if not agreed.proposal_applied:
             self._revert()
-        elif agreed.wants_search or self.free:
+        elif agreed.wants_search or self.tunable:
             wanted = self.tuner.propose(self._current, self._search if agreed.wants_search else None)
             if wanted is not None:
                 self._move(wanted)
 
     @property
-    def free(self) -> frozenset[str]:
+    def tunable(self) -> frozenset[str]:
         """Knobs that the tuner may change: those on `auto`. Other policies than `interleaved` have no stride to
         choose."""
         if self._optimizer.offload.policy != "interleaved":
@@ -124,12 +124,12 @@ class Tuning:
     def _apply(self, wanted: EffectiveKnobs) -> ConfigError | None:
         """Applies knob values on `auto`. Returns None, or the reason for a refusal; then nothing has changed. Pinned
         knobs are never changed."""
-        free = self.free
+        tunable = self.tunable
         try:
             self._optimizer.set_auto(
-                stride=wanted.stride if "stride" in free else None,
-                alternate=wanted.alternate if "order" in free else None,
-                cache_bytes=wanted.host_cache_bytes if "host_cache" in free else None,
+                stride=wanted.stride if "stride" in tunable else None,
+                alternate=wanted.alternate if "order" in tunable else None,
+                cache_bytes=wanted.host_cache_bytes if "host_cache" in tunable else None,
             )
         except ConfigError as error:
             return error
@@ -148,9 +148,9 @@ class Tuning:
         if rates is None:
             return None
         ample, current = self._ample_cache(), self._current
-        free = self.free if ample > CACHE_GROWTH * current.host_cache_bytes else self.free - {"host_cache"}
+        tunable = self.tunable if ample > CACHE_GROWTH * current.host_cache_bytes else self.tunable - {"host_cache"}
         return find_move(
-            self._rank(), current, rates, free,
+            self._rank(), current, rates, tunable,
             cache_bytes=ample, backward_seconds=self._backward_seconds(), allowed=self._fits,
         )  # fmt: skip
 
@@ -183,13 +183,13 @@ class Tuning:
     def _is_allowed(self, setting: Setting, choice: EffectiveKnobs) -> bool:
         """Whether a candidate changes only knobs that are on `auto` on this rank, all its changes take effect here, and
         it fits."""
-        current, free = self._current, self.free
+        current, tunable = self._current, self.tunable
         more_cache = choice.host_cache_bytes > current.host_cache_bytes
         if setting.more_cache != more_cache:
             return False  # ranks must compare the same change
         moves = {"stride": choice.stride != current.stride, "order": choice.alternate != current.alternate}
         wanted = {name for name, differs in {**moves, "host_cache": more_cache}.items() if differs}
-        return wanted <= free and self._fits(choice)
+        return wanted <= tunable and self._fits(choice)
 
     def _rank(self) -> Rank:
         """This rank as input of the simulator."""
@@ -207,7 +207,7 @@ class Tuning:
 
     def _ample_cache(self) -> int:
         """Bytes of the largest host cache that memory allows; 0 when the tuner may not change it."""
-        return self._optimizer.automatic_cache_bytes() if "host_cache" in self.free else 0
+        return self._optimizer.automatic_cache_bytes() if "host_cache" in self.tunable else 0
 
     def _fits(self, effective: EffectiveKnobs) -> bool:
         """Whether the engine has the memory for these knobs."""

@@ -12,6 +12,7 @@ import time
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from tidegate.agent.devices.adopted_tensors import AdoptedTensors
 from tidegate.agent.devices.base import Copy, DoneEvent, Event, GradRef, UpdateRun
 from tidegate.errors import DeviceAccessError, MemoryBudgetError
 from tidegate.kernels import ThreadPool, aligned_buffer, copy, fill, sum_of_squares
+from tidegate.knobs.setting_checks import check_number
 from tidegate.plan.ops import D2H, H2D
 from tidegate.wire.base import DeviceKind
 
@@ -31,11 +33,21 @@ ALIGNMENT = 256
 
 @dataclass(kw_only=True)
 class EmulatedRates:
-    """Speeds of the emulated lanes. They may be changed during a run, to simulate a slow link."""
+    """Speeds of the emulated device. They may be changed during a run, to simulate a slow link.
+
+    h2d_bytes_per_second: copies from the host to the device (bytes a second; default 4e9).
+    d2h_bytes_per_second: copies from the device to the host (bytes a second; default 4e9).
+    update_params_per_second: updates on the device (parameters a second; default 2e9).
+
+    ConfigError for a speed that is not a number above 0, also when it is changed. `math.inf` paces nothing.
+    """
 
     h2d_bytes_per_second: float = 4e9
     d2h_bytes_per_second: float = 4e9
     update_params_per_second: float = 2e9
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, check_number(name, value, above=0.0))
 
 
 class Arena:

@@ -6,7 +6,7 @@ Post-accumulate hooks run before DDP's all-reduce: an early copy would contain o
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.wrapped import OptimizerWrapper, unwrapped
 from tidegate.errors import ConfigError
 
 
@@ -67,10 +68,22 @@ class _BucketHook:
         self._group = model.process_group
         self._receivers: list[_BucketReceiver] = []
 
-    def join(self, optimizer: AdamW) -> None:
+    def join(self, optimizer: AdamW) -> _BucketReceiver:
         """Notifies this optimizer from the next backward on; closed optimizers are removed."""
         self._receivers = [one for one in self._receivers if one.engine and one.optimizer() is not optimizer]
-        self._receivers.append(_BucketReceiver(optimizer))
+        receiver = _BucketReceiver(optimizer)
+        self._receivers.append(receiver)
+        return receiver
+
+    def leave(self, receiver: _BucketReceiver) -> bool:
+        """Notifies this receiver no more. False when it had left before, or was replaced."""
+        was_in = receiver in self._receivers
+        self._receivers = [one for one in self._receivers if one is not receiver]
+        return was_in
+
+    def notifies(self, optimizer: AdamW) -> bool:
+        """Whether this optimizer is notified of reduced buckets."""
+        return any(one.optimizer() is optimizer for one in self._receivers)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         live = [(one, engine) for one in self._receivers if (engine := one.engine) is not None]
@@ -110,18 +123,65 @@ def _hook_of(model: DistributedDataParallel) -> _BucketHook:
     return _hooks[model]
 
 
-def overlap_ddp(optimizer: AdamW, model: Any) -> None:
-    """Copies gradients of a DDP model as its buckets are reduced, instead of after the backward.
+class DdpOverlap:
+    """Early copies of the gradients of a DDP model. Made by `overlap_ddp`; ended by `close()`, a `with` block or
+    `optimizer.close()`."""
 
-    Call it before the first backward. It uses DDP's communication hook, which later optimizers of the model share.
-    Changes of `.grad` between backward and `step()` take effect, as without it. ConfigError for a model that is not a
-    DistributedDataParallel or has another hook, and with gradients="release", which would save nothing: the buckets
-    hold the gradients.
+    def __init__(self, optimizer: AdamW, model: DistributedDataParallel) -> None:
+        optimizer.follow_params()
+        self._hook = _hook_of(model)
+        self._receiver = self._hook.join(optimizer)
+        optimizer.engine.gradients_come_reduced = True
+
+    def close(self) -> None:
+        """Stops the early copies: gradients are copied after the backward again, as without `overlap_ddp`. Idempotent.
+        Call it between steps.
+
+        DDP cannot remove a communication hook from a model. Tidegate's hook stays and averages over the ranks, as DDP
+        itself does.
+        """
+        optimizer = self._receiver.optimizer()
+        if not self._hook.leave(self._receiver) or optimizer is None:
+            return
+        if not any(hook.notifies(optimizer) for hook in _hooks.values()):
+            optimizer.engine.gradients_come_reduced = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def overlap_ddp(optimizer: torch.optim.Optimizer | OptimizerWrapper, model: DistributedDataParallel) -> DdpOverlap:
+    """Copies gradients of a DDP model as its buckets are reduced, instead of after the backward. `close()` of the
+    returned handle ends this; so does `optimizer.close()`.
+
+    optimizer: a `tidegate.AdamW`, or a wrapper of a framework that holds one.
+    model: the DistributedDataParallel that holds the optimizer's parameters, or some of them.
+
+    Call it before the first backward. It uses DDP's communication hook, which later optimizers of the model share. A
+    second call for the same optimizer and model takes the place of the first. Changes of `.grad` between backward and
+    `step()` take effect, as without it.
+
+    ConfigError, with nothing changed, for another optimizer, for a model that is not a DistributedDataParallel, has no
+    parameter of the optimizer or has another communication hook, and with gradients="release", which would save
+    nothing: the buckets hold the gradients.
     """
+    inner = unwrapped(optimizer, "overlap_ddp")
+    _require_early_copies(inner, model)
+    return DdpOverlap(inner, model)
+
+
+def _require_early_copies(optimizer: AdamW, model: object) -> None:
+    """ConfigError unless gradients of this optimizer can be copied from the buckets of this model."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"overlap_ddp takes a DistributedDataParallel, not a {type(model).__name__}.")
     if optimizer.offload.gradients != "keep":
         raise ConfigError('overlap_ddp needs gradients="keep": DDP holds gradients in its buckets anyway.')
-    optimizer.follow_params()
-    _hook_of(model).join(optimizer)
-    optimizer.engine.gradients_come_reduced = True
+    inside = {id(param) for param in model.parameters()}
+    if not any(id(param) in inside for group in optimizer.param_groups for param in group["params"]):
+        raise ConfigError(
+            f"overlap_ddp was given a {type(model).__name__} without any parameter of the optimizer: give the one that "
+            "wraps the model whose parameters the optimizer has."
+        )

@@ -13,9 +13,11 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tidegate.agent.control.attach import Attachment, attach, innermost
+from tidegate.agent.control.attach import attach
+from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.integrations.log_figures import LogFigures
 from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.wrapped import innermost
 from tidegate.agent.parameters.shards import LocalShard
 from tidegate.errors import ConfigError
 

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from tidegate.agent.control.attach import Attachment, attach, innermost
+from tidegate.agent.control.attach import attach
+from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.integrations.log_figures import VERDICT, LogFigures
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.module_hooks import ModelHook
+from tidegate.agent.optimizer.wrapped import innermost
 from tidegate.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tidegate.agent.control.attach import Attachment
+from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.gradient_arrival import GradientArrival
 from tidegate.timeline.verdict import UpdateFigures, verdict

@@ -99,13 +99,14 @@ class AdamW(torch.optim.Optimizer):
     """AdamW with offloaded state; for given gradients its weights equal the oracle's bit for bit.
 
     params, lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
-    decoupled: False gives Adam, with weight decay as an L2 term.
-    max_grad_norm: clips the norm of all gradients to this; None leaves them.
-    offload: see `Offload`.
+    decoupled: False gives Adam, with weight decay as an L2 term (flag; default True).
+    max_grad_norm: clips the norm of all gradients to this, more than 0; None leaves them (norm; default None).
+    offload: settings of offloading; None for all defaults (`Offload`; default None).
     torch_options: further arguments of `torch.optim.AdamW`. `foreach` and `fused` are accepted and ignored;
         `amsgrad`, `capturable` and `differentiable` are refused unless False.
 
-    Raises ParameterError for no, sparse, shared or unsupported parameters. Use it as a context manager, or `close()`.
+    Raises ParameterError for no, sparse, shared or unsupported parameters, ConfigError for other arguments that cannot
+    work. Use it as a context manager, or `close()`.
     """
 
     def __init__(
@@ -273,8 +274,8 @@ class AdamW(torch.optim.Optimizer):
         self._step_results.deliver(background=self.background)
 
     def wait_for_weights(self, params: Collection[int]) -> None:
-        """Makes device work that is enqueued from now on wait for the update of these parameters (numbered through all
-        `param_groups`)."""
+        """Makes device work that is enqueued from now on wait for the update of `params`, parameters by their number
+        through all `param_groups`."""
         if self.engine.running:
             with self.phases.exposed():
                 self.engine.wait_for_weights(params)
@@ -357,7 +358,7 @@ class AdamW(torch.optim.Optimizer):
             self.phases.enter("other")
 
     def gradient_arrived(self, param: int) -> None:
-        """To be called when the backward pass has written `.grad` of the parameter with this number: by autograd's
+        """To be called when the backward pass has written `.grad` of the parameter of number `param`: by autograd's
         hooks, and by code that writes `.grad` in hooks of its own. This runs for each gradient, so it must be cheap."""
         task = torch._C._current_graph_task_id()
         if task != self._moves_checked_in or self._param_records.was_moved(param):
@@ -394,6 +395,9 @@ class AdamW(torch.optim.Optimizer):
         self, *, stride: float | Off | None = None, alternate: bool | None = None, cache_bytes: int | None = None
     ) -> None:
         """Sets the values that `auto` stands for, from the next step on; None leaves a value unchanged.
+
+        stride, alternate, cache_bytes: the value of the knob `stride`; whether the knob `order` is "alternate"; bytes
+            of the knob `host_cache`.
 
         MemoryBudgetError or CapacityError, with nothing changed, if it does not fit.
         """
@@ -503,6 +507,7 @@ class AdamW(torch.optim.Optimizer):
         """As `save_checkpoint`, but a thread copies the state that cannot be hard-linked (on other file systems, in
         host memory, on the device) while training continues. `result()` of the returned object waits for the end.
 
+        directory, keep: as in `save_checkpoint`.
         save_also: is called now, and training waits for it.
         memory_bytes: host memory for copies of state that is not on a path, until they are written; None for half of
             the free host memory. State that does not fit is written at once.
@@ -566,7 +571,7 @@ class AdamW(torch.optim.Optimizer):
         self._state.replace(given)
 
     def read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """All state of one parameter, read from where it is stored."""
+        """All state of the parameter `param`, read from where it is stored."""
         self.wait()
         self.engine.require_usable()
         self.engine.drop_plan()
@@ -577,7 +582,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reset_state(self, params: Collection[torch.Tensor] | None) -> None:
-        """Resets the state of these parameters (None for all) to that of a new optimizer."""
+        """Resets the state of `params` (None for all parameters) to that of a new optimizer."""
         if "engine" not in self.__dict__ or not self.engine.usable:
             return
         self.wait()

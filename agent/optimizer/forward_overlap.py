@@ -17,16 +17,17 @@ from torch.overrides import TorchFunctionMode
 
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.module_hooks import ModelHook
+from tidegate.agent.optimizer.wrapped import OptimizerWrapper, unwrapped
 from tidegate.errors import ConfigError
 
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
 class ForwardOverlap:
-    """The hooks of the overlap on a model, from construction to `close()`. See `overlap_forward`."""
+    """Overlap of updates with the forward of a model. Made by `overlap_forward`; ended by `close()`, a `with` block or
+    `optimizer.close()`."""
 
     def __init__(self, optimizer: AdamW, model: torch.nn.Module) -> None:
-        _require_gated_reads(optimizer, model)
         optimizer.follow_params()
         self._optimizer = optimizer
         self._model = model
@@ -41,7 +42,7 @@ class ForwardOverlap:
         optimizer.overlap = self
 
     def rebuild(self) -> None:
-        """Starts again for other parameters of the optimizer: the next forward is observed."""
+        """Starts again for other parameters of the optimizer, which calls it: the next forward is observed."""
         for handle in self._handles:
             handle.remove()
         self._optimizer.background = False
@@ -150,24 +151,42 @@ def units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[torch.
         yield model, list(model.parameters())
 
 
-def overlap_forward(optimizer: AdamW, model: torch.nn.Module) -> ForwardOverlap:
+def overlap_forward(optimizer: torch.optim.Optimizer | OptimizerWrapper, model: torch.nn.Module) -> ForwardOverlap:
     """Overlaps the update with the next forward. After one training forward, `step()` returns as soon as the update is
     certain, and the next forward waits for each weight where the weight is read. Results are the same, bit for bit.
-    Methods other than `forward` that read weights during training must call `tidegate.wait()` first.
+    `close()` of the returned handle ends this; so does `optimizer.close()`.
 
-    Needs `Offload(gradients="release")`, because nothing else may write to gradients that an update still reads.
-    ConfigError for models in which reads of weights cannot be intercepted (`torch.compile`, FSDP2, other DTensors).
+    optimizer: a `tidegate.AdamW` with `Offload(gradients="release")`, or a wrapper of a framework that holds one.
+        Released gradients are needed because nothing else may write to gradients that an update still reads.
+    model: the module that holds all parameters of the optimizer. Methods other than its `forward` that read weights
+        during training must call `tidegate.wait()` first.
+
+    ConfigError, with nothing changed, for another optimizer, for one that overlaps a forward already, for parameters
+    that are not in the model, and for models in which reads of weights cannot be intercepted (`torch.compile`, FSDP2,
+    other DTensors).
     """
-    return ForwardOverlap(optimizer, model)
+    inner = unwrapped(optimizer, "overlap_forward")
+    _require_module(model)
+    _require_gated_reads(inner, model)
+    return ForwardOverlap(inner, model)
 
 
-def wait(optimizer: AdamW) -> None:
+def wait(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> None:
     """Waits for the end of the last update; to be called before weights are read or written outside a training
-    forward."""
-    optimizer.wait()
+    forward.
+
+    optimizer: a `tidegate.AdamW`, or a wrapper of a framework that holds one. ConfigError for another optimizer.
+    """
+    unwrapped(optimizer, "wait").wait()
+
+
+def _require_module(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"overlap_forward takes the model, a torch.nn.Module, and not a {type(model).__name__}.")
 
 
 def _require_gated_reads(optimizer: AdamW, model: torch.nn.Module) -> None:
+    """ConfigError unless each read of an optimizer's weight in the model's forward can wait for its update."""
     if optimizer.overlap is not None:
         raise ConfigError("This optimizer overlaps a model's forward already; close() that first.")
     if optimizer.offload.gradients != "release":

@@ -13,6 +13,7 @@ from tidegate.agent.engine.op_runner import StepInputs
 from tidegate.errors import ConfigError
 from tidegate.kernels import Scalars, scalars
 from tidegate.kernels.arithmetic.oracle import clip_scale
+from tidegate.knobs.setting_checks import check_flag, check_number
 
 TORCH_DEFAULTS: Mapping[str, Any] = {
     "amsgrad": False,
@@ -64,14 +65,15 @@ def defaults_of(hyperparameters: Mapping[str, Any], torch_options: Mapping[str, 
     if unknown:
         raise ConfigError(f"{unknown[0]!r} is not an option of AdamW.")
     defaults = {**hyperparameters, **TORCH_DEFAULTS, **torch_options}
+    check_flag("decoupled", defaults["decoupled_weight_decay"])
     check_group(defaults)
     return defaults
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:
-    """ConfigError unless `max_grad_norm` is above 0 or None."""
-    if max_grad_norm is not None and not max_grad_norm > 0.0:
-        raise ConfigError(f"max_grad_norm={max_grad_norm} is out of range: above 0, or None.")
+    """ConfigError unless `max_grad_norm` is a number above 0 or None."""
+    if max_grad_norm is not None:
+        check_number("max_grad_norm", max_grad_norm, above=0.0, of=" (None for no clipping)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Final, Literal, get_args
 
 from tidegate.agent.devices.emulated import EmulatedRates
 from tidegate.agent.gradients.accumulation import Accumulation
@@ -14,54 +14,78 @@ from tidegate.agent.gradients.gradients import Mode
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.errors import ConfigError
-from tidegate.knobs.knobs import AUTO, PATH_KNOBS, Knobs, check_path_name, specs_for
+from tidegate.knobs.knobs import AUTO, PATH_KNOBS, Knobs, Order, Stride, check_path_name, specs_for
+from tidegate.knobs.setting_checks import check_kind, check_number, check_text, check_whole, check_word
 from tidegate.plan import Policy
+
+DeviceChoice = Literal["auto", "emulated"]
+"""Values of `Offload.device`."""
+
+_LEAST: Final = {
+    "subgroup_numel": 1,
+    "num_slots": 1,
+    "host_slots": 1,
+    "cpu_threads": 0,
+    "device_memory_bytes": 0,
+    "headroom_bytes": 0,
+    "gradient_memory_bytes": 0,
+}
+"""Smallest value of each setting that is a whole number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Settings of offloading: where state is stored, and how updates run.
+    """Settings of offloading: where state is stored, and how updates run. Fixed when the optimizer is built; attached
+    runs may change the knobs (stride, static_ratio, tier_split, host_cache, order) later.
 
-    stride: every stride-th subgroup that is not resident is updated on the device; "off", or "auto": 2 at first and,
-        once attached, the best stride for the measured rates.
-    static_ratio: share of the subgroups whose state stays on the device.
-    subgroup_numel: parameters per subgroup.
-    num_slots: staging slots on the device; two or more let copies in, updates and copies out overlap.
-    cpu_threads: threads of the CPU lane; 0 for all cores except one for the training thread of each rank on the host.
-    device: "auto" uses the emulated device if there is no GPU; "emulated" always does.
-    device_memory_bytes: capacity of the emulated device; 0 for four times the bytes of the weights, plus the state.
-    emulated: rates of the emulated lanes.
-    headroom_bytes: device memory that state must leave free.
+    stride: every stride-th subgroup that is not resident is updated on the device, 1 to 1000000; "off", or "auto": 2 at
+        first and, once attached, the best stride for the measured rates (subgroups; default "auto").
+    static_ratio: share of the subgroups whose state stays on the device, 0 to 1 (share of subgroups; default 0.0).
+    subgroup_numel: size of a subgroup, at least 1 (parameters; default 100_000_000).
+    num_slots: staging slots on the device, at least 1; two or more let copies in, updates and copies out overlap
+        (count; default 2).
+    cpu_threads: threads of the CPU lane; 0 for all cores except one for the training thread of each rank on the host
+        (count; default 0).
+    device: "auto" uses the emulated device if there is no GPU; "emulated" always does (word; default "auto").
+    device_memory_bytes: capacity of the emulated device; 0 for four times the bytes of the weights, plus the state
+        (bytes; default 0).
+    emulated: speeds of the emulated device (`EmulatedRates`; default EmulatedRates()).
+    headroom_bytes: device memory that state must leave free (bytes; default 0).
     gradients: "keep" leaves gradients in `.grad`, and changes to `.grad` before `step()` are respected; "release" takes
         each gradient when it arrives and frees it as soon as it was copied or used: clip with `max_grad_norm`, and put
-        all but the last backward of a step into `with optimizer.accumulate():`.
+        all but the last backward of a step into `with optimizer.accumulate():` (word; default "keep").
     accumulation: with "release", where gradients of a step's backward passes before the last one are stored: "device"
         leaves them in `.grad`; "host" adds each to a sum in host memory, rounded as torch rounds sums in `.grad`;
         "host_fp32" adds in fp32 and rounds once. With the last two, `.grad` is None between two backward passes, and
-        the device has no gradients; only `optimizer.zero_grad()` drops the sums, not `model.zero_grad()`.
+        the device has no gradients; only `optimizer.zero_grad()` drops the sums, not `model.zero_grad()`
+        (word; default "device").
     gradient_memory_bytes: with "release", device memory for gradients. Gradients that wait for the update and do not
         fit are spilled to the host and copied back with their state; a backward waits for copies while its next
         gradient would not fit. 0 for the memory that weights, state and headroom leave. This does not count
-        activations: set it, or `headroom_bytes`, where activations take much of the device.
-    policy: "interleaved", or a baseline: "sequential", "twinflow".
-    watchdog_seconds: LaneStuckError when one op takes longer.
+        activations: set it, or `headroom_bytes`, where activations take much of the device (bytes; default 0).
+    policy: "interleaved", or a baseline: "sequential", "twinflow" (word; default "interleaved").
+    watchdog_seconds: LaneStuckError when one op takes longer; more than 0 (seconds; default 120.0).
     paths: storage for state that is neither on the device nor in host memory: directories or "s3://bucket/prefix", by
-        name; or `PathSettings`, `ObjectSettings`.
+        name; or `PathSettings`, `ObjectSettings` (places by name; default {}).
     tier_split: weights that divide this state among the paths, "nvme:2,pfs:1"; "auto": by measured speeds; "eq1": in
-        proportion to the slower of read and write bandwidth of each path (MLP-Offload, Eq. 1).
-    host_cache: bytes of host memory ("8GiB") that hold some of this state between steps; "auto": 90 % of the free host
-        memory minus other buffers, in equal parts for the ranks of a host.
+        proportion to the slower of read and write bandwidth of each path (MLP-Offload, Eq. 1)
+        (weights; default "auto").
+    host_cache: host memory that holds some of this state between steps, as a number or as "8GiB"; "auto": 90 % of the
+        free host memory minus other buffers, in equal parts for the ranks of a host (bytes; default "auto").
     order: "pinned" keeps the same subgroups in the host cache; "alternate" runs every other update backwards and keeps
-        the subgroups that the next update begins with (MLP-Offload); "auto": pinned.
-    host_slots: staging slots in host memory for each path; three let a fetch, an update and a flush overlap.
+        the subgroups that the next update begins with (MLP-Offload); "auto": pinned (word; default "auto").
+    host_slots: staging slots in host memory for each path, at least 1; three let a fetch, an update and a flush overlap
+        (count; default 3).
+
+    ConfigError for a value of another type or out of these bounds; KnobError, which is one, for those of knobs.
     """
 
-    stride: float | str = AUTO
+    stride: Stride = AUTO
     static_ratio: float = 0.0
     subgroup_numel: int = 100_000_000
     num_slots: int = 2
     cpu_threads: int = 0
-    device: str = "auto"
+    device: DeviceChoice = "auto"
     device_memory_bytes: int = 0
     emulated: EmulatedRates = field(default_factory=EmulatedRates)
     headroom_bytes: int = 0
@@ -73,7 +97,7 @@ class Offload:
     paths: Mapping[str, str | os.PathLike[str] | PathSettings | ObjectSettings] = field(default_factory=dict)
     tier_split: str = AUTO
     host_cache: int | str = AUTO
-    order: str = AUTO
+    order: Order = AUTO
     host_slots: int = 3
 
     def __post_init__(self) -> None:
@@ -82,17 +106,14 @@ class Offload:
             check_path_name(name)
         self.path_settings()
         self.knobs()
-        for name in ("subgroup_numel", "num_slots", "host_slots", "cpu_threads", "headroom_bytes",
-                     "gradient_memory_bytes"):  # fmt: skip
-            minimum = 1 if name in ("subgroup_numel", "num_slots", "host_slots") else 0
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"{name}={getattr(self, name)} is out of range: at least {minimum}.")
-        if self.device not in ("auto", "emulated"):
-            raise ConfigError(f"device={self.device!r} is unknown: 'auto' or 'emulated'.")
-        if self.gradients not in get_args(Mode):
-            raise ConfigError(f"gradients={self.gradients!r} is unknown: 'keep' or 'release'.")
-        if self.accumulation not in get_args(Accumulation):
-            raise ConfigError(f"accumulation={self.accumulation!r} is unknown: 'device', 'host' or 'host_fp32'.")
+        for name, minimum in _LEAST.items():
+            object.__setattr__(self, name, check_whole(name, getattr(self, name), minimum))
+        check_number("watchdog_seconds", self.watchdog_seconds, above=0.0)
+        check_kind("emulated", self.emulated, EmulatedRates, "tidegate.EmulatedRates(...)")
+        check_word("device", self.device, get_args(DeviceChoice))
+        check_word("gradients", self.gradients, get_args(Mode))
+        check_word("accumulation", self.accumulation, get_args(Accumulation))
+        check_word("policy", self.policy, get_args(Policy))
         if self.accumulation != "device" and self.gradients == "keep":
             raise ConfigError(
                 f"accumulation={self.accumulation!r} needs gradients='release': with 'keep', `.grad` has the sum."
@@ -141,6 +162,7 @@ def _check_paths(paths: Any) -> None:
             f"paths={paths!r} is a {type(paths).__name__}: give names and directories, {{'nvme': '/nvme/tide'}}."
         )
     for name, place in paths.items():
+        check_text("a name in paths", name, "nvme")
         if not isinstance(place, str | os.PathLike | PathSettings | ObjectSettings):
             raise ConfigError(
                 f"paths={{{name!r}: {place!r}}} is not a valid location: give a directory, an address of an object "

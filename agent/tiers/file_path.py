@@ -19,10 +19,11 @@ from tidegate.agent.tiers.disk_space import free_bytes, reserve
 from tidegate.agent.tiers.file_moves import FileMover, StateFile
 from tidegate.agent.tiers.path_locks import device_key, locks_of_path
 from tidegate.agent.tiers.scratch import Scratch
-from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, num_blocks, padded_bytes
+from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, StateKind, file_bytes, num_blocks, padded_bytes
 from tidegate.agent.tiers.transfers import PathCounters, Transfer, no_op
 from tidegate.errors import ConfigError, PathUnusable
 from tidegate.kernels import aligned_buffer, fill, open_direct
+from tidegate.knobs.setting_checks import check_kind, check_whole
 from tidegate.plan.tier_split import PathSpeeds
 
 log = logging.getLogger("tidegate.tiers")
@@ -33,17 +34,29 @@ DUPLEX_SHARE: Final = 0.75
 after the other, the directions do not share the device's bandwidth."""
 
 
+_LEAST: Final = {
+    "threads": 1,
+    "block_bytes": PAGE_BYTES,
+    "lock_slots": 0,
+    "capacity_bytes": 0,
+    "wear_bytes_per_day": 0,
+}
+"""Smallest value of each setting that is a whole number."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PathSettings:
     """Settings of one storage path in a directory.
 
-    directory: an existing directory; state is stored in a folder of the run inside it.
-    threads: number of blocks read at once, and of blocks written at once.
-    block_bytes: size of one transfer and of one checksummed block; a multiple of 4096.
-    lock_slots: number of processes of this node that may use the device at once; 0 for no exclusive access.
-    capacity_bytes: limit for the state stored here; 0 for all free space.
+    directory: an existing directory; state is stored in a folder of the run inside it (path; required).
+    threads: blocks read at once, and blocks written at once; at least 1 (count; default 4).
+    block_bytes: size of one transfer and of one checksummed block; a multiple of 4096 (bytes; default 1048576).
+    lock_slots: processes of this node that may use the device at once; 0 for no exclusive access (count; default 1).
+    capacity_bytes: limit for the state stored here; 0 for all free space (bytes; default 0).
     wear_bytes_per_day: bytes written a day beyond which attached runs log a warning, once; 0 for never. For a drive of
-        4 TB that is rated for one full write a day: 4_000_000_000_000.
+        4 TB that is rated for one full write a day: 4_000_000_000_000 (bytes a day; default 0).
+
+    ConfigError for a value of another type or out of these bounds.
     """
 
     directory: str | os.PathLike[str]
@@ -54,16 +67,15 @@ class PathSettings:
     wear_bytes_per_day: int = 0
 
     def __post_init__(self) -> None:
+        check_kind("directory", self.directory, (str, os.PathLike), "the path of one that exists", of=" of a path")
         if not os.fspath(self.directory):
             raise ConfigError(
                 "directory='' of a path names no directory: give one that exists, '.' for the current directory."
             )
-        bounds = {"threads": 1, "block_bytes": 4096, "lock_slots": 0, "capacity_bytes": 0, "wear_bytes_per_day": 0}
-        for name, minimum in bounds.items():
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"{name}={getattr(self, name)} of a path is out of range: at least {minimum}.")
-        if self.block_bytes % 4096:
-            raise ConfigError(f"block_bytes={self.block_bytes} of a path must be a multiple of 4096.")
+        for name, minimum in _LEAST.items():
+            multiple_of = PAGE_BYTES if name == "block_bytes" else 1
+            number = check_whole(name, getattr(self, name), minimum, of=" of a path", multiple_of=multiple_of)
+            object.__setattr__(self, name, number)
 
     @property
     def location(self) -> str:

@@ -8,6 +8,10 @@ from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
 from tidegate.errors import ConfigError
+from tidegate.knobs.setting_checks import check_number, check_text, check_whole
+
+_LEAST: Final = {"threads": 1, "block_bytes": 4096, "lock_slots": 0, "capacity_bytes": 0}
+"""Smallest value of each setting that is a whole number."""
 
 SCHEME: Final = "s3://"
 _ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -20,17 +24,21 @@ class ObjectSettings:
     Credentials are not part of the settings. They come from the places that the AWS tools search: environment, shared
     files, the role of the container or machine.
 
-    url: "s3://bucket/prefix"; the bucket must exist.
-    endpoint: "http://host:port" or "https://host" of the server. "": AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL if set,
-        else Amazon's.
-    region: "": the region that the AWS tools are configured for, else us-east-1.
-    threads: number of objects read at once, and of objects written at once.
+    url: "s3://bucket/prefix"; the bucket must exist (address; required).
+    endpoint: "http://host:port" or "https://host" of the server. The empty default stands for AWS_ENDPOINT_URL_S3 or
+        AWS_ENDPOINT_URL if set, else Amazon's (address; default "").
+    region: region of the bucket. The empty default stands for the region that the AWS tools are configured for, else
+        us-east-1 (name; default "").
+    threads: objects read at once, and objects written at once; at least 1 (count; default 8).
     block_bytes: size of one object, one transfer and one checksummed block; a multiple of 4096. Each thread that reads
-        needs as much memory.
-    lock_slots: number of processes of this node that may use the bucket at once; 0 for no exclusive access.
-    capacity_bytes: limit for the state stored here; 0 for no limit. During a flush a subgroup needs its space twice.
-    timeout_seconds: limit for one request.
-    retry_seconds: for how long a request that failed with a transient error is retried.
+        needs as much memory (bytes; default 8388608).
+    lock_slots: processes of this node that may use the bucket at once; 0 for no exclusive access (count; default 0).
+    capacity_bytes: limit for the state stored here; 0 for no limit. During a flush a subgroup needs its space twice
+        (bytes; default 0).
+    timeout_seconds: limit for one request; more than 0 (seconds; default 30.0).
+    retry_seconds: for how long a request that failed with a transient error is retried (seconds; default 30.0).
+
+    ConfigError for a value of another type or out of these bounds.
     """
 
     url: str
@@ -44,14 +52,15 @@ class ObjectSettings:
     retry_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        bounds = {"threads": 1, "block_bytes": 4096, "lock_slots": 0, "capacity_bytes": 0, "retry_seconds": 0}
-        for name, minimum in bounds.items():
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"{name}={getattr(self, name)} of a path is out of range: at least {minimum}.")
-        if self.timeout_seconds <= 0:
-            raise ConfigError(f"timeout_seconds={self.timeout_seconds} of a path is out of range: more than 0.")
-        if self.block_bytes % 4096:
-            raise ConfigError(f"block_bytes={self.block_bytes} of a path must be a multiple of 4096.")
+        for name, minimum in _LEAST.items():
+            multiple_of = 4096 if name == "block_bytes" else 1
+            number = check_whole(name, getattr(self, name), minimum, of=" of a path", multiple_of=multiple_of)
+            object.__setattr__(self, name, number)
+        check_number("timeout_seconds", self.timeout_seconds, above=0.0, of=" of a path")
+        check_number("retry_seconds", self.retry_seconds, of=" of a path")
+        check_text("url", self.url, "s3://training/tide", of=" of a path")
+        check_text("endpoint", self.endpoint, "http://127.0.0.1:9000", of=" of a path")
+        check_text("region", self.region, "us-east-1", of=" of a path")
         _parse_address(self.url, ("s3",), 's3://bucket/prefix, as in "s3://training/tide"')
         if self.endpoint:
             _parse_address(self.endpoint, ("http", "https"), 'the address of a server, as in "http://127.0.0.1:9000"')

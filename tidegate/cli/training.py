@@ -14,7 +14,7 @@ import typer
 from tidegate.cli.options import utf8
 from tidegate.demo import DemoOptions, run_demo
 from tidegate.errors import ConfigError, TidegateError
-from tidegate.knobs.knobs import check_path_name, spec
+from tidegate.knobs.knobs import Knobs, check_path_name, spec
 from tidegate.logs import VARIABLE, LogFormat, configure
 
 _DEFAULT: Final = DemoOptions()
@@ -117,6 +117,8 @@ def training_command(*, view: bool) -> Callable[..., None]:
         if log_format is not None:
             os.environ[VARIABLE] = log_format  # the daemon that is started as a child process uses this format, too
             configure(log_format)
+        wanted = {"stride": stride, "static_ratio": static_ratio, "tier_split": tier_split, "order": order}
+        knobs = Knobs().changed(wanted)
         options = DemoOptions(
             text=text,
             steps=steps,
@@ -126,13 +128,13 @@ def training_command(*, view: bool) -> Callable[..., None]:
             port=port,
             dashboard_port=dashboard_port,
             emulated=emulated,
-            stride=spec("stride").parse(stride),
-            static_ratio=float(spec("static_ratio").parse(static_ratio)),
+            stride=knobs.stride,
+            static_ratio=knobs.static_ratio,
             subgroup_numel=subgroup_numel,
             paths=_paths(path),
-            tier_split=str(spec("tier_split").parse(tier_split)),
+            tier_split=knobs.tier_split,
             host_cache=_cache(host_cache),
-            order=str(spec("order").parse(order)),
+            order=knobs.order,
             reset_knobs=reset_knobs,
             view=view,
             daemon=daemon,

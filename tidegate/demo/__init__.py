@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tidegate.knobs.knobs import Order, Stride
+
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
@@ -32,13 +34,13 @@ class DemoOptions:
     port: int = 8790
     dashboard_port: int = 8501
     emulated: bool = False
-    stride: float | str = "auto"
+    stride: Stride = "auto"
     static_ratio: float = 0.125
     subgroup_numel: int = 200_000
     paths: tuple[tuple[str, Path | str], ...] | None = None
     tier_split: str = "auto"
     host_cache: int | str = 12_000_000
-    order: str = "auto"
+    order: Order = "auto"
     reset_knobs: bool = False
     view: bool = True
     daemon: str | None = None

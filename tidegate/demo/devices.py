@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tidegate.agent.devices.cuda_problem import cuda_problem
+from tidegate.agent.optimizer.offload import DeviceChoice
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class DemoDevices:
     `tidegate.Offload(device=…)`; `why_no_gpu`: the reason if no GPU is used."""
 
     device: torch.device
-    offload: str = "auto"
+    offload: DeviceChoice = "auto"
     why_no_gpu: str = ""
 
     @property

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import tidegate
-from tidegate.agent.control.attach import Attachment
+from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.demo import DemoOptions
 from tidegate.demo.devices import DemoDevices, choose_devices

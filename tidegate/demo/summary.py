@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tidegate.agent.control.attach import Attachment
+from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.optimizer.adamw import AdamW

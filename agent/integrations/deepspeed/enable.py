@@ -5,7 +5,8 @@
     tidegate.enable_deepspeed()
     engine, *_ = deepspeed.initialize(model=model, config="ds.json", …)
 
-Configurations without the block behave as before.
+Configurations without the block behave as before. `close()` of the handle that `enable_deepspeed` returns puts
+DeepSpeed's own function back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Self
 
 from tidegate.agent.control.attach import attach
 from tidegate.agent.integrations.deepspeed import support as support
@@ -25,14 +26,51 @@ from tidegate.errors import ConfigError
 
 log = logging.getLogger("tidegate")
 
-SUBCLASS_MODULES = ("deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.mics")
+SUBCLASS_MODULES: Final = ("deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.mics")
 """Modules with subclasses of ZeRO-3's optimizer: they are imported before the class is replaced, so that they inherit
 from DeepSpeed's own."""
 
 
-def enable_deepspeed() -> None:
+_open_handles: set[DeepSpeedIntegration] = set()
+"""Handles that were not closed: while there is one, Tidegate is enabled."""
+_replaced: dict[Callable[..., None], Callable[..., None]] = {}
+"""DeepSpeed's own function by the one that takes its place."""
+
+
+class DeepSpeedIntegration:
+    """Tidegate in DeepSpeed. Made by `enable_deepspeed`; ended by `close()` or a `with` block."""
+
+    def __init__(self) -> None:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        configure = DeepSpeedEngine._configure_optimizer
+        if not hasattr(configure, "_tidegate"):  # a wrapper that another library put around ours has it, too
+            ours = _with_tidegate(configure)
+            _replaced[ours] = configure
+            DeepSpeedEngine._configure_optimizer = ours
+        _open_handles.add(self)
+
+    def close(self) -> None:
+        """Has `deepspeed.initialize` build DeepSpeed's own optimizer again, whatever the configuration says; with
+        several handles, when the last one is closed. Engines that exist keep their optimizer. Idempotent."""
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        _open_handles.discard(self)
+        # A wrapper that another library has put around our function stays; ours then calls DeepSpeed's at once.
+        if not _open_handles and (own := _replaced.pop(DeepSpeedEngine._configure_optimizer, None)) is not None:
+            DeepSpeedEngine._configure_optimizer = own
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def enable_deepspeed() -> DeepSpeedIntegration:
     """Makes `deepspeed.initialize` use Tidegate for the optimizer state of ZeRO-3 runs whose configuration has a
-    `"tidegate"` block. Call it once, before `deepspeed.initialize`; further calls have no effect.
+    `"tidegate"` block. Call it before `deepspeed.initialize`. `close()` of the returned handle ends this; whoever
+    ignores the handle has Tidegate enabled until the process ends.
 
     `deepspeed.initialize` then raises ConfigError for settings that cannot work, and for a DeepSpeed that differs from
     the tested releases, with the differences; with `"fallback": true` in the block it warns and continues without
@@ -40,17 +78,13 @@ def enable_deepspeed() -> None:
 
     ImportError when DeepSpeed is not installed.
     """
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    configure = DeepSpeedEngine._configure_optimizer
-    if not hasattr(configure, "_tidegate"):
-        DeepSpeedEngine._configure_optimizer = _with_tidegate(configure)
+    return DeepSpeedIntegration()
 
 
 def _with_tidegate(configure: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(configure)
     def configured(engine: Any, *args: Any, **given: Any) -> None:
-        block = block_of(engine.config)
+        block = block_of(engine.config) if _open_handles else None
         settings = Settings(enabled=False) if block is None else settings_of(block, engine.config)
         if not settings.enabled or not _check_compatible(_incompatibilities(engine), settings):
             configure(engine, *args, **given)

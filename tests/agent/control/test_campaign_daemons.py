@@ -13,24 +13,24 @@ import torch
 import tidegate
 from tests.agent.control.hostile_kinds import AFTER_A_HELLO, after_a_hello, always
 from tests.hostile import Answer, hostile
-from tidegate.agent.control import daemon_link
+from tidegate.agent.control import link_timing
 
 pytestmark = pytest.mark.torture
 STEPS = 5
 ATTACH_SECONDS = 5.0
 """The first hello has 0.3 s here; the rest is a slow machine's."""
 STEP_SECONDS = 5.0
-CLOSE_SECONDS = daemon_link.LONGEST_GOODBYE_SECONDS + 2.0
+CLOSE_SECONDS = link_timing.LONGEST_GOODBYE_SECONDS + 2.0
 MEMORY_BYTES = 300 << 20
 """By all kinds together; the daemons are threads of the same process, with what they send."""
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon_link, "ANSWER_SECONDS", 0.3)
-    monkeypatch.setattr(daemon_link, "POLL_SECONDS", 0.3)
-    monkeypatch.setattr(daemon_link, "REPORT_SECONDS", 0.05)
-    monkeypatch.setattr(daemon_link, "MAX_BACKOFF_SECONDS", 0.1)
+    monkeypatch.setattr(link_timing, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(link_timing, "POLL_SECONDS", 0.3)
+    monkeypatch.setattr(link_timing, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(link_timing, "MAX_BACKOFF_SECONDS", 0.1)
 
 
 def suffered(answer: Callable[[str, int], Answer]) -> list[str]:

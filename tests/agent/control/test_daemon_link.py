@@ -18,8 +18,9 @@ import tidegate
 from tests.agent.training import Training
 from tests.daemon.live import hello
 from tests.services import ROOT, DaemonProcess, daemon_process, free_port, until
-from tidegate.agent.control.attach import Attachment
-from tidegate.agent.control.daemon_link import AgentLink, _pause
+from tidegate.agent.control.attachment import Attachment
+from tidegate.agent.control.daemon_link import AgentLink
+from tidegate.agent.control.link_timing import pause_after_report
 from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import KnobError, StaleKnobs
@@ -183,9 +184,9 @@ def test_a_report_that_cannot_be_made_ends_neither_the_reports_nor_the_rest(
         with monkeypatch.context() as patch:
             patch.setattr(FinishedStep, "view", broken)
             for count in (1, 2):
-                attachment.link._box.put(None)
+                attachment.link._requests.put(None)
                 until(lambda count=count: len(tried) > count, "a report that fails")
-        attachment.link._box.put(None)
+        attachment.link._requests.put(None)
         until(lambda: [row.step for row in client.steps(RUN, 0).steps] == [1], "the step that was not lost")
         assert caplog.text.count("a report could not be made") == 1
         monkeypatch.setattr(FinishedStep, "view", broken)
@@ -227,9 +228,11 @@ def test_an_attachment_that_fails_gives_the_rank_back(daemon: DaemonProcess, mon
 
 
 def test_the_more_a_report_costs_the_rarer_reports_are() -> None:
-    assert [_pause(seconds) for seconds in (0.0, 0.0005, 0.002, 0.5)] == [1.0, 1.0, 2.0, 4.0]
-    assert [_pause(seconds, 0.1) for seconds in (0.0, 0.0005, 0.002, 0.5)] == [0.1, 0.1, 0.2, 4.0], "a canary's"
-    assert _pause(0.0, 60.0) == 1.0, "a trial of slow steps makes no rank silent"
+    assert [pause_after_report(seconds) for seconds in (0.0, 0.0005, 0.002, 0.5)] == [1.0, 1.0, 2.0, 4.0]
+    assert [pause_after_report(seconds, 0.1) for seconds in (0.0, 0.0005, 0.002, 0.5)] == [0.1, 0.1, 0.2, 4.0], (
+        "a canary's"
+    )
+    assert pause_after_report(0.0, 60.0) == 1.0, "a trial of slow steps makes no rank silent"
 
 
 def test_what_the_daemon_may_not_have_written_is_told_again_however_often_it_reports() -> None:

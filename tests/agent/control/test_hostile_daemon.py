@@ -12,9 +12,9 @@ import torch
 import tidegate
 from tests.hostile import Answer, Hostile, hostile, lease, plain, trickling
 from tests.services import until
-from tidegate.agent.control import daemon_link
-from tidegate.agent.control.attach import Attachment
-from tidegate.agent.control.daemon_link import AgentLink
+from tidegate.agent.control import link_timing
+from tidegate.agent.control.attachment import Attachment
+from tidegate.agent.control.knob_listener import KnobListener
 from tidegate.errors import RankTaken
 
 LATE = 20.0
@@ -24,10 +24,10 @@ NEW = "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon_link, "ANSWER_SECONDS", 0.3)
-    monkeypatch.setattr(daemon_link, "POLL_SECONDS", 0.3)
-    monkeypatch.setattr(daemon_link, "REPORT_SECONDS", 0.05)
-    monkeypatch.setattr(daemon_link, "MAX_BACKOFF_SECONDS", 0.1)
+    monkeypatch.setattr(link_timing, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(link_timing, "POLL_SECONDS", 0.3)
+    monkeypatch.setattr(link_timing, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(link_timing, "MAX_BACKOFF_SECONDS", 0.1)
 
 
 class Tiny:
@@ -188,7 +188,7 @@ def test_a_strict_attach_does_not_wait_for_a_lease_without_an_end() -> None:
 
 
 def test_polls_that_are_answered_at_once_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon_link, "POLLS_AT_ONCE", 4)
+    monkeypatch.setattr(link_timing, "POLLS_AT_ONCE", 4)
     number = iter(range(1, 1_000_000))
 
     def answer(first: str, _: int) -> Answer:
@@ -202,18 +202,18 @@ def test_polls_that_are_answered_at_once_do_not_spin(monkeypatch: pytest.MonkeyP
         until(lambda: sum("agents/" in asked and "reports" not in asked for asked in daemon.asked) > 4, "polls")
         began, polls = time.monotonic(), next(number)
         until(lambda: time.monotonic() - began > 1.0, "a second")
-        assert next(number) - polls < 4 + 2 * daemon_link.POLLS_PER_SECOND * (time.monotonic() - began)
+        assert next(number) - polls < 4 + 2 * link_timing.POLLS_PER_SECOND * (time.monotonic() - began)
 
 
 def test_a_thread_that_fails_begins_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    works, failures = AgentLink._listen_once, iter([ZeroDivisionError("first"), MemoryError("second")])
+    works, failures = KnobListener._listen_once, iter([ZeroDivisionError("first"), MemoryError("second")])
 
-    def listen_once(self: AgentLink, agent: str) -> None:
+    def listen_once(self: KnobListener, agent: str) -> None:
         if (failure := next(failures, None)) is not None:
             raise failure
         works(self, agent)
 
-    monkeypatch.setattr(AgentLink, "_listen_once", listen_once)
+    monkeypatch.setattr(KnobListener, "_listen_once", listen_once)
     good = {"committed": 1, "committed_knobs": {"stride": 3}}
     tiny = Tiny()
     with hostile(lambda first, _: plain(good if "/directive" in first else lease())) as daemon, tiny.optimizer:

@@ -34,7 +34,7 @@ from tests.services import (
     resources,
     until,
 )
-from tidegate.agent.control import daemon_link
+from tidegate.agent.control import link_timing
 from tidegate.agent.control.process_identity import has_ended, is_observable, this_host, this_process
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import ConfigError, NotAuthorized, RankTaken, TidegateError
@@ -221,7 +221,7 @@ def test_the_rank_of_one_that_ended_elsewhere_is_taken_when_its_lease_ends() -> 
 def test_a_strict_attach_waits_for_a_lease_but_not_for_any(
     lease_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon_link, "LONGEST_STRICT_SECONDS", 0.6)
+    monkeypatch.setattr(link_timing, "LONGEST_STRICT_SECONDS", 0.6)
     held = {"type": "rank-taken", "detail": "held", "lease_seconds": lease_seconds,
             "holder": {"agent": "a", "host": "elsewhere", "pid": 1}}  # fmt: skip
     tiny, began = Tiny(), time.monotonic()

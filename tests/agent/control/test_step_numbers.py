@@ -14,7 +14,7 @@ import torch
 import tidegate
 from tests.agent.training import Training
 from tests.daemon.live import Daemon, new_run, threaded, wait_until
-from tidegate.agent.control import daemon_link
+from tidegate.agent.control import link_timing
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.knobs.knobs import Knobs
 
@@ -24,8 +24,8 @@ OFFLOAD = tidegate.Offload(device="emulated", stride=2.0, subgroup_numel=64, cpu
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports come as soon as there is something to tell."""
-    monkeypatch.setattr(daemon_link, "REPORT_SECONDS", 0.05)
-    monkeypatch.setattr(daemon_link, "LONGEST_REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(link_timing, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(link_timing, "LONGEST_REPORT_SECONDS", 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_rates_that_cannot_be_hold_up_no_report(
         monkeypatch.setattr(Recorder, "rates", property(lambda _: wrong))
         for _ in range(2):
             training.step()
-            report = attachment.report()
+            report = attachment._messages.report()
             assert report.rates is None
             assert report.steps
     assert [record.event for record in caplog.records if hasattr(record, "event")].count("rates_refused") == 1

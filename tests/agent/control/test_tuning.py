@@ -11,7 +11,7 @@ import pytest
 import tidegate
 from tests.agent.training import Training
 from tidegate.agent.control import tuning as tuning_module
-from tidegate.agent.control.attach import Attachment
+from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine import memory as memory_module
@@ -55,7 +55,7 @@ def test_it_asks_the_model_of_the_run_and_moves_to_what_it_says(
         assert len(moves) == 1
         assert moves[0] is None or moves[0].to.static_ratio == 0.0
         assert (seen[-1].stride, seen[-1].alternate) == (4.0, True)
-        assert tuning.free == {"stride", "order"}
+        assert tuning.tunable == {"stride", "order"}
         rates = attachment.recorder.rates
         assert rates is not None
         assert set(rates.paths) == {"nvme", "pfs"}
@@ -74,7 +74,7 @@ def test_what_is_pinned_is_not_moved(tmp_path: Path, knobs: Knobs, free: set[str
     training = Training(paths=two(tmp_path), host_cache=0)
     with training.optimizer as optimizer, Attachment(optimizer, training.model, run="pinned") as attachment:
         optimizer.apply_knobs(knobs)
-        assert attachment.tuning.free == free
+        assert attachment.tuning.tunable == free
 
 
 def test_it_asks_of_the_paths_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_it_asks_of_the_paths_that_are_left(tmp_path: Path, monkeypatch: pytest.
 def test_without_paths_there_is_no_order_to_choose() -> None:
     training = Training(stride="auto")
     with training.optimizer as optimizer, Attachment(optimizer, training.model, run="none") as attachment:
-        assert attachment.tuning.free == {"stride"}
+        assert attachment.tuning.tunable == {"stride"}
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_host_cache_that_is_auto_may_grow_where_memory_came_free(
     monkeypatch.setattr(cache_module, "host_available_bytes", host_available_bytes)
     with training.optimizer as optimizer, Attachment(optimizer, training.model, run="cache") as attachment:
         tuning = attachment.tuning
-        assert tuning.free == {"host_cache"}
+        assert tuning.tunable == {"host_cache"}
         assert optimizer.engine.effective.host_cache_bytes == 0
         training.step()
         # However fast this machine's disk is: state on it is what the update waits for.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tidegate
-from tidegate.agent.control.attach import Attachment
+from tidegate.agent.control.attachment import Attachment
 from tidegate.errors import ConfigError, MemoryBudgetError
 from tidegate.knobs.knobs import Knobs
 from tidegate.plan.effective_knobs import EffectiveKnobs

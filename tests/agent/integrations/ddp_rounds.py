@@ -1,5 +1,6 @@
 """One rank of a real torchrun job, for test_ddp: optimizers that come one after the other to one DDP model, as in a
-notebook, two that divide its parameters, and a model whose communication hook is somebody else's."""
+notebook, two that divide its parameters, one whose early copies are stopped, and a model whose communication hook is
+somebody else's."""
 
 from __future__ import annotations
 
@@ -76,6 +77,20 @@ def halves(ddp: DistributedDataParallel) -> None:
         optimizer.close()
 
 
+def after_close(ddp: DistributedDataParallel) -> None:
+    """Nothing is copied early any more, and results stay exact: DDP keeps the hook, which averages."""
+    with tidegate.AdamW(ddp.parameters(), lr=0.01, offload=OFFLOAD) as optimizer:
+        replaced = tidegate.overlap_ddp(optimizer, ddp)
+        with tidegate.overlap_ddp(optimizer, ddp) as overlap:
+            replaced.close()
+            assert train(ddp, [optimizer], 60) == [plan_of(optimizer).count("cpu")], "the newer one goes on"
+        for _ in range(2):
+            overlap.close()
+        assert train(ddp, [optimizer], 70) == [0]
+        tidegate.overlap_ddp(optimizer, ddp)
+        assert train(ddp, [optimizer], 80) == [plan_of(optimizer).count("cpu")]
+
+
 def somebody_elses_hook() -> None:
     ddp = wrapped()
     ddp.register_comm_hook(None, allreduce_hook)
@@ -91,6 +106,7 @@ def main(folder: Path) -> None:
     ddp = wrapped()
     rounds(ddp)
     halves(ddp)
+    after_close(ddp)
     somebody_elses_hook()
     (folder / f"done-{dist.get_rank()}").touch()
     dist.destroy_process_group()

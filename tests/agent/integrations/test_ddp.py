@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import tidegate
+from tests.agent.plain_adamw import PlainAdamW
 from tidegate.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -42,4 +46,54 @@ def test_optimizers_one_after_the_other_share_the_models_hook(tmp_path: Path) ->
 def test_another_model_is_refused() -> None:
     model = torch.nn.Linear(3, 3)
     with tidegate.AdamW(model.parameters()) as optimizer, pytest.raises(ConfigError, match="DistributedDataParallel"):
-        tidegate.overlap_ddp(optimizer, model)
+        tidegate.overlap_ddp(optimizer, model)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_refused_leaves_the_model_without_a_hook() -> None:
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
+    with tidegate.AdamW(torch.nn.Linear(3, 3).parameters()) as other:
+        with pytest.raises(ConfigError, match="without any parameter of the optimizer"):
+            tidegate.overlap_ddp(other, ddp)
+        with pytest.raises(ConfigError, match=r"overlap_ddp\(\) was given an AdamW of torch\.optim"):
+            tidegate.overlap_ddp(torch.optim.AdamW(ddp.parameters()), ddp)
+    with tidegate.AdamW(ddp.parameters(), offload=tidegate.Offload(gradients="release")) as released:
+        with pytest.raises(ConfigError, match='needs gradients="keep"'):
+            tidegate.overlap_ddp(released, ddp)
+        assert not released.engine.gradients_come_reduced
+    ddp.register_comm_hook(None, allreduce_hook)  # DDP takes one hook: it has none yet
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_after_close_results_are_exact_and_nothing_comes_reduced() -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(3))))
+    params = list(ddp.parameters())
+    with tidegate.AdamW(params, lr=0.01, offload=tidegate.Offload(stride=2.0, subgroup_numel=200)) as optimizer:
+        plain = PlainAdamW([dict(group) for group in optimizer.param_groups])
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                ddp(torch.randn(4, 20)).square().mean().backward()
+                grads = [None if param.grad is None else param.grad.clone() for param in params]
+                optimizer.step()
+                plain.step(grads)
+                assert plain.same_weights(params)
+
+        with tidegate.overlap_ddp(optimizer, ddp) as overlap:
+            train(3)
+            assert optimizer.engine.gradients_come_reduced
+        assert not optimizer.engine.gradients_come_reduced
+        train(3)
+        overlap.close()
+        tidegate.overlap_ddp(optimizer, ddp)
+        train(3)
+    overlap.close()

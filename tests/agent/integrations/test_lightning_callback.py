@@ -19,7 +19,7 @@ import tidegate
 from tests.agent.integrations.test_lightning import OFFLOAD, Regression, batches, trainer_of
 from tests.documented import program
 from tests.services import ROOT, DaemonProcess, assert_nothing_grows, daemon_process, until
-from tidegate.agent.control.attach import Attachment
+from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.integrations.lightning import TidegateCallback
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import ConfigError

@@ -289,6 +289,7 @@ def test_after_close_step_waits_again() -> None:
         run = Run(model, optimizer, None)
         run.train(0)
         overlap.close()
+        overlap.close()
         assert not optimizer.engine.running
         run.train(1)
         assert not optimizer.engine.running

@@ -7,6 +7,7 @@ bit for bit; then it is given them, so that each update is judged alone.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -29,6 +30,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -403,6 +405,37 @@ def refused(folder: Path) -> None:
     engine.destroy()
 
 
+def closed(enabled: tidegate.DeepSpeedIntegration) -> None:
+    """After the last handle is closed DeepSpeed is as it was, and engines that were built before go on exactly."""
+    with both(STRIDE) as (stock, ours):
+        with tidegate.enable_deepspeed():
+            for _ in range(2):
+                enabled.close()
+            assert hasattr(DeepSpeedEngine._configure_optimizer, "_tidegate"), "another handle is open"
+        assert not hasattr(DeepSpeedEngine._configure_optimizer, "_tidegate")
+        assert worst_of_updates(stock, ours, 3) == 0.0
+        assert type(optimizer_of(STRIDE)) is DeepSpeedZeroOptimizer_Stage3
+    with tidegate.enable_deepspeed():
+        within = DeepSpeedEngine._configure_optimizer
+        around = functools.wraps(within)(lambda *args, **given: within(*args, **given))
+        DeepSpeedEngine._configure_optimizer = around
+    assert DeepSpeedEngine._configure_optimizer is around, "what another library has put there stays"
+    assert type(optimizer_of(STRIDE)) is DeepSpeedZeroOptimizer_Stage3
+    with tidegate.enable_deepspeed():
+        assert type(optimizer_of(STRIDE)) is not DeepSpeedZeroOptimizer_Stage3
+    DeepSpeedEngine._configure_optimizer = within
+    tidegate.enable_deepspeed().close()
+    assert not hasattr(DeepSpeedEngine._configure_optimizer, "_tidegate")
+
+
+def optimizer_of(block: Mapping[str, Any]) -> Any:
+    """The optimizer of an engine that is built and destroyed."""
+    engine = engine_of(config_of(block))
+    optimizer = engine.optimizer
+    engine.destroy()
+    return optimizer
+
+
 SAVED = {**BF16, "gradient_clipping": 0.05}
 
 
@@ -513,9 +546,10 @@ def main(folder: Path, what: str) -> None:
     # DeepSpeed refuses fp16 on CPUs without instructions for it; torch does it there, only slowly.
     get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    tidegate.enable_deepspeed()
+    enabled = tidegate.enable_deepspeed()
     if what == "few":
         worst = {name: worst_of_plan(name, folder, steps=5) for name in ("static 0.25", "two paths")}
+        closed(enabled)
         (folder / f"worst-{dist.get_rank()}.json").write_text(json.dumps(worst))
         return
     if what == "universal":

@@ -1,0 +1,297 @@
+"""The connection of an optimizer to telemetry and the control daemon, as `tidegate.attach` makes it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import ExitStack
+from typing import Self
+
+import torch
+
+from tidegate.agent.control import attachment_registry
+from tidegate.agent.control.attach_checks import (
+    check_arguments,
+    configure_logs,
+    connect,
+    metrics_port_of_rank,
+    raise_on_all_ranks,
+    validated,
+)
+from tidegate.agent.control.committed_knobs import CommittedKnobs
+from tidegate.agent.control.daemon_link import AgentLink
+from tidegate.agent.control.phase_hooks import PhaseHooks
+from tidegate.agent.control.rank_messages import RankMessages
+from tidegate.agent.control.step_sync import BoundaryMessage, agree
+from tidegate.agent.control.tuning import Tuning
+from tidegate.agent.engine.engine import StepResult
+from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.ranks import Ranks
+from tidegate.agent.telemetry.rank_metrics import RankMetrics
+from tidegate.agent.telemetry.recorder import Recorder
+from tidegate.errors import ConfigError
+from tidegate.logs import event
+from tidegate.wire.agent import AgentHello, AgentReport
+
+log = logging.getLogger("tidegate")
+
+
+class Attachment:
+    """Telemetry of an optimizer and its link to the daemon. Made by `tidegate.attach`, which documents the arguments;
+    ended by `close()`, a `with` block or `optimizer.close()`.
+
+    It closes itself when it is garbage-collected, and says goodbye when the process ends.
+
+    run, rank, world_size: name of the run, number of this rank, number of all ranks.
+    metrics_address: "host:port" of /metrics.
+    recorder: the figures of all steps.
+    tuning: the tuner of knobs on `auto`.
+    link: the link to the daemon; None without one.
+    applied_at: (generation of knobs, first step with it), oldest first. Steps are numbered as the optimizer counts.
+    """
+
+    def __init__(
+        self,
+        optimizer: AdamW,
+        model: torch.nn.Module | None = None,
+        *,
+        run: str,
+        daemon: str | None = None,
+        token: str | None = None,
+        metrics_bind: str = "127.0.0.1",
+        metrics_port: int = 0,
+        advertise_host: str | None = None,
+        reset_knobs: bool = False,
+        strict: bool = False,
+    ) -> None:
+        self._ranks = Ranks.current()
+        self.run, self.rank, self.world_size = run, self._ranks.rank, self._ranks.count
+        with raise_on_all_ranks(self._ranks):
+            check_arguments(
+                run=run, daemon=daemon, token=token, metrics_bind=metrics_bind, metrics_port=metrics_port,
+                advertise_host=advertise_host, reset_knobs=reset_knobs, strict=strict,
+            )  # fmt: skip
+            configure_logs(strict)
+            self._close_conflicting(optimizer, strict)
+        optimizer.wait()  # a step that runs already is not recorded
+        optimizer.follow_params()
+        self.applied_at: list[tuple[int, int]] = [(0, optimizer.num_steps + 1)]
+        self._optimizer = optimizer
+        self._pid = os.getpid()
+        self._said_goodbye = False
+        """Whether the goodbye was queued."""
+        self._decided: tuple[int, int] | None = None
+        """Last decision of the daemon that was applied or refused."""
+        self.recorder = Recorder(optimizer)
+        self._messages = RankMessages(optimizer, self.recorder, run, self._ranks)
+        self.tuning = Tuning(optimizer, self.recorder, self._ranks)
+        self.link: AgentLink | None = None
+        with ExitStack() as undo:
+            with raise_on_all_ranks(self._ranks):
+                self._metrics = RankMetrics(
+                    optimizer, self.recorder, metrics_bind, metrics_port_of_rank(metrics_port), strict
+                )
+                undo.callback(self._stop)
+                self.metrics_address = f"{advertise_host or metrics_bind}:{self._metrics.port}"
+                if daemon is not None:
+                    who = f"run {run}, rank {self.rank}"
+                    self.link = connect(daemon, token, lambda: self._hello(reset_knobs), self._messages, who, strict)
+            self._synchronize(optimizer.num_steps + 1)
+            undo.pop_all()
+        self._phases = PhaseHooks(optimizer)
+        self._handles = self._phases.on(model) if model is not None else []
+        optimizer.observers.append(self._on_step)
+        optimizer.boundaries.append(self._between_steps)
+        optimizer.attachment = self
+        attachment_registry.register(self)
+        log.info(
+            "run %s, rank %d of %d: metrics at %s", self.run, self.rank, self.world_size, self.metrics_address,
+            extra=event(
+                "attached", run=self.run, rank=self.rank, world_size=self.world_size,
+                metrics_address=self.metrics_address, device=optimizer.device.kind,
+            ),
+        )  # fmt: skip
+
+    def _close_conflicting(self, optimizer: AdamW, strict: bool) -> None:
+        """Closes earlier attachments of the same optimizer, and of the same run and rank."""
+        if optimizer.attachment is not None:
+            if strict:
+                raise ConfigError("This optimizer is attached already; close() that attachment first.")
+            optimizer.attachment.close()
+        attachment_registry.close_existing(self.run, self.rank)
+
+    @property
+    def generation(self) -> int:
+        """Generation of the knobs in force; 0 for those that the optimizer was built with."""
+        return self._messages.generation
+
+    @property
+    def overhead(self) -> dict[str, float]:
+        """CPU seconds so far of each part: recording, tuning, exporting, sampling, reporting."""
+        return {**self._metrics.overhead_seconds, "link": self.link.cpu_seconds if self.link is not None else 0.0}
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Sum of `overhead`."""
+        return sum(self.overhead.values())
+
+    def rebuild(self) -> None:
+        """Follows the optimizer to another device, before its first step: telemetry starts over, and the daemon is
+        informed."""
+        self.recorder.begin()
+        self._metrics.begin()
+        self._register_again()
+
+    def extended(self) -> None:
+        """Informs the daemon of the subgroups of added parameters."""
+        self._register_again()
+
+    def _register_again(self) -> None:
+        """Registers the changed rank with the daemon. If its values are out of bounds, the earlier registration
+        stays."""
+        if self.link is None:
+            return
+        try:
+            self.link.update_hello(validated(lambda: self._hello(reset_knobs=False)))
+        except ConfigError as error:
+            log.warning("%s The daemon keeps the earlier values.", error, extra=event("hello_refused"))
+
+    def resumed(self) -> None:
+        """Follows the optimizer's step number after it loaded a state. The rank registers as a new agent, as after a
+        restart: otherwise the daemon would treat the new steps as repeated ones."""
+        steps = self._optimizer.num_steps
+        if steps == self.recorder.number:
+            return
+        self._messages.renew_agent()
+        self.applied_at = [(self.generation, steps + 1)]
+        if self.link is None:
+            self.recorder.count_from(steps)
+        else:
+            self.link.restart_as(self._hello(reset_knobs=False), lambda: self.recorder.count_from(steps))
+            self.link.applied(self.generation, steps + 1)
+
+    def close(self) -> None:
+        """Says goodbye to the daemon and stops serving /metrics. Idempotent; does nothing in a forked child."""
+        if os.getpid() == self._pid and self._on_step in self._optimizer.observers:
+            attachment_registry.unregister(self)
+            self._optimizer.observers.remove(self._on_step)
+            self._optimizer.boundaries.remove(self._between_steps)
+            self._optimizer.attachment = None
+            for handle in self._handles:
+                handle.remove()
+            self._stop()
+            log.info(
+                "run %s, rank %d: %d steps", self.run, self.rank, self.recorder.steps,
+                extra=event("detached", run=self.run, rank=self.rank, steps=self.recorder.steps),
+            )  # fmt: skip
+
+    def leave(self) -> None:
+        """Queues the final report and the goodbye, which end the link. Does not wait."""
+        if self.link is not None and not self._said_goodbye and os.getpid() == self._pid:
+            self._said_goodbye = True
+            self.link.leave(self._last_report())
+
+    def __del__(self) -> None:
+        """Says goodbye when it is garbage-collected. No thread holds a reference to it, so its attributes still exist;
+        /metrics ends by itself."""
+        if getattr(self, "link", None) is not None:
+            self.leave()
+
+    def _stop(self) -> None:
+        """Says goodbye, waits until it is sent, and stops serving /metrics."""
+        try:
+            self.leave()
+            if self.link is not None:
+                self.link.close()
+        finally:
+            self._metrics.close()
+
+    def _hello(self, reset_knobs: bool) -> AgentHello:
+        return self._messages.hello(self.metrics_address, reset_knobs)
+
+    def __repr__(self) -> str:
+        who = f"run={self.run!r}, rank {self.rank} of {self.world_size}"
+        if self._optimizer.attachment is not self:
+            return f"Attachment({who}, closed)"
+        daemon = "no daemon" if self.link is None else "with a daemon"
+        return f"Attachment({who}, generation {self.generation}, metrics at {self.metrics_address}, {daemon})"
+
+    def _last_report(self) -> AgentReport | None:
+        """The final report; None, with a log message, when it cannot be made."""
+        try:
+            return self._messages.report()
+        except Exception:
+            log.exception("the last report could not be made", extra=event("report_failed"))
+            return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- at the end of each step
+
+    def _on_step(self, result: StepResult, phases: StepPhases) -> None:
+        """Records a finished step."""
+        try:
+            self.recorder.record(result, phases)
+        except Exception:
+            # Errors of telemetry do not affect the weights: training continues.
+            log.exception("step %d could not be recorded", self.recorder.steps)
+        self.tuning.observe(result, phases)
+
+    def _between_steps(self, next_step: int) -> None:
+        """Agrees with the other ranks, applies knobs and runs the tuner."""
+        began = time.thread_time()
+        agreed = self._synchronize(next_step)
+        self.tuning.between_steps(agreed)
+        self._metrics.overhead["tuner"] += time.thread_time() - began
+        if self.link is not None:
+            self._metrics.overhead["link"] = self.link.cpu_seconds
+            self._metrics.thread_failures = self.link.restarts
+
+    def _synchronize(self, next_step: int) -> BoundaryMessage:
+        """Exchanges a message with all ranks, and applies committed knobs on all ranks or on none. Returns the agreed
+        values."""
+        committed = (
+            self.link.committed if self.link is not None else None
+        )  # read once: the link's thread may replace it
+        agreed = agree(self._ranks, self.tuning.boundary_message(committed.generation if committed is not None else 0))
+        self._apply_committed(next_step, committed, agreed.generation)
+        return agreed
+
+    def _apply_committed(self, next_step: int, committed: CommittedKnobs | None, generation: int) -> None:
+        """Applies committed knobs if they are new and all ranks know them."""
+        if committed is None or generation != committed.generation or committed.decision == self._decided:
+            return
+        self._decided = committed.decision
+        if committed.knobs != self._optimizer.knobs and not self._apply(committed):
+            return
+        self._messages.generation = self._metrics.generation = generation
+        if (generation, next_step) != self.applied_at[-1]:
+            self.applied_at.append((generation, next_step))
+        if self.link is not None:
+            self.link.applied(generation, next_step)
+
+    def _apply(self, committed: CommittedKnobs) -> bool:
+        """Applies committed knobs; False, with a log message, when they cannot work on this rank."""
+        try:
+            self._optimizer.check_knobs(committed.knobs)
+        except ConfigError as refusal:
+            if self.link is not None:
+                self.link.report_unusable(committed.decision, str(refusal))
+            log.error(
+                "generation %d cannot be applied, last good knobs stay: %s", committed.generation, refusal,
+                extra=event("generation_refused", run=self.run, generation=committed.generation, reason=str(refusal)),
+            )  # fmt: skip
+            return False
+        self._optimizer.apply_knobs(committed.knobs)
+        knobs = committed.knobs.as_dict()
+        log.info(
+            "generation %d applied: %s", committed.generation, knobs,
+            extra=event("generation_applied", run=self.run, generation=committed.generation, knobs=knobs),
+        )  # fmt: skip
+        return True

@@ -1,0 +1,140 @@
+"""What the daemon has decided about the knobs of this rank, and what the rank has to answer. Shared by all threads of
+the link and by the training thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tidegate.errors import ConfigError
+from tidegate.knobs.knobs import Knobs
+from tidegate.logs import event
+from tidegate.wire.agent import Applied, Directive, Vote
+
+log = logging.getLogger("tidegate.link")
+
+LONGEST_REASON = 2_000
+"""Maximum number of characters of the reason why a generation cannot be used."""
+
+
+@dataclass(frozen=True)
+class CommittedKnobs:
+    """Knobs that all live ranks have accepted."""
+
+    generation: int
+    knobs: Knobs
+    epoch: int = 0
+    """Number of times that the daemon has lost its state: its generations then count from 0 again."""
+
+    @property
+    def decision(self) -> tuple[int, int]:
+        """Identity of the decision among all decisions of this run: epoch and generation."""
+        return self.epoch, self.generation
+
+
+class KnobDecisions:
+    """The newest committed knobs, and the answers that the next report carries.
+
+    run: name of the run, for log messages.
+    wake: wakes the thread that sends reports.
+    """
+
+    def __init__(self, run: str, wake: Callable[[], None]) -> None:
+        self.committed: CommittedKnobs | None = None
+        """Newest decision that can be used; the training thread applies it."""
+        self.newest_generation = -1
+        """Newest generation that the daemon named as committed, usable or not."""
+        self.voted: int | None = None
+        """Generation of the last vote."""
+        self._run, self._wake = run, wake
+        self._lock = threading.Lock()
+        self._applied: Applied | None = None
+        self._unusable: Vote | None = None
+        """Vote against a committed generation that cannot be used; not sent yet."""
+        self._reported: set[tuple[int, int]] = set()
+        """Decisions that were logged and reported as unusable."""
+
+    # ---- what the daemon says
+
+    def take(self, directive: Directive) -> None:
+        """Accepts the committed knobs of a response, if they are new."""
+        with self._lock:
+            if directive.committed > self.newest_generation:
+                self._accept(directive, self.committed.epoch if self.committed is not None else 0)
+
+    def take_at_registration(self, directive: Directive, known: CommittedKnobs | None) -> None:
+        """Accepts the response to a hello, even if its generation is older: a daemon that lost its state starts over
+        with this rank's knobs. `known`: the committed knobs when the hello was made."""
+        with self._lock:
+            epoch = known.epoch if known is not None else 0
+            starts_over = known is not None and directive.committed < self.newest_generation
+            if starts_over or directive.committed >= self.newest_generation:
+                self._accept(directive, epoch + starts_over)
+            self.voted = None
+
+    def _accept(self, directive: Directive, epoch: int) -> None:
+        """Makes the committed knobs the ones in force, if they can be used; otherwise the earlier knobs stay. Call it
+        with the lock."""
+        self.newest_generation = directive.committed
+        try:
+            knobs = Knobs().changed(directive.committed_knobs)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)
+            if not self.report_unusable((epoch, directive.committed), reason):
+                return
+            log.error(
+                "generation %d cannot be used here, last good knobs stay: %s", directive.committed, reason,
+                extra=event("generation_refused", run=self._run, generation=directive.committed, reason=reason),
+            )  # fmt: skip
+        else:
+            self.committed = CommittedKnobs(directive.committed, knobs, epoch)
+
+    # ---- what the rank answers
+
+    def report_applied(self, generation: int, step: int) -> None:
+        """Reports, with the next report, that `generation` is in force from `step` on."""
+        with self._lock:
+            self._applied = Applied(generation=generation, step=step)
+        self._wake()
+
+    def report_unusable(self, decision: tuple[int, int], reason: str) -> bool:
+        """Reports, with the next report, that a committed generation cannot be used here. False when it was reported
+        before."""
+        if decision in self._reported:
+            return False
+        self._reported.add(decision)
+        self._unusable = Vote(generation=decision[1], can=False, reason=_shortened(reason))
+        self._wake()
+        return True
+
+    def take_applied(self) -> Applied | None:
+        """What the next report says of applied knobs; it is said once."""
+        with self._lock:
+            applied, self._applied = self._applied, None
+        return applied
+
+    def restore_applied(self, applied: Applied | None) -> None:
+        """Takes back what was not delivered, unless there is something newer."""
+        with self._lock:
+            self._applied = self._applied or applied
+
+    def forget_applied(self) -> None:
+        """Drops what the next report would say of applied knobs."""
+        with self._lock:
+            self._applied = None
+
+    def take_unusable(self) -> Vote | None:
+        """The pending vote against an unusable generation; it is sent once."""
+        unusable, self._unusable = self._unusable, None
+        return unusable
+
+    def restore_unusable(self, unusable: Vote) -> None:
+        """Takes back a vote that was not delivered, unless there is a newer one."""
+        self._unusable = self._unusable or unusable
+
+
+def _shortened(reason: str) -> str:
+    """The reason as valid UTF-8 within the length limit of the message."""
+    return reason.encode("utf-8", "replace").decode()[:LONGEST_REASON]

@@ -1,0 +1,109 @@
+"""The messages of one rank to the daemon: its hello, with what it is, and its reports, with what it does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections import Counter
+
+from pydantic import ValidationError
+
+from tidegate.agent.control.process_identity import this_host, this_process
+from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.ranks import Ranks
+from tidegate.agent.telemetry.recorder import Recorder
+from tidegate.knobs.knobs import Knobs
+from tidegate.logs import event
+from tidegate.speeds.rate_card import RateCard
+from tidegate.wire.agent import AgentHello, AgentReport, Rates, SubgroupSizes
+
+log = logging.getLogger("tidegate")
+
+
+class RankMessages:
+    """Builds the messages of one rank. It is the `ReportSource` of the link to the daemon."""
+
+    def __init__(self, optimizer: AdamW, recorder: Recorder, run: str, ranks: Ranks) -> None:
+        self.generation = 0
+        """Generation of knobs in force."""
+        self._optimizer, self._recorder = optimizer, recorder
+        self._run, self._ranks = run, ranks
+        self._started_at = time.time()
+        self._agent = uuid.uuid4().hex
+        self._rates_refused = False
+        """Whether it was logged that rates are not reported."""
+
+    def renew_agent(self) -> None:
+        """Gives the rank a new agent id, as after a restart."""
+        self._agent = uuid.uuid4().hex
+
+    def hello(self, metrics_address: str, reset_knobs: bool) -> AgentHello:
+        """Registration of this rank."""
+        engine, device, offload = self._optimizer.engine, self._optimizer.device, self._optimizer.offload
+        sizes = Counter((s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in engine.subgroups)
+        return AgentHello(
+            agent=self._agent,
+            run=self._run,
+            rank=self._ranks.rank,
+            world_size=self._ranks.count,
+            host=this_host(),
+            pid=os.getpid(),
+            device_kind=device.kind,
+            metrics_address=metrics_address,
+            knobs=self._optimizer.knobs.as_dict(),
+            reset_knobs=reset_knobs,
+            subgroups=tuple(
+                SubgroupSizes(numel=numel, count=count, weight_bytes=weight, grad_bytes=grad, state_bytes=state)
+                for (numel, weight, grad, state), count in sizes.items()
+            ),
+            num_slots=engine.num_slots,
+            device_memory_bytes=device.capacity_bytes,
+            host_slots=offload.host_slots,
+            gradients=offload.gradients,
+            policy=offload.policy,
+            paths=tuple(engine.host_slots),
+            started_at=self._started_at,
+            process=this_process(),
+        )
+
+    # ---- for the threads of the link
+
+    def report(self) -> AgentReport:
+        """Builds the report since the last one. May be called from any thread."""
+        recorder = self._recorder
+        rates, last = recorder.rates, recorder.last_step
+        timeline = None if last is None else last.view()  # before steps are taken: an error here must not lose them
+        return AgentReport(
+            timestamp=time.time(),
+            step=recorder.totals.steps,
+            phase=self._optimizer.phases.current,
+            generation=self.generation,
+            effective=self._optimizer.effective_knobs(),
+            rates=None if rates is None else self._rates_message(rates),
+            steps=recorder.take_unreported(),
+            timeline=timeline,
+            predicted_update_seconds=recorder.totals.predicted_update_seconds,
+        )
+
+    def undelivered(self, report: AgentReport) -> None:
+        """Includes the steps of an undelivered report in the next one."""
+        self._recorder.give_back(report.steps)
+
+    def check(self, knobs: Knobs) -> None:
+        """ConfigError when the knobs cannot work on this rank."""
+        self._optimizer.check_knobs(knobs)
+
+    def _rates_message(self, rates: RateCard) -> Rates | None:
+        """Rates for a report; None, logged once, for values that the daemon would reject: the report is then sent
+        without rates."""
+        try:
+            return Rates(**rates.to_dict())
+        except ValidationError as error:
+            if not self._rates_refused:
+                log.warning(
+                    "the measured rates are out of bounds and are not reported: %s", error, extra=event("rates_refused")
+                )
+            self._rates_refused = True
+            return None

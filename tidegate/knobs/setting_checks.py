@@ -1,0 +1,91 @@
+"""Checks of settings that are no knobs: whole numbers, numbers, flags, texts and words of a closed set.
+
+Each function takes the name of the setting and the given value, and most return the value in its normal form.
+ConfigError names the setting, the value and what is accepted.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+
+from tidegate.errors import ConfigError
+
+
+def check_whole(name: str, value: object, minimum: int, *, of: str = "", multiple_of: int = 1) -> int:
+    """The value as an int. `1e9` is accepted as 1000000000.
+
+    minimum: the smallest value that is accepted.
+    of: what the setting belongs to, as in " of a path", for the error.
+    multiple_of: a number that divides each value that is accepted.
+    """
+    number = _whole(value)
+    if number is None:
+        raise ConfigError(f"{name}={value!r}{of} is not a whole number: give one of at least {minimum}.")
+    if number < minimum:
+        raise ConfigError(f"{name}={number}{of} is out of range: at least {minimum}.")
+    if number % multiple_of:
+        raise ConfigError(f"{name}={number}{of} must be a multiple of {multiple_of}.")
+    return number
+
+
+def check_number(name: str, value: object, *, above: float | None = None, minimum: float = 0.0, of: str = "") -> float:
+    """The value as a float; infinity is accepted.
+
+    above, minimum: the bound. `above` is not accepted itself, `minimum` is.
+    of: what the setting belongs to, as in " of a path", for the error.
+    """
+    bound = f"at least {minimum:g}" if above is None else f"more than {above:g}"
+    if isinstance(value, bool | str | bytes) or (number := _number(value)) is None:
+        raise ConfigError(f"{name}={value!r}{of} is not a number: give one of {bound}.")
+    if not (number >= minimum if above is None else number > above):
+        raise ConfigError(f"{name}={value}{of} is out of range: {bound}.")
+    return number
+
+
+def check_flag(name: str, value: object) -> bool:
+    """The value, which must be True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is not a flag: give True or False.")
+    return value
+
+
+def check_text(name: str, value: object, example: str, *, of: str = "") -> str:
+    """The value, which must be a string. `example`: a value for the error, as users write it."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}={value!r}{of} is not a text: give one such as {example!r}.")
+    return value
+
+
+def check_word(name: str, value: object, words: Sequence[str]) -> str:
+    """The value, which must be one of `words`."""
+    if not isinstance(value, str) or value not in words:
+        *others, last = map(repr, words)
+        raise ConfigError(f"{name}={value!r} is unknown: {', '.join(others)} or {last}.")
+    return value
+
+
+def check_kind(name: str, value: object, kind: type | tuple[type, ...], example: str, *, of: str = "") -> None:
+    """ConfigError unless the value is of a class, or of one of several. `example`: what users write, for the error."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name}={value!r}{of} is a {type(value).__name__}: give {example}.")
+
+
+def _whole(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _number(value: object) -> float | None:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return None if math.isnan(number) else number
