@@ -19,7 +19,7 @@ from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, Checkpoint, Para
 from tidegate.agent.checkpoints.snapshot import wait_for
 from tidegate.agent.checkpoints.writer import THREADS, weights_checksum
 from tidegate.agent.engine.engine import Engine
-from tidegate.agent.engine.memory import state_arrays
+from tidegate.agent.engine.state_block import state_arrays
 from tidegate.agent.parameters.subgroups import Segment
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.plain_files import open_plain

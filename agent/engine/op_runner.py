@@ -10,7 +10,8 @@ import torch
 
 from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRun
 from tidegate.agent.engine.executor import Issued, StepSkipped
-from tidegate.agent.engine.memory import StateMemory, state_addresses
+from tidegate.agent.engine.memory import StateMemory
+from tidegate.agent.engine.state_block import state_addresses
 from tidegate.agent.gradients.gradients import Gradients, GradientsRead, grad_ref_of
 from tidegate.agent.parameters.shards import GradientNorm, tail_of
 from tidegate.agent.parameters.subgroups import Layout, Segment, flat
