@@ -23,7 +23,7 @@ from tests.agent.test_exactness import backward, random_grads
 from tests.agent.test_optimizer import MIXED, params_of
 from tests.agent.test_overlap import overlapped, tokens
 from tidegate.agent.checkpoints.snapshot import wait_for
-from tidegate.agent.engine.executor import Issued
+from tidegate.agent.engine.plan_progress import IssuedOp
 from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers import scratch
 from tidegate.errors import EngineError
@@ -137,7 +137,7 @@ def interrupt_at(optimizer: tidegate.AdamW, kind: OpKind) -> None:
     run = type(runner).run
     once = threading.Event()
 
-    def interrupting(op: Op, begun: Callable[[], None]) -> Issued:
+    def interrupting(op: Op, begun: Callable[[], None]) -> IssuedOp:
         if op.kind is kind and not once.is_set():
             once.set()
             os.kill(os.getpid(), signal.SIGINT)
