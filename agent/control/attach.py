@@ -24,8 +24,8 @@ from tidegate.agent.control.daemon_link import AgentLink, CommittedKnobs
 from tidegate.agent.control.process_identity import this_host, this_process
 from tidegate.agent.control.step_sync import BoundaryMessage, agree
 from tidegate.agent.control.tuning import Tuning
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.module_hooks import ModelHook
 from tidegate.agent.ranks import Ranks, local_rank

@@ -194,7 +194,7 @@ class AdamW(torch.optim.Optimizer):
         except BaseException:
             self.close()
             raise
-        self.engine.watch(self.gradient_arrived)
+        self.engine.gradients.watch(self.gradient_arrived)
 
     # ---- training
 
@@ -382,7 +382,7 @@ class AdamW(torch.optim.Optimizer):
     def check_knobs(self, knobs: Knobs) -> None:
         """MemoryBudgetError or CapacityError with figures when these knobs do not fit, KnobError when they name a path
         that this run does not have. Safe from any thread."""
-        self.engine.check(self._effective(knobs), self.offload.headroom_bytes)
+        self.engine.planner.check(self._effective(knobs), self.offload.headroom_bytes)
 
     def apply_knobs(self, knobs: Knobs) -> None:
         """Sets the knobs, from the next step on. Between steps only."""
@@ -461,7 +461,7 @@ class AdamW(torch.optim.Optimizer):
             with state_dicts.without_torch_load_hooks(self):
                 # torch's own loader would cast moments to the dtype of the weight.
                 super().load_state_dict({"state": others, "param_groups": given["param_groups"]})
-            with self.phases.within("checkpoint"), self.engine.whole_or_lost():
+            with self.phases.within("checkpoint"), self.engine.replacing_state():
                 state_dicts.scatter(self.engine, self._params, state)
                 self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
                 self._step_results.forget()
@@ -585,7 +585,7 @@ class AdamW(torch.optim.Optimizer):
         self.engine.drop_plan()
         wanted = None if params is None else set(map(id, params))
         updated = {i for i, one in enumerate(self._params) if self._steps[i] and (wanted is None or id(one) in wanted)}
-        with DelayInterrupt(), self.engine.whole_or_lost():
+        with DelayInterrupt(), self.engine.replacing_state():
             state_dicts.reset(self.engine, updated)
             for number in updated:
                 self._steps[number] = 0
@@ -691,7 +691,7 @@ class AdamW(torch.optim.Optimizer):
         self._ineffective.watch(len(params))
         self._step_results.engine = self._checkpoints.engine = engine
         self.phases.take_peak_bytes = device.take_peak_bytes
-        engine.watch(self.gradient_arrived)
+        engine.gradients.watch(self.gradient_arrived)
 
     # ---- life
 
@@ -717,7 +717,7 @@ class AdamW(torch.optim.Optimizer):
             check_distinct(params)
             check_one_place([shard_of(param) for param in (*self._params, *params)])
             layouts = self._layouts_of_added(params)
-            self.engine.check(self.engine.effective, self.offload.headroom_bytes, layouts)
+            self.engine.planner.check(self.engine.effective, self.offload.headroom_bytes, layouts)
             claim(self, params, beside=self._params)
         except ConfigError:
             self.param_groups.pop()

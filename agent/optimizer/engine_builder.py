@@ -10,6 +10,7 @@ import torch
 from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.engine import Engine
+from tidegate.agent.engine.engine_settings import EngineSettings
 from tidegate.agent.optimizer.offload import Offload
 from tidegate.agent.parameters.shards import gradients_are_final
 from tidegate.agent.parameters.subgroups import Layout
@@ -30,11 +31,9 @@ def build_engine(
     try:
         ranks, paths = Ranks.current(), offload.path_settings()
         store = TierStore(paths, ranks.rank) if paths else None
-        return Engine(
-            params,
-            layouts,
-            device,
+        settings = EngineSettings(
             num_slots=offload.num_slots,
+            host_slots=offload.host_slots,
             cpu_threads=offload.cpu_threads or cpu_lane_threads(),
             policy=offload.policy,
             gradients=offload.gradients,
@@ -43,10 +42,8 @@ def build_engine(
             headroom_bytes=offload.headroom_bytes,
             early_gradients=ranks.count == 1 or all(map(gradients_are_final, params)),
             watchdog_seconds=offload.watchdog_seconds,
-            effective=effective,
-            store=store,
-            host_slots=offload.host_slots,
         )
+        return Engine(params, layouts, device, settings, effective=effective, store=store)
     except BaseException:
         with suppress(Exception):  # the original error is raised
             close_all(*([store.close] if store is not None else []), device.close)

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.plan.ops import OpKind
 
 MIN_PARAMS: Final = 8

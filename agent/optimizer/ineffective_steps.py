@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.parameters.shards import shard_of
 from tidegate.logs import event
 

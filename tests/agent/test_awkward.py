@@ -18,8 +18,8 @@ from tests.agent.test_exactness import FAST, backward, random_grads
 from tests.agent.test_optimizer import MIXED, params_of, run_steps
 from tests.services import until
 from tidegate.agent.devices.emulated import EmulatedDevice
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.auto_knobs import AutoValues
 from tidegate.errors import ConfigError, EngineError, LaneStuckError, MemoryBudgetError, ParameterError
 from tidegate.knobs.knobs import Knobs
