@@ -4,12 +4,14 @@ changes."""
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.engine.step_result import StepResult
+from tidegate.agent.parameters.parameter_identity import name_of
 from tidegate.agent.parameters.shards import shard_of
 from tidegate.logs import event
 
@@ -114,3 +116,14 @@ class IneffectiveStepWarnings:
 def _is_due(count: int) -> bool:
     """True for the 1st, 10th and 100th occurrence, then for every 1000th."""
     return count in (1, 10, 100) or count % 1000 == 0
+
+
+def param_namer(optimizer: torch.optim.Optimizer) -> Callable[[int], str]:
+    """A function that gives the name of a parameter by its number, and keeps no reference to the optimizer."""
+    optimizer_ref = weakref.ref(optimizer)
+
+    def name(param: int) -> str:
+        optimizer = optimizer_ref()
+        return str(param) if optimizer is None else name_of(optimizer.param_groups, param)
+
+    return name

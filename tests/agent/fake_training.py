@@ -33,7 +33,7 @@ from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.plan_progress import IssuedOp
 from tidegate.agent.gradients import accumulation as accumulation_module
 from tidegate.agent.gradients import gradients as gradients_module
-from tidegate.agent.optimizer import adamw as optimizer_module
+from tidegate.agent.optimizer import offloaded_optimizer as optimizer_module
 from tidegate.agent.parameters.subgroups import flat
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.agent.tiers.transfers import Transfer
