@@ -55,7 +55,7 @@ class CheckpointFiles:
         with self._phases.within("checkpoint"):
             if self._pending is not None:
                 self._pending.wait_and_agree()
-            self.engine.weights.take_edited()
+            self.engine.weights.adapt_to_edits()
             yield
 
     def find(self, place: str | os.PathLike[str] | Checkpoint, step: int | None) -> Checkpoint:

@@ -108,7 +108,7 @@ class Engine:
     def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
         """Appends parameters and their subgroups. Between steps."""
         assert self._flight is None, "a plan is in flight"
-        self.weights.take_edited()  # or earlier edits by the user would go unnoticed
+        self.weights.adapt_to_edits()  # or earlier edits by the user would go unnoticed
         self.params += params
         self.shards += [shard_of(param) for param in params]
         self._norm.extend(params)
@@ -155,7 +155,7 @@ class Engine:
 
     def _launch(self) -> PlanInFlight:
         # In mode `keep` gradients can be copied again, so that the check for edits through `.data` may wait for step().
-        self.weights.take_edited(by_data=self.gradients.mode == "release")
+        self.weights.adapt_to_edits(by_data=self.gradients.mode == "release")
         effective = self.effective
         plan, room_bytes = self.planner.prepare(effective, self.gradient_gates.order)
         self._runner.begin()
@@ -260,7 +260,7 @@ class Engine:
                 )
         elif edited or self._in_flight().effective != self.effective:
             self.drop_plan()
-            self.weights.take_edited()
+            self.weights.adapt_to_edits()
             self.start()
             self.gradients.refresh()
 

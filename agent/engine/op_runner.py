@@ -47,7 +47,7 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Squares:
+class SquareSums:
     """Gradients' sums of squares and non-finite counts, by parameter. `sums` holds a pair for each of `params`, in this
     order, once `ready` is done."""
 
@@ -78,7 +78,7 @@ class MemoryRunner:
         self._pool = pool
         self.copied: dict[int, GradientsRead] = {}
         """In gradient mode `keep`: the records of the gradients that were copied to the host, by subgroup."""
-        self.squares: list[Squares] = []
+        self.squares: list[SquareSums] = []
         """Sums of squares that GRAD_NORM ops have made before `step()`."""
         self.inputs: StepInputs | None = None
 
@@ -188,7 +188,7 @@ class MemoryRunner:
             self._device.wait(op.lane, arrived.ready)
         references = [grad_ref_of(arrived) for _, arrived in begun_here]
         event, sums = self._device.norms(references)
-        self.squares.append(Squares(tuple(param for param, _ in begun_here), event, sums))
+        self.squares.append(SquareSums(tuple(param for param, _ in begun_here), event, sums))
         self._gradients.was_read(layout, taken, op.lane, event)
         return IssuedOp(event, 0, sum(reference.numel for reference in references))
 
@@ -200,7 +200,7 @@ class MemoryRunner:
         present = [self._gradients.reference(i) for i in late]
         event, sums = self._device.norms(present)
         known: dict[int, tuple[float, int]] = {}
-        for summed in (*self.squares, Squares(tuple(late), event, sums)):
+        for summed in (*self.squares, SquareSums(tuple(late), event, sums)):
             summed.ready.wait()  # one read from the device for all parameters of this sum
             known.update(zip(summed.params, summed.sums, strict=True))
         all_known_at = time.monotonic()

@@ -22,6 +22,7 @@ import torch
 
 from tidegate.agent.devices.base import Device, Event, GradRef
 from tidegate.agent.gradients.accumulation import HostSums
+from tidegate.agent.gradients.gradient_memory import GradientMemory
 from tidegate.agent.gradients.gradient_record import (
     GradientRecord,
     as_stored,
@@ -29,7 +30,6 @@ from tidegate.agent.gradients.gradient_record import (
     identity_of,
     private_alias,
 )
-from tidegate.agent.gradients.release_bound import GradientMemory
 from tidegate.agent.gradients.released_gradient import ReleasedGradient, is_released
 from tidegate.agent.parameters.fingerprint import sample_view
 from tidegate.agent.parameters.shards import check_divided_alike, shard_of, wrap_like

@@ -72,5 +72,5 @@ class _Cumulative:
             paths=attachment.recorder.path_names,
             recopied=self.delivery.recopied,
             first_gradient=self.delivery.first_gradient,
-            together=self.delivery.together,
+            together=self.delivery.single_node_share,
         )

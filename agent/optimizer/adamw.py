@@ -31,7 +31,7 @@ from tidegate.agent.optimizer.hyperparameters import (
 )
 from tidegate.agent.optimizer.offload import Offload
 from tidegate.agent.optimizer.offloaded_optimizer import OffloadedOptimizer
-from tidegate.agent.optimizer.shown_state import user_entries
+from tidegate.agent.optimizer.state_view import user_entries
 from tidegate.agent.parameters.ownership import claim
 from tidegate.agent.parameters.shards import shard_of
 from tidegate.agent.parameters.subgroups import check_distinct
@@ -103,7 +103,7 @@ class AdamW(OffloadedOptimizer):
         self.wait()
         self.follow_params()
         has_gradients = self.engine.gradients.any_in_sums or any(p.grad is not None for p in self._params)
-        self._ineffective.had_gradients(len(self._params), has_gradients)
+        self._ineffective.observe_call(len(self._params), has_gradients)
         if not has_gradients:
             return loss
         loss_scale = LossScale.of(self)
@@ -135,7 +135,7 @@ class AdamW(OffloadedOptimizer):
                 if self._steps[param] == 1:
                     self._refresh_state_entry(param)
             if updated:
-                self._ineffective.updated(updated, self._params)
+                self._ineffective.observe_update(updated, self._params)
             self.phases.began_at(self.engine.gradients_made_at, before="backward")
             if not self.background:
                 self._step_results.wait_for_update()
@@ -204,7 +204,7 @@ class AdamW(OffloadedOptimizer):
         self.engine.require_usable()
         self.engine.drop_plan()
         with self.phases.within("checkpoint"):
-            self.engine.weights.take_edited(reading=True)
+            self.engine.weights.adapt_to_edits(reading=True)
             gathered = state_dicts.gather(self.engine, self._params, self._steps)
             shown = self._state
             # While torch packs the state and runs its hooks.

@@ -8,10 +8,10 @@ from typing import Any, Final
 import torch
 
 from tidegate.agent.engine.phases import PhaseRecorder
-from tidegate.agent.optimizer.gradient_arrival import handed_together
+from tidegate.agent.optimizer.gradient_arrival import single_node_share
 
 GRAPH_CHECK_INTERVAL: Final = 16
-"""The autograd graph is examined (see `handed_together`) in every so many-th step and in the first four steps. This
+"""The autograd graph is examined (see `single_node_share`) in every so many-th step and in the first four steps. This
 takes about 0.2 ms."""
 
 NO_BACKWARD: Final = -1
@@ -25,7 +25,8 @@ class BackwardPasses:
         self._phases = phases
         self._id = NO_BACKWARD
         """Id of the last backward pass that was noticed."""
-        self._together = 0.0
+        self._single_node_share = 0.0
+        """`StepPhases.single_node_share` of the last backward pass whose graph was examined."""
 
     def is_noticed(self, backward_id: int) -> bool:
         """Whether `began` was called in this backward pass, and the phase `backward` has not ended since."""
@@ -38,8 +39,8 @@ class BackwardPasses:
         if backward_id != self._id:
             self._id = backward_id
             if num_steps < 4 or num_steps % GRAPH_CHECK_INTERVAL == 0:
-                self._together = _handed_together(param_groups)
-            self._phases.handed_together = self._together
+                self._single_node_share = _share_of_current_pass(param_groups)
+            self._phases.single_node_share = self._single_node_share
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
     def _ended(self) -> None:
@@ -47,7 +48,8 @@ class BackwardPasses:
             self._phases.enter("other")
 
 
-def _handed_together(param_groups: Sequence[Mapping[str, Any]]) -> float:
+def _share_of_current_pass(param_groups: Sequence[Mapping[str, Any]]) -> float:
+    """`single_node_share` of these parameters in the backward pass that is running."""
     node = torch._C._current_autograd_node()
     params = [param for group in param_groups for param in group["params"] if param.requires_grad]
-    return handed_together(node, params) if node is not None else 0.0
+    return single_node_share(node, params) if node is not None else 0.0

@@ -47,7 +47,7 @@ class IneffectiveStepWarnings:
         self._untrained = set() if self._said_untrained else set(range(num_params))
         self._updates = 0
 
-    def updated(self, numbers: Collection[int], params: Sequence[torch.Tensor]) -> None:
+    def observe_update(self, numbers: Collection[int], params: Sequence[torch.Tensor]) -> None:
         """Takes note of a step that updates the parameters with these numbers."""
         if not self._untrained:
             return
@@ -83,7 +83,7 @@ class IneffectiveStepWarnings:
         elif _is_due(self.num_skipped):
             self._warn(result.bad_params, "In fp16, scale the loss with a GradScaler, or train in bf16.")
 
-    def had_gradients(self, num_params: int, any_gradient: bool) -> None:
+    def observe_call(self, num_params: int, any_gradient: bool) -> None:
         """Takes note of a call of `step()`, and warns after several calls in a row without any gradient."""
         self._empty_in_a_row = 0 if any_gradient else self._empty_in_a_row + 1
         count = self._empty_in_a_row - EMPTY_STEPS_ALLOWED + 1

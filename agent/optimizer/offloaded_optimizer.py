@@ -23,22 +23,22 @@ from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.optimizer import state_dicts
 from tidegate.agent.optimizer.auto_knobs import AutoValues, as_knob_values
 from tidegate.agent.optimizer.backward_passes import NO_BACKWARD, BackwardPasses
+from tidegate.agent.optimizer.compile_exclusion import exclude_from_compilation
 from tidegate.agent.optimizer.engine_builder import build_engine, layouts_of
 from tidegate.agent.optimizer.host_cache import automatic_cache_bytes
 from tidegate.agent.optimizer.ineffective_steps import IneffectiveStepWarnings, param_namer
 from tidegate.agent.optimizer.listeners import AttachmentListener, RebuildListener
 from tidegate.agent.optimizer.offload import Offload, as_offload
-from tidegate.agent.optimizer.shown_state import OffloadedState
 from tidegate.agent.optimizer.state_transfer import (
     ParameterMapping,
-    check_can_follow,
+    check_transferable,
     gather_for_transfer,
     transfer_backward_flags,
     warn_of_removed,
 )
+from tidegate.agent.optimizer.state_view import OffloadedState
 from tidegate.agent.optimizer.step_guard import StepGuard
 from tidegate.agent.optimizer.step_results import StepResultQueue
-from tidegate.agent.optimizer.uncompiled import leave_uncompiled
 from tidegate.agent.parameters.ownership import claim, release_ownership
 from tidegate.agent.parameters.parameter_identity import ParameterRecords, name_of
 from tidegate.agent.parameters.shards import LocalShard, shard_of
@@ -64,7 +64,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not params:
             raise ParameterError("The optimizer got no parameters: pass model.parameters().")
         super().__init__(params, defaults)
-        leave_uncompiled()
+        exclude_from_compilation()
         self.offload = as_offload(offload)
         self.num_steps = 0
         """Number of calls of `step()` with gradients, continued from a loaded state."""
@@ -142,7 +142,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if task != NO_BACKWARD and not self._backward_passes.is_noticed(task):
             self.backward_began()
         began = time.monotonic()
-        self.phases.gradient_came(began)
+        self.phases.gradient_arrived(began)
         try:
             if self.engine.running:
                 self._step_results.wait_for_update()
@@ -214,7 +214,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.wait()
         self.engine.require_usable()
         self.engine.drop_plan()
-        self.engine.weights.take_edited(reading=True)
+        self.engine.weights.adapt_to_edits(reading=True)
         index = next(number for number, one in enumerate(self._params) if one is param)
         steps = [step if number == index else 0 for number, step in enumerate(self._steps)]
         return state_dicts.gather(self.engine, self._params, steps)[index]
@@ -280,7 +280,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         attachment."""
         self._step_results.wait_for_update()
         mapping = ParameterMapping(params, self._params)
-        check_can_follow(self.engine, any(self._steps), moved, self._param_records.are_reordered(params))
+        check_transferable(self.engine, any(self._steps), moved, self._param_records.are_reordered(params))
         claim(self, params)
         shards = [shard_of(param) for param in params]
         check_fits(shards, self.offload.accumulation)

@@ -73,7 +73,7 @@ def step_figures(report: StepReport, delivery: GradientArrival) -> Taken:
         paths=[state.path for state in report.path_states if not state.retired],
         recopied=delivery.recopied,
         first_gradient=delivery.first_gradient,
-        together=delivery.together,
+        together=delivery.single_node_share,
     )
 
 
