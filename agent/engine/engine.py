@@ -54,8 +54,8 @@ class Engine:
         params: Sequence[torch.nn.Parameter],
         layouts: Sequence[Layout],
         device: Device,
-        settings: EngineSettings,
         *,
+        settings: EngineSettings,
         effective: Effective,
         store: TierStore | None = None,
     ) -> None:

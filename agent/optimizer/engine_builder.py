@@ -44,7 +44,7 @@ def build_engine(
             early_gradients=ranks.count == 1 or all(map(gradients_are_final, params)),
             watchdog_seconds=offload.watchdog_seconds,
         )
-        return Engine(params, layouts, device, settings, effective=effective, store=store)
+        return Engine(params, layouts, device, settings=settings, effective=effective, store=store)
     except BaseException:
         with suppress(Exception):  # the original error is raised
             close_all(*([store.close] if store is not None else []), device.close)
